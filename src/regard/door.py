@@ -1,0 +1,291 @@
+"""The front door: everything a user passes is checked here, once, and laid over one another.
+
+`weights` and `attend` turn what came into `Factors`, or say what must hold, what came and what to do. Behind the
+door nothing is checked again. Imports `matrix` and what is below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import engines
+from .factors import Factors
+from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask
+from .matrix import Weights
+from .score import Additive, Alibi, Bias, Bilinear, Dot, ScaledDot, Score, as_score
+
+__all__ = ["attend", "weights"]
+
+
+def weights(q: Tensor, k: Tensor | None = None, *, score: Any = "scaled_dot", mask: Any = None, align: str | None = None, engine: str = "auto") -> Weights:  # fmt: skip
+    """The attention weights softmax(score(q, k)) as an object that is never stored.
+
+    q is (..., h, i, d) and k (..., g, j, d) with h a multiple of g, as in `scaled_dot_product_attention`; (h, i, d) is
+    heads without a batch, (i, d) one head. k=None means k = q. `align` says how positions correspond when the lengths
+    differ: "start" (query 0 stands at key 0) or "end" (the last query stands at the last key, as with a cache).
+
+    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> W = weights(x, score="dot")
+    >>> W[0, 2].item() == W[2, 0].item()
+    False
+    """
+    k = q if k is None else k
+    q, k = _tensors(q=q, k=k)
+    return Weights(lay(q, k, score, mask, align), _engine(engine), one_head=q.ndim == 2 and k.ndim == 2)
+
+
+def attend(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, score: Any = "scaled_dot", mask: Any = None, align: str | None = None, engine: str = "auto") -> Tensor:  # fmt: skip
+    """Attention's output alone: weights(q, k) @ v. v=None means v = k, so attend(x) is self-attention of x.
+
+    Where PyTorch's own fused attention gives the same answer, that is called.
+    """
+    k = q if k is None else k
+    v = k if v is None else v
+    if engine == "auto" and (y := _by_pytorch(q, k, v, score, mask)) is not None:
+        return y
+    q, k, v = _tensors(q=q, k=k, v=v)
+    return Weights(lay(q, k, score, mask, align), _engine(engine), one_head=q.ndim == 2 and k.ndim == 2).see(values=v).y
+
+
+def _by_pytorch(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
+    """PyTorch's fused attention, where it computes the same; None where it does not."""
+    if isinstance(score, str):
+        plain = score in ("scaled_dot", "dot")
+        scale = 1.0 if score == "dot" else None
+    else:
+        plain = type(score) in (Dot, ScaledDot) and not score.steps and score.sink_logits is None
+        scale = 1.0 if type(score) is Dot else getattr(score, "scale", None)
+    if not plain or not (mask is None or type(mask) is Causal):
+        return None
+    alike = all(isinstance(x, Tensor) and x.ndim >= 3 and x.is_floating_point() for x in (q, k, v))
+    if not alike or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        return None
+    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        return None
+    # With as many keys as queries causal means one thing, and every key is seen by some row.
+    if mask is not None and q.shape[-2] != k.shape[-2]:
+        return None
+    if 0 in q.shape or 0 in k.shape:
+        return None
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask is not None, scale=scale)
+
+
+def lay(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
+    """Queries, keys, score and mask laid over one another; every misfit is an error here."""
+    score = as_score(score)
+    mask = None if mask is None else as_mask(mask)
+    q = q.unsqueeze(0) if q.ndim == 2 else q
+    k = k.unsqueeze(0) if k.ndim == 2 else k
+    batch = _shared_batch(q, k)
+    _check_sizes(q, k, score)
+    h, i, j = q.shape[-3], q.shape[-2], k.shape[-2]
+    offset = _offset(i, j, align, score, mask)
+    q = q.expand(*batch, *q.shape[-3:])
+    k = k.expand(*batch, *k.shape[-3:])
+    full = (*batch, h, i, j)
+    score = dataclasses.replace(_laid_score(score, full, q, k))
+    return Factors(q, k, score, None if mask is None else _laid_mask(mask, full, offset or 0, q.device), offset)
+
+
+# Checks.
+
+
+def _tensors(**named: Any) -> list[Tensor]:
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; {type(x).__name__} came. Use torch.as_tensor({name}).")
+        if not x.is_floating_point():
+            raise TypeError(
+                f"{name} must be a floating-point tensor; dtype {x.dtype} came. Embed tokens first, or convert with .float()."
+            )
+        if x.ndim < 2:
+            raise ValueError(
+                f"{name} must be (length, size), (heads, length, size) or (..., heads, length, size); shape {tuple(x.shape)} came."
+            )
+    first, *others = named.items()
+    for name, x in others:
+        if x.device != first[1].device:
+            raise ValueError(f"{first[0]} is on {first[1].device} and {name} on {x.device}; move one with .to(device).")
+    kind = first[1].device.type
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        return [x if x.dtype == torch.float64 else x.to(low) for x in named.values()]
+    for name, x in others:
+        if x.dtype != first[1].dtype:
+            raise ValueError(f"{first[0]} is {first[1].dtype} and {name} {x.dtype}; convert one with .to(dtype).")
+    return list(named.values())
+
+
+def _engine(name: Any) -> str:
+    if name not in engines.ENGINES:
+        raise ValueError(f"unknown engine {name!r}; the engines are {', '.join(map(repr, engines.ENGINES))}.")
+    return name
+
+
+def _shared_batch(q: Tensor, k: Tensor) -> torch.Size:
+    try:
+        return torch.Size(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
+    except RuntimeError:
+        raise ValueError(
+            f"batch axes of q {tuple(q.shape[:-3])} and k {tuple(k.shape[:-3])} do not broadcast; shapes are q {tuple(q.shape)} and k {tuple(k.shape)}."
+        ) from None
+
+
+def _check_sizes(q: Tensor, k: Tensor, score: Score) -> None:
+    d, other = q.shape[-1], k.shape[-1]
+    if isinstance(score, Bilinear | Additive):
+        _check_projections(d, other, q.shape[-3], score)
+    elif d != other and not score.sizes_may_differ:
+        hint = " It looks as if k is transposed: pass k.mT." if k.shape[-2] == d else ""
+        raise ValueError(
+            f"q has size {d} and k has size {other} on the last axis; a {type(score).__name__} score needs them equal.{hint}"
+        )
+    h, g = q.shape[-3], k.shape[-3]
+    if g == 0 or h % g:
+        hint = "If the layout is (batch, length, heads, size), pass q.transpose(1, 2) and k.transpose(1, 2)."
+        raise ValueError(f"q has {h} heads and k has {g}; heads of q must be a multiple of heads of k. {hint}")
+
+
+def _check_projections(d: int, other: int, h: int, score: Bilinear | Additive) -> None:
+    if isinstance(score, Bilinear):
+        wanted = [("weight", score.weight, (d, other))]
+    else:
+        a = score.v.shape[-1]
+        wanted = [
+            ("query_weight", score.query_weight, (d, a)),
+            ("key_weight", score.key_weight, (other, a)),
+            ("v", score.v, (a,)),
+        ]
+    for name, tensor, shape in wanted:
+        extra = tensor.shape[: -len(shape)]
+        if tuple(tensor.shape[-len(shape) :]) != shape or len(extra) > 1 or (extra and extra[0] not in (1, h)):
+            raise ValueError(
+                f"{type(score).__name__}({name}) must be {shape} or {(h, *shape)} for q of size {d} with {h} heads and k of size {other}; "
+                f"{tuple(tensor.shape)} came."
+            )
+
+
+def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int | None:
+    """Where query 0 stands among the keys."""
+    if align not in (None, "start", "end"):
+        raise ValueError(
+            f'align must be "start" (query 0 stands at key 0) or "end" (the last query stands at the last key); {align!r} came.'
+        )
+    if align == "end":
+        return j - i
+    if align == "start" or i == j:
+        return 0
+    needs = [f"the mask {mask!r}"] if mask is not None and mask.positional else []
+    needs += [f".{type(step).__name__.lower()}(...)" for step in score.steps if step.positional]
+    if needs:
+        raise ValueError(
+            f"{needs[0]} depends on positions, and q has {i} and k {j} of them: say how they correspond with "
+            'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as with a cache).'
+        )
+    return None
+
+
+# Laying over: every tensor gets the axes (*batch|1, h|1, x, y).
+
+
+def _laid_score(score: Score, full: tuple[int, ...], q: Tensor, k: Tensor) -> Score:
+    *batch, h, i, j = full
+    n = len(batch)
+    score = dataclasses.replace(score, steps=tuple(_laid_step(step, full, q.device) for step in score.steps))
+    if score.sink_logits is not None:
+        score = dataclasses.replace(score, sink_logits=_per_head(score.sink_logits, full, "sink(logits)", q.device))
+    if isinstance(score, Bilinear):
+        return dataclasses.replace(score, weight=_padded(score.weight, n))
+    if isinstance(score, Additive):
+        return dataclasses.replace(
+            score,
+            query_weight=_padded(score.query_weight, n),
+            key_weight=_padded(score.key_weight, n),
+            v=_padded(score.v.unsqueeze(-2), n),
+        )
+    return score
+
+
+def _laid_step(step: Any, full: tuple[int, ...], device: torch.device) -> Any:
+    if isinstance(step, Bias):
+        return Bias(_over_cells(step.tensor, full, "bias(tensor)", device))
+    if isinstance(step, Alibi):
+        return Alibi(_per_head(step.slopes, full, "alibi(slopes)", device))
+    return step
+
+
+def _laid_mask(mask: Mask, full: tuple[int, ...], offset: int, device: torch.device) -> Mask:
+    if isinstance(mask, And):
+        return type(mask)(_laid_mask(mask.left, full, offset, device), _laid_mask(mask.right, full, offset, device))
+    if isinstance(mask, Not):
+        return Not(_laid_mask(mask.of, full, offset, device))
+    if isinstance(mask, Dense):
+        return Dense(_over_cells(mask.cells, full, "mask", device))
+    if isinstance(mask, Padding):
+        return _laid_padding(mask, full, device)
+    if isinstance(mask, Documents):
+        return _laid_documents(mask, full, offset, device)
+    return mask
+
+
+def _laid_padding(mask: Padding, full: tuple[int, ...], device: torch.device) -> Padding:
+    *batch, _, _, j = full
+    lengths = mask.lengths.to(device)
+    _check_broadcast(lengths.shape, batch, "padding(lengths)", "one length a sequence")
+    if not torch.compiler.is_compiling() and lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > j):
+        raise ValueError(
+            f"padding(lengths) must lie between 0 and the {j} keys there are; {int(lengths.min())} … {int(lengths.max())} came."
+        )
+    return Padding(_padded(lengths[..., None, None, None], len(batch)))
+
+
+def _laid_documents(mask: Documents, full: tuple[int, ...], offset: int, device: torch.device) -> Documents:
+    *batch, _, i, j = full
+    ids, keys = mask.ids.to(device), mask.ids if mask.key_ids is None else mask.key_ids
+    keys = keys.to(device)
+    for what, given, n in (
+        ("documents(key_ids)" if mask.key_ids is not None else "documents(ids)", keys, j),
+        *([("documents(ids)", ids, i)] if mask.key_ids is not None else []),
+    ):
+        if given.ndim < 1 or given.shape[-1] != n:
+            raise ValueError(
+                f"{what} needs one id a position, {n} on the last axis; shape {tuple(given.shape)} came. Queries numbered apart: documents(ids, key_ids)."
+            )
+        _check_broadcast(given.shape[:-1], batch, what, "one row of ids a sequence")
+    if mask.key_ids is None:
+        # Query row r stands at key position r + offset; a position outside the keys belongs to no document.
+        at = torch.arange(i, device=device) + offset
+        inside = (at >= 0) & (at < j)
+        ids = torch.where(inside, ids[..., at.clamp(0, max(j - 1, 0))] if j else 0, torch.iinfo(torch.int64).min)
+    n = len(batch)
+    return Documents(_padded(ids[..., None, :, None], n), _padded(keys[..., None, None, :], n))
+
+
+def _over_cells(tensor: Tensor, full: tuple[int, ...], what: str, device: torch.device) -> Tensor:
+    if tensor.device != device:
+        raise ValueError(f"{what} is on {tensor.device} and q on {device}; move one with .to(device).")
+    _check_broadcast(tensor.shape, full, what, "(..., h, i, j)")
+    return _padded(tensor, len(full) - 3)
+
+
+def _per_head(tensor: Tensor, full: tuple[int, ...], what: str, device: torch.device) -> Tensor:
+    if tensor.device != device:
+        raise ValueError(f"{what} is on {tensor.device} and q on {device}; move one with .to(device).")
+    _check_broadcast(tensor.shape, full[:-2], what, "one number a head")
+    return _padded(tensor[..., None, None], len(full) - 3)
+
+
+def _check_broadcast(shape: Any, onto: Any, what: str, axes: str) -> None:
+    shape, onto = tuple(shape), tuple(onto)
+    fits = len(shape) <= len(onto) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(onto), strict=False))
+    if not fits:
+        raise ValueError(f"{what} of shape {shape} does not broadcast to {onto}: {axes} is needed.")
+
+
+def _padded(tensor: Tensor, batch_axes: int) -> Tensor:
+    """With leading axes of size one up to (*batch, h, x, y)."""
+    return tensor.reshape(*[1] * (batch_axes + 3 - tensor.ndim), *tensor.shape)

@@ -1,0 +1,232 @@
+"""Block by block in plain PyTorch: any score, any mask, any device, linear memory.
+
+Three walks over the same tiles. `forward` merges the state of every tile into that of its rows; `reread`
+makes the weights of finished rows once more and adds up their columns; `backward` makes them again and sends
+gradients into the scores. Imports `factors`, `statistics` and `state`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..block import take
+from ..factors import Problem, hide
+from ..mask import Spans
+from ..score import TanhSum, wide
+from ..state import State
+from ..statistics import ONE_PASS, SECOND_PASS, Answers, Question
+from ..tree import flatten, rebuild
+from .gradient import Gradient
+
+__all__ = ["ENGINE", "backward", "forward", "reread"]
+
+#: How many numbers a tile may hold at once, all heads and sequences of a batch together.
+TILE_NUMBERS = 2**21
+
+
+class Blockwise:
+    """The engine of this file."""
+
+    name = "blockwise"
+
+    def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
+        answers = dict(known)
+        second = [name for name in names if name in SECOND_PASS]
+        first = tuple(name for name in names if name in ONE_PASS)
+        if second and "lse" not in known and "lse" not in first:
+            first = (*first, "lse")
+        if first:
+            answers |= forward(problem, dataclasses.replace(question, names=first))
+        if second:
+            answers |= reread(problem, dataclasses.replace(question, names=tuple(second)), answers["lse"])
+        return answers
+
+    backward = staticmethod(lambda *args: backward(*args))
+
+
+ENGINE = Blockwise()
+
+
+def forward(problem: Problem, question: Question) -> Answers:
+    """One pass over the keys: what rows can tell."""
+    like = torch.empty(0, dtype=problem.wide, device=problem.q.device)
+    b, h, i, _ = problem.shape
+    parts = []
+    for rows, tiles in tiled(problem):
+        state = State.empty((b, h, rows.stop - rows.start), question, like)
+        for cols, whole in tiles:
+            block = problem.block(rows, cols)
+            s = problem.at(block).bare_scores(block)
+            state = state.merge(State.of_block(s if whole else hide(s, problem.mask, block), block, question))
+        parts.append(state.finish(question, problem.sink))
+    if not parts:  # no rows at all
+        parts = [State.empty((b, h, i), question, like).finish(question, problem.sink)]
+    return {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
+
+
+def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
+    """A second pass over the weights of finished rows: what columns can tell."""
+    b, h, _, j = problem.shape
+    total = {}
+    if question.wants("received"):
+        total["received"] = lse.new_zeros(b, h, j)
+    if question.wants("z"):
+        assert question.u is not None
+        total["z"] = lse.new_zeros(b, h, j, question.u.shape[-1])
+    if question.wants("pool"):
+        assert question.tiling is not None
+        total["pool"] = lse.new_zeros(b, h, question.tiling.rows, question.tiling.cols)
+    for rows, tiles in tiled(problem):
+        for cols, whole in tiles:
+            w, _ = weights_of(problem, rows, cols, whole, lse)
+            if "received" in total:
+                total["received"][:, :, cols] += w.sum(2)
+            if "z" in total:
+                total["z"][:, :, cols] += w.mT @ question.u[:, :, rows].to(w.dtype)
+            if "pool" in total:
+                _add_to_pool(total["pool"], w, rows, cols, question.tiling)
+    return total
+
+
+def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient, dy: Tensor | None, dz: Tensor | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of the problem's tensors in their order, of v and of u."""
+    spec, tensors = flatten(problem)
+    totals = [torch.zeros(t.shape, dtype=problem.wide, device=t.device) for t in tensors]
+    total = rebuild(spec, totals)
+    v, u = question.v, question.u
+    dv = None if dy is None or v is None else torch.zeros(v.shape, dtype=problem.wide, device=v.device)
+    du = None if dz is None or u is None else torch.zeros(u.shape, dtype=problem.wide, device=u.device)
+    for rows, tiles in tiled(problem):
+        for cols, whole in tiles:
+            block = problem.block(rows, cols)
+            local = dataclasses.replace(problem.at(block), sink=None)
+            local_spec, local_tensors = flatten(local)
+            live = [wide(t) if t.is_floating_point() else t for t in local_tensors]
+
+            def scored(*parts: Tensor, spec=local_spec, block=block) -> Tensor:
+                return rebuild(spec, list(parts)).bare_scores(block)
+
+            s, pull = torch.func.vjp(scored, *live)
+            w, log_w = _weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
+            far = (block.i - block.j).abs() if gradient.rho is not None else None
+            pulled = pull(gradient.into_scores(w, log_w, rows, cols, far))
+            _add_block(rebuild(local_spec, list(pulled)), dataclasses.replace(total, sink=None), block)
+            if dv is not None and dy is not None:
+                dv[:, :, cols] += _per_key_head(w.mT @ dy[:, :, rows], dv.shape[1])
+            if du is not None and dz is not None:
+                du[:, :, rows] += w @ dz[:, :, cols]
+    if problem.sink is not None:
+        total.sink.add_(_sink_gradient(problem.sink, lse, gradient))
+    return totals, dv, du
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, gradient: Gradient) -> Tensor:
+    w, log_w = _weights(wide(sink).expand(*lse.shape, 1), lse)
+    return gradient.into_sink(w, log_w).sum_to_size(sink.shape)
+
+
+def _add_block(part: Problem, total: Problem, block) -> None:
+    """Add the gradients of a block's tensors into those of the whole."""
+    total.q[:, :, block.rows] += part.q
+    total.k[:, :, block.cols] += part.k
+    for mine, whole in zip(flatten(part.steps)[1], flatten(total.steps)[1], strict=True):
+        mine_at = take(take(whole, -2, block.rows), -1, block.cols) if whole.ndim == 4 else whole
+        mine_at += mine
+    for mine, whole in zip(flatten(part.pair)[1], flatten(total.pair)[1], strict=True):
+        whole += mine
+
+
+def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of a block and their logarithms: exp(s − lse)."""
+    block = problem.block(rows, cols)
+    s = problem.at(block).bare_scores(block)
+    return _weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
+
+
+def _weights(s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    # A row with no key has lse = −inf and scores −inf: pivot on 0, since −inf − −inf is nan.
+    log_w = s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
+    return log_w.exp(), log_w
+
+
+def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling) -> None:
+    i0, i1 = max(rows.start, tiling.i0), min(rows.stop, tiling.i1)
+    j0, j1 = max(cols.start, tiling.j0), min(cols.stop, tiling.j1)
+    if i0 >= i1 or j0 >= j1:
+        return
+    part = w[:, :, i0 - rows.start : i1 - rows.start, j0 - cols.start : j1 - cols.start]
+    row = tiling.row_of(torch.arange(i0, i1, device=w.device))
+    col = tiling.col_of(torch.arange(j0, j1, device=w.device))
+    by_col = w.new_zeros(*part.shape[:3], tiling.cols).index_add_(3, col, part)
+    pool.index_add_(2, row, by_col)
+
+
+def _per_key_head(x: Tensor, heads: int) -> Tensor:
+    """Sum the heads of a group: (b, h, j, e) to (b, g, j, e)."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
+
+
+# Which tiles are visited.
+
+
+def tiled(problem: Problem) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+    """Row blocks, each with the key blocks its rows can see and whether they see all of each."""
+    b, h, rows, keys = problem.shape
+    if rows == 0 or b * h == 0:
+        return
+    height, width = _tile_size(problem)
+    starts = list(range(0, rows, height))
+    ranges = _ranges(problem.spans(), starts, rows) if problem.mask is not None else None
+    for n, start in enumerate(starts):
+        block = slice(start, min(rows, start + height))
+        if ranges is None:
+            yield block, [(slice(j, min(keys, j + width)), True) for j in range(0, keys, width)]
+        else:
+            yield block, list(_cut(ranges[n], width))
+
+
+def _tile_size(problem: Problem) -> tuple[int, int]:
+    b, h, rows, keys = problem.shape
+    per_cell = problem.q.shape[-1] if isinstance(problem.pair, TanhSum) else 1
+    cells = max(256, TILE_NUMBERS // (b * h * per_cell))
+    width = min(max(keys, 1), 512, cells)
+    # Tall blocks would see much that a narrow window hides.
+    tallest = rows if problem.mask is None else 256
+    return min(rows, tallest, max(16, cells // width)), width
+
+
+def _ranges(spans: Spans, starts: list[int], rows: int) -> list[list[tuple[int, int, int, int]]]:
+    """For each row block the key ranges it touches: (first, end, and the part all its rows see in full)."""
+    ends = [*starts[1:], rows]
+    found = []
+    for start, end in zip(starts, ends, strict=True):
+        lo, hi = spans.lo[:, :, start:end], spans.hi[:, :, start:end]
+        filled = lo < hi
+        first = torch.where(filled, lo, torch.iinfo(lo.dtype).max).amin((0, 2)).tolist()
+        last = torch.where(filled, hi, 0).amax((0, 2)).tolist()
+        sure = spans.exact and spans.lo.shape[1] == 1
+        full = (int(lo.max()), int(hi.min())) if sure else (0, 0)
+        found.append(_united([(f, e, *full) for f, e in zip(first, last, strict=True) if f < e]))
+    return found
+
+
+def _united(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Overlapping ranges made one, so that no cell is visited twice."""
+    out: list[tuple[int, int, int, int]] = []
+    for first, end, *full in sorted(ranges):
+        if out and first <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]), *full)
+        else:
+            out.append((first, end, *full))
+    return out
+
+
+def _cut(ranges: list[tuple[int, int, int, int]], width: int) -> Iterator[tuple[slice, bool]]:
+    for first, end, full_from, full_to in ranges:
+        for j in range(first, end, width):
+            stop = min(end, j + width)
+            yield slice(j, stop), full_from <= j and stop <= full_to

@@ -1,0 +1,46 @@
+"""What flows back into the weights, in one form for every engine. Imports `factors`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..factors import per_query_head
+
+__all__ = ["Gradient"]
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """The gradient of the scores is  w ∘ (left · right + ρ |distance| − c − η log w)  in every cell.
+
+    Everything linear in W is written as one product: `left` has a column for each number that a row was mixed
+    into (the output's gradient, and so on), `right` the matching values of the keys. `c` gathers what is the
+    same along a row.
+    """
+
+    left: Tensor  # b h i e
+    right: Tensor  # b|1 h|g|1 j e
+    c: Tensor  # b h i
+    eta: Tensor | None  # b h i : gradient of the entropy
+    rho: Tensor | None  # b h i : gradient of the reach
+
+    def into_scores(self, w: Tensor, log_w: Tensor, rows: slice, cols: slice, far: Tensor | None) -> Tensor:
+        """For one block, (b, h, i, j)."""
+        right = per_query_head(self.right[:, :, cols], w.shape[1])
+        inside = self.left[:, :, rows] @ right.mT - self.c[:, :, rows, None]
+        if self.rho is not None:
+            inside = inside + self.rho[:, :, rows, None] * far
+        return w * self._less_entropy(inside, log_w, rows)
+
+    def into_sink(self, w: Tensor, log_w: Tensor) -> Tensor:
+        """The sink is a key whose value is nothing: left · right and the distance are 0 there. (b, h, i, 1)"""
+        return w * self._less_entropy(-self.c.unsqueeze(-1), log_w, slice(None))
+
+    def _less_entropy(self, inside: Tensor, log_w: Tensor, rows: slice) -> Tensor:
+        if self.eta is None:
+            return inside
+        # 0 · log 0 is nan; against the smallest number it is 0.
+        return inside - self.eta[:, :, rows, None] * log_w.clamp(min=torch.finfo(log_w.dtype).min)

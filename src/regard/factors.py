@@ -1,0 +1,254 @@
+"""What the attention matrix is made of, in one normal form.
+
+`Factors` are queries, keys, a score and a mask laid over one another: every tensor in them has the axes
+(*batch|1, heads|1, x, y), so that selecting a head or folding the batch is the same act for all of them.
+`Problem` is the form that engines compute: one batch axis, the score lowered. Imports score, mask and block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .block import Block, Picked, take
+from .mask import Layout, Mask, Spans
+from .score import Function, Given, Product, Score, Step, TanhSum, wide
+from .tree import change, flatten, node
+
+__all__ = ["Factors", "Problem", "given", "hide", "per_query_head"]
+
+
+@node
+class Factors:
+    """Queries and keys, how they are scored, and who may look at whom."""
+
+    q: Tensor  # *batch h i d
+    k: Tensor  # *batch g j d′
+    score: Score
+    mask: Mask | None
+    offset: int | None  # key position of query 0; None where lengths differ and nobody said
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.q.shape[:-3]
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[-3]
+
+    def tensors(self) -> list[Tensor]:
+        return flatten(self)[1]
+
+    def map(self, how: Callable[[Tensor], Tensor]) -> Factors:
+        """One change to every tensor but the parameters of users' functions, whose axes are their own."""
+        return change(self, how)
+
+    def expanded(self, batch: torch.Size) -> Factors:
+        """Over a larger batch that this one broadcasts to."""
+        if batch == self.batch:
+            return self
+        own = self.q.ndim - 3
+        wider = self.map(lambda t: t.reshape(*[1] * (len(batch) - own), *t.shape))
+        return dataclasses.replace(
+            wider, q=wider.q.expand(*batch, *self.q.shape[-3:]), k=wider.k.expand(*batch, *self.k.shape[-3:])
+        )
+
+    def folded(self) -> Factors:
+        """With all batch axes as one."""
+        return self.map(lambda t: _fold(t, self.batch))
+
+    def pick(self, axis: int, where: int | range | list[int]) -> Factors:
+        """Chosen places of one batch or head axis; an int drops a batch axis."""
+        return self.map(lambda t: _pick(t, axis, where))
+
+    def pick_heads(self, heads: int | range | list[int]) -> Factors:
+        """Chosen query heads, each with the keys it looks at; the head axis stays."""
+        chosen = [heads] if isinstance(heads, int) else list(heads)
+        per_key_head = self.heads // max(self.k.shape[-3], 1)
+        q_like = self.map(lambda t: _pick(t, t.ndim - 3, chosen))
+        k = self.k
+        if per_key_head > 1 or k.shape[-3] > 1:
+            k = _pick(k, k.ndim - 3, [head // per_key_head for head in chosen])
+        return dataclasses.replace(q_like, k=k)
+
+    def problem(self) -> Problem:
+        """Fold the batch axes into one and lower the score."""
+        folded = self.folded()
+        low = folded.score.lower(folded.q, folded.k)
+        return Problem(low.q, low.k, low.pair, low.steps, folded.score.sink_logits, folded.mask, self.offset or 0)
+
+
+@node
+class Problem:
+    """The attention matrix as the engines see it."""
+
+    q: Tensor  # b h i d
+    k: Tensor  # b g j d
+    pair: Product | TanhSum | Function
+    steps: tuple[Step, ...]  # tensors b|1 h|1 i|1 j|1
+    sink: Tensor | None  # b|1 h|1 1 1
+    mask: Mask | None
+    offset: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(b, h, i, j)"""
+        return (*self.q.shape[:3], self.k.shape[2])
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The type that scores and statistics are computed in."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def layout(self) -> Layout:
+        return Layout(self.shape[2], self.shape[3], self.offset, self.q.device)
+
+    def spans(self) -> Spans:
+        """Intervals of keys that hold all that each row sees."""
+        layout = self.layout()
+        return layout.interval(0, layout.keys) if self.mask is None else self.mask.spans(layout)
+
+    def block(self, rows: slice | Tensor, cols: slice | Tensor) -> Block:
+        return Block(rows, cols, self.offset, self.q.device)
+
+    def at(self, block: Block) -> Problem:
+        """The part of the factors that a block needs: slices of all tensors, the mask left out."""
+        return dataclasses.replace(
+            self,
+            q=_rows(self.q, block.rows),
+            k=_rows(self.k, block.cols),
+            steps=tuple(change(step, block.take) for step in self.steps),
+            mask=None,
+        )
+
+    def narrow(self, start: int, stop: int) -> Problem:
+        """The same problem for a run of neighbouring rows."""
+        rows = slice(start, stop)
+        return dataclasses.replace(
+            self,
+            q=_rows(self.q, rows),
+            steps=change(self.steps, lambda t: take(t, -2, rows)),
+            mask=change(self.mask, lambda t: take(t, -2, rows)),
+            offset=self.offset + start,
+        )
+
+    def scores(self, block: Block) -> Tensor:
+        """Scores of a block, −inf where nothing may be seen: (b, h, i, j)."""
+        return hide(self.at(block).bare_scores(block), self.mask, block)
+
+    def bare_scores(self, block: Block) -> Tensor:
+        """Scores of a block whose tensors are `at` it already, mask not applied."""
+        q, k = wide(self.q), wide(self.k)
+        if isinstance(self.pair, Product):
+            # Heads that share keys stand as further rows: no copy of the keys.
+            b, g, j, _ = k.shape
+            s = self.pair.pairwise(q.reshape(b, g, -1, q.shape[-1]), k).reshape(*q.shape[:3], j)
+        else:
+            s = self.pair.pairwise(q, per_query_head(k, q.shape[1]))
+        return _modified(s, self.steps, block)
+
+    def picked_scores(self, cols: Tensor) -> Tensor:
+        """Scores of a few cells a row: cols (b, h, i, n) gives (b, h, i, n). Only cells that may be seen are asked."""
+        b, h, i, n = cols.shape
+        k = per_query_head(self.k, h)  # b h j d
+        index = cols.reshape(b, h, i * n, 1).expand(-1, -1, -1, k.shape[-1])
+        near = wide(k.gather(2, index).reshape(b, h, i, n, -1))
+        s = self.pair.pairwise(wide(self.q).unsqueeze(-2), near).squeeze(-2)
+        cells = Picked(cols, self.offset)
+        return _modified(s, tuple(change(step, cells.take) for step in self.steps), cells)
+
+    def seen(self) -> Tensor | None:
+        """Which keys at least one row may see, (b|1, j); None where that is all of them."""
+        if self.mask is None:
+            return None
+        spans = self.spans()
+        seen = spans.seen(self.shape[3])
+        if not spans.exact and bool(seen.any()):
+            seen = self._looked_up(seen)
+        return None if bool(seen.all()) else seen
+
+    def _looked_up(self, outer: Tensor) -> Tensor:
+        b, _, rows, keys = self.shape
+        assert self.mask is not None
+        seen = torch.zeros(b, keys, dtype=torch.bool, device=self.q.device)
+        step = max(1, 2**22 // max(1, keys))
+        for start in range(0, rows, step):
+            cells = self.mask.visible(self.block(slice(start, min(rows, start + step)), slice(0, keys)))
+            cells = cells.reshape(*[1] * (4 - cells.ndim), *cells.shape)
+            seen |= cells.any(2).any(1)
+        return seen & outer
+
+    def blank_unseen(self, question: Any) -> tuple[Problem, Any]:
+        """Zeros for keys and values that no row may see: what stands there, nan or inf, must not matter."""
+        if self.mask is None or (self.q.device.type == "cpu" and _finite(self.k) and _finite(question.v)):
+            return self, question
+        seen = self.seen()
+        if seen is None:
+            return self, question
+        steps = tuple(change(step, lambda t: _blank(t, seen, -1)) for step in self.steps)
+        clean = dataclasses.replace(self, k=_blank(self.k, seen, -2), steps=steps)
+        return clean, dataclasses.replace(question, v=None if question.v is None else _blank(question.v, seen, -2))
+
+
+def _finite(x: Tensor | None) -> bool:
+    # A sum is finite only if all its parts are.
+    return x is None or bool(x.sum().isfinite())
+
+
+def _blank(x: Tensor, seen: Tensor, axis: int) -> Tensor:
+    """Zero where no row sees the key; `axis` is that of the keys."""
+    if x.ndim != 4 or x.shape[axis] != seen.shape[1]:
+        return x
+    return x.masked_fill(~(seen[:, None, :, None] if axis == -2 else seen[:, None, None, :]), 0)
+
+
+def hide(s: Tensor, mask: Mask | None, block: Block) -> Tensor:
+    return s if mask is None else s.masked_fill(~mask.visible(block), -torch.inf)
+
+
+def per_query_head(x: Tensor, heads: int) -> Tensor:
+    """One head of keys or values for every head of queries: (b, g, j, e) to (b, h, j, e)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _modified(s: Tensor, steps: tuple[Step, ...], block: Any) -> Tensor:
+    for step in steps:
+        s = step.apply(s, block)
+    return s
+
+
+def _rows(x: Tensor, where: slice | Tensor) -> Tensor:
+    if isinstance(where, slice):
+        return x.narrow(2, where.start, where.stop - where.start)
+    return x.index_select(2, where)
+
+
+def given(w: Tensor) -> Factors:
+    """Factors of weights that are written out already: only their sizes are known, and the weights."""
+    w = w.unsqueeze(0) if w.ndim == 2 else w
+    *outer, i, j = w.shape
+    return Factors(w.new_empty(*outer, i, 0), w.new_empty(*outer, j, 0), Given(w), None, 0 if i == j else None)
+
+
+def _pick(t: Tensor, axis: int, where: int | range | list[int]) -> Tensor:
+    if isinstance(where, int):
+        return t.select(axis, where if t.shape[axis] > 1 else 0)
+    if t.shape[axis] == 1 and len(where):
+        return t
+    if isinstance(where, range) and where.step > 0:
+        return t[(slice(None),) * axis + (slice(where.start, where.stop, where.step),)]
+    return t.index_select(axis, torch.tensor(list(where), dtype=torch.int64, device=t.device))
+
+
+def _fold(t: Tensor, batch: torch.Size) -> Tensor:
+    """(*batch|1, h, x, y) to (b|1, h, x, y)."""
+    own = t.shape[:-3]
+    if len(batch) == 1:
+        return t
+    if all(n == 1 for n in own):
+        return t.reshape(1, *t.shape[-3:]) if batch else t.unsqueeze(0)
+    return t.expand(*batch, *t.shape[-3:]).reshape(-1, *t.shape[-3:])

@@ -1,0 +1,395 @@
+"""Who may look at whom.
+
+A mask says for every query i and key j whether i may see j. Masks combine with `& | ~` and draw
+themselves when printed. The engines ask a mask two things: which cells of a block are visible
+(`visible`), and, for every row, a few intervals of keys outside which nothing is (`spans`). For all
+masks built from `causal`, `window`, `padding` and `documents` the intervals are the whole truth, so
+empty blocks are never visited; a tensor or a function is evaluated block by block.
+Imports `block` and `tree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .block import Block
+from .tree import node
+
+__all__ = ["Layout", "Mask", "Spans", "as_mask", "causal", "documents", "padding", "window"]
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """For every row a few disjoint intervals lo <= j < hi of keys, in order; the rest is invisible.
+
+    `exact` says that everything inside is visible. Sets of intervals are closed under `& | ~`, which
+    is why any combination of structured masks costs only what it shows.
+    """
+
+    lo: Tensor  # b|1 r i
+    hi: Tensor  # b|1 r i
+    exact: bool
+
+    def __and__(self, other: Spans) -> Spans:
+        lo = torch.maximum(self.lo[:, :, None], other.lo[:, None])  # b r r' i
+        hi = torch.minimum(self.hi[:, :, None], other.hi[:, None])
+        return _tidy(lo.flatten(1, 2), hi.flatten(1, 2), self.exact and other.exact)
+
+    def complement(self, keys: int) -> Spans:
+        """The gaps: before the first interval, between neighbours, after the last."""
+        edge = torch.zeros_like(self.lo[:, :1])
+        return _tidy(torch.cat([edge, self.hi], 1), torch.cat([self.lo, edge + keys], 1), self.exact)
+
+    def seen(self, keys: int) -> Tensor:
+        """Which keys lie in an interval of at least one row: bool, (b|1, j)."""
+        # Count starts and ends along the keys: a key is covered while more intervals began than ended.
+        depth = self.lo.new_zeros(len(self.lo), keys + 1)
+        one = torch.ones_like(self.lo.flatten(1))
+        depth.scatter_add_(1, self.lo.flatten(1), one).scatter_add_(1, self.hi.flatten(1), -one)
+        return depth.cumsum(1)[:, :keys] > 0
+
+
+def _tidy(lo: Tensor, hi: Tensor, exact: bool) -> Spans:
+    """Put the intervals in order, the empty ones last, and drop what is empty in every row."""
+    empty = lo >= hi
+    lo, order = lo.masked_fill(empty, torch.iinfo(lo.dtype).max).sort(dim=1)
+    # An empty interval becomes end..end of the one before it, so that gaps stay right.
+    hi = hi.masked_fill(empty, 0).gather(1, order).cummax(dim=1).values
+    lo = torch.minimum(lo, hi)
+    used = max(1, int((lo < hi).flatten(2).any(2).any(0).sum()))
+    return Spans(lo[:, :used], hi[:, :used], exact)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What a mask must know of the matrix it is laid over."""
+
+    rows: int
+    keys: int
+    offset: int  # the key position of query 0
+    device: torch.device
+
+    def interval(self, lo: Tensor | int, hi: Tensor | int, exact: bool = True) -> Spans:
+        """One interval a row, cut to the keys there are; lo and hi broadcast to (b|1, 1, i)."""
+        blank = torch.zeros(1, 1, self.rows, dtype=torch.int64, device=self.device)
+        low, high = torch.broadcast_tensors(blank + lo, blank + hi)
+        low = low.clamp(0, self.keys)
+        return Spans(low, torch.maximum(low, high.clamp(0, self.keys)), exact)
+
+    @property
+    def positions(self) -> Tensor:
+        return torch.arange(self.rows, device=self.device) + self.offset
+
+
+class Mask:
+    """Who may look at whom. Combine masks with `& | ~`; `print` draws one."""
+
+    #: Whether the mask compares positions, so that `align` matters when lengths differ.
+    positional: ClassVar[bool] = False
+
+    def visible(self, block: Block) -> Tensor:
+        """Which cells of the block are visible: bool, broadcastable to (b, h, i, j)."""
+        raise NotImplementedError
+
+    def spans(self, layout: Layout) -> Spans:
+        """Intervals of keys that hold all that is visible; nothing better known: all of them."""
+        return layout.interval(0, layout.keys, exact=False)
+
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks this one is combined from."""
+        return ()
+
+    def size(self) -> tuple[int, int] | None:
+        """The (i, j) this mask is made for, if its tensors tell."""
+        return next((size for part in self.parts() if (size := part.size())), None)
+
+    def __and__(self, other: Any) -> Mask:
+        return And(self, as_mask(other))
+
+    def __rand__(self, other: Any) -> Mask:
+        return And(as_mask(other), self)
+
+    def __or__(self, other: Any) -> Mask:
+        return Or(self, as_mask(other))
+
+    def __ror__(self, other: Any) -> Mask:
+        return Or(as_mask(other), self)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def draw(self, i: int | None = None, j: int | None = None, align: str = "start") -> str:
+        """The mask as a drawing of i rows and j columns: ■ visible, · hidden.
+
+        >>> print(causal().draw(3, 5, align="end"))
+        ■ ■ ■ · ·
+        ■ ■ ■ ■ ·
+        ■ ■ ■ ■ ■
+        """
+        known = self.size() or (8, 8)
+        i, j = (known[0] if i is None else i), (known[1] if j is None else j)
+        offset = j - i if align == "end" else 0
+        block = Block(slice(0, i), slice(0, j), offset, torch.device("cpu"))
+        cells = self.visible(block)
+        cells = cells.reshape(-1, *cells.shape[-2:])[0].expand(i, j)  # of a batch, the first
+        return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in cells.tolist())
+
+    def __str__(self) -> str:
+        return self.draw()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lower()}()"
+
+
+@node
+class Causal(Mask):
+    positional = True
+
+    def visible(self, block: Block) -> Tensor:
+        return block.j <= block.i
+
+    def spans(self, layout: Layout) -> Spans:
+        return layout.interval(0, layout.positions + 1)
+
+
+@node
+class Window(Mask):
+    before: int
+    after: int
+    positional = True
+
+    def __repr__(self) -> str:
+        return f"window({self.before}, {self.after})"
+
+    def visible(self, block: Block) -> Tensor:
+        distance = block.j - block.i
+        return (distance >= -self.before) & (distance <= self.after)
+
+    def spans(self, layout: Layout) -> Spans:
+        return layout.interval(layout.positions - self.before, layout.positions + self.after + 1)
+
+
+@node
+class Padding(Mask):
+    lengths: Tensor  # as given; (*batch|1, 1, 1, 1) once laid over a matrix
+
+    def visible(self, block: Block) -> Tensor:
+        lengths = self.lengths if self.lengths.ndim >= 4 else self.lengths.reshape(-1, 1, 1, 1)
+        return block.j < lengths
+
+    def spans(self, layout: Layout) -> Spans:
+        return layout.interval(0, self.lengths.reshape(-1, 1, 1))
+
+    def size(self) -> tuple[int, int] | None:
+        longest = int(self.lengths.max()) + 1 if self.lengths.numel() else 1
+        return longest, longest
+
+
+@node
+class Documents(Mask):
+    ids: Tensor  # of the queries: as given; (*batch|1, 1, i, 1) once laid over a matrix
+    key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once laid over a matrix
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return self.key_ids is None
+
+    def visible(self, block: Block) -> Tensor:
+        if self.key_ids is None:  # not laid over a matrix yet: only drawn
+            ids = self.ids.reshape(-1, self.ids.shape[-1])[:1, None]
+            return block.take(ids.mT) == block.take(ids)
+        return block.take(self.ids) == block.take(self.key_ids)
+
+    def spans(self, layout: Layout) -> Spans:
+        assert self.key_ids is not None, "laid over a matrix"
+        keys = self.key_ids.flatten(-3).flatten(0, -2)  # b|1 j
+        ids = self.ids.flatten(-3).flatten(0, -2)  # b|1 i
+        batch = max(len(keys), len(ids))
+        keys, ids = keys.expand(batch, -1).contiguous(), ids.expand(batch, -1).contiguous()
+        if keys.shape[1] == 0:
+            return layout.interval(0, 0)
+        ordered, order = keys.sort(dim=1, stable=True)
+        begin, end = torch.searchsorted(ordered, ids), torch.searchsorted(ordered, ids, right=True)
+        # Within an id the order is that of the keys: first and last occurrence bound the document.
+        last = keys.shape[1] - 1
+        lo = order.gather(1, begin.clamp(max=last))
+        hi = order.gather(1, (end - 1).clamp(min=0)) + 1
+        lo, hi = torch.where(end > begin, lo, 0), torch.where(end > begin, hi, 0)
+        contiguous = bool((hi - lo == end - begin).all())
+        return layout.interval(lo[:, None], hi[:, None], exact=contiguous)
+
+    def size(self) -> tuple[int, int] | None:
+        rows = self.ids.shape[-1]
+        return rows, (rows if self.key_ids is None else self.key_ids.shape[-1])
+
+
+@node
+class Dense(Mask):
+    cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
+
+    def visible(self, block: Block) -> Tensor:
+        return block.take(self.cells)
+
+    def size(self) -> tuple[int, int] | None:
+        return self.cells.shape[-2], self.cells.shape[-1]
+
+
+@node
+class Predicate(Mask):
+    function: Callable[[Tensor, Tensor], Tensor]
+    positional = True
+
+    def visible(self, block: Block) -> Tensor:
+        cells = self.function(block.i, block.j)
+        if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
+            came = f"dtype {cells.dtype}" if isinstance(cells, Tensor) else type(cells).__name__
+            raise TypeError(
+                f"a mask function must return a bool tensor of visible cells; {came} came. "
+                "Write a comparison, for example lambda i, j: j <= i."
+            )
+        return cells
+
+
+@node
+class And(Mask):
+    left: Mask
+    right: Mask
+    sign: ClassVar[str] = "&"
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {self.sign} {self.right!r})"
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return self.left.positional or self.right.positional
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self.left, self.right
+
+    def visible(self, block: Block) -> Tensor:
+        return self.left.visible(block) & self.right.visible(block)
+
+    def spans(self, layout: Layout) -> Spans:
+        return self.left.spans(layout) & self.right.spans(layout)
+
+
+@node
+class Or(And):
+    sign = "|"
+
+    def visible(self, block: Block) -> Tensor:
+        return self.left.visible(block) | self.right.visible(block)
+
+    def spans(self, layout: Layout) -> Spans:
+        left, right = self.left.spans(layout), self.right.spans(layout)
+        neither = left.complement(layout.keys) & right.complement(layout.keys)
+        return neither.complement(layout.keys)
+
+
+@node
+class Not(Mask):
+    of: Mask
+
+    def __repr__(self) -> str:
+        return f"~{self.of!r}"
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return self.of.positional
+
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.of,)
+
+    def visible(self, block: Block) -> Tensor:
+        return ~self.of.visible(block)
+
+    def spans(self, layout: Layout) -> Spans:
+        spans = self.of.spans(layout)
+        # Of the inside of an interval that is not exact nothing is known, nor of its complement.
+        return spans.complement(layout.keys) if spans.exact else layout.interval(0, layout.keys, exact=False)
+
+
+def causal() -> Mask:
+    """A query sees itself and what comes before it.
+
+    >>> print(causal().draw(3, 3))
+    ■ · ·
+    ■ ■ ·
+    ■ ■ ■
+    """
+    return Causal()
+
+
+def window(before: int, after: int) -> Mask:
+    """A query sees `before` keys before its own position, itself, and `after` keys after it.
+
+    >>> print(window(1, 0).draw(4, 4))
+    ■ · · ·
+    ■ ■ · ·
+    · ■ ■ ·
+    · · ■ ■
+    """
+    for name, value in (("before", before), ("after", after)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(
+                f"window({name}=...) counts the keys {name} a position and must be an int >= 0; {value!r} came. "
+                "window(0, 0) shows a query only itself."
+            )
+    return Window(before, after)
+
+
+def padding(lengths: Any) -> Mask:
+    """Of sequence b the first lengths[b] keys are real; the rest is padding that nobody sees.
+
+    >>> print(padding([2]).draw(2, 4))
+    ■ ■ · ·
+    ■ ■ · ·
+    """
+    return Padding(_whole_numbers(lengths, "padding(lengths)"))
+
+
+def documents(ids: Any, key_ids: Any = None) -> Mask:
+    """A query sees the keys of its own document. `key_ids` where keys are numbered apart from queries.
+
+    >>> print(documents([0, 0, 1]))
+    ■ ■ ·
+    ■ ■ ·
+    · · ■
+    """
+    keys = None if key_ids is None else _whole_numbers(key_ids, "documents(key_ids)")
+    return Documents(_whole_numbers(ids, "documents(ids)"), keys)
+
+
+def _whole_numbers(values: Any, name: str) -> Tensor:
+    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} must be whole numbers; dtype {tensor.dtype} came. Convert with .long().")
+    return tensor.long()
+
+
+def as_mask(mask: Any) -> Mask:
+    """A mask from what users pass: a Mask, a bool tensor (True = visible), or a function of (i, j)."""
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"a mask tensor must be bool, True where a key is visible; dtype {mask.dtype} came. "
+                "For numbers that are added to the scores use score=ScaledDot().bias(tensor)."
+            )
+        if mask.ndim < 2:
+            raise ValueError(
+                f"a mask tensor needs the axes (..., i, j); shape {tuple(mask.shape)} came. "
+                "For one flag a key use mask[None, :], for lengths use padding(lengths)."
+            )
+        return Dense(mask)
+    if callable(mask):
+        return Predicate(mask)
+    raise TypeError(
+        f"mask must be causal(), window(), padding(), documents(), a bool tensor or a function of (i, j); {type(mask).__name__} came."
+    )

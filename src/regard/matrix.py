@@ -1,0 +1,615 @@
+"""The attention matrix as an object: index it, multiply with it, question it. It is never stored.
+
+`Weights` keeps factors (queries, keys, a score, a mask) and what was found out on the way: detached numbers, valid
+as long as no factor changes. Everything else is computed when it is asked for, exactly there.
+Imports `see` and what is below it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import engines
+from .engines import reference
+from .factors import Factors, Problem, given
+from .index import At, Pick, Tokens, parse, word_at
+from .score import Given
+from .see import see
+from .statistics import Answers, Question, Tiling
+
+__all__ = ["Peak", "Seen", "Top", "Transposed", "Weights"]
+
+
+class Top(NamedTuple):
+    """The largest weights of every row and the keys they fall on, (..., h, i, n); (0, −1) where there are fewer."""
+
+    weight: Tensor
+    index: Tensor
+
+
+class Peak(NamedTuple):
+    """The largest weight of every row and the key it falls on, (..., h, i)."""
+
+    weight: Tensor
+    index: Tensor
+
+
+class Seen:
+    """The answers to one `see`, as attributes. What was not asked for is not there."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.__dict__.update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name!r} was not asked for; here are {', '.join(self.__dict__)}. Ask see({name!r}).")
+
+    def __repr__(self) -> str:
+        return f"Seen({', '.join(self.__dict__)})"
+
+
+#: What `see` takes by name; top, pool, mass and values are given as keywords.
+NAMES = ("lse", "max_score", "peak", "entropy", "received", "reach")
+
+#: Which of the engines' answers each statistic is made of.
+_MADE_OF = {"peak": ("max_score", "argmax", "lse"), "top": ("top_score", "top_index", "lse"), "values": ("y",)}
+
+
+class Weights:
+    """The weights of attention, (..., h, i, j), or (i, j) for one head; made by `regard.weights`.
+
+    W @ v, W.mT @ u, u @ W          linear maps, in linear memory
+    W[0, 3]                         batch and head axes alone give a Weights
+    W[..., 10, 2], W[3, "it"]       rows and columns give a tensor, computed exactly there
+    W.entropy(), W.top(8), ...      statistics, float32 (float64 for float64 inputs)
+    """
+
+    def __init__(
+        self,
+        factors: Factors,
+        engine: str,
+        *,
+        one_head: bool,
+        tokens: tuple[Tokens | None, Tokens | None] = (None, None),
+    ) -> None:
+        self._factors = factors
+        self._engine = engine
+        self._one_head = one_head
+        self._tokens = tokens
+        self._remembered: Answers = {}
+        self._versions: tuple[int, ...] | None = None
+
+    @staticmethod
+    def from_dense(w: Tensor) -> Weights:
+        """The same object over weights that somebody else wrote out, (..., h, i, j) or (i, j)."""
+        if not isinstance(w, Tensor) or not w.is_floating_point():
+            came = w.dtype if isinstance(w, Tensor) else type(w).__name__
+            raise TypeError(f"from_dense(w) takes a floating-point tensor of weights; {came} came.")
+        if w.ndim < 2:
+            raise ValueError(f"from_dense(w) takes (..., h, i, j) or (i, j); shape {tuple(w.shape)} came.")
+        return Weights(given(w), "reference", one_head=w.ndim == 2)
+
+    # What it is.
+
+    @property
+    def shape(self) -> torch.Size:
+        head = () if self._one_head else (self._factors.heads,)
+        return torch.Size((*self._factors.batch, *head, *self._sizes))
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self._factors.q.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights and of every statistic: float32, float64 for float64 inputs."""
+        return torch.float64 if self._factors.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def tokens(self) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
+        """The words of rows and of columns, as given to `label`."""
+        rows, cols = self._tokens
+        return rows.words if rows else None, cols.words if cols else None
+
+    def to(self, *args: Any, **kwargs: Any) -> Weights:
+        """The same weights on another device or from factors of another floating-point type."""
+        return self._with(self._factors.map(lambda t: _moved(t, *args, **kwargs)))
+
+    def detach(self) -> Weights:
+        """The same weights, cut off from autograd."""
+        return self._with(self._factors.map(Tensor.detach))
+
+    def label(self, rows: Sequence[str], cols: Sequence[str] | None = None) -> Weights:
+        """The same weights with words for rows and columns; one list serves both when the lengths agree."""
+        i, j = self._sizes
+        if cols is None and i != j:
+            raise ValueError(f"{i} rows and {j} columns need tokens apart: label(row_tokens, column_tokens).")
+        given = _as_tokens(rows, i, "row"), _as_tokens(rows if cols is None else cols, j, "column")
+        labelled = self._with(self._factors, tokens=given)
+        labelled._remembered, labelled._versions = dict(self._remembered), self._versions
+        return labelled
+
+    def at(self, word: str, nth: int) -> At:
+        """The nth occurrence of a word, counted from 1, for use as an index."""
+        return word_at(word, nth)
+
+    def __repr__(self) -> str:
+        size = "×".join(map(str, self.shape))
+        parts = [size, repr(self._factors.score)]
+        if self._factors.mask is not None:
+            parts.append(repr(self._factors.mask))
+        dense = _as_bytes(self.shape.numel() * self.dtype.itemsize)
+        return f"Weights({', '.join(parts)}, {self.dtype}, {self.device}, {self._engine}; dense {dense}, not stored)"
+
+    # Linear maps.
+
+    def __matmul__(self, v: Any) -> Tensor:
+        return self.see(values=v).y
+
+    def __rmatmul__(self, u: Any) -> Tensor:
+        if not isinstance(u, Tensor):
+            return NotImplemented
+        return self.mT @ u if u.ndim == 1 else (self.mT @ u.mT).mT
+
+    @property
+    def mT(self) -> Transposed:
+        """The transposed matrix, for `W.mT @ u`."""
+        return Transposed(self)
+
+    T = mT
+
+    # Statistics. Each is one question; `see` asks several at once.
+
+    @property
+    def lse(self) -> Tensor:
+        """log Σ_j exp(s_ij), natural log, (..., h, i); −inf for a row that sees nothing."""
+        return self.see("lse").lse
+
+    def max_score(self) -> Tensor:
+        """The largest score of every row, before softmax, (..., h, i)."""
+        return self.see("max_score").max_score
+
+    def peak(self) -> Peak:
+        """The largest weight of every row and where it falls."""
+        return self.see("peak").peak
+
+    def entropy(self) -> Tensor:
+        """−Σ_j w_ij log w_ij in nats, (..., h, i); a sink's share counts as one more outcome."""
+        return self.see("entropy").entropy
+
+    def top(self, n: int) -> Top:
+        """The n largest weights of every row, largest first, ties to the lower index."""
+        return self.see(top=n).top
+
+    def received(self) -> Tensor:
+        """Σ_i w_ij: what each key is given by all rows, for every query head, (..., h, j)."""
+        return self.see("received").received
+
+    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None)) -> Tensor:
+        """The sum of the weights in each of rows × cols tiles of a part of the matrix, (..., h, rows, cols).
+
+        Tile r of n positions covers ⌊r·n/rows⌋ up to, not including, ⌊(r+1)·n/rows⌋.
+        """
+        return self.see(pool=(rows, cols, i, j)).pool
+
+    def reach(self) -> Tensor:
+        """Σ_j w_ij |distance|: how far away every row looks, in positions, (..., h, i)."""
+        return self.see("reach").reach
+
+    def mass(self, keys: Any) -> Tensor:
+        """Σ of w_ij over chosen keys (a word, an int, a slice, a list of them, or a bool tensor), (..., h, i)."""
+        return self.see(mass=keys).mass
+
+    def see(self, *names: str, top: int | None = None, pool: Any = None, mass: Any = None, values: Any = None) -> Seen:
+        """Several answers at once, in the fewest passes, with one backward.
+
+        seen = W.see("entropy", "received", top=8, pool=(64, 64), values=v)
+        seen.entropy, seen.received, seen.top.weight, seen.pool, seen.y
+        """
+        for name in names:
+            if name not in NAMES:
+                raise ValueError(
+                    f"unknown statistic {name!r}; by name: {', '.join(NAMES)}; as keywords: top=n, pool=(rows, cols), mass=keys, values=v."
+                )
+        if not names and top is None and pool is None and mass is None and values is None:
+            raise ValueError(
+                f"see() was asked nothing. By name: {', '.join(NAMES)}; as keywords: top=, pool=, mass=, values=."
+            )
+            if name in ("lse", "max_score") and isinstance(self._factors.score, Given):
+                raise ValueError(
+                    f"{name}: weights that were given ready-made tell nothing about the scores they came from."
+                )
+        if "reach" in names:
+            self._need_positions("reach")
+        asked = list(names)
+        extra: dict[str, Any] = {}
+        if top is not None:
+            asked.append("top")
+            extra["top"] = _positive(top, "top(n)")
+        if pool is not None:
+            asked.append("pool")
+            extra["tiling"] = self._tiling(pool)
+        if mass is not None:
+            asked.append("mass")
+            extra["keys"] = self._chosen(mass)
+        if values is not None:
+            asked.append("values")
+            extra["v"] = values
+        return self._seen(asked, extra)
+
+    # How answers are had.
+
+    def _seen(self, asked: list[str], extra: dict[str, Any]) -> Seen:
+        vector = isinstance(extra.get("v"), Tensor) and extra["v"].ndim == 1
+        if "v" in extra:
+            extra["v"] = self._values(extra["v"].unsqueeze(-1) if vector else extra["v"], self._sizes[1], "values")
+        raw = tuple(dict.fromkeys(name for statistic in asked for name in _MADE_OF.get(statistic, (statistic,))))
+        answers = self._ask(Question(raw, **extra))
+        found: dict[str, Any] = {}
+        for statistic in asked:
+            if statistic == "peak":
+                weight = self._weight_of(answers["max_score"], answers["argmax"], answers["lse"])
+                found["peak"] = Peak(weight, answers["argmax"])
+            elif statistic == "top":
+                weight = self._weight_of(answers["top_score"], answers["top_index"], answers["lse"].unsqueeze(-1))
+                found["top"] = Top(weight, answers["top_index"])
+            elif statistic == "values":
+                found["y"] = answers["y"].squeeze(-1) if vector else answers["y"]
+            else:
+                found[statistic] = answers[statistic]
+        return Seen(**found)
+
+    def _weight_of(self, score: Tensor, index: Tensor, lse: Tensor) -> Tensor:
+        """exp(score − lse), 0 where there is no key; −inf scores of such rows stay out of the graph."""
+        there = index >= 0
+        log_w = torch.where(there, score, 0) - torch.where(lse == -torch.inf, 0, lse)
+        return torch.where(there, log_w.exp(), 0)
+
+    def _ask(self, question: Question) -> Answers:
+        """The engines' answers, with this matrix's batch and head axes."""
+        batch = self._batch_with(question)
+        factors = self._factors.expanded(batch)
+        question = dataclasses.replace(question, v=_fold(question.v, batch), u=_fold(question.u, batch))
+        live = torch.is_grad_enabled() and any(
+            t.requires_grad for t in (*factors.tensors(), question.v, question.u) if t is not None
+        )
+        # The gradient of a maximum is had at its place, so that place is asked for as well; lse serves every backward.
+        names = question.names
+        if live:
+            names = tuple(dict.fromkeys((*names, "lse", *(("argmax",) if "max_score" in names else ()))))
+        asked = dataclasses.replace(question, names=names)
+        answers = self._computed(factors, asked, live, remember=batch == self._factors.batch)
+        return {name: self._unfolded(answers[name], batch) for name in question.names}
+
+    def _computed(self, factors: Factors, question: Question, live: bool, remember: bool) -> Answers:
+        if self._engine == "reference":
+            return reference.answer(factors.folded(), question)
+        known = self._recall(question) if remember else {}
+        if not live and len(known) == len(question.names):
+            return known
+        problem = factors.problem()
+        engine = engines.named(self._engine)
+        answers = see(problem, question, engine, known)
+        if remember:
+            self._remember(question, answers)
+        return _with_picked(problem, answers) if live else answers
+
+    def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
+        """The weights at these rows and columns, (*batch, h, i, j)."""
+        self._need_room(len(rows) * len(cols))
+        if self._engine == "reference":
+            w = reference.weights(self._factors.folded())[:, :, _where(rows)][..., _where(cols)]
+            return w.reshape(*self._factors.batch, *w.shape[1:])
+        problem = self._factors.problem()
+        parts = []
+        for run in _runs(rows):
+            narrow = problem.narrow(run.start, run.stop)
+            lse = self._lse_of(narrow, run)
+            clean, _ = narrow.blank_unseen(Question(()))
+            block = clean.block(slice(0, len(run)), _where(cols, problem.q.device))
+            s = clean.scores(block)
+            parts.append((s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)).exp())
+        w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
+        return w.reshape(*self._factors.batch, *w.shape[1:])
+
+    def _lse_of(self, narrow: Problem, run: range) -> Tensor:
+        """lse of some rows: remembered if it is, else computed for these rows only."""
+        live = torch.is_grad_enabled() and any(t.requires_grad for t in self._factors.tensors())
+        known = self._recall(Question(("lse",)))
+        if known and not live:
+            return known["lse"][:, :, run.start : run.stop]
+        engine = engines.named(self._engine)
+        return see(narrow, Question(("lse",)), engine, {})["lse"]
+
+    # What is remembered: detached numbers of the whole matrix, valid for the tensors' versions.
+
+    def _recall(self, question: Question) -> Answers:
+        if torch.compiler.is_compiling() or self._versions is None or self._versions != _versions(self._factors):
+            return {}
+        keys = {name: _memory_key(name, question) for name in question.names}
+        return {name: self._remembered[key] for name, key in keys.items() if key in self._remembered}
+
+    def _remember(self, question: Question, answers: Answers) -> None:
+        versions = None if torch.compiler.is_compiling() else _versions(self._factors)
+        if versions is None:
+            return
+        if versions != self._versions:
+            self._remembered, self._versions = {}, versions
+        for name, value in answers.items():
+            if (key := _memory_key(name, question)) is not None:
+                self._remembered[key] = value.detach()
+
+    # Indexing.
+
+    def __getitem__(self, key: Any) -> Any:
+        picks = parse(key, self.shape, self._tokens)
+        outer, rows, cols = picks[:-2], picks[-2], picks[-1]
+        chosen = self._selected(outer)
+        i, j = self._sizes
+        if rows == range(i) and cols == range(j) and not isinstance(rows, int):
+            return chosen
+        row_list, col_list = _as_positions(rows), _as_positions(cols)
+        block = chosen._block(row_list, col_list)
+        if chosen._one_head:
+            block = block.squeeze(-3)
+        if isinstance(cols, int):
+            block = block.squeeze(-1)
+        if isinstance(rows, int):
+            block = block.squeeze(-1 if isinstance(cols, int) else -2)
+        return block
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[n] for n in range(self.shape[0]))
+
+    def row(self, i: int | str | At) -> Tensor:
+        """Whom query i looks at: w_ij for every key, (..., h, j)."""
+        return self[..., i, :]
+
+    def column(self, j: int | str | At) -> Tensor:
+        """Who looks at key j: w_ij for every query, (..., h, i)."""
+        return self[..., :, j]
+
+    def dense(self) -> Tensor:
+        """The whole matrix written out. Quadratic memory: refused, with what to ask instead, when it would not fit."""
+        block = self._block(range(self._sizes[0]), range(self._sizes[1]))
+        return block.squeeze(-3) if self._one_head else block
+
+    def _selected(self, picks: list[Pick]) -> Weights:
+        """Chosen sequences and heads."""
+        factors, batch = self._factors, len(self._factors.batch)
+        if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
+            return self
+        heads = picks[batch] if len(picks) > batch else None
+        if heads is not None:
+            factors = factors.pick_heads(heads)
+        for axis in reversed(range(batch)):
+            factors = factors.pick(axis, picks[axis])
+        return self._with(factors, one_head=self._one_head or isinstance(heads, int))
+
+    # Small things.
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._factors.q.shape[-2], self._factors.k.shape[-2]
+
+    def _with(self, factors: Factors, **changes: Any) -> Weights:
+        kept = {"one_head": self._one_head, "tokens": self._tokens}
+        return Weights(factors, self._engine, **{**kept, **changes})
+
+    def _need_positions(self, what: str) -> None:
+        if self._factors.offset is None:
+            i, j = self._sizes
+            raise ValueError(
+                f'{what} depends on positions, and {i} queries and {j} keys do not say how they correspond: pass align="start" '
+                '(query 0 stands at key 0) or align="end" (the last query stands at the last key, as with a cache) to weights().'
+            )
+
+    def _need_room(self, cells: int) -> None:
+        b = self._factors.batch.numel()
+        need = b * self._factors.heads * cells * self.dtype.itemsize
+        room = _free_memory(self.device)
+        if room is not None and need > room:
+            raise MemoryError(
+                f"these weights written out would take {_as_bytes(need)} and {_as_bytes(room)} are free. Ask for what you need of them: "
+                "W[0, 3] for one head, W.row(i), W.top(n), W.pool(64, 64), W @ v."
+            )
+
+    def _values(self, v: Any, length: int, what: str) -> Tensor:
+        """Values with all axes (*batch, heads, length, e), checked against this matrix."""
+        if not isinstance(v, Tensor) or not v.is_floating_point():
+            came = v.dtype if isinstance(v, Tensor) else type(v).__name__
+            raise TypeError(f"{what} must be a floating-point tensor (..., {length}, size); {came} came.")
+        if v.device != self.device:
+            raise ValueError(f"{what} are on {v.device} and the weights on {self.device}; move one with .to().")
+        if v.ndim < 2 or v.shape[-2] != length:
+            raise ValueError(
+                f"{what} of shape {tuple(v.shape)} do not fit weights {tuple(self.shape)}: the axis before the last must have {length} positions."
+            )
+        v = v.unsqueeze(0) if v.ndim == 2 else v
+        if self._factors.heads % v.shape[-3]:
+            raise ValueError(
+                f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide those of the weights. "
+                "If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."
+            )
+        return v.reshape(*[1] * (len(self._factors.batch) + 3 - v.ndim), *v.shape)
+
+    def _batch_with(self, question: Question) -> torch.Size:
+        others = [t.shape[:-3] for t in (question.v, question.u) if t is not None]
+        try:
+            return torch.Size(torch.broadcast_shapes(self._factors.batch, *others))
+        except RuntimeError:
+            raise ValueError(
+                f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, {tuple(self._factors.batch)}."
+            ) from None
+
+    def _unfolded(self, x: Tensor, batch: torch.Size) -> Tensor:
+        x = x.reshape(*batch, *x.shape[1:])
+        return x.squeeze(len(batch)) if self._one_head else x
+
+    def _tiling(self, pool: Any) -> Tiling:
+        if not isinstance(pool, tuple) or not 2 <= len(pool) <= 4:
+            raise ValueError(f"pool=(rows, cols) or (rows, cols, i, j) with slices i and j; {pool!r} came.")
+        rows, cols = _positive(pool[0], "pool(rows, ...)"), _positive(pool[1], "pool(..., cols)")
+        i, j = (*pool[2:], *[slice(None)] * (4 - len(pool)))
+        return Tiling(rows, cols, *_ends(i, self._sizes[0], "i"), *_ends(j, self._sizes[1], "j"))
+
+    def _chosen(self, keys: Any) -> Tensor:
+        """1 for the chosen keys, else 0."""
+        n = self._sizes[1]
+        flags = torch.zeros(n, dtype=self.dtype, device=self.device)
+        if isinstance(keys, Tensor) and keys.dtype == torch.bool:
+            if keys.shape != (n,):
+                raise ValueError(
+                    f"mass(keys): a bool tensor has one flag a key, shape ({n},); {tuple(keys.shape)} came."
+                )
+            return keys.to(flags)
+        pick = parse((slice(None), keys), (1, n), (None, self._tokens[1]))[1]
+        flags[_where(_as_positions(pick))] = 1
+        return flags
+
+
+class Transposed:
+    """Wᵀ, for `W.mT @ u`: what every key collects from the rows that look at it."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.mT = self.T = weights
+
+    @property
+    def shape(self) -> torch.Size:
+        *outer, i, j = self.mT.shape
+        return torch.Size((*outer, j, i))
+
+    def __matmul__(self, u: Any) -> Tensor:
+        w = self.mT
+        vector = isinstance(u, Tensor) and u.ndim == 1
+        rows = w._values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
+        rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
+        if rows.shape[-3] != w._factors.heads:
+            raise ValueError(
+                f"u has {rows.shape[-3]} heads and the weights {w._factors.heads}: W.mT @ u takes one u a query head."
+            )
+        z = w._ask(Question(("z",), u=rows))["z"].to(rows.dtype)
+        return z.squeeze(-1) if vector else z
+
+    def __repr__(self) -> str:
+        return f"Transposed({self.mT!r})"
+
+
+# Helpers of the two classes.
+
+
+def _with_picked(problem: Problem, answers: Answers) -> Answers:
+    """Scores at known places as part of the graph: the gradient of a maximum is that of the score it falls on."""
+    answers = dict(answers)
+    for score, index in (("max_score", "argmax"), ("top_score", "top_index")):
+        if score in answers:
+            at = answers[index]
+            cols = at.unsqueeze(-1) if at.ndim == 3 else at
+            picked = problem.picked_scores(cols.clamp(min=0)).reshape(at.shape)
+            answers[score] = torch.where(at >= 0, picked, -torch.inf)
+    return answers
+
+
+def _memory_key(name: str, question: Question) -> Any:
+    """Under what a number is remembered; None for what depends on tensors of the question."""
+    if name in ("y", "z", "mass"):
+        return None
+    if name in ("top_score", "top_index"):
+        return name, question.top
+    if name == "pool" and question.tiling is not None:
+        return name, tuple(vars(question.tiling).values())
+    return name
+
+
+def _versions(factors: Factors) -> tuple[int, ...] | None:
+    """How often each tensor was changed in place; None for inference tensors, which do not count it."""
+    tensors = factors.tensors()
+    return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
+
+
+def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
+    if x is None:
+        return None
+    return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
+
+
+def _as_positions(pick: Pick) -> list[int] | range:
+    return range(pick, pick + 1) if isinstance(pick, int) else pick
+
+
+def _runs(positions: list[int] | range) -> Iterator[range]:
+    """Positions as runs of neighbours."""
+    if isinstance(positions, range) and positions.step == 1:
+        if positions:
+            yield positions
+        return
+    start = end = None
+    for n in positions:
+        if end is not None and n == end:
+            end += 1
+            continue
+        if start is not None and end is not None:
+            yield range(start, end)
+        start, end = n, n + 1
+    if start is not None and end is not None:
+        yield range(start, end)
+
+
+def _where(positions: list[int] | range, device: torch.device | None = None) -> Any:
+    """As an index: a slice with both ends for neighbours, else a tensor of positions."""
+    if isinstance(positions, range) and positions.step == 1:
+        return slice(positions.start, max(positions.start, positions.stop))
+    return torch.tensor(list(positions), dtype=torch.int64, device=device)
+
+
+def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
+    if not isinstance(part, slice) or part.step not in (None, 1):
+        raise ValueError(f"pool(..., {name}=): a slice without a step says which part is pooled; {part!r} came.")
+    start, stop, _ = part.indices(n)
+    return start, max(start, stop)
+
+
+def _positive(n: Any, what: str) -> int:
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(f"{what} needs a whole number of at least 1; {n!r} came.")
+    return n
+
+
+def _as_tokens(words: Any, n: int, axis: str) -> Tokens:
+    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        raise TypeError(f"{axis} tokens must be a list of strings, one a position.")
+    if len(words) != n:
+        raise ValueError(f"{len(words)} {axis} tokens came for {n} {axis} positions: one token a position.")
+    return Tokens(tuple(words))
+
+
+def _moved(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`t.to(...)`, where a floating-point type leaves whole numbers and masks as they are."""
+    moved = t.to(*args, **kwargs)
+    return moved if t.is_floating_point() or moved.dtype == t.dtype else t.to(moved.device)
+
+
+def _free_memory(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not told on this system
+        return None
+
+
+def _as_bytes(n: int) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}" if isinstance(n, float) else f"{n} {unit}"
+        n = n / 1000  # type: ignore[assignment]
+    return f"{n:.3g} TB"

@@ -1,0 +1,234 @@
+"""One question, one forward, one backward.
+
+The engines compute numbers; here those numbers become part of PyTorch's autograd. All that is asked of a
+matrix at once is one node of the graph: its backward makes the weights once more and answers for every output
+together, in linear memory. Eager code goes through `torch.autograd.Function`; inside `torch.compile` the same
+two functions are the custom operators `regard::see` and `regard::see_backward`.
+Imports `engines` and what is below them.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .engines import Engine, named
+from .engines.gradient import Gradient
+from .factors import Problem, per_query_head
+from .score import wide
+from .statistics import NOT_DIFFERENTIATED, Answers, Question
+from .tree import flatten, rebuild
+
+__all__ = ["see"]
+
+
+def see(problem: Problem, question: Question, engine: Engine, known: Answers) -> Answers:
+    """Every answer that the question names. `known` are numbers of the same question that need not be computed again."""
+    spec, tensors = flatten((problem, question))
+    if torch.compiler.is_compiling():
+        outputs = torch.ops.regard.see(tensors, repr((spec, engine.name)))
+    else:
+        outputs = _See.apply(spec, engine, known, *tensors)
+    return dict(zip(question.names, outputs, strict=True))
+
+
+def compute(problem: Problem, question: Question, engine: Engine, known: Answers) -> Answers:
+    """The numbers, without gradients."""
+    missing = tuple(name for name in question.names if name not in known)
+    answers = dict(known)
+    if missing:
+        problem, question = problem.blank_unseen(question)
+        answers |= engine.compute(problem, question, missing, known)
+    if "y" in missing and question.v is not None:
+        answers["y"] = answers["y"].to(question.v.dtype)
+    return {name: answers[name] for name in question.names}
+
+
+def pull_back(
+    problem: Problem, question: Question, engine: Engine, answers: Answers, flowing: Answers
+) -> list[Tensor | None]:
+    """Gradients of all tensors of (problem, question), in the order of `flatten`; None for those without."""
+    clean, asked = problem.blank_unseen(question)
+    gradient = _gradient(clean, asked, engine, answers, flowing)
+    dy, dz = flowing.get("y"), flowing.get("z")
+    of_problem, dv, du = engine.backward(clean, asked, answers["lse"], gradient, dy, dz)
+    spec, tensors = flatten((problem, question))
+    rest = {id(question.v): dv, id(question.u): du}
+    found = [*of_problem, *(rest.get(id(t)) for t in tensors[len(of_problem) :])]
+    return [
+        None if g is None or not t.is_floating_point() else g.to(t.dtype) for g, t in zip(found, tensors, strict=True)
+    ]
+
+
+def _gradient(problem: Problem, question: Question, engine: Engine, answers: Answers, flowing: Answers) -> Gradient:
+    """Write everything that is linear in W as one product left · right, the rest as a few numbers a row."""
+    b, h, i, j = problem.shape
+    flowing = {name: wide(g) for name, g in flowing.items()}
+    row = torch.zeros(b, h, i, dtype=problem.wide, device=problem.q.device)
+    c, pairs, unfinished = row, [], []
+    if (g := flowing.get("y")) is not None:
+        c = c + (g * wide(answers["y"])).sum(-1)
+        pairs.append((g, wide(question.v)))
+    if (g := flowing.get("mass")) is not None:
+        c = c + g * answers["mass"]
+        pairs.append((g.unsqueeze(-1), wide(question.keys).view(1, 1, j, 1)))
+    if (g := flowing.get("z")) is not None:
+        unfinished.append((wide(question.u), g))
+    if (g := flowing.get("received")) is not None:
+        unfinished.append((torch.ones_like(row).unsqueeze(-1), g.unsqueeze(-1)))
+    if (g := flowing.get("pool")) is not None:
+        unfinished.append(_pool_factors(g, question.tiling, i, j))
+    if unfinished:
+        # Their share along a row, Σ_j w (left · right), was not computed forward: W applied to `right` gives it.
+        left, right = _side_by_side(unfinished, b, h)
+        mixed = engine.compute(problem, Question(("y",), v=right), ("y",), {"lse": answers["lse"]})["y"]
+        c = c + (left * mixed).sum(-1)
+    if (g := flowing.get("lse")) is not None:
+        c = c - g
+    if (eta := flowing.get("entropy")) is not None:
+        c = c + eta * answers["entropy"]
+    if (rho := flowing.get("reach")) is not None:
+        c = c + rho * answers["reach"]
+    left, right = (
+        _side_by_side([*pairs, *unfinished], b, h)
+        if pairs or unfinished
+        else (row[..., None], row.new_zeros(1, 1, j, 1))
+    )
+    return Gradient(left, right, c, eta, rho)
+
+
+def _side_by_side(pairs: list[tuple[Tensor, Tensor]], b: int, h: int) -> tuple[Tensor, Tensor]:
+    if len(pairs) == 1:
+        return pairs[0]
+    left = torch.cat([l.expand(b, h, -1, -1) for l, _ in pairs], -1)
+    return left, torch.cat([per_query_head(r, h).expand(b, -1, -1, -1) for _, r in pairs], -1)
+
+
+def _pool_factors(g: Tensor, tiling: Any, i: int, j: int) -> tuple[Tensor, Tensor]:
+    """The gradient of a pooled map as a product: each row's tiles, times which tile a key is in."""
+    b, h, rows, cols = g.shape
+    left, right = g.new_zeros(b, h, i, cols), g.new_zeros(1, 1, j, cols)
+    inside_i = torch.arange(tiling.i0, tiling.i1, device=g.device)
+    inside_j = torch.arange(tiling.j0, tiling.j1, device=g.device)
+    left[:, :, inside_i] = g[:, :, tiling.row_of(inside_i)]
+    right[:, :, inside_j, tiling.col_of(inside_j)] = 1
+    return left, right
+
+
+class _See(torch.autograd.Function):
+    """The node of the graph in eager code."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Any, engine: Engine, known: Answers, *tensors: Tensor) -> tuple[Tensor, ...]:
+        problem, question = rebuild(spec, list(tensors))
+        answers = compute(problem, question, engine, known)
+        # A remembered number must not become this node's output: it may be another node's too.
+        outputs = tuple(answers[n].detach() if n in known else answers[n] for n in question.names)
+        ctx.spec, ctx.engine, ctx.names = spec, engine, question.names
+        ctx.save_for_backward(*tensors, *outputs)
+        ctx.mark_non_differentiable(*(answers[n] for n in question.names if n in NOT_DIFFERENTIATED))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        _refuse_second_derivative()
+        count = len(ctx.saved_tensors) - len(ctx.names)
+        tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        problem, question = rebuild(ctx.spec, list(tensors))
+        flowing = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+        if not flowing:
+            return (None,) * (3 + count)
+        answers = dict(zip(ctx.names, outputs, strict=True))
+        return None, None, None, *pull_back(problem, question, ctx.engine, answers, flowing)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "regard computes first derivatives; a second one was asked for (create_graph=True). "
+            'engine="reference" differentiates as often as you like, in quadratic memory.'
+        )
+
+
+# The same two functions as operators that torch.compile can put into a graph.
+
+
+@torch.library.custom_op("regard::see", mutates_args=())
+def _see_op(tensors: list[Tensor], call: str) -> list[Tensor]:
+    spec, engine = ast.literal_eval(call)
+    problem, question = rebuild(spec, tensors)
+    answers = compute(problem, question, named(engine), {})
+    return [answers[name].contiguous() for name in question.names]
+
+
+@_see_op.register_fake
+def _(tensors: list[Tensor], call: str) -> list[Tensor]:
+    problem, question = rebuild(ast.literal_eval(call)[0], tensors)
+    return [problem.q.new_empty(shape, dtype=dtype) for shape, dtype in _forms(problem, question)]
+
+
+def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of every answer."""
+    b, h, i, j = problem.shape
+    shapes: dict[str, tuple[int, ...]] = {
+        "received": (b, h, j),
+        "top_score": (b, h, i, question.top),
+        "top_index": (b, h, i, question.top),
+    }
+    if question.v is not None:
+        shapes["y"] = (b, h, i, question.v.shape[-1])
+    if question.u is not None:
+        shapes["z"] = (b, h, j, question.u.shape[-1])
+    if question.tiling is not None:
+        shapes["pool"] = (b, h, question.tiling.rows, question.tiling.cols)
+    types = {"argmax": torch.int64, "top_index": torch.int64}
+    if question.v is not None:
+        types["y"] = question.v.dtype
+    return [(shapes.get(name, (b, h, i)), types.get(name, problem.wide)) for name in question.names]
+
+
+@torch.library.custom_op("regard::see_backward", mutates_args=())
+def _see_backward_op(
+    tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str
+) -> list[Tensor]:
+    spec, engine = ast.literal_eval(call)
+    problem, question = rebuild(spec, tensors)
+    answers = dict(zip(question.names, outputs, strict=True))
+    flowing = dict(zip(names.split(), grads, strict=True))
+    found = pull_back(problem, question, named(engine), answers, flowing)
+    return [
+        torch.zeros_like(t) if g is None else g.contiguous()
+        for g, t in zip(found, tensors, strict=True)
+        if t.is_floating_point()
+    ]
+
+
+@_see_backward_op.register_fake
+def _(tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in tensors if t.is_floating_point()]
+
+
+def _keep(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
+    tensors, ctx.call = inputs
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _op_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    tensors, outputs = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+    names = _question_names(ctx.call)
+    flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None and n not in NOT_DIFFERENTIATED}
+    found = iter(torch.ops.regard.see_backward(tensors, outputs, list(flowing.values()), " ".join(flowing), ctx.call))
+    return [next(found) if t.is_floating_point() else None for t in tensors], None
+
+
+def _question_names(call: str) -> tuple[str, ...]:
+    spec, _ = ast.literal_eval(call)
+    return tuple(spec[2][1][1:])  # ("tuple", problem, ("Question", ("tuple", *names), ...))
+
+
+_see_op.register_autograd(_op_backward, setup_context=_keep)

@@ -1,0 +1,75 @@
+"""Values made of tensors and constants, taken apart and put together again.
+
+Scores, masks, problems and questions are trees of frozen dataclasses with tensors at the leaves. Autograd and
+`torch.compile` want flat lists of tensors and plain constants: `flatten` and `rebuild` go between the two.
+Imports nothing of regard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform
+
+from torch import Tensor
+
+__all__ = ["change", "flatten", "node", "rebuild"]
+
+T = TypeVar("T")
+
+_NODES: dict[str, type] = {}
+
+
+@dataclass_transform(frozen_default=True)
+def node(cls: type[T]) -> type[T]:
+    """A frozen dataclass that may stand in a tree. Compared by identity: tensors have no plain equality."""
+    cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    _NODES[cls.__name__] = cls
+    return cls
+
+
+def _names(of: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(of)]
+
+
+def flatten(value: Any) -> tuple[Any, list[Tensor]]:
+    """A tree as plain constants and the tensors that stood in it, in order."""
+    tensors: list[Tensor] = []
+    return _plain(value, tensors), tensors
+
+
+def _plain(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return ("tensor", len(tensors) - 1)
+    if isinstance(value, tuple):
+        return ("tuple", *[_plain(part, tensors) for part in value])
+    if type(value).__name__ in _NODES:
+        return (type(value).__name__, *[_plain(getattr(value, name), tensors) for name in _names(value)])
+    return value
+
+
+def rebuild(spec: Any, tensors: list[Tensor]) -> Any:
+    """The tree that `flatten` took apart, over these tensors."""
+    if not isinstance(spec, tuple):
+        return spec
+    kind, *parts = spec
+    if kind == "tensor":
+        return tensors[parts[0]]
+    built = [rebuild(part, tensors) for part in parts]
+    if kind == "tuple":
+        return tuple(built)
+    cls: Any = _NODES[kind]
+    return cls(**dict(zip(_names(cls), built, strict=True)))
+
+
+def change(value: Any, how: Callable[[Tensor], Tensor]) -> Any:
+    """The tree with every tensor changed, but for the `parameters` of users' functions, whose axes are their own."""
+    if isinstance(value, Tensor):
+        return how(value)
+    if isinstance(value, tuple):
+        return tuple(change(part, how) for part in value)
+    if type(value).__name__ not in _NODES:
+        return value
+    fields = {name: getattr(value, name) for name in _names(value)}
+    return type(value)(**{n: part if n == "parameters" else change(part, how) for n, part in fields.items()})
