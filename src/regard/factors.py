@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +108,7 @@ class Problem:
     def layout(self) -> Layout:
         return Layout(self.shape[2], self.shape[3], self.offset, self.q.device)
 
+    @functools.cached_property
     def spans(self) -> Spans:
         """Intervals of keys that hold all that each row sees."""
         layout = self.layout()
@@ -165,7 +167,7 @@ class Problem:
         """Which keys at least one row may see, (b|1, j); None where that is all of them."""
         if self.mask is None:
             return None
-        spans = self.spans()
+        spans = self.spans
         seen = spans.seen(self.shape[3])
         if not spans.exact and bool(seen.any()):
             seen = self._looked_up(seen)

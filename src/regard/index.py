@@ -69,10 +69,10 @@ def word_at(word: Any, nth: Any) -> At:
 def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | None]) -> list[Pick]:
     """One pick for every axis of `shape`, whose last two are rows and columns with these tokens."""
     items = list(key) if isinstance(key, tuple) else [key]
-    items = _place_words(items)
+    items = _place_words(items, len(shape))
     if sum(item is Ellipsis for item in items) > 1:
         raise IndexError("an index may have one ellipsis (...) only.")
-    if Ellipsis not in [item if item is Ellipsis else None for item in items]:
+    if not any(item is Ellipsis for item in items):
         items.append(Ellipsis)
     given = len(items) - 1
     if given > len(shape):
@@ -89,18 +89,14 @@ def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | 
     return picks
 
 
-def _place_words(items: list[Any]) -> list[Any]:
+def _place_words(items: list[Any], axes: int) -> list[Any]:
     """Words address the last two axes: one word is a row, two are a row and a column."""
     words = [n for n, item in enumerate(items) if isinstance(item, str | At)]
-    if not words or Ellipsis in [item if item is Ellipsis else None for item in items]:
+    # Where every axis is given, or an ellipsis says where the others are, each word has its place already.
+    if not words or len(items) >= axes or any(item is Ellipsis for item in items):
         return items
-    first = min(words)
-    if len(items) - first == 1 and first > 0 and not isinstance(items[first - 1], int | slice | list):
-        return items
-    tail = items[first:]
-    if len(tail) == 1:
-        tail = [*tail, slice(None)]
-    return [*items[:first], Ellipsis, *tail]
+    outer, tail = items[: words[0]], items[words[0] :]
+    return [*outer, Ellipsis, *tail, *([slice(None)] if len(tail) == 1 else [])]
 
 
 def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> Pick:
@@ -132,9 +128,11 @@ def _number(item: Any, axis: int, size: int) -> int:
     try:
         n = operator.index(item)
     except TypeError:
+        n = None
+    if n is None or isinstance(item, bool):  # a bool counts as an int: flags would be read as positions 0 and 1
         raise IndexError(
             f"axis {axis}: an index is an int, a slice, a word or a list of ints; {type(item).__name__} came."
-        ) from None
+        )
     if not -size <= n < size:
         raise IndexError(f"index {n} is out of range for axis {axis}, which has {size} positions.")
     return n % size if size else n

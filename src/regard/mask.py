@@ -91,6 +91,8 @@ class Mask:
 
     #: Whether the mask compares positions, so that `align` matters when lengths differ.
     positional: ClassVar[bool] = False
+    #: Whether `spans` tell everything, for a mask laid over a matrix.
+    structured: ClassVar[bool] = True
 
     def visible(self, block: Block) -> Tensor:
         """Which cells of the block are visible: bool, broadcastable to (b, h, i, j)."""
@@ -199,6 +201,11 @@ class Documents(Mask):
     def positional(self) -> bool:  # type: ignore[override]
         return self.key_ids is None
 
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        """Whether every document is one run of keys."""
+        return self.key_ids is not None and self.spans(Layout(self.ids.shape[-2], self.key_ids.shape[-1], 0, self.ids.device)).exact
+
     def visible(self, block: Block) -> Tensor:
         if self.key_ids is None:  # not laid over a matrix yet: only drawn
             ids = self.ids.reshape(-1, self.ids.shape[-1])[:1, None]
@@ -231,6 +238,7 @@ class Documents(Mask):
 @node
 class Dense(Mask):
     cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
+    structured = False
 
     def visible(self, block: Block) -> Tensor:
         return block.take(self.cells)
@@ -243,6 +251,7 @@ class Dense(Mask):
 class Predicate(Mask):
     function: Callable[[Tensor, Tensor], Tensor]
     positional = True
+    structured = False
 
     def visible(self, block: Block) -> Tensor:
         cells = self.function(block.i, block.j)
@@ -267,6 +276,10 @@ class And(Mask):
     @property
     def positional(self) -> bool:  # type: ignore[override]
         return self.left.positional or self.right.positional
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.left.structured and self.right.structured
 
     def parts(self) -> tuple[Mask, ...]:
         return self.left, self.right
@@ -301,6 +314,10 @@ class Not(Mask):
     @property
     def positional(self) -> bool:  # type: ignore[override]
         return self.of.positional
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.of.structured
 
     def parts(self) -> tuple[Mask, ...]:
         return (self.of,)

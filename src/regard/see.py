@@ -48,16 +48,16 @@ def compute(problem: Problem, question: Question, engine: Engine, known: Answers
 
 
 def pull_back(
-    problem: Problem, question: Question, engine: Engine, answers: Answers, flowing: Answers
+    problem: Problem, question: Question, engine: Engine, answers: Answers, flowing: Answers, needs: list[bool]
 ) -> list[Tensor | None]:
     """Gradients of all tensors of (problem, question), in the order of `flatten`; None for those without."""
     clean, asked = problem.blank_unseen(question)
     gradient = _gradient(clean, asked, engine, answers, flowing)
-    dy, dz = flowing.get("y"), flowing.get("z")
-    of_problem, dv, du = engine.backward(clean, asked, answers["lse"], gradient, dy, dz)
-    spec, tensors = flatten((problem, question))
-    rest = {id(question.v): dv, id(question.u): du}
-    found = [*of_problem, *(rest.get(id(t)) for t in tensors[len(of_problem) :])]
+    _, tensors = flatten((problem, question))
+    count = len(flatten(problem)[1])
+    of_problem, dv, du = engine.backward(clean, asked, answers["lse"], gradient, needs[:count])
+    own = ((question.v, dv), (question.u, du), (question.keys, None))
+    found = [*of_problem, *(g for t, g in own if t is not None)]
     return [
         None if g is None or not t.is_floating_point() else g.to(t.dtype) for g, t in zip(found, tensors, strict=True)
     ]
@@ -97,7 +97,7 @@ def _gradient(problem: Problem, question: Question, engine: Engine, answers: Ans
         if pairs or unfinished
         else (row[..., None], row.new_zeros(1, 1, j, 1))
     )
-    return Gradient(left, right, c, eta, rho)
+    return Gradient(left, right, c, eta, rho, dy=flowing.get("y"), dz=flowing.get("z"))
 
 
 def _side_by_side(pairs: list[tuple[Tensor, Tensor]], b: int, h: int) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class _See(torch.autograd.Function):
         if not flowing:
             return (None,) * (3 + count)
         answers = dict(zip(ctx.names, outputs, strict=True))
-        return None, None, None, *pull_back(problem, question, ctx.engine, answers, flowing)
+        return None, None, None, *pull_back(problem, question, ctx.engine, answers, flowing, list(ctx.needs_input_grad[3:]))
 
 
 def _refuse_second_derivative() -> None:
@@ -199,7 +199,8 @@ def _see_backward_op(
     problem, question = rebuild(spec, tensors)
     answers = dict(zip(question.names, outputs, strict=True))
     flowing = dict(zip(names.split(), grads, strict=True))
-    found = pull_back(problem, question, named(engine), answers, flowing)
+    needs = [t.is_floating_point() for t in tensors]
+    found = pull_back(problem, question, named(engine), answers, flowing, needs)
     return [
         torch.zeros_like(t) if g is None else g.contiguous()
         for g, t in zip(found, tensors, strict=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..factors import Problem
 from ..statistics import Answers, Question
 from . import blockwise
-from .gradient import Gradient
+from .gradient import Gradient, Gradients
 
 __all__ = ["ENGINES", "Engine", "named"]
 
@@ -28,15 +28,9 @@ class Engine(Protocol):
         """The named answers to the question; `known` may hold lse already."""
 
     def backward(
-        self,
-        problem: Problem,
-        question: Question,
-        lse: Tensor,
-        gradient: Gradient,
-        dy: Tensor | None,
-        dz: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor | None, Tensor | None]:
-        """Gradients of the problem's tensors in order, of v and of u."""
+        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+    ) -> Gradients:
+        """Gradients of the problem's tensors, of v and of u; `needs` says of which of the problem's tensors."""
 
 
 def named(name: str) -> Engine:

@@ -20,7 +20,8 @@ from ..score import TanhSum, wide
 from ..state import State
 from ..statistics import ONE_PASS, SECOND_PASS, Answers, Question
 from ..tree import flatten, rebuild
-from .gradient import Gradient
+from . import compiled
+from .gradient import Gradient, Gradients, weights
 
 __all__ = ["ENGINE", "backward", "forward", "reread"]
 
@@ -29,23 +30,30 @@ TILE_NUMBERS = 2**21
 
 
 class Blockwise:
-    """The engine of this file."""
+    """The engine of this file; where `compiled` serves a problem, its tiles are used."""
 
     name = "blockwise"
 
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
+        tiles = compiled if compiled.serves(problem) else None
         answers = dict(known)
-        second = [name for name in names if name in SECOND_PASS]
         first = tuple(name for name in names if name in ONE_PASS)
-        if second and "lse" not in known and "lse" not in first:
+        second = tuple(name for name in names if name in SECOND_PASS)
+        if second and "lse" not in (*known, *first):
             first = (*first, "lse")
         if first:
-            answers |= forward(problem, dataclasses.replace(question, names=first))
+            asked = dataclasses.replace(question, names=first)
+            answers |= tiles.forward(problem, asked) if tiles else forward(problem, asked)
         if second:
-            answers |= reread(problem, dataclasses.replace(question, names=tuple(second)), answers["lse"])
+            asked = dataclasses.replace(question, names=second)
+            lse = answers["lse"]
+            answers |= tiles.reread(problem, asked, lse) if tiles else reread(problem, asked, lse)
         return answers
 
-    backward = staticmethod(lambda *args: backward(*args))
+    def backward(self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
+        if gradient.dz is None and compiled.serves_backward(problem, needs):
+            return compiled.backward(problem, question, lse, gradient)
+        return backward(problem, question, lse, gradient)
 
 
 ENGINE = Blockwise()
@@ -92,12 +100,12 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
     return total
 
 
-def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient, dy: Tensor | None, dz: Tensor | None) -> tuple[list[Tensor], Tensor | None, Tensor | None]:  # fmt: skip
+def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient) -> Gradients:
     """Gradients of the problem's tensors in their order, of v and of u."""
     spec, tensors = flatten(problem)
     totals = [torch.zeros(t.shape, dtype=problem.wide, device=t.device) for t in tensors]
     total = rebuild(spec, totals)
-    v, u = question.v, question.u
+    v, u, dy, dz = question.v, question.u, gradient.dy, gradient.dz
     dv = None if dy is None or v is None else torch.zeros(v.shape, dtype=problem.wide, device=v.device)
     du = None if dz is None or u is None else torch.zeros(u.shape, dtype=problem.wide, device=u.device)
     for rows, tiles in tiled(problem):
@@ -111,7 +119,7 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
                 return rebuild(spec, list(parts)).bare_scores(block)
 
             s, pull = torch.func.vjp(scored, *live)
-            w, log_w = _weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
+            w, log_w = weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
             far = (block.i - block.j).abs() if gradient.rho is not None else None
             pulled = pull(gradient.into_scores(w, log_w, rows, cols, far))
             _add_block(rebuild(local_spec, list(pulled)), dataclasses.replace(total, sink=None), block)
@@ -120,13 +128,8 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
             if du is not None and dz is not None:
                 du[:, :, rows] += w @ dz[:, :, cols]
     if problem.sink is not None:
-        total.sink.add_(_sink_gradient(problem.sink, lse, gradient))
-    return totals, dv, du
-
-
-def _sink_gradient(sink: Tensor, lse: Tensor, gradient: Gradient) -> Tensor:
-    w, log_w = _weights(wide(sink).expand(*lse.shape, 1), lse)
-    return gradient.into_sink(w, log_w).sum_to_size(sink.shape)
+        total.sink.add_(gradient.of_sink(problem.sink, lse))
+    return Gradients(list(totals), dv, du)
 
 
 def _add_block(part: Problem, total: Problem, block) -> None:
@@ -144,13 +147,7 @@ def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, lse: Ten
     """The weights of a block and their logarithms: exp(s − lse)."""
     block = problem.block(rows, cols)
     s = problem.at(block).bare_scores(block)
-    return _weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
-
-
-def _weights(s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    # A row with no key has lse = −inf and scores −inf: pivot on 0, since −inf − −inf is nan.
-    log_w = s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
-    return log_w.exp(), log_w
+    return weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
 
 
 def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling) -> None:
@@ -180,7 +177,7 @@ def tiled(problem: Problem) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
         return
     height, width = _tile_size(problem)
     starts = list(range(0, rows, height))
-    ranges = _ranges(problem.spans(), starts, rows) if problem.mask is not None else None
+    ranges = _ranges(problem.spans, starts, rows) if problem.mask is not None else None
     for n, start in enumerate(starts):
         block = slice(start, min(rows, start + height))
         if ranges is None:

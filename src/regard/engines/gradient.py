@@ -1,15 +1,25 @@
-"""What flows back into the weights, in one form for every engine. Imports `factors`."""
+"""What flows back into the weights, in one form for every engine. Imports `factors` and `score`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..factors import per_query_head
+from ..score import wide
 
-__all__ = ["Gradient"]
+__all__ = ["Gradient", "Gradients", "weights"]
+
+
+class Gradients(NamedTuple):
+    """Of the problem's tensors, in the order of `flatten`, of v and of u; None for what needs none."""
+
+    problem: list[Tensor | None]
+    v: Tensor | None
+    u: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +36,8 @@ class Gradient:
     c: Tensor  # b h i
     eta: Tensor | None  # b h i : gradient of the entropy
     rho: Tensor | None  # b h i : gradient of the reach
+    dy: Tensor | None = None  # b h i e : gradient of y = W v, which v wants as Wᵀ dy
+    dz: Tensor | None = None  # b h j e : gradient of z = Wᵀ u, which u wants as W dz
 
     def into_scores(self, w: Tensor, log_w: Tensor, rows: slice, cols: slice, far: Tensor | None) -> Tensor:
         """For one block, (b, h, i, j)."""
@@ -35,12 +47,20 @@ class Gradient:
             inside = inside + self.rho[:, :, rows, None] * far
         return w * self._less_entropy(inside, log_w, rows)
 
-    def into_sink(self, w: Tensor, log_w: Tensor) -> Tensor:
-        """The sink is a key whose value is nothing: left · right and the distance are 0 there. (b, h, i, 1)"""
-        return w * self._less_entropy(-self.c.unsqueeze(-1), log_w, slice(None))
+    def of_sink(self, sink: Tensor, lse: Tensor) -> Tensor:
+        """The sink is a key whose value is nothing: left · right and the distance are 0 there."""
+        w, log_w = weights(wide(sink).expand(*lse.shape, 1), lse)
+        return (w * self._less_entropy(-self.c.unsqueeze(-1), log_w, slice(None))).sum_to_size(sink.shape)
 
     def _less_entropy(self, inside: Tensor, log_w: Tensor, rows: slice) -> Tensor:
         if self.eta is None:
             return inside
         # 0 · log 0 is nan; against the smallest number it is 0.
         return inside - self.eta[:, :, rows, None] * log_w.clamp(min=torch.finfo(log_w.dtype).min)
+
+
+def weights(s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and their logarithms from scores (b, h, i, j) and lse (b, h, i)."""
+    # A row with no key has lse = −inf and scores −inf: pivot on 0, since −inf − −inf is nan.
+    log_w = s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
+    return log_w.exp(), log_w

@@ -1,0 +1,331 @@
+"""The compiled tile step of `blockwise` on the CPU: which problems it serves, and how its kernels are called.
+
+The kernels (in `tiles`, compiled by numba when first needed and kept on disk) run on PyTorch's own team of threads
+with PyTorch's own matrix product, both reached through symbols of its library: no second pool of threads fights
+for the cores, and a product inside the team stays on one of them. Where numba or those symbols are missing,
+`load` returns None and only speed is lost. Imports `factors`, `statistics`, and `tiles` lazily.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..factors import Problem, per_query_head
+from ..mask import And, Dense, Mask
+from ..score import Alibi, Bias, Product, Softcap
+from ..statistics import Answers, Question
+from ..tree import flatten, rebuild
+from .gradient import Gradient, Gradients
+
+__all__ = ["backward", "forward", "reread", "serves", "serves_backward"]
+
+#: Switch for tests and comparisons: plain PyTorch tiles even where compiled ones could serve.
+enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What is borrowed from PyTorch's library, and the kernels."""
+
+    tiles: Any
+    gemm: int
+    parallel: Callable[..., Any]
+    alone: Callable[[int], int] | None
+
+
+@functools.cache
+def load() -> Tools | None:
+    """The kernels and what they need; None where it is not to be had."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            library = ctypes.CDLL(str(folder / name))
+            gemm = ctypes.cast(library.sgemm_, ctypes.c_void_p).value
+            parallel = library.GOMP_parallel
+        except (OSError, AttributeError):  # another system, or a build with other symbols
+            continue
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        from . import tiles
+
+        assert gemm is not None
+        return Tools(tiles, gemm, parallel, getattr(library, "MKL_Set_Num_Threads_Local", None))
+    return None
+
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+# A forked child has the parent's team on record but none of its threads: it must work alone.
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def serves(problem: Problem) -> bool:
+    """Whether these scores and this mask are among those the kernels know."""
+    return (
+        enabled
+        and problem.q.device.type == "cpu"
+        and problem.q.dtype != torch.float64
+        and isinstance(problem.pair, Product)
+        and all(isinstance(step, Bias | Alibi | Softcap) for step in problem.steps)
+        and _laid_cells(problem.mask) is not None
+        and load() is not None
+    )
+
+
+def serves_backward(problem: Problem, needs: list[bool]) -> bool:
+    """The same for gradients, where a bias must be a number per row or per key, and come before a soft cap."""
+    _, tensors = flatten(problem)
+    needed = {id(t) for t, need in zip(tensors, needs, strict=True) if need}
+    caps = 0
+    for step in problem.steps:
+        caps += isinstance(step, Softcap)
+        if isinstance(step, Alibi) and id(step.slopes) in needed:
+            return False
+        if isinstance(step, Bias) and id(step.tensor) in needed and (caps or 1 not in step.tensor.shape[2:]):
+            return False
+    return caps <= 1 and serves(problem)
+
+
+def _laid_cells(mask: Mask | None) -> list[Tensor] | None:
+    """The bool tensors of a mask that is structured but for tensors laid over it; None for any other mask."""
+    if mask is None:
+        return []
+    if isinstance(mask, Dense):
+        return [mask.cells]
+    if type(mask) is And:
+        left, right = _laid_cells(mask.left), _laid_cells(mask.right)
+        return None if left is None or right is None else left + right
+    return [] if mask.structured else None
+
+
+class Task:
+    """One call of a kernel: the record it reads, and the tensors that must stay alive until it ends."""
+
+    def __init__(self, problem: Problem, tall: int, wide: int) -> None:
+        tools = load()
+        assert tools is not None
+        self.tools = tools
+        self.record = tools.tiles.new_task()
+        self.alive: list[Any] = []
+        b, h, i, j = problem.shape
+        self.q, self.k = self.rows("q", problem.q, "bhi"), self.rows("k", problem.k, "bhj")
+        self.set(gemm=tools.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
+        self.set(offset=problem.offset, tall=tall, wide=wide, scale=problem.pair.scale)  # type: ignore[union-attr]
+        spans = problem.spans
+        lo, hi = spans.lo.contiguous(), spans.hi.contiguous()
+        self.set(lo=self.keep(lo), hi=self.keep(hi), spans=lo.shape[1], spans_b=lo.shape[1] * i if len(lo) > 1 else 0)
+        self._steps(problem)
+
+    def set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            self.record[0][name] = value
+
+    def keep(self, tensor: Tensor) -> int:
+        """The address of a tensor that stays alive with this task."""
+        self.alive.append(tensor)
+        return tensor.data_ptr()
+
+    def rows(self, name: str, tensor: Tensor, axes: str) -> Tensor:
+        """Pass a tensor as rows that BLAS can read: float32, numbers of a row side by side, rows not over one another."""
+        tensor = tensor.float()
+        if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
+            tensor = tensor.contiguous()
+        strides = {f"{name}_{axis}": 0 if n == 1 else s for axis, n, s in zip(axes, tensor.shape, tensor.stride(), strict=False)}
+        strides[f"{name}_{axes[2]}"] = max(tensor.stride(2), tensor.shape[3], 1)
+        self.set(**{name: self.keep(tensor)}, **strides)
+        return tensor
+
+    def out(self, name: str, tensor: Tensor) -> Tensor:
+        self.set(**{name: self.keep(tensor)})
+        return tensor
+
+    def _steps(self, problem: Problem) -> None:
+        tiles = self.tools.tiles
+        made = []
+        for step in problem.steps:
+            if isinstance(step, Softcap):
+                made.append((tiles.SOFTCAP, 0, 0, 0, 0, 0, step.cap, 0))
+                continue
+            tensor = (step.tensor if isinstance(step, Bias) else step.slopes).float()  # type: ignore[union-attr]
+            kind = tiles.ALIBI if isinstance(step, Alibi) else tiles.ADDED_VECTOR if tensor.shape[3] > 1 else tiles.ADDED
+            made.append((kind, self.keep(tensor), *_strides(tensor), 0, 0))
+        for cells in _laid_cells(problem.mask) or []:
+            made.append((tiles.HIDDEN, self.keep(cells), *_strides(cells), 0, 0))
+        table = tiles.steps_table(made)
+        self.alive.append(table)
+        self.set(steps=table.ctypes.data, step_count=len(made))
+
+    def run(self, kernel: Any, items: int, scratch: int) -> None:
+        """Let the team work through the items; `scratch` is the bytes each thread needs for itself."""
+        threads = 1 if _forked else max(1, min(torch.get_num_threads(), items))
+        scratch = (scratch + 127) // 64 * 64
+        counters = torch.zeros(8, dtype=torch.int64)
+        self.set(counter=self.keep(counters), scratch_size=scratch)
+        self.set(scratch=self.keep(torch.empty(threads * scratch, dtype=torch.uint8)))
+        compiled = self.tools.tiles.kernel(kernel)
+        data = self.record.ctypes.data
+        if threads > 1:
+            self.tools.parallel(compiled.address, data, threads, 0)
+            return
+        before = self.tools.alone(1) if self.tools.alone else 0
+        compiled.ctypes(ctypes.c_void_p(data))
+        if self.tools.alone:
+            self.tools.alone(before)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Over (b, h, i, j) in elements; 0 along an axis that broadcasts."""
+    return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _tile_size(problem: Problem) -> tuple[int, int]:
+    rows, keys = problem.shape[2:]
+    wide = min(max(keys, 1), 512)
+    return min(max(rows, 1), 128 if rows >= 1024 else 64), wide
+
+
+def forward(problem: Problem, question: Question) -> Answers:
+    """One pass over the keys: what rows can tell."""
+    b, h, i, _ = problem.shape
+    tall, wide = _tile_size(problem)
+    task = Task(problem, tall, wide)
+    found = {"lse": task.out("lse", torch.empty(b, h, i))}
+    if question.wants("y"):
+        assert question.v is not None
+        v = task.rows("v", question.v, "bhj")
+        task.set(V=v.shape[1], E=v.shape[3])
+        found["y"] = task.out("y", torch.empty(b, h, i, v.shape[3]))
+    if question.wants("entropy"):
+        found["entropy"] = task.out("t", torch.empty(b, h, i))
+    if question.wants("max_score"):
+        found["max_score"] = task.out("m", torch.empty(b, h, i))
+    if question.wants("reach"):
+        found["reach"] = task.out("reach", torch.zeros(b, h, i))
+    if question.wants("mass"):
+        assert question.keys is not None
+        task.out("keys", question.keys.float().contiguous())
+        found["mass"] = task.out("mass", torch.zeros(b, h, i))
+    if question.wants("argmax"):
+        found["argmax"] = task.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64))
+    if question.wants("top_score", "top_index"):
+        found["top_score"] = task.out("top_score", torch.full((b, h, i, question.top), -torch.inf))
+        found["top_index"] = task.out("top_index", torch.full((b, h, i, question.top), -1, dtype=torch.int64))
+        task.set(top=question.top)
+    if problem.sink is not None:
+        sink = problem.sink.float()
+        task.out("sink", sink)
+        task.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
+    items = b * h * -(-i // tall)
+    task.run(task.tools.tiles.forward_kernel, items, 4 * (tall * (wide + 3) + question.top + 64))
+    return {name: found[name] for name in question.names}
+
+
+def _chunks(problem: Problem, heads: int, tall: int) -> int:
+    """Into how many parts rows are cut so that every thread has work; each part has column sums of its own."""
+    threads = torch.get_num_threads()
+    blocks = -(-problem.shape[2] // tall)
+    return 1 if heads >= threads else max(1, min(blocks, -(-threads // max(heads, 1))))
+
+
+def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
+    """A second pass over the weights of finished rows: what columns can tell."""
+    b, h, _, j = problem.shape
+    tall, wide = _tile_size(problem)
+    task = Task(problem, tall, wide)
+    chunks = _chunks(problem, b * h, tall)
+    task.out("lse", lse.float().contiguous())
+    task.set(chunks=chunks)
+    found = {}
+    if question.wants("received"):
+        found["received"] = task.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64))
+    if question.wants("pool"):
+        tiling = question.tiling
+        assert tiling is not None
+        found["pool"] = task.out("pool", torch.zeros(chunks, b, h, tiling.rows, tiling.cols, dtype=torch.float64))
+        task.set(tile_rows=tiling.rows, tile_cols=tiling.cols, i0=tiling.i0, i1=tiling.i1, j0=tiling.j0, j1=tiling.j1)
+    if question.wants("z"):
+        assert question.u is not None
+        u = task.rows("u", question.u, "bhi")
+        task.set(U=u.shape[3])
+        found["z"] = task.out("z", torch.zeros(chunks, b, h, j, u.shape[3]))
+    task.run(task.tools.tiles.reread_kernel, b * h * chunks, 4 * wide * (tall + 1))
+    return {name: x.sum(0).float() for name, x in found.items()}
+
+
+def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient) -> Gradients:
+    """Gradients of the problem's tensors in their order, and of v."""
+    b, h, i, j = problem.shape
+    d, heads = problem.q.shape[3], problem.k.shape[1]
+    dy = gradient.dy
+    v = question.v if dy is not None else None
+    if v is not None and v.shape[1] != heads:  # keys and values are grouped differently: give each query head its own
+        wider = rebuild(*_with_keys(problem, per_query_head(problem.k, h)))
+        (dq, dk, *rest), dv, _ = backward(wider, _with_values(question, per_query_head(v, h)), lse, gradient)
+        return Gradients([dq, _grouped(dk, heads), *rest], _grouped(dv, v.shape[1]), None)
+    tall, wide = _tile_size(problem)
+    task = Task(problem, tall, wide)
+    chunks = _chunks(problem, b * heads, tall)
+    task.set(chunks=chunks)
+    task.out("lse", lse.float().contiguous())
+    task.out("c", gradient.c.float().contiguous())
+    left = task.rows("left", gradient.left.expand(b, h, -1, -1), "bhi")
+    right = task.rows("right", gradient.right, "bhj")
+    task.set(X=left.shape[3], right_group=h // right.shape[1])
+    if gradient.eta is not None:
+        task.out("eta", gradient.eta.float().contiguous())
+    if gradient.rho is not None:
+        task.out("rho", gradient.rho.float().contiguous())
+    dq = task.out("dq", torch.zeros(b, h, i, d))
+    dk = task.out("dk", torch.zeros(chunks, b, heads, j, d))
+    dv = None
+    if v is not None and dy is not None:
+        task.rows("dy", dy, "bhi")
+        task.set(E=v.shape[3])
+        dv = task.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3]))
+    biases = [step.tensor for step in problem.steps if isinstance(step, Bias)]
+    if biases:
+        drow = task.out("drow", torch.zeros(b, h, i))
+        dkey = task.out("dkey", torch.zeros(chunks, b, h, j))
+    task.run(task.tools.tiles.backward_kernel, b * heads * chunks, 4 * wide * (2 * tall + 2))
+    found: list[Tensor | None] = [dq, dk.sum(0)]
+    for tensor in flatten(problem)[1][2:]:
+        if tensor is problem.sink:
+            found.append(gradient.of_sink(tensor, lse))
+        elif any(tensor is bias for bias in biases) and 1 in tensor.shape[2:]:
+            sums = drow[..., None] if tensor.shape[3] == 1 else dkey.sum(0)[:, :, None, :]
+            found.append(sums.sum_to_size(tensor.shape))
+        else:
+            found.append(None)
+    return Gradients(found, None if dv is None else dv.sum(0), None)
+
+
+def _with_keys(problem: Problem, k: Tensor) -> tuple[Any, list[Tensor]]:
+    spec, tensors = flatten(problem)
+    return spec, [tensors[0], k, *tensors[2:]]
+
+
+def _with_values(question: Question, v: Tensor) -> Question:
+    return Question(question.names, question.top, question.tiling, v, question.u, question.keys)
+
+
+def _grouped(x: Tensor | None, heads: int) -> Tensor | None:
+    """Sum the heads of a group: (b, h, j, e) to (b, g, j, e)."""
+    return x if x is None or x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)

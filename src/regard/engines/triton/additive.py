@@ -1,0 +1,83 @@
+"""Additive attention: s = Σ_a v_a tanh(q_a + k_a), in linear memory.
+
+No product of tensor cores gives it: every cell takes `a` hyperbolic tangents, and the special-function units, which
+make 16 numbers a clock, are the limit. So the tangents are not taken one by one. With A = e^2q and B = e^2k, made once
+for every position,
+
+    tanh(q + k) = 1 − 2 / (1 + A B),      v/D + v′/D′ = (v D′ + v′ D) / (D D′),
+
+two cells' worth of tanh is one reciprocal and a few multiply-adds, in full float32 accuracy. That holds while A B and
+D D′ stay within float32: for |q|, |k| <= TAME. Beyond, the tangents are taken one by one (the kernel looks at a flag).
+Imports `tiles`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tiles import LOG2E, across, down, place
+
+#: Largest projected query or key for which the paired form cannot overflow: (e^4·10)² < 2^127.
+TAME = 10.0
+
+
+class TanhPair(NamedTuple):
+    """Projected queries and keys with positions last, (b, h, a, i) and (b, g, a, j): as they are, and e^2x."""
+
+    q: Any
+    k: Any
+    grown_q: Any
+    grown_k: Any
+    v: Any  # Cells (b, h, a, 1)
+    tame: Any  # one int: 1 where the paired form serves
+    a: int  # even
+
+
+@triton.jit
+def reciprocal(x, PAIR: tl.constexpr):
+    """1/x to about one unit in the last place; PAIR "tanh-plain" without the hardware's own instruction."""
+    if PAIR == "tanh":
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / x
+
+
+@triton.jit
+def column(x, b, h, n, i, I):
+    """Component n of positions i."""
+    return tl.load(place(x, b, h) + n * x.i + i.to(tl.int64) * x.j, mask=i < I, other=0.0)
+
+
+@triton.jit
+def tanh_sum(pair, i, j, b, h, hk, sizes, PAIR: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Σ_a v_a tanh(q_a + k_a) of a tile, (i, j) or (j, i)."""
+    v = place(pair.v, b, h)
+    zero = down(i, KEYS_FIRST) * across(j, KEYS_FIRST)
+    s = tl.zeros(zero.shape, tl.float32)
+    if tl.load(pair.tame) != 0:
+        total = 0.0
+        for n in tl.range(0, pair.a, 2):
+            v0, v1 = tl.load(v + n * pair.v.i), tl.load(v + (n + 1) * pair.v.i)
+            a0 = down(column(pair.grown_q, b, h, n, i, sizes.i), KEYS_FIRST)
+            a1 = down(column(pair.grown_q, b, h, n + 1, i, sizes.i), KEYS_FIRST)
+            b0 = across(column(pair.grown_k, b, hk, n, j, sizes.j), KEYS_FIRST)
+            b1 = across(column(pair.grown_k, b, hk, n + 1, j, sizes.j), KEYS_FIRST)
+            d0, d1 = a0 * b0 + 1.0, a1 * b1 + 1.0
+            s += (v0 * d1 + v1 * d0) * reciprocal(d0 * d1, PAIR)
+            total += v0 + v1
+        s = total - 2.0 * s
+    else:
+        for n in tl.range(0, pair.a):
+            x = down(column(pair.q, b, h, n, i, sizes.i), KEYS_FIRST) + across(
+                column(pair.k, b, hk, n, j, sizes.j), KEYS_FIRST
+            )
+            # e^2x may overflow to inf: then the fraction is 0, and tanh is 1.
+            s += tl.load(v + n * pair.v.i) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, PAIR))
+    return s
+
+
+__all__ = ["TAME", "TanhPair", "tanh_sum"]

@@ -1,0 +1,293 @@
+"""One pass over the keys: what rows can tell.
+
+A program owns a block of query rows and walks the blocks of keys they see, merging each into the state
+(m, l, t, y, …) of design: full tiles first, by the copy engine where it serves, then the tiles at the edges of
+the mask, cell by cell. `top` is a pass of its own. Imports `tiles`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .additive import tanh_sum
+from .tiles import (
+    FLOOR,
+    LN2,
+    LOG2E,
+    NOTHING,
+    add_product,
+    fetch,
+    key_blocks,
+    per_row,
+    place,
+    product,
+    put_row,
+    put_tile,
+    scored,
+    tile,
+    visible,
+)
+
+
+class Outputs(NamedTuple):
+    """Where answers go, all `Cells`; those that nobody asked for are never touched."""
+
+    y: Any
+    lse: Any
+    max_score: Any
+    entropy: Any
+    reach: Any
+    mass: Any
+    argmax: Any
+
+
+@triton.jit
+def in_order(rows, heads, PER_GROUP):
+    """Which block of rows and which head this program owns.
+
+    Heads come in groups whose keys and values fit the cache together; within a group the last rows start first,
+    since under a causal mask they take longest.
+    """
+    pid = tl.program_id(0)
+    group = pid // (PER_GROUP * rows)
+    here = tl.minimum(PER_GROUP, heads - group * PER_GROUP)
+    n = pid - group * PER_GROUP * rows
+    return rows - 1 - n // here, group * PER_GROUP + n % here
+
+
+@triton.jit
+def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
+           Y: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr,
+           FOLD: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+    """The state of the rows with one more tile of keys in it: `State.merge` of the plain engine, in registers."""
+    top = tl.max(s, 1)
+    if ARGMAX:
+        first = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
+    if FOLD:
+        top = top * scale2
+    higher = tl.maximum(m, top)
+    if FOLD:
+        x = s * scale2 - higher[:, None]
+    else:
+        x = s - higher[:, None]
+    p = tl.exp2(x)
+    a = tl.exp2(m - higher)
+    if Y:
+        y = y * a[:, None]
+        y = add_product(p.to(v.dtype), v, y, EXACT)
+    if ENTROPY:
+        # A higher maximum shifts every s − m by the same amount, once for each unit of l.
+        t = a * (t + (m - higher) * l) + tl.sum(p * x, 1)
+    if REACH:
+        reach = a * reach + tl.sum(p * tl.abs(i[:, None] + offset - j[None, :]).to(tl.float32), 1)
+    if MASS:
+        mass = a * mass + tl.sum(p * keys[None, :], 1)
+    if ARGMAX:
+        # Ties go to the lower index, whichever tile came first.
+        tie = tl.where(top == m, tl.minimum(first, argmax), argmax)
+        argmax = tl.where(top > m, first, tie)
+    l = l * a + tl.sum(p, 1)
+    return higher, l, t, reach, mass, argmax, y
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, pair, k_desc, v_desc, k_map, v_map, steps, caps, sink, keys, seen, out, sizes, heads, per_group, scale, scale2,
+    PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
+    Y: tl.constexpr, LSE: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
+    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """All that one pass can tell of BLOCK_I rows. APART: one warp group loads while the others compute."""
+    block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group)
+    b, h = head // sizes.h, head % sizes.h
+    start = block * BLOCK_I
+    i = start + tl.arange(0, BLOCK_I)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    hk, hv = h // sizes.k_group, h // sizes.v_group
+    if PAIR == "product":
+        rows = tile(q, b, h, i, d, sizes.i, D, True)
+
+    m = tl.full([BLOCK_I], FLOOR, tl.float32)
+    l = tl.zeros([BLOCK_I], tl.float32)
+    t = tl.zeros([BLOCK_I], tl.float32)
+    reach = tl.zeros([BLOCK_I], tl.float32)
+    mass = tl.zeros([BLOCK_I], tl.float32)
+    argmax = tl.full([BLOCK_I], 2147483647, tl.int32)
+    y = tl.zeros([BLOCK_I, BLOCK_E], tl.float32)
+
+    for r in range(0, seen.spans):
+        first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        for n in tl.range(full_from, full_to, warp_specialize=APART):
+            j = n * BLOCK_J + tl.arange(0, BLOCK_J)
+            if PAIR == "product":
+                if TMA:
+                    near = fetch(k_desc, k_map, b, hk, n * BLOCK_J)
+                else:
+                    near = tile(k, b, hk, j, d, sizes.j, D, False)
+                s = product(rows, near.T, EXACT)
+            else:
+                s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
+            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+            if not Y:
+                values = s
+            elif SAME:
+                values = near
+            elif TMA:
+                values = fetch(v_desc, v_map, b, hv, n * BLOCK_J)
+            else:
+                values = tile(v, b, hv, j, e, sizes.j, E, False)
+            chosen = mass
+            if MASS:
+                chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j)
+            m, l, t, reach, mass, argmax, y = merged(
+                s, values, m, l, t, reach, mass, argmax, y, i, j, chosen, scale2, sizes.offset,
+                Y, ENTROPY, REACH, MASS, ARGMAX, FOLD, EXACT_V,
+            )  # fmt: skip
+        left = full_from - first
+        for n in range(0, left + past - full_to):
+            at = tl.where(n < left, first + n, full_to + n - left)
+            j = at * BLOCK_J + tl.arange(0, BLOCK_J)
+            if PAIR == "product":
+                near = tile(k, b, hk, j, d, sizes.j, D, True)
+                s = product(rows, near.T, EXACT)
+            else:
+                s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
+            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+            s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
+            if not Y:
+                values = s
+            elif SAME:
+                values = near
+            else:
+                values = tile(v, b, hv, j, e, sizes.j, E, True)
+            chosen = mass
+            if MASS:
+                chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
+            m, l, t, reach, mass, argmax, y = merged(
+                s, values, m, l, t, reach, mass, argmax, y, i, j, chosen, scale2, sizes.offset,
+                Y, ENTROPY, REACH, MASS, ARGMAX, FOLD, EXACT_V,
+            )  # fmt: skip
+
+    nothing = m <= NOTHING
+    if MAX:
+        put_row(out.max_score, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
+    if ARGMAX:
+        put_row(out.argmax, b, h, i, tl.where(nothing, -1, argmax), sizes.i)
+    if SINK:  # one more key, which gives nothing
+        drain = tl.maximum(tl.load(place(sink, b, h)).to(tl.float32) * LOG2E, FLOOR)
+        higher = tl.maximum(m, drain)
+        a, its = tl.exp2(m - higher), tl.exp2(drain - higher)
+        t = a * (t + (m - higher) * l) + its * (drain - higher)
+        l = a * l + its
+        y, reach, mass = y * a[:, None], reach * a, mass * a
+        m = higher
+        nothing = m <= NOTHING
+    share = tl.where(nothing, 0.0, 1.0 / l)
+    if LSE:
+        put_row(out.lse, b, h, i, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
+    if ENTROPY:
+        h2 = tl.log2(l) - t * share
+        # Written so that nan stays: rounding may put a certain row a hair below 0.
+        put_row(out.entropy, b, h, i, tl.where(nothing | (h2 < 0), 0.0, h2 * LN2), sizes.i)
+    if REACH:
+        put_row(out.reach, b, h, i, tl.where(nothing, 0.0, reach * share), sizes.i)
+    if MASS:
+        put_row(out.mass, b, h, i, tl.where(nothing, 0.0, mass * share), sizes.i)
+    if Y:
+        put_tile(out.y, b, h, i, e, tl.where(nothing[:, None], 0.0, y * share[:, None]), sizes.i, E)
+
+
+@triton.jit
+def kept(s, j, best, at, threshold, N: tl.constexpr):
+    """The N best scores of every row and their keys, with one more tile looked through.
+
+    Only rows that found something better do work: a tile is searched as often as its luckiest row has finds.
+    """
+    n = tl.arange(0, best.shape[1])
+    while tl.max(tl.max(s, 1) - threshold, 0) > 0:
+        top = tl.max(s, 1)
+        column = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
+        s = tl.where(j[None, :] == column[:, None], FLOOR, s)
+        # Where it belongs: after all that are better, and after equals with a lower key.
+        before = (best > top[:, None]) | ((best == top[:, None]) & (at < column[:, None]))
+        rank = tl.sum(before.to(tl.int32), 1)
+        moved = tl.where(n[None, :] < rank[:, None], n[None, :], n[None, :] - 1)
+        moved = tl.maximum(moved, 0)
+        new = n[None, :] == rank[:, None]
+        best = tl.where(new, top[:, None], tl.gather(best, moved, 1))
+        at = tl.where(new, column[:, None], tl.gather(at, moved, 1))
+        threshold = tl.sum(tl.where(n[None, :] == N - 1, best, 0.0), 1)
+    return best, at, threshold
+
+
+@triton.jit
+def looked_through(
+    rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale, begin, end,
+    PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """`kept` over some blocks of keys."""
+    hk = h // sizes.k_group
+    for n in range(begin, end):
+        j = n * BLOCK_J + tl.arange(0, BLOCK_J)
+        if PAIR == "product":
+            if TMA and not EDGE:
+                near = fetch(k_desc, k_map, b, hk, n * BLOCK_J)
+            else:
+                near = tile(k, b, hk, j, d, sizes.j, D, EDGE)
+            s = product(rows, near.T, EXACT)
+        else:
+            s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
+        s, _ = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+        if EDGE:
+            s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
+        best, at, threshold = kept(s, j, best, at, threshold, N)
+    return best, at, threshold
+
+
+@triton.jit
+def top_kernel(
+    q, k, pair, k_desc, k_map, steps, caps, seen, score, index, sizes, heads, per_group, scale, scale2,
+    PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The N largest scores of BLOCK_I rows with their keys, largest first, ties to the lower key."""
+    block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group)
+    b, h = head // sizes.h, head % sizes.h
+    start = block * BLOCK_I
+    i = start + tl.arange(0, BLOCK_I)
+    d = tl.arange(0, BLOCK_D)
+    rows = i
+    if PAIR == "product":
+        rows = tile(q, b, h, i, d, sizes.i, D, True)
+    best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
+    at = tl.full([BLOCK_I, BLOCK_N], -1, tl.int32)
+    threshold = tl.full([BLOCK_I], FLOOR, tl.float32)
+    for r in range(0, seen.spans):
+        first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        # In the order of the keys: then an equal score never displaces one that was found.
+        best, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True,
+        )  # fmt: skip
+        best, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False,
+        )  # fmt: skip
+        best, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True,
+        )  # fmt: skip
+    factor = scale2 * LN2 if FOLD else LN2
+    n = tl.arange(0, BLOCK_N)
+    put_tile(score, b, h, i, n, tl.where(at >= 0, best * factor, float("-inf")), sizes.i, N)
+    put_tile(index, b, h, i, n, at, sizes.i, N)
+
+
+__all__ = ["Outputs", "forward_kernel", "in_order", "per_row", "top_kernel"]

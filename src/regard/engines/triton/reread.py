@@ -1,0 +1,155 @@
+"""A second pass over the weights of finished rows: what columns can tell.
+
+A program owns a block of keys and walks the blocks of rows that see them, so that every column is added up in one
+fixed order by one program: no atomics, the same bits every time. It gives `received`, `z` = Wᵀ u and, for every
+tile row of a pooled map, the sum of each column (`PARTS`), which the host adds up along the columns.
+Imports `tiles`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .additive import tanh_sum
+from .tiles import (
+    add_product,
+    fetch,
+    log_weight,
+    lse_in_base_2,
+    place,
+    product,
+    put_row,
+    put_tile,
+    row_blocks,
+    scored,
+    tile,
+    visible_at_all,
+)
+
+
+class Pool(NamedTuple):
+    """How rows are pooled: `rows` tiles over i0 <= i < i1, into `sums` (b, h, rows, j)."""
+
+    sums: Any  # Cells
+    rows: int
+    i0: int
+    i1: int
+
+
+@triton.jit
+def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALIGNED: tl.constexpr):
+    """Add the columns of a tile (j, i) to those tile rows of the pooled map that its rows fall into."""
+    base = place(pool.sums, b, h) + j.to(tl.int64) * pool.sums.j
+    if ALIGNED:
+        # Every block of rows lies in one tile row: add up, and write when the tile row ends.
+        height = (pool.i1 - pool.i0) // pool.rows
+        inside = (n * BLOCK_I >= pool.i0) & (n * BLOCK_I < pool.i1)
+        part += tl.where(inside, tl.sum(w, 1), 0.0)
+        row = (n * BLOCK_I - pool.i0) // height
+        ends = inside & (((n + 1) * BLOCK_I - pool.i0) % height == 0)
+        tl.store(base + row.to(tl.int64) * pool.sums.i, part, mask=(j < sizes.j) & ends)
+        part = tl.where(ends, 0.0, part)
+    else:
+        inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
+        position = (i - pool.i0).to(tl.int64)
+        row = tl.where(inside, ((position + 1) * pool.rows - 1) // (pool.i1 - pool.i0), -1)
+        last = tl.max(row, 0)
+        first = tl.min(tl.where(inside, row, last), 0)
+        for r in range(tl.maximum(first, 0), last + 1):
+            column = tl.sum(tl.where((row == r)[None, :], w, 0.0), 1)
+            at = base + r.to(tl.int64) * pool.sums.i
+            tl.store(at, tl.load(at, mask=j < sizes.j, other=0.0) + column, mask=j < sizes.j)
+            tl.debug_barrier()  # the next block of rows may add to the same tile row
+    return part
+
+
+@triton.jit
+def columns_of(
+    keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z, scale, scale2,
+    begin, end, PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
+    Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add up the weights of some blocks of rows, column by column."""
+    for n in range(begin, end):
+        i = n * BLOCK_I + tl.arange(0, BLOCK_I)
+        lse2 = lse_in_base_2(lse, b, h, i, sizes)
+        if PAIR == "product":
+            if TMA and not EDGE:
+                rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
+            else:
+                rows = tile(q, b, h, i, d, sizes.i, D, EDGE)
+            s = product(keys, rows.T, EXACT)  # j i
+        else:
+            s = tanh_sum(pair, i, j, b, h, h // sizes.k_group, sizes, PAIR, True)
+        s, _ = scored(s, i[None, :], j[:, None], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+        w = tl.exp2(log_weight(s, lse2[None, :], scale2, FOLD))
+        if EDGE:
+            w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
+        if RECEIVED:
+            received += tl.sum(w, 1)
+        if PARTS:
+            part = add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I, ALIGNED)
+        if Z:
+            mixed = tile(u, b, h, i, e, sizes.i, E, True)
+            z = add_product(w.to(mixed.dtype), mixed, z, EXACT_U)
+    return received, part, z
+
+
+@triton.jit
+def reread_kernel(
+    q, k, pair, q_desc, q_map, lse, u, steps, caps, seen, table, pool, out_received, out_z, sizes, scale, scale2,
+    PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
+    Z: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """All that BLOCK_J columns can tell."""
+    blocks = tl.cdiv(sizes.j, BLOCK_J)
+    pid = tl.program_id(0)
+    head = pid // blocks
+    b, h = head // sizes.h, head % sizes.h
+    start = (pid % blocks) * BLOCK_J
+    j = start + tl.arange(0, BLOCK_J)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    keys = j
+    if PAIR == "product":
+        keys = tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
+    received = tl.zeros([BLOCK_J], tl.float32)
+    part = tl.zeros([BLOCK_J], tl.float32)
+    z = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
+    first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+    # In the order of the rows, since the tile rows of a pooled map are written as they end.
+    received, part, z = columns_of(
+        keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+        scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
+        BLOCK_I, True,
+    )  # fmt: skip
+    received, part, z = columns_of(
+        keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+        scale, scale2, full_from, full_to, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
+        BLOCK_I, False,
+    )  # fmt: skip
+    received, part, z = columns_of(
+        keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+        scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
+        BLOCK_I, True,
+    )  # fmt: skip
+    if PARTS and ALIGNED:
+        # A window ends in the middle of a tile row: what was added up since is not written yet.
+        height = (pool.i1 - pool.i0) // pool.rows
+        inside = (past > first) & ((past - 1) * BLOCK_I >= pool.i0) & ((past - 1) * BLOCK_I < pool.i1)
+        open_row = inside & ((past * BLOCK_I - pool.i0) % height != 0)
+        row = ((past - 1) * BLOCK_I - pool.i0) // height
+        at = place(pool.sums, b, h) + row.to(tl.int64) * pool.sums.i + j.to(tl.int64) * pool.sums.j
+        tl.store(at, part, mask=(j < sizes.j) & open_row)
+    if RECEIVED:
+        put_row(out_received, b, h, j, received, sizes.j)
+    if Z:
+        put_tile(out_z, b, h, j, e, z, sizes.j, E)
+
+
+__all__ = ["Pool", "reread_kernel"]

@@ -1,0 +1,338 @@
+"""Words for tile operations, written once and used by every kernel.
+
+A tile is a rectangle of the attention matrix that one program holds in registers. Here are the words that all
+kernels are made of: which tiles a block of rows can see, loading rows of a tensor, scores, who is visible, the
+online update of a state. Row-owning kernels hold tiles (i, j), column-owning ones (j, i): index tensors come
+shaped as the caller's tile, `i` (I, 1) or (1, I) and `j` the other way, so that one word serves both.
+
+Scores are in base 2 (s · log₂e) from `scored` on, since the hardware's exponential is 2ˣ; names carry a 2.
+Imports only torch and triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+#: The score of what is not seen. Finite, since 0 · −inf is nan and −inf − −inf is nan; no real score comes near.
+FLOOR = tl.constexpr(-1.0e30)
+#: A row whose maximum lies below has seen nothing. FLOOR times any scale that is folded lies below it.
+NOTHING = tl.constexpr(-1.0e22)
+#: Instead of the lse of a row that sees nothing: every weight becomes 2^−huge = 0.
+HUGE = tl.constexpr(1.0e30)
+
+
+class Cells(NamedTuple):
+    """A tensor with four axes, as a kernel takes it: where it is and how far apart its neighbours are."""
+
+    ptr: Any
+    b: int
+    h: int
+    i: int
+    j: int
+
+
+class Sizes(NamedTuple):
+    """How large the problem is; query head h looks at key head h // k_group and value head h // v_group."""
+
+    h: int
+    i: int
+    j: int
+    k_group: int
+    v_group: int
+    offset: int  # key position of query 0
+
+
+class Seen(NamedTuple):
+    """Who is seen: a band around the own position, intervals of every row, or flags of every cell."""
+
+    before: int
+    after: int
+    lo: Any  # Cells (b, r, i, 1)
+    hi: Any
+    spans: int  # how many intervals a row has
+    flags: Any  # Cells (b, h, i, j)
+
+
+class Map(NamedTuple):
+    """Where a head's rows lie in a 2-D view of a tensor, for the copy engine: row b·row_b + h·row_h, column h·col_h."""
+
+    row_b: int
+    row_h: int
+    col_h: int
+
+
+def cells(x: Tensor) -> Cells:
+    """Axes of size one get stride 0, so that they broadcast."""
+    assert x.ndim == 4
+    return Cells(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def rows_of(x: Tensor) -> Cells:
+    """One number a row, (b, h, i)."""
+    return cells(x.unsqueeze(-1))
+
+
+NOWHERE = Map(0, 0, 0)
+
+
+def described(x: Tensor, block: tuple[int, int]) -> tuple[Any, Map] | None:
+    """A tensor (b, h, i, d) as the copy engine (TMA) wants it, or None where it cannot serve: the rows of all heads
+    in one 2-D view, every stride a multiple of 16 bytes."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    b, h, i, d = x.shape
+    sb, sh, si, sd = x.stride()
+    per_16 = 16 // x.element_size()
+    if sd != 1 or d != block[1] or i < block[0] or si <= 0 or si % per_16 or x.data_ptr() % 16:
+        return None
+    if b > 1 and (sb % si or sb <= 0):
+        return None
+    row_b = sb // si if b > 1 else 0
+    if h == 1 or (sh % si == 0 and sh > 0):
+        where = Map(row_b, sh // si if h > 1 else 0, 0)
+        rows, cols = (b - 1) * where.row_b + (h - 1) * where.row_h + i, d
+    elif 0 < sh and (h - 1) * sh + d <= si and sh % per_16 == 0:
+        where = Map(row_b, 0, sh)
+        rows, cols = (b - 1) * row_b + i, (h - 1) * sh + d
+    else:
+        return None
+    if rows >= 2**31:
+        return None
+    return TensorDescriptor(x, [rows, cols], [si, 1], list(block)), where
+
+
+def launch_on(x: Tensor) -> Any:
+    """A guard: kernels start on the device of their tensors, whichever is current."""
+    return torch.cuda.device(x.device) if x.is_cuda else _Anywhere()
+
+
+class _Anywhere:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+# Where things are.
+
+
+@triton.jit
+def place(x, b, h):
+    """The start of one head of a tensor. Offsets are 64 bits wide: tensors have more than 2³¹ elements."""
+    return x.ptr + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h
+
+
+@triton.jit
+def tile(x, b, h, i, d, I, D: tl.constexpr, CHECK: tl.constexpr):
+    """Rows i of one head: (I, D). CHECK: some rows may lie past the end, and are 0."""
+    at = place(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
+    if CHECK:
+        return tl.load(at, mask=(i[:, None] < I) & (d[None, :] < D), other=0.0)
+    if D != d.shape[0]:
+        return tl.load(at, mask=d[None, :] < D, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def per_row(x, b, h, i, I, other, column=0):
+    """One number a row: (I,)."""
+    return tl.load(place(x, b, h) + i.to(tl.int64) * x.i + column * x.j, mask=i < I, other=other)
+
+
+@triton.jit
+def put_tile(x, b, h, i, d, value, I, D: tl.constexpr):
+    at = place(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
+    tl.store(at, value.to(x.ptr.dtype.element_ty), mask=(i[:, None] < I) & (d[None, :] < D))
+
+
+@triton.jit
+def put_row(x, b, h, i, value, I):
+    tl.store(place(x, b, h) + i.to(tl.int64) * x.i, value.to(x.ptr.dtype.element_ty), mask=i < I)
+
+
+@triton.jit
+def fetch(desc, where, b, h, start):
+    """Rows from `start` on of one head, by the copy engine. Only for whole blocks: past the end lies the next head."""
+    return desc.load([(b * where.row_b + h * where.row_h + start).to(tl.int32), (h * where.col_h).to(tl.int32)])
+
+
+# Who is seen.
+
+
+@triton.jit
+def interval(i, b, r, seen, sizes, MASK: tl.constexpr):
+    """lo <= j < hi: the keys that rows i see. Rows past the end see nothing."""
+    if MASK == "none":
+        lo = i * 0
+        hi = i * 0 + sizes.j
+    elif MASK == "band":
+        lo = tl.maximum(i + (sizes.offset - seen.before), 0)
+        hi = tl.minimum(i + (sizes.offset + seen.after + 1), sizes.j)
+    else:
+        at = b.to(tl.int64) * seen.lo.b + r * seen.lo.h + i.to(tl.int64) * seen.lo.i
+        lo = tl.load(seen.lo.ptr + at, mask=i < sizes.i, other=0)
+        hi = tl.load(seen.hi.ptr + at, mask=i < sizes.i, other=0)
+    return lo, tl.where(i < sizes.i, hi, 0)
+
+
+@triton.jit
+def key_blocks(start, b, r, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Which blocks of keys the rows from `start` on see: first, and past the last; of these in full: from, to."""
+    if MASK == "none":
+        return start * 0, start * 0, sizes.j // BLOCK_J, tl.cdiv(sizes.j, BLOCK_J)
+    if MASK == "band":
+        end = tl.minimum(start + BLOCK_I, sizes.i) - 1
+        first = tl.maximum(start + sizes.offset - seen.before, 0)
+        last = tl.minimum(end + sizes.offset + seen.after + 1, sizes.j)
+        full_lo = tl.maximum(end + sizes.offset - seen.before, 0)
+        full_hi = tl.minimum(start + sizes.offset + seen.after + 1, sizes.j)
+    else:
+        i = start + tl.arange(0, BLOCK_I)
+        lo, hi = interval(i, b, r, seen, sizes, MASK)
+        first = tl.min(tl.where(lo < hi, lo, sizes.j), 0)
+        last = tl.max(tl.where(lo < hi, hi, 0), 0)
+        full_lo = tl.max(tl.where(i < sizes.i, lo, 0), 0)
+        full_hi = tl.min(tl.where(i < sizes.i, hi, sizes.j), 0)
+        if MASK == "flags":  # inside the intervals anything may be hidden
+            full_hi = full_lo
+    block = first // BLOCK_J
+    past = tl.maximum(tl.cdiv(last, BLOCK_J), block)
+    full_from = tl.cdiv(full_lo, BLOCK_J)
+    full_to = tl.maximum(full_hi, 0) // BLOCK_J
+    some = full_from < full_to
+    return block, tl.where(some, full_from, block), tl.where(some, full_to, block), past
+
+
+@triton.jit
+def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Which blocks of rows see the keys from `start` on: first, in full from, to, past the last."""
+    blocks = tl.cdiv(sizes.i, BLOCK_I)
+    whole = (sizes.i // BLOCK_I).to(tl.int32)
+    if MASK == "none":
+        # The last keys may stand in a block that is not whole: then no tile is.
+        some = start + BLOCK_J <= sizes.j
+        return start * 0, start * 0, tl.where(some, whole, 0), blocks
+    if MASK == "band":
+        end = tl.minimum(start + BLOCK_J, sizes.j) - 1
+        # Row i sees key j where j − after − offset <= i <= j + before − offset.
+        first = tl.maximum(start - seen.after - sizes.offset, 0)
+        last = tl.minimum(end + seen.before - sizes.offset + 1, sizes.i)
+        full_lo = tl.maximum(end - seen.after - sizes.offset, 0)
+        full_hi = tl.minimum(start + seen.before - sizes.offset + 1, sizes.i)
+        full_hi = tl.where(start + BLOCK_J <= sizes.j, full_hi, 0)
+        block = first // BLOCK_I
+        past = tl.maximum(tl.cdiv(last, BLOCK_I), block)
+        full_from = tl.cdiv(full_lo, BLOCK_I)
+        full_to = tl.maximum(full_hi, 0) // BLOCK_I
+    else:
+        # The host looked it up: rows have intervals, columns have none.
+        at = table.ptr + b.to(tl.int64) * table.b + (start // BLOCK_J) * table.i
+        block = tl.load(at)
+        full_from = tl.load(at + table.j)
+        full_to = tl.load(at + 2 * table.j)
+        past = tl.load(at + 3 * table.j)
+    some = full_from < full_to
+    return block, tl.where(some, full_from, block), tl.where(some, full_to, block), past
+
+
+@triton.jit
+def visible(i, j, b, h, r, seen, sizes, MASK: tl.constexpr):
+    """Which cells of a tile the r-th interval of the rows shows."""
+    lo, hi = interval(i, b, r, seen, sizes, MASK)
+    shown = (j >= lo) & (j < hi)
+    if MASK == "flags":
+        at = place(seen.flags, b, h) + i.to(tl.int64) * seen.flags.i + j.to(tl.int64) * seen.flags.j
+        shown = shown & (tl.load(at, mask=shown, other=0) != 0)
+    return shown
+
+
+@triton.jit
+def visible_at_all(i, j, b, h, seen, sizes, MASK: tl.constexpr):
+    """The same over all intervals of the rows."""
+    shown = visible(i, j, b, h, 0, seen, sizes, MASK)
+    if MASK == "spans":
+        for r in range(1, seen.spans):
+            shown = shown | visible(i, j, b, h, r, seen, sizes, MASK)
+    return shown
+
+
+# Scores.
+
+
+@triton.jit
+def tanh(x):
+    """Accurate near 0, where 1 − 2/(e²ˣ + 1) cancels."""
+    x2 = x * x
+    series = x + x * x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.053968254 + x2 * 0.021869488)))
+    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def scored(s, i, j, b, h, steps, caps, scale, sizes, STEPS: tl.constexpr, FOLD: tl.constexpr, TARGET: tl.constexpr):
+    """Products turned into scores, and their slope: d score / d (what step TARGET gave; the product for −1).
+
+    FOLD: no steps, and a harmless scale: the product stays as it is and the update multiplies while it subtracts.
+    """
+    slope = tl.full(s.shape, 1.0, tl.float32)
+    if not FOLD:
+        s = s * scale
+        for n in tl.static_range(len(STEPS)):
+            if STEPS[n] == "bias":
+                at = place(steps[n], b, h) + i.to(tl.int64) * steps[n].i + j.to(tl.int64) * steps[n].j
+                s += tl.load(at, mask=(i < sizes.i) & (j < sizes.j), other=0.0).to(tl.float32)
+            if STEPS[n] == "alibi":
+                near = tl.load(place(steps[n], b, h)).to(tl.float32)
+                s -= near * tl.abs(i + sizes.offset - j).to(tl.float32)
+            if STEPS[n] == "softcap":
+                flat = tanh(s / caps[n])
+                s = caps[n] * flat
+                if n > TARGET:
+                    slope = slope * (1.0 - flat * flat)
+        s = s * LOG2E
+        s = tl.where(s < FLOOR, FLOOR, s)  # a bias of −inf hides; written so that nan stays
+    return s, slope
+
+
+@triton.jit
+def down(x, KEYS_FIRST: tl.constexpr):
+    """Numbers of rows in the shape of a tile: (1, I) where the tile is (j, i), else (I, 1)."""
+    return x[None, :] if KEYS_FIRST else x[:, None]
+
+
+@triton.jit
+def across(x, KEYS_FIRST: tl.constexpr):
+    """Numbers of keys in the shape of a tile."""
+    return x[:, None] if KEYS_FIRST else x[None, :]
+
+
+@triton.jit
+def product(a, b, EXACT: tl.constexpr):
+    """a · b. EXACT: in true float32, not in the 10 bits of tf32."""
+    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32")
+
+
+@triton.jit
+def add_product(a, b, total, EXACT: tl.constexpr):
+    return tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+
+
+@triton.jit
+def lse_in_base_2(lse, b, h, i, sizes):
+    """Of finished rows; rows that see nothing, or that are not there, get one that makes every weight 0."""
+    row = per_row(lse, b, h, i, sizes.i, float("-inf"))
+    return tl.where(row == float("-inf"), HUGE, row * LOG2E)
+
+
+@triton.jit
+def log_weight(s, lse2, scale2, FOLD: tl.constexpr):
+    """log₂ w of a tile, from its scores and its rows' lse2 in the tile's shape."""
+    if FOLD:
+        return s * scale2 - lse2
+    return s - lse2

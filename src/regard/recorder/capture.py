@@ -1,0 +1,133 @@
+"""One attention call as it was overheard, and what is kept of it.
+
+`Attention` is what a seam found: queries and keys in the layout (b, h, i, d), or weights that the model wrote out
+itself. `Kept` is what outlives the call: detached tensors, copied where the model may write over them, from which
+`Weights` are made when somebody asks. Imports `recognise`, the door and what is below it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..door import weights
+from ..mask import Mask
+from ..matrix import Weights
+from ..score import ScaledDot, Score
+from .recognise import Said, said_by
+
+__all__ = ["Attention", "Kept", "Overwritten", "keep"]
+
+
+class Overwritten(RuntimeError):
+    """The model changed a recorded tensor in place after the call."""
+
+
+@dataclass
+class Attention:
+    """What a seam found in one call."""
+
+    q: Tensor | None = None  # b h i d
+    k: Tensor | None = None  # b g j d
+    v: Tensor | None = None  # b g j e
+    w: Tensor | None = None  # b h i j : weights the model wrote out; then q and k are not needed
+    scale: float | None = None
+    given: Tensor | None = None  # a bool or additive mask, as the model gave it
+    causal: bool = False
+    softcap: float | None = None
+    sink: Tensor | None = None  # h
+    said: Said | None = None  # the mask in few words, where the seam knows it better than `given`
+    same: bool | None = None  # whether queries and keys come from one sequence, where the seam knows
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        if self.w is not None:
+            return tuple(self.w.shape)  # type: ignore[return-value]
+        assert self.q is not None and self.k is not None
+        return (*self.q.shape[:3], self.k.shape[2])  # type: ignore[return-value]
+
+    def read_mask(self) -> Said:
+        """What the mask says; read once."""
+        if self.said is None:
+            self.said = said_by(self.given, self.causal, self.shape)
+        return self.said
+
+    def score(self) -> Score:
+        score = ScaledDot(self.scale)
+        if self.softcap:
+            score = score.softcap(self.softcap)
+        if self.said is not None and self.said.bias is not None:
+            score = score.bias(self.said.bias)
+        return score if self.sink is None else score.sink(self.sink)
+
+
+@dataclass
+class Kept:
+    """What is kept of a call: factors, or weights as the model wrote them."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    w: Tensor | None
+    score: Score | None
+    mask: Mask | None
+    align: str | None
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def weights(self) -> Weights:
+        """The attention matrix of this call."""
+        self.check()
+        with torch.inference_mode(False):
+            if self.w is not None:
+                return Weights.from_dense(self.w)
+            assert self.q is not None
+            return weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
+
+    def check(self) -> None:
+        """That nobody wrote over what was kept without a copy."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise Overwritten("the model changed its queries, keys or weights in place after this call")
+
+
+def keep(found: Attention, values: bool, to: str | None) -> Kept:
+    """Detach what was found; copy what the model may write over."""
+    said = found.read_mask()
+    kept = Kept(None, None, None, None, None, said.mask, said.align)
+    if found.w is not None:
+        kept.w = _own(found.w, kept.versions, to)
+    else:
+        assert found.q is not None and found.k is not None
+        kept.q, kept.k = _own(found.q, kept.versions, to), _own(found.k, kept.versions, to)
+        kept.score = _moved_score(found, to)
+        kept.mask = _moved(said.mask, to)
+    if values and found.v is not None:
+        kept.v = _own(found.v, kept.versions, to)
+    return kept
+
+
+def _own(x: Tensor, versions: list[tuple[Tensor, int]], to: str | None) -> Tensor:
+    x = x.detach()
+    if to is not None and x.device != torch.device(to):
+        return x.to(to)
+    # A tensor that was written to before will be again: caches are. An inference tensor does not count its writes.
+    if x.is_inference() or x._version > 0:
+        with torch.inference_mode(False):
+            return x.clone()
+    versions.append((x, x._version))
+    return x
+
+
+def _moved_score(found: Attention, to: str | None) -> Score:
+    from ..tree import change
+
+    score = change(found.score(), lambda t: t.detach().clone() if t.is_inference() else t.detach())
+    return score if to is None else change(score, lambda t: t.to(to))
+
+
+def _moved(mask: Any, to: str | None) -> Any:
+    from ..tree import change
+
+    return mask if to is None or mask is None else change(mask, lambda t: t.to(to))

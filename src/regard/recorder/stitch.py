@@ -1,0 +1,177 @@
+"""Steps of a KV cache made one matrix: generate() seen whole.
+
+Each step of a cached generation brings a few queries and all the keys there are. Stitched by position they are one
+causal matrix: the queries of all steps under each other, the keys of the last. Three kinds of cache are told apart
+by their sizes, and each is proved on the numbers: the keys a step shares with the one before must be bit-equal, or
+the layer is refused (beam search reorders the cache; others edit it).
+Imports `capture` and `recognise`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..mask import Dense, Layout, Mask
+from .capture import Attention, Kept
+from .recognise import Intervals, intervals, recognise
+
+__all__ = ["Broken", "Growing", "continues"]
+
+#: How many numbers a position bias, or weights the model wrote itself, may take once stitched.
+DENSE_CELLS = 2**26
+
+
+class Broken(Exception):
+    """Steps that do not make one matrix, and why."""
+
+
+def continues(found: Attention, total: int) -> bool:
+    """Whether a call looks like the next step after `total` positions: more keys than queries."""
+    _, _, i, j = found.shape
+    if i >= j and not (i == 1 and total):
+        return False
+    return j == total + i or j > total + i or (j < total + i and j > i)
+
+
+class Growing:
+    """One layer of a generation: queries by step, keys by position."""
+
+    def __init__(self, first: Kept, cross: bool) -> None:
+        self.cross, self.first = cross, first
+        w = first.w
+        self.steps = 1
+        if w is not None:
+            self.rows_of_w = [w]
+            self.start, self.total = w.shape[-1] - w.shape[-2], w.shape[-1]
+            return
+        assert first.q is not None and first.k is not None
+        self.queries = [first.q]
+        seen = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
+        end = first.k.shape[2] if cross else int(seen.hi.max())
+        self.keys = first.k[:, :, :end]
+        self.values = None if first.v is None else first.v[:, :, :end]
+        self.seen = [seen]
+        self.start, self.total = end - first.q.shape[2], end
+        bias = next((step.tensor for step in first.score.steps if hasattr(step, "tensor")), None)  # type: ignore[union-attr]
+        self.biases = [bias]
+
+    @property
+    def rows(self) -> int:
+        parts = self.rows_of_w if self.first.w is not None else self.queries
+        return sum(part.shape[2] for part in parts)
+
+    def extend(self, found: Attention, kept: Kept) -> None:
+        """The next step: its queries, and what is new among its keys."""
+        self.steps += 1
+        if self.first.w is not None or found.w is not None:
+            self._extend_dense(kept.w)
+            return
+        assert kept.q is not None and kept.k is not None
+        if kept.q.shape[:2] != self.queries[0].shape[:2] or kept.k.shape[:2] != self.keys.shape[:2]:
+            raise Broken("the batch changes between steps")
+        m, n = kept.q.shape[2], kept.k.shape[2]
+        seen = _intervals(kept.mask, m, n, kept.align, kept.q.device)
+        shift = self._extend_keys(kept.k, kept.v, m, n, seen)
+        self.queries.append(kept.q)
+        filled = seen.hi > seen.lo
+        self.seen.append(Intervals(torch.where(filled, seen.lo + shift, 0), torch.where(filled, seen.hi + shift, 0)))
+        bias = None if found.said is None else found.said.bias
+        if shift and bias is not None:
+            raise Broken("a position bias and a cache that drops keys")
+        self.biases.append(None if bias is None else bias[..., : self.total])
+
+    def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, n: int, seen: Intervals) -> int:
+        """Take the new keys in; returns the position of the first key of this step."""
+        if self.cross:
+            if k.shape != self.keys.shape or not (k.data_ptr() == self.keys.data_ptr() or torch.equal(k, self.keys)):
+                raise Broken("the keys of its cross-attention change between steps")
+            return 0
+        end = self.total + m
+        if n >= end:  # everything so far; behind it, in a static cache, room that nobody sees
+            if int(seen.hi.max()) > end:
+                raise Broken(f"a step sees {int(seen.hi.max())} keys where {end} positions have passed")
+            if not torch.equal(k[:, :, : self.total], self.keys):
+                raise Broken("keys change between steps, as when beam search reorders the cache")
+            k, v = (None if x is None else x[:, :, :end] for x in (k, v))
+            self.keys = k if n == end else k.clone()  # type: ignore[union-attr, assignment]
+            self.values = v if v is None or n == end else v.clone()
+            shift = 0
+        else:  # a cache that keeps a window: the last n positions
+            old = n - m
+            if old > self.total or not torch.equal(k[:, :, :old], self.keys[:, :, self.total - old :]):
+                raise Broken("keys change between steps, or the cache does not keep the latest ones in order")
+            self.keys = torch.cat([self.keys, k[:, :, old:]], 2)
+            self.values = None if v is None or self.values is None else torch.cat([self.values, v[:, :, old:]], 2)
+            shift = end - n
+        self.total = end
+        return shift
+
+    def _extend_dense(self, w: Tensor | None) -> None:
+        if w is None or w.shape[:2] != self.rows_of_w[0].shape[:2]:
+            raise Broken("some steps wrote their weights out and others did not, or the batch changes")
+        if w.shape[-1] != (self.total if self.cross else self.total + w.shape[-2]):
+            raise Broken("the weights that were written out do not tell which positions their keys have")
+        self.total = w.shape[-1]
+        self.rows_of_w.append(w)
+
+    def finish(self) -> Kept:
+        """One matrix."""
+        if self.first.w is not None:
+            cells = self.rows * self.total * self.rows_of_w[0].shape[0] * self.rows_of_w[0].shape[1]
+            if cells > DENSE_CELLS:
+                raise Broken(f"the weights it wrote out take {cells} numbers together")
+            wide = [torch.nn.functional.pad(w, (0, self.total - w.shape[-1])) for w in self.rows_of_w]
+            return Kept(None, None, self.first.v, torch.cat(wide, 2), None, None, None)
+        q = torch.cat(self.queries, 2)
+        mask, align = self._mask(q)
+        return Kept(q, self.keys, self.values, None, self._score(q), mask, align)
+
+    def _mask(self, q: Tensor) -> tuple[Mask | None, str | None]:
+        b = max(part.lo.shape[0] for part in self.seen)
+        lo = torch.cat([part.lo.expand(b, -1) for part in self.seen], 1)
+        hi = torch.cat([part.hi.expand(b, -1) for part in self.seen], 1)
+        rows = Intervals(lo, hi)
+        known = recognise(rows, self.total)
+        if known is not None:
+            mask, align = known
+            # Rows stand at the end of the keys: the last query is the last position.
+            return mask, None if self.cross and (mask is None or not mask.positional) else align
+        if b * q.shape[2] * self.total > DENSE_CELLS:
+            raise Broken("its mask is neither causal, a window nor padding, and too large to be written out")
+        at = torch.arange(self.total, device=q.device)
+        cells = (at >= lo[..., None]) & (at < hi[..., None])
+        return Dense(cells[:, None]), None if self.cross else "end"
+
+    def _score(self, q: Tensor):  # type: ignore[no-untyped-def]
+        import dataclasses
+
+        score = self.first.score
+        if all(bias is None for bias in self.biases):
+            return score
+        heads = max(bias.shape[1] for bias in self.biases if bias is not None)
+        batch = max(bias.shape[0] for bias in self.biases if bias is not None)
+        if batch * heads * q.shape[2] * self.total > DENSE_CELLS:
+            raise Broken("its position biases are too large to be stitched")
+        whole = q.new_zeros(batch, heads, q.shape[2], self.total)
+        row = 0
+        for part, bias in zip(self.queries, self.biases, strict=True):
+            if bias is not None:
+                whole[:, :, row : row + part.shape[2], : bias.shape[-1]] = bias
+            row += part.shape[2]
+        steps = tuple(step for step in score.steps if not hasattr(step, "tensor"))  # type: ignore[union-attr]
+        return dataclasses.replace(score, steps=steps).bias(whole)  # type: ignore[type-var]
+
+
+def _intervals(mask: Mask | None, i: int, j: int, align: str | None, device: torch.device) -> Intervals:
+    """What each row of a step sees."""
+    if isinstance(mask, Dense):
+        found = intervals(mask.cells.expand(*mask.cells.shape[:2], i, j))
+        if found is None:
+            raise Broken("a row of its mask has gaps")
+        return found
+    layout = Layout(i, j, j - i if align == "end" else 0, device)
+    spans = layout.interval(0, j) if mask is None else mask.spans(layout)
+    if not spans.exact or spans.lo.shape[1] != 1:
+        raise Broken("a row of its mask has gaps")
+    return Intervals(spans.lo[:, 0], spans.hi[:, 0])

@@ -1,0 +1,40 @@
+"""What every test shares: a seed of its own, and ways to make the engines work in tiles smaller than a matrix."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+
+from regard.engines import blockwise
+
+# Property tests draw the same examples on every machine; time limits would make them flicker on a busy one.
+settings.register_profile("regard", derandomize=True, deadline=None, print_blob=False)
+settings.load_profile("regard")
+
+
+@pytest.fixture(autouse=True)
+def _own_seed(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Make `blockwise` walk in tiles of this height and width, so that small matrices have many."""
+
+    def cut(height: int, width: int) -> None:
+        monkeypatch.setattr(blockwise, "_tile_size", lambda problem: (height, width))
+
+    return cut
+
+
+@pytest.fixture(params=["reference", "blockwise", "blockwise in tiles of 3 by 4"])
+def engine(request: pytest.FixtureRequest, tiles: Callable[[int, int], None]) -> str:
+    """Every engine; the blockwise one also where no tile divides the matrix."""
+    name, _, cut = request.param.partition(" in tiles of ")
+    if cut:
+        tiles(3, 4)
+    return name
