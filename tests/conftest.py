@@ -15,6 +15,9 @@ from regard.engines import blockwise
 settings.register_profile("regard", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("regard")
 
+# Tests run side by side, a process a core, on matrices too small to share out; `test_inputs` uses two threads itself.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _own_seed(request: pytest.FixtureRequest) -> None:

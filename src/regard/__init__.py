@@ -1,5 +1,7 @@
 """regard: the attention matrix as an object you can index, multiply and question, and that is never stored."""
 
+from typing import TYPE_CHECKING, Any
+
 from .door import attend, weights
 from .mask import Mask, causal, documents, padding, window
 from .matrix import Weights
@@ -8,6 +10,18 @@ from .score import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "ScaledDot", "Score", "Similarity", "Weights",
-    "attend", "causal", "documents", "padding", "weights", "window",
+    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Recording", "ScaledDot", "Score", "Similarity", "Weights",
+    "attend", "causal", "documents", "load", "padding", "record", "watch", "weights", "window",
 ]  # fmt: skip
+
+if TYPE_CHECKING:
+    from .recorder import Recording, load, record, watch
+
+
+def __getattr__(name: str) -> Any:
+    """Names whose rooms are entered only when they are used: `import regard` stays light."""
+    if name in ("Recording", "load", "record", "watch"):
+        from . import recorder
+
+        return getattr(recorder, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -127,6 +127,8 @@ def _engine(name: Any) -> str:
 
 
 def _shared_batch(q: Tensor, k: Tensor) -> torch.Size:
+    if q.shape[:-3] == k.shape[:-3]:
+        return q.shape[:-3]
     try:
         return torch.Size(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
     except RuntimeError:

@@ -70,11 +70,12 @@ class Factors:
         """Chosen query heads, each with the keys it looks at; the head axis stays."""
         chosen = [heads] if isinstance(heads, int) else list(heads)
         per_key_head = self.heads // max(self.k.shape[-3], 1)
-        q_like = self.map(lambda t: _pick(t, t.ndim - 3, chosen))
         k = self.k
         if per_key_head > 1 or k.shape[-3] > 1:
             k = _pick(k, k.ndim - 3, [head // per_key_head for head in chosen])
-        return dataclasses.replace(q_like, k=k)
+        # The keys have heads of their own, and may have fewer: they do not follow the others.
+        others = dataclasses.replace(self, k=self.k[..., :1, :, :]).map(lambda t: _pick(t, t.ndim - 3, chosen))
+        return dataclasses.replace(others, k=k)
 
     def problem(self) -> Problem:
         """Fold the batch axes into one and lower the score."""
@@ -165,7 +166,7 @@ class Problem:
 
     def seen(self) -> Tensor | None:
         """Which keys at least one row may see, (b|1, j); None where that is all of them."""
-        if self.mask is None:
+        if self.mask is None or self.mask.covers(self.layout()):
             return None
         spans = self.spans
         seen = spans.seen(self.shape[3])

@@ -8,13 +8,14 @@ Imports nothing of regard.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["At", "Pick", "Tokens", "parse", "word_at"]
+__all__ = ["At", "Pick", "Tokens", "parse", "positions_of", "runs", "where", "word_at"]
 
 #: One axis: an int drops it, a range keeps it.
 Pick = int | range | list[int]
@@ -136,3 +137,33 @@ def _number(item: Any, axis: int, size: int) -> int:
     if not -size <= n < size:
         raise IndexError(f"index {n} is out of range for axis {axis}, which has {size} positions.")
     return n % size if size else n
+
+
+def positions_of(pick: Pick) -> list[int] | range:
+    """The positions that a pick takes."""
+    return range(pick, pick + 1) if isinstance(pick, int) else pick
+
+
+def runs(positions: list[int] | range) -> Iterator[range]:
+    """Positions as runs of neighbours."""
+    if isinstance(positions, range) and positions.step == 1:
+        if positions:
+            yield positions
+        return
+    start = end = None
+    for n in positions:
+        if end is not None and n == end:
+            end += 1
+            continue
+        if start is not None and end is not None:
+            yield range(start, end)
+        start, end = n, n + 1
+    if start is not None and end is not None:
+        yield range(start, end)
+
+
+def where(positions: list[int] | range, device: torch.device | None = None) -> Any:
+    """As an index: a slice with both ends for neighbours, else a tensor of positions."""
+    if isinstance(positions, range) and positions.step == 1:
+        return slice(positions.start, max(positions.start, positions.stop))
+    return torch.tensor(list(positions), dtype=torch.int64, device=device)

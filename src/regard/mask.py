@@ -102,13 +102,17 @@ class Mask:
         """Intervals of keys that hold all that is visible; nothing better known: all of them."""
         return layout.interval(0, layout.keys, exact=False)
 
-    def parts(self) -> tuple[Mask, ...]:
+    def masks(self) -> tuple[Mask, ...]:
         """The masks this one is combined from."""
         return ()
 
     def size(self) -> tuple[int, int] | None:
         """The (i, j) this mask is made for, if its tensors tell."""
-        return next((size for part in self.parts() if (size := part.size())), None)
+        return next((size for mask in self.masks() if (size := mask.size())), None)
+
+    def covers(self, layout: Layout) -> bool:
+        """Whether it is plain, without looking at tensors, that every key is seen by some row."""
+        return False
 
     def __and__(self, other: Any) -> Mask:
         return And(self, as_mask(other))
@@ -158,6 +162,9 @@ class Causal(Mask):
     def spans(self, layout: Layout) -> Spans:
         return layout.interval(0, layout.positions + 1)
 
+    def covers(self, layout: Layout) -> bool:
+        return layout.rows + layout.offset >= layout.keys  # the last row sees all
+
 
 @node
 class Window(Mask):
@@ -174,6 +181,9 @@ class Window(Mask):
 
     def spans(self, layout: Layout) -> Spans:
         return layout.interval(layout.positions - self.before, layout.positions + self.after + 1)
+
+    def covers(self, layout: Layout) -> bool:
+        return layout.offset <= 0 and layout.rows + layout.offset >= layout.keys  # every key sees itself
 
 
 @node
@@ -204,7 +214,10 @@ class Documents(Mask):
     @property
     def structured(self) -> bool:  # type: ignore[override]
         """Whether every document is one run of keys."""
-        return self.key_ids is not None and self.spans(Layout(self.ids.shape[-2], self.key_ids.shape[-1], 0, self.ids.device)).exact
+        return (
+            self.key_ids is not None
+            and self.spans(Layout(self.ids.shape[-2], self.key_ids.shape[-1], 0, self.ids.device)).exact
+        )
 
     def visible(self, block: Block) -> Tensor:
         if self.key_ids is None:  # not laid over a matrix yet: only drawn
@@ -281,7 +294,7 @@ class And(Mask):
     def structured(self) -> bool:  # type: ignore[override]
         return self.left.structured and self.right.structured
 
-    def parts(self) -> tuple[Mask, ...]:
+    def masks(self) -> tuple[Mask, ...]:
         return self.left, self.right
 
     def visible(self, block: Block) -> Tensor:
@@ -319,7 +332,7 @@ class Not(Mask):
     def structured(self) -> bool:  # type: ignore[override]
         return self.of.structured
 
-    def parts(self) -> tuple[Mask, ...]:
+    def masks(self) -> tuple[Mask, ...]:
         return (self.of,)
 
     def visible(self, block: Block) -> Tensor:

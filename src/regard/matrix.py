@@ -8,7 +8,6 @@ Imports `see` and what is below it.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ from torch import Tensor
 from . import engines
 from .engines import reference
 from .factors import Factors, Problem, given
-from .index import At, Pick, Tokens, parse, word_at
+from .index import At, Pick, Tokens, parse, positions_of, runs, where, word_at
+from .memory import Memory, as_bytes, need_room
 from .score import Given
-from .see import see
+from .see import needs_gradient, see
 from .statistics import Answers, Question, Tiling
 
 __all__ = ["Peak", "Seen", "Top", "Transposed", "Weights"]
@@ -81,8 +81,7 @@ class Weights:
         self._engine = engine
         self._one_head = one_head
         self._tokens = tokens
-        self._remembered: Answers = {}
-        self._versions: tuple[int, ...] | None = None
+        self._memory = Memory()
 
     @staticmethod
     def from_dense(w: Tensor) -> Weights:
@@ -135,7 +134,7 @@ class Weights:
             raise ValueError(f"{i} rows and {j} columns need tokens apart: label(row_tokens, column_tokens).")
         given = _as_tokens(rows, i, "row"), _as_tokens(rows if cols is None else cols, j, "column")
         labelled = self._with(self._factors, tokens=given)
-        labelled._remembered, labelled._versions = dict(self._remembered), self._versions
+        labelled._memory = self._memory.copy()
         return labelled
 
     def at(self, word: str, nth: int) -> At:
@@ -147,7 +146,7 @@ class Weights:
         parts = [size, repr(self._factors.score)]
         if self._factors.mask is not None:
             parts.append(repr(self._factors.mask))
-        dense = _as_bytes(self.shape.numel() * self.dtype.itemsize)
+        dense = as_bytes(self.shape.numel() * self.dtype.itemsize)
         return f"Weights({', '.join(parts)}, {self.dtype}, {self.device}, {self._engine}; dense {dense}, not stored)"
 
     # Linear maps.
@@ -220,14 +219,14 @@ class Weights:
                 raise ValueError(
                     f"unknown statistic {name!r}; by name: {', '.join(NAMES)}; as keywords: top=n, pool=(rows, cols), mass=keys, values=v."
                 )
-        if not names and top is None and pool is None and mass is None and values is None:
-            raise ValueError(
-                f"see() was asked nothing. By name: {', '.join(NAMES)}; as keywords: top=, pool=, mass=, values=."
-            )
             if name in ("lse", "max_score") and isinstance(self._factors.score, Given):
                 raise ValueError(
                     f"{name}: weights that were given ready-made tell nothing about the scores they came from."
                 )
+        if not names and top is None and pool is None and mass is None and values is None:
+            raise ValueError(
+                f"see() was asked nothing. By name: {', '.join(NAMES)}; as keywords: top=, pool=, mass=, values=."
+            )
         if "reach" in names:
             self._need_positions("reach")
         asked = list(names)
@@ -279,9 +278,7 @@ class Weights:
         batch = self._batch_with(question)
         factors = self._factors.expanded(batch)
         question = dataclasses.replace(question, v=_fold(question.v, batch), u=_fold(question.u, batch))
-        live = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*factors.tensors(), question.v, question.u) if t is not None
-        )
+        live = needs_gradient(factors, question)
         # The gradient of a maximum is had at its place, so that place is asked for as well; lse serves every backward.
         names = question.names
         if live:
@@ -293,29 +290,30 @@ class Weights:
     def _computed(self, factors: Factors, question: Question, live: bool, remember: bool) -> Answers:
         if self._engine == "reference":
             return reference.answer(factors.folded(), question)
-        known = self._recall(question) if remember else {}
+        known = self._memory.recall(factors, question) if remember else {}
         if not live and len(known) == len(question.names):
             return known
         problem = factors.problem()
         engine = engines.named(self._engine)
         answers = see(problem, question, engine, known)
         if remember:
-            self._remember(question, answers)
+            self._memory.remember(factors, question, answers)
         return _with_picked(problem, answers) if live else answers
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         """The weights at these rows and columns, (*batch, h, i, j)."""
-        self._need_room(len(rows) * len(cols))
+        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
+        need_room(cells * self.dtype.itemsize, self.device)
         if self._engine == "reference":
-            w = reference.weights(self._factors.folded())[:, :, _where(rows)][..., _where(cols)]
+            w = reference.weights(self._factors.folded())[:, :, where(rows)][..., where(cols)]
             return w.reshape(*self._factors.batch, *w.shape[1:])
         problem = self._factors.problem()
         parts = []
-        for run in _runs(rows):
+        for run in runs(rows):
             narrow = problem.narrow(run.start, run.stop)
             lse = self._lse_of(narrow, run)
             clean, _ = narrow.blank_unseen(Question(()))
-            block = clean.block(slice(0, len(run)), _where(cols, problem.q.device))
+            block = clean.block(slice(0, len(run)), where(cols, problem.q.device))
             s = clean.scores(block)
             parts.append((s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)).exp())
         w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
@@ -323,30 +321,12 @@ class Weights:
 
     def _lse_of(self, narrow: Problem, run: range) -> Tensor:
         """lse of some rows: remembered if it is, else computed for these rows only."""
-        live = torch.is_grad_enabled() and any(t.requires_grad for t in self._factors.tensors())
-        known = self._recall(Question(("lse",)))
+        live = needs_gradient(self._factors)
+        known = self._memory.recall(self._factors, Question(("lse",)))
         if known and not live:
             return known["lse"][:, :, run.start : run.stop]
         engine = engines.named(self._engine)
         return see(narrow, Question(("lse",)), engine, {})["lse"]
-
-    # What is remembered: detached numbers of the whole matrix, valid for the tensors' versions.
-
-    def _recall(self, question: Question) -> Answers:
-        if torch.compiler.is_compiling() or self._versions is None or self._versions != _versions(self._factors):
-            return {}
-        keys = {name: _memory_key(name, question) for name in question.names}
-        return {name: self._remembered[key] for name, key in keys.items() if key in self._remembered}
-
-    def _remember(self, question: Question, answers: Answers) -> None:
-        versions = None if torch.compiler.is_compiling() else _versions(self._factors)
-        if versions is None:
-            return
-        if versions != self._versions:
-            self._remembered, self._versions = {}, versions
-        for name, value in answers.items():
-            if (key := _memory_key(name, question)) is not None:
-                self._remembered[key] = value.detach()
 
     # Indexing.
 
@@ -357,7 +337,7 @@ class Weights:
         i, j = self._sizes
         if rows == range(i) and cols == range(j) and not isinstance(rows, int):
             return chosen
-        row_list, col_list = _as_positions(rows), _as_positions(cols)
+        row_list, col_list = positions_of(rows), positions_of(cols)
         block = chosen._block(row_list, col_list)
         if chosen._one_head:
             block = block.squeeze(-3)
@@ -413,16 +393,6 @@ class Weights:
                 '(query 0 stands at key 0) or align="end" (the last query stands at the last key, as with a cache) to weights().'
             )
 
-    def _need_room(self, cells: int) -> None:
-        b = self._factors.batch.numel()
-        need = b * self._factors.heads * cells * self.dtype.itemsize
-        room = _free_memory(self.device)
-        if room is not None and need > room:
-            raise MemoryError(
-                f"these weights written out would take {_as_bytes(need)} and {_as_bytes(room)} are free. Ask for what you need of them: "
-                "W[0, 3] for one head, W.row(i), W.top(n), W.pool(64, 64), W @ v."
-            )
-
     def _values(self, v: Any, length: int, what: str) -> Tensor:
         """Values with all axes (*batch, heads, length, e), checked against this matrix."""
         if not isinstance(v, Tensor) or not v.is_floating_point():
@@ -444,6 +414,8 @@ class Weights:
 
     def _batch_with(self, question: Question) -> torch.Size:
         others = [t.shape[:-3] for t in (question.v, question.u) if t is not None]
+        if all(other == self._factors.batch for other in others):
+            return self._factors.batch
         try:
             return torch.Size(torch.broadcast_shapes(self._factors.batch, *others))
         except RuntimeError:
@@ -473,7 +445,7 @@ class Weights:
                 )
             return keys.to(flags)
         pick = parse((slice(None), keys), (1, n), (None, self._tokens[1]))[1]
-        flags[_where(_as_positions(pick))] = 1
+        flags[where(positions_of(pick))] = 1
         return flags
 
 
@@ -519,56 +491,10 @@ def _with_picked(problem: Problem, answers: Answers) -> Answers:
     return answers
 
 
-def _memory_key(name: str, question: Question) -> Any:
-    """Under what a number is remembered; None for what depends on tensors of the question."""
-    if name in ("y", "z", "mass"):
-        return None
-    if name in ("top_score", "top_index"):
-        return name, question.top
-    if name == "pool" and question.tiling is not None:
-        return name, tuple(vars(question.tiling).values())
-    return name
-
-
-def _versions(factors: Factors) -> tuple[int, ...] | None:
-    """How often each tensor was changed in place; None for inference tensors, which do not count it."""
-    tensors = factors.tensors()
-    return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
-
-
 def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     if x is None:
         return None
     return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
-
-
-def _as_positions(pick: Pick) -> list[int] | range:
-    return range(pick, pick + 1) if isinstance(pick, int) else pick
-
-
-def _runs(positions: list[int] | range) -> Iterator[range]:
-    """Positions as runs of neighbours."""
-    if isinstance(positions, range) and positions.step == 1:
-        if positions:
-            yield positions
-        return
-    start = end = None
-    for n in positions:
-        if end is not None and n == end:
-            end += 1
-            continue
-        if start is not None and end is not None:
-            yield range(start, end)
-        start, end = n, n + 1
-    if start is not None and end is not None:
-        yield range(start, end)
-
-
-def _where(positions: list[int] | range, device: torch.device | None = None) -> Any:
-    """As an index: a slice with both ends for neighbours, else a tensor of positions."""
-    if isinstance(positions, range) and positions.step == 1:
-        return slice(positions.start, max(positions.start, positions.stop))
-    return torch.tensor(list(positions), dtype=torch.int64, device=device)
 
 
 def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
@@ -596,20 +522,3 @@ def _moved(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`t.to(...)`, where a floating-point type leaves whole numbers and masks as they are."""
     moved = t.to(*args, **kwargs)
     return moved if t.is_floating_point() or moved.dtype == t.dtype else t.to(moved.device)
-
-
-def _free_memory(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not told on this system
-        return None
-
-
-def _as_bytes(n: int) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}" if isinstance(n, float) else f"{n} {unit}"
-        n = n / 1000  # type: ignore[assignment]
-    return f"{n:.3g} TB"

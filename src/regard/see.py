@@ -22,17 +22,24 @@ from .score import wide
 from .statistics import NOT_DIFFERENTIATED, Answers, Question
 from .tree import flatten, rebuild
 
-__all__ = ["see"]
+__all__ = ["needs_gradient", "see"]
 
 
 def see(problem: Problem, question: Question, engine: Engine, known: Answers) -> Answers:
     """Every answer that the question names. `known` are numbers of the same question that need not be computed again."""
+    if not torch.compiler.is_compiling() and not needs_gradient(problem, question):
+        return compute(problem, question, engine, known)
     spec, tensors = flatten((problem, question))
     if torch.compiler.is_compiling():
         outputs = torch.ops.regard.see(tensors, repr((spec, engine.name)))
     else:
         outputs = _See.apply(spec, engine, known, *tensors)
     return dict(zip(question.names, outputs, strict=True))
+
+
+def needs_gradient(*trees: Any) -> bool:
+    """Whether autograd is to know of what is computed from these."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in flatten(trees)[1])
 
 
 def compute(problem: Problem, question: Question, engine: Engine, known: Answers) -> Answers:
@@ -143,7 +150,12 @@ class _See(torch.autograd.Function):
         if not flowing:
             return (None,) * (3 + count)
         answers = dict(zip(ctx.names, outputs, strict=True))
-        return None, None, None, *pull_back(problem, question, ctx.engine, answers, flowing, list(ctx.needs_input_grad[3:]))
+        return (
+            None,
+            None,
+            None,
+            *pull_back(problem, question, ctx.engine, answers, flowing, list(ctx.needs_input_grad[3:])),
+        )
 
 
 def _refuse_second_derivative() -> None:

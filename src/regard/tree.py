@@ -24,12 +24,9 @@ _NODES: dict[str, type] = {}
 def node(cls: type[T]) -> type[T]:
     """A frozen dataclass that may stand in a tree. Compared by identity: tensors have no plain equality."""
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
+    cls.parts = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[attr-defined]
     _NODES[cls.__name__] = cls
     return cls
-
-
-def _names(of: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(of)]
 
 
 def flatten(value: Any) -> tuple[Any, list[Tensor]]:
@@ -45,7 +42,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, tuple):
         return ("tuple", *[_plain(part, tensors) for part in value])
     if type(value).__name__ in _NODES:
-        return (type(value).__name__, *[_plain(getattr(value, name), tensors) for name in _names(value)])
+        return (type(value).__name__, *[_plain(getattr(value, name), tensors) for name in value.parts])
     return value
 
 
@@ -60,7 +57,7 @@ def rebuild(spec: Any, tensors: list[Tensor]) -> Any:
     if kind == "tuple":
         return tuple(built)
     cls: Any = _NODES[kind]
-    return cls(**dict(zip(_names(cls), built, strict=True)))
+    return cls(**dict(zip(cls.parts, built, strict=True)))
 
 
 def change(value: Any, how: Callable[[Tensor], Tensor]) -> Any:
@@ -71,5 +68,5 @@ def change(value: Any, how: Callable[[Tensor], Tensor]) -> Any:
         return tuple(change(part, how) for part in value)
     if type(value).__name__ not in _NODES:
         return value
-    fields = {name: getattr(value, name) for name in _names(value)}
+    fields = {name: getattr(value, name) for name in value.parts}
     return type(value)(**{n: part if n == "parameters" else change(part, how) for n, part in fields.items()})

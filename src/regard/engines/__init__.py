@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..factors import Problem
 from ..statistics import Answers, Question
-from . import blockwise
+from . import blockwise, triton
 from .gradient import Gradient, Gradients
 
 __all__ = ["ENGINES", "Engine", "named"]
 
 #: What users may name. `auto` picks the first that serves; `reference` is t × t and is never picked.
-ENGINES = ("auto", "blockwise", "reference")
+ENGINES = ("auto", "triton", "blockwise", "reference")
 
 
 class Engine(Protocol):
@@ -33,6 +33,35 @@ class Engine(Protocol):
         """Gradients of the problem's tensors, of v and of u; `needs` says of which of the problem's tensors."""
 
 
+class Auto:
+    """`engine="auto"`, decided for every problem: the first row that serves.
+
+    | on | what | engine |
+    |---|---|---|
+    | NVIDIA GPUs | all that `triton` serves: see `triton.why_not` | `triton` |
+    | anywhere | everything | `blockwise` |
+    """
+
+    name = "auto"
+
+    def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
+        return picked(problem, question).compute(problem, question, names, known)
+
+    def backward(
+        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+    ) -> Gradients:
+        return picked(problem, question).backward(problem, question, lse, gradient, needs)
+
+
+def picked(problem: Problem, question: Question) -> Engine:
+    """The engine that `auto` means for this problem."""
+    on_gpu = problem.q.device.type == "cuda"
+    return triton.ENGINE if on_gpu and triton.why_not(problem, question) is None else blockwise.ENGINE
+
+
 def named(name: str) -> Engine:
-    """The engine of that name; `auto` is `blockwise` on every device so far."""
-    return blockwise.ENGINE
+    """The engine of that name."""
+    return {"auto": AUTO, "triton": triton.ENGINE}.get(name, blockwise.ENGINE)
+
+
+AUTO = Auto()

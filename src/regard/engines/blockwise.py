@@ -50,7 +50,9 @@ class Blockwise:
             answers |= tiles.reread(problem, asked, lse) if tiles else reread(problem, asked, lse)
         return answers
 
-    def backward(self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
+    def backward(
+        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+    ) -> Gradients:
         if gradient.dz is None and compiled.serves_backward(problem, needs):
             return compiled.backward(problem, question, lse, gradient)
         return backward(problem, question, lse, gradient)

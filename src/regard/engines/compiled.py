@@ -116,6 +116,10 @@ def _laid_cells(mask: Mask | None) -> list[Tensor] | None:
     return [] if mask.structured else None
 
 
+#: Multiplications below which waking a second thread costs more than it saves.
+SMALL = 2_000_000
+
+
 class Task:
     """One call of a kernel: the record it reads, and the tensors that must stay alive until it ends."""
 
@@ -126,6 +130,7 @@ class Task:
         self.record = tools.tiles.new_task()
         self.alive: list[Any] = []
         b, h, i, j = problem.shape
+        self.work = b * h * i * j * problem.q.shape[3]
         self.q, self.k = self.rows("q", problem.q, "bhi"), self.rows("k", problem.k, "bhj")
         self.set(gemm=tools.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
         self.set(offset=problem.offset, tall=tall, wide=wide, scale=problem.pair.scale)  # type: ignore[union-attr]
@@ -148,7 +153,10 @@ class Task:
         tensor = tensor.float()
         if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
             tensor = tensor.contiguous()
-        strides = {f"{name}_{axis}": 0 if n == 1 else s for axis, n, s in zip(axes, tensor.shape, tensor.stride(), strict=False)}
+        strides = {
+            f"{name}_{axis}": 0 if n == 1 else s
+            for axis, n, s in zip(axes, tensor.shape, tensor.stride(), strict=False)
+        }
         strides[f"{name}_{axes[2]}"] = max(tensor.stride(2), tensor.shape[3], 1)
         self.set(**{name: self.keep(tensor)}, **strides)
         return tensor
@@ -165,7 +173,9 @@ class Task:
                 made.append((tiles.SOFTCAP, 0, 0, 0, 0, 0, step.cap, 0))
                 continue
             tensor = (step.tensor if isinstance(step, Bias) else step.slopes).float()  # type: ignore[union-attr]
-            kind = tiles.ALIBI if isinstance(step, Alibi) else tiles.ADDED_VECTOR if tensor.shape[3] > 1 else tiles.ADDED
+            kind = (
+                tiles.ALIBI if isinstance(step, Alibi) else tiles.ADDED_VECTOR if tensor.shape[3] > 1 else tiles.ADDED
+            )
             made.append((kind, self.keep(tensor), *_strides(tensor), 0, 0))
         for cells in _laid_cells(problem.mask) or []:
             made.append((tiles.HIDDEN, self.keep(cells), *_strides(cells), 0, 0))
@@ -175,7 +185,7 @@ class Task:
 
     def run(self, kernel: Any, items: int, scratch: int) -> None:
         """Let the team work through the items; `scratch` is the bytes each thread needs for itself."""
-        threads = 1 if _forked else max(1, min(torch.get_num_threads(), items))
+        threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
         scratch = (scratch + 127) // 64 * 64
         counters = torch.zeros(8, dtype=torch.int64)
         self.set(counter=self.keep(counters), scratch_size=scratch)

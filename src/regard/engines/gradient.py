@@ -55,8 +55,8 @@ class Gradient:
     def _less_entropy(self, inside: Tensor, log_w: Tensor, rows: slice) -> Tensor:
         if self.eta is None:
             return inside
-        # 0 · log 0 is nan; against the smallest number it is 0.
-        return inside - self.eta[:, :, rows, None] * log_w.clamp(min=torch.finfo(log_w.dtype).min)
+        # 0 · log 0 is nan; against a number whose exponential is 0 in every type, and that η cannot overflow, it is 0.
+        return inside - self.eta[:, :, rows, None] * log_w.clamp(min=-1e5)
 
 
 def weights(s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

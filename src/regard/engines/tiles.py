@@ -19,7 +19,18 @@ from numba import carray, cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "STEP", "TASK", "backward_kernel", "forward_kernel", "reread_kernel"]
+__all__ = [
+    "ADDED",
+    "ADDED_VECTOR",
+    "ALIBI",
+    "HIDDEN",
+    "SOFTCAP",
+    "STEP",
+    "TASK",
+    "backward_kernel",
+    "forward_kernel",
+    "reread_kernel",
+]
 
 f32, i32, i64 = np.float32, np.int32, np.int64
 NEGATIVE_INFINITY = f32(-np.inf)
@@ -28,7 +39,9 @@ NEGATIVE_INFINITY = f32(-np.inf)
 ADDED, ADDED_VECTOR, ALIBI, SOFTCAP, HIDDEN = 0, 1, 2, 3, 4
 
 #: One step: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
-STEP = np.dtype([("kind", "i8"), ("at", "i8"), ("b", "i8"), ("h", "i8"), ("i", "i8"), ("j", "i8"), ("cap", "f4"), ("_", "f4")])
+STEP = np.dtype(
+    [("kind", "i8"), ("at", "i8"), ("b", "i8"), ("h", "i8"), ("i", "i8"), ("j", "i8"), ("cap", "f4"), ("_", "f4")]
+)
 
 
 def _task_type() -> np.dtype:
@@ -38,11 +51,8 @@ def _task_type() -> np.dtype:
         "lse u z received pool "  # reread
         "left right dy c eta rho dq dk dv drow dkey"  # backward
     ).split()
-    strides = "q_b q_h q_i k_b k_h k_j v_b v_h v_j u_b u_h u_i left_b left_h left_i right_b right_h right_j dy_b dy_h dy_i sink_b sink_h".split()
-    sizes = (
-        "B H G V I J D E U X offset spans spans_b step_count top threads "
-        "tall wide chunks scratch_size tile_rows tile_cols i0 i1 j0 j1 right_group"
-    ).split()
+    strides = ["q_b", "q_h", "q_i", "k_b", "k_h", "k_j", "v_b", "v_h", "v_j", "u_b", "u_h", "u_i", "left_b", "left_h", "left_i", "right_b", "right_h", "right_j", "dy_b", "dy_h", "dy_i", "sink_b", "sink_h"]
+    sizes = ["B", "H", "G", "V", "I", "J", "D", "E", "U", "X", "offset", "spans", "spans_b", "step_count", "top", "threads", "tall", "wide", "chunks", "scratch_size", "tile_rows", "tile_cols", "i0", "i1", "j0", "j1", "right_group"]
     return np.dtype([(name, "i8") for name in (*addresses, *strides, *sizes)] + [("scale", "f4"), ("_", "f4")])
 
 
@@ -55,44 +65,22 @@ _STEP = from_dtype(STEP)
 # What numba cannot say: addresses as arrays, bits of a float, an atomic counter, wide vectors, a call of BLAS.
 
 
-@intrinsic
-def floats_at(context: Any, address: Any) -> Any:
-    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ctx.get_value_type(signature.return_type))
+def _pointer_to(kind: Any) -> Any:
+    """A function that takes an address as a pointer to numbers of this kind."""
 
-    return types.CPointer(types.float32)(types.int64), generate
+    @intrinsic
+    def at(context: Any, address: Any) -> Any:
+        def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], ctx.get_value_type(signature.return_type))
 
+        return types.CPointer(kind)(types.int64), generate
 
-@intrinsic
-def doubles_at(context: Any, address: Any) -> Any:
-    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ctx.get_value_type(signature.return_type))
-
-    return types.CPointer(types.float64)(types.int64), generate
+    return at
 
 
-@intrinsic
-def longs_at(context: Any, address: Any) -> Any:
-    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ctx.get_value_type(signature.return_type))
-
-    return types.CPointer(types.int64)(types.int64), generate
-
-
-@intrinsic
-def bytes_at(context: Any, address: Any) -> Any:
-    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ctx.get_value_type(signature.return_type))
-
-    return types.CPointer(types.uint8)(types.int64), generate
-
-
-@intrinsic
-def steps_at(context: Any, address: Any) -> Any:
-    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ctx.get_value_type(signature.return_type))
-
-    return types.CPointer(_STEP)(types.int64), generate
+floats_at, doubles_at, longs_at, bytes_at, steps_at = map(
+    _pointer_to, (types.float32, types.float64, types.int64, types.uint8, _STEP)
+)
 
 
 @intrinsic
@@ -109,6 +97,95 @@ def as_bits(context: Any, number: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.int32(types.float32), generate
+
+
+#: How many scores are looked at in one instruction when the largest are sought.
+LANES = 16
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
+def _load_lanes(builder: Any, address: Any) -> Any:
+    vector = builder.load(builder.inttoptr(address, _VECTOR.as_pointer()))
+    vector.align = 4
+    return vector
+
+
+def _spread(builder: Any, number: Any) -> Any:
+    """One number in all lanes."""
+    vector = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(vector, vector, zeros)
+
+
+def _store_lanes(builder: Any, vector: Any, address: Any) -> None:
+    builder.store(vector, builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
+
+
+@intrinsic
+def store_lanes(context: Any, target: Any, source: Any) -> Any:
+    """Copy 16 numbers."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _store_lanes(builder, _load_lanes(builder, args[1]), args[0])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def raise_lanes(context: Any, target: Any, source: Any) -> Any:
+    """Raise 16 numbers to 16 others where those are larger."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        old, new = _load_lanes(builder, args[0]), _load_lanes(builder, args[1])
+        larger = builder.fcmp_ordered(">", new, old)
+        _store_lanes(builder, builder.select(larger, new, old), args[0])
+        return ctx.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def nth_lane(context: Any, address: Any, n: Any) -> Any:
+    """The nth largest of 16 numbers: the largest that is reached by at least n of them."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = _load_lanes(builder, args[0])
+        counts = ir.VectorType(ir.IntType(32), LANES)
+        reached = ir.Constant(counts, [0] * LANES)
+        for lane in range(LANES):
+            one = _spread(builder, builder.extract_element(lanes, ir.Constant(ir.IntType(32), lane)))
+            reached = builder.add(reached, builder.zext(builder.fcmp_ordered(">=", one, lanes), counts))
+        best = ir.Constant(ir.FloatType(), float("-inf"))
+        for lane in range(LANES):
+            at = ir.Constant(ir.IntType(32), lane)
+            enough = builder.icmp_signed(
+                ">=", builder.extract_element(reached, at), builder.trunc(args[1], ir.IntType(32))
+            )
+            number = builder.extract_element(lanes, at)
+            best = builder.select(builder.and_(enough, builder.fcmp_ordered(">", number, best)), number, best)
+        return best
+
+    return types.float32(types.int64, types.int64), generate
+
+
+@intrinsic
+def not_below(context: Any, address: Any, bar: Any) -> Any:
+    """Which of 16 numbers reach the bar, as bits."""
+
+    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        hits = builder.fcmp_ordered(">=", _load_lanes(builder, args[0]), _spread(builder, args[1]))
+        return builder.zext(builder.bitcast(hits, ir.IntType(LANES)), ir.IntType(64))
+
+    return types.int64(types.int64, types.float32), generate
+
+
+@intrinsic
+def lowest_bit(context: Any, bits: Any) -> Any:
+    def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64), generate
 
 
 @intrinsic
@@ -207,7 +284,9 @@ def exponential(x):
     return f32(0) if x < _LOWEST else y
 
 
-_T0, _T1, _T2, _T3, _T4 = (f32(x) for x in (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1))
+_T0, _T1, _T2, _T3, _T4 = (
+    f32(x) for x in (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+)
 
 
 @njit(fastmath={"contract"}, inline="always")
@@ -305,54 +384,39 @@ def first_place(s, n, value):
     return -1
 
 
-_LANES = 32
+@njit
+def keep_largest(score, index, n, s, count, first, lanes):
+    """Keep the n largest of a row in a sorted list; of equal ones the first stays. `lanes` is room for 16 numbers."""
+    bar = NEGATIVE_INFINITY
+    if score[n - 1] == NEGATIVE_INFINITY and n <= LANES and count >= 4 * LANES:
+        # Nothing to beat yet. At least n scores reach the nth largest maximum of 16 interleaved lanes: with that as
+        # a first bar most insertions are spared.
+        store_lanes(lanes, s)
+        for start in range(LANES, count - LANES + 1, LANES):
+            raise_lanes(lanes, s + 4 * start)
+        bar = nth_lane(lanes, n)
+    whole = count // LANES * LANES
+    for start in range(0, whole, LANES):
+        found = not_below(s + 4 * start, max(bar, score[n - 1]))
+        while found != 0:
+            place = lowest_bit(found)
+            found &= found - 1
+            insert(score, index, n, carray(floats_at(s + 4 * (start + place)), 1)[0], first + start + place)
+    for j in range(whole, count):
+        insert(score, index, n, carray(floats_at(s + 4 * j), 1)[0], first + j)
 
 
 @njit
-def bar_for_top(s, count, n, bar):
-    """A score that at least n of these reach: the nth largest of the maxima of 32 interleaved lanes. `bar` is room for n + 32."""
-    use_wide_vectors()
-    lanes, best = bar[n : n + _LANES], bar[:n]
-    for e in range(_LANES):
-        lanes[e] = s[e]
-    for start in range(_LANES, count - _LANES + 1, _LANES):
-        row = s[start : start + _LANES]
-        for e in range(_LANES):
-            lanes[e] = as_float(ordered(max(ordered(as_bits(lanes[e])), ordered(as_bits(row[e])))))
-    best[:] = NEGATIVE_INFINITY
-    for e in range(_LANES):
-        x = lanes[e]
-        if x > best[n - 1]:
-            place = n - 1
-            while place > 0 and x > best[place - 1]:
-                best[place] = best[place - 1]
-                place -= 1
-            best[place] = x
-    return best[n - 1]
-
-
-@njit
-def keep_largest(score, index, n, s, count, first, bar):
-    """Put what is larger than the smallest kept into the sorted list; an equal one that came first stays."""
-    at_least = NEGATIVE_INFINITY
-    if score[n - 1] == NEGATIVE_INFINITY and n <= _LANES // 2 and count >= 2 * _LANES:
-        # Nothing to beat yet: a first bar spares most of the insertions.
-        at_least = bar_for_top(s, count, n, bar)
-    for start in range(0, count, _LANES):
-        few = s[start : min(count, start + _LANES)]
-        here = largest(few, len(few))
-        if not here > score[n - 1] or here < at_least:
-            continue
-        for j in range(len(few)):
-            x = few[j]
-            if x > score[n - 1] and x >= at_least:
-                place = n - 1
-                while place > 0 and x > score[place - 1]:
-                    score[place] = score[place - 1]
-                    index[place] = index[place - 1]
-                    place -= 1
-                score[place] = x
-                index[place] = first + start + j
+def insert(score, index, n, x, key):
+    if not x > score[n - 1]:
+        return
+    place = n - 1
+    while place > 0 and x > score[place - 1]:
+        score[place] = score[place - 1]
+        index[place] = index[place - 1]
+        place -= 1
+    score[place] = x
+    index[place] = key
 
 
 @njit
@@ -457,7 +521,6 @@ def forward_kernel(pointer):
     m = carray(floats_at(rest), T.tall)
     l = carray(floats_at(rest + 4 * T.tall), T.tall)
     t = carray(floats_at(rest + 8 * T.tall), T.tall)
-    bar = carray(floats_at(rest + 12 * T.tall), T.top + _LANES)
     while True:
         item = draw(counters)
         if item >= T.B * T.H * blocks:
@@ -488,7 +551,8 @@ def forward_kernel(pointer):
                         zeroed(row, 0, cols)
                         continue
                     n, key, position = z - a, j0 + a, i0 + r + T.offset
-                    s = carray(floats_at(mine + 4 * (r * T.wide + a)), n)
+                    here_at = mine + 4 * (r * T.wide + a)
+                    s = carray(floats_at(here_at), n)
                     if T.step_count > 0:
                         modify(s, no_slope, n, steps, T.step_count, b, h, i0 + r, position, key)
                     old = m[r]
@@ -498,7 +562,15 @@ def forward_kernel(pointer):
                         carray(longs_at(T.argmax + 8 * (out + r)), 1)[0] = key + first_place(s, n, here)
                     if T.top > 0:
                         at = (out + r) * T.top
-                        keep_largest(carray(floats_at(T.top_score + 4 * at), T.top), carray(longs_at(T.top_index + 8 * at), T.top), T.top, s, n, key, bar)
+                        keep_largest(
+                            carray(floats_at(T.top_score + 4 * at), T.top),
+                            carray(longs_at(T.top_index + 8 * at), T.top),
+                            T.top,
+                            here_at,
+                            n,
+                            key,
+                            rest + 12 * T.tall,
+                        )
                     pivot = f32(0) if new == NEGATIVE_INFINITY else new
                     if T.t != 0:
                         here_l, here_t = exponentials_and_t(s, n, pivot)
@@ -524,9 +596,24 @@ def forward_kernel(pointer):
                     if T.reach != 0:
                         carray(floats_at(T.reach + 4 * (out + r)), 1)[0] += far_sum(s, n, position - key)
                     if T.mass != 0:
-                        carray(floats_at(T.mass + 4 * (out + r)), 1)[0] += dot(s, n, carray(floats_at(T.keys + 4 * key), n))
+                        carray(floats_at(T.mass + 4 * (out + r)), 1)[0] += dot(
+                            s, n, carray(floats_at(T.keys + 4 * key), n)
+                        )
                 if T.E > 0:
-                    product_nn(T.gemm, rows, T.E, cols, f32(1), mine, T.wide, v + 4 * j0 * T.v_j, T.v_j, f32(0 if fresh else 1), y, T.E)
+                    product_nn(
+                        T.gemm,
+                        rows,
+                        T.E,
+                        cols,
+                        f32(1),
+                        mine,
+                        T.wide,
+                        v + 4 * j0 * T.v_j,
+                        T.v_j,
+                        f32(0 if fresh else 1),
+                        y,
+                        T.E,
+                    )
                     fresh = False
         finish_rows(T, b, h, out, rows, m, l, t, y, fresh)
 
@@ -642,7 +729,9 @@ def reread_kernel(pointer):
                 first, end = visible_range(lo, hi, i0, rows)
                 for j0 in range(first, end, T.wide):
                     cols = min(T.wide, end - j0)
-                    product_nt(T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), mine, T.wide)
+                    product_nt(
+                        T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), mine, T.wide
+                    )
                     group = pool_row(T, i0)
                     for r in range(rows):
                         i = i0 + r
@@ -664,7 +753,9 @@ def reread_kernel(pointer):
                         zeroed(row, z, cols)
                     flush(T, column, cols, j0, group, received, pool)
                     if T.U > 0:
-                        product_tn(T.gemm, cols, T.U, rows, f32(1), mine, T.wide, u, T.u_i, f32(1), z_sum + 4 * j0 * T.U, T.U)
+                        product_tn(
+                            T.gemm, cols, T.U, rows, f32(1), mine, T.wide, u, T.u_i, f32(1), z_sum + 4 * j0 * T.U, T.U
+                        )
 
 
 @njit(fastmath={"contract"})
@@ -766,7 +857,20 @@ def backward_kernel(pointer):
                         cols = min(T.wide, end - j0)
                         k_here = k + 4 * j0 * T.k_j
                         product_nt(T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k_here, T.k_j, f32(0), mine, T.wide)
-                        product_nt(T.gemm, rows, cols, T.X, f32(1), left, T.left_i, right + 4 * j0 * T.right_j, T.right_j, f32(0), grads, T.wide)
+                        product_nt(
+                            T.gemm,
+                            rows,
+                            cols,
+                            T.X,
+                            f32(1),
+                            left,
+                            T.left_i,
+                            right + 4 * j0 * T.right_j,
+                            T.right_j,
+                            f32(0),
+                            grads,
+                            T.wide,
+                        )
                         for r in range(rows):
                             i = i0 + r
                             a, z = max(lo[i] - j0, 0), min(hi[i] - j0, cols)
@@ -783,7 +887,9 @@ def backward_kernel(pointer):
                                 modify(w, slope, n, steps, T.step_count, b, h, i, i + T.offset, j0 + a)
                             pivot = f32(0) if lse[i] == NEGATIVE_INFINITY else lse[i]
                             if T.rho != 0:
-                                add_far(d, n, carray(floats_at(T.rho + 4 * (head * T.I + i)), 1)[0], i + T.offset - j0 - a)
+                                add_far(
+                                    d, n, carray(floats_at(T.rho + 4 * (head * T.I + i)), 1)[0], i + T.offset - j0 - a
+                                )
                             if T.eta != 0:
                                 weights_and_logs(w, n, pivot, log)
                                 eta = carray(floats_at(T.eta + 4 * (head * T.I + i)), 1)[0]
@@ -798,9 +904,24 @@ def backward_kernel(pointer):
                             if T.dkey != 0:
                                 add_vector(carray(floats_at(dkey + 4 * (j0 + a)), n), n, d)
                         if T.E > 0:
-                            product_tn(T.gemm, cols, T.E, rows, f32(1), mine, T.wide, dy, T.dy_i, f32(1), dv + 4 * j0 * T.E, T.E)
+                            product_tn(
+                                T.gemm,
+                                cols,
+                                T.E,
+                                rows,
+                                f32(1),
+                                mine,
+                                T.wide,
+                                dy,
+                                T.dy_i,
+                                f32(1),
+                                dv + 4 * j0 * T.E,
+                                T.E,
+                            )
                         product_nn(T.gemm, rows, T.D, cols, T.scale, grads, T.wide, k_here, T.k_j, f32(1), dq, T.D)
-                        product_tn(T.gemm, cols, T.D, rows, T.scale, grads, T.wide, q, T.q_i, f32(1), dk + 4 * j0 * T.D, T.D)
+                        product_tn(
+                            T.gemm, cols, T.D, rows, T.scale, grads, T.wide, q, T.q_i, f32(1), dk + 4 * j0 * T.D, T.D
+                        )
 
 
 @functools.cache

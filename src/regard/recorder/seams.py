@@ -17,8 +17,9 @@ A seam turns arguments into an `Attention` and hands it on. Imports `tap`, `wher
 
 from __future__ import annotations
 
+from collections import deque
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,9 @@ from ..mask import padding
 from . import tap
 from .capture import Attention
 from .recognise import Said
-from .where import batch_first_owner, heads_of
+from .where import batch_first_owner, heads_of, looks_like_attention
 
-__all__ = ["CHUNKED", "Pending", "listen"]
+__all__ = ["CHUNKED", "Trail", "flash_like", "listen"]
 
 #: Modules that attend within chunks or samples: their softmax is over keys that are not the sequence's positions.
 CHUNKED = {
@@ -52,9 +53,9 @@ def listen() -> None:
     for name in ("dropout", "native_dropout", "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as",
                  "contiguous", "clone", "mul.Tensor", "nan_to_num", "masked_fill.Scalar", "masked_fill.Tensor"):  # fmt: skip
         tap.hear(name, _Step(name.partition(".")[0]), tap.FOLLOW)
-    for name in ("matmul", "bmm"):
-        tap.hear(name, heard_product, tap.FOLLOW)
-    tap.hear("einsum", heard_einsum, tap.FOLLOW)
+    for name in ("matmul", "bmm", "baddbmm"):
+        tap.hear(name, heard_product)
+    tap.hear("einsum", heard_einsum)
     tap.hear_higher_order(_flex(), _FLEX_NAMES, heard_flex)
     if hasattr(torch.ops, "flash_attn") and hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
         tap.hear("_flash_attn_forward", heard_flash, namespace="flash_attn")
@@ -81,8 +82,10 @@ def heard_sdpa(listener: Any, call: dict[str, Any], out: Tensor, frame: FrameTyp
     if given is not None and q.ndim == 3 and given.ndim == 3:
         given = _split_heads(given, at.module, listener.batch()) if given.shape[0] > 1 else given[None]
     q4, k4, v4 = shared
-    if given is not None and given.ndim > 4 or q4.ndim > 4:
-        listener.failed(frame, f"scaled_dot_product_attention was called with {q.ndim} axes; (batch, heads, length, size) is read")
+    if (given is not None and given.ndim > 4) or q4.ndim > 4:
+        listener.failed(
+            frame, f"scaled_dot_product_attention was called with {q.ndim} axes; (batch, heads, length, size) is read"
+        )
         return
     listener.attention(at, Attention(q4, k4, v4, scale=call["scale"], given=given, causal=call["is_causal"]))
 
@@ -203,22 +206,66 @@ def _read_native_mask(found: Attention, given: Tensor | None, kind: int | None) 
     found.given = visible[:, None, None, :] if kind == 1 or (given.ndim == 2 and kind is None) else visible
 
 
-# softmax(q kᵀ) v by hand: the softmax opens a trail, steps continue it, the product with the values ends it.
+# softmax(q kᵀ) v by hand: a product makes scores, the softmax opens a trail, steps continue it, the product with the
+# values ends it. A softmax over features (linear attention) looks alike but for what it is multiplied with.
 
 
-class Pending:
-    """A softmax whose product has not come yet."""
+class Trail:
+    """What one listener remembers of products and of a softmax whose product has not come yet."""
 
-    def __init__(self, w: Tensor, at: Any) -> None:
-        self.at = at
+    def __init__(self) -> None:
+        self.products: deque[Product] = deque(maxlen=16)
+        self.at: Any = None  # where the softmax was called; None while none is open
+        self.scored = False  # whether its scores came from a product of queries and keys
         self.steps = 0
-        #: Where the weights live now: storage → (the weights before dropout, whether dropout came since).
-        self.trail = {_storage(w): (w, False)}
-        self.alive = [w]  # a storage must not be given to somebody else while it is looked for
+        #: Where the weights live now: storage → (the weights before dropout, whether dropout came since, stride of keys).
+        self.places: dict[int, tuple[Tensor, bool, int]] = {}
+        self.alive: list[Tensor] = []  # a storage must not be given to somebody else while it is looked for
+
+    def open(self, w: Tensor, at: Any) -> None:
+        self.close()
+        self.at, self.steps = at, 0
+        self.scored = any(product.scores(w) for product in self.products)
+        self.grow(w, w, False)
+        tap.follow(True)
 
     def grow(self, out: Tensor, clean: Tensor, dropped: bool) -> None:
-        self.trail[_storage(out)] = clean, dropped
+        self.places[_storage(out)] = clean, dropped, out.stride(-1)
         self.alive.append(out)
+
+    def close(self) -> None:
+        self.at, self.places, self.alive = None, {}, []
+        if all(other.trail.at is None for other in tap.listeners()):
+            tap.follow(False)
+
+    def step(self) -> bool:
+        """One more operator; whether a softmax is still open."""
+        self.steps += 1
+        if self.at is not None and self.steps > PATIENCE:
+            self.close()
+        return self.at is not None
+
+    def holds(self, x: Any) -> bool:
+        """Whether x is the weights, its last axis the keys."""
+        if not isinstance(x, Tensor) or _storage(x) not in self.places:
+            return False
+        return x.shape[-1] == 1 or x.stride(-1) == self.places[_storage(x)][2]
+
+
+class Product(NamedTuple):
+    """A product of two things the model computed, by what it looks like; it is not kept alive."""
+
+    storage: int
+    shape: torch.Size
+
+    def scores(self, w: Tensor) -> bool:
+        """Whether softmax could have been taken of this, perhaps with a sink as one more column."""
+        j = self.shape[-1]
+        rows = self.shape.numel() // max(1, j)
+        return w.shape[-1] in (j, j + 1) and w.numel() == rows * w.shape[-1]
+
+    def is_(self, x: Tensor) -> bool:
+        return self.storage == _storage(x) and self.shape[-2:] == x.shape[-2:]
 
 
 #: A product comes soon after its softmax, or it is not one.
@@ -237,8 +284,7 @@ def heard_softmax(listener: Any, call: dict[str, Any], out: Tensor, frame: Frame
     if type(at.module).__name__ in CHUNKED:
         listener.failed(frame, "it attends within chunks, whose columns are not positions of the sequence")
         return
-    listener.pending = Pending(out, at)
-    tap.follow(True)
+    listener.trail.open(out, at)
 
 
 class _Step:
@@ -248,89 +294,110 @@ class _Step:
         self.name = name
 
     def __call__(self, listener: Any, call: dict[str, Any], out: Any, frame: FrameType) -> None:
-        pending = _continued(listener)
-        if pending is None:
+        trail: Trail = listener.trail
+        if not trail.step():
             return
         first = call.get("self", call.get("input"))
         result = out[0] if isinstance(out, tuple) else out
-        place = pending.trail.get(_storage(first)) if isinstance(first, Tensor) else None
-        if place is None or not isinstance(result, Tensor) or _storage(result) in pending.trail:
+        place = trail.places.get(_storage(first)) if isinstance(first, Tensor) else None
+        if place is None or not isinstance(result, Tensor) or _storage(result) in trail.places:
             return
-        clean, dropped = place
+        clean, dropped, _ = place
         if "dropout" in self.name:
-            pending.grow(result, clean if dropped else first, True)
+            trail.grow(result, clean if dropped else first, True)
         elif dropped:  # converted after dropout: the same numbers in another type
-            pending.grow(result, clean, True)
+            trail.grow(result, clean, True)
         else:
-            pending.grow(result, result, False)
+            trail.grow(result, result, False)
 
 
 def heard_product(listener: Any, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    pending = _continued(listener)
-    if pending is not None:
-        _finish(listener, pending, call["self"], call.get("other", call.get("mat2")))
+    left, right = (
+        (call["batch1"], call["batch2"]) if "batch1" in call else (call["self"], call.get("other", call.get("mat2")))
+    )
+    trail: Trail = listener.trail
+    if trail.step() and trail.holds(left):
+        _finish(listener, left, right)
+    elif _computed(left) and _computed(right) and not out.is_nested:
+        trail.products.append(Product(_storage(out), out.shape))
+
+
+def _computed(x: Tensor) -> bool:
+    """Whether a factor is something the model computed, not one of its parameters."""
+    return x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) and not isinstance(x._base, torch.nn.Parameter)
 
 
 def heard_einsum(listener: Any, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    pending, operands = _continued(listener), call["tensors"]
-    if pending is None or len(operands) != 2 or "." in call["equation"]:
+    trail: Trail = listener.trail
+    operands = call["tensors"]
+    is_open = trail.step()
+    weighted = [x for x in operands if is_open and trail.holds(x)]
+    if not weighted:
+        if len(operands) == 2 and all(_computed(x) for x in operands):
+            trail.products.append(Product(_storage(out), out.shape))
         return
+    w, name = weighted[0], trail.at.name
     sides, _, result = call["equation"].replace(" ", "").partition("->")
-    left, right = sides.split(",")
-    w, v = operands
-    if _storage(w) not in pending.trail:
-        (w, v), (left, right) = (v, w), (right, left)
-    if _storage(w) not in pending.trail:
+    letters = sides.split(",")
+    if len(operands) != 2 or "." in sides:
+        trail.close()
+        listener.refuse(name, f"its weights enter einsum({call['equation']!r}), which is not read")
         return
-    if left[-1] not in right or left[-1] in result:  # the keys must be what is summed over
-        _close(listener)
-        listener.failed(frame, f"its weights enter einsum({call['equation']!r}), which does not sum over their last axis")
+    here = 0 if operands[0] is w else 1
+    mine, others, v = letters[here], letters[1 - here], operands[1 - here]
+    if mine[-1] not in others or mine[-1] in result:  # the keys must be what is summed over
+        trail.close()
+        listener.refuse(
+            name, f"its weights enter einsum({call['equation']!r}), which does not sum over their last axis"
+        )
         return
-    _finish(listener, pending, w, v if right[-2:-1] == left[-1] else None)
+    _finish(listener, w, v, values=others[-2:-1] == mine[-1])
 
 
-def _continued(listener: Any) -> Pending | None:
-    pending = listener.pending
-    if pending is not None:
-        pending.steps += 1
-        if pending.steps > PATIENCE:
-            _close(listener)
-            return None
-    return pending
-
-
-def _close(listener: Any) -> None:
-    listener.pending = None
-    if all(other.pending is None for other in tap.listeners()):
-        tap.follow(False)
-
-
-def _finish(listener: Any, pending: Pending, used: Tensor, v: Tensor | None) -> None:
-    if _storage(used) not in pending.trail or used.ndim < 3 or v is None or v.ndim < 3:
+def _finish(listener: Any, used: Tensor, v: Tensor, values: bool = True) -> None:
+    """The product of weights and values came: hand the weights on, if weights they are."""
+    trail: Trail = listener.trail
+    if used.ndim < 3 or v.ndim < 3:
         return
-    clean, dropped = pending.trail[_storage(used)]
-    _close(listener)
-    at, name = pending.at, pending.at.name
-    if dropped:
-        if clean.numel() != used.numel():
-            listener.refuse(name, "its weights change shape after dropout")
-            return
-        w = clean.reshape(used.shape)
-    else:
-        w = used
+    clean, dropped, _ = trail.places[_storage(used)]
+    at, scored = trail.at, trail.scored
+    fed = any(product.is_(v) for product in trail.products)
+    trail.close()
+    if not scored and (fed or not looks_like_attention(at.module)):
+        why = (
+            "is multiplied with a product, as in linear attention" if fed else "is not of a product of queries and keys"
+        )
+        listener.refuse(
+            at.name, f"it multiplies something with a softmax that {why}: no weights over keys are to be had"
+        )
+        return
+    if dropped and clean.numel() != used.numel():
+        listener.refuse(at.name, "its weights change shape after dropout")
+        return
+    w = clean.reshape(used.shape) if dropped else used
     if w.ndim > 4:
-        listener.refuse(name, f"its weights have {w.ndim} axes; (batch, heads, queries, keys) is read")
+        listener.refuse(at.name, f"its weights have {w.ndim} axes; (batch, heads, queries, keys) is read")
         return
-    w, v = _split_heads(w, at.module, listener.batch()), _split_heads(v, at.module, listener.batch())
-    if w is None:
-        listener.refuse(name, _SHARED_AXIS)
+    w4 = _split_heads(w, at.module, listener.batch())
+    if w4 is None:
+        listener.refuse(at.name, _SHARED_AXIS)
         return
-    listener.attention(at, Attention(v=v, w=w))
+    listener.attention(at, Attention(v=_split_heads(v, at.module, listener.batch()) if values else None, w=w4))
 
 
 # FlexAttention.
 
-_FLEX_NAMES = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_options", "score_buffers", "mask_buffers")
+_FLEX_NAMES = (
+    "query",
+    "key",
+    "value",
+    "score_mod",
+    "block_mask",
+    "scale",
+    "kernel_options",
+    "score_buffers",
+    "mask_buffers",
+)
 
 #: How many weights may be written out for a score_mod that is not the identity.
 FLEX_CELLS = 2**26
@@ -348,7 +415,9 @@ def heard_flex(listener: Any, call: dict[str, Any], out: Any, frame: FrameType) 
     q, k, v = call["query"], call["key"], call["value"]
     cells = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     if cells > FLEX_CELLS:
-        listener.refuse(at.name, f"its score_mod and mask_mod are functions of single cells, and there are {cells} of them")
+        listener.refuse(
+            at.name, f"its score_mod and mask_mod are functions of single cells, and there are {cells} of them"
+        )
         return
     plain, changed = _flex_scores(call, q.shape[1])
     hidden = changed == -torch.inf

@@ -97,7 +97,7 @@ def hear(name: str, handler: Handler, key: str = HEAR, namespace: str = "aten") 
         if found is None:  # an operator of another version of PyTorch
             return
         op = getattr(found, overload or "default")
-        library = torch.library.Library(namespace, "IMPL")  # noqa: TOR901  kept for the life of the process
+        library = torch.library.Library(namespace, "IMPL")
         library.impl(name, _kernel(op, op._schema, handler), key)
         _libraries.append(library)
         _heard.add((key, f"{namespace}::{name}"))
@@ -114,7 +114,7 @@ def hear_higher_order(op: Any, names: tuple[str, ...], handler: Handler) -> None
 
 def _let_all_others_through(key: str) -> None:
     if (key, "_") not in _heard:
-        library = torch.library.Library("_", "IMPL")  # noqa: TOR901
+        library = torch.library.Library("_", "IMPL")
         library.fallback(torch.library.fallthrough_kernel, key)
         _libraries.append(library)
         _heard.add((key, "_"))

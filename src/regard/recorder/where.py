@@ -13,7 +13,16 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Place", "batch_first_owner", "called_by", "cross_like", "heads_of", "looks_like_attention", "place", "trail"]
+__all__ = [
+    "Place",
+    "batch_first_owner",
+    "called_by",
+    "cross_like",
+    "heads_of",
+    "looks_like_attention",
+    "place",
+    "trail",
+]
 
 #: Names of modules whose keys come from another sequence than their queries.
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encdecattention|(^|\.)multihead_attn$|(^|\.)attn2$|src_attn", re.I)
@@ -21,7 +30,9 @@ _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encdecattention|(^|\.)multihea
 #: Names of arguments that carry the other sequence into such a module.
 _OTHER = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "memory", "kv_states")
 
-_ATTENTION = re.compile(r"(attention|attn)(\d*d?)?(block|layer|module)?$|attention$|deltanet|mamba\d?mixer|retention$", re.I)
+_ATTENTION = re.compile(
+    r"(attention|attn)(\d*d?)?(block|layer|module)?$|attention$|deltanet|mamba\d?mixer|retention$", re.I
+)
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
 

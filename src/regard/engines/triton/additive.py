@@ -18,20 +18,22 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E, across, down, place
+from .tiles import LOG2E, across, down
 
 #: Largest projected query or key for which the paired form cannot overflow: (e^4·10)² < 2^127.
 TAME = 10.0
 
 
 class TanhPair(NamedTuple):
-    """Projected queries and keys with positions last, (b, h, a, i) and (b, g, a, j): as they are, and e^2x."""
+    """Projected queries and keys with positions last, (b, h, a, i) and (b, g, a, j): as they are, and e^2x. No gaps."""
 
     q: Any
     k: Any
     grown_q: Any
     grown_k: Any
-    v: Any  # Cells (b, h, a, 1)
+    v: Any  # b|1 h|1 a
+    v_b: int
+    v_h: int
     tame: Any  # one int: 1 where the paired form serves
     a: int  # even
 
@@ -47,36 +49,34 @@ def reciprocal(x, PAIR: tl.constexpr):
 
 
 @triton.jit
-def column(x, b, h, n, i, I):
-    """Component n of positions i."""
-    return tl.load(place(x, b, h) + n * x.i + i.to(tl.int64) * x.j, mask=i < I, other=0.0)
-
-
-@triton.jit
 def tanh_sum(pair, i, j, b, h, hk, sizes, PAIR: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Σ_a v_a tanh(q_a + k_a) of a tile, (i, j) or (j, i)."""
-    v = place(pair.v, b, h)
-    zero = down(i, KEYS_FIRST) * across(j, KEYS_FIRST)
-    s = tl.zeros(zero.shape, tl.float32)
+    v = pair.v + b.to(tl.int64) * pair.v_b + h.to(tl.int64) * pair.v_h
+    at_q = (b * sizes.h + h).to(tl.int64) * pair.a * sizes.i + i
+    at_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * pair.a * sizes.j + j
+    s = tl.zeros((down(i, KEYS_FIRST) + across(j, KEYS_FIRST)).shape, tl.float32)
     if tl.load(pair.tame) != 0:
         total = 0.0
         for n in tl.range(0, pair.a, 2):
-            v0, v1 = tl.load(v + n * pair.v.i), tl.load(v + (n + 1) * pair.v.i)
-            a0 = down(column(pair.grown_q, b, h, n, i, sizes.i), KEYS_FIRST)
-            a1 = down(column(pair.grown_q, b, h, n + 1, i, sizes.i), KEYS_FIRST)
-            b0 = across(column(pair.grown_k, b, hk, n, j, sizes.j), KEYS_FIRST)
-            b1 = across(column(pair.grown_k, b, hk, n + 1, j, sizes.j), KEYS_FIRST)
+            v0, v1 = tl.load(v + n), tl.load(v + n + 1)
+            a0 = down(tl.load(pair.grown_q + at_q, mask=i < sizes.i, other=0.0), KEYS_FIRST)
+            a1 = down(tl.load(pair.grown_q + at_q + sizes.i, mask=i < sizes.i, other=0.0), KEYS_FIRST)
+            b0 = across(tl.load(pair.grown_k + at_k, mask=j < sizes.j, other=0.0), KEYS_FIRST)
+            b1 = across(tl.load(pair.grown_k + at_k + sizes.j, mask=j < sizes.j, other=0.0), KEYS_FIRST)
             d0, d1 = a0 * b0 + 1.0, a1 * b1 + 1.0
             s += (v0 * d1 + v1 * d0) * reciprocal(d0 * d1, PAIR)
             total += v0 + v1
+            at_q += 2 * sizes.i
+            at_k += 2 * sizes.j
         s = total - 2.0 * s
     else:
         for n in tl.range(0, pair.a):
-            x = down(column(pair.q, b, h, n, i, sizes.i), KEYS_FIRST) + across(
-                column(pair.k, b, hk, n, j, sizes.j), KEYS_FIRST
-            )
+            x = down(tl.load(pair.q + at_q, mask=i < sizes.i, other=0.0), KEYS_FIRST)
+            x = x + across(tl.load(pair.k + at_k, mask=j < sizes.j, other=0.0), KEYS_FIRST)
             # e^2x may overflow to inf: then the fraction is 0, and tanh is 1.
-            s += tl.load(v + n * pair.v.i) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, PAIR))
+            s += tl.load(v + n) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, PAIR))
+            at_q += sizes.i
+            at_k += sizes.j
     return s
 
 

@@ -23,7 +23,7 @@ from .tiles import (
     key_blocks,
     log_weight,
     lse_in_base_2,
-    per_row,
+    of_rows,
     place,
     product,
     put_row,
@@ -37,14 +37,16 @@ from .tiles import (
 
 
 class Flow(NamedTuple):
-    """What flows back: numbers of every row, and further columns of left and right."""
+    """What flows back: numbers of every row (b, h, i), and further columns of left and right. None has gaps."""
 
     lse: Any
     c: Any
     eta: Any
     rho: Any
-    left: Any  # Cells (b, h, i, x)
-    right: Any  # Cells (b, h, j, x)
+    left: Any  # b h i x
+    right: Any  # b|1 h|1 j x
+    right_b: int
+    right_h: int
     extras: int
 
 
@@ -52,12 +54,12 @@ class Flow(NamedTuple):
 def row_terms(flow, i, b, h, sizes, ETA: tl.constexpr, RHO: tl.constexpr):
     """What is the same along a row: lse2, c, η in base 2, ρ."""
     lse2 = lse_in_base_2(flow.lse, b, h, i, sizes)
-    c = per_row(flow.c, b, h, i, sizes.i, 0.0)
+    c = of_rows(flow.c, b, h, i, sizes, 0.0)
     eta2, rho = c, c
     if ETA:
-        eta2 = per_row(flow.eta, b, h, i, sizes.i, 0.0) * LN2
+        eta2 = of_rows(flow.eta, b, h, i, sizes, 0.0) * LN2
     if RHO:
-        rho = per_row(flow.rho, b, h, i, sizes.i, 0.0)
+        rho = of_rows(flow.rho, b, h, i, sizes, 0.0)
     return lse2, c, eta2, rho
 
 
@@ -69,8 +71,10 @@ def into_scores(
     """ds of a tile. `inside` is the output's part of left · right."""
     if EXTRAS:
         for x in range(0, flow.extras):
-            left = per_row(flow.left, b, h, i, sizes.i, 0.0, x)
-            right = per_row(flow.right, b, h, j, sizes.j, 0.0, x)
+            row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
+            left = tl.load(flow.left + row * flow.extras + x, mask=i < sizes.i, other=0.0)
+            head = flow.right + b.to(tl.int64) * flow.right_b + h.to(tl.int64) * flow.right_h
+            right = tl.load(head + j.to(tl.int64) * flow.extras + x, mask=j < sizes.j, other=0.0)
             inside += down(left, KEYS_FIRST) * across(right, KEYS_FIRST)
     inside -= down(c, KEYS_FIRST)
     if RHO:
@@ -83,27 +87,28 @@ def into_scores(
 
 @triton.jit
 def keys_of(
-    near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+    near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
     scale, scale2, begin, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
     RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Add what some blocks of rows send to these keys and values."""
-    for n in range(begin, end):
+    for n in tl.range(begin, end, warp_specialize=APART):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
-        if TMA and not EDGE:
+        if TMA and (APART or not EDGE):
             rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
         else:
             rows = tile(q, b, h, i, d, sizes.i, D, EDGE)
         lse2, c, eta2, rho = row_terms(flow, i, b, h, sizes, ETA, RHO)
         s = product(near, rows.T, EXACT)  # j i
-        s, slope = scored(s, i[None, :], j[:, None], b, h, steps, caps, scale, sizes, STEPS, FOLD, -1)
+        s, slope = scored(s, i[None, :], j[:, None], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, -1)
         log2w = log_weight(s, lse2[None, :], scale2, FOLD)
         w = tl.exp2(log2w)
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and not EDGE:
+            if TMA and (APART or not EDGE):
                 back = fetch(dy_desc, dy_map, b, h, n * BLOCK_I)
             else:
                 back = tile(dy, b, h, i, e, sizes.i, E, EDGE)
@@ -118,10 +123,10 @@ def keys_of(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dy, q_desc, dy_desc, q_map, dy_map, steps, caps, seen, table, flow, out_dk, out_dv, sizes, heads, group,
+    q, k, v, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, table, flow, out_dk, out_dv, sizes, heads, group,
     scale, scale2, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr,
-    EXTRAS: tl.constexpr, TMA: tl.constexpr,
+    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_J keys of one of `heads` output heads, each the sum of `group` query heads."""
@@ -136,23 +141,27 @@ def keys_kernel(
     dk = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
     first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+    if APART:  # the compiler parts the warps of one loop only: it takes all tiles, edges or not
+        full_from, full_to = first, past
     for n in range(0, group):
         h = own * group + n
+        if EDGES and not APART:
+            dk, dv = keys_of(
+                near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+                scale, scale2, first, full_from, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
+                BLOCK_I, True, False,
+            )  # fmt: skip
         dk, dv = keys_of(
-            near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-            scale, scale2, first, full_from, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-            BLOCK_I, True,
-        )  # fmt: skip
-        dk, dv = keys_of(
-            near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+            near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
             scale, scale2, full_from, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-            BLOCK_I, False,
+            BLOCK_I, EDGES and APART, APART,
         )  # fmt: skip
-        dk, dv = keys_of(
-            near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-            scale, scale2, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-            BLOCK_I, True,
-        )  # fmt: skip
+        if EDGES and not APART:
+            dk, dv = keys_of(
+                near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+                scale, scale2, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
+                BLOCK_I, True, False,
+            )  # fmt: skip
     put_tile(out_dk, b, own, j, d, dk * scale, sizes.j, D)
     if Y:
         put_tile(out_dv, b, own, j, e, dv, sizes.j, E)
@@ -160,29 +169,30 @@ def keys_kernel(
 
 @triton.jit
 def rows_of_keys(
-    rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, caps, seen, flow, sizes, i, d, e, b, h,
+    rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b, h,
     r, dq, scale, scale2, begin, split, jump, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
     RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of keys send to these rows: those from `begin` to `split`, then those from `jump` to `end`."""
     hk, hv = h // sizes.k_group, h // sizes.v_group
     left = split - begin
-    for n in range(0, left + end - jump):
+    for n in tl.range(0, left + end - jump, warp_specialize=APART):
         block = tl.where(n < left, begin + n, jump + n - left)
         j = block * BLOCK_J + tl.arange(0, BLOCK_J)
-        if TMA and not EDGE:
+        if TMA and (APART or not EDGE):
             near = fetch(k_desc, k_map, b, hk, block * BLOCK_J)
         else:
             near = tile(k, b, hk, j, d, sizes.j, D, EDGE)
         s = product(rows, near.T, EXACT)
-        s, slope = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, FOLD, -1)
+        s, slope = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, -1)
         log2w = log_weight(s, lse2[:, None], scale2, FOLD)
         w = tl.exp2(log2w)
         if EDGE:
             w = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and not EDGE:
+            if TMA and (APART or not EDGE):
                 values = fetch(v_desc, v_map, b, hv, block * BLOCK_J)
             else:
                 values = tile(v, b, hv, j, e, sizes.j, E, EDGE)
@@ -196,10 +206,10 @@ def rows_of_keys(
 
 @triton.jit
 def rows_kernel(
-    q, k, v, dy, k_desc, v_desc, k_map, v_map, steps, caps, seen, flow, out_dq, sizes, heads, per_group, scale, scale2,
+    q, k, v, dy, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, out_dq, sizes, heads, per_group, scale, scale2,
     D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr,
-    EXTRAS: tl.constexpr, TMA: tl.constexpr,
+    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_I rows."""
@@ -214,22 +224,25 @@ def rows_kernel(
     dq = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        if APART:
+            full_from, full_to = first, past
         dq = rows_of_keys(
-            rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, caps, seen, flow, sizes, i, d, e, b,
+            rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
             h, r, dq, scale, scale2, full_from, full_to, full_to, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
-            EXTRAS, TMA, BLOCK_J, False,
+            EXTRAS, TMA, BLOCK_J, EDGES and APART, APART,
         )  # fmt: skip
-        dq = rows_of_keys(
-            rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, caps, seen, flow, sizes, i, d, e, b,
-            h, r, dq, scale, scale2, first, full_from, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
-            EXTRAS, TMA, BLOCK_J, True,
-        )  # fmt: skip
+        if EDGES and not APART:
+            dq = rows_of_keys(
+                rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
+                h, r, dq, scale, scale2, first, full_from, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
+                EXTRAS, TMA, BLOCK_J, True, False,
+            )  # fmt: skip
     put_tile(out_dq, b, h, i, d, dq * scale, sizes.i, D)
 
 
 @triton.jit
 def step_tile(
-    q, k, v, dy, steps, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
+    q, k, v, dy, steps, strides, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
     D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr,
     EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr, EXTRAS: tl.constexpr,
     TARGET: tl.constexpr,
@@ -238,7 +251,7 @@ def step_tile(
     rows = tile(q, b, h, i, d, sizes.i, D, True)
     near = tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
     s = product(rows, near.T, EXACT)
-    s, slope = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, False, TARGET)
+    s, slope = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, False, TARGET)
     lse2, c, eta2, rho = row_terms(flow, i, b, h, sizes, ETA, RHO)
     log2w = log_weight(s, lse2[:, None], scale2, False)
     shown = visible_at_all(i[:, None], j[None, :], b, h, seen, sizes, MASK)
@@ -254,7 +267,7 @@ def step_tile(
 
 @triton.jit
 def steps_kernel(
-    q, k, v, dy, steps, caps, seen, table, flow, out, sizes, out_heads, scale, scale2, batch,
+    q, k, v, dy, steps, strides, caps, seen, table, flow, out, sizes, out_heads, scale, scale2, batch,
     D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr,
     EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr, EXTRAS: tl.constexpr,
     TARGET: tl.constexpr, ALONG: tl.constexpr,
@@ -278,7 +291,7 @@ def steps_kernel(
             first, _, _, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
             for n in range(first, past):
                 j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-                ds = step_tile(q, k, v, dy, steps, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
+                ds = step_tile(q, k, v, dy, steps, strides, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
                                D, E, STEPS, MASK, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TARGET)  # fmt: skip
                 # Tiles of two intervals may overlap: each counts what it shows.
                 ds = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), ds, 0.0)
@@ -295,7 +308,7 @@ def steps_kernel(
         first, _, _, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
         for n in range(first, past):
             i = n * BLOCK_I + tl.arange(0, BLOCK_I)
-            ds = step_tile(q, k, v, dy, steps, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
+            ds = step_tile(q, k, v, dy, steps, strides, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
                            D, E, STEPS, MASK, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TARGET)  # fmt: skip
             total += tl.sum(ds, 0)
         put_row(out, b, h, j, total, sizes.j)
@@ -312,7 +325,7 @@ def steps_kernel(
         h1 = tl.where(out.h == 0, sizes.h, out_h + 1)
         for b in range(b0, b1):
             for h in range(h0, h1):
-                cells += step_tile(q, k, v, dy, steps, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
+                cells += step_tile(q, k, v, dy, steps, strides, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
                                    D, E, STEPS, MASK, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TARGET)  # fmt: skip
         at = place(out, out_b, out_h) + i.to(tl.int64)[:, None] * out.i + j.to(tl.int64)[None, :] * out.j
         tl.store(at, cells, mask=(i[:, None] < sizes.i) & (j[None, :] < sizes.j))

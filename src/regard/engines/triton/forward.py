@@ -21,7 +21,6 @@ from .tiles import (
     add_product,
     fetch,
     key_blocks,
-    per_row,
     place,
     product,
     put_row,
@@ -95,14 +94,17 @@ def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
 
 @triton.jit
 def forward_kernel(
-    q, k, v, pair, k_desc, v_desc, k_map, v_map, steps, caps, sink, keys, seen, out, sizes, heads, per_group, scale, scale2,
+    q, k, v, pair, q_desc, k_desc, v_desc, q_map, k_map, v_map, steps, strides, caps, sink, keys, seen, out, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
     Y: tl.constexpr, LSE: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
-    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr,
+    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """All that one pass can tell of BLOCK_I rows. APART: one warp group loads while the others compute."""
+    """All that one pass can tell of BLOCK_I rows. APART: one warp group loads while the others compute.
+
+    EDGES: there are tiles that rows see in part. WHOLE: the keys fill their last block.
+    """
     block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group)
     b, h = head // sizes.h, head % sizes.h
     start = block * BLOCK_I
@@ -110,7 +112,10 @@ def forward_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     hk, hv = h // sizes.k_group, h // sizes.v_group
     if PAIR == "product":
-        rows = tile(q, b, h, i, d, sizes.i, D, True)
+        if TMA:  # rows past the end may be another head's: they are computed and never written
+            rows = fetch(q_desc, q_map, b, h, start)
+        else:
+            rows = tile(q, b, h, i, d, sizes.i, D, True)
 
     m = tl.full([BLOCK_I], FLOOR, tl.float32)
     l = tl.zeros([BLOCK_I], tl.float32)
@@ -122,6 +127,8 @@ def forward_kernel(
 
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        if APART and EDGES:  # the compiler parts the warps of one loop only: it takes all tiles, edges or not
+            full_from, full_to = first, past
         for n in tl.range(full_from, full_to, warp_specialize=APART):
             j = n * BLOCK_J + tl.arange(0, BLOCK_J)
             if PAIR == "product":
@@ -132,7 +139,9 @@ def forward_kernel(
                 s = product(rows, near.T, EXACT)
             else:
                 s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
-            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+            if APART and EDGES:
+                s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
             if not Y:
                 values = s
             elif SAME:
@@ -149,20 +158,25 @@ def forward_kernel(
                 Y, ENTROPY, REACH, MASS, ARGMAX, FOLD, EXACT_V,
             )  # fmt: skip
         left = full_from - first
-        for n in range(0, left + past - full_to):
+        for n in range(0, left + past - full_to if EDGES and not APART else 0):
             at = tl.where(n < left, first + n, full_to + n - left)
             j = at * BLOCK_J + tl.arange(0, BLOCK_J)
             if PAIR == "product":
-                near = tile(k, b, hk, j, d, sizes.j, D, True)
+                if TMA and WHOLE:
+                    near = fetch(k_desc, k_map, b, hk, at * BLOCK_J)
+                else:
+                    near = tile(k, b, hk, j, d, sizes.j, D, True)
                 s = product(rows, near.T, EXACT)
             else:
                 s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
-            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
             s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
             if not Y:
                 values = s
             elif SAME:
                 values = near
+            elif TMA and WHOLE:
+                values = fetch(v_desc, v_map, b, hv, at * BLOCK_J)
             else:
                 values = tile(v, b, hv, j, e, sizes.j, E, True)
             chosen = mass
@@ -227,7 +241,7 @@ def kept(s, j, best, at, threshold, N: tl.constexpr):
 
 @triton.jit
 def looked_through(
-    rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale, begin, end,
+    rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale, begin, end,
     PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +257,7 @@ def looked_through(
             s = product(rows, near.T, EXACT)
         else:
             s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
-        s, _ = scored(s, i[:, None], j[None, :], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+        s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
         if EDGE:
             s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
         best, at, threshold = kept(s, j, best, at, threshold, N)
@@ -252,7 +266,7 @@ def looked_through(
 
 @triton.jit
 def top_kernel(
-    q, k, pair, k_desc, k_map, steps, caps, seen, score, index, sizes, heads, per_group, scale, scale2,
+    q, k, pair, k_desc, k_map, steps, strides, caps, seen, score, index, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -273,15 +287,15 @@ def top_kernel(
         first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
         # In the order of the keys: then an equal score never displaces one that was found.
         best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
             first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True,
         )  # fmt: skip
         best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
             full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False,
         )  # fmt: skip
         best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
             full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True,
         )  # fmt: skip
     factor = scale2 * LN2 if FOLD else LN2
@@ -290,4 +304,4 @@ def top_kernel(
     put_tile(index, b, h, i, n, at, sizes.i, N)
 
 
-__all__ = ["Outputs", "forward_kernel", "in_order", "per_row", "top_kernel"]
+__all__ = ["Outputs", "forward_kernel", "in_order", "top_kernel"]

@@ -19,7 +19,6 @@ from .tiles import (
     fetch,
     log_weight,
     lse_in_base_2,
-    place,
     product,
     put_row,
     put_tile,
@@ -31,9 +30,9 @@ from .tiles import (
 
 
 class Pool(NamedTuple):
-    """How rows are pooled: `rows` tiles over i0 <= i < i1, into `sums` (b, h, rows, j)."""
+    """How rows are pooled: `rows` tiles over i0 <= i < i1, into `sums` (b, h, rows, j), which has no gaps."""
 
-    sums: Any  # Cells
+    sums: Any
     rows: int
     i0: int
     i1: int
@@ -42,15 +41,16 @@ class Pool(NamedTuple):
 @triton.jit
 def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALIGNED: tl.constexpr):
     """Add the columns of a tile (j, i) to those tile rows of the pooled map that its rows fall into."""
-    base = place(pool.sums, b, h) + j.to(tl.int64) * pool.sums.j
+    zero = j.to(tl.int64) * 0  # rows times keys may pass 2³¹
+    base = pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * sizes.j + j
     if ALIGNED:
         # Every block of rows lies in one tile row: add up, and write when the tile row ends.
         height = (pool.i1 - pool.i0) // pool.rows
-        inside = (n * BLOCK_I >= pool.i0) & (n * BLOCK_I < pool.i1)
+        begin = zero + n * BLOCK_I - pool.i0
+        inside = (begin >= 0) & (begin < pool.i1 - pool.i0)
         part += tl.where(inside, tl.sum(w, 1), 0.0)
-        row = (n * BLOCK_I - pool.i0) // height
-        ends = inside & (((n + 1) * BLOCK_I - pool.i0) % height == 0)
-        tl.store(base + row.to(tl.int64) * pool.sums.i, part, mask=(j < sizes.j) & ends)
+        ends = inside & ((begin + BLOCK_I) % height == 0)
+        tl.store(base + begin // height * sizes.j, part, mask=(j < sizes.j) & ends)
         part = tl.where(ends, 0.0, part)
     else:
         inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
@@ -60,7 +60,7 @@ def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALI
         first = tl.min(tl.where(inside, row, last), 0)
         for r in range(tl.maximum(first, 0), last + 1):
             column = tl.sum(tl.where((row == r)[None, :], w, 0.0), 1)
-            at = base + r.to(tl.int64) * pool.sums.i
+            at = base + (zero + r) * sizes.j
             tl.store(at, tl.load(at, mask=j < sizes.j, other=0.0) + column, mask=j < sizes.j)
             tl.debug_barrier()  # the next block of rows may add to the same tile row
     return part
@@ -68,24 +68,25 @@ def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALI
 
 @triton.jit
 def columns_of(
-    keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z, scale, scale2,
+    keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z, scale, scale2,
     begin, end, PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
     Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Add up the weights of some blocks of rows, column by column."""
-    for n in range(begin, end):
+    for n in tl.range(begin, end, warp_specialize=APART):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         lse2 = lse_in_base_2(lse, b, h, i, sizes)
         if PAIR == "product":
-            if TMA and not EDGE:
+            if TMA and (APART or not EDGE):
                 rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
             else:
                 rows = tile(q, b, h, i, d, sizes.i, D, EDGE)
             s = product(keys, rows.T, EXACT)  # j i
         else:
             s = tanh_sum(pair, i, j, b, h, h // sizes.k_group, sizes, PAIR, True)
-        s, _ = scored(s, i[None, :], j[:, None], b, h, steps, caps, scale, sizes, STEPS, FOLD, 0)
+        s, _ = scored(s, i[None, :], j[:, None], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
         w = tl.exp2(log_weight(s, lse2[None, :], scale2, FOLD))
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
@@ -101,10 +102,10 @@ def columns_of(
 
 @triton.jit
 def reread_kernel(
-    q, k, pair, q_desc, q_map, lse, u, steps, caps, seen, table, pool, out_received, out_z, sizes, scale, scale2,
+    q, k, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, table, pool, out_received, out_z, sizes, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr,
+    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All that BLOCK_J columns can tell."""
@@ -122,29 +123,33 @@ def reread_kernel(
     part = tl.zeros([BLOCK_J], tl.float32)
     z = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
     first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+    if APART:  # the compiler parts the warps of one loop only: it takes all tiles, edges or not
+        full_from, full_to = first, past
     # In the order of the rows, since the tile rows of a pooled map are written as they end.
+    if EDGES and not APART:
+        received, part, z = columns_of(
+            keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+            scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
+            BLOCK_I, True, False,
+        )  # fmt: skip
     received, part, z = columns_of(
-        keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
-        scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-        BLOCK_I, True,
-    )  # fmt: skip
-    received, part, z = columns_of(
-        keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+        keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
         scale, scale2, full_from, full_to, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-        BLOCK_I, False,
+        BLOCK_I, EDGES and APART, APART,
     )  # fmt: skip
-    received, part, z = columns_of(
-        keys, q, pair, q_desc, q_map, lse, u, steps, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
-        scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-        BLOCK_I, True,
-    )  # fmt: skip
+    if EDGES and not APART:
+        received, part, z = columns_of(
+            keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+            scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
+            BLOCK_I, True, False,
+        )  # fmt: skip
     if PARTS and ALIGNED:
         # A window ends in the middle of a tile row: what was added up since is not written yet.
         height = (pool.i1 - pool.i0) // pool.rows
-        inside = (past > first) & ((past - 1) * BLOCK_I >= pool.i0) & ((past - 1) * BLOCK_I < pool.i1)
-        open_row = inside & ((past * BLOCK_I - pool.i0) % height != 0)
-        row = ((past - 1) * BLOCK_I - pool.i0) // height
-        at = place(pool.sums, b, h) + row.to(tl.int64) * pool.sums.i + j.to(tl.int64) * pool.sums.j
+        begin = j.to(tl.int64) * 0 + (past - 1) * BLOCK_I - pool.i0
+        inside = (begin >= 0) & (begin < pool.i1 - pool.i0) & (j.to(tl.int64) * 0 + past > first)
+        open_row = inside & ((begin + BLOCK_I) % height != 0)
+        at = pool.sums + ((b * sizes.h + h).to(tl.int64) * pool.rows + begin // height) * sizes.j + j
         tl.store(at, part, mask=(j < sizes.j) & open_row)
     if RECEIVED:
         put_row(out_received, b, h, j, received, sizes.j)

@@ -50,14 +50,22 @@ class Sizes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Who is seen: a band around the own position, intervals of every row, or flags of every cell."""
+    """Who is seen: a band around the own position, intervals of every row, or flags of every cell.
+
+    Flat, as all groups of arguments that loops use: the compiler loses strides of 1 in a tuple within a tuple.
+    """
 
     before: int
     after: int
-    lo: Any  # Cells (b, r, i, 1)
+    lo: Any  # (b|1, r, i), without gaps
     hi: Any
     spans: int  # how many intervals a row has
-    flags: Any  # Cells (b, h, i, j)
+    spans_b: int  # stride of the sequences, 0 where all have the same
+    flags: Any
+    flags_b: int
+    flags_h: int
+    flags_i: int
+    flags_j: int
 
 
 class Map(NamedTuple):
@@ -98,7 +106,7 @@ def described(x: Tensor, block: tuple[int, int]) -> tuple[Any, Map] | None:
     if h == 1 or (sh % si == 0 and sh > 0):
         where = Map(row_b, sh // si if h > 1 else 0, 0)
         rows, cols = (b - 1) * where.row_b + (h - 1) * where.row_h + i, d
-    elif 0 < sh and (h - 1) * sh + d <= si and sh % per_16 == 0:
+    elif sh > 0 and (h - 1) * sh + d <= si and sh % per_16 == 0:
         where = Map(row_b, 0, sh)
         rows, cols = (b - 1) * row_b + i, (h - 1) * sh + d
     else:
@@ -134,15 +142,9 @@ def tile(x, b, h, i, d, I, D: tl.constexpr, CHECK: tl.constexpr):
     at = place(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
     if CHECK:
         return tl.load(at, mask=(i[:, None] < I) & (d[None, :] < D), other=0.0)
-    if D != d.shape[0]:
+    if d.shape[0] != D:
         return tl.load(at, mask=d[None, :] < D, other=0.0)
     return tl.load(at)
-
-
-@triton.jit
-def per_row(x, b, h, i, I, other, column=0):
-    """One number a row: (I,)."""
-    return tl.load(place(x, b, h) + i.to(tl.int64) * x.i + column * x.j, mask=i < I, other=other)
 
 
 @triton.jit
@@ -171,13 +173,16 @@ def interval(i, b, r, seen, sizes, MASK: tl.constexpr):
     if MASK == "none":
         lo = i * 0
         hi = i * 0 + sizes.j
+    elif MASK == "causal":
+        lo = i * 0
+        hi = tl.minimum(i + (sizes.offset + 1), sizes.j)
     elif MASK == "band":
         lo = tl.maximum(i + (sizes.offset - seen.before), 0)
         hi = tl.minimum(i + (sizes.offset + seen.after + 1), sizes.j)
     else:
-        at = b.to(tl.int64) * seen.lo.b + r * seen.lo.h + i.to(tl.int64) * seen.lo.i
-        lo = tl.load(seen.lo.ptr + at, mask=i < sizes.i, other=0)
-        hi = tl.load(seen.hi.ptr + at, mask=i < sizes.i, other=0)
+        at = b.to(tl.int64) * seen.spans_b + r * sizes.i + i
+        lo = tl.load(seen.lo + at, mask=i < sizes.i, other=0)
+        hi = tl.load(seen.hi + at, mask=i < sizes.i, other=0)
     return lo, tl.where(i < sizes.i, hi, 0)
 
 
@@ -186,7 +191,7 @@ def key_blocks(start, b, r, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constex
     """Which blocks of keys the rows from `start` on see: first, and past the last; of these in full: from, to."""
     if MASK == "none":
         return start * 0, start * 0, sizes.j // BLOCK_J, tl.cdiv(sizes.j, BLOCK_J)
-    if MASK == "band":
+    if MASK == "band" or MASK == "causal":
         end = tl.minimum(start + BLOCK_I, sizes.i) - 1
         first = tl.maximum(start + sizes.offset - seen.before, 0)
         last = tl.minimum(end + sizes.offset + seen.after + 1, sizes.j)
@@ -212,13 +217,13 @@ def key_blocks(start, b, r, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constex
 @triton.jit
 def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
     """Which blocks of rows see the keys from `start` on: first, in full from, to, past the last."""
-    blocks = tl.cdiv(sizes.i, BLOCK_I)
-    whole = (sizes.i // BLOCK_I).to(tl.int32)
     if MASK == "none":
+        block = start * 0
+        full_from = block
         # The last keys may stand in a block that is not whole: then no tile is.
-        some = start + BLOCK_J <= sizes.j
-        return start * 0, start * 0, tl.where(some, whole, 0), blocks
-    if MASK == "band":
+        full_to = tl.where(start + BLOCK_J <= sizes.j, sizes.i // BLOCK_I, 0)
+        past = block + tl.cdiv(sizes.i, BLOCK_I)
+    elif MASK == "band" or MASK == "causal":
         end = tl.minimum(start + BLOCK_J, sizes.j) - 1
         # Row i sees key j where j − after − offset <= i <= j + before − offset.
         first = tl.maximum(start - seen.after - sizes.offset, 0)
@@ -232,11 +237,11 @@ def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.con
         full_to = tl.maximum(full_hi, 0) // BLOCK_I
     else:
         # The host looked it up: rows have intervals, columns have none.
-        at = table.ptr + b.to(tl.int64) * table.b + (start // BLOCK_J) * table.i
+        at = table.ptr + b.to(tl.int64) * table.b + (start // BLOCK_J) * 4
         block = tl.load(at)
-        full_from = tl.load(at + table.j)
-        full_to = tl.load(at + 2 * table.j)
-        past = tl.load(at + 3 * table.j)
+        full_from = tl.load(at + 1)
+        full_to = tl.load(at + 2)
+        past = tl.load(at + 3)
     some = full_from < full_to
     return block, tl.where(some, full_from, block), tl.where(some, full_to, block), past
 
@@ -245,9 +250,12 @@ def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.con
 def visible(i, j, b, h, r, seen, sizes, MASK: tl.constexpr):
     """Which cells of a tile the r-th interval of the rows shows."""
     lo, hi = interval(i, b, r, seen, sizes, MASK)
-    shown = (j >= lo) & (j < hi)
+    shown = j < hi
+    if MASK != "none" and MASK != "causal":
+        shown = shown & (j >= lo)
     if MASK == "flags":
-        at = place(seen.flags, b, h) + i.to(tl.int64) * seen.flags.i + j.to(tl.int64) * seen.flags.j
+        head = seen.flags + b.to(tl.int64) * seen.flags_b + h.to(tl.int64) * seen.flags_h
+        at = head + i.to(tl.int64) * seen.flags_i + j.to(tl.int64) * seen.flags_j
         shown = shown & (tl.load(at, mask=shown, other=0) != 0)
     return shown
 
@@ -275,7 +283,13 @@ def tanh(x):
 
 
 @triton.jit
-def scored(s, i, j, b, h, steps, caps, scale, sizes, STEPS: tl.constexpr, FOLD: tl.constexpr, TARGET: tl.constexpr):
+def step_of(steps, strides, n: tl.constexpr, b, h):
+    """The tensor of step n for one head; `strides` has four numbers a step."""
+    return steps[n] + b.to(tl.int64) * strides[4 * n] + h.to(tl.int64) * strides[4 * n + 1]
+
+
+@triton.jit
+def scored(s, i, j, b, h, steps, strides, caps, scale, sizes, STEPS: tl.constexpr, FOLD: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
     """Products turned into scores, and their slope: d score / d (what step TARGET gave; the product for −1).
 
     FOLD: no steps, and a harmless scale: the product stays as it is and the update multiplies while it subtracts.
@@ -285,10 +299,11 @@ def scored(s, i, j, b, h, steps, caps, scale, sizes, STEPS: tl.constexpr, FOLD: 
         s = s * scale
         for n in tl.static_range(len(STEPS)):
             if STEPS[n] == "bias":
-                at = place(steps[n], b, h) + i.to(tl.int64) * steps[n].i + j.to(tl.int64) * steps[n].j
+                at = step_of(steps, strides, n, b, h)
+                at = at + i.to(tl.int64) * strides[4 * n + 2] + j.to(tl.int64) * strides[4 * n + 3]
                 s += tl.load(at, mask=(i < sizes.i) & (j < sizes.j), other=0.0).to(tl.float32)
             if STEPS[n] == "alibi":
-                near = tl.load(place(steps[n], b, h)).to(tl.float32)
+                near = tl.load(step_of(steps, strides, n, b, h)).to(tl.float32)
                 s -= near * tl.abs(i + sizes.offset - j).to(tl.float32)
             if STEPS[n] == "softcap":
                 flat = tanh(s / caps[n])
@@ -324,9 +339,15 @@ def add_product(a, b, total, EXACT: tl.constexpr):
 
 
 @triton.jit
+def of_rows(x, b, h, i, sizes, other):
+    """One number a row, from a tensor (b, h, i) without gaps."""
+    return tl.load(x + (b * sizes.h + h).to(tl.int64) * sizes.i + i, mask=i < sizes.i, other=other)
+
+
+@triton.jit
 def lse_in_base_2(lse, b, h, i, sizes):
     """Of finished rows; rows that see nothing, or that are not there, get one that makes every weight 0."""
-    row = per_row(lse, b, h, i, sizes.i, float("-inf"))
+    row = of_rows(lse, b, h, i, sizes, float("-inf"))
     return tl.where(row == float("-inf"), HUGE, row * LOG2E)
 
 

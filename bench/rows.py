@@ -1,0 +1,120 @@
+"""Rows of results: how they are measured, written and shown. Every benchmark of the project uses these."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass
+class Row:
+    """One figure. `ratio` is ours over theirs, or theirs over ours where `better` is "higher"."""
+
+    what: str
+    shape: list[int] | str
+    against: str
+    ratio: float
+    must: float | None
+    goal: float | None
+    better: str
+    samples: list[float]
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+
+    def verdict(self) -> str:
+        def reached(bound: float | None) -> bool:
+            return bound is None or (self.ratio <= bound if self.better == "lower" else self.ratio >= bound)
+
+        if self.must is None and self.goal is None:
+            return ""
+        if not reached(self.must):
+            return "missed"
+        return "goal" if self.goal is not None and reached(self.goal) else "reached"
+
+
+def ratios(
+    ours: Callable[[], Any], theirs: Callable[[], Any], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Time the two by turns, so that a machine's moods fall on both."""
+    for run in (ours, theirs, ours, theirs):
+        run()
+    samples = []
+    for _ in range(repeats):
+        start = clock()
+        theirs()
+        middle = clock()
+        ours()
+        samples.append((clock() - middle) / (middle - start))
+    return samples
+
+
+def row(what: str, shape: Any, against: str, samples: list[float], must: float | None, goal: float | None, better: str = "lower", device: str = "") -> Row:  # fmt: skip
+    return Row(
+        what, shape, against, round(statistics.median(samples), 4), must, goal, better,
+        [round(s, 4) for s in samples], device or cpu_name(), versions(), commit(),
+    )  # fmt: skip
+
+
+def write(name: str, rows: list[Row]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps([asdict(r) for r in rows], indent=1, ensure_ascii=False) + "\n")
+    print(table(rows))
+    print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+
+def read(name: str) -> list[Row]:
+    known = set(Row.__dataclass_fields__)
+    return [
+        Row(**{k: v for k, v in r.items() if k in known}) for r in json.loads((RESULTS / f"{name}.json").read_text())
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| what | shape | against | ratio | must | goal | |", "|---|---|---|---|---|---|---|"]
+    for r in rows:
+        sign = "≤" if r.better == "lower" else "≥"
+        bounds = [f"{sign} {b:g}×" if b is not None else "" for b in (r.must, r.goal)]
+        shape = r.shape if isinstance(r.shape, str) else "×".join(map(str, r.shape))
+        lines.append(
+            f"| {r.what} | {shape} | {r.against} | {r.ratio:.3g}× | {bounds[0]} | {bounds[1]} | {r.verdict()} |"
+        )
+    return "\n".join(lines)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("numba", "triton"):
+        if name in sys.modules:
+            found[name] = sys.modules[name].__version__
+    return found
+
+
+def commit() -> str:
+    answer = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
+    return answer.stdout.strip()
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor()
+    return f"{model}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,157 @@
+"""Find the fastest configuration of every kernel for the shapes of the GPU benchmark.
+
+    PYTHONPATH=src python3 -m bench.tune [kernel ...]
+
+Every candidate is compiled in parallel first, checked against the first candidate, then timed. What is fastest belongs
+into `regard/engines/triton/configuration.py`, by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import traceback
+
+import torch
+import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import regard
+from regard.engines.gradient import Gradient
+from regard.engines.triton import configuration, launch
+from regard.engines.triton.configuration import Config as C
+from regard.statistics import Tiling
+
+SHAPES = [(4, 16, 4096, 128), (2, 16, 16384, 128), (4, 32, 4096, 64), (1, 16, 16384, 64)]
+STATISTICS = ("y", "lse", "max_score", "entropy")
+
+CANDIDATES = {
+    "forward": [
+        C(128, 128, 8, 3), C(128, 128, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 64, 4, 3),
+        C(128, 128, 4, 2, apart=True), C(128, 64, 4, 3, apart=True), C(128, 64, 4, 2, apart=True),
+        C(128, 128, 4, 3, apart=True),
+    ],
+    "reread": [
+        C(64, 128, 4, 3), C(64, 128, 8, 3), C(128, 128, 8, 3), C(64, 64, 4, 3), C(64, 64, 4, 4), C(64, 256, 8, 3),
+        C(128, 64, 4, 3),
+    ],
+    "top": [C(64, 128, 4, 3), C(64, 64, 4, 3), C(128, 64, 8, 3), C(64, 256, 8, 2), C(64, 32, 4, 3), C(128, 128, 8, 2)],
+    "keys": [
+        C(64, 128, 8, 2), C(64, 128, 8, 3), C(32, 128, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 64, 8, 2),
+        C(32, 64, 4, 3), C(128, 128, 8, 2), C(64, 64, 8, 2), C(32, 128, 4, 2),
+    ],
+    "rows": [
+        C(128, 64, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 128, 8, 2), C(128, 32, 4, 3),
+        C(64, 128, 4, 2), C(128, 32, 8, 3),
+    ],
+}  # fmt: skip
+
+
+def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
+    q, k, v, dy = (torch.randn(b, h, t, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
+    if kernel == "forward":
+        return lambda: launch.forward(problem, STATISTICS, v, None)
+    if kernel == "top":
+        return lambda: launch.top(problem, 8)
+    found = launch.forward(problem, STATISTICS, v, None)
+    if kernel == "reread":
+        tiling = Tiling(64, 64, 0, t, 0, t)
+        return lambda: launch.reread(problem, ("received", "pool"), found["lse"], None, tiling)
+    c = (dy.float() * found["y"].float()).sum(-1)
+    gradient = Gradient(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
+    flowing = launch._flowing(problem, v, found["lse"], gradient)
+    return (lambda: launch.keys_pass(*flowing)) if kernel == "keys" else (lambda: launch.rows_pass(*flowing))
+
+
+def flat(found) -> list[torch.Tensor]:
+    found = list(found.values()) if isinstance(found, dict) else found
+    return [
+        x for x in (found if isinstance(found, list | tuple) else [found]) if x is not None and x.is_floating_point()
+    ]
+
+
+def compile_one(job) -> str:
+    kernel, config, d, causal = job
+    torch.cuda.set_per_process_memory_fraction(0.05)
+    configuration.forced.clear()
+    try:
+        ask = call(kernel, 2, 4, 2048, d, causal)
+        configuration.forced[kernel] = config
+        ask()
+        torch.cuda.synchronize()
+        return ""
+    except Exception as error:
+        return f"{job}: {type(error).__name__} {str(error)[:100]}"
+
+
+def timed(ask) -> list[float]:
+    return triton.testing.do_bench(ask, warmup=20, rep=80, return_mode="all")
+
+
+def peers(b, h, t, d, causal) -> dict[str, float]:
+    q, k, v = (torch.randn(b, h, t, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dy = torch.randn_like(q)
+    out = {}
+    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        with sdpa_kernel(backend):
+            ask = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+            out[name] = statistics.median(timed(lambda: ask().detach()))
+            y = ask()
+            out[name + "_backward"] = statistics.median(
+                timed(lambda y=y: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True))
+            )
+    return out
+
+
+def main(kernels: list[str]) -> None:
+    table = []
+    jobs = [(n, c, d, m) for n in kernels for c in CANDIDATES[n] for d in (128, 64) for m in (False, True)]
+    with multiprocessing.get_context("spawn").Pool(15) as pool:
+        for complaint in pool.imap_unordered(compile_one, jobs):
+            if complaint:
+                print(complaint, flush=True)
+    for shape in SHAPES:
+        for causal in (False, True):
+            base = peers(*shape, causal)
+            print(shape, "causal" if causal else "full", {n: round(x, 3) for n, x in base.items()}, flush=True)
+            for kernel in kernels:
+                results = []
+                configuration.forced.clear()
+                torch.manual_seed(0)
+                ask, first = call(kernel, *shape, causal), None
+                for config in CANDIDATES[kernel]:
+                    configuration.forced[kernel] = config
+                    try:
+                        found = [x.float() for x in flat(ask())]
+                        first = found if first is None else first
+                        error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, first, strict=True))
+                        samples = timed(ask)
+                    except Exception as problem:
+                        print("  ", kernel, config, "failed:", type(problem).__name__, str(problem)[:80], flush=True)
+                        continue
+                    ms = statistics.median(samples)
+                    results.append((ms, config, error))
+                    table.append({"kernel": kernel, "shape": shape, "causal": causal, "config": vars(config), "ms": ms,
+                                  "error": error, "cudnn": base["cudnn"], "cudnn_backward": base["cudnn_backward"]})  # fmt: skip
+                results.sort(key=lambda r: r[0])
+                for ms, config, error in results[:4]:
+                    c = config
+                    mark = "apart" if c.apart else ""
+                    print(f"   {kernel:8s} {ms:7.3f} ms {ms / base['cudnn']:.3f}x  {c.block_i},{c.block_j} w{c.warps} s{c.stages} {mark} err {error:.1e}", flush=True)  # fmt: skip
+                del ask, first, found
+                torch.cuda.empty_cache()
+    if os.environ.get("OUT"):
+        with open(os.path.join(os.environ["OUT"], "tune.json"), "w") as file:
+            json.dump(table, file)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:] or list(CANDIDATES))
+    except Exception:
+        traceback.print_exc()
+        raise

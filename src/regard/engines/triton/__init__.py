@@ -1,0 +1,172 @@
+"""NVIDIA GPUs: the statistics of the weights at the speed of fused attention.
+
+Rooms: `tiles` (words for tile operations), `forward` (one pass over the keys), `reread` (a second pass over the
+columns), `backward`, `additive`, `configuration` (tile sizes by shape), `launch` (from a problem to the kernels'
+arguments). Triton is imported when the engine first computes, never before.
+
+Served: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
+fp16 and fp32; d and e up to 256; top n up to 64. Not served, and computed by `blockwise`: float64, users' functions.
+Imports `factors`, `statistics`, `blockwise`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...factors import Problem
+from ...score import Alibi, Bias, Function, Modify, TanhSum
+from ...statistics import ONE_PASS, SECOND_PASS, Answers, Question
+from ...tree import flatten, rebuild
+from .. import blockwise
+from ..gradient import Gradient, Gradients
+
+__all__ = ["ENGINE", "why_not"]
+
+LARGEST = 256
+MOST_TOP = 64
+
+
+class CannotServe(NotImplementedError):
+    """What was asked is beyond this engine; the message names one that serves."""
+
+
+def why_not(problem: Problem, question: Question) -> str | None:
+    """The reason why this engine cannot serve; None where it can."""
+    if not _installed():
+        return "Triton is not installed (it comes with PyTorch's CUDA builds for Linux)"
+    if problem.q.device.type != "cuda" and not _interpreted():
+        return f"it needs tensors on an NVIDIA GPU, and these are on {problem.q.device}"
+    if problem.wide == torch.float64:
+        return "it computes bfloat16, float16 and float32, and these are float64"
+    if isinstance(problem.pair, Function):
+        return "a similarity of your own is a Python function, and its kernels take none"
+    if any(isinstance(step, Modify) for step in problem.steps):
+        return "modify(f) is a Python function, and its kernels take none"
+    if not isinstance(problem.pair, TanhSum) and problem.q.shape[-1] > LARGEST:
+        return f"its tiles hold sizes up to {LARGEST}, and q and k have {problem.q.shape[-1]}"
+    if question.v is not None and question.v.shape[-1] > LARGEST:
+        return f"its tiles hold sizes up to {LARGEST}, and v has {question.v.shape[-1]}"
+    if question.top > MOST_TOP:
+        return f"it keeps up to {MOST_TOP} keys a row, and top({question.top}) was asked"
+    return _too_many_flags(problem)
+
+
+def _too_many_flags(problem: Problem) -> str | None:
+    from ...mask import Dense, Mask, Predicate
+
+    def any_of(mask: Any, kind: type) -> bool:
+        parts = [part for part in vars(mask).values() if isinstance(part, Mask)] if mask is not None else []
+        return isinstance(mask, kind) or any(any_of(part, kind) for part in parts)
+
+    b, _, i, j = problem.shape
+    if any_of(problem.mask, Predicate) and not any_of(problem.mask, Dense) and i * j > 2**28:
+        return f"a mask function would be written out as {i} × {j} flags"
+    return None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class Triton:
+    """The engine of this folder."""
+
+    name = "triton"
+
+    def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
+        _check(problem, question)
+        if 0 in (*problem.shape, problem.q.shape[-1]):
+            return blockwise.ENGINE.compute(problem, question, names, known)
+        return _compute(problem, question, names, known)
+
+    def backward(
+        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+    ) -> Gradients:
+        _check(problem, question)
+        if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.pair, TanhSum):
+            return blockwise.ENGINE.backward(problem, question, lse, gradient, needs)
+        return _backward(problem, question, lse, gradient, needs)
+
+
+ENGINE = Triton()
+
+
+def _check(problem: Problem, question: Question) -> None:
+    if (reason := why_not(problem, question)) is not None:
+        raise CannotServe(f'engine="triton" cannot serve this: {reason}. engine="blockwise" can.')
+
+
+def _compute(problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
+    from . import launch
+
+    answers = dict(known)
+    first = tuple(n for n in names if n in ONE_PASS and not n.startswith("top"))
+    second = tuple(n for n in names if n in SECOND_PASS)
+    if second and "lse" not in known and "lse" not in first:
+        first = (*first, "lse")
+    if first:
+        answers |= _first_pass(problem, question, first)
+    if any(n.startswith("top") for n in names):
+        answers |= launch.top(problem, question.top)
+    if second:
+        answers |= launch.reread(problem, second, answers["lse"], question.u, question.tiling)
+    return answers
+
+
+def _first_pass(problem: Problem, question: Question, names: tuple[str, ...]) -> Answers:
+    from . import launch
+
+    keys = None if question.keys is None else question.keys.float().view(1, 1, 1, -1)
+    v = question.v if "y" in names else None
+    if v is None:
+        return launch.forward(problem, names, None, keys)
+    if v.shape[-1] == 1 and "mass" not in names:
+        # One number a key: added up in float32 on the way, no product.
+        renamed = tuple("mass" if n == "y" else n for n in names)
+        found = launch.forward(problem, renamed, None, _one_a_key(v, problem.shape))
+        found["y"] = found.pop("mass").unsqueeze(-1)
+        return found
+    parts = [
+        launch.forward(problem, names if n == 0 else ("y",), part, keys) for n, part in enumerate(v.split(LARGEST, -1))
+    ]
+    return {**parts[0], "y": torch.cat([part["y"] for part in parts], -1) if len(parts) > 1 else parts[0]["y"]}
+
+
+def _one_a_key(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """(b|1, g, j, 1) as numbers (b|1, h|1, 1, j)."""
+    heads = v.shape[1]
+    v = v.float() if heads in (1, shape[1]) else v.float().repeat_interleave(shape[1] // heads, 1)
+    return v.mT
+
+
+def _backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
+    from . import launch
+
+    dq, dk, dv = launch.backward(problem, question.v, lse, gradient)
+    needed = rebuild(flatten(problem)[0], needs)  # the tree of the problem, with a flag for every tensor
+    steps = []
+    for n, (step, wanted) in enumerate(zip(problem.steps, needed.steps, strict=True)):
+        if isinstance(step, Bias | Alibi):
+            (field,) = dataclasses.fields(step)
+            flag = getattr(wanted, field.name)
+            grad = launch.step_gradient(problem, n, question.v, lse, gradient) if flag else getattr(step, field.name)
+            step = type(step)(grad)
+        steps.append(step)
+    sink = None if problem.sink is None else gradient.of_sink(problem.sink, lse)
+    grads = flatten(dataclasses.replace(problem, q=dq, k=dk, steps=tuple(steps), sink=sink))[1]
+    du = None
+    if gradient.dz is not None:
+        du = _compute(problem, Question(("y",), v=gradient.dz), ("y",), {})["y"]
+    return Gradients([g if flag else None for g, flag in zip(grads, needs, strict=True)], dv, du)

@@ -1,0 +1,90 @@
+"""Which tile sizes, warps and stages a kernel runs with: a small table by shape, measured on one H200.
+
+No autotuning: it would compile for minutes at the first call, and on a kernel that accumulates it leaves garbage.
+Imports only torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Config", "configured", "forced"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and keys of a tile, warps, stages of the pipeline; by the copy engine; loading warps apart from computing ones."""
+
+    block_i: int
+    block_j: int
+    warps: int
+    stages: int
+    tma: bool = True
+    apart: bool = False
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return {
+            "BLOCK_I": self.block_i, "BLOCK_J": self.block_j, "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
+
+
+#: (kernel, largest of d and e up to) → configuration, for 16-bit types on Hopper.
+HOPPER: dict[tuple[str, int], Config] = {
+    ("forward", 64): Config(128, 128, 8, 3),
+    ("forward", 128): Config(128, 128, 8, 3),
+    ("forward", 256): Config(128, 64, 8, 2),
+    ("top", 64): Config(64, 128, 4, 3),
+    ("top", 128): Config(64, 128, 4, 3),
+    ("top", 256): Config(64, 64, 4, 2),
+    ("reread", 64): Config(64, 128, 4, 3),
+    ("reread", 128): Config(64, 128, 8, 3),
+    ("reread", 256): Config(64, 64, 4, 2),
+    ("keys", 64): Config(64, 128, 8, 2),
+    ("keys", 128): Config(64, 128, 8, 2),
+    ("keys", 256): Config(32, 64, 8, 1),
+    ("rows", 64): Config(128, 64, 8, 3),
+    ("rows", 128): Config(128, 64, 8, 2),
+    ("rows", 256): Config(64, 32, 8, 1),
+    ("steps", 256): Config(64, 32, 4, 1),
+}
+#: For float32, whose exact products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.
+PLAIN: dict[tuple[str, int], Config] = {
+    ("any", 64): Config(32, 32, 4, 2, tma=False),
+    ("any", 128): Config(32, 32, 4, 1, tma=False),
+    ("any", 256): Config(16, 32, 4, 1, tma=False),
+}
+#: Additive scores: no product to feed, all arithmetic.
+TANH = Config(64, 64, 4, 1, tma=False)
+
+forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurations here
+
+
+def configured(kernel: str, p: Any, e: int, v: Tensor | None) -> Config:
+    """The configuration of a kernel for a prepared problem with values of size e."""
+    if kernel in forced or "any" in forced:
+        return forced.get(kernel) or forced["any"]
+    size = max(p.d if p.product else 0, e)
+    if not p.product:
+        chosen = TANH
+    elif p.exact or (v is not None and v.dtype == torch.float32) or not _hopper(p.q.device):
+        chosen = _first(PLAIN, "any", size)
+    else:
+        chosen = _first(HOPPER, kernel, size)
+    # A few rows need no tall tile.
+    height = min(chosen.block_i, max(16, 1 << (p.i - 1).bit_length()))
+    if height == chosen.block_i:
+        return chosen
+    return Config(height, min(chosen.block_j, 64), 4, chosen.stages, chosen.tma and height >= 64, False)
+
+
+def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Config:
+    return next(config for (name, most), config in table.items() if name == kernel and size <= most)
+
+
+def _hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

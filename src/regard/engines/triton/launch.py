@@ -1,0 +1,463 @@
+"""From a problem to the arguments of the kernels, and from their outputs to answers.
+
+Everything the kernels take is prepared here once: strides, the mask as a band, as intervals or as flags, the steps of
+the score, and the configuration. Imports `tiles` and the kernels; loaded only when the engine computes.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...block import Block
+from ...factors import Problem
+from ...mask import And, Causal, Mask, Window
+from ...score import Alibi, Bias, Product, Softcap
+from ...statistics import Tiling
+from ..gradient import Gradient
+from .additive import TAME, TanhPair
+from .backward import Flow, keys_kernel, rows_kernel, steps_kernel
+from .configuration import Config, configured
+from .forward import Outputs, forward_kernel, top_kernel
+from .reread import Pool, reread_kernel
+from .tiles import NOWHERE, Cells, Seen, Sizes, cells, described, launch_on, rows_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: No band is wider: further than any position, and far from overflow.
+UNBOUNDED = 2**30
+#: Keys and values of as many heads as fit here are worked on together (bytes; half the cache of an H200).
+CACHE = 24 * 2**20
+#: Cells written out for a mask that is no set of intervals.
+MOST_FLAGS = 2**33
+
+
+def empty(*shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where a kernel writes. Tests fill it with nan, to see that all of it is written."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+# The mask, in one of five forms.
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the kernels are told who is seen."""
+
+    kind: str  # none, causal, band, spans, flags
+    seen: Seen
+    spans: tuple[Tensor, Tensor] | None = None  # lo, hi (b|1, r, i)
+
+
+def form_of(problem: Problem) -> Form:
+    nothing = Cells(problem.q, 0, 0, 0, 0)
+    if problem.mask is None:
+        return Form("none", _seen(nothing))
+    if (band := _band(problem.mask)) is not None:
+        kind = "causal" if band == (UNBOUNDED, 0) else "band"
+        return Form(kind, _seen(nothing, *band))
+    spans = problem.spans
+    if spans.exact:
+        lo, hi = spans.lo.int().contiguous(), spans.hi.int().contiguous()
+        return Form("spans", _seen(nothing, spans=(lo, hi)), (lo, hi))
+    flags = written_out(problem)
+    lo, hi = _ends_of_rows(flags)
+    return Form("flags", _seen(cells(flags), spans=(lo, hi)), (lo, hi))
+
+
+def _seen(flags: Cells, before: int = 0, after: int = 0, spans: tuple[Tensor, Tensor] | None = None) -> Seen:
+    lo, hi = spans or (flags.ptr, flags.ptr)
+    count = lo.shape[1] if spans else 1
+    return Seen(before, after, lo, hi, count, lo.stride(0) if spans and len(lo) > 1 else 0, *flags)
+
+
+def _band(mask: Mask) -> tuple[int, int] | None:
+    """(before, after) of masks that show a band round the own position."""
+    if isinstance(mask, Causal):
+        return UNBOUNDED, 0
+    if isinstance(mask, Window):
+        return min(mask.before, UNBOUNDED), min(mask.after, UNBOUNDED)
+    if type(mask) is And and (a := _band(mask.left)) and (b := _band(mask.right)):
+        return min(a[0], b[0]), min(a[1], b[1])
+    return None
+
+
+def written_out(problem: Problem) -> Tensor:
+    """The visible cells (b|1, h|1, i, j) as bytes."""
+    _, _, i, j = problem.shape
+    assert problem.mask is not None
+    flags = problem.mask.visible(Block(slice(0, i), slice(0, j), problem.offset, problem.q.device))
+    flags = flags.reshape(*[1] * (4 - flags.ndim), *flags.shape)
+    return flags.expand(*flags.shape[:2], i, j).view(torch.uint8)
+
+
+def _ends_of_rows(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every row the first key that some head sees and the one after the last, (b|1, 1, i)."""
+    some = flags.amax(1, keepdim=True)  # b 1 i j
+    first = some.argmax(-1)
+    last = some.shape[-1] - some.flip(-1).argmax(-1)
+    there = some.amax(-1) > 0
+    return torch.where(there, first, 0).int().contiguous(), torch.where(there, last, 0).int().contiguous()
+
+
+def key_table(form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
+    """For every block of keys: the first block of rows that sees it, those that see all of it from and to, past the last.
+
+    (b|1, blocks, 4). Rows have intervals, columns have none: so it is looked up, block by block.
+    """
+    assert form.spans is not None
+    lo, hi = form.spans
+    rows = lo.shape[-1]
+    pad = -rows % block_i
+    filled = lo < hi
+    big = torch.iinfo(torch.int32).max
+
+    def by_block(x: Tensor, value: int) -> Tensor:
+        return torch.nn.functional.pad(x, (0, pad), value=value).unflatten(-1, (-1, block_i))  # b r I i
+
+    touch_lo, touch_hi = by_block(torch.where(filled, lo, big), big).amin(-1), by_block(hi * filled, 0).amax(-1)
+    full_lo, full_hi = by_block(lo, 0).amax(-1), by_block(hi, big).amin(-1)
+    begin = torch.arange(0, keys, block_j, device=lo.device, dtype=torch.int32)
+    end = (begin + block_j).clamp(max=keys)
+    touched = ((touch_lo[..., None] < end) & (touch_hi[..., None] > begin)).any(1)  # b I J
+    full = ((full_lo[..., None] <= begin) & (full_hi[..., None] >= end)).any(1) & touched
+    if form.kind == "flags":
+        full = torch.zeros_like(full)
+    # Tiles at the end of the rows or of the keys are edges: nothing is read past an end.
+    full[:, rows // block_i :] = False
+    full[:, :, keys // block_j :] = False
+    first, past = _run(touched)
+    full_from, full_to = _run(full)
+    unbroken = full.sum(1) == full_to - full_from
+    full_from, full_to = torch.where(unbroken, full_from, first), torch.where(unbroken, full_to, first)
+    return torch.stack([first, full_from, full_to, past], -1).int().contiguous()
+
+
+def _run(there: Tensor) -> tuple[Tensor, Tensor]:
+    """First and past-the-last true place along axis 1; (0, 0) where there is none."""
+    flags, some = there.int(), there.any(1)
+    first = flags.argmax(1)
+    past = there.shape[1] - flags.flip(1).argmax(1)
+    return torch.where(some, first, 0), torch.where(some, past, 0)
+
+
+# The rest of a problem.
+
+
+class Prepared:
+    """A problem as the kernels take it."""
+
+    def __init__(self, problem: Problem, v_heads: int = 1) -> None:
+        self.problem = problem
+        self.q, self.k = problem.q, problem.k
+        self.b, self.h, self.i, self.j = problem.shape
+        self.d = self.q.shape[-1]
+        self.product = isinstance(problem.pair, Product)
+        self.scale = problem.pair.scale if isinstance(problem.pair, Product) else 1.0
+        self.fold = self.product and not problem.steps and 1e-6 < self.scale < 1e6
+        self.exact = self.q.dtype == torch.float32
+        nothing = Cells(self.q, 0, 0, 0, 0)
+        tensors = {Bias: "tensor", Alibi: "slopes"}
+        steps = [cells(getattr(s, tensors[type(s)])) if type(s) in tensors else nothing for s in problem.steps]
+        self.steps = tuple(step.ptr for step in steps)
+        self.strides = tuple(stride for step in steps for stride in step[1:])
+        self.caps = tuple(s.cap if isinstance(s, Softcap) else 0.0 for s in problem.steps)
+        self.kinds = tuple(type(s).__name__.lower() for s in problem.steps)
+        self.sizes = Sizes(self.h, self.i, self.j, self.h // self.k.shape[1], self.h // v_heads, problem.offset)
+        self.pair = self._pair() if not self.product else TanhPair(*[self.q] * 5, 0, 0, self.q, 0)
+
+    @cached_property
+    def form(self) -> Form:
+        return form_of(self.problem)
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every kernel takes."""
+        return {
+            "steps": self.steps, "strides": self.strides, "caps": self.caps, "seen": self.form.seen, "sizes": self.sizes,
+            "scale": self.scale, "scale2": self.scale * 1.4426950408889634,
+            "D": self.d, "STEPS": self.kinds, "MASK": self.form.kind, "EXACT": self.exact,
+        }  # fmt: skip
+
+    def _pair(self) -> TanhPair:
+        v = self.problem.pair.v  # type: ignore[union-attr]
+        a = self.d + self.d % 2
+        q, k = (torch.nn.functional.pad(x.float(), (0, a - self.d)).mT.contiguous() for x in (self.q, self.k))
+        v = torch.nn.functional.pad(v.float(), (0, a - self.d)).mT.contiguous()  # b h a 1
+        tame = ((q.abs().amax() <= TAME) & (k.abs().amax() <= TAME)).int() if q.numel() and k.numel() else q.new_ones(1)
+        grown = [(2 * x.clamp(-TAME, TAME)).exp() for x in (q, k)]
+        at = cells(v)
+        return TanhPair(q, k, *grown, v, at.b, at.h, tame, a)
+
+    @property
+    def pair_kind(self) -> str:
+        return "product" if self.product else "tanh-plain" if INTERPRETED else "tanh"
+
+    def per_group(self, e: int) -> int:
+        """How many heads are worked on together."""
+        if self.form.kind == "none":
+            return 1
+        one = self.j * (self.d + e) * self.k.element_size()
+        return max(1, min(self.b * self.h, CACHE // max(one, 1)))
+
+    def edges(self, config: Config) -> bool:
+        """Whether there are tiles that must be looked at cell by cell."""
+        return self.form.kind != "none" or self.i % config.block_i != 0 or self.j % config.block_j != 0
+
+    def table(self, config: Config) -> Cells:
+        if self.form.spans is None:
+            return Cells(self.q, 0, 0, 0, 0)
+        table = key_table(self.form, config.block_i, config.block_j, self.j)
+        return Cells(table, table.stride(0) if len(table) > 1 else 0, 0, 4, 1)
+
+
+def padded(n: int) -> int:
+    """The tile size for n components: a power of two that tensor cores take."""
+    return max(16, triton.next_power_of_2(n))
+
+
+def copied(config: Config, *tensors: tuple[Tensor, tuple[int, int]]) -> list[Any] | None:
+    """Descriptors and maps for the copy engine, one after the other; None where one of the tensors does not suit it."""
+    if not config.tma:
+        return None
+    found = [described(x, block) for x, block in tensors]
+    return None if any(f is None for f in found) else [*[f[0] for f in found if f], *[f[1] for f in found if f]]
+
+
+# The passes.
+
+
+def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None) -> dict[str, Tensor]:
+    """What one pass tells: y, lse, max_score, argmax, entropy, reach, mass. `keys` is (b|1, h|1, 1, j)."""
+    p = Prepared(problem, 1 if v is None else v.shape[1])
+    wide = torch.float32
+    found = {
+        name: empty(p.b, p.h, p.i, like=p.q, dtype=torch.int64 if name == "argmax" else wide)
+        for name in names
+        if name != "y"
+    }
+    e = 16
+    if v is not None:
+        v = v.expand(p.b, -1, -1, -1)
+        e = v.shape[-1]
+        found["y"] = empty(p.b, p.h, p.i, e, like=p.q, dtype=v.dtype)
+    nothing = Cells(p.q, 0, 0, 0, 0)
+    out = Outputs(*(
+        nothing if name not in found else cells(found[name]) if name == "y" else rows_of(found[name])
+        for name in Outputs._fields
+    ))  # fmt: skip
+    config = configured("forward", p, e, v)
+    same = v is not None and p.product and _same(v, p.k)
+    block_d, block_e = padded(p.d), padded(e)
+    wanted = [(p.q, (config.block_i, block_d)), (p.k, (config.block_j, block_d))]
+    if v is not None and not same:
+        wanted.append((v, (config.block_j, block_e)))
+    tma = copied(config, *wanted) if p.product else None
+    if tma is None:
+        descriptors, maps = [p.q] * 3, [NOWHERE] * 3
+    else:
+        count = len(wanted)
+        descriptors, maps = [*tma[:count], tma[1]][:3], [*tma[count:], tma[count + 1]][:3]
+    heads = p.b * p.h
+    with launch_on(p.q):
+        forward_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
+            q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), pair=p.pair,
+            q_desc=descriptors[0], k_desc=descriptors[1], v_desc=descriptors[2],
+            q_map=maps[0], k_map=maps[1], v_map=maps[2],
+            sink=nothing if problem.sink is None else cells(problem.sink),
+            keys=nothing if keys is None else cells(keys), out=out, heads=heads, per_group=p.per_group(e),
+            PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_V=v is not None and v.dtype == torch.float32,
+            SINK=problem.sink is not None, SAME=same, Y=v is not None, LSE="lse" in names, MAX="max_score" in names,
+            ENTROPY="entropy" in names, REACH="reach" in names, MASS="mass" in names, ARGMAX="argmax" in names,
+            TMA=tma is not None, APART=tma is not None and _parts(p, config),
+            EDGES=p.form.kind != "none" or p.j % config.block_j != 0, WHOLE=p.j % config.block_j == 0, BLOCK_D=block_d, BLOCK_E=block_e,
+            **p.common, **config.launch,
+        )  # fmt: skip
+    return found
+
+
+def _parts(p: Prepared, config: Config) -> bool:
+    """Whether one loop by the copy engine can take all tiles: then loading and computing warps can be parted."""
+    even = p.i % config.block_i == 0 and p.j % config.block_j == 0
+    return config.apart and even and p.form.kind in ("none", "causal") and not p.problem.steps
+
+
+def _same(v: Tensor, k: Tensor) -> bool:
+    """Whether values and keys are the same numbers in the same place: then they are read once."""
+    return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
+
+
+def top(problem: Problem, n: int) -> dict[str, Tensor]:
+    p = Prepared(problem)
+    score = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
+    index = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
+    config = configured("top", p, 0, None)
+    block_d = padded(p.d)
+    tma = copied(config, (p.k, (config.block_j, block_d))) if p.product else None
+    heads = p.b * p.h
+    with launch_on(p.q):
+        top_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
+            q=cells(p.q), k=cells(p.k), pair=p.pair, k_desc=tma[0] if tma else p.k, k_map=tma[1] if tma else NOWHERE,
+            score=cells(score), index=cells(index), heads=heads, per_group=p.per_group(0),
+            PAIR=p.pair_kind, FOLD=p.fold, TMA=tma is not None, N=n, BLOCK_N=triton.next_power_of_2(n),
+            BLOCK_D=block_d, **p.common, **config.launch,
+        )  # fmt: skip
+    return {"top_score": score, "top_index": index}
+
+
+def reread(problem: Problem, names: tuple[str, ...], lse: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
+    """What columns tell: received, z, pool."""
+    p = Prepared(problem)
+    nothing = Cells(p.q, 0, 0, 0, 0)
+    found: dict[str, Tensor] = {}
+    if "received" in names:
+        found["received"] = empty(p.b, p.h, p.j, like=p.q, dtype=torch.float32)
+    e = 16
+    if "z" in names and u is not None:
+        u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
+        found["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
+    config = configured("reread", p, e if "z" in names else 0, u)
+    sums, pool, aligned = None, Pool(p.q, 1, 0, 1), False
+    if "pool" in names and tiling is not None:
+        sums = torch.zeros(p.b, p.h, tiling.rows, p.j, dtype=torch.float32, device=p.q.device)
+        pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1)
+        aligned = (tiling.i1 - tiling.i0) % (tiling.rows * config.block_i) == 0 and tiling.i0 % config.block_i == 0
+    block_d = padded(p.d)
+    tma = copied(config, (p.q, (config.block_i, block_d))) if p.product else None
+    with launch_on(p.q):
+        reread_kernel[(triton.cdiv(p.j, config.block_j) * p.b * p.h,)](
+            q=cells(p.q), k=cells(p.k), pair=p.pair, q_desc=tma[0] if tma else p.q, q_map=tma[1] if tma else NOWHERE,
+            lse=lse.contiguous(), u=nothing if u is None else cells(u), table=p.table(config), pool=pool,
+            out_received=rows_of(found["received"]) if "received" in found else nothing,
+            out_z=cells(found["z"]) if "z" in found else nothing,
+            PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_U=u is not None and u.dtype == torch.float32,
+            RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, Z="z" in names,
+            TMA=tma is not None, EDGES=p.edges(config), APART=_parts(p, config), BLOCK_D=block_d, BLOCK_E=padded(e), **p.common, **config.launch,
+        )  # fmt: skip
+    if sums is not None and tiling is not None:
+        found["pool"] = _columns_pooled(sums, tiling)
+    return found
+
+
+def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:
+    """Sums of columns (b, h, rows, j) added up within each tile: (b, h, rows, cols). In a fixed order, without atomics."""
+    n = tiling.j1 - tiling.j0
+    part = sums[..., tiling.j0 : tiling.j1]
+    if n % tiling.cols == 0:
+        return part.unflatten(-1, (tiling.cols, n // tiling.cols)).sum(-1)
+    edge = torch.arange(tiling.cols + 1, device=sums.device) * n // tiling.cols
+    widest = -(-n // tiling.cols)
+    at = edge[:-1, None] + torch.arange(widest, device=sums.device)
+    inside = at < edge[1:, None]
+    return (part[..., at.clamp(max=n - 1)] * inside).sum(-1)
+
+
+# Backward.
+
+
+def backward(problem: Problem, v: Tensor | None, lse: Tensor, gradient: Gradient) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk and dv."""
+    flowing = _flowing(problem, v, lse, gradient)
+    dk, dv = keys_pass(*flowing)
+    return rows_pass(*flowing), dk, dv
+
+
+def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Tensor | None, dy: Tensor | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    nothing = Cells(p.q, 0, 0, 0, 0)
+    g, hv = p.k.shape[1], 1 if v is None else v.shape[1]
+    # Keys and values that are shared by the same query heads are added up where they are computed.
+    heads = g if v is None or hv == g else p.h
+    dk = empty(p.b, heads, p.j, p.d, like=p.q, dtype=p.k.dtype if heads == g else torch.float32)
+    dv = None if v is None else empty(p.b, heads, p.j, e, like=p.q, dtype=v.dtype if heads == hv else torch.float32)
+    block_d, block_e = padded(p.d), padded(e)
+    config = configured("keys", p, e, v)
+    tma = _copied_pair(config, p.q, dy, config.block_i, block_d, block_e)
+    with launch_on(p.q):
+        keys_kernel[(triton.cdiv(p.j, config.block_j) * p.b * heads,)](
+            q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
+            q_desc=tma[0], dy_desc=tma[1], q_map=tma[2], dy_map=tma[3], table=p.table(config), flow=flow,
+            out_dk=cells(dk), out_dv=nothing if dv is None else cells(dv), heads=heads, group=p.h // heads,
+            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), APART=_parts(p, config), BLOCK_D=block_d, BLOCK_E=block_e,
+            **constants, **p.common, **config.launch,
+        )  # fmt: skip
+    return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
+
+
+def rows_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Tensor | None, dy: Tensor | None) -> Tensor:  # fmt: skip
+    nothing = Cells(p.q, 0, 0, 0, 0)
+    dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype)
+    block_d, block_e = padded(p.d), padded(e)
+    config = configured("rows", p, e, v)
+    tma = _copied_pair(config, p.k, v, config.block_j, block_d, block_e)
+    with launch_on(p.q):
+        rows_kernel[(triton.cdiv(p.i, config.block_i) * p.b * p.h,)](
+            q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
+            k_desc=tma[0], v_desc=tma[1], k_map=tma[2], v_map=tma[3], flow=flow, out_dq=cells(dq),
+            heads=p.b * p.h, per_group=p.per_group(e), FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config),
+            APART=_parts(p, config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
+        )  # fmt: skip
+    return dq
+
+
+def step_gradient(problem: Problem, n: int, v: Tensor | None, lse: Tensor, gradient: Gradient) -> Tensor:
+    """The gradient of the tensor of step n, in its own shape."""
+    p, flow, constants, e, v, dy = _flowing(problem, v, lse, gradient)
+    step = problem.steps[n]
+    tensor = step.slopes if isinstance(step, Alibi) else step.tensor  # type: ignore[attr-defined]
+    like = tensor.shape
+    along = "rows" if like[3] == 1 else "keys" if like[2] == 1 else "cells"
+    if p.j == 1 and like[2] > 1:
+        along = "rows"
+    config = configured("steps", p, e, v)
+    shape = {"rows": (p.b, p.h, p.i), "keys": (p.b, p.h, p.j), "cells": (like[0], like[1], p.i, p.j)}[along]
+    out = empty(*shape, like=p.q, dtype=torch.float32)
+    blocks_i, blocks_j = triton.cdiv(p.i, config.block_i), triton.cdiv(p.j, config.block_j)
+    programs = {"rows": blocks_i, "keys": blocks_j, "cells": blocks_i * blocks_j}[along] * shape[0] * shape[1]
+    nothing = Cells(p.q, 0, 0, 0, 0)
+    with launch_on(p.q):
+        steps_kernel[(programs,)](
+            q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
+            table=p.table(config), flow=flow, out=cells(out) if along == "cells" else rows_of(out),
+            out_heads=like[1], batch=p.b, TARGET=n, ALONG=along, BLOCK_D=padded(p.d), BLOCK_E=padded(e),
+            **constants, **p.common, **config.launch,
+        )  # fmt: skip
+    if along == "rows":
+        return out.unsqueeze(-1).sum_to_size(like)
+    return out.unsqueeze(-2).sum_to_size(like) if along == "keys" else out
+
+
+def _flowing(problem: Problem, v: Tensor | None, lse: Tensor, gradient: Gradient) -> tuple[Prepared, Flow, dict[str, Any], int, Tensor | None, Tensor | None]:  # fmt: skip
+    """What flows back as the kernels take it: the output's part apart from the further columns."""
+    v = None if gradient.dy is None else v
+    # The gradient of y came in the type of y: nothing is lost.
+    dy = None if v is None or gradient.dy is None else gradient.dy.to(v.dtype)
+    e = 0 if v is None else v.shape[-1]
+    p = Prepared(problem, 1 if v is None else v.shape[1])
+    v = None if v is None else v.expand(p.b, -1, -1, -1)
+    extras = gradient.left.shape[-1] - e
+    left, right = gradient.left[..., e:], gradient.right[..., e:]
+    dense = [p.q if x is None else x.contiguous() for x in (lse, gradient.c, gradient.eta, gradient.rho)]
+    at = cells(right.contiguous()) if extras else Cells(p.q, 0, 0, 0, 0)
+    flow = Flow(*dense, left.expand(p.b, p.h, -1, -1).contiguous() if extras else p.q, at.ptr, at.b, at.h, extras)
+    constants = {
+        "E": max(e, 1), "EXACT_V": v is not None and v.dtype == torch.float32, "Y": v is not None,
+        "ETA": gradient.eta is not None, "RHO": gradient.rho is not None, "EXTRAS": extras > 0,
+    }  # fmt: skip
+    return p, flow, constants, max(e, 1), v, dy
+
+
+def _copied_pair(config: Config, x: Tensor, other: Tensor | None, block: int, block_d: int, block_e: int) -> list[Any]:
+    wanted = [(x, (block, block_d)), *([(other, (block, block_e))] if other is not None else [])]
+    tma = copied(config, *wanted)
+    if tma is None:
+        return [x, x, NOWHERE, NOWHERE, False]
+    return [tma[0], tma[0], tma[1], tma[1], True] if len(tma) == 2 else [*tma, True]
+
+
+def _per_key_head(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)

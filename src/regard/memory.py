@@ -1,0 +1,98 @@
+"""What is remembered, and what fits.
+
+`Memory` holds the numbers that were found out on the way about one matrix: detached, and valid only as long as
+neither the factors nor the numbers themselves were changed in place. Imports `factors` and `statistics`.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .factors import Factors
+from .statistics import Answers, Question
+
+__all__ = ["Memory", "as_bytes", "need_room"]
+
+
+class Memory:
+    """Answers about the whole matrix, each with the version it had when it was put here."""
+
+    def __init__(self) -> None:
+        self._versions: tuple[int, ...] | None = None
+        self._numbers: dict[Any, tuple[Tensor, int]] = {}
+
+    def copy(self) -> Memory:
+        other = Memory()
+        other._versions, other._numbers = self._versions, dict(self._numbers)
+        return other
+
+    def recall(self, factors: Factors, question: Question) -> Answers:
+        """Those of the question's answers that are known and still true."""
+        if not self._numbers or torch.compiler.is_compiling() or self._versions != _versions(factors):
+            return {}
+        found = {}
+        for name in question.names:
+            number, version = self._numbers.get(_key(name, question), (None, 0))
+            if number is not None and number._version == version:
+                found[name] = number
+        return found
+
+    def remember(self, factors: Factors, question: Question, answers: Answers) -> None:
+        """Keep detached numbers: a statistic that needs gradients is a new node each time, over the same number."""
+        if torch.compiler.is_compiling() or (versions := _versions(factors)) is None:
+            return
+        if versions != self._versions:
+            self._numbers, self._versions = {}, versions
+        for name, value in answers.items():
+            # An inference tensor could not be saved for a backward later on.
+            if (key := _key(name, question)) is not None and not value.is_inference():
+                self._numbers[key] = value.detach(), value._version
+
+
+def _key(name: str, question: Question) -> Any:
+    """Under what a number is remembered; None for what depends on tensors of the question."""
+    if name in ("y", "z", "mass"):
+        return None
+    if name in ("top_score", "top_index"):
+        return name, question.top
+    if name == "pool" and question.tiling is not None:
+        return name, *vars(question.tiling).values()
+    return name
+
+
+def _versions(factors: Factors) -> tuple[int, ...] | None:
+    """How often each tensor was changed in place; None for inference tensors, which do not count it."""
+    tensors = factors.tensors()
+    return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
+
+
+def need_room(need: int, device: torch.device) -> None:
+    """Refuse to write out what would not fit."""
+    room = _free(device)
+    if room is not None and need > room:
+        raise MemoryError(
+            f"these weights written out would take {as_bytes(need)} and {as_bytes(room)} are free. Ask for what you "
+            "need of them: W[0, 3] for one head, W.row(i), W.top(n), W.pool(64, 64), W @ v."
+        )
+
+
+def _free(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not told on this system
+        return None
+
+
+def as_bytes(n: float) -> str:
+    """A size for people: 4.29 GB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} TB"

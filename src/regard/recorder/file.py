@@ -1,0 +1,327 @@
+"""The file `.regard`: a recording as safetensors with versioned JSON.
+
+The layout is that of safetensors, so any of its readers can open one: eight bytes of length, a JSON header, the
+tensors end to end. Added to it: under `__metadata__` a description of the recording, a checksum for every tensor,
+and one for the header itself, all verified when read. Nothing in a file is ever executed: the description may name
+only the classes listed here. A file is written under another name, synced, and renamed: whoever is killed on the
+way leaves the old file or the new one. Imports `recording`, `capture` and what is below them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..factors import Factors
+from ..mask import And, Causal, Dense, Documents, Not, Or, Padding, Window
+from ..matrix import Weights
+from ..score import Alibi, Bias, Cosine, Dot, Gaussian, Given, ScaledDot, Score, Softcap
+from ..tree import flatten, rebuild
+from .capture import Kept
+from .recording import Layer, Pass, Recording
+
+__all__ = ["VERSION", "RegardFileError", "load", "save"]
+
+FORMAT, VERSION = "regard recording", 1
+
+#: What a description may name. Functions of users are not among them: code is never stored.
+NODES = {cls.__name__: cls for cls in (
+    Factors, ScaledDot, Dot, Cosine, Gaussian, Given, Bias, Alibi, Softcap, Causal, Window, Padding, Documents, Dense, And, Or, Not,
+)}  # fmt: skip
+
+TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+#: A header longer than this is not ours; safetensors has the same limit.
+LONGEST_HEADER = 100_000_000
+
+_BLANK = "0" * 32
+
+
+class RegardFileError(ValueError):
+    """A file that is not a whole recording: truncated, changed, foreign or newer."""
+
+
+# Writing.
+
+
+def save(seen: Recording, path: Any) -> None:
+    """Write a recording. The old file, if there is one, stays whole until the new one is."""
+    path = Path(path)
+    shelf = _Shelf()
+    description = {
+        "format": FORMAT,
+        "version": VERSION,
+        "passes": [
+            {"steps": one.steps, "layers": [_described(layer, shelf) for layer in one.layers]} for one in seen.passes
+        ],
+        "refused": [list(pair) for pair in seen.refused],
+        "checksums": {name: _checksum(tensor) for name, tensor in shelf.tensors.items()},
+    }
+    write(path, _chunks(description, shelf.tensors))
+
+
+def write(path: Path, chunks: Iterator[bytes]) -> None:
+    """Bytes into a file, all of them or none."""
+    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    try:
+        with open(part, "xb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The new name itself must reach the disk."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # not every system opens folders
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Shelf:
+    """Tensors by name, each stored once: layers that share a mask share its bytes."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._known: dict[Any, str] = {}
+
+    def put(self, tensor: Tensor) -> str:
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() == 0 or key not in self._known:
+            name = f"t{len(self.tensors)}"
+            self.tensors[name] = _compact(tensor.detach()).cpu().contiguous()
+            self._known[key] = name
+            return name
+        return self._known[key]
+
+
+def _compact(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x
+
+
+def _described(layer: Layer, shelf: _Shelf) -> dict[str, Any]:
+    """A layer as JSON, its tensors put on the shelf."""
+    known: dict[str, Any] = {
+        "name": layer.name,
+        "kind": layer.kind,
+        "shape": list(layer.shape),
+        "words": list(layer.words),
+    }
+    known["statistics"] = {name: shelf.put(tensor) for name, tensor in layer.statistics.items()}
+    if layer.kept is not None:
+        weights = layer.weights
+        spec, tensors = flatten(weights._factors)
+        known["factors"] = _plain(spec, [shelf.put(tensor) for tensor in tensors])
+        known["engine"] = "reference" if weights._engine == "reference" else "auto"
+        known["values"] = None if layer.kept.v is None else shelf.put(layer.kept.v)
+    return known
+
+
+def _plain(spec: Any, names: list[str]) -> Any:
+    """What `flatten` gives, with tensors by name, as JSON can say it."""
+    if not isinstance(spec, tuple):
+        if spec is None or isinstance(spec, bool | int | str):
+            return spec
+        if isinstance(spec, float):
+            return {"float": spec.hex()}
+        raise ValueError(
+            f"a recording cannot be saved with {spec!r} in it: functions are code, and code is not stored. "
+            "Save weights.dense() of that layer instead."
+        )
+    kind, *parts = spec
+    if kind == "tensor":
+        return {"tensor": names[parts[0]]}
+    if kind != "tuple" and kind not in NODES:
+        raise ValueError(f"a recording cannot be saved with a {kind} in it; these can: {', '.join(NODES)}.")
+    return [kind, *(_plain(part, names) for part in parts)]
+
+
+def _chunks(description: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[bytes]:
+    yield _header(description, tensors)
+    for tensor in tensors.values():
+        yield _bytes(tensor)
+
+
+def _header(description: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    at, table = 0, {}
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+    said = json.dumps(description, ensure_ascii=True, separators=(",", ":"))
+    whole = {"__metadata__": {"checksum": _BLANK, "regard": said}, **table}
+    text = json.dumps(whole, ensure_ascii=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    blank = _BLANK.encode()
+    # The header's checksum stands in its first 64 bytes and is counted as zeros.
+    return struct.pack("<Q", len(text)) + text.replace(blank, _digest(text).encode(), 1)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _checksum(tensor: Tensor) -> str:
+    return _digest(_bytes(tensor))
+
+
+# Reading.
+
+
+def load(path: Any) -> Recording:
+    """Read a recording; every byte is checked against its checksum before it is used."""
+    path = Path(path)
+    with open(path, "rb") as file:
+        header, description = _read_header(file, path)
+        tensors = dict(_read_tensors(file, path, header, description.get("checksums", {})))
+        if file.read(1):
+            _bad(path, "it is longer than its header says")
+    try:
+        return _recording(description, tensors)
+    except (KeyError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError, ValueError) as error:
+        raise RegardFileError(
+            f"{path}: its description does not make a recording ({error!r}). It was not written by regard."
+        ) from error
+
+
+def _bad(path: Path, why: str) -> NoReturn:
+    raise RegardFileError(
+        f"{path}: {why}. The file is damaged or not a recording; write it again, or take a copy that is whole."
+    )
+
+
+def _read_header(file: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    start = file.read(8)
+    if len(start) < 8:
+        _bad(path, f"a recording begins with 8 bytes of length and this has {len(start)} bytes")
+    size = struct.unpack("<Q", start)[0]
+    room = os.fstat(file.fileno()).st_size - 8
+    if size > min(room, LONGEST_HEADER):
+        _bad(path, f"its header claims {size} bytes and {room} follow")
+    text = file.read(size)
+    try:
+        header = json.loads(text)
+        meta = header.pop("__metadata__")
+        told, said = meta["checksum"], meta["regard"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        _bad(path, "its header is not that of a .regard file")
+    if not isinstance(told, str) or len(told) != 32 or _digest(text.replace(told.encode(), _BLANK.encode(), 1)) != told:
+        _bad(path, "its header does not fit its checksum")
+    description = json.loads(said)
+    if description.get("format") != FORMAT:
+        _bad(path, f"its format is {description.get('format')!r}")
+    if description.get("version") != VERSION:
+        raise RegardFileError(
+            f"{path}: it was written in version {description.get('version')!r} of the format and this regard reads {VERSION}. Update regard."
+        )
+    return header, description
+
+
+def _read_tensors(
+    file: Any, path: Path, header: dict[str, Any], checksums: dict[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    at = 0
+    for name, entry in header.items():
+        try:
+            dtype, shape, (start, end) = TYPES[entry["dtype"]], [int(n) for n in entry["shape"]], entry["data_offsets"]
+            fits = start == at and end - start == math.prod(shape) * dtype.itemsize and all(n >= 0 for n in shape)
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            _bad(path, f"tensor {name!r} is described wrongly")
+        data = file.read(end - start)
+        if len(data) != end - start:
+            _bad(path, f"it ends inside tensor {name!r}: {end - start} bytes were to come and {len(data)} did")
+        if checksums.get(name) != _digest(data):
+            _bad(path, f"tensor {name!r} does not fit its checksum")
+        at = end
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+        yield name, flat.reshape(shape)
+
+
+def _recording(description: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
+    passes = []
+    for told in description["passes"]:
+        one = Pass([], int(told["steps"]))
+        one.layers = [_layer(layer, index, tensors, one) for index, layer in enumerate(told["layers"])]
+        passes.append(one)
+    return Recording(passes, [(str(name), str(why)) for name, why in description["refused"]])
+
+
+def _layer(told: dict[str, Any], index: int, tensors: dict[str, Tensor], one: Pass) -> Layer:
+    kept: Kept | None = None
+    if "factors" in told:
+        factors = _built(told["factors"], tensors)
+        assert isinstance(factors, Factors) and isinstance(factors.score, Score)
+        kept = _Loaded(None, None, None, None, factors.score, factors.mask, None)
+        kept.factors, kept.engine = factors, told["engine"]
+        kept.v = None if told["values"] is None else tensors[told["values"]]
+        if isinstance(factors.score, Given):
+            kept.w = factors.score.w
+        else:
+            kept.q, kept.k = factors.q, factors.k
+    statistics = {str(name): tensors[key] for name, key in told["statistics"].items()}
+    words = tuple(None if side is None else [[str(word) for word in line] for line in side] for side in told["words"])
+    assert told["kind"] in ("self", "cross") and len(words) == 2
+    shape = tuple(int(n) for n in told["shape"])
+    return Layer(str(told["name"]), index, told["kind"], kept, statistics, shape, words, one)  # type: ignore[arg-type]
+
+
+class _Loaded(Kept):
+    """Factors that are laid over one another already."""
+
+    factors: Factors
+    engine: str
+
+    def weights(self) -> Weights:
+        if self.engine not in ("auto", "reference"):
+            raise ValueError(f"unknown engine {self.engine!r}")
+        return Weights(self.factors, self.engine, one_head=False)
+
+
+def _built(told: Any, tensors: dict[str, Tensor]) -> Any:
+    """The tree that a description tells, over these tensors; only known classes."""
+    order: list[Tensor] = []
+
+    def spec(part: Any) -> Any:
+        if isinstance(part, dict):
+            if "tensor" in part:
+                order.append(tensors[part["tensor"]])
+                return ("tensor", len(order) - 1)
+            return float.fromhex(part["float"])
+        if not isinstance(part, list):
+            return part
+        kind, *rest = part
+        if kind != "tuple" and kind not in NODES:
+            raise ValueError(f"it names a class {kind!r} that no recording has")
+        return (kind, *(spec(inner) for inner in rest))
+
+    return rebuild(spec(told), order)

@@ -1,0 +1,294 @@
+"""The law of masks: `visible` says who sees whom, `spans` is the same truth in intervals, and what nobody sees costs nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from judge import MASKS, SCORES, MaskCase, Sizes, Truth, draw, named
+from torch import Tensor
+
+import regard
+from regard.block import Block
+from regard.door import lay
+from regard.engines import blockwise
+from regard.factors import Problem
+from regard.mask import Layout, Mask, Spans, as_mask, causal, documents, padding, window
+
+CPU = torch.device("cpu")
+
+
+def problem(mask: object, b: int = 1, i: int = 7, j: int = 11, h: int = 1, offset: int = 0) -> Problem:
+    """The mask laid over a matrix of that size, query 0 at `offset`."""
+    align = "start" if offset == 0 else "end"
+    assert offset in (0, j - i)
+    return lay(torch.zeros(b, h, i, 2), torch.zeros(b, 1, j, 2), "dot", mask, align).problem()
+
+
+def cells(of: Problem) -> Tensor:
+    """All that is visible, (b, h, i, j)."""
+    b, h, i, j = of.shape
+    visible = of.mask.visible(of.block(slice(0, i), slice(0, j)))
+    return visible.expand(b, h, i, j)
+
+
+def intervals(of: Problem) -> Spans:
+    return of.mask.spans(of.layout())
+
+
+def inside(spans: Spans, b: int, keys: int) -> Tensor:
+    """The cells that lie in an interval, (b, i, j)."""
+    j = torch.arange(keys)
+    within = (spans.lo.unsqueeze(-1) <= j) & (j < spans.hi.unsqueeze(-1))  # b r i j
+    return within.any(1).expand(b, -1, -1)
+
+
+# What each mask shows.
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("case", MASKS[1:], ids=lambda case: case.name)
+def test_each_mask_shows_what_its_formula_says(case: MaskCase, offset: int) -> None:
+    n = Sizes()
+    laid = problem(case.make(n), n.b, n.i, n.j, n.h, offset)
+    i, j = torch.arange(n.i)[:, None] + offset, torch.arange(n.j)[None]
+    assert torch.equal(cells(laid), case.visible(n, i, j).expand(n.b, n.h, n.i, n.j))
+
+
+def test_operators_work_cell_by_cell_with_tensors_and_functions_too() -> None:
+    a, b = torch.rand(7, 7) < 0.5, torch.rand(7, 7) < 0.5
+
+    def odd(i: Tensor, j: Tensor) -> Tensor:
+        return (i + j) % 2 == 1
+
+    grid = odd(torch.arange(7)[:, None], torch.arange(7)[None])
+    tril = torch.ones(7, 7).tril().bool()
+    for mask, want in (
+        (causal() & a, tril & a), (a & causal(), tril & a), (causal() | b, tril | b), (b | causal(), tril | b), (~causal(), ~tril),
+        (causal() & odd, tril & grid), (odd | causal(), tril | grid), (~(as_mask(a) | b), ~(a | b)), (~as_mask(odd) & causal(), ~grid & tril),
+    ):  # fmt: skip
+        assert torch.equal(cells(problem(mask, i=7, j=7))[0, 0], want), repr(mask)
+
+
+# Intervals.
+
+lengths = st.integers(0, 9)
+simple = st.one_of(
+    st.just(causal()),
+    st.builds(window, st.integers(0, 4), st.integers(0, 4)),
+    st.lists(st.integers(0, 6), min_size=2, max_size=2).map(padding),
+    st.integers(0, 6).map(lambda n: padding([n])),
+    st.lists(st.integers(0, 2), min_size=6, max_size=6).map(documents),
+    st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=2, max_size=2).map(documents),
+    st.lists(st.integers(0, 2), min_size=6, max_size=6).map(lambda ids: documents(sorted(ids))),
+    st.just(as_mask(lambda i, j: (i + j) % 3 != 0)),
+)
+combined = st.recursive(
+    simple,
+    lambda inner: st.one_of(
+        st.builds(lambda a, b: a & b, inner, inner), st.builds(lambda a, b: a | b, inner, inner), inner.map(lambda a: ~a)
+    ),
+    max_leaves=5,
+)
+
+
+@given(combined, st.integers(1, 8), st.booleans())
+def test_intervals_hold_all_that_is_visible_and_nothing_else_where_they_say_so(mask: Mask, i: int, at_end: bool) -> None:
+    laid = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
+    visible, spans = cells(laid)[:, 0], intervals(laid)
+    within = inside(spans, 2, 6)
+    assert not (visible & ~within).any()
+    if spans.exact:
+        assert torch.equal(visible, within)
+    assert ((spans.lo >= 0) & (spans.hi <= 6) & (spans.lo <= spans.hi)).all()
+    # In order and apart, so that no key is counted twice and the gaps between them are gaps.
+    assert (spans.hi[:, :-1] <= spans.lo[:, 1:]).all()
+
+
+@given(combined, st.integers(1, 8), st.booleans())
+def test_which_keys_some_row_sees_is_known_exactly(mask: Mask, i: int, at_end: bool) -> None:
+    laid = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
+    seen = laid.seen()
+    want = cells(laid).any(2).any(1)
+    assert torch.equal(torch.ones(2, 6, dtype=torch.bool) if seen is None else seen.expand(2, 6), want)
+
+
+def structured() -> list[Mask]:
+    plain = [causal(), window(2, 1), padding([3, 5]), documents([0, 0, 1, 1, 1, 2])]
+    return [*plain, ~plain[1], plain[0] & plain[2], plain[1] | padding([1]), ~(plain[0] | plain[3]), plain[3] & plain[0] & ~plain[1]]
+
+
+@pytest.mark.parametrize("mask", structured(), ids=repr)
+def test_intervals_of_structured_masks_are_the_whole_truth(mask: Mask) -> None:
+    assert intervals(problem(mask, b=2, i=6, j=6)).exact
+
+
+def test_intervals_of_documents_out_of_order_are_not_called_exact() -> None:
+    assert not intervals(problem(documents([0, 1, 0, 1]), i=4, j=4)).exact
+    assert intervals(problem(documents([1, 1, 0, 0]), i=4, j=4)).exact
+
+
+@given(st.lists(st.integers(0, 6), min_size=0, max_size=3), st.lists(st.integers(0, 6), min_size=0, max_size=3))
+def test_the_complement_of_the_complement_is_the_same_set(starts: list[int], sizes: list[int]) -> None:
+    mask: Mask = window(0, 0)
+    for start, size in zip(starts, sizes, strict=False):
+        mask = mask | (padding([min(6, start + size)]) & ~padding([start]))
+    laid = problem(mask, i=6, j=6)
+    spans = intervals(laid)
+    assert torch.equal(inside(spans.complement(6).complement(6), 1, 6), inside(spans, 1, 6))
+    assert torch.equal(inside(spans.complement(6), 1, 6), ~inside(spans, 1, 6))
+
+
+# Alignment.
+
+
+def test_align_says_which_corner_a_causal_mask_starts_in() -> None:
+    assert causal().draw(3, 5, align="start").splitlines() == ["■ · · · ·", "■ ■ · · ·", "■ ■ ■ · ·"]
+    assert causal().draw(3, 5, align="end").splitlines() == ["■ ■ ■ · ·", "■ ■ ■ ■ ·", "■ ■ ■ ■ ■"]
+    assert causal().draw(4, 2, align="end").splitlines() == ["· ·", "· ·", "■ ·", "■ ■"]
+    q, k = draw(3, 2), draw(5, 2)
+    start = regard.weights(q, k, mask=causal(), align="start").dense() > 0
+    end = regard.weights(q, k, mask=causal(), align="end").dense() > 0
+    assert torch.equal(start, torch.ones(3, 5).tril().bool())
+    assert torch.equal(end, torch.ones(3, 5).tril(2).bool())
+
+
+def test_padding_and_tensors_need_no_align() -> None:
+    q, k = draw(3, 2), draw(5, 2)
+    for mask in (padding([4]), torch.rand(3, 5) < 0.9, documents([0, 1, 1], [0, 0, 1, 1, 1])):
+        assert regard.weights(q[None, None], k[None, None], mask=mask).dense().shape == (1, 1, 3, 5)
+
+
+def test_documents_may_number_queries_and_keys_apart() -> None:
+    W = regard.weights(draw(3, 2), draw(5, 2), mask=documents([0, 7, 1], [0, 0, 1, 1, 0]))
+    assert (W.dense() > 0).tolist() == [[True, True, False, False, True], [False] * 5, [False, False, True, True, False]]
+
+
+def test_a_query_outside_the_keys_belongs_to_no_document() -> None:
+    W = regard.weights(draw(4, 2), draw(2, 2), mask=documents([3, 3]), align="end")
+    assert (W.dense() > 0).tolist() == [[False, False], [False, False], [True, True], [True, True]]
+
+
+# Drawing.
+
+
+@pytest.mark.parametrize(
+    "mask, drawing",
+    [
+        (window(1, 0), "■ · · ·\n■ ■ · ·\n· ■ ■ ·\n· · ■ ■"),
+        (~causal(), "· ■ ■ ■\n· · ■ ■\n· · · ■\n· · · ·"),
+        (padding([2]), "■ ■ · ·\n■ ■ · ·\n■ ■ · ·\n■ ■ · ·"),
+        (as_mask(lambda i, j: i == j), "■ · · ·\n· ■ · ·\n· · ■ ·\n· · · ■"),
+        (documents([0, 1, 1, 0]), "■ · · ■\n· ■ ■ ·\n· ■ ■ ·\n■ · · ■"),
+        (causal() & window(0, 9), "■ · · ·\n· ■ · ·\n· · ■ ·\n· · · ■"),
+    ],
+)
+def test_a_mask_draws_itself(mask: Mask, drawing: str) -> None:
+    assert mask.draw(4, 4) == drawing
+
+
+def test_print_takes_the_size_from_the_mask_where_it_tells() -> None:
+    assert str(documents([0, 0, 1])) == "■ ■ ·\n■ ■ ·\n· · ■"
+    assert str(as_mask(torch.tensor([[True, False, True]]))) == "■ · ■"
+    assert len(str(causal()).splitlines()) == 8
+    assert len(str(causal() & documents([0, 0, 1])).splitlines()) == 3
+
+
+def test_a_mask_says_in_words_what_it_is() -> None:
+    assert repr(causal() & ~window(2, 1)) == "(causal() & ~window(2, 1))"
+    assert repr(causal() | padding([3])) == "(causal() | padding())"
+
+
+# What nobody sees costs nothing.
+
+
+def visited(of: Problem) -> Tensor:
+    """How often the engine's walk comes to each cell, (i, j), and that `whole` tiles are wholly visible."""
+    b, h, i, j = of.shape
+    count = torch.zeros(i, j, dtype=torch.int64)
+    shown = cells(of)
+    for rows, tiles in blockwise.tiled(of):
+        for cols, whole in tiles:
+            count[rows, cols] += 1
+            if whole:
+                assert shown[:, :, rows, cols].all()
+    return count
+
+
+@given(combined, st.integers(1, 8), st.booleans(), st.integers(1, 4), st.integers(1, 4))
+def test_every_visible_cell_is_visited_once(mask: Mask, i: int, at_end: bool, height: int, width: int) -> None:
+    laid = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
+    usual = blockwise._tile_size
+    blockwise._tile_size = lambda _: (height, width)
+    try:
+        count = visited(laid)
+    finally:
+        blockwise._tile_size = usual
+    assert (count <= 1).all()
+    assert not (cells(laid).any(0).any(0) & (count == 0)).any()
+
+
+def cost(mask: Mask, t: int) -> int:
+    """Cells of the tiles that are visited."""
+    laid = problem(mask, i=t, j=t)
+    return sum(
+        (rows.stop - rows.start) * (cols.stop - cols.start)
+        for rows, tiles in blockwise.tiled(laid)
+        for cols, _ in tiles
+    )
+
+
+def test_a_window_of_256_over_65536_costs_a_window() -> None:
+    t = 65_536
+    # A block of up to 256 rows reaches 256 keys back from its first row: at most twice the window it needs, and its diagonal.
+    assert cost(window(256, 0), t) <= t * (256 + 256)
+    assert cost(window(256, 0), t) >= t * 256 - 256 * 257 // 2
+
+
+def test_a_window_and_first_keys_cost_a_window_and_first_keys() -> None:
+    t = 16_384
+    assert cost(window(256, 0) | padding([4]), t) <= t * (256 + 256 + 4 + 64)
+
+
+def test_documents_cost_the_sum_of_their_squares() -> None:
+    t, each = 16_384, 1024
+    assert cost(documents(torch.arange(t) // each), t) <= 1.5 * t * each
+
+
+def test_causal_costs_half_a_square_and_what_lies_on_the_diagonal() -> None:
+    t = 8192
+    assert cost(causal(), t) <= t * t // 2 + t * 512
+
+
+def test_the_cost_of_a_window_grows_with_the_length_not_its_square() -> None:
+    # Twice as many blocks of rows; the first and the last one see less than the others.
+    assert cost(window(100, 100), 20_480) <= 2.05 * cost(window(100, 100), 10_240)
+
+
+@pytest.mark.parametrize("where", ["front", "middle", "end"])
+def test_cutting_tiles_does_not_change_what_a_window_says(where: str) -> None:
+    t = {"front": 257, "middle": 700, "end": 513}[where]
+    q, k, v = draw(1, 1, t, 3, dtype=torch.float32), draw(1, 1, t, 3, dtype=torch.float32), draw(1, 1, t, 2, dtype=torch.float32)
+    W = regard.weights(q, k, mask=window(37, 5))
+    n = Sizes(1, 1, 1, t, t, 3, 3, 2)
+    case = MaskCase("", lambda n: None, lambda n, i, j: (i - j <= 37) & (j - i <= 5))
+    truth = Truth.of(named(SCORES, "scaled_dot"), case, n, q, k, [])
+    # float32 over at most 43 keys of scores below ten: sixty units of roundoff.
+    for got, want in ((W @ v, truth.y(v)), (W.lse, truth.lse), (W.entropy(), truth.entropy()), (W.received(), truth.received())):
+        torch.testing.assert_close(got.double(), want, rtol=64 * 2**-24, atol=64 * 2**-24)
+
+
+def test_a_layout_cuts_intervals_to_the_keys_there_are() -> None:
+    spans = Layout(3, 4, 0, CPU).interval(torch.tensor([-2, 1, 9]), torch.tensor([2, 9, 12]))
+    assert spans.lo[0, 0].tolist() == [0, 1, 4]
+    assert spans.hi[0, 0].tolist() == [2, 4, 4]
+
+
+def test_a_block_of_a_mask_is_that_block_of_the_whole() -> None:
+    mask = as_mask(torch.rand(2, 1, 7, 11) < 0.5) & causal() | documents(torch.randint(0, 3, (2, 11)))
+    laid = problem(mask, b=2, offset=4)
+    whole = cells(laid)
+    rows, cols = torch.tensor([5, 0, 2]), slice(3, 9)
+    part = laid.mask.visible(Block(rows, cols, 4, CPU)).expand(2, 1, 3, 6)
+    assert torch.equal(part, whole[:, :, rows][..., cols])
