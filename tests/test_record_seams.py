@@ -139,7 +139,9 @@ HAND = {
     "matmul": lambda x: torch.softmax(x @ x.mT / math.sqrt(D), -1) @ x,
     "F.softmax, dropout of nothing": lambda x: F.dropout(F.softmax(x @ x.mT / math.sqrt(D), dim=-1), 0.1, False) @ x,
     "method, type and back": lambda x: (x @ x.mT / math.sqrt(D)).softmax(3, dtype=torch.float32).to(x.dtype) @ x,
-    "einsum": lambda x: torch.einsum("bhij,bhjd->bhid", (torch.einsum("bhid,bhjd->bhij", x, x) / math.sqrt(D)).softmax(-1), x),
+    "einsum": lambda x: torch.einsum(
+        "bhij,bhjd->bhid", (torch.einsum("bhid,bhjd->bhij", x, x) / math.sqrt(D)).softmax(-1), x
+    ),
     "nn.Softmax": lambda x: torch.matmul(nn.Softmax(-1)(x @ x.mT / math.sqrt(D)), x),
     "other order": lambda x: torch.einsum("bhjd,bhij->bhid", x, (x @ x.mT / math.sqrt(D)).softmax(-1)),
 }
@@ -492,5 +494,7 @@ def test_flash_attention_as_an_operator(x):
 
     library.impl("_flash_attn_forward", kernel, "CompositeExplicitAutograd")
     y = x.transpose(1, 2)
-    seen = seen_in(lambda q: torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 0.5, True, -1, -1, 0.0, None, False), y)
+    seen = seen_in(
+        lambda q: torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 0.5, True, -1, -1, 0.0, None, False), y
+    )
     close(seen[0].dense(), by_hand(x, x, causal, scale=0.5))

@@ -80,7 +80,9 @@ def test_eager_and_sdpa_give_the_same_recording(name):
         torch.testing.assert_close(a, torch.where(a.sum(-1, keepdim=True) > 0, b, 0), atol=1e-5, rtol=0)
 
 
-def flash_stand_in(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, is_causal=None, **_):
+def flash_stand_in(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, is_causal=None, **_
+):
     """What a flash kernel computes, by PyTorch's operators: heads first in, heads last out; a mask (b, j) of padding."""
     i, j = query.shape[2], key.shape[2]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)

@@ -27,7 +27,7 @@ def ids(batch=2, length=11, seed=0, vocab=99):
 def padded(left=False):
     """Two sequences, the second shorter by three."""
     mask = torch.ones(2, 11, dtype=torch.long)
-    mask[1, :3 if left else None] = 0 if left else 1
+    mask[1, : 3 if left else None] = 0 if left else 1
     if not left:
         mask[1, -3:] = 0
     return {"input_ids": ids(), "attention_mask": mask}
@@ -57,8 +57,24 @@ def sees(model, config, inputs=image, **more):
     return model, config, {**VISION, **more}, inputs
 
 
-_T5 = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-_GPT2 = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2}
+_T5 = {
+    "vocab_size": 99,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 37,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
+_GPT2 = {
+    "vocab_size": 99,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 #: name → (model class, config class, config, inputs)
 ZOO = {

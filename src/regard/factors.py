@@ -64,7 +64,8 @@ class Factors:
 
     def pick(self, axis: int, where: int | range | list[int]) -> Factors:
         """Chosen places of one batch or head axis; an int drops a batch axis."""
-        return self.map(lambda t: _pick(t, axis, where))
+        q, k = (_pick(t, axis, where, broadcasts=False) for t in (self.q, self.k))
+        return dataclasses.replace(self.map(lambda t: _pick(t, axis, where)), q=q, k=k)
 
     def pick_heads(self, heads: int | range | list[int]) -> Factors:
         """Chosen query heads, each with the keys it looks at; the head axis stays."""
@@ -75,13 +76,25 @@ class Factors:
             k = _pick(k, k.ndim - 3, [head // per_key_head for head in chosen])
         # The keys have heads of their own, and may have fewer: they do not follow the others.
         others = dataclasses.replace(self, k=self.k[..., :1, :, :]).map(lambda t: _pick(t, t.ndim - 3, chosen))
-        return dataclasses.replace(others, k=k)
+        return dataclasses.replace(others, q=_pick(self.q, self.q.ndim - 3, chosen, broadcasts=False), k=k)
 
     def problem(self) -> Problem:
         """Fold the batch axes into one and lower the score."""
         folded = self.folded()
-        low = folded.score.lower(folded.q, folded.k)
+        low = folded.score.lower(folded.q, folded._keys_to_lower())
         return Problem(low.q, low.k, low.pair, low.steps, folded.score.sink_logits, folded.mask, self.offset or 0)
+
+
+    def _keys_to_lower(self) -> Tensor:
+        """Keys of one batch axis; zeros where no row may see them if the score makes something else of keys.
+
+        A length or a projection of such a key is never looked at, but it has a gradient, and 0 · nan is nan.
+        """
+        if self.mask is None or not self.score.remakes_keys or torch.compiler.is_compiling():
+            return self.k
+        bare = Problem(self.q, self.k, Product(1.0), (), None, self.mask, self.offset or 0)
+        seen = bare.seen()
+        return self.k if seen is None else _blank(self.k, seen, -2)
 
 
 @node
@@ -141,15 +154,24 @@ class Problem:
 
     def scores(self, block: Block) -> Tensor:
         """Scores of a block, −inf where nothing may be seen: (b, h, i, j)."""
-        return hide(self.at(block).bare_scores(block), self.mask, block)
+        local = self.at(block)
+        if self.mask is None:
+            return local.bare_scores(block)
+        visible = self.mask.visible(block)
+        visible = visible.reshape(*[1] * (4 - visible.ndim), *visible.shape)
+        # A key that no row of the block sees must not reach it, not even as the nan of 0 · nan in a gradient.
+        local = local._blanked(visible.any(2).any(1).expand(-1, local.k.shape[2]))
+        return local.bare_scores(block).masked_fill(~visible, -torch.inf)
 
     def bare_scores(self, block: Block) -> Tensor:
         """Scores of a block whose tensors are `at` it already, mask not applied."""
         q, k = wide(self.q), wide(self.k)
         if isinstance(self.pair, Product):
             # Heads that share keys stand as further rows: no copy of the keys.
-            b, g, j, _ = k.shape
-            s = self.pair.pairwise(q.reshape(b, g, -1, q.shape[-1]), k).reshape(*q.shape[:3], j)
+            b, g, j, d = k.shape
+            _, h, i, _ = q.shape
+            # The number of rows is written out: -1 is ambiguous where an axis is empty.
+            s = self.pair.pairwise(q.reshape(b, g, h // max(g, 1) * i, d), k).reshape(b, h, i, j)
         else:
             s = self.pair.pairwise(q, per_query_head(k, q.shape[1]))
         return _modified(s, self.steps, block)
@@ -159,7 +181,7 @@ class Problem:
         b, h, i, n = cols.shape
         k = per_query_head(self.k, h)  # b h j d
         index = cols.reshape(b, h, i * n, 1).expand(-1, -1, -1, k.shape[-1])
-        near = wide(k.gather(2, index).reshape(b, h, i, n, -1))
+        near = wide(k.gather(2, index).reshape(b, h, i, n, k.shape[-1]))
         s = self.pair.pairwise(wide(self.q).unsqueeze(-2), near).squeeze(-2)
         cells = Picked(cols, self.offset)
         return _modified(s, tuple(change(step, cells.take) for step in self.steps), cells)
@@ -187,19 +209,24 @@ class Problem:
 
     def blank_unseen(self, question: Any) -> tuple[Problem, Any]:
         """Zeros for keys and values that no row may see: what stands there, nan or inf, must not matter."""
-        if self.mask is None or (self.q.device.type == "cpu" and _finite(self.k) and _finite(question.v)):
+        if self.mask is None:
+            return self, question
+        if self.q.device.type == "cpu" and (self.spans.reach_all(self.shape[3]) or self._all_finite(question.v)):
             return self, question
         seen = self.seen()
         if seen is None:
             return self, question
-        steps = tuple(change(step, lambda t: _blank(t, seen, -1)) for step in self.steps)
-        clean = dataclasses.replace(self, k=_blank(self.k, seen, -2), steps=steps)
-        return clean, dataclasses.replace(question, v=None if question.v is None else _blank(question.v, seen, -2))
+        v = None if question.v is None else _blank(question.v, seen, -2)
+        return self._blanked(seen), dataclasses.replace(question, v=v)
 
+    def _blanked(self, seen: Tensor) -> Problem:
+        steps = change(self.steps, lambda t: _blank(t, seen, -1))
+        return dataclasses.replace(self, k=_blank(self.k, seen, -2), steps=steps)
 
-def _finite(x: Tensor | None) -> bool:
-    # A sum is finite only if all its parts are.
-    return x is None or bool(x.sum().isfinite())
+    def _all_finite(self, v: Tensor | None) -> bool:
+        per_key = [t for t in flatten(self.steps)[1] if t.ndim == 4 and t.shape[-1] > 1]
+        # A sum is finite only if all its parts are.
+        return all(t is None or bool(t.sum().isfinite()) for t in (self.k, v, *per_key))
 
 
 def _blank(x: Tensor, seen: Tensor, axis: int) -> Tensor:
@@ -237,10 +264,11 @@ def given(w: Tensor) -> Factors:
     return Factors(w.new_empty(*outer, i, 0), w.new_empty(*outer, j, 0), Given(w), None, 0 if i == j else None)
 
 
-def _pick(t: Tensor, axis: int, where: int | range | list[int]) -> Tensor:
+def _pick(t: Tensor, axis: int, where: int | range | list[int], broadcasts: bool = True) -> Tensor:
+    """Places along one axis; where the tensor `broadcasts`, an axis of size one stands for any length."""
     if isinstance(where, int):
         return t.select(axis, where if t.shape[axis] > 1 else 0)
-    if t.shape[axis] == 1 and len(where):
+    if broadcasts and t.shape[axis] == 1 and len(where):
         return t
     if isinstance(where, range) and where.step > 0:
         return t[(slice(None),) * axis + (slice(where.start, where.stop, where.step),)]
@@ -254,4 +282,4 @@ def _fold(t: Tensor, batch: torch.Size) -> Tensor:
         return t
     if all(n == 1 for n in own):
         return t.reshape(1, *t.shape[-3:]) if batch else t.unsqueeze(0)
-    return t.expand(*batch, *t.shape[-3:]).reshape(-1, *t.shape[-3:])
+    return t.expand(*batch, *t.shape[-3:]).reshape(batch.numel(), *t.shape[-3:])

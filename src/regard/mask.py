@@ -45,6 +45,10 @@ class Spans:
         edge = torch.zeros_like(self.lo[:, :1])
         return _tidy(torch.cat([edge, self.hi], 1), torch.cat([self.lo, edge + keys], 1), self.exact)
 
+    def reach_all(self, keys: int) -> bool:
+        """Whether some row of every sequence sees every key, as the last row of a causal mask does."""
+        return self.exact and bool(((self.lo == 0) & (self.hi == keys)).any(2).any(1).all())
+
     def seen(self, keys: int) -> Tensor:
         """Which keys lie in an interval of at least one row: bool, (b|1, j)."""
         # Count starts and ends along the keys: a key is covered while more intervals began than ended.

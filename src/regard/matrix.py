@@ -279,7 +279,7 @@ class Weights:
         factors = self._factors.expanded(batch)
         question = dataclasses.replace(question, v=_fold(question.v, batch), u=_fold(question.u, batch))
         live = needs_gradient(factors, question)
-        # The gradient of a maximum is had at its place, so that place is asked for as well; lse serves every backward.
+        # The gradient of a maximum is that of the score it falls on, so its place is asked for; lse serves every backward.
         names = question.names
         if live:
             names = tuple(dict.fromkeys((*names, "lse", *(("argmax",) if "max_score" in names else ()))))
@@ -298,7 +298,7 @@ class Weights:
         answers = see(problem, question, engine, known)
         if remember:
             self._memory.remember(factors, question, answers)
-        return _with_picked(problem, answers) if live else answers
+        return answers
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         """The weights at these rows and columns, (*batch, h, i, j)."""
@@ -312,9 +312,7 @@ class Weights:
         for run in runs(rows):
             narrow = problem.narrow(run.start, run.stop)
             lse = self._lse_of(narrow, run)
-            clean, _ = narrow.blank_unseen(Question(()))
-            block = clean.block(slice(0, len(run)), where(cols, problem.q.device))
-            s = clean.scores(block)
+            s = narrow.scores(narrow.block(slice(0, len(run)), where(cols, problem.q.device)))
             parts.append((s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)).exp())
         w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
         return w.reshape(*self._factors.batch, *w.shape[1:])
@@ -477,18 +475,6 @@ class Transposed:
 
 
 # Helpers of the two classes.
-
-
-def _with_picked(problem: Problem, answers: Answers) -> Answers:
-    """Scores at known places as part of the graph: the gradient of a maximum is that of the score it falls on."""
-    answers = dict(answers)
-    for score, index in (("max_score", "argmax"), ("top_score", "top_index")):
-        if score in answers:
-            at = answers[index]
-            cols = at.unsqueeze(-1) if at.ndim == 3 else at
-            picked = problem.picked_scores(cols.clamp(min=0)).reshape(at.shape)
-            answers[score] = torch.where(at >= 0, picked, -torch.inf)
-    return answers
 
 
 def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:

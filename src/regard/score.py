@@ -158,6 +158,8 @@ class Score:
     sink_logits: Tensor | None = dataclasses.field(default=None, kw_only=True)
     #: Whether queries and keys may differ in size.
     sizes_may_differ: ClassVar[bool] = False
+    #: Whether `lower` makes something else of the keys (a direction, a projection), with a gradient of its own.
+    remakes_keys: ClassVar[bool] = False
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         """The textbook's formula: q (b, h, i, d) and k (b, h, j, d) give s (b, h, i, j)."""
@@ -241,6 +243,7 @@ class Cosine(Score):
     """s = scale · cos(q, k). A zero vector is alike to nothing: its cosine is 0."""
 
     scale: float = 1.0
+    remakes_keys = True
 
     def __post_init__(self) -> None:
         _need_finite(self.scale, "Cosine(scale)")
@@ -258,6 +261,7 @@ class Gaussian(Score):
     """s = −|q − k|² / 2σ²: alike means near."""
 
     sigma: float = 1.0
+    remakes_keys = True
 
     def __post_init__(self) -> None:
         _need_finite(self.sigma, "Gaussian(sigma)")
@@ -275,11 +279,10 @@ class Gaussian(Score):
             # The three terms cancel badly far from the origin; distances do not change when it moves to the keys.
             finite = torch.where(k.isfinite(), k, 0).detach()
             centre = finite.mean(-2, keepdim=True) if k.shape[-2] else finite.sum(-2, keepdim=True)
-            per_query = q.shape[-3] // k.shape[-3]
-            q, k = q - centre.repeat_interleave(per_query, -3), k - centre
+            q, k = q - _for_heads_of(q, centre), k - centre
         row = wide(q).square().sum(-1, keepdim=True) / (-2 * self.sigma**2)  # *batch h i 1
         key = wide(k).square().sum(-1).unsqueeze(-2) / (-2 * self.sigma**2)  # *batch g 1 j
-        key = key.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        key = _for_heads_of(q, key)
         return Lowered(q, k, Product(1 / self.sigma**2), (Bias(row), Bias(key), *self.steps))
 
 
@@ -309,6 +312,7 @@ class Additive(Score):
     key_weight: Tensor
     v: Tensor
     sizes_may_differ = True
+    remakes_keys = True
 
     def __post_init__(self) -> None:
         for name, tensor, axes in (
@@ -332,7 +336,7 @@ class Additive(Score):
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         if self.key_weight.ndim > 2 and self.key_weight.shape[-3] > k.shape[-3]:
-            k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+            k = _for_heads_of(q, k)
         return Lowered(*self._projected(q, k), TanhSum(self.v), self.steps)
 
     def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -392,6 +396,11 @@ def as_score(score: Any) -> Score:
     if callable(score):
         return Similarity(score)
     raise TypeError(f"score must be a name, a Score or a function f(q, k); {type(score).__name__} came.")
+
+
+def _for_heads_of(q: Tensor, x: Tensor) -> Tensor:
+    """One head of x, made from keys, for every head of q; where no head was chosen there are none of either."""
+    return x if x.shape[-3] == q.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
 
 
 def wide(x: Tensor) -> Tensor:

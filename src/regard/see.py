@@ -10,6 +10,7 @@ Imports `engines` and what is below them.
 from __future__ import annotations
 
 import ast
+import dataclasses
 from typing import Any
 
 import torch
@@ -19,14 +20,14 @@ from .engines import Engine, named
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
 from .score import wide
-from .statistics import NOT_DIFFERENTIATED, Answers, Question
+from .statistics import NOT_DIFFERENTIATED, PICKED, Answers, Question
 from .tree import flatten, rebuild
 
 __all__ = ["needs_gradient", "see"]
 
 
 def see(problem: Problem, question: Question, engine: Engine, known: Answers) -> Answers:
-    """Every answer that the question names. `known` are numbers of the same question that need not be computed again."""
+    """Every answer that the question names; `known` are numbers that need not be computed again."""
     if not torch.compiler.is_compiling() and not needs_gradient(problem, question):
         return compute(problem, question, engine, known)
     spec, tensors = flatten((problem, question))
@@ -63,11 +64,28 @@ def pull_back(
     _, tensors = flatten((problem, question))
     count = len(flatten(problem)[1])
     of_problem, dv, du = engine.backward(clean, asked, answers["lse"], gradient, needs[:count])
+    of_problem = list(of_problem)
+    for score, index in PICKED:
+        if score in flowing:
+            for n, g in enumerate(_picked_gradients(clean, answers[index], flowing[score])):
+                of_problem[n] = g if of_problem[n] is None else of_problem[n] + g
     own = ((question.v, dv), (question.u, du), (question.keys, None))
     found = [*of_problem, *(g for t, g in own if t is not None)]
     return [
         None if g is None or not t.is_floating_point() else g.to(t.dtype) for g, t in zip(found, tensors, strict=True)
     ]
+
+
+def _picked_gradients(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Of q, k and the score's tensors, which stand first among the problem's; from scores at one or a few keys a row."""
+    spec, tensors = flatten(dataclasses.replace(problem, mask=None, sink=None))
+    cols = index.unsqueeze(-1) if index.ndim == 3 else index
+
+    def picked(*parts: Tensor) -> Tensor:
+        return rebuild(spec, list(parts)).picked_scores(cols.clamp(min=0))
+
+    _, pull = torch.func.vjp(picked, *map(wide, tensors))
+    return pull(g.reshape(cols.shape).masked_fill(cols < 0, 0))
 
 
 def _gradient(problem: Problem, question: Question, engine: Engine, answers: Answers, flowing: Answers) -> Gradient:
@@ -116,7 +134,7 @@ def _side_by_side(pairs: list[tuple[Tensor, Tensor]], b: int, h: int) -> tuple[T
 
 def _pool_factors(g: Tensor, tiling: Any, i: int, j: int) -> tuple[Tensor, Tensor]:
     """The gradient of a pooled map as a product: each row's tiles, times which tile a key is in."""
-    b, h, rows, cols = g.shape
+    b, h, _, cols = g.shape
     left, right = g.new_zeros(b, h, i, cols), g.new_zeros(1, 1, j, cols)
     inside_i = torch.arange(tiling.i0, tiling.i1, device=g.device)
     inside_j = torch.arange(tiling.j0, tiling.j1, device=g.device)

@@ -83,8 +83,9 @@ class State:
     def of_sink(logits: Tensor, question: Question, shape: tuple[int, ...]) -> State:
         """A sink as the state of one more key, which gives nothing."""
         nothing = State.empty(shape, question, logits)
-        one = nothing.l + 1
-        return State(**{**vars(nothing), "m": logits.squeeze(-1).expand(shape), "l": one})
+        m = logits.squeeze(-1).expand(shape)
+        one = torch.where(m == -torch.inf, nothing.l, 1)  # a sink of −inf is no key at all
+        return State(**{**vars(nothing), "m": m, "l": one})
 
     def merge(self, other: State) -> State:
         """The state of both sets of keys together."""

@@ -21,8 +21,10 @@ __all__ = ["ONE_PASS", "SECOND_PASS", "Answers", "Question", "Tiling", "of_dense
 ONE_PASS = ("y", "lse", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
 #: Column by column, from the finished rows.
 SECOND_PASS = ("received", "pool", "z")
-#: Of these no gradient is taken: they are indices, or numbers whose gradient `see` takes another way.
-NOT_DIFFERENTIATED = ("max_score", "argmax", "top_score", "top_index")
+#: Indices have no gradient.
+NOT_DIFFERENTIATED = ("argmax", "top_index")
+#: Scores at places that were found: their gradient is that of the score at the place.
+PICKED = (("max_score", "argmax"), ("top_score", "top_index"))
 
 Answers = dict[str, Tensor]
 
@@ -79,7 +81,7 @@ def of_dense(w: Tensor, s: Tensor, question: Question, offset: int, sink: Tensor
     formulas: dict[str, Callable[[], Tensor]] = {
         "y": lambda: w @ per_query_head(question.v, w.shape[1]).to(w.dtype),
         "z": lambda: w.mT @ question.u.to(w.dtype),
-        "entropy": lambda: entropy(w) if sink is None else entropy(w) + torch.special.entr(sink),
+        "entropy": lambda: entropy(w) if sink is None else entropy(w) + entropy(sink.unsqueeze(-1)),
         "reach": lambda: (w * distance(w.shape[-2], w.shape[-1], offset, w)).sum(-1),
         "mass": lambda: w @ question.keys.to(w.dtype),
         "received": lambda: w.sum(-2),

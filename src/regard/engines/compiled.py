@@ -255,6 +255,11 @@ def _chunks(problem: Problem, heads: int, tall: int) -> int:
     return 1 if heads >= threads else max(1, min(blocks, -(-threads // max(heads, 1))))
 
 
+def _summed(parts: Tensor) -> Tensor:
+    """The sum over chunks; of one chunk, itself."""
+    return parts[0] if len(parts) == 1 else parts.sum(0)
+
+
 def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
     """A second pass over the weights of finished rows: what columns can tell."""
     b, h, _, j = problem.shape
@@ -277,7 +282,7 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
         task.set(U=u.shape[3])
         found["z"] = task.out("z", torch.zeros(chunks, b, h, j, u.shape[3]))
     task.run(task.tools.tiles.reread_kernel, b * h * chunks, 4 * wide * (tall + 1))
-    return {name: x.sum(0).float() for name, x in found.items()}
+    return {name: _summed(x).float() for name, x in found.items()}
 
 
 def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient) -> Gradients:
@@ -315,16 +320,16 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
         drow = task.out("drow", torch.zeros(b, h, i))
         dkey = task.out("dkey", torch.zeros(chunks, b, h, j))
     task.run(task.tools.tiles.backward_kernel, b * heads * chunks, 4 * wide * (2 * tall + 2))
-    found: list[Tensor | None] = [dq, dk.sum(0)]
+    found: list[Tensor | None] = [dq, _summed(dk)]
     for tensor in flatten(problem)[1][2:]:
         if tensor is problem.sink:
             found.append(gradient.of_sink(tensor, lse))
         elif any(tensor is bias for bias in biases) and 1 in tensor.shape[2:]:
-            sums = drow[..., None] if tensor.shape[3] == 1 else dkey.sum(0)[:, :, None, :]
+            sums = drow[..., None] if tensor.shape[3] == 1 else _summed(dkey)[:, :, None, :]
             found.append(sums.sum_to_size(tensor.shape))
         else:
             found.append(None)
-    return Gradients(found, None if dv is None else dv.sum(0), None)
+    return Gradients(found, None if dv is None else _summed(dv), None)
 
 
 def _with_keys(problem: Problem, k: Tensor) -> tuple[Any, list[Tensor]]:

@@ -100,7 +100,8 @@ def keep(found: Attention, values: bool, to: str | None) -> Kept:
         kept.w = _own(found.w, kept.versions, to)
     else:
         assert found.q is not None and found.k is not None
-        kept.q, kept.k = _own(found.q, kept.versions, to), _own(found.k, kept.versions, to)
+        q = found.q if said.wiped is None else found.q.masked_fill(said.wiped, 0)
+        kept.q, kept.k = _own(q, kept.versions, to), _own(found.k, kept.versions, to)
         kept.score = _moved_score(found, to)
         kept.mask = _moved(said.mask, to)
     if values and found.v is not None:

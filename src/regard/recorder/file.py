@@ -236,8 +236,8 @@ def _read_header(file: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]
     if not isinstance(told, str) or len(told) != 32 or _digest(text.replace(told.encode(), _BLANK.encode(), 1)) != told:
         _bad(path, "its header does not fit its checksum")
     description = json.loads(said)
-    if description.get("format") != FORMAT:
-        _bad(path, f"its format is {description.get('format')!r}")
+    if not isinstance(description, dict) or description.get("format") != FORMAT:
+        _bad(path, "its description is not that of a recording")
     if description.get("version") != VERSION:
         raise RegardFileError(
             f"{path}: it was written in version {description.get('version')!r} of the format and this regard reads {VERSION}. Update regard."

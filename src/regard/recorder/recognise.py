@@ -32,6 +32,7 @@ class Said:
     mask: Mask | None = None
     bias: Tensor | None = None
     align: str | None = None
+    wiped: Tensor | None = None  # b|1 h|1 i 1 : rows whose scores a huge number has made all alike
 
 
 def intervals(cells: Tensor) -> Intervals | None:
@@ -128,15 +129,15 @@ def said_by(given: Tensor | None, causal_flag: bool, shape: tuple[int, int, int,
         return Said(causal(), None, None if i == j else "start")
     cells = given.reshape(*[1] * (4 - given.ndim), *given.shape)
     cells = _shrunk(cells)
-    bias: Tensor | None = None
+    bias = wiped = None
     if cells.dtype != torch.bool:
-        hidden, bias = _split(cells, shape)
+        hidden, bias, wiped = _split(cells.expand(*cells.shape[:2], i, j))
         cells = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=cells.device) if hidden is None else ~hidden
     cells = cells.expand(*cells.shape[:2], i, j)
     if causal_flag:
         cells = cells & torch.ones(i, j, dtype=torch.bool, device=cells.device).tril()
     mask, align = as_mask(cells)
-    return Said(mask, bias, align)
+    return Said(mask, bias, align, wiped)
 
 
 def _shrunk(x: Tensor) -> Tensor:
@@ -147,13 +148,18 @@ def _shrunk(x: Tensor) -> Tensor:
     return x
 
 
-def _split(added: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor | None, Tensor | None]:
-    """An additive mask as what it hides and what it really adds; either may be nothing."""
+def _split(added: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """An additive mask (b|1, h|1, i, j) as what it hides, what it really adds, and the rows it wipes out."""
     hidden = added <= torch.finfo(added.dtype).min / 2
     infinite = added == -torch.inf
-    wiped = hidden.expand(*hidden.shape[:2], *shape[2:]).all(-1, keepdim=True)
-    if bool((wiped & ~infinite).any()):
-        # A row whose every key has the smallest number added still has weights: it is a sum, not a mask.
-        hidden = infinite
-    rest = added.masked_fill(hidden, 0)
-    return (hidden if bool(hidden.any()) else None), (rest.clone() if bool((rest != 0).any()) else None)
+    wiped = hidden.all(-1, keepdim=True) & ~infinite.all(-1, keepdim=True)
+    if bool(wiped.any()):
+        # The smallest number added to all keys of a row hides none: next to it their scores are all alike.
+        low, high = (torch.where(infinite, fill, added) for fill in (torch.inf, -torch.inf))
+        if bool((wiped & (low.amin(-1, keepdim=True) != high.amax(-1, keepdim=True))).any()):
+            raise NotImplementedError("an additive mask hides a whole row with numbers that differ")
+        hidden = torch.where(wiped, infinite, hidden)
+    rest = added.masked_fill(hidden | wiped, 0)
+    # In half precision the smallest number is -65504, next to which scores still count: it cancels in softmax.
+    alike = wiped if added.dtype != torch.float16 and bool(wiped.any()) else None
+    return (hidden if bool(hidden.any()) else None), (rest.clone() if bool((rest != 0).any()) else None), alike

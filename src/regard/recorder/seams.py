@@ -82,12 +82,23 @@ def heard_sdpa(listener: Any, call: dict[str, Any], out: Tensor, frame: FrameTyp
     if given is not None and q.ndim == 3 and given.ndim == 3:
         given = _split_heads(given, at.module, listener.batch()) if given.shape[0] > 1 else given[None]
     q4, k4, v4 = shared
+    k4, v4 = (_once(x, q4, at.module) for x in (k4, v4))
     if (given is not None and given.ndim > 4) or q4.ndim > 4:
         listener.failed(
             frame, f"scaled_dot_product_attention was called with {q.ndim} axes; (batch, heads, length, size) is read"
         )
         return
     listener.attention(at, Attention(q4, k4, v4, scale=call["scale"], given=given, causal=call["is_causal"]))
+
+
+def _once(x: Tensor, q: Tensor, module: Any) -> Tensor:
+    """Keys that were repeated for every query head of a group, without the repetition."""
+    group = getattr(module, "num_key_value_groups", 1)
+    if not isinstance(group, int) or group < 2 or x.ndim != 4 or x.shape[1] != q.shape[1] or x.shape[1] % group:
+        return x
+    few = x[:, ::group]
+    repeated = bool((x.unflatten(1, (-1, group)) == few.unsqueeze(2)).all())
+    return few.clone() if repeated else x
 
 
 def heard_fused(listener: Any, call: dict[str, Any], out: Any, frame: FrameType) -> None:

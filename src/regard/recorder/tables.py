@@ -6,6 +6,7 @@ Answers are a `Table`: rows one can loop over, print, and turn into NumPy or pan
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,20 +112,26 @@ def _sink(weights: Weights) -> tuple[int, Tensor]:
 
 
 def _entropy(weights: Weights) -> Tensor:
-    """Mean entropy of the rows with the sink taken out: H′ = (H + w log w)/(1 − w) + log(1 − w)."""
+    """Entropy of the rows with the sink taken out: of w and r = 1 − w, r·H′ = H + w log w + r log r; a mean weighted by r."""
     _, w = _sink(weights)
-    rest = (1 - w).clamp(min=1e-6)
-    h = (weights.entropy() + torch.where(w > 0, w * w.clamp(min=1e-38).log(), 0)) / rest + rest.log()
-    return torch.where(w < 1 - 1e-6, h, 0).clamp(min=0).mean(-1)
+    rest = (1 - w).clamp(min=0)
+    return _mean(weights.entropy() + _x_log_x(w) + _x_log_x(rest), rest)
 
 
 def _reach(weights: Weights) -> Tensor:
-    """Mean distance looked at, the sink taken out."""
+    """How far is looked, the sink taken out; rows count as much as they give to other keys."""
     place, w = _sink(weights)
     i, j = weights.shape[-2:]
-    far = (torch.arange(i, device=w.device) + (weights._factors.offset or j - i) - place).abs()
-    rest = (1 - w).clamp(min=1e-6)
-    return torch.where(w < 1 - 1e-6, (_positional(weights).reach() - w * far) / rest, 0).clamp(min=0).mean(-1)
+    far = (torch.arange(i, device=w.device) + j - i - place).abs()
+    return _mean(_positional(weights).reach() - w * far, (1 - w).clamp(min=0))
+
+
+def _mean(weighted: Tensor, by: Tensor) -> Tensor:
+    return weighted.clamp(min=0).sum(-1) / by.sum(-1).clamp(min=1e-6)
+
+
+def _x_log_x(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x * x.clamp(min=1e-38).log(), 0)
 
 
 def _positional(weights: Weights) -> Weights:
@@ -231,8 +238,10 @@ def _row_number(weights: Weights, word: Any) -> int:
 def _one_stack(layers: list[Any]) -> list[Any]:
     """The longest run of square self-attention layers of one size: an encoder, or a decoder."""
     square = [layer for layer in layers if layer.kind == "self" and layer.shape[-1] == layer.shape[-2]]
-    runs = [
-        list(run)
-        for _, run in itertools.groupby(square, key=lambda layer: (layer.shape, layer.name.split(".layer")[0]))
-    ]
+    runs = [list(run) for _, run in itertools.groupby(square, key=_stack)]
     return max(runs, key=len, default=[])
+
+
+def _stack(layer: Any) -> tuple[Any, str]:
+    """Layers of one size whose names differ only in their numbers stand on one another."""
+    return tuple(layer.shape), re.sub(r"\d+", "#", layer.name)

@@ -323,8 +323,9 @@ def steps_kernel(
         b1 = tl.where(out.b == 0, batch, out_b + 1)
         h0 = tl.where(out.h == 0, 0, out_h)
         h1 = tl.where(out.h == 0, sizes.h, out_h + 1)
-        for b in range(b0, b1):
-            for h in range(h0, h1):
+        for n in range(0, b1 - b0):
+            for m in range(0, h1 - h0):
+                b, h = b0 + n, h0 + m
                 cells += step_tile(q, k, v, dy, steps, strides, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
                                    D, E, STEPS, MASK, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TARGET)  # fmt: skip
         at = place(out, out_b, out_h) + i.to(tl.int64)[:, None] * out.i + j.to(tl.int64)[None, :] * out.j

@@ -1,0 +1,32 @@
+"""Tables in the docs come from result files: `python -m bench.tables` writes them between their markers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .rows import RESULTS, read, table
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md",)
+
+
+def filled(text: str) -> str:
+    """The text with every table made anew from its result file."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        body = table(read(name)) if (RESULTS / f"{name}.json").exists() else "(not measured yet)"
+        return f"<!-- table: {name} -->\n{body}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+
+
+def main() -> None:
+    for name in DOCUMENTS:
+        path = ROOT / name
+        path.write_text(filled(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
