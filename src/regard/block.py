@@ -67,11 +67,11 @@ class Picked:
         # Indexing the tensor itself, not an expanded view, keeps its gradient at the tensor's own size.
         at = [
             torch.arange(n, device=self.cols.device).view([-1 if axis == k else 1 for k in range(4)])
-            if n > 1
+            if n != 1
             else self.cols.new_zeros(1)
             for axis, n in enumerate(tensor.shape[:3])
         ]
-        return tensor[at[0], at[1], at[2], self.cols if tensor.shape[3] > 1 else self.cols.new_zeros(1, 1, 1, 1)]
+        return tensor[at[0], at[1], at[2], self.cols if tensor.shape[3] != 1 else self.cols.new_zeros(1, 1, 1, 1)]
 
 
 def _indices(where: Where, device: torch.device) -> Tensor:

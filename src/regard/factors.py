@@ -179,6 +179,8 @@ class Problem:
     def picked_scores(self, cols: Tensor) -> Tensor:
         """Scores of a few cells a row: cols (b, h, i, n) gives (b, h, i, n). Only cells that may be seen are asked."""
         b, h, i, n = cols.shape
+        if self.k.shape[2] == 0:  # no key can be picked, and gather has no index for that
+            return torch.zeros(cols.shape, dtype=self.wide, device=cols.device)
         k = per_query_head(self.k, h)  # b h j d
         index = cols.reshape(b, h, i * n, 1).expand(-1, -1, -1, k.shape[-1])
         near = wide(k.gather(2, index).reshape(b, h, i, n, k.shape[-1]))

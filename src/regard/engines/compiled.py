@@ -1,9 +1,9 @@
 """The compiled tile step of `blockwise` on the CPU: which problems it serves, and how its kernels are called.
 
-The kernels (in `tiles`, compiled by numba when first needed and kept on disk) run on PyTorch's own team of threads
+The kernels (in `cpu`, compiled by numba when first needed and kept on disk) run on PyTorch's own team of threads
 with PyTorch's own matrix product, both reached through symbols of its library: no second pool of threads fights
 for the cores, and a product inside the team stays on one of them. Where numba or those symbols are missing,
-`load` returns None and only speed is lost. Imports `factors`, `statistics`, and `tiles` lazily.
+`load` returns None and only speed is lost. Imports `factors`, `statistics`, and `cpu` lazily.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
 class Tools:
     """What is borrowed from PyTorch's library, and the kernels."""
 
-    tiles: Any
+    cpu: Any
     gemm: int
     parallel: Callable[..., Any]
     alone: Callable[[int], int] | None
@@ -58,10 +58,10 @@ def load() -> Tools | None:
             continue
         parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         parallel.restype = None
-        from . import tiles
+        from . import cpu
 
         assert gemm is not None
-        return Tools(tiles, gemm, parallel, getattr(library, "MKL_Set_Num_Threads_Local", None))
+        return Tools(cpu, gemm, parallel, getattr(library, "MKL_Set_Num_Threads_Local", None))
     return None
 
 
@@ -127,7 +127,7 @@ class Task:
         tools = load()
         assert tools is not None
         self.tools = tools
-        self.record = tools.tiles.new_task()
+        self.record = tools.cpu.new_task()
         self.alive: list[Any] = []
         b, h, i, j = problem.shape
         self.work = b * h * i * j * problem.q.shape[3]
@@ -166,31 +166,29 @@ class Task:
         return tensor
 
     def _steps(self, problem: Problem) -> None:
-        tiles = self.tools.tiles
+        cpu = self.tools.cpu
         made = []
         for step in problem.steps:
             if isinstance(step, Softcap):
-                made.append((tiles.SOFTCAP, 0, 0, 0, 0, 0, step.cap, 0))
+                made.append((cpu.SOFTCAP, 0, 0, 0, 0, 0, step.cap, 0))
                 continue
             tensor = (step.tensor if isinstance(step, Bias) else step.slopes).float()  # type: ignore[union-attr]
-            kind = (
-                tiles.ALIBI if isinstance(step, Alibi) else tiles.ADDED_VECTOR if tensor.shape[3] > 1 else tiles.ADDED
-            )
+            kind = cpu.ALIBI if isinstance(step, Alibi) else cpu.ADDED_VECTOR if tensor.shape[3] > 1 else cpu.ADDED
             made.append((kind, self.keep(tensor), *_strides(tensor), 0, 0))
         for cells in _laid_cells(problem.mask) or []:
-            made.append((tiles.HIDDEN, self.keep(cells), *_strides(cells), 0, 0))
-        table = tiles.steps_table(made)
+            made.append((cpu.HIDDEN, self.keep(cells), *_strides(cells), 0, 0))
+        table = cpu.new_steps(made)
         self.alive.append(table)
         self.set(steps=table.ctypes.data, step_count=len(made))
 
-    def run(self, kernel: Any, items: int, scratch: int) -> None:
+    def run(self, kernel: str, items: int, scratch: int) -> None:
         """Let the team work through the items; `scratch` is the bytes each thread needs for itself."""
         threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
         scratch = (scratch + 127) // 64 * 64
         counters = torch.zeros(8, dtype=torch.int64)
         self.set(counter=self.keep(counters), scratch_size=scratch)
         self.set(scratch=self.keep(torch.empty(threads * scratch, dtype=torch.uint8)))
-        compiled = self.tools.tiles.kernel(kernel)
+        compiled = self.tools.cpu.kernel(kernel)
         data = self.record.ctypes.data
         if threads > 1:
             self.tools.parallel(compiled.address, data, threads, 0)
@@ -244,7 +242,7 @@ def forward(problem: Problem, question: Question) -> Answers:
         task.out("sink", sink)
         task.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
     items = b * h * -(-i // tall)
-    task.run(task.tools.tiles.forward_kernel, items, 4 * (tall * (wide + 3) + question.top + 64))
+    task.run("forward", items, 4 * (tall * (wide + 3) + question.top + 64))
     return {name: found[name] for name in question.names}
 
 
@@ -281,7 +279,7 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
         u = task.rows("u", question.u, "bhi")
         task.set(U=u.shape[3])
         found["z"] = task.out("z", torch.zeros(chunks, b, h, j, u.shape[3]))
-    task.run(task.tools.tiles.reread_kernel, b * h * chunks, 4 * wide * (tall + 1))
+    task.run("reread", b * h * chunks, 4 * wide * (tall + 1))
     return {name: _summed(x).float() for name, x in found.items()}
 
 
@@ -319,7 +317,7 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
     if biases:
         drow = task.out("drow", torch.zeros(b, h, i))
         dkey = task.out("dkey", torch.zeros(chunks, b, h, j))
-    task.run(task.tools.tiles.backward_kernel, b * heads * chunks, 4 * wide * (2 * tall + 2))
+    task.run("backward", b * heads * chunks, 4 * wide * (2 * tall + 2))
     found: list[Tensor | None] = [dq, _summed(dk)]
     for tensor in flatten(problem)[1][2:]:
         if tensor is problem.sink:

@@ -53,6 +53,8 @@ class Watch:
             raise TypeError(f"watch(model): an nn.Module is watched; {type(model).__name__} came.")
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"watch(every=...): a whole number of passes, at least 1; {every!r} came.")
+        if isinstance(model, nn.TransformerEncoderLayer):
+            raise ValueError("watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it.")
         seams.listen()
         self.every, self.to, self.collapse, self.explode = every, to, collapse, explode
         self.step = -1  # training passes so far, counted from 0
@@ -171,17 +173,17 @@ def _two_numbers(found: Attention) -> dict[str, Tensor]:
     weights = keep(found, False, None).weights()
     dense = found.w is not None
     seen = weights.see("entropy") if dense else weights.see("entropy", "max_score")
-    visible = _visible(found)  # b|1 i
-    most = visible.clamp(min=2).log().to(seen.entropy.device)
+    visible = _visible(found).unsqueeze(-2)  # b|1 1 i
+    most = visible.clamp(min=2).log()
     # A row with one key has no entropy to lose.
-    share = torch.where(visible > 1, seen.entropy / most.unsqueeze(-2), 1.0).mean((0, 2))
+    share = torch.where(visible > 1, seen.entropy / most, 1.0).mean((0, 2))
     # Weights the model wrote out tell no scores: the score of a head is then the log of its largest ratio in a row.
     top = _ratio(found.w) if dense else seen.max_score.amax((0, 2))
     return {"entropy": share.float().cpu(), "max_score": top.float().cpu()}
 
 
 def _visible(found: Attention) -> Tensor:
-    """How many keys each row may see, (b|1, 1, i)."""
+    """How many keys each row may see, (b|1, i)."""
     from ..mask import Layout
 
     said = found.read_mask()

@@ -1,0 +1,34 @@
+"""Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for all the rest.
+
+Three kernels walk the tiles as `blockwise` does, in float32: forward, reread, backward. Each is a C function of one
+argument, a record of addresses and sizes, that any number of threads may enter at once: they draw work from a
+shared counter, so nobody waits for the slowest. Loaded only by `compiled`; needs numba.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from pathlib import Path
+from typing import Any
+
+from numba import cfunc, types
+
+from . import backward, forward, reread
+from .task import ADDED, ADDED_VECTOR, ALIBI, HIDDEN, SOFTCAP, TASK, new_steps, new_task
+
+__all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "kernel", "new_steps", "new_task"]
+
+_ENTRIES = {"forward": forward.entry, "reread": reread.entry, "backward": backward.entry}
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """A kernel as a C function, compiled when it is first needed; the result is kept on disk.
+
+    numba files it under the source of one function only, so a stamp of all sources of this folder is made part of it.
+    """
+    stamp = 1
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        stamp = zlib.crc32(source.read_bytes(), stamp)
+    return cfunc(types.void(types.CPointer(TASK)), cache=True)(_ENTRIES[name](stamp or 1))

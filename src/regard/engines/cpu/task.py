@@ -1,0 +1,52 @@
+"""What a kernel is told: one record of addresses, strides and sizes. Imports `words`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import from_dtype
+
+from .words import pointer_to
+
+__all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "STEP", "TASK", "new_steps", "new_task", "steps_at"]
+
+# Kinds of steps: what is done to a row of scores between the product and softmax.
+ADDED, ADDED_VECTOR, ALIBI, SOFTCAP, HIDDEN = 0, 1, 2, 3, 4
+
+_STEP = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
+
+#: One step: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
+STEP = from_dtype(_STEP)
+
+steps_at = pointer_to(STEP)
+
+_ADDRESSES = (
+    "gemm counter scratch lo hi steps q k lse "  # of all kernels
+    "v y m t reach mass keys argmax top_score top_index sink "  # forward
+    "u z received pool "  # reread
+    "left right dy c eta rho dq dk dv drow dkey"  # backward
+)
+_STRIDES = "q_b q_h q_i k_b k_h k_j v_b v_h v_j sink_b sink_h u_b u_h u_i left_b left_h left_i right_b right_h right_j dy_b dy_h dy_i"
+_SIZES = (
+    "B H G V I J D "  # batch, heads of q, k and v, queries, keys, size of q and k
+    "E U X "  # size of v, of u, of left and right
+    "offset spans spans_b step_count top tall wide chunks scratch_size right_group "
+    "tile_rows tile_cols i0 i1 j0 j1"  # the pooled map
+)
+_TASK = np.dtype(
+    [(name, "i8") for name in f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()] + [("scale", "f4"), ("_", "f4")]
+)
+
+#: Addresses are 0 for what is not wanted; strides and sizes count elements.
+TASK = from_dtype(_TASK)
+
+
+def new_task() -> np.ndarray:
+    """A record with nothing wanted yet."""
+    return np.zeros(1, _TASK)
+
+
+def new_steps(steps: list[tuple[Any, ...]]) -> np.ndarray:
+    """The steps as the kernels read them."""
+    return np.array(steps, _STEP) if steps else np.zeros(1, _STEP)
