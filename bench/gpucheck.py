@@ -6,8 +6,9 @@ import multiprocessing
 import sys
 import time
 
-import cover
 import torch
+
+import cover
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 

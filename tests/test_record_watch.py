@@ -40,8 +40,7 @@ def test_the_numbers_are_those_of_the_dense_matrix(fused):
         net(x)
     entropy, score = by_hand(net[0], x)
     torch.testing.assert_close(watching.layers["0"]["entropy"], entropy.detach(), atol=1e-5, rtol=0)
-    if fused:
-        torch.testing.assert_close(watching.layers["0"]["max_score"], score.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(watching.layers["0"]["max_score"], score.detach(), atol=1e-5, rtol=0)
     numbers = watching.numbers()
     assert set(numbers) == {f"{n}/{what}/{h}" for n in "01" for what in ("entropy", "max_score") for h in "01"}
     assert all(type(value) is float for value in numbers.values())

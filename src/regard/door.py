@@ -21,7 +21,15 @@ from .score import Additive, Alibi, Bias, Bilinear, Dot, ScaledDot, Score, as_sc
 __all__ = ["attend", "weights"]
 
 
-def weights(q: Tensor, k: Tensor | None = None, *, score: Any = "scaled_dot", mask: Any = None, align: str | None = None, engine: str = "auto") -> Weights:  # fmt: skip
+def weights(
+    q: Tensor,
+    k: Tensor | None = None,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    align: str | None = None,
+    engine: str = "auto",
+) -> Weights:
     """The attention weights softmax(score(q, k)) as an object that is never stored.
 
     q is (..., h, i, d) and k (..., g, j, d) with h a multiple of g, as in `scaled_dot_product_attention`; (h, i, d) is
@@ -38,7 +46,16 @@ def weights(q: Tensor, k: Tensor | None = None, *, score: Any = "scaled_dot", ma
     return Weights(lay(q, k, score, mask, align), _engine(engine), one_head=q.ndim == 2 and k.ndim == 2)
 
 
-def attend(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, score: Any = "scaled_dot", mask: Any = None, align: str | None = None, engine: str = "auto") -> Tensor:  # fmt: skip
+def attend(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    score: Any = "scaled_dot",
+    mask: Any = None,
+    align: str | None = None,
+    engine: str = "auto",
+) -> Tensor:
     """Attention's output alone: weights(q, k) @ v. v=None means v = k, so attend(x) is self-attention of x.
 
     Where PyTorch's own fused attention gives the same answer, that is called.
@@ -87,7 +104,7 @@ def lay(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
     q = q.expand(*batch, *q.shape[-3:])
     k = k.expand(*batch, *k.shape[-3:])
     full = (*batch, h, i, j)
-    score = dataclasses.replace(_laid_score(score, full, q, k))
+    score = _laid_score(score, full, q.device)
     return Factors(q, k, score, None if mask is None else _laid_mask(mask, full, offset or 0, q.device), offset)
 
 
@@ -100,11 +117,13 @@ def _tensors(**named: Any) -> list[Tensor]:
             raise TypeError(f"{name} must be a tensor; {type(x).__name__} came. Use torch.as_tensor({name}).")
         if not x.is_floating_point():
             raise TypeError(
-                f"{name} must be a floating-point tensor; dtype {x.dtype} came. Embed tokens first, or convert with .float()."
+                f"{name} must be a floating-point tensor; dtype {x.dtype} came. "
+                "Embed tokens first, or convert with .float()."
             )
         if x.ndim < 2:
             raise ValueError(
-                f"{name} must be (length, size), (heads, length, size) or (..., heads, length, size); shape {tuple(x.shape)} came."
+                f"{name} must be (length, size), (heads, length, size) or (..., heads, length, size); "
+                f"shape {tuple(x.shape)} came."
             )
     first, *others = named.items()
     for name, x in others:
@@ -133,7 +152,8 @@ def _shared_batch(q: Tensor, k: Tensor) -> torch.Size:
         return torch.Size(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
     except RuntimeError:
         raise ValueError(
-            f"batch axes of q {tuple(q.shape[:-3])} and k {tuple(k.shape[:-3])} do not broadcast; shapes are q {tuple(q.shape)} and k {tuple(k.shape)}."
+            f"batch axes of q {tuple(q.shape[:-3])} and k {tuple(k.shape[:-3])} do not broadcast; "
+            f"shapes are q {tuple(q.shape)} and k {tuple(k.shape)}."
         ) from None
 
 
@@ -144,7 +164,8 @@ def _check_sizes(q: Tensor, k: Tensor, score: Score) -> None:
     elif d != other and not score.sizes_may_differ:
         hint = " It looks as if k is transposed: pass k.mT." if k.shape[-2] == d else ""
         raise ValueError(
-            f"q has size {d} and k has size {other} on the last axis; a {type(score).__name__} score needs them equal.{hint}"
+            f"q has size {d} and k has size {other} on the last axis; "
+            f"a {type(score).__name__} score needs them equal.{hint}"
         )
     h, g = q.shape[-3], k.shape[-3]
     if g == 0 or h % g:
@@ -154,7 +175,7 @@ def _check_sizes(q: Tensor, k: Tensor, score: Score) -> None:
 
 def _check_projections(d: int, other: int, h: int, score: Bilinear | Additive) -> None:
     if isinstance(score, Bilinear):
-        wanted = [("weight", score.weight, (d, other))]
+        wanted: list[tuple[str, Tensor, tuple[int, ...]]] = [("weight", score.weight, (d, other))]
     else:
         a = score.v.shape[-1]
         wanted = [
@@ -166,8 +187,8 @@ def _check_projections(d: int, other: int, h: int, score: Bilinear | Additive) -
         extra = tensor.shape[: -len(shape)]
         if tuple(tensor.shape[-len(shape) :]) != shape or len(extra) > 1 or (extra and extra[0] not in (1, h)):
             raise ValueError(
-                f"{type(score).__name__}({name}) must be {shape} or {(h, *shape)} for q of size {d} with {h} heads and k of size {other}; "
-                f"{tuple(tensor.shape)} came."
+                f"{type(score).__name__}({name}) must be {shape} or {(h, *shape)} for q of size {d} with {h} heads "
+                f"and k of size {other}; {tuple(tensor.shape)} came."
             )
 
 
@@ -175,7 +196,8 @@ def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int 
     """Where query 0 stands among the keys."""
     if align not in (None, "start", "end"):
         raise ValueError(
-            f'align must be "start" (query 0 stands at key 0) or "end" (the last query stands at the last key); {align!r} came.'
+            'align must be "start" (query 0 stands at key 0) or "end" (the last query stands at the last key); '
+            f"{align!r} came."
         )
     if align == "end":
         return j - i
@@ -186,7 +208,8 @@ def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int 
     if needs:
         raise ValueError(
             f"{needs[0]} depends on positions, and q has {i} and k {j} of them: say how they correspond with "
-            'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as with a cache).'
+            'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, '
+            "as with a cache)."
         )
     return None
 
@@ -194,12 +217,11 @@ def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int 
 # Laying over: every tensor gets the axes (*batch|1, h|1, x, y).
 
 
-def _laid_score(score: Score, full: tuple[int, ...], q: Tensor, k: Tensor) -> Score:
-    *batch, h, i, j = full
-    n = len(batch)
-    score = dataclasses.replace(score, steps=tuple(_laid_step(step, full, q.device) for step in score.steps))
+def _laid_score(score: Score, full: tuple[int, ...], device: torch.device) -> Score:
+    n = len(full) - 3
+    score = dataclasses.replace(score, steps=tuple(_laid_step(step, full, device) for step in score.steps))
     if score.sink_logits is not None:
-        score = dataclasses.replace(score, sink_logits=_per_head(score.sink_logits, full, "sink(logits)", q.device))
+        score = dataclasses.replace(score, sink_logits=_per_head(score.sink_logits, full, "sink(logits)", device))
     if isinstance(score, Bilinear):
         return dataclasses.replace(score, weight=_padded(score.weight, n))
     if isinstance(score, Additive):
@@ -240,22 +262,24 @@ def _laid_padding(mask: Padding, full: tuple[int, ...], device: torch.device) ->
     _check_broadcast(lengths.shape, batch, "padding(lengths)", "one length a sequence")
     if not torch.compiler.is_compiling() and lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > j):
         raise ValueError(
-            f"padding(lengths) must lie between 0 and the {j} keys there are; {int(lengths.min())} … {int(lengths.max())} came."
+            f"padding(lengths) must lie between 0 and the {j} keys there are; "
+            f"{int(lengths.min())} … {int(lengths.max())} came."
         )
     return Padding(_padded(lengths[..., None, None, None], len(batch)))
 
 
 def _laid_documents(mask: Documents, full: tuple[int, ...], offset: int, device: torch.device) -> Documents:
     *batch, _, i, j = full
-    ids, keys = mask.ids.to(device), mask.ids if mask.key_ids is None else mask.key_ids
-    keys = keys.to(device)
-    for what, given, n in (
-        ("documents(key_ids)" if mask.key_ids is not None else "documents(ids)", keys, j),
-        *([("documents(ids)", ids, i)] if mask.key_ids is not None else []),
-    ):
+    ids = mask.ids.to(device)
+    keys = ids if mask.key_ids is None else mask.key_ids.to(device)
+    counted = [("documents(ids)", ids, j)]
+    if mask.key_ids is not None:
+        counted = [("documents(ids)", ids, i), ("documents(key_ids)", keys, j)]
+    for what, given, n in counted:
         if given.ndim < 1 or given.shape[-1] != n:
             raise ValueError(
-                f"{what} needs one id a position, {n} on the last axis; shape {tuple(given.shape)} came. Queries numbered apart: documents(ids, key_ids)."
+                f"{what} needs one id a position, {n} on the last axis; shape {tuple(given.shape)} came. "
+                "Queries numbered apart: documents(ids, key_ids)."
             )
         _check_broadcast(given.shape[:-1], batch, what, "one row of ids a sequence")
     if mask.key_ids is None:

@@ -20,7 +20,7 @@ from .mask import Layout, Mask, Spans
 from .score import Function, Given, Product, Score, Step, TanhSum, wide
 from .tree import change, flatten, node
 
-__all__ = ["Factors", "Problem", "given", "hide", "per_query_head"]
+__all__ = ["Factors", "Problem", "blank", "given", "hide", "per_query_head"]
 
 
 @node
@@ -84,7 +84,6 @@ class Factors:
         low = folded.score.lower(folded.q, folded._keys_to_lower())
         return Problem(low.q, low.k, low.pair, low.steps, folded.score.sink_logits, folded.mask, self.offset or 0)
 
-
     def _keys_to_lower(self) -> Tensor:
         """Keys of one batch axis; zeros where no row may see them if the score makes something else of keys.
 
@@ -94,7 +93,7 @@ class Factors:
             return self.k
         bare = Problem(self.q, self.k, Product(1.0), (), None, self.mask, self.offset or 0)
         seen = bare.seen()
-        return self.k if seen is None else _blank(self.k, seen, -2)
+        return self.k if seen is None else blank(self.k, seen, -2)
 
 
 @node
@@ -218,12 +217,12 @@ class Problem:
         seen = self.seen()
         if seen is None:
             return self, question
-        v = None if question.v is None else _blank(question.v, seen, -2)
+        v = None if question.v is None else blank(question.v, seen, -2)
         return self._blanked(seen), dataclasses.replace(question, v=v)
 
     def _blanked(self, seen: Tensor) -> Problem:
-        steps = change(self.steps, lambda t: _blank(t, seen, -1))
-        return dataclasses.replace(self, k=_blank(self.k, seen, -2), steps=steps)
+        steps = change(self.steps, lambda t: blank(t, seen, -1))
+        return dataclasses.replace(self, k=blank(self.k, seen, -2), steps=steps)
 
     def _all_finite(self, v: Tensor | None) -> bool:
         per_key = [t for t in flatten(self.steps)[1] if t.ndim == 4 and t.shape[-1] > 1]
@@ -231,7 +230,7 @@ class Problem:
         return all(t is None or bool(t.sum().isfinite()) for t in (self.k, v, *per_key))
 
 
-def _blank(x: Tensor, seen: Tensor, axis: int) -> Tensor:
+def blank(x: Tensor, seen: Tensor, axis: int) -> Tensor:
     """Zero where no row sees the key; `axis` is that of the keys."""
     if x.ndim != 4 or x.shape[axis] != seen.shape[1]:
         return x

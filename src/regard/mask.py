@@ -425,5 +425,6 @@ def as_mask(mask: Any) -> Mask:
     if callable(mask):
         return Predicate(mask)
     raise TypeError(
-        f"mask must be causal(), window(), padding(), documents(), a bool tensor or a function of (i, j); {type(mask).__name__} came."
+        "mask must be causal(), window(), padding(), documents(), a bool tensor or a function of (i, j); "
+        f"{type(mask).__name__} came."
     )

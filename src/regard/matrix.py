@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from . import engines
+from .asking import as_tiling, as_tokens, as_values, at_least_one, chosen_keys
 from .engines import reference
 from .factors import Factors, Problem, given
 from .index import At, Pick, Tokens, parse, positions_of, runs, where, word_at
 from .memory import Memory, as_bytes, need_room
 from .score import Given
 from .see import needs_gradient, see
-from .statistics import Answers, Question, Tiling
+from .statistics import Answers, Question
 
 __all__ = ["Peak", "Seen", "Top", "Transposed", "Weights"]
 
@@ -30,14 +31,14 @@ class Top(NamedTuple):
     """The largest weights of every row and the keys they fall on, (..., h, i, n); (0, −1) where there are fewer."""
 
     weight: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
 
 
 class Peak(NamedTuple):
     """The largest weight of every row and the key it falls on, (..., h, i)."""
 
     weight: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
 
 
 class Seen:
@@ -132,7 +133,7 @@ class Weights:
         i, j = self._sizes
         if cols is None and i != j:
             raise ValueError(f"{i} rows and {j} columns need tokens apart: label(row_tokens, column_tokens).")
-        given = _as_tokens(rows, i, "row"), _as_tokens(rows if cols is None else cols, j, "column")
+        given = as_tokens(rows, i, "row"), as_tokens(rows if cols is None else cols, j, "column")
         labelled = self._with(self._factors, tokens=given)
         labelled._memory = self._memory.copy()
         return labelled
@@ -217,7 +218,8 @@ class Weights:
         for name in names:
             if name not in NAMES:
                 raise ValueError(
-                    f"unknown statistic {name!r}; by name: {', '.join(NAMES)}; as keywords: top=n, pool=(rows, cols), mass=keys, values=v."
+                    f"unknown statistic {name!r}; by name: {', '.join(NAMES)}; "
+                    "as keywords: top=n, pool=(rows, cols), mass=keys, values=v."
                 )
             if name in ("lse", "max_score") and isinstance(self._factors.score, Given):
                 raise ValueError(
@@ -233,13 +235,13 @@ class Weights:
         extra: dict[str, Any] = {}
         if top is not None:
             asked.append("top")
-            extra["top"] = _positive(top, "top(n)")
+            extra["top"] = at_least_one(top, "top(n)")
         if pool is not None:
             asked.append("pool")
-            extra["tiling"] = self._tiling(pool)
+            extra["tiling"] = as_tiling(pool, self._sizes)
         if mass is not None:
             asked.append("mass")
-            extra["keys"] = self._chosen(mass)
+            extra["keys"] = chosen_keys(mass, self._sizes[1], self._tokens[1], self._factors.q)
         if values is not None:
             asked.append("values")
             extra["v"] = values
@@ -250,7 +252,7 @@ class Weights:
     def _seen(self, asked: list[str], extra: dict[str, Any]) -> Seen:
         vector = isinstance(extra.get("v"), Tensor) and extra["v"].ndim == 1
         if "v" in extra:
-            extra["v"] = self._values(extra["v"].unsqueeze(-1) if vector else extra["v"], self._sizes[1], "values")
+            extra["v"] = self._laid_values(extra["v"].unsqueeze(-1) if vector else extra["v"], self._sizes[1], "values")
         raw = tuple(dict.fromkeys(name for statistic in asked for name in _MADE_OF.get(statistic, (statistic,))))
         answers = self._ask(Question(raw, **extra))
         found: dict[str, Any] = {}
@@ -279,7 +281,7 @@ class Weights:
         factors = self._factors.expanded(batch)
         question = dataclasses.replace(question, v=_fold(question.v, batch), u=_fold(question.u, batch))
         live = needs_gradient(factors, question)
-        # The gradient of a maximum is that of the score it falls on, so its place is asked for; lse serves every backward.
+        # The gradient of a maximum is that of the score it falls on, so its place is asked for; lse serves all.
         names = question.names
         if live:
             names = tuple(dict.fromkeys((*names, "lse", *(("argmax",) if "max_score" in names else ()))))
@@ -387,26 +389,18 @@ class Weights:
         if self._factors.offset is None:
             i, j = self._sizes
             raise ValueError(
-                f'{what} depends on positions, and {i} queries and {j} keys do not say how they correspond: pass align="start" '
-                '(query 0 stands at key 0) or align="end" (the last query stands at the last key, as with a cache) to weights().'
+                f"{what} depends on positions, and {i} queries and {j} keys do not say how they correspond: pass "
+                'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as with '
+                "a cache) to weights()."
             )
 
-    def _values(self, v: Any, length: int, what: str) -> Tensor:
-        """Values with all axes (*batch, heads, length, e), checked against this matrix."""
-        if not isinstance(v, Tensor) or not v.is_floating_point():
-            came = v.dtype if isinstance(v, Tensor) else type(v).__name__
-            raise TypeError(f"{what} must be a floating-point tensor (..., {length}, size); {came} came.")
-        if v.device != self.device:
-            raise ValueError(f"{what} are on {v.device} and the weights on {self.device}; move one with .to().")
-        if v.ndim < 2 or v.shape[-2] != length:
-            raise ValueError(
-                f"{what} of shape {tuple(v.shape)} do not fit weights {tuple(self.shape)}: the axis before the last must have {length} positions."
-            )
-        v = v.unsqueeze(0) if v.ndim == 2 else v
+    def _laid_values(self, v: Any, length: int, what: str) -> Tensor:
+        """With all axes (*batch, heads, length, e)."""
+        v = as_values(v, length, what, self.device, self.shape)
         if self._factors.heads % v.shape[-3]:
             raise ValueError(
-                f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide those of the weights. "
-                "If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."
+                f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide "
+                "those of the weights. If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."
             )
         return v.reshape(*[1] * (len(self._factors.batch) + 3 - v.ndim), *v.shape)
 
@@ -418,33 +412,13 @@ class Weights:
             return torch.Size(torch.broadcast_shapes(self._factors.batch, *others))
         except RuntimeError:
             raise ValueError(
-                f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, {tuple(self._factors.batch)}."
+                f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, "
+                f"{tuple(self._factors.batch)}."
             ) from None
 
     def _unfolded(self, x: Tensor, batch: torch.Size) -> Tensor:
         x = x.reshape(*batch, *x.shape[1:])
         return x.squeeze(len(batch)) if self._one_head else x
-
-    def _tiling(self, pool: Any) -> Tiling:
-        if not isinstance(pool, tuple) or not 2 <= len(pool) <= 4:
-            raise ValueError(f"pool=(rows, cols) or (rows, cols, i, j) with slices i and j; {pool!r} came.")
-        rows, cols = _positive(pool[0], "pool(rows, ...)"), _positive(pool[1], "pool(..., cols)")
-        i, j = (*pool[2:], *[slice(None)] * (4 - len(pool)))
-        return Tiling(rows, cols, *_ends(i, self._sizes[0], "i"), *_ends(j, self._sizes[1], "j"))
-
-    def _chosen(self, keys: Any) -> Tensor:
-        """1 for the chosen keys, else 0."""
-        n = self._sizes[1]
-        flags = torch.zeros(n, dtype=self.dtype, device=self.device)
-        if isinstance(keys, Tensor) and keys.dtype == torch.bool:
-            if keys.shape != (n,):
-                raise ValueError(
-                    f"mass(keys): a bool tensor has one flag a key, shape ({n},); {tuple(keys.shape)} came."
-                )
-            return keys.to(flags)
-        pick = parse((slice(None), keys), (1, n), (None, self._tokens[1]))[1]
-        flags[where(positions_of(pick))] = 1
-        return flags
 
 
 class Transposed:
@@ -461,7 +435,7 @@ class Transposed:
     def __matmul__(self, u: Any) -> Tensor:
         w = self.mT
         vector = isinstance(u, Tensor) and u.ndim == 1
-        rows = w._values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
+        rows = w._laid_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
         rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
         if rows.shape[-3] != w._factors.heads:
             raise ValueError(
@@ -480,28 +454,7 @@ class Transposed:
 def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     if x is None:
         return None
-    return x.expand(*batch, *x.shape[-3:]).reshape(-1, *x.shape[-3:])
-
-
-def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
-    if not isinstance(part, slice) or part.step not in (None, 1):
-        raise ValueError(f"pool(..., {name}=): a slice without a step says which part is pooled; {part!r} came.")
-    start, stop, _ = part.indices(n)
-    return start, max(start, stop)
-
-
-def _positive(n: Any, what: str) -> int:
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{what} needs a whole number of at least 1; {n!r} came.")
-    return n
-
-
-def _as_tokens(words: Any, n: int, axis: str) -> Tokens:
-    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
-        raise TypeError(f"{axis} tokens must be a list of strings, one a position.")
-    if len(words) != n:
-        raise ValueError(f"{len(words)} {axis} tokens came for {n} {axis} positions: one token a position.")
-    return Tokens(tuple(words))
+    return x.expand(*batch, *x.shape[-3:]).reshape(batch.numel(), *x.shape[-3:])
 
 
 def _moved(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -252,8 +252,8 @@ class Cosine(Score):
         return nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT * self.scale
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        unit = (nn.functional.normalize(wide(x), dim=-1).to(x.dtype) for x in (q, k))
-        return Lowered(*unit, Product(float(self.scale)), self.steps)
+        q, k = (nn.functional.normalize(wide(x), dim=-1).to(x.dtype) for x in (q, k))
+        return Lowered(q, k, Product(float(self.scale)), self.steps)
 
 
 @node

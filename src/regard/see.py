@@ -20,7 +20,7 @@ from .engines import Engine, named
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
 from .score import wide
-from .statistics import NOT_DIFFERENTIATED, PICKED, Answers, Question
+from .statistics import NOT_DIFFERENTIATED, PICKED, Answers, Question, Tiling, given
 from .tree import flatten, rebuild
 
 __all__ = ["needs_gradient", "see"]
@@ -68,7 +68,8 @@ def pull_back(
     for score, index in PICKED:
         if score in flowing:
             for n, g in enumerate(_picked_gradients(clean, answers[index], flowing[score])):
-                of_problem[n] = g if of_problem[n] is None else of_problem[n] + g
+                had = of_problem[n]
+                of_problem[n] = g if had is None else had + g
     own = ((question.v, dv), (question.u, du), (question.keys, None))
     found = [*of_problem, *(g for t, g in own if t is not None)]
     return [
@@ -84,7 +85,7 @@ def _picked_gradients(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tenso
     def picked(*parts: Tensor) -> Tensor:
         return rebuild(spec, list(parts)).picked_scores(cols.clamp(min=0))
 
-    _, pull = torch.func.vjp(picked, *map(wide, tensors))
+    pull = torch.func.vjp(picked, *map(wide, tensors))[1]
     return pull(g.reshape(cols.shape).masked_fill(cols < 0, 0))
 
 
@@ -96,16 +97,16 @@ def _gradient(problem: Problem, question: Question, engine: Engine, answers: Ans
     c, pairs, unfinished = row, [], []
     if (g := flowing.get("y")) is not None:
         c = c + (g * wide(answers["y"])).sum(-1)
-        pairs.append((g, wide(question.v)))
+        pairs.append((g, wide(given(question.v))))
     if (g := flowing.get("mass")) is not None:
         c = c + g * answers["mass"]
-        pairs.append((g.unsqueeze(-1), wide(question.keys).view(1, 1, j, 1)))
+        pairs.append((g.unsqueeze(-1), wide(given(question.keys)).view(1, 1, j, 1)))
     if (g := flowing.get("z")) is not None:
-        unfinished.append((wide(question.u), g))
+        unfinished.append((wide(given(question.u)), g))
     if (g := flowing.get("received")) is not None:
         unfinished.append((torch.ones_like(row).unsqueeze(-1), g.unsqueeze(-1)))
     if (g := flowing.get("pool")) is not None:
-        unfinished.append(_pool_factors(g, question.tiling, i, j))
+        unfinished.append(_pool_factors(g, given(question.tiling), i, j))
     if unfinished:
         # Their share along a row, Σ_j w (left · right), was not computed forward: W applied to `right` gives it.
         left, right = _side_by_side(unfinished, b, h)
@@ -132,7 +133,7 @@ def _side_by_side(pairs: list[tuple[Tensor, Tensor]], b: int, h: int) -> tuple[T
     return left, torch.cat([per_query_head(r, h).expand(b, -1, -1, -1) for _, r in pairs], -1)
 
 
-def _pool_factors(g: Tensor, tiling: Any, i: int, j: int) -> tuple[Tensor, Tensor]:
+def _pool_factors(g: Tensor, tiling: Tiling, i: int, j: int) -> tuple[Tensor, Tensor]:
     """The gradient of a pooled map as a product: each row's tiles, times which tile a key is in."""
     b, h, _, cols = g.shape
     left, right = g.new_zeros(b, h, i, cols), g.new_zeros(1, 1, j, cols)

@@ -8,6 +8,7 @@ reference engine and `Weights.from_dense` are made of them. Imports only `block`
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from .factors import per_query_head
 from .tree import node
 
-__all__ = ["ONE_PASS", "SECOND_PASS", "Answers", "Question", "Tiling", "of_dense"]
+__all__ = ["ONE_PASS", "SECOND_PASS", "Answers", "Question", "Tiling", "given", "of_dense"]
 
 #: Carried in the state while the keys go by.
 ONE_PASS = ("y", "lse", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
@@ -27,6 +28,8 @@ NOT_DIFFERENTIATED = ("argmax", "top_index")
 PICKED = (("max_score", "argmax"), ("top_score", "top_index"))
 
 Answers = dict[str, Tensor]
+
+T = TypeVar("T")
 
 
 @node
@@ -73,19 +76,25 @@ class Question:
         return self.wants(*SECOND_PASS)
 
 
+def given(part: T | None) -> T:
+    """A part of a question that comes with what is asked."""
+    assert part is not None, "the question names an answer and leaves out what it needs"
+    return part
+
+
 def of_dense(w: Tensor, s: Tensor, question: Question, offset: int, sink: Tensor | None = None) -> Answers:
     """Every statistic by its definition, from weights w and scores s, both (b, h, i, j).
 
     `sink` (b, h, i) is the share of each row that a sink took: one more outcome for the entropy.
     """
     formulas: dict[str, Callable[[], Tensor]] = {
-        "y": lambda: w @ per_query_head(question.v, w.shape[1]).to(w.dtype),
-        "z": lambda: w.mT @ question.u.to(w.dtype),
+        "y": lambda: w @ per_query_head(given(question.v), w.shape[1]).to(w.dtype),
+        "z": lambda: w.mT @ given(question.u).to(w.dtype),
         "entropy": lambda: entropy(w) if sink is None else entropy(w) + entropy(sink.unsqueeze(-1)),
         "reach": lambda: (w * distance(w.shape[-2], w.shape[-1], offset, w)).sum(-1),
-        "mass": lambda: w @ question.keys.to(w.dtype),
+        "mass": lambda: w @ given(question.keys).to(w.dtype),
         "received": lambda: w.sum(-2),
-        "pool": lambda: pooled(w, question.tiling),
+        "pool": lambda: pooled(w, given(question.tiling)),
         "max_score": lambda: first_top(s, 1)[0].squeeze(-1),
         "argmax": lambda: first_top(s, 1)[1].squeeze(-1),
         "top_score": lambda: first_top(s, question.top)[0],

@@ -20,11 +20,12 @@ T = TypeVar("T")
 _NODES: dict[str, type] = {}
 
 
-@dataclass_transform(frozen_default=True)
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def node(cls: type[T]) -> type[T]:
     """A frozen dataclass that may stand in a tree. Compared by identity: tensors have no plain equality."""
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    cls.parts = tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[attr-defined]
+    made: Any = cls
+    made.parts = tuple(field.name for field in dataclasses.fields(made))
     _NODES[cls.__name__] = cls
     return cls
 

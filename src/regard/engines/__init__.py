@@ -61,7 +61,8 @@ def picked(problem: Problem, question: Question) -> Engine:
 
 def named(name: str) -> Engine:
     """The engine of that name."""
-    return {"auto": AUTO, "triton": triton.ENGINE}.get(name, blockwise.ENGINE)
+    by_name: dict[str, Engine] = {"auto": AUTO, "triton": triton.ENGINE}
+    return by_name.get(name, blockwise.ENGINE)
 
 
 AUTO = Auto()

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..block import take
+from ..block import Block, take
 from ..factors import Problem, hide
 from ..mask import Spans
 from ..score import TanhSum, wide
 from ..state import State
-from ..statistics import ONE_PASS, SECOND_PASS, Answers, Question
+from ..statistics import ONE_PASS, SECOND_PASS, Answers, Question, Tiling, given
 from ..tree import flatten, rebuild
 from . import compiled
 from .gradient import Gradient, Gradients, weights
@@ -96,9 +97,9 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
             if "received" in total:
                 total["received"][:, :, cols] += w.sum(2)
             if "z" in total:
-                total["z"][:, :, cols] += w.mT @ question.u[:, :, rows].to(w.dtype)
+                total["z"][:, :, cols] += w.mT @ given(question.u)[:, :, rows].to(w.dtype)
             if "pool" in total:
-                _add_to_pool(total["pool"], w, rows, cols, question.tiling)
+                _add_to_pool(total["pool"], w, rows, cols, given(question.tiling))
     return total
 
 
@@ -117,10 +118,10 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
             local_spec, local_tensors = flatten(local)
             live = [wide(t) if t.is_floating_point() else t for t in local_tensors]
 
-            def scored(*parts: Tensor, spec=local_spec, block=block) -> Tensor:
+            def scored(*parts: Tensor, spec: Any = local_spec, block: Block = block) -> Tensor:
                 return rebuild(spec, list(parts)).bare_scores(block)
 
-            s, pull = torch.func.vjp(scored, *live)
+            s, pull = torch.func.vjp(scored, *live)[:2]
             w, log_w = weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
             far = (block.i - block.j).abs() if gradient.rho is not None else None
             pulled = pull(gradient.into_scores(w, log_w, rows, cols, far))
@@ -134,7 +135,7 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
     return Gradients(list(totals), dv, du)
 
 
-def _add_block(part: Problem, total: Problem, block) -> None:
+def _add_block(part: Problem, total: Problem, block: Block) -> None:
     """Add the gradients of a block's tensors into those of the whole."""
     total.q[:, :, block.rows] += part.q
     total.k[:, :, block.cols] += part.k
@@ -152,7 +153,7 @@ def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, lse: Ten
     return weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
 
 
-def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling) -> None:
+def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tiling) -> None:
     i0, i1 = max(rows.start, tiling.i0), min(rows.stop, tiling.i1)
     j0, j1 = max(cols.start, tiling.j0), min(cols.stop, tiling.j1)
     if i0 >= i1 or j0 >= j1:
@@ -216,11 +217,11 @@ def _ranges(spans: Spans, starts: list[int], rows: int) -> list[list[tuple[int, 
 def _united(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
     """Overlapping ranges made one, so that no cell is visited twice."""
     out: list[tuple[int, int, int, int]] = []
-    for first, end, *full in sorted(ranges):
+    for first, end, full_from, full_to in sorted(ranges):
         if out and first <= out[-1][1]:
-            out[-1] = (out[-1][0], max(end, out[-1][1]), *full)
+            out[-1] = (out[-1][0], max(end, out[-1][1]), full_from, full_to)
         else:
-            out.append((first, end, *full))
+            out.append((first, end, full_from, full_to))
     return out
 
 

@@ -172,7 +172,7 @@ class Task:
             if isinstance(step, Softcap):
                 made.append((cpu.SOFTCAP, 0, 0, 0, 0, 0, step.cap, 0))
                 continue
-            tensor = (step.tensor if isinstance(step, Bias) else step.slopes).float()  # type: ignore[union-attr]
+            tensor = flatten(step)[1][0].float()
             kind = cpu.ALIBI if isinstance(step, Alibi) else cpu.ADDED_VECTOR if tensor.shape[3] > 1 else cpu.ADDED
             made.append((kind, self.keep(tensor), *_strides(tensor), 0, 0))
         for cells in _laid_cells(problem.mask) or []:

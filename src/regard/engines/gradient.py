@@ -43,7 +43,7 @@ class Gradient:
         """For one block, (b, h, i, j)."""
         right = per_query_head(self.right[:, :, cols], w.shape[1])
         inside = self.left[:, :, rows] @ right.mT - self.c[:, :, rows, None]
-        if self.rho is not None:
+        if self.rho is not None and far is not None:
             inside = inside + self.rho[:, :, rows, None] * far
         return w * self._less_entropy(inside, log_w, rows)
 

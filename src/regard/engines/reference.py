@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..block import Block
-from ..factors import Factors, hide, per_query_head
+from ..factors import Factors, blank, hide, per_query_head
 from ..score import Given, wide
 from ..statistics import Answers, Question, of_dense
+from ..tree import change
 
 __all__ = ["answer", "dense", "softmax", "weights"]
 
@@ -24,7 +25,7 @@ def answer(factors: Factors, question: Question) -> Answers:
     """Everything asked of the weights of these factors, whose batch is one axis."""
     s, w, lse, sink = dense(factors)
     if question.v is not None and (seen := _seen(factors)) is not None:
-        question = dataclasses.replace(question, v=question.v.masked_fill(~seen[:, None, :, None], 0))
+        question = dataclasses.replace(question, v=blank(question.v, seen, -2))
     answers = of_dense(w, s, question, factors.offset or 0, sink)
     answers["lse"] = lse
     if question.v is not None:
@@ -43,12 +44,12 @@ def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     if isinstance(score, Given):
         w = wide(score.w)
         return w.log(), w, w.new_zeros(w.shape[:3]), None
-    k = factors.k
+    k, steps = factors.k, score.steps
     if (seen := _seen(factors)) is not None:  # what no row may see may be anything, also nan
-        k = k.masked_fill(~seen[:, None, :, None], 0)
+        k, steps = blank(k, seen, -2), change(steps, lambda t: blank(t, seen, -1))
     block = Block(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.offset or 0, k.device)
     s = score.similarity(wide(factors.q), per_query_head(wide(k), factors.heads))
-    for step in score.steps:
+    for step in steps:
         s = step.apply(s, block)
     s = hide(s, factors.mask, block)
     return (s, *softmax(s, score.sink_logits))

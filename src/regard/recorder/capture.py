@@ -34,6 +34,7 @@ class Attention:
     k: Tensor | None = None  # b g j d
     v: Tensor | None = None  # b g j e
     w: Tensor | None = None  # b h i j : weights the model wrote out; then q and k are not needed
+    s: Tensor | None = None  # b h i j : the scores those weights were made of, where they are wanted
     scale: float | None = None
     given: Tensor | None = None  # a bool or additive mask, as the model gave it
     causal: bool = False

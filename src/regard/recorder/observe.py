@@ -52,6 +52,8 @@ def record(model: nn.Module | None, *, tokens: Any = None, keep: str = "factors"
 class Observer:
     """The block of a recording: listens between `__enter__` and `__exit__`."""
 
+    wants_scores = False
+
     def __init__(self, model: Any, tokens: Any, keep: str, values: bool, to: Any, layers: Any) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(

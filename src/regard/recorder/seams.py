@@ -227,15 +227,16 @@ class Trail:
     def __init__(self) -> None:
         self.products: deque[Product] = deque(maxlen=16)
         self.at: Any = None  # where the softmax was called; None while none is open
+        self.s: Tensor | None = None  # what softmax was taken of, for a listener that wants scores
         self.scored = False  # whether its scores came from a product of queries and keys
         self.steps = 0
         #: Where the weights live now: storage → (the weights before dropout, whether dropout came since, stride of keys).
         self.places: dict[int, tuple[Tensor, bool, int]] = {}
         self.alive: list[Tensor] = []  # a storage must not be given to somebody else while it is looked for
 
-    def open(self, w: Tensor, at: Any) -> None:
+    def open(self, w: Tensor, at: Any, scores: Tensor | None) -> None:
         self.close()
-        self.at, self.steps = at, 0
+        self.at, self.steps, self.s = at, 0, scores
         self.scored = any(product.scores(w) for product in self.products)
         self.grow(w, w, False)
         tap.follow(True)
@@ -245,7 +246,7 @@ class Trail:
         self.alive.append(out)
 
     def close(self) -> None:
-        self.at, self.places, self.alive = None, {}, []
+        self.at, self.s, self.places, self.alive = None, None, {}, []
         if all(other.trail.at is None for other in tap.listeners()):
             tap.follow(False)
 
@@ -295,7 +296,7 @@ def heard_softmax(listener: Any, call: dict[str, Any], out: Tensor, frame: Frame
     if type(at.module).__name__ in CHUNKED:
         listener.failed(frame, "it attends within chunks, whose columns are not positions of the sequence")
         return
-    listener.trail.open(out, at)
+    listener.trail.open(out, at, call["self"] if listener.wants_scores else None)
 
 
 class _Step:
@@ -371,7 +372,7 @@ def _finish(listener: Any, used: Tensor, v: Tensor, values: bool = True) -> None
     if used.ndim < 3 or v.ndim < 3:
         return
     clean, dropped, _ = trail.places[_storage(used)]
-    at, scored = trail.at, trail.scored
+    at, scored, s = trail.at, trail.scored, trail.s
     fed = any(product.is_(v) for product in trail.products)
     trail.close()
     if not scored and (fed or not looks_like_attention(at.module)):
@@ -393,7 +394,10 @@ def _finish(listener: Any, used: Tensor, v: Tensor, values: bool = True) -> None
     if w4 is None:
         listener.refuse(at.name, _SHARED_AXIS)
         return
-    listener.attention(at, Attention(v=_split_heads(v, at.module, listener.batch()) if values else None, w=w4))
+    found = Attention(v=_split_heads(v, at.module, listener.batch()) if values else None, w=w4)
+    if s is not None and s.shape[:-1] == w.shape[:-1]:
+        found.s = _split_heads(s[..., : w.shape[-1]], at.module, listener.batch())  # without the column of a sink
+    listener.attention(at, found)
 
 
 # FlexAttention.

@@ -54,7 +54,9 @@ class Watch:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"watch(every=...): a whole number of passes, at least 1; {every!r} came.")
         if isinstance(model, nn.TransformerEncoderLayer):
-            raise ValueError("watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it.")
+            raise ValueError(
+                "watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it."
+            )
         seams.listen()
         self.every, self.to, self.collapse, self.explode = every, to, collapse, explode
         self.step = -1  # training passes so far, counted from 0
@@ -114,7 +116,8 @@ class Watch:
 
     def _judge(self) -> None:
         for name, found in self.layers.items():
-            low, high = float(found["entropy"].min()), float(found["max_score"].max())
+            low = float(found["entropy"].min())
+            high = float(found["max_score"].max()) if "max_score" in found else -math.inf
             if low < self.collapse:
                 head = int(found["entropy"].argmin())
                 self._warn(
@@ -141,6 +144,7 @@ class _Look:
     """Listens during one pass and keeps two numbers a head."""
 
     wants_ids = values = False
+    wants_scores = True
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names, self.thread = names, threading.get_ident()
@@ -170,6 +174,7 @@ class _Look:
 
 
 def _two_numbers(found: Attention) -> dict[str, Tensor]:
+    """Entropy and largest score of every head; only the entropy where the scores are not to be had."""
     weights = keep(found, False, None).weights()
     dense = found.w is not None
     seen = weights.see("entropy") if dense else weights.see("entropy", "max_score")
@@ -177,9 +182,12 @@ def _two_numbers(found: Attention) -> dict[str, Tensor]:
     most = visible.clamp(min=2).log()
     # A row with one key has no entropy to lose.
     share = torch.where(visible > 1, seen.entropy / most, 1.0).mean((0, 2))
-    # Weights the model wrote out tell no scores: the score of a head is then the log of its largest ratio in a row.
-    top = _ratio(found.w) if dense else seen.max_score.amax((0, 2))
-    return {"entropy": share.float().cpu(), "max_score": top.float().cpu()}
+    numbers = {"entropy": share.float().cpu()}
+    if not dense:
+        numbers["max_score"] = seen.max_score.amax((0, 2)).float().cpu()
+    elif found.s is not None:
+        numbers["max_score"] = found.s.amax((0, 2, 3)).float().cpu()
+    return numbers
 
 
 def _visible(found: Attention) -> Tensor:
@@ -195,13 +203,6 @@ def _visible(found: Attention) -> Tensor:
         return torch.full((1, i), float(j), device=device)
     spans = said.mask.spans(Layout(i, j, j - i if said.align == "end" else 0, device))
     return (spans.hi - spans.lo).clamp(min=0).sum(1).float()
-
-
-def _ratio(w: Tensor | None) -> Tensor:
-    assert w is not None
-    w = w.float()
-    low = torch.where(w > 0, w, math.inf).amin(-1)
-    return torch.where(low < math.inf, (w.amax(-1) / low).log(), 0).amax((0, 2))
 
 
 @torch.no_grad()

@@ -4,8 +4,6 @@ Also the two functions of one number, exp and tanh, made of operations that LLVM
 Imports nothing of regard.
 """
 
-# ruff: noqa: N803 (BLAS names are capitals in the literature)
-
 from __future__ import annotations
 
 from typing import Any

