@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
+import traceback
 
 import torch
 
@@ -19,13 +20,15 @@ def one(seed: int) -> str:
     try:
         cover.judged(case, "cuda")
     except Exception as error:
-        return f"{type(error).__name__} {str(error)[-420:]} [{case}]"
+        where = [f"{f.name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if "regard" in f.filename]
+        text = str(error) if isinstance(error, AssertionError) else str(error)[:150]
+        return f"{type(error).__name__} {text} {' '.join(where[-3:])} [{case}]".replace("\n", " ")
     return ""
 
 
 def main(first: int, last: int, seconds: float) -> None:
     begin, done, complaints = time.time(), 0, []
-    pool = multiprocessing.get_context("spawn").Pool(15)
+    pool = multiprocessing.get_context("spawn").Pool(15, maxtasksperchild=1)
     for complaint in pool.imap_unordered(one, range(first, last)):
         done += 1
         if complaint:

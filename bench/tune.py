@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import time
 import traceback
 
 import torch
@@ -30,22 +31,17 @@ STATISTICS = ("y", "lse", "max_score", "entropy")
 
 CANDIDATES = {
     "forward": [
-        C(128, 128, 8, 3), C(128, 128, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 64, 4, 3),
-        C(128, 128, 4, 2, apart=True), C(128, 64, 4, 3, apart=True), C(128, 64, 4, 2, apart=True),
-        C(128, 128, 4, 3, apart=True),
+        C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 64, 4, 3), C(128, 128, 4, 2, apart=True), C(128, 64, 4, 3, apart=True),
     ],
     "reread": [
-        C(64, 128, 4, 3), C(64, 128, 8, 3), C(128, 128, 8, 3), C(64, 64, 4, 3), C(64, 64, 4, 4), C(64, 256, 8, 3),
-        C(128, 64, 4, 3),
+        C(64, 128, 4, 3), C(64, 128, 8, 3), C(128, 128, 8, 3), C(64, 64, 4, 3), C(128, 64, 4, 3),
     ],
-    "top": [C(64, 128, 4, 3), C(64, 64, 4, 3), C(128, 64, 8, 3), C(64, 256, 8, 2), C(64, 32, 4, 3), C(128, 128, 8, 2)],
+    "top": [C(64, 128, 4, 3), C(64, 64, 4, 3), C(128, 64, 8, 3), C(64, 256, 8, 2)],
     "keys": [
-        C(64, 128, 8, 2), C(64, 128, 8, 3), C(32, 128, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 64, 8, 2),
-        C(32, 64, 4, 3), C(128, 128, 8, 2), C(64, 64, 8, 2), C(32, 128, 4, 2),
+        C(64, 128, 8, 2), C(32, 128, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 64, 8, 2), C(64, 64, 8, 3),
     ],
     "rows": [
-        C(128, 64, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 128, 8, 2), C(128, 32, 4, 3),
-        C(64, 128, 4, 2), C(128, 32, 8, 3),
+        C(128, 64, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 128, 8, 2), C(64, 128, 4, 2),
     ],
 }  # fmt: skip
 
@@ -89,7 +85,7 @@ def compile_one(job) -> str:
 
 
 def timed(ask) -> list[float]:
-    return triton.testing.do_bench(ask, warmup=20, rep=80, return_mode="all")
+    return triton.testing.do_bench(ask, warmup=15, rep=50, return_mode="all")
 
 
 def peers(b, h, t, d, causal) -> dict[str, float]:
@@ -107,13 +103,21 @@ def peers(b, h, t, d, causal) -> dict[str, float]:
     return out
 
 
-def main(kernels: list[str]) -> None:
+def main(kernels: list[str], patience: float = 100.0) -> None:
     table = []
     jobs = [(n, c, d, m) for n in kernels for c in CANDIDATES[n] for d in (128, 64) for m in (False, True)]
-    with multiprocessing.get_context("spawn").Pool(15) as pool:
-        for complaint in pool.imap_unordered(compile_one, jobs):
-            if complaint:
-                print(complaint, flush=True)
+    # A compiler that aborts takes its worker along, and the pool would wait for ever.
+    pool, begin = multiprocessing.get_context("spawn").Pool(15), time.time()
+    answers = pool.imap_unordered(compile_one, jobs)
+    for done in range(len(jobs)):
+        try:
+            complaint = answers.next(timeout=max(1.0, begin + patience - time.time()))
+        except multiprocessing.TimeoutError:
+            print(f"compiled {done} of {len(jobs)}", flush=True)
+            break
+        if complaint:
+            print(complaint, flush=True)
+    pool.terminate()
     for shape in SHAPES:
         for causal in (False, True):
             base = peers(*shape, causal)

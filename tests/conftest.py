@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from regard.engines import blockwise
+from regard.engines import blockwise, compiled
 
 # Property tests draw the same examples on every machine; time limits would make them flicker on a busy one.
 settings.register_profile("regard", derandomize=True, deadline=None, print_blob=False)
@@ -26,10 +26,11 @@ def _own_seed(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Make `blockwise` walk in tiles of this height and width, so that small matrices have many."""
+    """Make `blockwise` and its compiled tiles walk in tiles of this height and width, so that small matrices have many."""
 
     def cut(height: int, width: int) -> None:
-        monkeypatch.setattr(blockwise, "_tile_size", lambda problem: (height, width))
+        for walk in (blockwise, compiled):
+            monkeypatch.setattr(walk, "_tile_size", lambda problem: (height, width))
 
     return cut
 

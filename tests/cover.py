@@ -186,8 +186,8 @@ def _asked(problem: Problem, question: Question, engine: str, gradients: bool) -
     spec, tensors = flatten((problem, question))
     leaves = [t.detach().clone().requires_grad_(gradients and t.is_floating_point()) for t in tensors]
     problem, question = rebuild(spec, leaves)
-    names = question.names if "lse" in question.names else (*question.names, "lse")
-    answers = see(problem, Question(**{**vars(question), "names": names}), named(engine), {})
+    names = tuple(dict.fromkeys((*question.names, "lse", *(("argmax",) if "max_score" in question.names else ()))))
+    answers = see(problem, Question(**{**vars(question), "names": names}), named(engine), {}, gradients)
     if not gradients:
         return answers, []
     make = torch.Generator().manual_seed(1)

@@ -147,7 +147,7 @@ SCORES = [
         "all modifiers and a sink",
         lambda b, m, p, z: Gaussian(2.0).bias(b).softcap(3.0).alibi(m).modify(lambda s, i, j, p: s + p * torch.cos((j - i).to(s.dtype)), p).sink(z),
         lambda q, k, i, j, b, m, p, z: (
-            3 * torch.tanh((-((q.unsqueeze(-2) - k.unsqueeze(-3)) ** 2).sum(-1) / 8 + b) / 3) - _heads(m) * (i - j).abs() + p * torch.cos((j - i).double())
+            3 * torch.tanh((-((q.unsqueeze(-2) - k.unsqueeze(-3)) ** 2).sum(-1) / 8 + b) / 3) - _heads(m) * (i - j).abs() + p * torch.cos((j - i).to(p.dtype))
         ),
         lambda n: ((n.b, 1, n.i, 1), (n.h,), (), (n.h,)), sink=True,
     ),
@@ -239,17 +239,18 @@ class Truth:
         self.w, self.sink_share = (w, None) if sink is None else (w[..., :-1], w[..., -1])
 
     @staticmethod
-    def of(case: ScoreCase, mask: MaskCase, n: Sizes, q: Tensor, k: Tensor, parameters: list[Tensor], offset: int = 0) -> Truth:
+    def of(case: ScoreCase, mask: MaskCase, n: Sizes, q: Tensor, k: Tensor, parameters: list[Tensor], offset: int = 0, dtype: torch.dtype = torch.float64) -> Truth:
+        """The matrix of a score and a mask; in another `dtype` it is what plain PyTorch makes of it."""
         i, j = torch.arange(n.i)[:, None] + offset, torch.arange(n.j)[None, :]
-        q, k, *parameters = (x.double() for x in (q, k, *parameters))
+        q, k, *parameters = (x.to(dtype) for x in (q, k, *parameters))
         s = case.formula(q, per_query_head(k, n.h), i, j, *parameters)
         return Truth(s, mask.visible(n, i, j), parameters[-1] if case.sink else None, offset)
 
     def y(self, v: Tensor) -> Tensor:
-        return self.w @ per_query_head(v.double(), self.w.shape[1])
+        return self.w @ per_query_head(v.to(self.w.dtype), self.w.shape[1])
 
     def z(self, u: Tensor) -> Tensor:
-        return self.w.mT @ u.double()
+        return self.w.mT @ u.to(self.w.dtype)
 
     def entropy(self) -> Tensor:
         shares = self.w if self.sink_share is None else torch.cat([self.w, self.sink_share.unsqueeze(-1)], -1)

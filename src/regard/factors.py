@@ -60,7 +60,7 @@ class Factors:
 
     def folded(self) -> Factors:
         """With all batch axes as one."""
-        return self.map(lambda t: _fold(t, self.batch))
+        return self if len(self.batch) == 1 else self.map(lambda t: _fold(t, self.batch))
 
     def pick(self, axis: int, where: int | range | list[int]) -> Factors:
         """Chosen places of one batch or head axis; an int drops a batch axis."""
@@ -125,7 +125,7 @@ class Problem:
     def spans(self) -> Spans:
         """Intervals of keys that hold all that each row sees."""
         layout = self.layout()
-        return layout.interval(0, layout.keys) if self.mask is None else self.mask.spans(layout)
+        return layout.everything() if self.mask is None else self.mask.spans(layout)
 
     def block(self, rows: slice | Tensor, cols: slice | Tensor) -> Block:
         return Block(rows, cols, self.offset, self.q.device)
@@ -210,9 +210,9 @@ class Problem:
 
     def blank_unseen(self, question: Any) -> tuple[Problem, Any]:
         """Zeros for keys and values that no row may see: what stands there, nan or inf, must not matter."""
-        if self.mask is None:
+        if self.mask is None or self.mask.covers(self.layout()):
             return self, question
-        if self.q.device.type == "cpu" and (self.spans.reach_all(self.shape[3]) or self._all_finite(question.v)):
+        if self.q.device.type == "cpu" and self._all_finite(question.v):
             return self, question
         seen = self.seen()
         if seen is None:

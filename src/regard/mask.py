@@ -10,6 +10,7 @@ Imports `block` and `tree`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -45,10 +46,6 @@ class Spans:
         edge = torch.zeros_like(self.lo[:, :1])
         return _tidy(torch.cat([edge, self.hi], 1), torch.cat([self.lo, edge + keys], 1), self.exact)
 
-    def reach_all(self, keys: int) -> bool:
-        """Whether some row of every sequence sees every key, as the last row of a causal mask does."""
-        return self.exact and bool(((self.lo == 0) & (self.hi == keys)).any(2).any(1).all())
-
     def seen(self, keys: int) -> Tensor:
         """Which keys lie in an interval of at least one row: bool, (b|1, j)."""
         # Count starts and ends along the keys: a key is covered while more intervals began than ended.
@@ -69,7 +66,7 @@ def _tidy(lo: Tensor, hi: Tensor, exact: bool) -> Spans:
     return Spans(lo[:, :used], hi[:, :used], exact)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Layout:
     """What a mask must know of the matrix it is laid over."""
 
@@ -85,9 +82,23 @@ class Layout:
         low = low.clamp(0, self.keys)
         return Spans(low, torch.maximum(low, high.clamp(0, self.keys)), exact)
 
+    def everything(self) -> Spans:
+        return _around(self, None, None)
+
     @property
     def positions(self) -> Tensor:
         return torch.arange(self.rows, device=self.device) + self.offset
+
+
+@functools.lru_cache(maxsize=8)
+def _around(layout: Layout, before: int | None, after: int | None) -> Spans:
+    """The interval from `before` keys before each position to `after` keys after it; None for no limit.
+
+    Remembered, since layers of a model ask for the same again and again.
+    """
+    lo = 0 if before is None else layout.positions - before
+    hi = layout.keys if after is None else layout.positions + after + 1
+    return layout.interval(lo, hi)
 
 
 class Mask:
@@ -164,7 +175,7 @@ class Causal(Mask):
         return block.j <= block.i
 
     def spans(self, layout: Layout) -> Spans:
-        return layout.interval(0, layout.positions + 1)
+        return _around(layout, None, 0)
 
     def covers(self, layout: Layout) -> bool:
         return layout.rows + layout.offset >= layout.keys  # the last row sees all
@@ -184,7 +195,7 @@ class Window(Mask):
         return (distance >= -self.before) & (distance <= self.after)
 
     def spans(self, layout: Layout) -> Spans:
-        return layout.interval(layout.positions - self.before, layout.positions + self.after + 1)
+        return _around(layout, self.before, self.after)
 
     def covers(self, layout: Layout) -> bool:
         return layout.offset <= 0 and layout.rows + layout.offset >= layout.keys  # every key sees itself

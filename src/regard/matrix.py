@@ -21,7 +21,7 @@ from .factors import Factors, Problem, given
 from .index import At, Pick, Tokens, parse, positions_of, runs, where, word_at
 from .memory import Memory, as_bytes, need_room
 from .score import Given
-from .see import needs_gradient, see
+from .see import see
 from .statistics import Answers, Question
 
 __all__ = ["Peak", "Seen", "Top", "Transposed", "Weights"]
@@ -82,6 +82,7 @@ class Weights:
         self._engine = engine
         self._one_head = one_head
         self._tokens = tokens
+        self._leaves = factors.tensors()
         self._memory = Memory()
 
     @staticmethod
@@ -279,27 +280,27 @@ class Weights:
         """The engines' answers, with this matrix's batch and head axes."""
         batch = self._batch_with(question)
         factors = self._factors.expanded(batch)
-        question = dataclasses.replace(question, v=_fold(question.v, batch), u=_fold(question.u, batch))
-        live = needs_gradient(factors, question)
+        live = _need_gradients(*self._leaves, question.v, question.u)
         # The gradient of a maximum is that of the score it falls on, so its place is asked for; lse serves all.
         names = question.names
         if live:
             names = tuple(dict.fromkeys((*names, "lse", *(("argmax",) if "max_score" in names else ()))))
-        asked = dataclasses.replace(question, names=names)
+        v, u = _fold(question.v, batch), _fold(question.u, batch)
+        asked = dataclasses.replace(question, names=names, v=v, u=u)
         answers = self._computed(factors, asked, live, remember=batch == self._factors.batch)
         return {name: self._unfolded(answers[name], batch) for name in question.names}
 
     def _computed(self, factors: Factors, question: Question, live: bool, remember: bool) -> Answers:
         if self._engine == "reference":
             return reference.answer(factors.folded(), question)
-        known = self._memory.recall(factors, question) if remember else {}
+        known = self._memory.recall(self._leaves, question) if remember else {}
         if not live and len(known) == len(question.names):
             return known
         problem = factors.problem()
         engine = engines.named(self._engine)
-        answers = see(problem, question, engine, known)
+        answers = see(problem, question, engine, known, live)
         if remember:
-            self._memory.remember(factors, question, answers)
+            self._memory.remember(self._leaves, question, answers)
         return answers
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
@@ -321,12 +322,12 @@ class Weights:
 
     def _lse_of(self, narrow: Problem, run: range) -> Tensor:
         """lse of some rows: remembered if it is, else computed for these rows only."""
-        live = needs_gradient(self._factors)
-        known = self._memory.recall(self._factors, Question(("lse",)))
+        live = _need_gradients(*self._leaves)
+        known = self._memory.recall(self._leaves, Question(("lse",)))
         if known and not live:
             return known["lse"][:, :, run.start : run.stop]
         engine = engines.named(self._engine)
-        return see(narrow, Question(("lse",)), engine, {})["lse"]
+        return see(narrow, Question(("lse",)), engine, {}, live)["lse"]
 
     # Indexing.
 
@@ -451,9 +452,15 @@ class Transposed:
 # Helpers of the two classes.
 
 
+def _need_gradients(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     if x is None:
         return None
+    if x.shape[:-3] == batch and len(batch) == 1:
+        return x
     return x.expand(*batch, *x.shape[-3:]).reshape(batch.numel(), *x.shape[-3:])
 
 

@@ -1,7 +1,7 @@
 """What is remembered, and what fits.
 
 `Memory` holds the numbers that were found out on the way about one matrix: detached, and valid only as long as
-neither the factors nor the numbers themselves were changed in place. Imports `factors` and `statistics`.
+neither the factors nor the numbers themselves were changed in place. Imports `statistics`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .factors import Factors
 from .statistics import Answers, Question
 
 __all__ = ["Memory", "as_bytes", "need_room"]
@@ -30,7 +29,7 @@ class Memory:
         other._versions, other._numbers = self._versions, dict(self._numbers)
         return other
 
-    def recall(self, factors: Factors, question: Question) -> Answers:
+    def recall(self, factors: list[Tensor], question: Question) -> Answers:
         """Those of the question's answers that are known and still true."""
         if not self._numbers or torch.compiler.is_compiling() or self._versions != _versions(factors):
             return {}
@@ -41,7 +40,7 @@ class Memory:
                 found[name] = number
         return found
 
-    def remember(self, factors: Factors, question: Question, answers: Answers) -> None:
+    def remember(self, factors: list[Tensor], question: Question, answers: Answers) -> None:
         """Keep detached numbers: a statistic that needs gradients is a new node each time, over the same number."""
         if torch.compiler.is_compiling() or (versions := _versions(factors)) is None:
             return
@@ -64,9 +63,8 @@ def _key(name: str, question: Question) -> Any:
     return name
 
 
-def _versions(factors: Factors) -> tuple[int, ...] | None:
+def _versions(tensors: list[Tensor]) -> tuple[int, ...] | None:
     """How often each tensor was changed in place; None for inference tensors, which do not count it."""
-    tensors = factors.tensors()
     return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
 
 

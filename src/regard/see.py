@@ -23,12 +23,15 @@ from .score import wide
 from .statistics import NOT_DIFFERENTIATED, PICKED, Answers, Question, Tiling, given
 from .tree import flatten, rebuild
 
-__all__ = ["needs_gradient", "see"]
+__all__ = ["see"]
 
 
-def see(problem: Problem, question: Question, engine: Engine, known: Answers) -> Answers:
-    """Every answer that the question names; `known` are numbers that need not be computed again."""
-    if not torch.compiler.is_compiling() and not needs_gradient(problem, question):
+def see(problem: Problem, question: Question, engine: Engine, known: Answers, live: bool) -> Answers:
+    """Every answer that the question names; `known` are numbers that need not be computed again.
+
+    `live` says whether autograd is to know of it.
+    """
+    if not live and not torch.compiler.is_compiling():
         return compute(problem, question, engine, known)
     spec, tensors = flatten((problem, question))
     if torch.compiler.is_compiling():
@@ -36,11 +39,6 @@ def see(problem: Problem, question: Question, engine: Engine, known: Answers) ->
     else:
         outputs = _See.apply(spec, engine, known, *tensors)
     return dict(zip(question.names, outputs, strict=True))
-
-
-def needs_gradient(*trees: Any) -> bool:
-    """Whether autograd is to know of what is computed from these."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in flatten(trees)[1])
 
 
 def compute(problem: Problem, question: Question, engine: Engine, known: Answers) -> Answers:

@@ -127,7 +127,7 @@ class Task:
         tools = load()
         assert tools is not None
         self.tools = tools
-        self.record = tools.cpu.new_task()
+        self.told: dict[str, Any] = {}
         self.alive: list[Any] = []
         b, h, i, j = problem.shape
         self.work = b * h * i * j * problem.q.shape[3]
@@ -140,8 +140,7 @@ class Task:
         self._steps(problem)
 
     def set(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            self.record[0][name] = value
+        self.told.update(fields)
 
     def keep(self, tensor: Tensor) -> int:
         """The address of a tensor that stays alive with this task."""
@@ -149,7 +148,7 @@ class Task:
         return tensor.data_ptr()
 
     def rows(self, name: str, tensor: Tensor, axes: str) -> Tensor:
-        """Pass a tensor as rows that BLAS can read: float32, numbers of a row side by side, rows not over one another."""
+        """Pass a tensor as rows that BLAS can read: float32, a row's numbers side by side, rows not over one another."""
         tensor = tensor.float()
         if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
             tensor = tensor.contiguous()
@@ -189,7 +188,8 @@ class Task:
         self.set(counter=self.keep(counters), scratch_size=scratch)
         self.set(scratch=self.keep(torch.empty(threads * scratch, dtype=torch.uint8)))
         compiled = self.tools.cpu.kernel(kernel)
-        data = self.record.ctypes.data
+        record = self.tools.cpu.task_record(self.told)
+        data = record.ctypes.data
         if threads > 1:
             self.tools.parallel(compiled.address, data, threads, 0)
             return

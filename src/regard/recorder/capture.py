@@ -50,10 +50,21 @@ class Attention:
         assert self.q is not None and self.k is not None
         return (*self.q.shape[:3], self.k.shape[2])  # type: ignore[return-value]
 
-    def read_mask(self) -> Said:
-        """What the mask says; read once."""
-        if self.said is None:
-            self.said = said_by(self.given, self.causal, self.shape)
+    def read_mask(self, known: dict[Any, tuple[Tensor, Tensor | int, Said]] | None = None) -> Said:
+        """What the mask says; read once, and once for all layers of a pass that are given the same one."""
+        if self.said is not None:
+            return self.said
+        given = self.given
+        if known is None or given is None:
+            self.said = said_by(given, self.causal, self.shape)
+            return self.said
+        key = (given.data_ptr(), given.shape, given.stride(), given.dtype, self.causal, self.shape)
+        if key in known and _unchanged(given, known[key][1]):
+            self.said = known[key][2]
+        else:
+            self.said = said_by(given, self.causal, self.shape)
+            # The tensor is held so that its place in memory cannot be given to another.
+            known[key] = given, given.clone() if given.is_inference() else given._version, self.said
         return self.said
 
     def score(self) -> Score:
@@ -91,6 +102,11 @@ class Kept:
         """That nobody wrote over what was kept without a copy."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise Overwritten("the model changed its queries, keys or weights in place after this call")
+
+
+def _unchanged(given: Tensor, before: Tensor | int) -> bool:
+    """Whether a mask is as it was when it was read; inference tensors do not count their changes."""
+    return torch.equal(given, before) if isinstance(before, Tensor) else given._version == before
 
 
 def keep(found: Attention, values: bool, to: str | None) -> Kept:

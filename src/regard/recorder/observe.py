@@ -64,7 +64,9 @@ class Observer:
         self.model, self.tokens, self.keep, self.values = model, tokens, keep, values
         self.to, self.path = _destination(to)
         self.only = None if layers is None else _as_list(layers)
-        self.names = None if model is None else {id(m): name for name, m in model.named_modules()}
+        self._modules = [] if model is None else list(model.named_modules())
+        self.names = None if model is None else {id(module): name for name, module in self._modules}
+        self.masks: dict[Any, Any] = {}  # masks of the running pass that were read already
         self.wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
         self.seen = Recording()
         self.trail = seams.Trail()
@@ -78,10 +80,14 @@ class Observer:
         self._asleep = False
         self._transformers: Any = None
         self._beams = False
+        self._used = False
 
     # The block.
 
     def __enter__(self) -> Recording:
+        if self._used:
+            raise RuntimeError("a recording is one block; call regard.record(model) again for another.")
+        self._used = True
         seams.listen()
         self._transformers = _transformers()
         if self._transformers is not None:
@@ -122,7 +128,7 @@ class Observer:
                 self.seen.passes.append(finished)
         self._done = []
         self._refuse_silent()
-        self.names, self.model, self._ran = None, None, {}
+        self.names, self.model, self._ran, self._modules, self.masks = None, None, {}, [], {}
 
     def _closed(self, call: _Call, index: int) -> Layer | None:
         """A finished layer, or a refusal."""
@@ -176,6 +182,7 @@ class Observer:
         one.times[name] = nth + 1
         if not self._wanted(name, number):
             return
+        found.read_mask(self.masks)
         kept = keep(found, self.values, self.to)
         if one.fresh and self._continue(one, at, name, nth, found, kept):
             return
@@ -220,7 +227,7 @@ class Observer:
     def _end_pass(self) -> None:
         one, self._pass = self._pass, None
         self.trail.close()
-        self.trail = seams.Trail()
+        self.trail, self.masks = seams.Trail(), {}
         if one is None:
             return
         if one.steps_of is not None:
@@ -273,13 +280,11 @@ class Observer:
             self._hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
             self._hooks.append(model.register_forward_hook(self._end, always_call=True))
         # Nor may captured code find hooks it was not compiled with.
-        closed = {
-            id(m)
-            for part in model.modules()
-            if isinstance(part, nn.TransformerEncoderLayer) or _captured(part)
-            for m in part.modules()
-        }
-        for name, module in model.named_modules():
+        closed: set[int] = set()
+        for _, part in self._modules:
+            if isinstance(part, nn.TransformerEncoderLayer) or _captured(part):
+                closed |= {id(module) for module in part.modules()}
+        for name, module in self._modules:
             if name and id(module) not in closed and looks_like_attention(module):
                 self._hooks.append(module.register_forward_pre_hook(_Ran(self, name)))
 
@@ -307,7 +312,7 @@ class Observer:
         """Name what torch.compile has captured; True if that is the whole model."""
         if self.model is None:
             return False
-        for name, module in self.model.named_modules():
+        for name, module in self._modules:
             if _captured(module):
                 self.refuse(
                     name,
@@ -315,9 +320,8 @@ class Observer:
                 )
                 if not name:
                     return True
-                if (
-                    type(module).__name__ == "OptimizedModule"
-                ):  # while captured code runs, the thread's keys must be those it was compiled under
+                # While captured code runs, the thread's keys must be those it was compiled under.
+                if type(module).__name__ == "OptimizedModule":
                     self._hooks.append(module.register_forward_pre_hook(lambda *_: self._pause(True)))
                     self._hooks.append(module.register_forward_hook(lambda *_: self._pause(False), always_call=True))
         if isinstance(self.model, nn.DataParallel) and len(self.model.device_ids) > 1:

@@ -15,9 +15,9 @@ from typing import Any
 from numba import cfunc, types
 
 from . import backward, forward, reread
-from .task import ADDED, ADDED_VECTOR, ALIBI, HIDDEN, SOFTCAP, TASK, new_steps, new_task
+from .task import ADDED, ADDED_VECTOR, ALIBI, HIDDEN, SOFTCAP, TASK, new_steps, task_record
 
-__all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "kernel", "new_steps", "new_task"]
+__all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "kernel", "new_steps", "task_record"]
 
 _ENTRIES = {"forward": forward.entry, "reread": reread.entry, "backward": backward.entry}
 
