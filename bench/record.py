@@ -78,7 +78,14 @@ def _reading(model: Any, eager: Any) -> Row:
         for w in eager(**x, output_attentions=True).attentions:
             torch.special.entr(w).sum(-1), w.sum(2), w.topk(8)
 
-    return row("entropy, received, top-8 of all layers", [8, 128], "a second forward, eager", ratios(read, again, 21), 1.0, None)
+    return row(
+        "entropy, received, top-8 of all layers",
+        [8, 128],
+        "a second forward, eager",
+        ratios(read, again, 21),
+        1.0,
+        None,
+    )
 
 
 class Layer(nn.Module):
@@ -100,7 +107,14 @@ def memory() -> Row:
     command = [sys.executable, "-m", "bench.record", "--peak"]
     held = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     eager = 12 * 16_384**2 * 4 / 1024
-    return row("a recording of 16,384 tokens, memory held", [1, 12, 16384, 64], "eager weights, float32", [held / eager], 0.02, None)
+    return row(
+        "a recording of 16,384 tokens, memory held",
+        [1, 12, 16384, 64],
+        "eager weights, float32",
+        [held / eager],
+        0.02,
+        None,
+    )
 
 
 @torch.no_grad()

@@ -38,7 +38,9 @@ def main():
     words = seen[layer, head].tokens[1]
     top = seen[layer, head].top(3)
     row = words.index("it")
-    named = ", ".join(f"{words[j]} {w:.3f}" for w, j in zip(top.weight[row].tolist(), top.index[row].tolist(), strict=True))
+    named = ", ".join(
+        f"{words[j]} {w:.3f}" for w, j in zip(top.weight[row].tolist(), top.index[row].tolist(), strict=True)
+    )
     print(f'layer {layer}, head {head}: "it" looks at {named}')
     return seen
 

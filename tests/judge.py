@@ -166,7 +166,7 @@ class MaskCase:
 
 def lengths_of(n: Sizes) -> list[int]:
     """From all keys down to none, one a sequence."""
-    return [n.j * (n.b - 1 - s) // max(n.b - 1, 1) if s else n.j - 2 for s in range(n.b)]
+    return [n.j * (n.b - 1 - s) // max(n.b - 1, 1) if s else max(n.j - 2, 0) for s in range(n.b)]
 
 
 def documents_of(n: Sizes, shuffled: bool = False) -> Tensor:
@@ -201,7 +201,7 @@ MASKS = [
     MaskCase("a tensor of rows and columns", lambda n: _chance(n.i, n.j), lambda n, i, j: _chance(n.i, n.j)),
     MaskCase("a function", lambda n: lambda i, j: (i * 3 + j) % 4 != 1, lambda n, i, j: (i * 3 + j) % 4 != 1),
     MaskCase("causal and padding", lambda n: regard.causal() & regard.padding(lengths_of(n)), lambda n, i, j: (j <= i) & _shorter(n, j)),
-    MaskCase("window or first keys", lambda n: regard.window(1, 0) | regard.padding([2]), lambda n, i, j: ((j <= i) & (i - j <= 1)) | (j < 2)),
+    MaskCase("window or first keys", lambda n: regard.window(1, 0) | regard.padding([min(2, n.j)]), lambda n, i, j: ((j <= i) & (i - j <= 1)) | (j < 2)),
     MaskCase("not a window", lambda n: ~regard.window(1, 1), lambda n, i, j: (i - j).abs() > 1),
     MaskCase(
         "causal in documents without a window", lambda n: regard.causal() & regard.documents(documents_of(n)) & ~regard.window(1, 0),

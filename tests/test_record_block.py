@@ -313,10 +313,15 @@ def test_a_dense_mask_is_recognised():
     left = (at[None] >= 64 - lengths[:, None])[:, None, None]
     window = ((at[:, None] - at[None]) < 9)[None, None]
     cases = {
-        "causal()": causal, "padding": right, "(causal() & padding": causal & right, "(causal() & ~padding": causal & left,
-        "window(8, 0)": causal & window, "(window(8, 0) & padding": causal & window & right, "~padding": left,
+        "causal()": causal,
+        "padding": right,
+        "(causal() & padding": causal & right,
+        "(causal() & ~padding": causal & left,
+        "window(8, 0)": causal & window,
+        "(window(8, 0) & padding": causal & window & right,
+        "~padding": left,
         "window(3, 3)": ((at[:, None] - at[None]).abs() < 4)[None, None],
-    }  # fmt: skip
+    }
     q = torch.randn(2, 2, t, 4)
 
     class Net(nn.Module):
@@ -355,10 +360,16 @@ def test_a_16k_causal_mask_is_not_stored():
     assert repr(seen.layers[0].kept.mask) == "causal()"
 
 
-@pytest.mark.parametrize(("arguments", "error", "text"), [
-    ({"model": "bert"}, TypeError, "nn.Module"), ({"keep": "all"}, ValueError, "factors"), ({"to": 3}, TypeError, "path"),
-    ({"layers": 2.5}, TypeError, "numbers in the order"), ({"tokens": 5}, TypeError, "tokenizer"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": "bert"}, TypeError, "nn.Module"),
+        ({"keep": "all"}, ValueError, "factors"),
+        ({"to": 3}, TypeError, "path"),
+        ({"layers": 2.5}, TypeError, "numbers in the order"),
+        ({"tokens": 5}, TypeError, "tokenizer"),
+    ],
+)
 def test_bad_arguments_are_told(arguments, error, text):
     net = nn.Sequential(nn.Embedding(9, 8), Attention())
     with pytest.raises(error, match=text), regard.record(**{"model": net, **arguments}):

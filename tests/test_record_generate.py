@@ -10,8 +10,11 @@ transformers = pytest.importorskip("transformers")
 
 import zoo  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning"),
-              pytest.mark.filterwarnings("ignore::UserWarning:transformers")]  # fmt: skip
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
+]
 transformers.logging.set_verbosity_error()
 
 PROMPT, NEW = 5, 9
@@ -28,8 +31,15 @@ def made(name, cls, attention="sdpa"):
 def generate(model, mask=None, **more):
     prompt = zoo.ids(2, PROMPT)
     mask = torch.ones_like(prompt) if mask is None else mask
-    arguments = {"input_ids": prompt, "attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None,
-                 "pad_token_id": 0, **more}  # fmt: skip
+    arguments = {
+        "input_ids": prompt,
+        "attention_mask": mask,
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **more,
+    }
     with torch.no_grad():
         plain = model.generate(**arguments)
         with regard.record(model, tokens=lambda n: f"w{n}") as seen:
@@ -93,8 +103,14 @@ def test_two_static_generations_are_two_passes():
     model = made("llama", "LlamaForCausalLM")
     with torch.no_grad(), regard.record(model) as seen:
         for length in (5, 7):
-            model.generate(zoo.ids(1, length), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0,
-                           cache_implementation="static")  # fmt: skip
+            model.generate(
+                zoo.ids(1, length),
+                max_new_tokens=4,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                cache_implementation="static",
+            )
     assert [(p.steps, p.layers[0].shape[-1]) for p in seen.passes] == [(4, 8), (4, 10)]
 
 
@@ -113,8 +129,10 @@ def test_chunks_of_a_prompt_are_stitched():
         torch.testing.assert_close(a.weights.dense(), b.weights.dense(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "cls"), [("t5, bias", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration"),
-                                           ("marian", "MarianMTModel")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("t5, bias", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration"), ("marian", "MarianMTModel")],
+)
 def test_an_encoder_decoder_is_one_pass_with_the_right_words(name, cls):
     model = made(name, cls)
     seen, out, _ = generate(model)

@@ -17,8 +17,11 @@ transformers = pytest.importorskip("transformers")
 
 import zoo  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning"),
-              pytest.mark.filterwarnings("ignore::UserWarning")]  # fmt: skip
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 transformers.logging.set_verbosity_error()
 
 
@@ -67,13 +70,17 @@ def own(make):
 
 
 FAMILIES = {
-    "nn.TransformerEncoder": own(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), 2)),
+    "nn.TransformerEncoder": own(
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), 2)
+    ),
     "nn.TransformerDecoder": own(CrossDecoder),
     "sdpa": own(lambda: nn.Sequential(Fused(), Fused())),
     "by hand": own(lambda: nn.Sequential(ByHand(), ByHand())),
-    **{name: (lambda name=name: (Tensors(name), torch.zeros(2, 1))) for name in
-       ("bert", "gpt2", "llama", "t5, bias", "bart", "vit", "gemma2, soft cap, window", "deberta-v2")},
-}  # fmt: skip
+    **{
+        name: (lambda name=name: (Tensors(name), torch.zeros(2, 1)))
+        for name in ("bert", "gpt2", "llama", "t5, bias", "bart", "vit", "gemma2, soft cap, window", "deberta-v2")
+    },
+}
 
 
 def no_grad(model, x, record):

@@ -46,10 +46,15 @@ def test_indexing(seen):
     assert [layer.index for layer in seen] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("key", "error", "text"), [
-    (7, IndexError, "3 were recorded"), ("block.9", KeyError, "no layer"), ((0, 1, 2, 3), IndexError, "seen\\[layer, head"),
-    ((0, 0, 5), IndexError, "batch has 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "error", "text"),
+    [
+        (7, IndexError, "3 were recorded"),
+        ("block.9", KeyError, "no layer"),
+        ((0, 1, 2, 3), IndexError, "seen\\[layer, head"),
+        ((0, 0, 5), IndexError, "batch has 1"),
+    ],
+)
 def test_bad_indices_are_told(seen, key, error, text):
     with pytest.raises(error, match=text):
         seen[key]

@@ -68,9 +68,15 @@ ROUTES = {
     "positional mask": (lambda x: imported_early(x, x, x, odd), {"mask": odd}),
     "scale": (lambda x: imported_early(x, x, x, scale=0.7), {"scale": 0.7}),
     "float mask": (lambda x: imported_early(x, x, x, torch.where(causal, 0.0, -torch.inf)), {"mask": causal}),
-    "bias": (lambda x: imported_early(x, x, x, torch.linspace(-2, 2, T * T).view(T, T)), {"bias": torch.linspace(-2, 2, T * T).view(T, T)}),
-    "smallest number": (lambda x: imported_early(x, x, x, torch.where(causal, 0.0, torch.finfo(torch.float32).min)), {"mask": causal}),
-}  # fmt: skip
+    "bias": (
+        lambda x: imported_early(x, x, x, torch.linspace(-2, 2, T * T).view(T, T)),
+        {"bias": torch.linspace(-2, 2, T * T).view(T, T)},
+    ),
+    "smallest number": (
+        lambda x: imported_early(x, x, x, torch.where(causal, 0.0, torch.finfo(torch.float32).min)),
+        {"mask": causal},
+    ),
+}
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -498,3 +504,31 @@ def test_flash_attention_as_an_operator(x):
         lambda q: torch.ops.flash_attn._flash_attn_forward(q, q, q, 0.0, 0.5, True, -1, -1, 0.0, None, False), y
     )
     close(seen[0].dense(), by_hand(x, x, causal, scale=0.5))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::regard.recorder.RefusedWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "forgetful"])
+def test_a_compiled_function_inside_is_recorded_or_named_every_time(backend, x):
+    """Compiled code may still call PyTorch's kernels, which are heard; a backend that has its own is named."""
+
+    def forgetful(graph, inputs):
+        # Attention by ways that are not heard: what a fused kernel of its own would be.
+        return lambda q: [(torch.exp(q @ q.mT / math.sqrt(D)) / torch.exp(q @ q.mT / math.sqrt(D)).sum(-1, keepdim=True)) @ q]
+
+    attend = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=forgetful if backend == "forgetful" else backend)
+
+    class Plain(nn.Module):
+        def forward(self, q):
+            return attend(q)
+
+    model = nn.Sequential(Plain())
+    plain = model(x)
+    for _ in range(2):
+        with regard.record(model) as seen:
+            assert torch.equal(model(x), plain)
+        if backend == "forgetful":
+            assert [name for name, _ in seen.refused] == ["0"]
+            assert "torch.compile" in seen.refused[0][1]
+        else:
+            close(seen[0].dense(), by_hand(x, x))
+            assert seen.refused == []

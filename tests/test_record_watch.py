@@ -129,7 +129,9 @@ def test_qk_clip_with_shared_keys_serves_the_worst_head():
         assert (scores() <= 5.0 + 1e-4).all()
 
 
-@pytest.mark.parametrize(("arguments", "error"), [({"model": 3}, TypeError), ({"every": 0}, ValueError), ({"every": 1.5}, ValueError)])
+@pytest.mark.parametrize(
+    ("arguments", "error"), [({"model": 3}, TypeError), ({"every": 0}, ValueError), ({"every": 1.5}, ValueError)]
+)
 def test_bad_arguments_are_told(arguments, error):
     with pytest.raises(error, match="watch"):
         regard.watch(**{"model": nn.Linear(1, 1), **arguments})
@@ -141,7 +143,16 @@ transformers = pytest.importorskip("transformers")
 import zoo  # noqa: E402
 
 quietly = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-SUPPORTED = ["bert", "llama", "mistral, window 4", "gemma2, soft cap, window", "gpt-oss, sinks", "t5, bias", "vit", "gpt2"]
+SUPPORTED = [
+    "bert",
+    "llama",
+    "mistral, window 4",
+    "gemma2, soft cap, window",
+    "gpt-oss, sinks",
+    "t5, bias",
+    "vit",
+    "gpt2",
+]
 
 
 @quietly

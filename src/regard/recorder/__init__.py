@@ -13,5 +13,14 @@ from .recording import Layer, Recording
 from .watch import AttentionWarning, Watch, qk_clip, watch
 
 __all__ = [
-    "AttentionWarning", "Layer", "Recording", "RefusedWarning", "RegardFileError", "Watch", "load", "qk_clip", "record", "watch",
-]  # fmt: skip
+    "AttentionWarning",
+    "Layer",
+    "Recording",
+    "RefusedWarning",
+    "RegardFileError",
+    "Watch",
+    "load",
+    "qk_clip",
+    "record",
+    "watch",
+]

@@ -35,14 +35,38 @@ __all__ = ["VERSION", "RegardFileError", "load", "save"]
 FORMAT, VERSION = "regard recording", 1
 
 #: What a description may name. Functions of users are not among them: code is never stored.
-NODES = {cls.__name__: cls for cls in (
-    Factors, ScaledDot, Dot, Cosine, Gaussian, Given, Bias, Alibi, Softcap, Causal, Window, Padding, Documents, Dense, And, Or, Not,
-)}  # fmt: skip
+NODES = {
+    cls.__name__: cls
+    for cls in (
+        Factors,
+        ScaledDot,
+        Dot,
+        Cosine,
+        Gaussian,
+        Given,
+        Bias,
+        Alibi,
+        Softcap,
+        Causal,
+        Window,
+        Padding,
+        Documents,
+        Dense,
+        And,
+        Or,
+        Not,
+    )
+}
 
 TYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 #: A header longer than this is not ours; safetensors has the same limit.

@@ -88,7 +88,20 @@ def _overheard(own: Callable[..., Any], read: Callable[..., Attention]) -> Calla
     return heard
 
 
-def _flash_call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, *, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None, **more: Any) -> Attention:  # fmt: skip
+def _flash_call(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Any,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **more: Any,
+) -> Attention:
     if any(more.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens_q", "block_table", "cache")):
         raise NotImplementedError("packed or paged sequences")
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
@@ -110,7 +123,19 @@ def _flash_call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, 
     return found
 
 
-def _flex_call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, given: Any, *, scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None, **more: Any) -> Attention:  # fmt: skip
+def _flex_call(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Any,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **more: Any,
+) -> Attention:
     found = Attention(q, k, v, scale=scaling, softcap=softcap, sink=s_aux)
     if isinstance(given, Tensor):
         found.given = given[..., : k.shape[2]]
@@ -171,7 +196,20 @@ def statistics(*names: str) -> Iterator[dict[str, Seen]]:
         _asked.stack.pop()
 
 
-def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, dropout: float = 0.0, is_causal: bool | None = None, softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:  # fmt: skip
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
     """transformers' interface for attention, answered by `regard.weights`."""
     if dropout:
         raise ValueError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -32,7 +33,15 @@ class RefusedWarning(UserWarning):
     """Some attention of the model could not be recorded."""
 
 
-def record(model: nn.Module | None, *, tokens: Any = None, keep: str = "factors", values: bool = False, to: Any = None, layers: Any = None) -> Observer:  # fmt: skip
+def record(
+    model: nn.Module | None,
+    *,
+    tokens: Any = None,
+    keep: str = "factors",
+    values: bool = False,
+    to: Any = None,
+    layers: Any = None,
+) -> Observer:
     """Look into any PyTorch model while it runs, unchanged and on its own kernels.
 
     with regard.record(model, tokens=tokenizer) as seen:
@@ -160,6 +169,13 @@ class Observer:
         if at is not None:
             self.refuse(at.name, why)
 
+    def captured(self, frame: FrameType) -> None:
+        """A compiler is tracing attention: this time it shows; what it made of it may run unheard, now and later."""
+        at = self.place(frame)
+        if at is not None and at.module is not None:
+            _CAPTURED_MODULES.add(at.module)
+            self._ran[at.name] = at.module
+
     def refuse(self, name: str, why: str) -> None:
         """Name what is not recorded, once."""
         if (name, why) not in self.seen.refused:
@@ -285,7 +301,8 @@ class Observer:
             if isinstance(part, nn.TransformerEncoderLayer) or _captured(part):
                 closed |= {id(module) for module in part.modules()}
         for name, module in self._modules:
-            if name and id(module) not in closed and looks_like_attention(module):
+            suspect = looks_like_attention(module) or module in _CAPTURED_MODULES
+            if name and id(module) not in closed and suspect:
                 self._hooks.append(module.register_forward_pre_hook(_Ran(self, name)))
 
     def _here(self) -> bool:
@@ -314,10 +331,7 @@ class Observer:
             return False
         for name, module in self._modules:
             if _captured(module):
-                self.refuse(
-                    name,
-                    "captured by torch.compile, which fuses its attention away; record the module it was made from",
-                )
+                self.refuse(name, _CAPTURED)
                 if not name:
                     return True
                 # While captured code runs, the thread's keys must be those it was compiled under.
@@ -337,15 +351,12 @@ class Observer:
         heard = {layer.name for p in self.seen.passes for layer in p.layers} | {name for name, _ in self.seen.refused}
         heard |= {call.name for one in self._done for call in one.calls}
         for name, module in self._ran.items():
-            known = any(
-                other == name or other.startswith(name + ".") or name.startswith(other + ".")
-                for other in heard
-                if other
-            )
+            known = any(_within(other, name) or _within(name, other) for other in heard)
             chosen = self.only is None or any(isinstance(w, str) and fnmatch.fnmatchcase(name, w) for w in self.only)
-            inner = any(other != name and other.startswith(name + ".") for other in self._ran)
+            inner = any(other != name and _within(other, name) for other in self._ran)
             if not known and chosen and not inner:
-                self.refuse(name, f"{type(module).__name__} ran no attention that PyTorch's operators show: {_GUESSES}")
+                silent = f"{type(module).__name__} ran no attention that PyTorch's operators show: {_GUESSES}"
+                self.refuse(name, _CAPTURED if module in _CAPTURED_MODULES else silent)
 
     def _warn(self) -> None:
         if self.seen.refused:
@@ -353,6 +364,11 @@ class Observer:
             more = f"; and {len(self.seen.refused) - 4} more" if len(self.seen.refused) > 4 else ""
             warnings.warn(f"not recorded (all in seen.refused): {named}{more}.", RefusedWarning, stacklevel=3)
 
+
+_CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
+
+#: Modules in whose calls a compiler was seen at work.
+_CAPTURED_MODULES: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _GUESSES = "linear attention keeps no weights, a kernel called directly or captured by torch.compile shows none"
 
@@ -414,6 +430,11 @@ def _with_encoders(passes: list[_Open]) -> list[_Open]:
         else:
             joined.append(one)
     return joined
+
+
+def _within(name: str, other: str) -> bool:
+    """Whether a module is another one or stands inside it."""
+    return name == other or not other or name.startswith(other + ".")
 
 
 def _captured(module: nn.Module) -> bool:

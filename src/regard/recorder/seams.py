@@ -32,12 +32,21 @@ from .where import batch_first_owner, heads_of, looks_like_attention
 
 __all__ = ["CHUNKED", "Trail", "flash_like", "listen"]
 
-#: Modules that attend within chunks or samples: their softmax is over keys that are not the sequence's positions.
+#: Modules that attend within chunks or to samples: their softmax is over keys that are not the sequence's positions.
 CHUNKED = {
-    "BigBirdBlockSparseAttention", "BigBirdPegasusBlockSparseAttention", "LEDEncoderSelfAttention", "LocalSelfAttention",
-    "LongT5LocalAttention", "LongT5TransientGlobalAttention", "LongformerSelfAttention", "LSHSelfAttention",
-    "ProphetNetNgramSelfAttention", "XLMProphetNetNgramSelfAttention", "NystromformerSelfAttention", "YosoSelfAttention",
-}  # fmt: skip
+    "BigBirdBlockSparseAttention",
+    "BigBirdPegasusBlockSparseAttention",
+    "LEDEncoderSelfAttention",
+    "LocalSelfAttention",
+    "LongT5LocalAttention",
+    "LongT5TransientGlobalAttention",
+    "LongformerSelfAttention",
+    "LSHSelfAttention",
+    "ProphetNetNgramSelfAttention",
+    "XLMProphetNetNgramSelfAttention",
+    "NystromformerSelfAttention",
+    "YosoSelfAttention",
+}
 
 
 def listen() -> None:
@@ -50,8 +59,22 @@ def listen() -> None:
     tap.hear("softmax.int", heard_softmax)
     tap.hear("_softmax", heard_softmax)
     tap.hear("embedding", heard_embedding)
-    for name in ("dropout", "native_dropout", "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as",
-                 "contiguous", "clone", "mul.Tensor", "nan_to_num", "masked_fill.Scalar", "masked_fill.Tensor"):  # fmt: skip
+    for name in (
+        "dropout",
+        "native_dropout",
+        "to.dtype",
+        "to.dtype_layout",
+        "to.device",
+        "to.other",
+        "_to_copy",
+        "type_as",
+        "contiguous",
+        "clone",
+        "mul.Tensor",
+        "nan_to_num",
+        "masked_fill.Scalar",
+        "masked_fill.Tensor",
+    ):
         tap.hear(name, _Step(name.partition(".")[0]), tap.FOLLOW)
     for name in ("matmul", "bmm", "baddbmm"):
         tap.hear(name, heard_product)
@@ -75,13 +98,12 @@ def heard_sdpa(listener: Any, call: dict[str, Any], out: Tensor, frame: FrameTyp
     # Under autocast the operator casts first; its output tells to what.
     q, k = q.to(out.dtype), k.to(out.dtype)
     given = call["attn_mask"]
-    shared = [_split_heads(x, at.module, listener.batch()) for x in (q, k, v)]
-    if any(x is None for x in shared):
+    q4, k4, v4 = (_split_heads(x, at.module, listener.batch()) for x in (q, k, v))
+    if q4 is None or k4 is None or v4 is None:
         listener.failed(frame, _SHARED_AXIS)
         return
     if given is not None and q.ndim == 3 and given.ndim == 3:
         given = _split_heads(given, at.module, listener.batch()) if given.shape[0] > 1 else given[None]
-    q4, k4, v4 = shared
     k4, v4 = (_once(x, q4, at.module) for x in (k4, v4))
     if (given is not None and given.ndim > 4) or q4.ndim > 4:
         listener.failed(
@@ -118,7 +140,9 @@ def heard_flash(listener: Any, call: dict[str, Any], out: Any, frame: FrameType)
     listener.attention(at, flash_like(q, k, v, call["softmax_scale"], call["causal"], sides, call.get("softcap", 0.0)))
 
 
-def flash_like(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, sides: tuple[int, int], softcap: float) -> Attention:  # fmt: skip
+def flash_like(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, sides: tuple[int, int], softcap: float
+) -> Attention:
     """What FlashAttention computes: causal and windows are counted from the last query, which stands at the last key."""
     from ..mask import causal as causal_mask
     from ..mask import window
@@ -187,7 +211,7 @@ def heard_encoder_layer(listener: Any, call: dict[str, Any], out: Any, frame: Fr
     else:
         if call["norm_first"]:
             x = torch.nn.functional.layer_norm(x, (d,), call["norm_weight_1"], call["norm_bias_1"], call["eps"])
-        found = Attention(*(_projected(x, weight, bias, part, d, h) for part in range(2)))
+        found = Attention(_projected(x, weight, bias, 0, d, h), _projected(x, weight, bias, 1, d, h))
         found.v = _projected(x, weight, bias, 2, d, h) if listener.values else None
         _read_native_mask(found, call["mask"], call["mask_type"])
     found.same = True
@@ -294,7 +318,7 @@ def heard_softmax(listener: Any, call: dict[str, Any], out: Tensor, frame: Frame
     if (at := listener.place(frame)) is None:
         return
     if type(at.module).__name__ in CHUNKED:
-        listener.failed(frame, "it attends within chunks, whose columns are not positions of the sequence")
+        listener.failed(frame, "it attends to chunks, landmarks or samples, which are not positions of the sequence")
         return
     listener.trail.open(out, at, call["self"] if listener.wants_scores else None)
 
@@ -459,9 +483,16 @@ def _flex_scores(call: dict[str, Any], heads: int) -> tuple[Tensor, Tensor]:
     q, k, v = call["query"], call["key"], call["value"]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     return inner(
-        q, k, v, call["score_mod"], call["block_mask"], call["scale"], call.get("kernel_options", {}),
-        call.get("score_buffers", ()), call.get("mask_buffers", ()),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        call["score_mod"],
+        call["block_mask"],
+        call["scale"],
+        call.get("kernel_options", {}),
+        call.get("score_buffers", ()),
+        call.get("mask_buffers", ()),
+    )
 
 
 # Tokens.

@@ -172,8 +172,12 @@ def _induction(weights: Weights) -> Tensor:
 
 
 BY: dict[str, Callable[[Weights], Tensor]] = {
-    "entropy": _entropy, "reach": _reach, "sink": _share_of_sink, "previous": _previous, "induction": _induction,
-}  # fmt: skip
+    "entropy": _entropy,
+    "reach": _reach,
+    "sink": _share_of_sink,
+    "previous": _previous,
+    "induction": _induction,
+}
 
 
 @torch.no_grad()

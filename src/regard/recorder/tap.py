@@ -29,6 +29,9 @@ class Listener(Protocol):
     def failed(self, frame: FrameType, why: str) -> None:
         """Something that may have been attention passed, and could not be understood."""
 
+    def captured(self, frame: FrameType) -> None:
+        """A compiler is tracing attention: what it makes of it will not be heard."""
+
 
 #: What is done with a call that was overheard: (listener, arguments by name, result, the frame that called).
 Handler = Callable[[Any, dict[str, Any], Any, FrameType], None]
@@ -138,9 +141,12 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
 
 def _tell(handler: Handler, call: dict[str, Any], out: Any, frame: FrameType) -> None:
     strange = _strange([*call.values(), out])
-    if strange == "FakeTensor":  # a compiler is tracing; nothing is computed
+    if strange == "meta":  # nothing is computed
         return
     for listener in _thread.listeners:
+        if strange == "FakeTensor":
+            listener.captured(frame)
+            continue
         if strange:
             listener.failed(frame, f"its tensors are {strange}, which cannot be read here")
             continue
@@ -162,5 +168,5 @@ def _strange(values: list[Any]) -> str | None:
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
             return "wrapped by torch.func"
         if value.device.type == "meta":
-            return "FakeTensor"
+            return "meta"
     return None

@@ -28,7 +28,14 @@ class AttentionWarning(UserWarning):
     """Attention is about to die: its entropy collapsed or its scores exploded."""
 
 
-def watch(model: nn.Module, *, every: int = 100, to: Callable[[dict[str, float], int], None] | None = None, collapse: float = 0.02, explode: float = 100.0) -> Watch:  # fmt: skip
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 100,
+    to: Callable[[dict[str, float], int], None] | None = None,
+    collapse: float = 0.02,
+    explode: float = 100.0,
+) -> Watch:
     """Watch every head of a model while it trains; call `close()`, or use it as a block.
 
     with regard.watch(model, every=100) as watching:
@@ -161,6 +168,9 @@ class _Look:
     def failed(self, frame: FrameType, why: str) -> None:
         at = self.place(frame)
         self.refuse(at.name if at else "", why)
+
+    def captured(self, frame: FrameType) -> None:
+        self.failed(frame, "captured by torch.compile")
 
     def refuse(self, name: str, why: str) -> None:
         if (name, why) not in self.refused:

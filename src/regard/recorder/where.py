@@ -92,7 +92,8 @@ def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
         # The machinery of nn.Module itself would name every module twice.
         if code.co_argcount and "call_impl" not in code.co_name:
             first = frame.f_locals.get(code.co_varnames[0])
-            if isinstance(first, nn.Module):
+            # A softmax that is a module of its own belongs to the attention it stands in.
+            if isinstance(first, nn.Module) and not isinstance(first, nn.Softmax | nn.Dropout):
                 yield frame, first
         frame = frame.f_back
 
