@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,35 @@ def _trained(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, kind: str
     return row(f"forward + backward{kind}", list(q.shape), "SDPA", samples, 1.4, 1.0)
 
 
+def masked() -> list[Row]:
+    """`attend` where PyTorch's own attention could be given a dense mask instead."""
+    found = []
+    for shape in ((8, 12, 128, 32), (1, 12, 2048, 64)):
+        q, k, v = (torch.randn(shape) for _ in range(3))
+        b, h, t, d = shape
+        lengths = torch.randint(t // 2, t + 1, (b,))
+        cells = torch.rand(t, t) > 0.3
+        near = (torch.arange(t)[:, None] - torch.arange(t)).abs() <= 32
+        fewer = torch.randn(2, b, h // 4, t, d)
+        cases = {
+            "padding": (regard.padding(lengths), (torch.arange(t) < lengths[:, None])[:, None, None]),
+            "bool tensor": (cells, cells),
+            "window(32, 32)": (regard.window(32, 32), near),
+        }
+        for name, (mask, dense) in cases.items():
+            samples = ratios(
+                lambda: regard.attend(q, k, v, mask=mask),
+                lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense),
+                15,
+            )
+            found.append(row(f"attend, {name}", shape, "SDPA with a dense mask", samples, None, 1.0))
+        samples = ratios(
+            lambda: regard.attend(q, *fewer), lambda: F.scaled_dot_product_attention(q, *fewer, enable_gqa=True), 15
+        )
+        found.append(row("attend, 4 heads share keys", shape, "SDPA, enable_gqa", samples, None, 1.0))
+    return found
+
+
 def windowed() -> Row:
     q, k, v = (torch.randn(1, 4, 32768, 64) for _ in range(3))
     mask = regard.causal() & regard.window(256, 0)
@@ -113,8 +143,8 @@ def growth() -> list[Row]:
         everything(q, k, v, None)
         seconds.append(min(_timed(lambda: everything(q, k, v, None)) for _ in range(5)))
         kilobytes.append(_peak("ours", 4, t))
-    in_time = [b / a for a, b in zip(seconds, seconds[1:], strict=False)]
-    in_memory = [b / a for a, b in zip(kilobytes, kilobytes[1:], strict=False)]
+    in_time = [b / a for a, b in pairwise(seconds)]
+    in_memory = [b / a for a, b in pairwise(kilobytes)]
     return [
         row("all statistics, time when t doubles", "1×4×t×64, t 2048 → 8192", "itself at t/2", in_time, 4.3, None),
         row("all statistics, memory when t doubles", "1×4×t×64, t 2048 → 8192", "itself at t/2", in_memory, 2.1, None),
@@ -178,7 +208,7 @@ def main() -> None:
         who, heads, t = options.peak
         print(_peak_here(who, int(heads), int(t)))
         return
-    found = [*speed(), windowed(), *growth(), memory()]
+    found = [*speed(), *masked(), windowed(), *growth(), memory()]
     write("cpu", found)
     missed = [r for r in found if r.verdict() == "missed"]
     print(f"{len(missed)} of {len(found)} figures missed; median of all ratios to SDPA "

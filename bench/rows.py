@@ -61,7 +61,16 @@ def ratios(
     return samples
 
 
-def row(what: str, shape: Any, against: str, samples: list[float], must: float | None, goal: float | None, better: str = "lower", device: str = "") -> Row:  # fmt: skip
+def row(
+    what: str,
+    shape: Any,
+    against: str,
+    samples: list[float],
+    must: float | None,
+    goal: float | None,
+    better: str = "lower",
+    device: str = "",
+) -> Row:
     return Row(
         what, shape, against, round(statistics.median(samples), 4), must, goal, better,
         [round(s, 4) for s in samples], device or cpu_name(), versions(), commit(),

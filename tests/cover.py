@@ -37,7 +37,15 @@ ASKED = (
     ("lse", "top_score", "top_index", "y"),
 )
 #: (i, j, align): lengths that fill no tile, one tile, or one and a bit.
-LENGTHS = ((1, 1, None), (17, 17, None), (63, 63, None), (111, 130, "end"), (130, 111, "start"), (64, 64, None), (1, 63, "end"))
+LENGTHS = (
+    (1, 1, None),
+    (17, 17, None),
+    (63, 63, None),
+    (111, 130, "end"),
+    (130, 111, "start"),
+    (64, 64, None),
+    (1, 63, "end"),
+)
 #: (b, h, g, d, e)
 SIZES = ((1, 2, 1, 16, 16), (2, 2, 2, 8, 24), (1, 4, 2, 40, 8), (2, 1, 1, 64, 32))
 
@@ -76,7 +84,9 @@ def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[Case]:
         for _ in range(30):
             picks = [rng.randrange(len(c)) for c in choices]
             picks[a], picks[b] = x, y
-            won = sum((m, picks[m], n, picks[n]) in open_pairs for m, n in itertools.combinations(range(len(choices)), 2))
+            won = sum(
+                (m, picks[m], n, picks[n]) in open_pairs for m, n in itertools.combinations(range(len(choices)), 2)
+            )
             best = max(best, (won, picks))
         picks = best[1]
         open_pairs -= {(m, picks[m], n, picks[n]) for m, n in itertools.combinations(range(len(choices)), 2)}
@@ -115,7 +125,9 @@ def laid(case: Case, device: str = "cpu") -> tuple[Problem, Question]:
     if "mass" in case.asked:
         extra["keys"] = (torch.rand(j, generator=make) > 0.5).float().to(device)
     if "pool" in case.asked:
-        extra["tiling"] = Tiling(3, 5, i // 5, i, j // 7, j) if case.seed % 2 else Tiling(max(1, i // 32), 4, 0, i, 0, j)
+        extra["tiling"] = (
+            Tiling(3, 5, i // 5, i, j // 7, j) if case.seed % 2 else Tiling(max(1, i // 32), 4, 0, i, 0, j)
+        )
     if "top_score" in case.asked:
         extra["top"] = 1 + case.seed % 9
     return W._factors.problem(), Question(case.asked, **extra)
@@ -132,7 +144,9 @@ def _score(name: str, draw: Any, h: int, d: int, i: int, j: int) -> Any:
         "key bias": lambda: regard.ScaledDot().bias(draw(1, j)),
         "alibi": lambda: regard.ScaledDot().alibi(draw(h).abs() / 8),
         "softcap": lambda: regard.ScaledDot().softcap(2.0),
-        "all": lambda: regard.ScaledDot().bias(draw(i, 1)).softcap(3.0).alibi(draw(h) / 8).bias(draw(h, i, j)).sink(draw(h)),
+        "all": lambda: (
+            regard.ScaledDot().bias(draw(i, 1)).softcap(3.0).alibi(draw(h) / 8).bias(draw(h, i, j)).sink(draw(h))
+        ),
         "sink": lambda: regard.ScaledDot().sink(draw(h)),
         "additive": lambda: regard.Additive(draw(d, 6, times=d**-0.5), draw(d, 6, times=d**-0.5), draw(6)),
     }
@@ -254,7 +268,11 @@ def _compare(what: str, found: Tensor, truth: Tensor, bound: Any) -> None:
     endless = truth.isinf()
     assert torch.equal(found[endless], truth[endless]), f"{what}: infinities differ"
     off = torch.where(endless, 0, (found - torch.where(endless, 0, truth)).abs())
-    bound = torch.as_tensor(bound, device=off.device).expand_as(off) if not isinstance(bound, Tensor) else bound.expand_as(off)
+    bound = (
+        torch.as_tensor(bound, device=off.device).expand_as(off)
+        if not isinstance(bound, Tensor)
+        else bound.expand_as(off)
+    )
     worst = (off - bound).amax() if off.numel() else torch.tensor(0.0)
     if worst > 0:
         at = int((off - bound).flatten().argmax())

@@ -89,7 +89,7 @@ class Sharpness(nn.Module):
 
 
 def _dot(q: Tensor, k: Tensor) -> Tensor:
-    return (q.unsqueeze(-2) * k.unsqueeze(-3)).sum(-1)
+    return q @ k.mT
 
 
 def _scaled(q: Tensor, k: Tensor) -> Tensor:
@@ -239,7 +239,16 @@ class Truth:
         self.w, self.sink_share = (w, None) if sink is None else (w[..., :-1], w[..., -1])
 
     @staticmethod
-    def of(case: ScoreCase, mask: MaskCase, n: Sizes, q: Tensor, k: Tensor, parameters: list[Tensor], offset: int = 0, dtype: torch.dtype = torch.float64) -> Truth:
+    def of(
+        case: ScoreCase,
+        mask: MaskCase,
+        n: Sizes,
+        q: Tensor,
+        k: Tensor,
+        parameters: list[Tensor],
+        offset: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> Truth:
         """The matrix of a score and a mask; in another `dtype` it is what plain PyTorch makes of it."""
         i, j = torch.arange(n.i)[:, None] + offset, torch.arange(n.j)[None, :]
         q, k, *parameters = (x.to(dtype) for x in (q, k, *parameters))
@@ -290,7 +299,9 @@ class Truth:
         full = nn.functional.pad
         return full(w, pad), full(s, pad, value=-torch.inf), full(index, pad, value=-1)
 
-    def answers(self, v: Tensor, u: Tensor, tiles: tuple[int, int] = (3, 4), top: int = 3, keys: tuple[int, ...] = (0, 2)) -> dict[str, Tensor]:
+    def answers(
+        self, v: Tensor, u: Tensor, tiles: tuple[int, int] = (3, 4), top: int = 3, keys: tuple[int, ...] = (0, 2)
+    ) -> dict[str, Tensor]:
         """Everything at once, under the names that `asked` gives."""
         w, s, index = self.top(top)
         peak_w, peak_s, peak_index = (x.squeeze(-1) for x in self.top(1))
@@ -301,7 +312,14 @@ class Truth:
         }  # fmt: skip
 
 
-def asked(W: regard.Weights, v: Tensor, u: Tensor, tiles: tuple[int, int] = (3, 4), top: int = 3, keys: tuple[int, ...] = (0, 2)) -> dict[str, Tensor]:
+def asked(
+    W: regard.Weights,
+    v: Tensor,
+    u: Tensor,
+    tiles: tuple[int, int] = (3, 4),
+    top: int = 3,
+    keys: tuple[int, ...] = (0, 2),
+) -> dict[str, Tensor]:
     """The library's answers, each asked for alone."""
     peak, most = W.peak(), W.top(top)
     return {
@@ -311,9 +329,22 @@ def asked(W: regard.Weights, v: Tensor, u: Tensor, tiles: tuple[int, int] = (3, 
     }  # fmt: skip
 
 
-def asked_at_once(W: regard.Weights, v: Tensor, tiles: tuple[int, int] = (3, 4), top: int = 3, keys: tuple[int, ...] = (0, 2)) -> dict[str, Tensor]:
+def asked_at_once(
+    W: regard.Weights, v: Tensor, tiles: tuple[int, int] = (3, 4), top: int = 3, keys: tuple[int, ...] = (0, 2)
+) -> dict[str, Tensor]:
     """The library's answers from one `see`."""
-    seen = W.see("lse", "max_score", "peak", "entropy", "received", "reach", top=top, pool=tiles, mass=[n for n in keys if n < W.shape[-1]], values=v)
+    seen = W.see(
+        "lse",
+        "max_score",
+        "peak",
+        "entropy",
+        "received",
+        "reach",
+        top=top,
+        pool=tiles,
+        mass=[n for n in keys if n < W.shape[-1]],
+        values=v,
+    )
     return {
         "y": seen.y, "lse": seen.lse, "entropy": seen.entropy, "received": seen.received, "reach": seen.reach, "mass": seen.mass,
         "pool": seen.pool, "top": seen.top.weight, "top index": seen.top.index, "peak": seen.peak.weight, "peak index": seen.peak.index,

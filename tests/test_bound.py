@@ -1,22 +1,22 @@
 """The bound: every number within what its roundoff can explain, element by element, against float64.
 
 A weight is exp(s − lse). With u the unit roundoff of float32, an error of the scores of row i of at most
-u · A√d · s̄_i, where s̄_i is the largest sum of magnitudes behind a score of the row, and sums over t keys, make a
+u · A(√d + 1) · s̄_i, where s̄_i is the largest sum of magnitudes behind a score of the row, and sums over t keys, make a
 relative error of the weights of at most
 
-    r_i = u · (A √d · s̄_i + B √t + C)
+    r_i = u · (A (√d + 1) · s̄_i + B √t + C)
 
 and everything asked of the weights inherits it:
 
     |y − y64| ≤ u_y |y64| + r_i Σ_j w_ij |v_j|          |lse − lse64|, |max − max64| ≤ r_i + u |lse64|
     |received − …| ≤ Σ_i r_i w_ij                       |H − H64| ≤ r_i (1 + Σ_j w_ij |log w_ij|)
 
-and so on. u_y is the roundoff of the type that is stored. A, B and C were fitted once: over 20,000 configurations
-the largest share of the bound with (1, 1, 4) that any number used was measured for every answer (0.62 for entropy, 0.55
-for the pooled map, below 0.5 for all others), and the constants were frozen there. A max over the tensor would miss a
-key dropped for one row, and a mean whole wrong rows; this misses neither. The second gate is FlashAttention's: the
-largest error of a batch of configurations is at most twice that of plain PyTorch in the same precision, of gradients
-three times.
+and so on. u_y is the roundoff of the type that is stored. A, B and C were fitted once and are frozen: the constants
+with which 2,000 configurations of this file (batches 1000 to 1039) use at most about three quarters of any bound in
+float32 (the weights themselves 0.75, the largest ones 0.64, column sums, pooled map and Wᵀu 0.54, lse 0.47); outputs in
+16-bit types use 0.99, since half a unit of the last place is the rounding itself. A max over the tensor would miss a key
+dropped for one row, and a mean whole wrong rows; this misses neither. The second gate is FlashAttention's: the
+largest error of an answer is at most twice that of plain PyTorch in the same precision, of gradients three times.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from judge import MASKS, SCORES, SMOOTH, MaskCase, ScoreCase, Sizes, Truth, asked_at_once, draw, named, per_query_head
 from torch import Tensor
 
 import regard
+from judge import MASKS, SCORES, SMOOTH, MaskCase, ScoreCase, Sizes, Truth, asked_at_once, draw, named, per_query_head
 
 A, B, C = 2.0, 2.0, 8.0
 U32 = 2.0**-24
@@ -41,8 +41,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning
 
 U = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
-#: Fractions that float16 flushes; float32's smallest weights are 0 below e^−87.
-TINY = {torch.float64: 1e-37, torch.float32: 1e-37, torch.float16: 2.0**-24, torch.bfloat16: 1e-37}
+#: A weight below e^−87 = 1.6e-38 may be 0: no sum over a few thousand of them, nor over distances, comes near this.
+FLUSHED = 1e-30
+#: What a stored number may lose where its type has no exponents left.
+TINY = {torch.float64: FLUSHED, torch.float32: FLUSHED, torch.float16: 2.0**-24, torch.bfloat16: FLUSHED}
 
 #: These make something else of q or k first, rounded to the type of the input.
 ROUNDED_FIRST = ("cosine", "bilinear", "bilinear a head", "additive", "additive a head")
@@ -73,7 +75,15 @@ def drawn(chance: random.Random) -> Configuration:
     n = n._replace(c=n.d + 2 if score.sizes_differ else n.d)
     dtype = chance.choice((torch.float32,) * 6 + (torch.float16, torch.bfloat16, torch.float64))
     tile = chance.choice((None, None, (3, 4), (5, 24), (16, 65), (2, 7)))
-    return Configuration(score, chance.choice(MASKS), dtype, n, chance.choice(("start", "end")), chance.choice(("randn", "3 randn", "peaked")), tile)
+    return Configuration(
+        score,
+        chance.choice(MASKS),
+        dtype,
+        n,
+        chance.choice(("start", "end")),
+        chance.choice(("randn", "3 randn", "peaked")),
+        tile,
+    )
 
 
 class Case:
@@ -99,7 +109,9 @@ class Case:
     def weights(self) -> regard.Weights:
         about = self.about
         score = about.score.make(*self.parameters)
-        return regard.weights(self.q, self.k, score=score, mask=about.mask.make(about.n), align=about.align, engine="blockwise")
+        return regard.weights(
+            self.q, self.k, score=score, mask=about.mask.make(about.n), align=about.align, engine="blockwise"
+        )
 
     def answers(self) -> dict[str, Tensor]:
         W = self.weights()
@@ -113,7 +125,10 @@ class Case:
         i, j = torch.arange(n.i)[:, None] + self.offset, torch.arange(n.j)[None]
         far = (i - j).abs()
         if name == "cosine":
-            return 2.5 * torch.nn.functional.normalize(q, dim=-1).abs() @ torch.nn.functional.normalize(k, dim=-1).abs().mT + 2.5
+            return (
+                2.5 * torch.nn.functional.normalize(q, dim=-1).abs() @ torch.nn.functional.normalize(k, dim=-1).abs().mT
+                + 2.5
+            )
         if name in ("gaussian", "all modifiers and a sink"):
             # Computed from the centre of the keys in float32, from the origin in shorter types; either is below this.
             sigma = 1.7 if name == "gaussian" else 2.0
@@ -126,7 +141,13 @@ class Case:
         if name.startswith("additive"):
             v = p[2] if p[2].ndim == 1 else p[2][:, None, None]
             return ((1 + (q.abs() @ p[0]).unsqueeze(-2) + (k.abs() @ p[1]).unsqueeze(-3)) * v).sum(-1)
-        scale = {"scaled_dot": n.d**-0.5, "scaled_dot(0.3)": 0.3, "alibi": n.d**-0.5, "modify": n.d**-0.5, "sink": n.d**-0.5}.get(name, 1.0)
+        scale = {
+            "scaled_dot": n.d**-0.5,
+            "scaled_dot(0.3)": 0.3,
+            "alibi": n.d**-0.5,
+            "modify": n.d**-0.5,
+            "sink": n.d**-0.5,
+        }.get(name, 1.0)
         size = q.abs() @ k.abs().mT * scale
         if name == "modify":
             return size * p[0] + 0.1 * (i.abs() + 2 * j)
@@ -181,7 +202,7 @@ def used(case: Case, truth: Truth, got: dict[str, Tensor]) -> Iterator[tuple[str
         assert torch.equal(a == -torch.inf, b == -torch.inf), name
         error = torch.where(b == -torch.inf, 0, (a - b).abs())
         assert not error.isnan().any(), name
-        yield name, (error / (limit + 1e-37)).max().item() if error.numel() else 0.0
+        yield name, (error / (limit + FLUSHED)).max().item() if error.numel() else 0.0
 
 
 def assert_places(case: Case, truth: Truth, got: dict[str, Tensor]) -> None:
@@ -228,13 +249,13 @@ def test_every_number_stays_within_its_bound_20000_times(batch: int, tiles, monk
     hold(batch, 50, tiles, monkeypatch)
 
 
-def off_by(case: Case, truth: Truth, got: dict[str, Tensor]) -> dict[str, float]:
-    """The largest error of every answer, in units of what it is made of."""
-    want, allowed = truth.answers(case.v, case.u), bounds(case, truth)
+def off_by(truth: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
+    """The largest error of every answer, as a share of its largest number."""
     found = {}
-    for name, limit in allowed.items():
-        error = torch.where(want[name] == -torch.inf, 0, (got[name].double() - want[name]).abs())
-        found[name] = (error / (limit + 1e-37)).max().item() if error.numel() else 0.0
+    for name in SMOOTH:
+        want = torch.where(truth[name] == -torch.inf, 0, truth[name])
+        error = torch.where(truth[name] == -torch.inf, 0, got[name].double() - want)
+        found[name] = (error.abs().max() / want.abs().max()).item()
     return found
 
 
@@ -242,23 +263,35 @@ def off_by(case: Case, truth: Truth, got: dict[str, Tensor]) -> dict[str, float]
 def test_the_largest_error_is_at_most_twice_that_of_plain_pytorch(score: ScoreCase) -> None:
     ours: dict[str, float] = {}
     plain: dict[str, float] = {}
+    lse = 0.0
     for mask in ("none", "causal and padding", "window or first keys"):
         for kind in ("randn", "3 randn", "peaked"):
             n = score.sizes(b=1, h=4, g=2, i=61, j=131, d=17, e=7)
             case = Case(Configuration(score, named(MASKS, mask), torch.float32, n, "end", kind, None))
-            truth = case.truth()
-            theirs = case.truth(torch.float32)
-            for total, errors in ((ours, off_by(case, truth, case.answers())), (plain, off_by(case, truth, theirs.answers(case.v, case.u)))):
+            truth = case.truth().answers(case.v, case.u)
+            theirs = case.truth(torch.float32).answers(case.v, case.u)
+            lse = max(lse, truth["lse"][truth["lse"] > -torch.inf].abs().max().item())
+            for total, errors in ((ours, off_by(truth, case.answers())), (plain, off_by(truth, theirs))):
                 for name, error in errors.items():
                     total[name] = max(total.get(name, 0.0), error)
     for name in ours:
-        # Below 1 % of the bound both are the roundoff of the answer itself.
-        assert ours[name] <= 2 * plain[name] + 0.01, f"{name}: {ours[name]:.3g} of the bound, plain PyTorch {plain[name]:.3g}"
+        # An answer is stored in float32, whoever computes it: two units of roundoff are nobody's fault. Weights made once
+        # more, exp(s − lse), have in them the roundoff of the lse that was stored; PyTorch keeps the row instead.
+        stored = U32 * lse if name in ("z", "received", "pool", "top", "peak") else 0.0
+        # Cells are made by a product of another shape than the one that lse came from, so that the roundoff of the two
+        # does not cancel where a weight is near 1: they are held to their bound alone.
+        if name == "dense":
+            continue
+        assert ours[name] <= 2 * plain[name] + 2 * U32 + stored, (
+            f"{name}: off by {ours[name]:.3g}, plain PyTorch by {plain[name]:.3g}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("score", SCORES, ids=lambda case: case.name)
-def test_gradients_are_at_most_three_times_as_far_off_as_those_of_plain_pytorch(score: ScoreCase, dtype: torch.dtype) -> None:
+def test_gradients_are_at_most_three_times_as_far_off_as_those_of_plain_pytorch(
+    score: ScoreCase, dtype: torch.dtype
+) -> None:
     ours: list[float] = []
     plain: list[float] = []
     for mask in ("none", "causal and padding", "window or first keys", "a tensor"):
@@ -267,20 +300,32 @@ def test_gradients_are_at_most_three_times_as_far_off_as_those_of_plain_pytorch(
             case = Case(Configuration(score, named(MASKS, mask), dtype, n, "end", kind, None))
             for x in case.leaves:
                 x.requires_grad_(True)
-            want, theirs, got = case.truth().answers(case.v, case.u), case.truth(dtype).answers(case.v, case.u), case.answers()
+            want, theirs, got = (
+                case.truth().answers(case.v, case.u),
+                case.truth(dtype).answers(case.v, case.u),
+                case.answers(),
+            )
             seeds = {name: torch.randn(want[name].shape, dtype=torch.float64) for name in SMOOTH}
             exact = _gradients(want, seeds, case.leaves)
             for total, answers in ((ours, got), (plain, theirs)):
                 found = _gradients(answers, seeds, case.leaves)
                 assert all(g.isfinite().all() for g in found) or answers is theirs
-                total.append(max(((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(found, exact, strict=True)))
+                total.append(
+                    max(((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(found, exact, strict=True))
+                )
     finite = [x for x in plain if math.isfinite(x)]
     # The gradient is rounded to the type it is stored in, whoever computes it.
-    assert max(ours) <= 3 * max(finite, default=0.0) + 2 * U[dtype], f"{max(ours):.3g} against {max(finite, default=0.0):.3g}"
+    assert max(ours) <= 3 * max(finite, default=0.0) + 2 * U[dtype], (
+        f"{max(ours):.3g} against {max(finite, default=0.0):.3g}"
+    )
 
 
 def _gradients(answers: dict[str, Tensor], seeds: dict[str, Tensor], leaves: list[Tensor]) -> list[Tensor]:
-    total = sum((seeds[name] * torch.where(x == -torch.inf, 0, x).double()).sum() for name, x in answers.items() if name in seeds)
+    total = sum(
+        (seeds[name] * torch.where(x == -torch.inf, 0, x).double()).sum()
+        for name, x in answers.items()
+        if name in seeds
+    )
     found = torch.autograd.grad(total, leaves, allow_unused=True)
     return [torch.zeros_like(x).double() if g is None else g.double() for x, g in zip(leaves, found, strict=True)]
 
@@ -291,7 +336,9 @@ def _gradients(answers: dict[str, Tensor], seeds: dict[str, Tensor], leaves: lis
 def spoiled(change) -> float:
     """The share of y's bound that a wrong matrix uses."""
     n = Sizes(b=1, h=2, g=1, i=61, j=67, d=17, c=17, e=5)
-    case = Case(Configuration(named(SCORES, "scaled_dot"), named(MASKS, "none"), torch.float32, n, "start", "randn", None))
+    case = Case(
+        Configuration(named(SCORES, "scaled_dot"), named(MASKS, "none"), torch.float32, n, "start", "randn", None)
+    )
     truth = case.truth()
     s = truth.s.clone()
     change(s)

@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from bench.tables import DOCUMENTS, filled
 
 import regard
-from bench.tables import DOCUMENTS, filled
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

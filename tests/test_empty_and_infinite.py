@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from judge import MASKS, SCORES, SMOOTH, MaskCase, Truth, asked, asked_at_once, draw, named
 from torch import Tensor
 
 import regard
+from judge import MASKS, SCORES, SMOOTH, MaskCase, Truth, asked, asked_at_once, draw, named
 
 Tensors = dict[str, Tensor]
 NAN, INF = math.nan, math.inf
@@ -65,7 +65,9 @@ NONE = mask_of(lambda n: regard.padding([0]), lambda n, i, j: (j < 0) & (i > -99
 EARLY = mask_of(lambda n: regard.causal(), lambda n, i, j: j <= i)  # with align="start" the last keys are unseen
 COLUMN = mask_of(lambda n: torch.arange(n.j) != 4 + torch.zeros(n.i, 1), lambda n, i, j: (j != 4) & (i > -99))
 CALLED = mask_of(lambda n: lambda i, j: (j != 4) & (i > -99), lambda n, i, j: (j != 4) & (i > -99))
-ROW = mask_of(lambda n: torch.arange(n.i)[:, None].expand(n.i, n.j) != 2, lambda n, i, j: (i != 2 + n.j - n.i) & (j > -1))
+ROW = mask_of(
+    lambda n: torch.arange(n.i)[:, None].expand(n.i, n.j) != 2, lambda n, i, j: (i != 2 + n.j - n.i) & (j > -1)
+)
 HEAD = mask_of(
     lambda n: (torch.arange(n.h) != 1)[:, None, None].expand(n.h, n.i, n.j),
     lambda n, i, j: (torch.arange(n.h) != 1)[:, None, None] & (i > -99) & (j > -1),
@@ -176,7 +178,15 @@ def held(edge: Edge, engine: str, dtype: torch.dtype) -> None:
         for x in t.values():
             x.requires_grad_(True)
 
-    truth = Truth.of(case, edge.mask, n, clean["q"], clean["k"], [clean[x] for x in clean if x[0] == "p"], 0 if edge.align == "start" else n.j - n.i)
+    truth = Truth.of(
+        case,
+        edge.mask,
+        n,
+        clean["q"],
+        clean["k"],
+        [clean[x] for x in clean if x[0] == "p"],
+        0 if edge.align == "start" else n.j - n.i,
+    )
     if edge.nothing:
         assert not (truth.s > -INF).any()
     want = truth.answers(clean["v"], clean["u"])
@@ -196,14 +206,22 @@ def held(edge: Edge, engine: str, dtype: torch.dtype) -> None:
                 continue
             assert not got.isnan().any(), name
             scale = 1 + finite(want[name]).abs().max().item() if want[name].numel() else 1
-            torch.testing.assert_close(got.double(), want[name], rtol=0, atol=slack * scale, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                got.double(), want[name], rtol=0, atol=slack * scale, msg=lambda m, name=name: f"{name}: {m}"
+            )
         chosen = {name: seeds[name] for name in answers if name in seeds}
         right = gradients({name: want[name] for name in chosen}, chosen, list(clean.values()))
         found = gradients({name: answers[name] for name in chosen}, chosen, list(dirty.values()))
         for name, a, b in zip(clean, found, right, strict=True):
             assert a.isfinite().all(), f"gradient of {name}"
             scale = (1 + b.abs().max().item()) * (1 + s) if b.numel() else 1
-            torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=4 * slack * scale, msg=lambda m, name=name: f"gradient of {name}: {m}")
+            torch.testing.assert_close(
+                a.double(),
+                b.double(),
+                rtol=0,
+                atol=4 * slack * scale,
+                msg=lambda m, name=name: f"gradient of {name}: {m}",
+            )
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
@@ -222,7 +240,9 @@ def test_there_are_enough_edges() -> None:
 
 def test_a_row_that_sees_nothing_follows_the_vocabulary(engine: str) -> None:
     x = draw(3, 2)
-    W = regard.weights(x, mask=torch.tensor([[True, True, True], [False, False, False], [True, False, True]]), engine=engine)
+    W = regard.weights(
+        x, mask=torch.tensor([[True, True, True], [False, False, False], [True, False, True]]), engine=engine
+    )
     assert W.lse[1] == -INF
     assert W.max_score()[1] == -INF
     assert W.dense()[1].tolist() == [0, 0, 0]
@@ -266,7 +286,11 @@ def test_poison_is_harmless_in_short_types_too(dtype: torch.dtype) -> None:
 
 
 def test_attend_never_lets_poison_through() -> None:
-    q, k, v = draw(1, 2, 5, 4, dtype=torch.float32), draw(1, 2, 9, 4, dtype=torch.float32), draw(1, 2, 9, 4, dtype=torch.float32)
+    q, k, v = (
+        draw(1, 2, 5, 4, dtype=torch.float32),
+        draw(1, 2, 9, 4, dtype=torch.float32),
+        draw(1, 2, 9, 4, dtype=torch.float32),
+    )
     k[..., 6:, :], v[..., 6:, :] = NAN, INF
     want = torch.nn.functional.scaled_dot_product_attention(q, k[..., :6, :], v[..., :6, :])
     got = regard.attend(q, k, v, mask=regard.padding([6]))

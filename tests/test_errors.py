@@ -9,7 +9,22 @@ import pytest
 import torch
 
 import regard
-from regard import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Similarity, Weights, attend, causal, documents, padding, weights, window
+from regard import (
+    Additive,
+    Bilinear,
+    Cosine,
+    Dot,
+    Gaussian,
+    ScaledDot,
+    Similarity,
+    Weights,
+    attend,
+    causal,
+    documents,
+    padding,
+    weights,
+    window,
+)
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -17,7 +32,7 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def words(n: int = 3) -> Weights:
-    return weights(x(n, 2)).label("the cat the sat on the mat".split()[:n])
+    return weights(x(n, 2)).label(["the", "cat", "the", "sat", "on", "the", "mat"][:n])
 
 
 META = torch.device("meta")

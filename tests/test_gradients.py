@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from judge import MASKS, SCORES, SMOOTH, MaskCase, ScoreCase, Sharpness, Sizes, Truth, asked, asked_at_once, draw, named
 from torch import Tensor
 from torch.autograd import gradcheck
 
 import regard
+from judge import MASKS, SCORES, SMOOTH, MaskCase, ScoreCase, Sharpness, Sizes, Truth, asked, asked_at_once, draw, named
 
 # float64 on both sides; a gradient is a sum of about a hundred products of numbers below ten.
 TIGHT = {"rtol": 2**14 * 2**-53, "atol": 2**14 * 2**-53}
@@ -29,7 +29,9 @@ class Setting:
         self.parameters = score.parameters(n, grad=True)
         self.leaves = [self.q, self.k, self.v, self.u, *self.parameters]
 
-    def weights(self, q: Tensor | None = None, k: Tensor | None = None, parameters: list[Tensor] | None = None) -> regard.Weights:
+    def weights(
+        self, q: Tensor | None = None, k: Tensor | None = None, parameters: list[Tensor] | None = None
+    ) -> regard.Weights:
         q, k = self.q if q is None else q, self.k if k is None else k
         score = self.score.make(*(self.parameters if parameters is None else parameters))
         return regard.weights(q, k, score=score, mask=self.mask.make(self.n), align="end", engine=self.engine)
@@ -160,7 +162,9 @@ def test_gradients_have_the_type_of_what_they_belong_to(dtype: torch.dtype) -> N
     n = Sizes()
     q, k, v = (draw(*shape, dtype=dtype, grad=True) for shape in (n.q, n.k, n.v))
     slopes = draw(n.h, dtype=torch.float32, grad=True)
-    seen = regard.weights(q, k, score=regard.ScaledDot().alibi(slopes), align="end").see("entropy", "received", values=v)
+    seen = regard.weights(q, k, score=regard.ScaledDot().alibi(slopes), align="end").see(
+        "entropy", "received", values=v
+    )
     (seen.y.float().sum() + seen.entropy.sum() + seen.received[..., 0].sum()).backward()
     for x in (q, k, v, slopes):
         assert x.grad.dtype == x.dtype

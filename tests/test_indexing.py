@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from judge import SCORES, ScoreCase, Sizes, draw, named
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
+from judge import SCORES, ScoreCase, Sizes, draw, named
 from regard import Weights
 
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
@@ -21,7 +21,14 @@ def make(engine: str = "auto", score: str = "all modifiers and a sink") -> tuple
     case = named(SCORES, score)
     n = N._replace(c=N.d + 2) if case.sizes_differ else N
     q, k = draw(*n.q), draw(*n.k)
-    W = regard.weights(q, k, score=case.make(*case.parameters(n)), mask=regard.causal() | regard.padding([2]), align="end", engine=engine)
+    W = regard.weights(
+        q,
+        k,
+        score=case.make(*case.parameters(n)),
+        mask=regard.causal() | regard.padding([2]),
+        align="end",
+        engine=engine,
+    )
     return W, W.dense()
 
 
@@ -50,7 +57,9 @@ OUTER = {
 
 
 @pytest.mark.parametrize("key", OUTER.values(), ids=OUTER.keys())
-@pytest.mark.parametrize("score", ["all modifiers and a sink", "additive a head", "bilinear a head", "bias", "bias a key"])
+@pytest.mark.parametrize(
+    "score", ["all modifiers and a sink", "additive a head", "bilinear a head", "bias", "bias a key"]
+)
 def test_sequences_and_heads_alone_give_weights(key: object, score: str, engine: str) -> None:
     W, dense = make(engine, score)
     part, want = W[key], dense[key]
@@ -74,14 +83,20 @@ def test_a_chosen_query_head_looks_at_its_own_group_of_keys(engine: str) -> None
 
 
 picks = st.one_of(
-    st.integers(-5, 4), st.slices(5).filter(lambda s: s.step is None or s.step > 0), st.lists(st.integers(-5, 4), max_size=4)
+    st.integers(-5, 4),
+    st.slices(5).filter(lambda s: s.step is None or s.step > 0),
+    st.lists(st.integers(-5, 4), max_size=4),
 )
 
 
 @given(picks, st.one_of(st.integers(-5, 4), st.slices(5).filter(lambda s: s.step is None or s.step > 0)))
 def test_any_two_picks_give_what_torch_gives(rows: object, cols: object) -> None:
     W = regard.weights(draw(5, 2), draw(5, 2), mask=regard.causal())
-    if isinstance(rows, slice) and isinstance(cols, slice) and len(range(*rows.indices(5))) == len(range(*cols.indices(5))) == 5:
+    if (
+        isinstance(rows, slice)
+        and isinstance(cols, slice)
+        and len(range(*rows.indices(5))) == len(range(*cols.indices(5))) == 5
+    ):
         assert isinstance(W[rows, cols], Weights)
         return
     dense = W.dense()
@@ -170,7 +185,7 @@ def test_a_function_is_called_on_the_asked_block_only() -> None:
 
 # Words.
 
-SENTENCE = "the cat walks on the street".split()
+SENTENCE = ["the", "cat", "walks", "on", "the", "street"]
 
 
 def labelled() -> tuple[Weights, Tensor]:
@@ -253,7 +268,9 @@ def test_at_is_a_value() -> None:
 
 
 def test_shape_dtype_device_and_repr_say_what_it_is() -> None:
-    W = regard.weights(draw(2, 6, 5, 3, dtype=torch.float32), draw(2, 3, 7, 3, dtype=torch.float32), mask=regard.causal(), align="end")
+    W = regard.weights(
+        draw(2, 6, 5, 3, dtype=torch.float32), draw(2, 3, 7, 3, dtype=torch.float32), mask=regard.causal(), align="end"
+    )
     assert (W.shape, W.ndim, W.dtype, W.device) == ((2, 6, 5, 7), 4, torch.float32, torch.device("cpu"))
     text = repr(W)
     for part in ("2×6×5×7", "ScaledDot()", "causal()", "torch.float32", "cpu", "not stored"):
@@ -266,7 +283,9 @@ def test_shape_dtype_device_and_repr_say_what_it_is() -> None:
 
 def test_to_moves_factors_and_keeps_whole_numbers_whole() -> None:
     x = draw(1, 1, 5, 3)
-    W = regard.weights(x, score=regard.Dot().bias(draw(5, 5)), mask=regard.padding([4]) & (torch.rand(5, 5) < 0.9)).label(list("abcde"))
+    W = regard.weights(
+        x, score=regard.Dot().bias(draw(5, 5)), mask=regard.padding([4]) & (torch.rand(5, 5) < 0.9)
+    ).label(list("abcde"))
     single = W.to(torch.float32)
     assert single.dtype == torch.float32
     assert single.tokens == W.tokens

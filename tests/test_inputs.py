@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from judge import SMOOTH, Sizes, asked, asked_at_once, draw
 from torch import Tensor
 
 import regard
+from judge import SMOOTH, Sizes, asked, asked_at_once, draw
 
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}
@@ -35,7 +35,9 @@ def test_short_types_are_read_exactly_and_computed_in_float32(dtype: torch.dtype
     n = Sizes()
     q, k, v = (draw(*shape, dtype=dtype) for shape in (n.q, n.k, n.v))
     short = regard.weights(q, k, align="end").see("entropy", "received", "reach", "lse", values=v)
-    exact = regard.weights(q.double(), k.double(), align="end").see("entropy", "received", "reach", "lse", values=v.double())
+    exact = regard.weights(q.double(), k.double(), align="end").see(
+        "entropy", "received", "reach", "lse", values=v.double()
+    )
     for name in ("entropy", "received", "reach", "lse"):
         torch.testing.assert_close(getattr(short, name).double(), getattr(exact, name), rtol=1e-5, atol=1e-5)
     assert short.y.dtype == dtype
@@ -150,7 +152,9 @@ def test_arrangement_in_memory_does_not_matter(layout: str, dtype: torch.dtype) 
     close = TIGHT if dtype == torch.float64 else SINGLE if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
     same(odd, plain, **close)
     seeds = {name: draw(*plain[name].shape, dtype=plain[name].dtype) for name in SMOOTH}
-    total = [sum((seeds[x].float() * answers[x].float().clamp(min=-1e9)).sum() for x in SMOOTH) for answers in (plain, odd)]
+    total = [
+        sum((seeds[x].float() * answers[x].float().clamp(min=-1e9)).sum() for x in SMOOTH) for answers in (plain, odd)
+    ]
     want, got = torch.autograd.grad(total[0], (q, k, v, u)), torch.autograd.grad(total[1], (Q, K, V, U))
     scale = max(g.abs().max().item() for g in want)
     for a, b in zip(got, want, strict=True):
@@ -253,7 +257,11 @@ def through(function: Callable, *inputs: Tensor) -> tuple[list[Tensor], list[Ten
     leaves = [x.detach().clone().requires_grad_(True) for x in inputs]
     outputs = [x for x in function(*leaves) if x is not None]
     generator = torch.Generator().manual_seed(3)
-    mixture = sum((torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum() for x in outputs if x.is_floating_point() and x.requires_grad)
+    mixture = sum(
+        (torch.randn(x.shape, generator=generator, dtype=x.dtype) * x).sum()
+        for x in outputs
+        if x.is_floating_point() and x.requires_grad
+    )
     grads = torch.autograd.grad(mixture, leaves, allow_unused=True)
     return outputs, [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
 
@@ -299,7 +307,16 @@ def work(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     q, k, v = (torch.randn(2, 4, 150, 16, generator=generator).to(dtype).requires_grad_(True) for _ in range(3))
     seen = regard.weights(q, k, mask=regard.causal()).see("entropy", "received", top=3, pool=(5, 7), values=v)
     (seen.y.square().sum() + seen.entropy.sum() + seen.received.square().sum()).backward()
-    return [seen.y.detach(), seen.entropy.detach(), seen.received.detach(), seen.top.weight.detach(), seen.pool.detach(), q.grad, k.grad, v.grad]
+    return [
+        seen.y.detach(),
+        seen.entropy.detach(),
+        seen.received.detach(),
+        seen.top.weight.detach(),
+        seen.pool.detach(),
+        q.grad,
+        k.grad,
+        v.grad,
+    ]
 
 
 def test_threads_of_the_caller_do_not_disturb_one_another() -> None:
@@ -330,7 +347,10 @@ def test_one_matrix_may_be_questioned_by_many_threads() -> None:
     fresh = regard.weights(W._factors.q, mask=regard.causal())
     want = [fresh.entropy(), fresh.received(), fresh.top(3).weight, fresh.lse]
     results: list[list[Tensor]] = []
-    threads = [threading.Thread(target=lambda: results.append([W.entropy(), W.received(), W.top(3).weight, W.lse])) for _ in range(8)]
+    threads = [
+        threading.Thread(target=lambda: results.append([W.entropy(), W.received(), W.top(3).weight, W.lse]))
+        for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from judge import MASKS, SCORES, MaskCase, Sizes, Truth, draw, named
 from torch import Tensor
 
 import regard
+from judge import MASKS, SCORES, MaskCase, Sizes, Truth, draw, named
 from regard.block import Block
 from regard.door import lay
 from regard.engines import blockwise
@@ -87,14 +87,18 @@ simple = st.one_of(
 combined = st.recursive(
     simple,
     lambda inner: st.one_of(
-        st.builds(lambda a, b: a & b, inner, inner), st.builds(lambda a, b: a | b, inner, inner), inner.map(lambda a: ~a)
+        st.builds(lambda a, b: a & b, inner, inner),
+        st.builds(lambda a, b: a | b, inner, inner),
+        inner.map(lambda a: ~a),
     ),
     max_leaves=5,
 )
 
 
 @given(combined, st.integers(1, 8), st.booleans())
-def test_intervals_hold_all_that_is_visible_and_nothing_else_where_they_say_so(mask: Mask, i: int, at_end: bool) -> None:
+def test_intervals_hold_all_that_is_visible_and_nothing_else_where_they_say_so(
+    mask: Mask, i: int, at_end: bool
+) -> None:
     laid = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
     visible, spans = cells(laid)[:, 0], intervals(laid)
     within = inside(spans, 2, 6)
@@ -116,7 +120,14 @@ def test_which_keys_some_row_sees_is_known_exactly(mask: Mask, i: int, at_end: b
 
 def structured() -> list[Mask]:
     plain = [causal(), window(2, 1), padding([3, 5]), documents([0, 0, 1, 1, 1, 2])]
-    return [*plain, ~plain[1], plain[0] & plain[2], plain[1] | padding([1]), ~(plain[0] | plain[3]), plain[3] & plain[0] & ~plain[1]]
+    return [
+        *plain,
+        ~plain[1],
+        plain[0] & plain[2],
+        plain[1] | padding([1]),
+        ~(plain[0] | plain[3]),
+        plain[3] & plain[0] & ~plain[1],
+    ]
 
 
 @pytest.mark.parametrize("mask", structured(), ids=repr)
@@ -162,7 +173,11 @@ def test_padding_and_tensors_need_no_align() -> None:
 
 def test_documents_may_number_queries_and_keys_apart() -> None:
     W = regard.weights(draw(3, 2), draw(5, 2), mask=documents([0, 7, 1], [0, 0, 1, 1, 0]))
-    assert (W.dense() > 0).tolist() == [[True, True, False, False, True], [False] * 5, [False, False, True, True, False]]
+    assert (W.dense() > 0).tolist() == [
+        [True, True, False, False, True],
+        [False] * 5,
+        [False, False, True, True, False],
+    ]
 
 
 def test_a_query_outside_the_keys_belongs_to_no_document() -> None:
@@ -269,13 +284,22 @@ def test_the_cost_of_a_window_grows_with_the_length_not_its_square() -> None:
 @pytest.mark.parametrize("where", ["front", "middle", "end"])
 def test_cutting_tiles_does_not_change_what_a_window_says(where: str) -> None:
     t = {"front": 257, "middle": 700, "end": 513}[where]
-    q, k, v = draw(1, 1, t, 3, dtype=torch.float32), draw(1, 1, t, 3, dtype=torch.float32), draw(1, 1, t, 2, dtype=torch.float32)
+    q, k, v = (
+        draw(1, 1, t, 3, dtype=torch.float32),
+        draw(1, 1, t, 3, dtype=torch.float32),
+        draw(1, 1, t, 2, dtype=torch.float32),
+    )
     W = regard.weights(q, k, mask=window(37, 5))
     n = Sizes(1, 1, 1, t, t, 3, 3, 2)
     case = MaskCase("", lambda n: None, lambda n, i, j: (i - j <= 37) & (j - i <= 5))
     truth = Truth.of(named(SCORES, "scaled_dot"), case, n, q, k, [])
     # float32 over at most 43 keys of scores below ten: sixty units of roundoff.
-    for got, want in ((W @ v, truth.y(v)), (W.lse, truth.lse), (W.entropy(), truth.entropy()), (W.received(), truth.received())):
+    for got, want in (
+        (W @ v, truth.y(v)),
+        (W.lse, truth.lse),
+        (W.entropy(), truth.entropy()),
+        (W.received(), truth.received()),
+    ):
         torch.testing.assert_close(got.double(), want, rtol=64 * 2**-24, atol=64 * 2**-24)
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from judge import draw
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import regard
+from judge import draw
 
 
 class Live(TorchDispatchMode):
@@ -65,7 +65,9 @@ ASK = {
     "peak": lambda W, v: W.peak().weight.sum(),
     "a row": lambda W, v: W.row(3).square().sum(),
     "a column": lambda W, v: W.column(3).sum(),
-    "see": lambda W, v: sum(x.sum() for x in vars(W.see("entropy", "received", "reach", pool=(8, 8), values=v)).values()),
+    "see": lambda W, v: sum(
+        x.sum() for x in vars(W.see("entropy", "received", "reach", pool=(8, 8), values=v)).values()
+    ),
 }
 
 SCORES = {
@@ -151,12 +153,16 @@ print(highest() - before)
 """
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak")
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="this system does not tell a process's peak"
+)
 
 
 def peak(t: int, against: str = "regard") -> int:
     """Kilobytes that the process grew by, forward and backward, at its highest."""
-    done = subprocess.run([sys.executable, "-c", PEAK, str(t), against], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(t), against], capture_output=True, text=True, timeout=300, check=True
+    )
     return int(done.stdout)
 
 

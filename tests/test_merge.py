@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from judge import Truth, draw
 from torch import Tensor
 
+from judge import Truth, draw
 from regard.block import Block
 from regard.state import State
 from regard.statistics import Question

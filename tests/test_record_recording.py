@@ -8,7 +8,7 @@ from torch import nn
 
 import regard
 
-WORDS = "the cat walks on the street".split()
+WORDS = ["the", "cat", "walks", "on", "the", "street"]
 
 
 class Attention(nn.Module):
@@ -78,7 +78,7 @@ def test_find_names_the_best_heads_first(seen):
     assert [row[:2] for row in table] == [row[:2] for row in flat]
     assert table[0][2] == pytest.approx(flat[0][2], abs=1e-6)
     alone = seen.find("cat")
-    best = max(((w[a, h, 1].max().item(), WORDS[int(w[a, h, 1].argmax())], a, h) for a in range(3) for h in range(3)))
+    best = max((w[a, h, 1].max().item(), WORDS[int(w[a, h, 1].argmax())], a, h) for a in range(3) for h in range(3))
     assert alone[0][:3] == (best[2], best[3], best[1])
     with pytest.raises(KeyError, match="no layer knows 'dog'"):
         seen.find("dog")

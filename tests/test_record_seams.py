@@ -513,9 +513,13 @@ def test_a_compiled_function_inside_is_recorded_or_named_every_time(backend, x):
 
     def forgetful(graph, inputs):
         # Attention by ways that are not heard: what a fused kernel of its own would be.
-        return lambda q: [(torch.exp(q @ q.mT / math.sqrt(D)) / torch.exp(q @ q.mT / math.sqrt(D)).sum(-1, keepdim=True)) @ q]
+        return lambda q: [
+            (torch.exp(q @ q.mT / math.sqrt(D)) / torch.exp(q @ q.mT / math.sqrt(D)).sum(-1, keepdim=True)) @ q
+        ]
 
-    attend = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q), backend=forgetful if backend == "forgetful" else backend)
+    attend = torch.compile(
+        lambda q: F.scaled_dot_product_attention(q, q, q), backend=forgetful if backend == "forgetful" else backend
+    )
 
     class Plain(nn.Module):
         def forward(self, q):

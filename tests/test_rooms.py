@@ -84,7 +84,19 @@ def test_a_room_says_what_it_is(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
 
 
-HEAVY = ("numba", "llvmlite", "transformers", "matplotlib", "triton", "pandas", "scipy", "IPython", "tokenizers", "jinja2.ext", "http.server")
+HEAVY = (
+    "numba",
+    "llvmlite",
+    "transformers",
+    "matplotlib",
+    "triton",
+    "pandas",
+    "scipy",
+    "IPython",
+    "tokenizers",
+    "jinja2.ext",
+    "http.server",
+)
 
 
 def test_import_regard_is_light() -> None:
@@ -116,7 +128,9 @@ def test_without_numba_only_speed_is_lost() -> None:
 
 
 def test_public_names_are_those_that_are_exported() -> None:
-    public = {name for name in vars(regard) if not name.startswith("_") and not isinstance(vars(regard)[name], type(sys))}
+    public = {
+        name for name in vars(regard) if not name.startswith("_") and not isinstance(vars(regard)[name], type(sys))
+    }
     assert public - {"Any", "TYPE_CHECKING"} <= set(regard.__all__)
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:

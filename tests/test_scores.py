@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from judge import SCORES, ScoreCase, Sharpness, Sizes, draw, per_query_head
 from torch import Tensor, nn
 
 import regard
+from judge import SCORES, ScoreCase, Sharpness, Sizes, draw, per_query_head
 from regard import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Similarity
 
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
@@ -89,7 +89,11 @@ def test_bilinear_is_q_w_k_for_sizes_that_differ() -> None:
 
 def test_additive_is_v_tanh_of_the_sum_of_projections() -> None:
     q, k = torch.tensor([[2.0]]).double(), torch.tensor([[1.0, 3.0]]).double()
-    A, B, v = torch.tensor([[1.0, -1.0]]).double(), torch.tensor([[1.0, 0], [0, 0.5]]).double(), torch.tensor([2.0, 10]).double()
+    A, B, v = (
+        torch.tensor([[1.0, -1.0]]).double(),
+        torch.tensor([[1.0, 0], [0, 0.5]]).double(),
+        torch.tensor([2.0, 10]).double(),
+    )
     want = 2 * math.tanh(2 + 1) + 10 * math.tanh(-2 + 1.5)
     assert regard.weights(q, k, score=Additive(A, B, v)).lse.item() == pytest.approx(want, rel=1e-14)
 
@@ -191,10 +195,14 @@ def test_projections_with_a_head_axis_belong_to_query_heads_also_when_keys_are_s
     want = torch.stack([q[:, h] @ w[h] @ every[:, h].mT for h in range(n.h)], 1)
     torch.testing.assert_close(scores_of(regard.weights(q, k, score=Bilinear(w), engine=engine)), want, **TIGHT)
     A, B, v = draw(n.h, n.d, 3), draw(n.h, n.c, 3), draw(n.h, 3)
-    want = torch.stack([torch.tanh((q[:, h] @ A[h])[:, :, None] + (every[:, h] @ B[h])[:, None]) @ v[h] for h in range(n.h)], 1)
+    want = torch.stack(
+        [torch.tanh((q[:, h] @ A[h])[:, :, None] + (every[:, h] @ B[h])[:, None]) @ v[h] for h in range(n.h)], 1
+    )
     torch.testing.assert_close(scores_of(regard.weights(q, k, score=Additive(A, B, v), engine=engine)), want, **TIGHT)
     mixed = Additive(A, B[:1], v[0])
-    want = torch.stack([torch.tanh((q[:, h] @ A[h])[:, :, None] + (every[:, h] @ B[0])[:, None]) @ v[0] for h in range(n.h)], 1)
+    want = torch.stack(
+        [torch.tanh((q[:, h] @ A[h])[:, :, None] + (every[:, h] @ B[0])[:, None]) @ v[0] for h in range(n.h)], 1
+    )
     torch.testing.assert_close(scores_of(regard.weights(q, k, score=mixed, engine=engine)), want, **TIGHT)
 
 
@@ -224,7 +232,9 @@ def test_a_function_that_captures_a_module_is_refused() -> None:
 def test_a_function_may_capture_what_needs_no_gradient() -> None:
     p, frozen = draw(), nn.Linear(3, 3).requires_grad_(False).double()
     x = draw(5, 3)
-    torch.testing.assert_close(scores_of(regard.weights(x, score=lambda q, k: p * (frozen(q) @ k.mT))), p * (frozen(x) @ x.mT), **TIGHT)
+    torch.testing.assert_close(
+        scores_of(regard.weights(x, score=lambda q, k: p * (frozen(q) @ k.mT))), p * (frozen(x) @ x.mT), **TIGHT
+    )
 
 
 def test_parameters_that_are_passed_get_gradients(engine: str) -> None:

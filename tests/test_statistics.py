@@ -9,9 +9,9 @@ import math
 
 import pytest
 import torch
-from judge import MASKS, SCORES, MaskCase, ScoreCase, Sizes, Truth, asked, asked_at_once, draw, named
 
 import regard
+from judge import MASKS, SCORES, MaskCase, ScoreCase, Sizes, Truth, asked, asked_at_once, draw, named
 from regard import Weights
 
 # float64 against float64: sums of about ten terms of size ten, and exp near one. A few hundred units of roundoff.
@@ -179,7 +179,7 @@ def test_mass_takes_keys_as_an_index_would(keys, positions: list[int], engine: s
 
 
 def test_mass_takes_words() -> None:
-    W = regard.weights(draw(4, 3)).label("the cat sat the".split())
+    W = regard.weights(draw(4, 3)).label(["the", "cat", "sat", "the"])
     w = W.dense()
     close(W.mass("cat"), w[:, 1], "mass")
     close(W.mass(["cat", W.at("the", 2)]), w[:, 1] + w[:, 3], "mass")
@@ -272,6 +272,14 @@ def test_statistics_of_long_rows_in_float32_agree_with_float64_tile_by_tile() ->
     q, k, v = draw(1, 2, 300, 17), draw(1, 1, 777, 17), draw(1, 1, 777, 5)
     mask = regard.window(301, 7) | regard.padding([13])
     exact = asked(regard.weights(q, k, mask=mask, align="end"), v, draw(1, 2, 300, 5) * 0, tiles=(7, 9), top=20)
-    single = asked(regard.weights(q.float(), k.float(), mask=mask, align="end"), v.float(), torch.zeros(1, 2, 300, 5), tiles=(7, 9), top=20)
+    single = asked(
+        regard.weights(q.float(), k.float(), mask=mask, align="end"),
+        v.float(),
+        torch.zeros(1, 2, 300, 5),
+        tiles=(7, 9),
+        top=20,
+    )
     for name in ("lse", "entropy", "reach", "received", "pool", "y", "mass"):
-        torch.testing.assert_close(single[name].double(), exact[name].double(), rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            single[name].double(), exact[name].double(), rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -23,7 +23,11 @@ with warnings.catch_warnings():
 def samples(dtype: torch.dtype, grad: bool) -> list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
     made = invocations.sample_inputs_scaled_dot_product_attention(None, "cpu", dtype, grad)
     found = [((s.input, *s.args), s.kwargs) for s in made]
-    extra = [((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)), ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)), ((2, 4, 3, 8), (2, 1, 6, 8), (2, 1, 6, 3))]
+    extra = [
+        ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)),
+        ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)),
+        ((2, 4, 3, 8), (2, 1, 6, 8), (2, 1, 6, 3)),
+    ]
     for shapes in extra:
         q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes)
         found.append(((q, k, v), {"enable_gqa": k.shape[1] != q.shape[1]}))
@@ -62,7 +66,13 @@ def test_samples_of_pytorch_give_what_pytorch_gives(dtype: torch.dtype, engine: 
         assert got.dtype == dtype
         assert got.shape == want.shape
         scale = 1 + v.abs().max().item()
-        torch.testing.assert_close(got.double(), want, rtol=0, atol=SLACK[dtype] * scale, msg=lambda m, s=(q.shape, k.shape, kwargs): f"{s}: {m}")
+        torch.testing.assert_close(
+            got.double(),
+            want,
+            rtol=0,
+            atol=SLACK[dtype] * scale,
+            msg=lambda m, s=(q.shape, k.shape, kwargs): f"{s}: {m}",
+        )
 
 
 @pytest.mark.parametrize("engine", ["auto", "blockwise"])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from judge import draw
 from torch import Tensor
 
 import regard
+from judge import draw
 
 # "the cat sat": three vectors of two numbers, chosen so that every product can be had in the head.
 THE, CAT, SAT = [1.0, 0.0], [0.0, 2.0], [1.0, 1.0]
@@ -23,7 +23,7 @@ def softmax(*scores: float) -> list[float]:
 
 
 def test_basic_self_attention_of_the_cat_sat_by_hand(engine: str) -> None:
-    W = regard.weights(X, score="dot", engine=engine).label("the cat sat".split())
+    W = regard.weights(X, score="dot", engine=engine).label(["the", "cat", "sat"])
     # Raw weights of "cat": with "the" 0·1 + 2·0 = 0, with itself 2·2 = 4, with "sat" 0·1 + 2·1 = 2.
     the, cat, sat = softmax(0, 4, 2)
     assert W["cat"].tolist() == pytest.approx([the, cat, sat], rel=1e-14)
@@ -62,7 +62,9 @@ def test_the_matrix_form_is_one_vector_at_a_time(score: str, engine: str) -> Non
         w = softmax(*s)
         y = sum(w_j * x_j for w_j, x_j in zip(w, x, strict=True))
         torch.testing.assert_close(whole[i], y, rtol=1e-13, atol=1e-13)
-        torch.testing.assert_close(regard.attend(q[None], x, x, score=score, engine=engine)[0], y, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            regard.attend(q[None], x, x, score=score, engine=engine)[0], y, rtol=1e-13, atol=1e-13
+        )
 
 
 def test_six_steps_with_keys_of_64_numbers_and_division_by_8(engine: str) -> None:
@@ -98,7 +100,7 @@ def test_without_the_division_rows_are_sharper() -> None:
 
 def test_both_the_of_the_cat_walks_on_the_street_get_the_same_output(engine: str) -> None:
     vocabulary = {word: draw(16) for word in ("the", "cat", "walks", "on", "street")}
-    words = "the cat walks on the street".split()
+    words = ["the", "cat", "walks", "on", "the", "street"]
     x = torch.stack([vocabulary[word] for word in words])
     W = regard.weights(x, score="dot", engine=engine).label(words)
     y = W @ x
@@ -153,7 +155,9 @@ def test_two_heads_are_two_attentions_side_by_side(engine: str) -> None:
     q, k, v = draw(2, 7, 3), draw(2, 7, 3), draw(2, 7, 3)
     both: Tensor = regard.weights(q, k, engine=engine) @ v
     for head in range(2):
-        torch.testing.assert_close(both[head], regard.weights(q[head], k[head], engine=engine) @ v[head], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(
+            both[head], regard.weights(q[head], k[head], engine=engine) @ v[head], rtol=1e-13, atol=1e-13
+        )
 
 
 def test_a_window_of_one_before_and_one_after_mixes_neighbours_only(engine: str) -> None:

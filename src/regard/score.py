@@ -193,7 +193,7 @@ class Score:
         return dataclasses.replace(self, sink_logits=logits)
 
     def modify(self, function: Callable[..., Tensor], *parameters: Tensor) -> Self:
-        """Any change f(s, i, j, *parameters) → s of a block of scores; i and j are positions. Parameters get gradients."""
+        """Any change f(s, i, j, *parameters) → s of a block of scores at positions i, j. Parameters get gradients."""
         return self._then(Modify(*_open(function, parameters, "modify")))
 
     def _then(self, step: Step) -> Self:

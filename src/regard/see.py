@@ -76,7 +76,7 @@ def pull_back(
 
 
 def _picked_gradients(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """Of q, k and the score's tensors, which stand first among the problem's; from scores at one or a few keys a row."""
+    """Of q, k and the score's tensors, which stand first among the problem's; from scores at a few keys a row."""
     spec, tensors = flatten(dataclasses.replace(problem, mask=None, sink=None))
     cols = index.unsqueeze(-1) if index.ndim == 3 else index
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import seams, tap
+from .byhand import Trail
 from .capture import Attention, keep
 from .where import Place, place
 
@@ -157,7 +158,7 @@ class _Look:
         self.names, self.thread = names, threading.get_ident()
         self.layers: dict[str, dict[str, Tensor]] = {}
         self.refused: list[tuple[str, str]] = []
-        self.trail = seams.Trail()
+        self.trail = Trail()
 
     def place(self, frame: FrameType) -> Place | None:
         return place(frame, self.names)

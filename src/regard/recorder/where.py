@@ -11,18 +11,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = [
-    "Place",
-    "batch_first_owner",
-    "called_by",
-    "cross_like",
-    "heads_of",
-    "looks_like_attention",
-    "place",
-    "trail",
-]
+__all__ = ["SHARED_AXIS", "Place", "called_by", "looks_like_attention", "place", "split_heads", "trail"]
 
 #: Names of modules whose keys come from another sequence than their queries.
 _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encdecattention|(^|\.)multihead_attn$|(^|\.)attn2$|src_attn", re.I)
@@ -31,7 +22,8 @@ _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encdecattention|(^|\.)multihea
 _OTHER = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "memory", "kv_states")
 
 _ATTENTION = re.compile(
-    r"(attention|attn)(\d*d?)?(block|layer|module)?$|attention$|deltanet|mamba\d?mixer|retention$", re.I
+    r"(attention|attn)(\d*d?)?(block|layer|module)?$|attention$|deltanet|mamba\d?mixer|retention$|recurrentblock|rglru|hyena",
+    re.I,
 )
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
@@ -47,7 +39,7 @@ class Place:
         """Whether the module says, by its name or by what it was given, that its keys come from elsewhere."""
         if getattr(self.module, "is_cross_attention", False):
             return True
-        if cross_like(self.name):
+        if _CROSS.search(self.name):
             return True
         return any(frame.f_locals.get(name) is not None for frame in self.frames for name in _OTHER)
 
@@ -98,16 +90,12 @@ def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
         frame = frame.f_back
 
 
-def cross_like(name: str) -> bool:
-    return _CROSS.search(name) is not None
-
-
 def looks_like_attention(module: nn.Module) -> bool:
     """Whether a module calls itself attention, so that silence about it would mislead."""
     return _ATTENTION.search(type(module).__name__) is not None
 
 
-def heads_of(module: nn.Module | None) -> int | None:
+def _heads_of(module: nn.Module | None) -> int | None:
     """How many heads a module says it has."""
     for source in (module, getattr(module, "config", None)):
         for name in _HEADS:
@@ -117,6 +105,28 @@ def heads_of(module: nn.Module | None) -> int | None:
     return None
 
 
-def batch_first_owner(module: Any) -> bool:
+def _batch_first_owner(module: Any) -> bool:
     """Whether batch and heads that share an axis are known to stand in this order, batch first."""
     return type(module).__module__.split(".")[0] in ("torch", "transformers", "diffusers")
+
+
+SHARED_AXIS = (
+    "batch and heads share one axis and nothing says in which order; record one sequence at a time, "
+    "or shape it (batch, heads, length, size)"
+)
+
+
+def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:
+    """(n, i, d) with batch and heads in one axis to (b, h, i, d); None where nothing says how."""
+    if x.ndim == 2:
+        return x[None, None]
+    if x.ndim != 3:
+        return x
+    heads = _heads_of(module)
+    if x.shape[0] == 1 or heads == 1 or (heads is None and batch == x.shape[0]):
+        return x.unsqueeze(1)
+    if heads == x.shape[0] and batch in (None, 1):
+        return x[None]
+    if heads and x.shape[0] % heads == 0 and _batch_first_owner(module):
+        return x.unflatten(0, (-1, heads))
+    return None

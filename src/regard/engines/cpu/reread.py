@@ -112,7 +112,7 @@ def pool_row(T, i):
 
 @njit
 def flush(T, columns, cols, j0, row, item):
-    """Column sums of some rows go into the totals, in float64, and into a row of the pooled map; then they start again."""
+    """Column sums of some rows go into the totals, in float64, and into a row of the pooled map; then start again."""
     use_wide_vectors()
     column = carray(floats_at(columns), cols)
     if T.received != 0:

@@ -188,7 +188,14 @@ def cap_scores_and_slopes(s, slope, n, cap):
 
 
 @njit
-def hide_scores(s, n, visible, stride):
+def hide_scores(s, n, visible):
+    use_wide_vectors()
+    for j in range(n):
+        s[j] = s[j] if visible[j] != 0 else NEGATIVE_INFINITY
+
+
+@njit
+def hide_strided(s, n, visible, stride):
     for j in range(n):
         if visible[j * stride] == 0:
             s[j] = NEGATIVE_INFINITY
@@ -196,7 +203,7 @@ def hide_scores(s, n, visible, stride):
 
 @njit
 def modify(s, slope, n, steps, count, b, h, i, position, first):
-    """All steps, in the order written, on the visible scores of a row, from key `first` on. `slope` is kept where it is given."""
+    """All steps, in the order written, on the visible scores of a row, from key `first` on; slopes where there is room."""
     for number in range(count):
         step = steps[number]
         kind = step.kind
@@ -217,7 +224,10 @@ def modify(s, slope, n, steps, count, b, h, i, position, first):
                 cap_scores(s, n, step.cap)
         else:
             cells = step.at + b * step.b + h * step.h + i * step.i + first * step.j
-            hide_scores(s, n, carray(bytes_at(cells), n * max(step.j, 1)), step.j)
+            if step.j == 1:
+                hide_scores(s, n, carray(bytes_at(cells), n))
+            else:
+                hide_strided(s, n, carray(bytes_at(cells), n * max(step.j, 1)), step.j)
 
 
 @njit
