@@ -1,7 +1,7 @@
 """What recording costs: `python -m bench.record` writes bench/results/record.json.
 
 Each figure is a ratio in one run: a recorded forward of MiniLM to a plain one, reading statistics of all layers to a
-second forward with eager attention and the same statistics, and the memory of a long recording to that of eager weights.
+second forward with eager attention and the same statistics, and the memory of a long recording to eager weights.
 """
 
 from __future__ import annotations

@@ -37,8 +37,10 @@ def contexts(batch, seed):
 def trained(steps=220):
     """A small language model that has learnt to answer."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=ASK + 1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=64)  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=ASK + 1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
     model = LlamaForCausalLM(config)
     optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(steps):

@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 def train(clip, steps=80, limit=100.0, every=1):
-    """Train with a learning rate that is too high; returns the largest score and the lowest entropy after every step."""
+    """Train with a learning rate that is too high; returns the largest score and the lowest entropy of every step."""
     torch.manual_seed(0)
     model = Model()
     optimiser = torch.optim.Adam(model.parameters(), lr=0.05)

@@ -34,7 +34,7 @@ def main():
     print(seen)
     print(seen.find("it", "animal"))
 
-    layer, head, weight = seen.find("it", "animal")[0]
+    layer, head, _ = seen.find("it", "animal")[0]
     words = seen[layer, head].tokens[1]
     top = seen[layer, head].top(3)
     row = words.index("it")

@@ -303,7 +303,7 @@ class Truth:
         self, v: Tensor, u: Tensor, tiles: tuple[int, int] = (3, 4), top: int = 3, keys: tuple[int, ...] = (0, 2)
     ) -> dict[str, Tensor]:
         """Everything at once, under the names that `asked` gives."""
-        w, s, index = self.top(top)
+        w, _s, index = self.top(top)
         peak_w, peak_s, peak_index = (x.squeeze(-1) for x in self.top(1))
         return {
             "y": self.y(v), "z": self.z(u), "lse": self.lse, "entropy": self.entropy(), "received": self.received(),

@@ -256,19 +256,41 @@ def test_a_row_that_sees_nothing_follows_the_vocabulary(engine: str) -> None:
     assert W[1].tolist() == [0, 0, 0]
 
 
-def test_nan_at_a_visible_key_is_not_hidden(engine: str) -> None:
-    q, k = draw(3, 2), draw(4, 2)
-    k[1] = NAN
-    W = regard.weights(q, k, engine=engine)
-    assert W.lse.isnan().all()
-    assert (W @ draw(4, 2)).isnan().all()
+@pytest.mark.parametrize("nan", [NAN, -NAN], ids=["nan", "−nan"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_nan_at_a_visible_key_is_not_hidden(engine: str, dtype: torch.dtype, nan: float) -> None:
+    q, k = draw(3, 2, dtype=dtype), draw(70, 2, dtype=dtype)
+    k[1] = nan
+    W = regard.weights(q, k, align="end", engine=engine)
+    for got in (
+        W.lse,
+        W @ draw(70, 2, dtype=dtype),
+        W.entropy(),
+        W.received(),
+        W.reach(),
+        W.mass(slice(None)),
+        W.pool(1, 1),
+    ):
+        assert got.isnan().all()
 
 
-def test_nan_at_a_key_that_one_row_sees_reaches_that_row() -> None:
-    q, k = draw(3, 2), draw(3, 2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_nan_at_a_key_that_one_row_sees_reaches_that_row(dtype: torch.dtype) -> None:
+    q, k = draw(3, 2, dtype=dtype), draw(3, 2, dtype=dtype)
     k[2] = NAN
     W = regard.weights(q, k, mask=regard.causal())
     assert W.lse.isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_inf_in_a_score_is_nan_as_in_plain_softmax(engine: str, dtype: torch.dtype) -> None:
+    b = torch.zeros(2, 3, dtype=dtype)
+    b[1, 2] = INF
+    W = regard.weights(
+        torch.zeros(2, 2, dtype=dtype), torch.zeros(3, 2, dtype=dtype), score=regard.Dot().bias(b), engine=engine
+    )
+    assert (W @ torch.ones(3, 1, dtype=dtype)).isnan().flatten().tolist() == [False, True]
+    assert torch.isfinite(W.lse[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -209,12 +209,11 @@ def test_indices_are_marked_as_what_does_not_differentiate(engine: str) -> None:
         assert value.requires_grad
 
 
-# A maximum is one score, which is differentiated at its place by PyTorch itself, as often as one likes.
-@pytest.mark.parametrize("name", [name for name in SMOOTH if name != "max_score"])
+@pytest.mark.parametrize("name", SMOOTH)
 def test_a_second_derivative_is_refused_by_name(name: str) -> None:
     it = Setting(named(SCORES, "scaled_dot"), named(MASKS, "causal"))
     output = finite(asked(it.weights(), it.v, it.u)[name])
-    with pytest.raises(NotImplementedError, match="second.*reference"):
+    with pytest.raises(NotImplementedError, match=r"second.*reference"):
         torch.autograd.grad(output.sum(), it.q, create_graph=True)
 
 
@@ -322,6 +321,20 @@ def test_a_change_of_any_factor_in_place_is_seen(what: str) -> None:
     assert not torch.equal(W.lse, before[0])
     torch.testing.assert_close(W.lse, make().lse, **TIGHT)
     torch.testing.assert_close(W.received(), make().received(), **TIGHT)
+
+
+def test_what_is_remembered_of_one_question_does_not_answer_another() -> None:
+    W = regard.weights(draw(5, 3), mask=regard.causal())
+    dense = W.dense()
+    for rows, cols, i in ((2, 2, slice(None)), (2, 2, slice(1, 5)), (1, 1, slice(None)), (4, 1, slice(0, 4))):
+        torch.testing.assert_close(W.pool(rows, cols, i=i).sum(), dense[i].sum(), **TIGHT)
+    for n in (1, 4, 2):
+        assert W.top(n).weight.shape == (5, n)
+    for key in (0, 3):
+        torch.testing.assert_close(W.mass(key), dense[:, key], **TIGHT)
+    for v in (draw(5, 2), draw(5, 4)):
+        torch.testing.assert_close(W @ v, dense @ v, **TIGHT)
+        torch.testing.assert_close(W.mT @ v, dense.mT @ v, **TIGHT)
 
 
 def test_a_change_between_forward_and_backward_is_an_error() -> None:

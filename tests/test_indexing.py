@@ -164,7 +164,7 @@ def test_only_the_rows_that_are_asked_for_are_computed(key: tuple) -> None:
 def test_a_column_needs_no_more_than_a_pass_for_row_sums_and_then_nothing() -> None:
     t = 512
     W = regard.weights(draw(t, 8))
-    W.lse
+    assert W.lse.shape == (t,)  # remembered from here on
     with Largest() as watch:
         W.column(3)
         W[:, [1, 2]]
@@ -316,5 +316,5 @@ def test_see_answers_under_its_names_and_says_what_was_not_asked() -> None:
     seen = W.see("entropy", "lse", top=2, pool=(2, 2))
     assert set(vars(seen)) == {"entropy", "lse", "top", "pool"}
     with pytest.raises(AttributeError, match="'received' was not asked for"):
-        seen.received
+        seen.received  # noqa: B018
     assert "entropy" in repr(seen)

@@ -189,7 +189,7 @@ def test_a_query_outside_the_keys_belongs_to_no_document() -> None:
 
 
 @pytest.mark.parametrize(
-    "mask, drawing",
+    ("mask", "drawing"),
     [
         (window(1, 0), "■ · · ·\n■ ■ · ·\n· ■ ■ ·\n· · ■ ■"),
         (~causal(), "· ■ ■ ■\n· · ■ ■\n· · · ■\n· · · ·"),
@@ -220,7 +220,7 @@ def test_a_mask_says_in_words_what_it_is() -> None:
 
 def visited(of: Problem) -> Tensor:
     """How often the engine's walk comes to each cell, (i, j), and that `whole` tiles are wholly visible."""
-    b, h, i, j = of.shape
+    _b, _h, i, j = of.shape
     count = torch.zeros(i, j, dtype=torch.int64)
     shown = cells(of)
     for rows, tiles in blockwise.tiled(of):

@@ -6,6 +6,8 @@ whole. Every number a state carries is held to it, rows that see nothing include
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,7 +104,7 @@ def test_any_cut_of_the_keys_in_any_order_gives_the_whole(kind: str, at: list[in
     keys = at[-1]
     s, asked = scores(keys, kind), question(keys)
     edges = [0, *at]
-    parts = [state_of(s, asked, a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [state_of(s, asked, a, b) for a, b in itertools.pairwise(edges)]
     shuffle.shuffle(parts)
     merged = parts[0]
     for part in parts[1:]:
@@ -119,7 +121,7 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
         merged = merged.merge(state_of(s, asked, a, b))
     found = merged.finish(asked)
     truth = Truth(s, s > -torch.inf)
-    weights, top_score, top_index = truth.top(3)
+    _weights, top_score, top_index = truth.top(3)
     want = {
         "y": truth.y(asked.v), "lse": truth.lse, "entropy": truth.entropy(), "reach": truth.reach(),
         "mass": truth.mass(list(range(1, keys, 2))), "max_score": truth.top(1)[1].squeeze(-1),

@@ -1,4 +1,4 @@
-"""The block of a recording: what it leaves behind (nothing), whom it disturbs (nobody), and what it can be asked to keep."""
+"""The block of a recording: what it leaves behind (nothing), whom it disturbs (nobody), what it can be asked to keep."""
 
 import gc
 import threading
@@ -380,5 +380,6 @@ def test_importing_regard_stays_light():
     import subprocess
     import sys
 
-    code = "import sys, regard; assert not {'transformers', 'safetensors', 'pandas', 'regard.recorder'} & set(sys.modules); regard.record"
+    heavy = "{'transformers', 'safetensors', 'pandas', 'regard.recorder'}"
+    code = f"import sys, regard; assert not {heavy} & set(sys.modules); regard.record"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  a table of names
 """Every architecture of transformers that can be made small, runs, and reports weights: the recording equals the report.
 
 Configurations are shrunk by the names of their fields, so new architectures join by themselves. Those that need more
@@ -97,7 +96,9 @@ def verdict(name):
     model, inputs, plain = made
     with torch.no_grad(), regard.record(model) as seen:
         out = model(**inputs)[0]
-    if isinstance(plain, torch.Tensor) and name not in OTHERWISE:
+    with torch.no_grad():
+        again = model(**inputs)[0]
+    if isinstance(plain, torch.Tensor) and torch.equal(plain.nan_to_num(), again.nan_to_num()):  # some draw lots
         assert torch.equal(plain.nan_to_num(), out.nan_to_num()), f"{name}: recording changed its output"
     told = reported(model, inputs)
     if not told:

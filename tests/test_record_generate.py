@@ -1,4 +1,4 @@
-"""generate() with a KV cache is one causal matrix a layer, whatever the cache; it equals one forward of the whole text."""
+"""generate() with a KV cache is one causal matrix a layer, whatever the cache: that of one forward of the whole text."""
 
 import pytest
 import torch

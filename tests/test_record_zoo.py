@@ -123,6 +123,25 @@ def test_flash_attention_is_heard_at_the_interface(name, monkeypatch):
         torch.testing.assert_close(a.weights.dense() * real, b.weights.dense() * real, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mistral, window 4", "bert"])
+def test_flex_attention_is_heard_at_the_interface(name):
+    """transformers compiles flex_attention, so that no operator of it is left to hear."""
+    model, inputs = zoo.build(name, "sdpa")
+    with torch.no_grad(), regard.record(model) as expected:
+        model(**inputs)
+    model.config._attn_implementation = "flex_attention"
+    with torch.no_grad():
+        plain = model(**inputs)[0]
+        with regard.record(model) as seen:
+            assert torch.equal(model(**inputs)[0], plain)
+    real = inputs["attention_mask"].bool()[:, None, :, None]
+    assert seen.refused == []
+    for a, b in zip(seen.layers, expected.layers, strict=True):
+        torch.testing.assert_close(a.weights.dense() * real, b.weights.dense() * real, atol=1e-5, rtol=0)
+        assert "dense" not in repr(a.kept.mask)
+
+
 # A real pretrained model.
 
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

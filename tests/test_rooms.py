@@ -43,7 +43,7 @@ def imports(path: Path) -> set[str]:
     for at in ast.walk(ast.parse(path.read_text())):
         if isinstance(at, ast.ImportFrom) and at.level:
             base = package[: len(package) - at.level + 1] + (at.module.split(".") if at.module else [])
-            names = [base + [alias.name] for alias in at.names] if len(base) == 1 else [base]
+            names = [[*base, alias.name] for alias in at.names] if len(base) == 1 else [base]
             found |= {parts[1] for parts in names if len(parts) > 1}
         elif isinstance(at, ast.ImportFrom) and at.module and at.module.split(".")[0] == "regard":
             found |= {at.module.split(".")[1]} if "." in at.module else {alias.name for alias in at.names}

@@ -105,9 +105,10 @@ def test_the_peak_is_exp_of_max_minus_lse_and_the_first_of_the_top(mask: MaskCas
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_among_equals_the_lower_index_comes_first(engine: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("score", ["dot", lambda q, k: q * k.mT], ids=["dot", "function"])
+def test_among_equals_the_lower_index_comes_first(engine: str, dtype: torch.dtype, score: object) -> None:
     k = torch.tensor([1.0, 0.0, -0.0, 2.0, 1.0, 2.0, 0.0, 1.0, 2.0], dtype=dtype)[:, None]
-    W = regard.weights(torch.ones(5, 1, dtype=dtype), k, score="dot", align="start", engine=engine)
+    W = regard.weights(torch.ones(5, 1, dtype=dtype), k, score=score, align="start", engine=engine)
     assert W.top(9).index.tolist() == [[3, 5, 8, 0, 4, 7, 1, 2, 6]] * 5
     assert W.top(2).index.tolist() == [[3, 5]] * 5
     assert W.peak().index.tolist() == [3] * 5
@@ -146,9 +147,9 @@ def test_basic_self_attention_has_entropy_lse_less_x_dot_y(engine: str) -> None:
 # Pool.
 
 
-@pytest.mark.parametrize("rows, cols", [(1, 1), (2, 3), (7, 11), (5, 2), (13, 17), (1, 11)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (2, 3), (7, 11), (5, 2), (13, 17), (1, 11)])
 @pytest.mark.parametrize(
-    "i, j", [(slice(None), slice(None)), (slice(2, 6), slice(3, 11)), (slice(-3, None), slice(None, -2)), (slice(4, 4), slice(0, 5))]
+    ("i", "j"), [(slice(None), slice(None)), (slice(2, 6), slice(3, 11)), (slice(-3, None), slice(None, -2)), (slice(4, 4), slice(0, 5))]
 )  # fmt: skip
 def test_pool_sums_each_tile_of_the_asked_part(rows: int, cols: int, i: slice, j: slice, engine: str) -> None:
     W, truth = plain(engine=engine)
@@ -165,7 +166,7 @@ def test_tiles_cover_floor_of_r_n_over_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys, positions",
+    ("keys", "positions"),
     [
         (3, [3]), (-1, [10]), (slice(2, 9, 3), [2, 5, 8]), ([4, 0, -2], [4, 0, 9]), (slice(None), list(range(11))),
         (slice(5, 5), []), (torch.tensor([1, 6]), [1, 6]), (torch.arange(11) % 4 == 1, [1, 5, 9]), (range(0, 4), [0, 1, 2, 3]),

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  one architecture a line reads better than one argument
 """Tiny random models of many transformers architectures: (name, model, inputs). No network, no pretrained weights."""
 
 from __future__ import annotations

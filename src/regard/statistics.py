@@ -106,7 +106,7 @@ def of_dense(w: Tensor, s: Tensor, question: Question, offset: int, sink: Tensor
 def entropy(w: Tensor) -> Tensor:
     """−Σ w log w in nats, where 0 log 0 is 0."""
     # entr(0) is 0, but its slope there is inf and inf · 0 is nan: a weight of 0 stays out of the graph.
-    return torch.special.entr(torch.where(w > 0, w, 1)).sum(-1)
+    return torch.special.entr(torch.where(w == 0, 1, w)).sum(-1)
 
 
 def distance(rows: int, keys: int, offset: int, like: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """What a recording leaves on the model while it is open, and which attention it could not hear.
 
 Hooks tell where the model's forward begins and ends, and whether a module that calls itself attention ran. They look
-at the thread first and touch nothing. Where a hook would change the model there is none: an `nn.TransformerEncoderLayer`
-with hooks leaves its C++ path, and captured code would be compiled again. Imports `where`.
+at the thread first and touch nothing. Where a hook would change the model there is none: with hooks an
+`nn.TransformerEncoderLayer` leaves its C++ path, and captured code would be compiled again. Imports `where`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Attached:
                 closed |= {id(module) for module in part.modules()}
             if type(part).__name__ == "OptimizedModule":
                 # While captured code runs, the thread's keys must be those it was compiled under.
-                self._hooks.append(part.register_forward_pre_hook(lambda *_: (self.here() and pause(True)) or None))
+                self._hooks.append(part.register_forward_pre_hook(lambda *_: self._round(pause, True)))
                 self._hooks.append(part.register_forward_hook(lambda *_: self._round(pause, False), always_call=True))
         for name, module in self.modules:
             suspect = looks_like_attention(module) or module in _captured_modules

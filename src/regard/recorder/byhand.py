@@ -39,9 +39,9 @@ CHUNKED = {
 
 #: Operators that may stand between a softmax and its product.
 STEPS = (
-    "dropout native_dropout to.dtype to.dtype_layout to.device to.other _to_copy type_as contiguous clone mul.Tensor "
-    "nan_to_num masked_fill.Scalar masked_fill.Tensor"
-).split()
+    "dropout", "native_dropout", "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as",
+    "contiguous", "clone", "mul.Tensor", "nan_to_num", "masked_fill.Scalar", "masked_fill.Tensor",
+)  # fmt: skip
 
 
 def listen() -> None:
@@ -64,7 +64,7 @@ class Trail:
         self.s: Tensor | None = None  # what softmax was taken of, for a listener that wants scores
         self.scored = False  # whether its scores came from a product of queries and keys
         self.steps = 0
-        #: Where the weights live now: storage → (the weights before dropout, whether dropout came since, stride of keys).
+        #: Where the weights live: storage → (weights before dropout, whether dropout came since, stride of the keys).
         self.places: dict[int, tuple[Tensor, bool, int]] = {}
         self.alive: list[Tensor] = []  # a storage must not be given to somebody else while it is looked for
 

@@ -22,7 +22,7 @@ from .recognise import Said, said_by
 __all__ = ["Attention", "Kept", "Overwritten", "keep"]
 
 
-class Overwritten(RuntimeError):
+class Overwritten(RuntimeError):  # noqa: N818  a fact about a tensor
     """The model changed a recorded tensor in place after the call."""
 
 
@@ -47,7 +47,8 @@ class Attention:
     def shape(self) -> tuple[int, int, int, int]:
         if self.w is not None:
             return tuple(self.w.shape)  # type: ignore[return-value]
-        assert self.q is not None and self.k is not None
+        assert self.q is not None
+        assert self.k is not None
         return (*self.q.shape[:3], self.k.shape[2])  # type: ignore[return-value]
 
     def read_mask(self, known: dict[Any, tuple[Tensor, Tensor | int, Said]] | None = None) -> Said:
@@ -116,7 +117,8 @@ def keep(found: Attention, values: bool, to: str | None) -> Kept:
     if found.w is not None:
         kept.w = _own(found.w, kept.versions, to)
     else:
-        assert found.q is not None and found.k is not None
+        assert found.q is not None
+        assert found.k is not None
         q = found.q if said.wiped is None else found.q.masked_fill(said.wiped, 0)
         kept.q, kept.k = _own(q, kept.versions, to), _own(found.k, kept.versions, to)
         kept.score = _moved_score(found, to)

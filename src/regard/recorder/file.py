@@ -264,7 +264,8 @@ def _read_header(file: Any, path: Path) -> tuple[dict[str, Any], dict[str, Any]]
         _bad(path, "its description is not that of a recording")
     if description.get("version") != VERSION:
         raise RegardFileError(
-            f"{path}: it was written in version {description.get('version')!r} of the format and this regard reads {VERSION}. Update regard."
+            f"{path}: it was written in version {description.get('version')!r} of the format and this regard reads "
+            f"{VERSION}. Update regard."
         )
     return header, description
 
@@ -304,7 +305,7 @@ def _layer(told: dict[str, Any], index: int, tensors: dict[str, Tensor], one: Pa
     kept: Kept | None = None
     if "factors" in told:
         factors = _built(told["factors"], tensors)
-        assert isinstance(factors, Factors) and isinstance(factors.score, Score)
+        _need(isinstance(factors, Factors) and isinstance(factors.score, Score), "its factors are none")
         kept = _Loaded(None, None, None, None, factors.score, factors.mask, None)
         kept.factors, kept.engine = factors, told["engine"]
         kept.v = None if told["values"] is None else tensors[told["values"]]
@@ -314,9 +315,20 @@ def _layer(told: dict[str, Any], index: int, tensors: dict[str, Tensor], one: Pa
             kept.q, kept.k = factors.q, factors.k
     statistics = {str(name): tensors[key] for name, key in told["statistics"].items()}
     words = tuple(None if side is None else [[str(word) for word in line] for line in side] for side in told["words"])
-    assert told["kind"] in ("self", "cross") and len(words) == 2
     shape = tuple(int(n) for n in told["shape"])
+    _need(told["kind"] in ("self", "cross") and len(words) == 2 and len(shape) == 4, "a layer is described wrongly")
+    if kept is not None:
+        laid = (*factors.q.shape[:3], factors.k.shape[2])
+        _need(factors.k.ndim == 4 and laid == shape, "the factors of a layer do not have its shape")
+    for side, size in zip(words, shape[2:], strict=True):
+        fits = side is None or (len(side) == shape[0] and all(len(line) == size for line in side))
+        _need(fits, "the words of a layer do not have its shape")
     return Layer(str(told["name"]), index, told["kind"], kept, statistics, shape, words, one)  # type: ignore[arg-type]
+
+
+def _need(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
 
 
 class _Loaded(Kept):

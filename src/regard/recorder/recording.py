@@ -48,8 +48,8 @@ class Layer:
         """The attention matrix, (b, h, i, j); with words where there is one sequence."""
         if self.kept is None:
             raise ValueError(
-                f"of layer {self.index} ({self.name}) only numbers were kept: {', '.join(self.statistics)}; they are in "
-                '.statistics. For its weights record with keep="factors".'
+                f"of layer {self.index} ({self.name}) only numbers were kept: {', '.join(self.statistics)}; they are "
+                'in .statistics. For its weights record with keep="factors".'
             )
         self.kept.check()
         if self._made is None:
@@ -79,8 +79,10 @@ class Layer:
             behind = weights.shape[-1] - weights.shape[-2]
             rows = slice(max(0, cols.start - behind), weights.shape[-2])
         part = sequence_of(weights, item, rows, cols)
-        words = [None if side is None else side[item][at] for side, at in zip(self.words, (rows, cols), strict=True)]
-        return part.label(*words) if all(words) else part
+        above, beside = self.words
+        if above is None or beside is None:
+            return part
+        return part.label(above[item][rows], beside[item][cols])
 
     def norm_weighted(self, item: int = 0) -> Tensor:
         """w_ij · |v_j| for one sequence, (h, i, j): what each key really adds. Quadratic, like `dense`."""
@@ -192,7 +194,7 @@ class Recording:
     # Questions to all layers at once.
 
     def find(self, a: Any, b: Any = None, item: int | None = None) -> Table:
-        """Which heads tie word a to word b: rows (layer, head, weight), best first; without b the word each looks at."""
+        """Which heads tie word a to word b: (layer, head, weight), best first; without b the word each looks at."""
         return tables.find(self.layers, a, b, item)
 
     def heads(self, by: str = "entropy", item: int | None = None) -> Table:

@@ -28,6 +28,7 @@ from ..mask import padding, window
 from . import byhand, tap
 from .capture import Attention
 from .recognise import Said, as_mask
+from .where import SHARED_AXIS, split_heads
 
 __all__ = ["flash_like", "listen"]
 
@@ -105,7 +106,7 @@ def heard_flash(listener: Any, call: dict[str, Any], out: Any, frame: FrameType)
 def flash_like(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, sides: tuple[int, int], softcap: float
 ) -> Attention:
-    """What FlashAttention computes: causal and windows are counted from the last query, which stands at the last key."""
+    """What FlashAttention computes: the last query stands at the last key, for causal and for windows."""
     mask, (before, after) = None, sides
     if causal:
         mask = causal_mask()

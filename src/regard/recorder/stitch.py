@@ -9,10 +9,13 @@ Imports `capture` and `recognise`.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from ..mask import Dense, Layout, Mask
+from ..score import Score
 from .capture import Attention, Kept
 from .recognise import Intervals, intervals, recognise
 
@@ -22,7 +25,7 @@ __all__ = ["Broken", "Growing", "continues"]
 DENSE_CELLS = 2**26
 
 
-class Broken(Exception):
+class Broken(Exception):  # noqa: N818  a fact about steps
     """Steps that do not make one matrix, and why."""
 
 
@@ -45,7 +48,9 @@ class Growing:
             self.rows_of_w = [w]
             self.start, self.total = w.shape[-1] - w.shape[-2], w.shape[-1]
             return
-        assert first.q is not None and first.k is not None
+        assert first.q is not None
+        assert first.k is not None
+        assert first.score is not None
         self.queries = [first.q]
         seen = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
         end = first.k.shape[2] if cross else int(seen.hi.max())
@@ -53,7 +58,7 @@ class Growing:
         self.values = None if first.v is None else first.v[:, :, :end]
         self.seen = [seen]
         self.start, self.total = end - first.q.shape[2], end
-        bias = next((step.tensor for step in first.score.steps if hasattr(step, "tensor")), None)  # type: ignore[union-attr]
+        bias = next((step.tensor for step in first.score.steps if hasattr(step, "tensor")), None)
         self.biases = [bias]
 
     @property
@@ -67,7 +72,8 @@ class Growing:
         if self.first.w is not None or found.w is not None:
             self._extend_dense(kept.w)
             return
-        assert kept.q is not None and kept.k is not None
+        assert kept.q is not None
+        assert kept.k is not None
         if kept.q.shape[:2] != self.queries[0].shape[:2] or kept.k.shape[:2] != self.keys.shape[:2]:
             raise Broken("the batch changes between steps")
         m, n = kept.q.shape[2], kept.k.shape[2]
@@ -93,9 +99,9 @@ class Growing:
                 raise Broken(f"a step sees {int(seen.hi.max())} keys where {end} positions have passed")
             if not torch.equal(k[:, :, : self.total], self.keys):
                 raise Broken("keys change between steps, as when beam search reorders the cache")
-            k, v = (None if x is None else x[:, :, :end] for x in (k, v))
-            self.keys = k if n == end else k.clone()  # type: ignore[union-attr, assignment]
-            self.values = v if v is None or n == end else v.clone()
+            # Of a static cache only what is filled is kept; the cache itself is written over.
+            self.keys = k if n == end else k[:, :, :end].clone()
+            self.values = v if v is None or n == end else v[:, :, :end].clone()
             shift = 0
         else:  # a cache that keeps a window: the last n positions
             old = n - m
@@ -143,10 +149,9 @@ class Growing:
         cells = (at >= lo[..., None]) & (at < hi[..., None])
         return Dense(cells[:, None]), None if self.cross else "end"
 
-    def _score(self, q: Tensor):  # type: ignore[no-untyped-def]
-        import dataclasses
-
+    def _score(self, q: Tensor) -> Score:
         score = self.first.score
+        assert score is not None
         if all(bias is None for bias in self.biases):
             return score
         heads = max(bias.shape[1] for bias in self.biases if bias is not None)
@@ -159,8 +164,8 @@ class Growing:
             if bias is not None:
                 whole[:, :, row : row + part.shape[2], : bias.shape[-1]] = bias
             row += part.shape[2]
-        steps = tuple(step for step in score.steps if not hasattr(step, "tensor"))  # type: ignore[union-attr]
-        return dataclasses.replace(score, steps=steps).bias(whole)  # type: ignore[type-var]
+        steps = tuple(step for step in score.steps if not hasattr(step, "tensor"))
+        return dataclasses.replace(score, steps=steps).bias(whole)
 
 
 def _intervals(mask: Mask | None, i: int, j: int, align: str | None, device: torch.device) -> Intervals:

@@ -102,7 +102,7 @@ def find(layers: list[Any], a: Any, b: Any, item: int | None) -> Table:
     return Table(columns, sorted(rows, key=lambda row: -row[-1]))
 
 
-# One number a head. The sink is the key that the layer's heads give most to; where it drowns what is asked, it is taken out.
+# One number a head. The sink is the key that a layer's heads give most to; where it misleads, it is taken out.
 
 
 def _sink(weights: Weights) -> tuple[int, Tensor]:
@@ -112,7 +112,7 @@ def _sink(weights: Weights) -> tuple[int, Tensor]:
 
 
 def _entropy(weights: Weights) -> Tensor:
-    """Entropy of the rows with the sink taken out: of w and r = 1 − w, r·H′ = H + w log w + r log r; a mean weighted by r."""
+    """Entropy without the sink: with its weight w and r = 1 − w, r·H′ = H + w log w + r log r; a mean weighted by r."""
     _, w = _sink(weights)
     rest = (1 - w).clamp(min=0)
     return _mean(weights.entropy() + _x_log_x(w) + _x_log_x(rest), rest)

@@ -75,6 +75,8 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None) -> Config:
         chosen = _first(PLAIN, "any", size)
     else:
         chosen = _first(HOPPER, kernel, size)
+    if "bias" in p.kinds:  # its tiles take room beside the keys
+        chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
     # A few rows need no tall tile.
     height = min(chosen.block_i, max(16, 1 << (p.i - 1).bit_length()))
     if height == chosen.block_i:

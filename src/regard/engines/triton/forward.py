@@ -21,6 +21,7 @@ from .tiles import (
     add_product,
     fetch,
     key_blocks,
+    own_descriptor,
     place,
     product,
     put_row,
@@ -112,7 +113,12 @@ def forward_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     hk, hv = h // sizes.k_group, h // sizes.v_group
     if PAIR == "product":
-        if TMA:  # rows past the end may be another head's: they are computed and never written
+        if APART:
+            # Where the compiler parts the warps, descriptors from the host make the program wait for ever.
+            own_k = own_descriptor(k, b, hk, sizes.j, D, BLOCK_J, BLOCK_D)
+            own_v = own_descriptor(v, b, hv, sizes.j, E, BLOCK_J, BLOCK_E) if Y and not SAME else own_k
+            rows = own_descriptor(q, b, h, sizes.i, D, BLOCK_I, BLOCK_D).load([start, 0])
+        elif TMA:  # rows past the end may be another head's: they are computed and never written
             rows = fetch(q_desc, q_map, b, h, start)
         else:
             rows = tile(q, b, h, i, d, sizes.i, D, True)
@@ -132,7 +138,9 @@ def forward_kernel(
         for n in tl.range(full_from, full_to, warp_specialize=APART):
             j = n * BLOCK_J + tl.arange(0, BLOCK_J)
             if PAIR == "product":
-                if TMA:
+                if APART:
+                    near = own_k.load([n * BLOCK_J, 0])
+                elif TMA:
                     near = fetch(k_desc, k_map, b, hk, n * BLOCK_J)
                 else:
                     near = tile(k, b, hk, j, d, sizes.j, D, False)
@@ -146,6 +154,8 @@ def forward_kernel(
                 values = s
             elif SAME:
                 values = near
+            elif APART:
+                values = own_v.load([n * BLOCK_J, 0])
             elif TMA:
                 values = fetch(v_desc, v_map, b, hv, n * BLOCK_J)
             else:

@@ -167,7 +167,7 @@ class Prepared:
         self.steps = tuple(step.ptr for step in steps)
         self.strides = tuple(stride for step in steps for stride in step[1:])
         self.caps = tuple(s.cap if isinstance(s, Softcap) else 0.0 for s in problem.steps)
-        self.kinds = tuple(type(s).__name__.lower() for s in problem.steps)
+        self.kinds = tuple(_kind(s) for s in problem.steps)
         self.sizes = Sizes(self.h, self.i, self.j, self.h // self.k.shape[1], self.h // v_heads, problem.offset)
         self.pair = self._pair() if not self.product else TanhPair(*[self.q] * 5, 0, 0, self.q, 0)
 
@@ -214,6 +214,13 @@ class Prepared:
             return Cells(self.q, 0, 0, 0, 0)
         table = key_table(self.form, config.block_i, config.block_j, self.j)
         return Cells(table, table.stride(0) if len(table) > 1 else 0, 0, 4, 1)
+
+
+def _kind(step: Any) -> str:
+    """What a step does to a tile; a bias that is the same along rows or along keys is not read cell by cell."""
+    if not isinstance(step, Bias):
+        return type(step).__name__.lower()
+    return "bias_rows" if step.tensor.shape[3] == 1 else "bias_keys" if step.tensor.shape[2] == 1 else "bias"
 
 
 def padded(n: int) -> int:
@@ -264,6 +271,9 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         count = len(wanted)
         descriptors, maps = [*tma[:count], tma[1]][:3], [*tma[count:], tma[count + 1]][:3]
     heads = p.b * p.h
+    apart = tma is not None and _parts(p, config)
+    if apart:
+        triton.set_allocator(_room)
     with launch_on(p.q):
         forward_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), pair=p.pair,
@@ -274,11 +284,16 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_V=v is not None and v.dtype == torch.float32,
             SINK=problem.sink is not None, SAME=same, Y=v is not None, LSE="lse" in names, MAX="max_score" in names,
             ENTROPY="entropy" in names, REACH="reach" in names, MASS="mass" in names, ARGMAX="argmax" in names,
-            TMA=tma is not None, APART=tma is not None and _parts(p, config),
+            TMA=tma is not None, APART=apart,
             EDGES=p.form.kind != "none" or p.j % config.block_j != 0, WHOLE=p.j % config.block_j == 0, BLOCK_D=block_d, BLOCK_E=block_e,
             **p.common, **config.launch,
         )  # fmt: skip
     return found
+
+
+def _room(size: int, alignment: int, stream: Any) -> Tensor:
+    """Where programs write the descriptors they make."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _parts(p: Prepared, config: Config) -> bool:

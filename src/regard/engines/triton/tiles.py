@@ -164,6 +164,12 @@ def fetch(desc, where, b, h, start):
     return desc.load([(b * where.row_b + h * where.row_h + start).to(tl.int32), (h * where.col_h).to(tl.int32)])
 
 
+@triton.jit
+def own_descriptor(x, b, h, n, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A descriptor of one head, made by the program itself; (n, D) is the head's size."""
+    return tl.make_tensor_descriptor(place(x, b, h), [n, D], [x.i, 1], [ROWS, BLOCK_D])
+
+
 # Who is seen.
 
 
@@ -302,6 +308,12 @@ def scored(s, i, j, b, h, steps, strides, caps, scale, sizes, STEPS: tl.constexp
                 at = step_of(steps, strides, n, b, h)
                 at = at + i.to(tl.int64) * strides[4 * n + 2] + j.to(tl.int64) * strides[4 * n + 3]
                 s += tl.load(at, mask=(i < sizes.i) & (j < sizes.j), other=0.0).to(tl.float32)
+            if STEPS[n] == "bias_rows":
+                at = step_of(steps, strides, n, b, h) + i.to(tl.int64) * strides[4 * n + 2]
+                s += tl.load(at, mask=i < sizes.i, other=0.0).to(tl.float32)
+            if STEPS[n] == "bias_keys":
+                at = step_of(steps, strides, n, b, h) + j.to(tl.int64) * strides[4 * n + 3]
+                s += tl.load(at, mask=j < sizes.j, other=0.0).to(tl.float32)
             if STEPS[n] == "alibi":
                 near = tl.load(step_of(steps, strides, n, b, h)).to(tl.float32)
                 s -= near * tl.abs(i + sizes.offset - j).to(tl.float32)

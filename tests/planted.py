@@ -1,0 +1,197 @@
+"""Planted bugs: each is a small patch to the library that the ordinary tests must catch.
+
+    python tests/planted.py            all of them; exits with 1 if one survives
+    python tests/planted.py pool sink  those whose names hold one of these words
+
+Every patch is applied to a copy of the package, the tests named beside it run against the copy, and the copy is put
+right again. First the same tests run with nothing planted: a test that fails anyway catches nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "regard"
+
+#: What is run: the file, and which of its tests.
+TESTS = {
+    "merge": ("test_merge.py", ""),
+    "statistics": ("test_statistics.py", "tiles and end and (scaled_dot or sink or bias) and not long_rows"),
+    "ties": ("test_statistics.py", "equals"),
+    "scores and sinks": ("test_statistics.py", "every_statistic and end and reference and (modifiers or alibi) and (causal or none)"),
+    "identities": ("test_statistics.py", "not every_statistic"),
+    "gradients": ("test_gradients.py", "tiles and every_answer and (scaled_dot or sink or alibi or additive) and (causal or padding or first)"),
+    "memory of numbers": ("test_gradients.py", "remembered or two_calls or in_place or after_backward"),
+    "masks": ("test_masks.py", ""),
+    "scores": ("test_scores.py", ""),
+    "indexing": ("test_indexing.py", ""),
+    "edges": ("test_empty_and_infinite.py", "float64 and tiles"),
+    "edges in float32": ("test_empty_and_infinite.py", "float32"),
+    "bound": ("test_bound.py", "within_its_bound and not 20000 and (0 or 5)"),
+    "gradients in float32": ("test_bound.py", "three_times and dtype0"),
+    "inputs": ("test_inputs.py", "not compiled and not forked and not spawned"),
+    "errors": ("test_errors.py", ""),
+}  # fmt: skip
+
+
+class Bug(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+BUGS = [
+    # state.py: the merge.
+    Bug("merge forgets to rescale its own sum", "state.py", "m, a * self.l + b * other.l, t,", "m, self.l + b * other.l, t,", ("merge",)),
+    Bug("merge shifts the entropy's sum the wrong way", "state.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
+    Bug("merge pivots on −inf", "state.py", "return torch.where(old == -torch.inf, 0, old - new)", "return old - new", ("merge",)),
+    Bug("a block pivots on −inf", "state.py", "return torch.where(m == -torch.inf, 0, m)", "return m", ("merge",)),
+    Bug("ties go to the higher index", "state.py", "tie = (self.m == other.m) & _before(self.argmax, other.argmax)", "tie = (self.m == other.m) & _before(other.argmax, self.argmax)", ("merge",)),
+    Bug("top merges by score alone", "state.py", "score, index = score.gather(-1, by_index), index.gather(-1, by_index)", "pass", ("merge",)),
+    Bug("a sink is the maximum", "state.py", '"max_score": self.m,', '"max_score": whole.m,', ("merge",)),
+    Bug("a row with no key divides by zero", "state.py", "share = torch.where(l == 0, 0, 1 / l)", "share = 1 / l", ("merge",)),
+    Bug("lse in base 2", "state.py", '"lse": whole.m + l.log(),', '"lse": whole.m + l.log2(),', ("merge",)),
+    Bug("−0.0 sorts below 0.0", "state.py", "bits = (s.detach() + 0.0).contiguous()", "bits = s.detach().contiguous()", ("ties",)),
+    # statistics.py and the tiles of the pooled map.
+    Bug("tiles begin one late", "statistics.py", "return ((position + 1) * tiles - 1) // max(n, 1)", "return (position * tiles) // max(n, 1)", ("identities",)),
+    Bug("pooled map ignores where its part begins", "statistics.py", "return _tile_of(j - self.j0, self.cols, self.j1 - self.j0)", "return _tile_of(j, self.cols, self.j1)", ("identities",)),
+    Bug("the reference counts a sink's share twice", "statistics.py", "entropy(w) + entropy(sink.unsqueeze(-1))", "entropy(w) + 2 * entropy(sink.unsqueeze(-1))", ("scores and sinks",)),
+    # mask.py: intervals.
+    Bug("causal hides the query itself", "mask.py", "return _around(layout, None, 0)", "return _around(layout, None, -1)", ("masks",)),
+    Bug("a window ends one early", "mask.py", "return _around(layout, self.before, self.after)", "return _around(layout, self.before, self.after - 1)", ("masks",)),
+    Bug("the complement forgets what is before the first interval", "mask.py", "torch.cat([edge, self.hi], 1)", "torch.cat([self.hi[:, :1], self.hi], 1)", ("masks",)),
+    Bug("documents out of order are called exact", "mask.py", "contiguous = bool((hi - lo == end - begin).all())", "contiguous = True", ("masks",)),
+    Bug("the opposite of unsure intervals is taken", "mask.py", "return spans.complement(layout.keys) if spans.exact else layout.interval(0, layout.keys, exact=False)", "return spans.complement(layout.keys)", ("masks",)),
+    Bug("align end counts from the wrong corner", "door.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
+    # score.py.
+    Bug("scaled by d, not its root", "score.py", "return 1 / math.sqrt(max(size, 1)) if self.scale is None else float(self.scale)", "return 1 / max(size, 1) if self.scale is None else float(self.scale)", ("scores",)),
+    Bug("a Gaussian without its key's length", "score.py", "(Bias(row), Bias(key), *self.steps)", "(Bias(row), *self.steps)", ("scores",)),
+    Bug("a soft cap that forgets to multiply back", "score.py", "return self.cap * torch.tanh(s / self.cap)", "return torch.tanh(s / self.cap)", ("scores",)),
+    Bug("alibi signed", "score.py", "(block.i - block.j).abs()\n", "(block.i - block.j)\n", ("scores",)),
+    Bug("modifiers in the opposite order", "score.py", "steps=(*self.steps, step))", "steps=(step, *self.steps))", ("scores",)),
+    # factors.py.
+    Bug("heads of a group in the wrong order", "factors.py", "return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)", "return x if x.shape[1] == heads else x.repeat(1, heads // x.shape[1], 1, 1)", ("inputs",)),
+    Bug("a chosen head looks at the keys of another", "factors.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
+    Bug("a narrowed problem forgets where it stands", "factors.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),
+    Bug("poison in keys is let through", "factors.py", "k=blank(self.k, seen, -2), steps=steps)", "steps=steps)", ("edges",)),
+    Bug("poison in values is let through", "factors.py", "v = None if question.v is None else blank(question.v, seen, -2)", "v = question.v", ("edges",)),
+    # engines/blockwise.py and gradient.py: plain tiles.
+    Bug("a tile at the edge counts as whole", "engines/blockwise.py", "full_from <= j and stop <= full_to", "full_from <= j", ("masks",)),
+    Bug("the last tile of keys is not visited", "engines/blockwise.py", "for j in range(first, end, width):", "for j in range(first, end - 1, width):", ("masks",)),
+    Bug("ranges that overlap are walked twice", "engines/blockwise.py", "if out and first <= out[-1][1]:", "if out and first < out[-1][0]:", ("masks",)),
+    Bug("received keeps the last tile only", "engines/blockwise.py", 'total["received"][:, :, cols] += w.sum(2)', 'total["received"][:, :, cols] = w.sum(2)', ("statistics",)),
+    Bug("a group's gradients are averaged", "engines/blockwise.py", "x.unflatten(1, (heads, -1)).sum(2)", "x.unflatten(1, (heads, -1)).mean(2)", ("gradients",)),
+    Bug("the sink gets no gradient", "engines/blockwise.py", "total.sink.add_(gradient.of_sink(problem.sink, lse))", "pass", ("gradients",)),
+    Bug("the gradient of the entropy lacks its log", "engines/gradient.py", "return inside - self.eta[:, :, rows, None] * log_w.clamp(min=-1e5)", "return inside - self.eta[:, :, rows, None]", ("gradients",)),
+    Bug("weights made again pivot on −inf", "engines/gradient.py", "log_w = s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)", "log_w = s - lse.unsqueeze(-1)", ("edges",)),
+    # see.py: the one backward.
+    Bug("the gradient of lse has the wrong sign", "see.py", "c = c - g\n", "c = c + g\n", ("gradients",)),
+    Bug("the gradient of the output lacks its row's share", "see.py", 'c = c + (g * wide(answers["y"])).sum(-1)', "c = c + 0", ("gradients",)),
+    Bug("the gradient of received lacks its row's share", "see.py", "c = c + (left * mixed).sum(-1)", "c = c + 0", ("gradients",)),
+    Bug("the gradient of the reach lacks its row's share", "see.py", 'c = c + rho * answers["reach"]', "c = c + 0", ("gradients",)),
+    # memory.py and index.py.
+    Bug("a change of a factor is not noticed", "memory.py", "or self._versions != _versions(factors):", "or False:", ("memory of numbers",)),
+    Bug("an answer changed in place is handed out again", "memory.py", "if number is not None and number._version == version:", "if number is not None:", ("memory of numbers",)),
+    Bug("a number of inference mode is remembered", "memory.py", "is not None and not value.is_inference():", "is not None:", ("memory of numbers",)),
+    Bug("the largest are remembered whatever their number", "memory.py", "return name, question.top", "return name", ("ties",)),
+    Bug("a pooled map is remembered whatever its tiles", "memory.py", "return name, *vars(question.tiling).values()", "return name", ("memory of numbers",)),
+    Bug("a word that occurs twice is its first", "index.py", "            if len(places) > 1:\n", "            if len(places) > 99:\n", ("errors",)),
+    Bug("negative numbers count from the wrong end", "index.py", "return n % size if size else n", "return abs(n) % size if size else n", ("indexing",)),
+    # engines/cpu: compiled tiles.
+    Bug("compiled: a new maximum does not shrink the sum", "engines/cpu/forward.py", "    l[r] *= alpha\n", "    pass\n", ("bound",)),
+    Bug("compiled: a new maximum does not shift the entropy", "engines/cpu/forward.py", "t[r] = alpha * (t[r] + shift * l[r])", "t[r] = alpha * t[r]", ("bound",)),
+    Bug("compiled: a new maximum does not shrink the output", "engines/cpu/forward.py", "scaled(carray(floats_at(T.y + 4 * out * T.E), T.E), T.E, alpha)", "pass", ("bound",)),
+    Bug("compiled: the tile to the left leaks into the output", "engines/cpu/forward.py", "                zeroed(row, 0, a)\n", "                pass\n", ("bound",)),
+    Bug("compiled: the tile to the right leaks into the output", "engines/cpu/forward.py", "                zeroed(row, z, cols)\n", "                pass\n", ("bound",)),
+    Bug("compiled: the sink is left out of the entropy", "engines/cpu/forward.py", "+ one * theirs", "", ("bound",)),
+    Bug("compiled: values of the wrong head", "engines/cpu/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
+    Bug("compiled: sums of columns are not put back to zero", "engines/cpu/reread.py", "    zeroed(column, 0, cols)\n", "    pass\n", ("bound",)),
+    Bug("compiled: pooled rows begin one late", "engines/cpu/reread.py", "return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)", "return (i - T.i0) * T.tile_rows // (T.i1 - T.i0)", ("bound",)),
+    Bug("compiled: distance without its sign taken off", "engines/cpu/rows.py", "total += p[j] * f32(abs(i32(behind) - i32(j)))", "total += p[j] * f32(i32(behind) - i32(j))", ("bound",)),
+    Bug("compiled: an equal score goes before", "engines/cpu/rows.py", "    if not x > score[n - 1]:\n", "    if not x >= score[n - 1]:\n", ("ties",)),
+    Bug("compiled: exp is a digit short", "engines/cpu/words.py", "p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5", "p = (((_E2) * r + _E3) * r + _E4) * r + _E5", ("bound",)),
+    Bug("compiled: the gradient forgets the slope of a cap", "engines/cpu/backward.py", "        times(d, n, slope)\n", "        pass\n", ("gradients in float32",)),
+    Bug("compiled: keys outside an interval get gradients", "engines/cpu/backward.py", "                    zeroed(row, z, cols)\n", "                    pass\n", ("gradients in float32",)),
+    Bug("compiled: the gradient of the reach is lost", "engines/cpu/backward.py", "    if T.rho != 0:\n", "    if T.rho != 0 and T.rho == 0:\n", ("gradients in float32",)),
+]  # fmt: skip
+
+
+def run(copy: Path, tests: str) -> tuple[bool, float]:
+    """Whether these tests pass against the copy, and how long that took."""
+    file, chosen = TESTS[tests]
+    began = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        str(ROOT / "tests" / file),
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+    ]
+    done = subprocess.run(
+        [*command, *(["-k", chosen] if chosen else [])], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(copy.parent), "NUMBA_CACHE_DIR": str(copy.parent / "cache")},
+    )  # fmt: skip
+    # 1 is a failed test, 2 an error while a file was read; all else is no verdict.
+    assert done.returncode in (0, 1, 2), f"{tests}: {done.stdout}\n{done.stderr}"
+    return done.returncode == 0, time.monotonic() - began
+
+
+def plant(copy: Path, bug: Bug) -> bool:
+    """Whether the bug is caught."""
+    path, clean = copy / bug.file, PACKAGE / bug.file
+    text = clean.read_text()
+    assert text.count(bug.old) >= 1, (
+        f"{bug.name}: {bug.file} has no {bug.old!r}: the code has moved on, and so must the patch"
+    )
+    path.write_text(text.replace(bug.old, bug.new, 1))
+    try:
+        return any(not run(copy, tests)[0] for tests in bug.tests)
+    finally:
+        shutil.copy2(clean, path)
+
+
+def main(words: list[str]) -> int:
+    bugs = [bug for bug in BUGS if not words or any(word in bug.name for word in words)]
+    survived = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "regard"
+        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for tests in dict.fromkeys(tests for bug in bugs for tests in bug.tests):
+            passed, seconds = run(copy, tests)
+            print(
+                f"{'passes':9} {seconds:5.1f} s  nothing planted: {tests}"
+                if passed
+                else f"FAILS with nothing planted: {tests}",
+                flush=True,
+            )
+            if not passed:
+                return 1
+        for bug in bugs:
+            began = time.monotonic()
+            caught = plant(copy, bug)
+            print(
+                f"{'caught' if caught else 'SURVIVED':9} {time.monotonic() - began:5.1f} s  {bug.file}: {bug.name}",
+                flush=True,
+            )
+            survived += [] if caught else [bug]
+    print(f"{len(bugs) - len(survived)} of {len(bugs)} planted bugs caught")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
