@@ -49,7 +49,7 @@ def forwards() -> list[Row]:
     for what, batch, length, padded, must, goal in (
         ("recording a MiniLM forward", 8, 128, False, 1.15, 1.05),
         ("recording a MiniLM forward, padded", 8, 128, True, 1.15, 1.05),
-        ("recording a MiniLM forward, one sentence", 1, 15, False, None, 1.15),
+        ("recording a MiniLM forward, one sentence", 1, 15, False, None, None),
     ):
         x = inputs(batch, length, padded)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import engines
 from .asking import as_tiling, as_tokens, as_values, at_least_one, chosen_keys
 from .engines import reference
+from .engines.gradient import weights as weights_and_logs
 from .factors import Factors, Problem, given
 from .index import At, Pick, Tokens, parse, positions_of, runs, where, word_at
 from .memory import Memory, as_bytes, need_room
@@ -267,14 +268,14 @@ class Weights:
             elif statistic == "values":
                 found["y"] = answers["y"].squeeze(-1) if vector else answers["y"]
             else:
-                found[statistic] = answers[statistic]
+                found[statistic] = answers[statistic].to(self.dtype)
         return Seen(**found)
 
     def _weight_of(self, score: Tensor, index: Tensor, lse: Tensor) -> Tensor:
         """exp(score − lse), 0 where there is no key; −inf scores of such rows stay out of the graph."""
         there = index >= 0
         log_w = torch.where(there, score, 0) - torch.where(lse == -torch.inf, 0, lse)
-        return torch.where(there, log_w.exp(), 0)
+        return torch.where(there, log_w.exp(), 0).to(self.dtype)
 
     def _ask(self, question: Question) -> Answers:
         """The engines' answers, with this matrix's batch and head axes."""
@@ -316,7 +317,7 @@ class Weights:
             narrow = problem.narrow(run.start, run.stop)
             lse = self._lse_of(narrow, run)
             s = narrow.scores(narrow.block(slice(0, len(run)), where(cols, problem.q.device)))
-            parts.append((s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)).exp())
+            parts.append(weights_and_logs(s, lse)[0])
         w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
         return w.reshape(*self._factors.batch, *w.shape[1:])
 

@@ -48,9 +48,16 @@ def compute(problem: Problem, question: Question, engine: Engine, known: Answers
     if missing:
         problem, question = problem.blank_unseen(question)
         answers |= engine.compute(problem, question, missing, known)
+    if "lse" in answers:
+        answers["lse"] = answers["lse"].to(lse_type(problem))
     if "y" in missing and question.v is not None:
         answers["y"] = answers["y"].to(question.v.dtype)
     return {name: answers[name] for name in question.names}
+
+
+def lse_type(problem: Problem) -> torch.dtype:
+    """On the CPU lse is kept in float64, where it costs nothing: weights are made from it again."""
+    return torch.float64 if problem.q.device.type == "cpu" else problem.wide
 
 
 def pull_back(
@@ -90,7 +97,7 @@ def _picked_gradients(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tenso
 def _gradient(problem: Problem, question: Question, engine: Engine, answers: Answers, flowing: Answers) -> Gradient:
     """Write everything that is linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
-    flowing = {name: wide(g) for name, g in flowing.items()}
+    flowing = {name: g.to(problem.wide) for name, g in flowing.items()}
     row = torch.zeros(b, h, i, dtype=problem.wide, device=problem.q.device)
     c, pairs, unfinished = row, [], []
     if (g := flowing.get("y")) is not None:
@@ -214,7 +221,7 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
         shapes["z"] = (b, h, j, question.u.shape[-1])
     if question.tiling is not None:
         shapes["pool"] = (b, h, question.tiling.rows, question.tiling.cols)
-    types = {"argmax": torch.int64, "top_index": torch.int64}
+    types = {"argmax": torch.int64, "top_index": torch.int64, "lse": lse_type(problem)}
     if question.v is not None:
         types["y"] = question.v.dtype
     return [(shapes.get(name, (b, h, i)), types.get(name, problem.wide)) for name in question.names]

@@ -84,13 +84,13 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
     b, h, _, j = problem.shape
     total = {}
     if question.wants("received"):
-        total["received"] = lse.new_zeros(b, h, j)
+        total["received"] = lse.new_zeros(b, h, j, dtype=problem.wide)
     if question.wants("z"):
         assert question.u is not None
-        total["z"] = lse.new_zeros(b, h, j, question.u.shape[-1])
+        total["z"] = lse.new_zeros(b, h, j, question.u.shape[-1], dtype=problem.wide)
     if question.wants("pool"):
         assert question.tiling is not None
-        total["pool"] = lse.new_zeros(b, h, question.tiling.rows, question.tiling.cols)
+        total["pool"] = lse.new_zeros(b, h, question.tiling.rows, question.tiling.cols, dtype=problem.wide)
     for rows, tiles in tiled(problem):
         for cols, whole in tiles:
             w, _ = weights_of(problem, rows, cols, whole, lse)

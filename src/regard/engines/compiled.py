@@ -74,7 +74,8 @@ def _note_fork() -> None:
 
 
 # A forked child has the parent's team on record but none of its threads: it must work alone.
-os.register_at_fork(after_in_child=_note_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
 
 
 def serves(problem: Problem) -> bool:
@@ -216,7 +217,7 @@ def forward(problem: Problem, question: Question) -> Answers:
     b, h, i, _ = problem.shape
     tall, wide = _tile_size(problem)
     task = Task(problem, tall, wide)
-    found = {"lse": task.out("lse", torch.empty(b, h, i))}
+    found = {"lse": task.out("lse", torch.empty(b, h, i, dtype=torch.float64))}
     if question.wants("y"):
         assert question.v is not None
         v = task.rows("v", question.v, "bhj")
@@ -265,7 +266,7 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
     tall, wide = _tile_size(problem)
     task = Task(problem, tall, wide)
     chunks = _chunks(problem, b * h, tall)
-    task.out("lse", lse.float().contiguous())
+    task.out("lse", lse.double().contiguous())
     task.set(chunks=chunks)
     found = {}
     if question.wants("received"):
@@ -298,7 +299,7 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
     task = Task(problem, tall, wide)
     chunks = _chunks(problem, b * heads, tall)
     task.set(chunks=chunks)
-    task.out("lse", lse.float().contiguous())
+    task.out("lse", lse.double().contiguous())
     task.out("c", gradient.c.float().contiguous())
     left = task.rows("left", gradient.left.expand(b, h, -1, -1), "bhi")
     right = task.rows("right", gradient.right, "bhj")

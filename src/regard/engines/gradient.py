@@ -62,5 +62,10 @@ class Gradient:
 def weights(s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Weights and their logarithms from scores (b, h, i, j) and lse (b, h, i)."""
     # A row with no key has lse = −inf and scores −inf: pivot on 0, since −inf − −inf is nan.
-    log_w = s - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
+    pivot = torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
+    # lse may be finer than the scores: take it away in two parts, so that nothing of it is lost to rounding.
+    high = pivot.to(s.dtype)
+    log_w = s - high
+    if lse.dtype != s.dtype:
+        log_w = log_w - (pivot - high).to(s.dtype)
     return log_w.exp(), log_w

@@ -15,6 +15,7 @@ from numba import carray, njit
 from .rows import (
     add_far,
     add_vector,
+    in_two_parts,
     into_scores,
     into_scores_entropy,
     modify,
@@ -27,7 +28,7 @@ from .rows import (
 )
 from .task import SOFTCAP, steps_at
 from .words import (
-    NEGATIVE_INFINITY,
+    doubles_at,
     draw,
     f32,
     floats_at,
@@ -118,15 +119,15 @@ def row_gradient(T, mine, b, h, i, r, a, n, j0, dkey):
     slope = carray(floats_at(mine + 2 * tile + 4 * T.wide), n if has_cap(steps, T.step_count) else 0)
     if T.step_count > 0:
         modify(w, slope, n, steps, T.step_count, b, h, i, i + T.offset, j0 + a)
-    lse, c = carray(floats_at(T.lse + 4 * row), 1)[0], carray(floats_at(T.c + 4 * row), 1)[0]
-    pivot = f32(0) if lse == NEGATIVE_INFINITY else lse
+    high, low = in_two_parts(carray(doubles_at(T.lse + 8 * row), 1)[0])
+    c = carray(floats_at(T.c + 4 * row), 1)[0]
     if T.rho != 0:
         add_far(d, n, carray(floats_at(T.rho + 4 * row), 1)[0], i + T.offset - j0 - a)
     if T.eta != 0:
-        weights_and_logs(w, n, pivot, log)
+        weights_and_logs(w, n, high, low, log)
         into_scores_entropy(d, w, n, c, carray(floats_at(T.eta + 4 * row), 1)[0], log)
     else:
-        weights_kept(w, n, pivot)
+        weights_kept(w, n, high, low)
         into_scores(d, w, n, c)
     if len(slope) > 0:
         times(d, n, slope)

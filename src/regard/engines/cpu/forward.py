@@ -27,6 +27,7 @@ from .rows import (
 from .task import steps_at
 from .words import (
     NEGATIVE_INFINITY,
+    doubles_at,
     draw,
     exponential,
     f32,
@@ -174,7 +175,8 @@ def finish_rows(T, b, h, first, rows, m, l, t, untouched):
             alpha = merge_sink(carray(floats_at(T.sink + 4 * (b * T.sink_b + h * T.sink_h)), 1)[0], r, m, l, t)
         share = f32(0) if l[r] == f32(0) else alpha / l[r]
         log_l = np.log(l[r])
-        carray(floats_at(T.lse + 4 * out), 1)[0] = m[r] + log_l
+        # In float64: weights made once more as exp(s − lse) would feel the rounding of a large lse.
+        carray(doubles_at(T.lse + 8 * out), 1)[0] = np.float64(m[r]) + np.log(np.float64(l[r]))
         if T.t != 0:
             entropy = f32(0) if l[r] == f32(0) else log_l - t[r] / l[r]
             carray(floats_at(T.t + 4 * out), 1)[0] = f32(0) if entropy < f32(0) else entropy

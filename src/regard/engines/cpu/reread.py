@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from .rows import modify, visible_range, weights_added, zeroed
+from .rows import in_two_parts, modify, visible_range, weights_added, zeroed
 from .task import steps_at
 from .words import (
-    NEGATIVE_INFINITY,
     doubles_at,
     draw,
     f32,
@@ -78,7 +77,7 @@ def block_of_rows(T, mine, item, head, i0, rows):
 def add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi):
     """Turn a tile of scores into weights and add up its columns, group by group of the pooled map's rows."""
     columns = mine + 4 * T.tall * T.wide
-    lse = carray(floats_at(T.lse + 4 * head * T.I), T.I)
+    lse = carray(doubles_at(T.lse + 8 * head * T.I), T.I)
     group = pool_row(T, i0)
     for r in range(rows):
         i = i0 + r
@@ -95,8 +94,8 @@ def add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi):
         if T.step_count > 0:
             steps = carray(steps_at(T.steps), T.step_count)
             modify(s, row[:0], n, steps, T.step_count, head // T.H, head % T.H, i, i + T.offset, j0 + a)
-        pivot = f32(0) if lse[i] == NEGATIVE_INFINITY else lse[i]
-        weights_added(s, n, pivot, carray(floats_at(columns + 4 * a), n))
+        high, low = in_two_parts(lse[i])
+        weights_added(s, n, high, low, carray(floats_at(columns + 4 * a), n))
         zeroed(row, 0, a)
         zeroed(row, z, cols)
     flush(T, columns, cols, j0, group, item)

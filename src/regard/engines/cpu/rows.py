@@ -5,6 +5,7 @@ Loops start at 0: an index that might be negative is no vector. Imports `words` 
 
 from __future__ import annotations
 
+import numpy as np
 from numba import carray, njit
 
 from .task import ADDED, ADDED_VECTOR, ALIBI, SOFTCAP
@@ -240,28 +241,37 @@ def visible_range(lo, hi, i0, rows):
     return first, end
 
 
+@njit
+def in_two_parts(lse):
+    """A float64 lse as the sum of two float32; 0 for a row with no key, since −inf − −inf is nan."""
+    if lse == -np.inf:
+        return f32(0), f32(0)
+    high = f32(lse)
+    return high, f32(lse - np.float64(high))
+
+
 @njit(fastmath={"contract"})
-def weights_added(s, n, lse, column):
+def weights_added(s, n, high, low, column):
     """s ← exp(s − lse), also added to the sums of the columns."""
     use_wide_vectors()
     for j in range(n):
-        w = exponential(s[j] - lse)
+        w = exponential((s[j] - high) - low)
         s[j] = w
         column[j] += w
 
 
 @njit(fastmath={"contract"})
-def weights_kept(s, n, lse):
+def weights_kept(s, n, high, low):
     use_wide_vectors()
     for j in range(n):
-        s[j] = exponential(s[j] - lse)
+        s[j] = exponential((s[j] - high) - low)
 
 
 @njit(fastmath={"contract"})
-def weights_and_logs(s, n, lse, log):
+def weights_and_logs(s, n, high, low, log):
     use_wide_vectors()
     for j in range(n):
-        x = s[j] - lse
+        x = (s[j] - high) - low
         log[j] = LOWEST if x < LOWEST else x
         s[j] = exponential(x)
 
