@@ -1,6 +1,7 @@
 # make test   set up everything and run the tests
 # make lint   formatting, lint and types
 # make bench  speed and memory on this CPU, into bench/results/cpu.json and docs/speed.md
+# make test-gpu, make bench-gpu  the same for the triton engine, on a machine with an NVIDIA GPU
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -10,7 +11,7 @@ READY   = $(VENV)/.ready
 # Some virtual machines announce AMX and trap on it: PyTorch's bfloat16 products would kill the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: setup test test-slow test-planted lint bench clean
+.PHONY: setup test test-slow test-planted test-gpu lint bench bench-gpu clean
 
 setup: $(READY)
 
@@ -38,3 +39,10 @@ bench: $(READY)
 
 clean:
 	rm -rf $(VENV)
+
+# Kernels on a real GPU, with the machine's own PyTorch and Triton.
+test-gpu:
+	PYTHONPATH=src:tests $(PYTHON) -m pytest tests/gpu -p no:cacheprovider
+
+bench-gpu:
+	PYTHONPATH=src $(PYTHON) -m bench.gpu

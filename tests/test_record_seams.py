@@ -168,6 +168,47 @@ def test_softmax_by_hand_with_dropout_shows_the_weights_before_it(x):
     close(seen[0].dense(), by_hand(x, x))
 
 
+def test_dropout_in_place_is_refused_not_wrong(x):
+    model = Calls(lambda x: F.dropout((x @ x.mT / math.sqrt(D)).softmax(-1), 0.5, True, inplace=True) @ x)
+    with pytest.warns(RefusedWarning, match="in place"), regard.record(model) as seen:
+        model(x)
+    assert len(seen) == 0
+    model = Calls(lambda x: F.dropout((x @ x.mT / math.sqrt(D)).softmax(-1), 0.5, False, inplace=True) @ x)
+    with regard.record(model) as seen:
+        model(x)
+    close(seen[0].dense(), by_hand(x, x))
+
+
+def test_weights_that_are_masked_after_softmax_are_those_that_were_used(x):
+    mask = torch.tensor([1.0, 0.0, 1.0]).view(1, 3, 1, 1)
+    for function in (
+        lambda x: (mask * (x @ x.mT / math.sqrt(D)).softmax(-1)) @ x,
+        lambda x: ((x @ x.mT / math.sqrt(D)).softmax(-1) * mask) @ x,
+    ):
+        close(seen_in(function, x)[0].dense(), by_hand(x, x) * mask)
+
+
+def test_additive_attention_by_hand_is_recorded():
+    class AdditiveAttention(nn.Module):
+        """Bahdanau's: scores are no product."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.v = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 1)
+
+        def scores(self, q, k):
+            return self.v(torch.tanh(self.a(q).unsqueeze(2) + self.b(k).unsqueeze(1))).squeeze(-1)
+
+        def forward(self, q, k):
+            return torch.bmm(self.scores(q, k).softmax(-1), k)
+
+    model, q, k = AdditiveAttention(), torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    with regard.record(model) as seen:
+        model(q, k)
+    assert seen.layers[0].kind == "cross"
+    close(seen[0].dense().squeeze(1), model.scores(q, k).softmax(-1).detach())
+
+
 def test_a_softmax_that_mixes_nothing_is_not_attention(x):
     model = Calls(lambda x: (x.softmax(-1) * 2).sum() + (x @ x.mT).sum())
     with regard.record(model) as seen:

@@ -44,19 +44,18 @@ class Auto:
 
     name = "auto"
 
+    def picked(self, problem: Problem, question: Question) -> Engine:
+        """The engine that `auto` means for this problem."""
+        on_gpu = problem.q.device.type == "cuda"
+        return triton.ENGINE if on_gpu and triton.why_not(problem, question) is None else blockwise.ENGINE
+
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-        return picked(problem, question).compute(problem, question, names, known)
+        return self.picked(problem, question).compute(problem, question, names, known)
 
     def backward(
         self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
-        return picked(problem, question).backward(problem, question, lse, gradient, needs)
-
-
-def picked(problem: Problem, question: Question) -> Engine:
-    """The engine that `auto` means for this problem."""
-    on_gpu = problem.q.device.type == "cuda"
-    return triton.ENGINE if on_gpu and triton.why_not(problem, question) is None else blockwise.ENGINE
+        return self.picked(problem, question).backward(problem, question, lse, gradient, needs)
 
 
 def named(name: str) -> Engine:

@@ -53,6 +53,7 @@ def listen() -> None:
     tap.hear("einsum", heard_einsum)
     for name in STEPS:
         tap.hear(name, Step("dropout" in name), tap.FOLLOW)
+    tap.hear("dropout_", heard_dropout_in_place, tap.FOLLOW)
 
 
 class Trail:
@@ -91,9 +92,13 @@ class Trail:
             self.close()
         return self.at is not None
 
+    def knows(self, x: Any) -> bool:
+        """Whether x lives where the weights do."""
+        return isinstance(x, Tensor) and _storage(x) in self.places
+
     def holds(self, x: Any) -> bool:
         """Whether x is the weights, its last axis the keys."""
-        if not isinstance(x, Tensor) or _storage(x) not in self.places:
+        if not self.knows(x):
             return False
         return x.shape[-1] == 1 or x.stride(-1) == self.places[_storage(x)][2]
 
@@ -143,11 +148,11 @@ class Step:
         trail: Trail = listener.trail
         if not trail.step():
             return
-        first = call.get("self", call.get("input"))
+        first: Any = call.get("self", call.get("input"))
+        if not trail.knows(first):
+            first = call.get("other")  # mask * w
         result = out[0] if isinstance(out, tuple) else out
-        if not isinstance(first, Tensor) or not isinstance(result, Tensor):
-            return
-        if _storage(first) not in trail.places or _storage(result) in trail.places:
+        if not trail.knows(first) or trail.knows(result):
             return
         clean, dropped, _ = trail.places[_storage(first)]
         if self.drops:
@@ -156,6 +161,14 @@ class Step:
             trail.grow(result, clean, True)
         else:
             trail.grow(result, result, False)
+
+
+def heard_dropout_in_place(listener: Any, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    trail: Trail = listener.trail
+    if trail.step() and call["train"] and call["p"] > 0 and trail.knows(call["self"]):
+        name = trail.at.name
+        trail.close()
+        listener.refuse(name, "dropout wrote over its weights in place; nn.Dropout(inplace=False) leaves them readable")
 
 
 def heard_product(listener: Any, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:

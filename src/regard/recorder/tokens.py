@@ -58,6 +58,7 @@ def _given(tokens: Any, layer: Any, axis: int) -> list[list[str]] | None:
 
 def _sequences(embedded: list[Embedded], model: Any) -> dict[str, Tensor]:
     """Token numbers by where they went in, steps of a generation put together."""
+    embedded = [e for e in embedded if not _counts(e.ids)]
     tables = {id_ for id_ in (_table(model, name) for name in ("get_input_embeddings", "get_decoder")) if id_}
     chosen = [e for e in embedded if e.table in tables] if tables else []
     if not chosen and embedded:
@@ -74,6 +75,11 @@ def _sequences(embedded: list[Embedded], model: Any) -> dict[str, Tensor]:
         else:
             found[stem] = e.ids
     return found
+
+
+def _counts(ids: Tensor) -> bool:
+    """Whether these numbers only count up, as positions do."""
+    return ids.shape[1] > 2 and bool((ids.diff(dim=1) == 1).all())
 
 
 def _table(model: Any, how: str) -> int | None:

@@ -84,6 +84,14 @@ class Triton:
     """The engine of this folder."""
 
     name = "triton"
+    #: The gradient of y is taken in its own type, and `row_dot` makes its share of c.
+    narrow = True
+
+    def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """Σ_e a b of every row in float32: (b, h, i, e) twice to (b, h, i)."""
+        from . import launch
+
+        return launch.row_dot(a, b)
 
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
         _check(problem, question)
@@ -96,11 +104,17 @@ class Triton:
     ) -> Gradients:
         _check(problem, question)
         if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.pair, TanhSum):
-            return blockwise.ENGINE.backward(problem, question, lse, gradient, needs)
-        return _backward(problem, question, lse, gradient, needs)
+            return blockwise.ENGINE.backward(problem, question, lse, _widened(gradient, problem.wide), needs)
+        return _backward(problem, question, lse.float(), gradient, needs)  # the kernels read float32
 
 
 ENGINE = Triton()
+
+
+def _widened(gradient: Gradient, wide: torch.dtype) -> Gradient:
+    """As engines in plain PyTorch take it."""
+    dy = None if gradient.dy is None else gradient.dy.to(wide)
+    return dataclasses.replace(gradient, left=gradient.left.to(wide), right=gradient.right.to(wide), dy=dy)
 
 
 def _check(problem: Problem, question: Question) -> None:
@@ -121,7 +135,7 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     if any(n.startswith("top") for n in names):
         answers |= launch.top(problem, question.top)
     if second:
-        answers |= launch.reread(problem, second, answers["lse"], question.u, question.tiling)
+        answers |= launch.reread(problem, second, answers["lse"].float(), question.u, question.tiling)
     return answers
 
 

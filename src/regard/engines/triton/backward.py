@@ -51,6 +51,18 @@ class Flow(NamedTuple):
 
 
 @triton.jit
+def row_dot_kernel(a, b, out, heads, I, E: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Σ_e a b of BLOCK_I rows."""
+    blocks = tl.cdiv(I, BLOCK_I)
+    head = tl.program_id(0) // blocks
+    n, h = head // heads, head % heads
+    i = tl.program_id(0) % blocks * BLOCK_I + tl.arange(0, BLOCK_I)
+    e = tl.arange(0, BLOCK_E)
+    x = tile(a, n, h, i, e, I, E, True).to(tl.float32) * tile(b, n, h, i, e, I, E, True).to(tl.float32)
+    put_row(out, n, h, i, tl.sum(x, 1), I)
+
+
+@triton.jit
 def row_terms(flow, i, b, h, sizes, ETA: tl.constexpr, RHO: tl.constexpr):
     """What is the same along a row: lse2, c, η in base 2, ρ."""
     lse2 = lse_in_base_2(flow.lse, b, h, i, sizes)
@@ -91,12 +103,12 @@ def keys_of(
     scale, scale2, begin, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
     RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add what some blocks of rows send to these keys and values."""
     for n in tl.range(begin, end, warp_specialize=APART):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
-        if TMA and (APART or not EDGE):
+        if TMA and (WHOLE or not EDGE):
             rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
         else:
             rows = tile(q, b, h, i, d, sizes.i, D, EDGE)
@@ -108,7 +120,7 @@ def keys_of(
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and (APART or not EDGE):
+            if TMA and (WHOLE or not EDGE):
                 back = fetch(dy_desc, dy_map, b, h, n * BLOCK_I)
             else:
                 back = tile(dy, b, h, i, e, sizes.i, E, EDGE)
@@ -123,17 +135,17 @@ def keys_of(
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, table, flow, out_dk, out_dv, sizes, heads, group,
+    q, k, v, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, table, flow, out_dk, out_dv, sizes, heads, group, batch, per_group,
     scale, scale2, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr,
-    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr,
+    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_J keys of one of `heads` output heads, each the sum of `group` query heads."""
     blocks = tl.cdiv(sizes.j, BLOCK_J)
-    pid = tl.program_id(0)
-    b, own = pid // blocks // heads, pid // blocks % heads
-    start = (pid % blocks) * BLOCK_J
+    block, head = in_order(blocks, heads * batch, per_group)
+    b, own = head // heads, head % heads
+    start = (blocks - 1 - block) * BLOCK_J  # the first keys are seen by most rows
     j = start + tl.arange(0, BLOCK_J)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     near = tile(k, b, own * group // sizes.k_group, j, d, sizes.j, D, True)
@@ -149,18 +161,18 @@ def keys_kernel(
             dk, dv = keys_of(
                 near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
                 scale, scale2, first, full_from, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-                BLOCK_I, True, False,
+                BLOCK_I, True, False, WHOLE,
             )  # fmt: skip
         dk, dv = keys_of(
             near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
             scale, scale2, full_from, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-            BLOCK_I, EDGES and APART, APART,
+            BLOCK_I, EDGES and APART, APART, WHOLE,
         )  # fmt: skip
         if EDGES and not APART:
             dk, dv = keys_of(
                 near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
                 scale, scale2, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-                BLOCK_I, True, False,
+                BLOCK_I, True, False, WHOLE,
             )  # fmt: skip
     put_tile(out_dk, b, own, j, d, dk * scale, sizes.j, D)
     if Y:
@@ -173,7 +185,7 @@ def rows_of_keys(
     r, dq, scale, scale2, begin, split, jump, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
     RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of keys send to these rows: those from `begin` to `split`, then those from `jump` to `end`."""
     hk, hv = h // sizes.k_group, h // sizes.v_group
@@ -181,7 +193,7 @@ def rows_of_keys(
     for n in tl.range(0, left + end - jump, warp_specialize=APART):
         block = tl.where(n < left, begin + n, jump + n - left)
         j = block * BLOCK_J + tl.arange(0, BLOCK_J)
-        if TMA and (APART or not EDGE):
+        if TMA and (WHOLE or not EDGE):
             near = fetch(k_desc, k_map, b, hk, block * BLOCK_J)
         else:
             near = tile(k, b, hk, j, d, sizes.j, D, EDGE)
@@ -192,7 +204,7 @@ def rows_of_keys(
         if EDGE:
             w = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and (APART or not EDGE):
+            if TMA and (WHOLE or not EDGE):
                 values = fetch(v_desc, v_map, b, hv, block * BLOCK_J)
             else:
                 values = tile(v, b, hv, j, e, sizes.j, E, EDGE)
@@ -206,10 +218,10 @@ def rows_of_keys(
 
 @triton.jit
 def rows_kernel(
-    q, k, v, dy, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, out_dq, sizes, heads, per_group, scale, scale2,
+    q, k, v, dy, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, row_table, flow, out_dq, sizes, heads, per_group, scale, scale2,
     D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr,
-    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr,
+    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_I rows."""
@@ -223,19 +235,19 @@ def rows_kernel(
     lse2, c, eta2, rho = row_terms(flow, i, b, h, sizes, ETA, RHO)
     dq = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
         if APART:
             full_from, full_to = first, past
         dq = rows_of_keys(
             rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
             h, r, dq, scale, scale2, full_from, full_to, full_to, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
-            EXTRAS, TMA, BLOCK_J, EDGES and APART, APART,
+            EXTRAS, TMA, BLOCK_J, EDGES and APART, APART, WHOLE,
         )  # fmt: skip
         if EDGES and not APART:
             dq = rows_of_keys(
                 rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
                 h, r, dq, scale, scale2, first, full_from, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
-                EXTRAS, TMA, BLOCK_J, True, False,
+                EXTRAS, TMA, BLOCK_J, True, False, WHOLE,
             )  # fmt: skip
     put_tile(out_dq, b, h, i, d, dq * scale, sizes.i, D)
 
@@ -267,7 +279,7 @@ def step_tile(
 
 @triton.jit
 def steps_kernel(
-    q, k, v, dy, steps, strides, caps, seen, table, flow, out, sizes, out_heads, scale, scale2, batch,
+    q, k, v, dy, steps, strides, caps, seen, table, row_table, flow, out, sizes, out_heads, scale, scale2, batch,
     D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, EXACT: tl.constexpr,
     EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr, EXTRAS: tl.constexpr,
     TARGET: tl.constexpr, ALONG: tl.constexpr,
@@ -288,7 +300,7 @@ def steps_kernel(
         i = start + tl.arange(0, BLOCK_I)
         total = tl.zeros([BLOCK_I], tl.float32)
         for r in range(0, seen.spans):
-            first, _, _, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+            first, _, _, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
             for n in range(first, past):
                 j = n * BLOCK_J + tl.arange(0, BLOCK_J)
                 ds = step_tile(q, k, v, dy, steps, strides, caps, seen, flow, sizes, i, j, d, e, b, h, scale, scale2,
@@ -332,4 +344,4 @@ def steps_kernel(
         tl.store(at, cells, mask=(i[:, None] < sizes.i) & (j[None, :] < sizes.j))
 
 
-__all__ = ["Flow", "keys_kernel", "rows_kernel", "steps_kernel"]
+__all__ = ["Flow", "keys_kernel", "row_dot_kernel", "rows_kernel", "steps_kernel"]

@@ -35,20 +35,20 @@ class Config:
 
 #: (kernel, largest of d and e up to) → configuration, for 16-bit types on Hopper.
 HOPPER: dict[tuple[str, int], Config] = {
-    ("forward", 64): Config(128, 128, 8, 3),
+    ("forward", 64): Config(128, 64, 8, 3),
     ("forward", 128): Config(128, 128, 8, 3),
     ("forward", 256): Config(128, 64, 8, 2),
-    ("top", 64): Config(64, 128, 4, 3),
-    ("top", 128): Config(64, 128, 4, 3),
+    ("top", 64): Config(64, 64, 4, 3),
+    ("top", 128): Config(64, 64, 4, 3),
     ("top", 256): Config(64, 64, 4, 2),
     ("reread", 64): Config(64, 128, 4, 3),
-    ("reread", 128): Config(64, 128, 8, 3),
+    ("reread", 128): Config(64, 128, 4, 3),
     ("reread", 256): Config(64, 64, 4, 2),
-    ("keys", 64): Config(64, 128, 8, 2),
-    ("keys", 128): Config(64, 128, 8, 2),
+    ("keys", 64): Config(64, 64, 4, 2),
+    ("keys", 128): Config(32, 128, 8, 3),
     ("keys", 256): Config(32, 64, 8, 1),
-    ("rows", 64): Config(128, 64, 8, 3),
-    ("rows", 128): Config(128, 64, 8, 2),
+    ("rows", 64): Config(64, 64, 4, 3),
+    ("rows", 128): Config(64, 64, 4, 2),
     ("rows", 256): Config(64, 32, 8, 1),
     ("steps", 256): Config(64, 32, 4, 1),
 }

@@ -95,7 +95,8 @@ def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
 
 @triton.jit
 def forward_kernel(
-    q, k, v, pair, q_desc, k_desc, v_desc, q_map, k_map, v_map, steps, strides, caps, sink, keys, seen, out, sizes, heads, per_group, scale, scale2,
+    q, k, v, pair, q_desc, k_desc, v_desc, q_map, k_map, v_map, steps, strides, caps, sink,
+    keys, seen, row_table, out, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
     Y: tl.constexpr, LSE: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
@@ -132,7 +133,7 @@ def forward_kernel(
     y = tl.zeros([BLOCK_I, BLOCK_E], tl.float32)
 
     for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
         if APART and EDGES:  # the compiler parts the warps of one loop only: it takes all tiles, edges or not
             full_from, full_to = first, past
         for n in tl.range(full_from, full_to, warp_specialize=APART):
@@ -245,7 +246,7 @@ def kept(s, j, best, at, threshold, N: tl.constexpr):
         new = n[None, :] == rank[:, None]
         best = tl.where(new, top[:, None], tl.gather(best, moved, 1))
         at = tl.where(new, column[:, None], tl.gather(at, moved, 1))
-        threshold = tl.sum(tl.where(n[None, :] == N - 1, best, 0.0), 1)
+        threshold = tl.maximum(threshold, tl.sum(tl.where(n[None, :] == N - 1, best, 0.0), 1))
     return best, at, threshold
 
 
@@ -254,8 +255,9 @@ def looked_through(
     rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale, begin, end,
     PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """`kept` over some blocks of keys."""
+    """Some blocks of keys: `kept` where SEARCH; before, the largest of every BLOCK_J-th key, in `best`."""
     hk = h // sizes.k_group
     for n in range(begin, end):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -270,13 +272,29 @@ def looked_through(
         s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
         if EDGE:
             s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
-        best, at, threshold = kept(s, j, best, at, threshold, N)
+        if SEARCH:
+            best, at, threshold = kept(s, j, best, at, threshold, N)
+        else:
+            best = tl.maximum(best, s)
     return best, at, threshold
 
 
 @triton.jit
+def least_wanted(largest, N: tl.constexpr):
+    """A bound just below the N-th largest of every row: of the largest of some groups of keys, the N-th is no better
+    than the N-th of all."""
+    places = tl.arange(0, largest.shape[1])
+    nth = tl.max(largest, 1)
+    for _ in range(1, N):
+        column = tl.min(tl.where(largest == nth[:, None], places[None, :], 2147483647), 1)
+        largest = tl.where(places[None, :] == column[:, None], FLOOR, largest)
+        nth = tl.max(largest, 1)
+    return tl.maximum(nth - tl.abs(nth) * 1e-6 - 1e-30, FLOOR)
+
+
+@triton.jit
 def top_kernel(
-    q, k, pair, k_desc, k_map, steps, strides, caps, seen, score, index, sizes, heads, per_group, scale, scale2,
+    q, k, pair, k_desc, k_map, steps, strides, caps, seen, row_table, score, index, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -290,23 +308,42 @@ def top_kernel(
     rows = i
     if PAIR == "product":
         rows = tile(q, b, h, i, d, sizes.i, D, True)
-    best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
     at = tl.full([BLOCK_I, BLOCK_N], -1, tl.int32)
     threshold = tl.full([BLOCK_I], FLOOR, tl.float32)
+    # Twice over the keys: first for a bound that few keys pass, then for those that do. Searching without a bound finds
+    # something in nearly every tile, and a find costs more than a tile.
+    largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
     for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        largest, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
+            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
+        )  # fmt: skip
+        largest, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
+            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, False,
+        )  # fmt: skip
+        largest, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
+            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
+        )  # fmt: skip
+    if N <= BLOCK_J:
+        threshold = least_wanted(largest, N)
+    best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
+    for r in range(0, seen.spans):
+        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
         # In the order of the keys: then an equal score never displaces one that was found.
         best, at, threshold = looked_through(
             rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True,
+            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
         )  # fmt: skip
         best, at, threshold = looked_through(
             rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False,
+            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, True,
         )  # fmt: skip
         best, at, threshold = looked_through(
             rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True,
+            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
         )  # fmt: skip
     factor = scale2 * LN2 if FOLD else LN2
     n = tl.arange(0, BLOCK_N)

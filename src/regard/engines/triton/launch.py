@@ -22,7 +22,7 @@ from ...score import Alibi, Bias, Product, Softcap
 from ...statistics import Tiling
 from ..gradient import Gradient
 from .additive import TAME, TanhPair
-from .backward import Flow, keys_kernel, rows_kernel, steps_kernel
+from .backward import Flow, keys_kernel, row_dot_kernel, rows_kernel, steps_kernel
 from .configuration import Config, configured
 from .forward import Outputs, forward_kernel, top_kernel
 from .reread import Pool, reread_kernel
@@ -105,29 +105,48 @@ def _ends_of_rows(flags: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(there, first, 0).int().contiguous(), torch.where(there, last, 0).int().contiguous()
 
 
+def _by_block(form: Form, block_i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For every block of rows and each interval: the keys that some row sees, and those that all see. (b|1, r, blocks)"""
+    assert form.spans is not None
+    lo, hi = form.spans
+    pad, big = -lo.shape[-1] % block_i, torch.iinfo(torch.int32).max
+    filled = lo < hi
+
+    def blocks(x: Tensor, value: int) -> Tensor:
+        return torch.nn.functional.pad(x, (0, pad), value=value).unflatten(-1, (-1, block_i))
+
+    touch_lo, touch_hi = blocks(torch.where(filled, lo, big), big).amin(-1), blocks(hi * filled, 0).amax(-1)
+    full_lo, full_hi = blocks(lo, 0).amax(-1), blocks(hi, big).amin(-1)
+    if form.kind == "flags":  # inside the intervals anything may be hidden
+        full_hi = torch.zeros_like(full_hi)
+    return touch_lo, touch_hi, full_lo, full_hi
+
+
+def row_table(form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
+    """For every block of rows and each interval: first block of keys, those seen in full from and to, past the last.
+
+    (b|1, r, blocks, 4)
+    """
+    touch_lo, touch_hi, full_lo, full_hi = _by_block(form, block_i)
+    some = touch_lo < touch_hi
+    first = torch.where(some, touch_lo, 0) // block_j
+    past = torch.where(some, (touch_hi + block_j - 1) // block_j, first)
+    full_from, full_to = (full_lo + block_j - 1) // block_j, full_hi.clamp(0, keys) // block_j
+    return torch.stack([first, full_from, full_to, past], -1).int().contiguous()
+
+
 def key_table(form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
     """For every block of keys: the first block of rows that sees it, those that see all of it from and to, past the last.
 
     (b|1, blocks, 4). Rows have intervals, columns have none: so it is looked up, block by block.
     """
     assert form.spans is not None
-    lo, hi = form.spans
-    rows = lo.shape[-1]
-    pad = -rows % block_i
-    filled = lo < hi
-    big = torch.iinfo(torch.int32).max
-
-    def by_block(x: Tensor, value: int) -> Tensor:
-        return torch.nn.functional.pad(x, (0, pad), value=value).unflatten(-1, (-1, block_i))  # b r I i
-
-    touch_lo, touch_hi = by_block(torch.where(filled, lo, big), big).amin(-1), by_block(hi * filled, 0).amax(-1)
-    full_lo, full_hi = by_block(lo, 0).amax(-1), by_block(hi, big).amin(-1)
-    begin = torch.arange(0, keys, block_j, device=lo.device, dtype=torch.int32)
+    rows = form.spans[0].shape[-1]
+    touch_lo, touch_hi, full_lo, full_hi = _by_block(form, block_i)
+    begin = torch.arange(0, keys, block_j, device=touch_lo.device, dtype=torch.int32)
     end = (begin + block_j).clamp(max=keys)
     touched = ((touch_lo[..., None] < end) & (touch_hi[..., None] > begin)).any(1)  # b I J
     full = ((full_lo[..., None] <= begin) & (full_hi[..., None] >= end)).any(1) & touched
-    if form.kind == "flags":
-        full = torch.zeros_like(full)
     # Tiles at the end of the rows or of the keys are edges: nothing is read past an end.
     full[:, rows // block_i :] = False
     full[:, :, keys // block_j :] = False
@@ -207,13 +226,25 @@ class Prepared:
 
     def edges(self, config: Config) -> bool:
         """Whether there are tiles that must be looked at cell by cell."""
-        return self.form.kind != "none" or self.i % config.block_i != 0 or self.j % config.block_j != 0
+        return self.form.kind != "none" or not self.whole(config)
+
+    def whole(self, config: Config) -> bool:
+        """Whether rows and keys fill their last blocks: then no copy reads past an end."""
+        return self.i % config.block_i == 0 and self.j % config.block_j == 0
 
     def table(self, config: Config) -> Cells:
+        """Which blocks of rows see a block of keys."""
         if self.form.spans is None:
             return Cells(self.q, 0, 0, 0, 0)
         table = key_table(self.form, config.block_i, config.block_j, self.j)
         return Cells(table, table.stride(0) if len(table) > 1 else 0, 0, 4, 1)
+
+    def row_table(self, config: Config) -> Cells:
+        """Which blocks of keys a block of rows sees, in each of its intervals."""
+        if self.form.spans is None:
+            return Cells(self.q, 0, 0, 0, 0)
+        table = row_table(self.form, config.block_i, config.block_j, self.j)
+        return Cells(table, table.stride(0) if len(table) > 1 else 0, table.stride(1), 4, 1)
 
 
 def _kind(step: Any) -> str:
@@ -223,9 +254,14 @@ def _kind(step: Any) -> str:
     return "bias_rows" if step.tensor.shape[3] == 1 else "bias_keys" if step.tensor.shape[2] == 1 else "bias"
 
 
-def padded(n: int) -> int:
-    """The tile size for n components: a power of two that tensor cores take."""
-    return max(16, triton.next_power_of_2(n))
+def padded(n: int, x: Tensor | None = None) -> int:
+    """The tile size for n components: a power of two that tensor cores take.
+
+    On a GPU at least 64 for 16-bit types: with narrower tiles in swizzled shared memory Triton 3.6 reads past their end
+    (seen with d = 24, e = 8: nan, or an illegal access).
+    """
+    narrowest = 64 if x is not None and x.is_cuda and x.element_size() == 2 else 16
+    return max(narrowest, triton.next_power_of_2(n))
 
 
 def copied(config: Config, *tensors: tuple[Tensor, tuple[int, int]]) -> list[Any] | None:
@@ -260,7 +296,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     ))  # fmt: skip
     config = configured("forward", p, e, v)
     same = v is not None and p.product and _same(v, p.k)
-    block_d, block_e = padded(p.d), padded(e)
+    block_d, block_e = padded(p.d, p.q), padded(e, p.q)
     wanted = [(p.q, (config.block_i, block_d)), (p.k, (config.block_j, block_d))]
     if v is not None and not same:
         wanted.append((v, (config.block_j, block_e)))
@@ -280,7 +316,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             q_desc=descriptors[0], k_desc=descriptors[1], v_desc=descriptors[2],
             q_map=maps[0], k_map=maps[1], v_map=maps[2],
             sink=nothing if problem.sink is None else cells(problem.sink),
-            keys=nothing if keys is None else cells(keys), out=out, heads=heads, per_group=p.per_group(e),
+            keys=nothing if keys is None else cells(keys), row_table=p.row_table(config), out=out, heads=heads, per_group=p.per_group(e),
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_V=v is not None and v.dtype == torch.float32,
             SINK=problem.sink is not None, SAME=same, Y=v is not None, LSE="lse" in names, MAX="max_score" in names,
             ENTROPY="entropy" in names, REACH="reach" in names, MASS="mass" in names, ARGMAX="argmax" in names,
@@ -312,13 +348,13 @@ def top(problem: Problem, n: int) -> dict[str, Tensor]:
     score = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
     index = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
     config = configured("top", p, 0, None)
-    block_d = padded(p.d)
+    block_d = padded(p.d, p.q)
     tma = copied(config, (p.k, (config.block_j, block_d))) if p.product else None
     heads = p.b * p.h
     with launch_on(p.q):
         top_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
             q=cells(p.q), k=cells(p.k), pair=p.pair, k_desc=tma[0] if tma else p.k, k_map=tma[1] if tma else NOWHERE,
-            score=cells(score), index=cells(index), heads=heads, per_group=p.per_group(0),
+            row_table=p.row_table(config), score=cells(score), index=cells(index), heads=heads, per_group=p.per_group(0),
             PAIR=p.pair_kind, FOLD=p.fold, TMA=tma is not None, N=n, BLOCK_N=triton.next_power_of_2(n),
             BLOCK_D=block_d, **p.common, **config.launch,
         )  # fmt: skip
@@ -337,22 +373,23 @@ def reread(problem: Problem, names: tuple[str, ...], lse: Tensor, u: Tensor | No
         u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
         found["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
     config = configured("reread", p, e if "z" in names else 0, u)
-    sums, pool, aligned = None, Pool(p.q, 1, 0, 1), False
+    sums, pool, aligned = None, Pool(p.q, 1, 0, 1, 1), False
     if "pool" in names and tiling is not None:
         sums = torch.zeros(p.b, p.h, tiling.rows, p.j, dtype=torch.float32, device=p.q.device)
-        pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1)
-        aligned = (tiling.i1 - tiling.i0) % (tiling.rows * config.block_i) == 0 and tiling.i0 % config.block_i == 0
-    block_d = padded(p.d)
+        n = tiling.i1 - tiling.i0
+        aligned = n > 0 and n % (tiling.rows * config.block_i) == 0 and tiling.i0 % config.block_i == 0
+        pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1, n // (tiling.rows * config.block_i) if aligned else 1)
+    block_d = padded(p.d, p.q)
     tma = copied(config, (p.q, (config.block_i, block_d))) if p.product else None
     with launch_on(p.q):
         reread_kernel[(triton.cdiv(p.j, config.block_j) * p.b * p.h,)](
             q=cells(p.q), k=cells(p.k), pair=p.pair, q_desc=tma[0] if tma else p.q, q_map=tma[1] if tma else NOWHERE,
-            lse=lse.contiguous(), u=nothing if u is None else cells(u), table=p.table(config), pool=pool,
+            heads=p.b * p.h, per_group=p.per_group(0), lse=lse.contiguous(), u=nothing if u is None else cells(u), table=p.table(config), pool=pool,
             out_received=rows_of(found["received"]) if "received" in found else nothing,
             out_z=cells(found["z"]) if "z" in found else nothing,
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_U=u is not None and u.dtype == torch.float32,
             RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, Z="z" in names,
-            TMA=tma is not None, EDGES=p.edges(config), APART=_parts(p, config), BLOCK_D=block_d, BLOCK_E=padded(e), **p.common, **config.launch,
+            TMA=tma is not None, EDGES=p.edges(config), APART=_parts(p, config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=padded(e, p.q), **p.common, **config.launch,
         )  # fmt: skip
     if sums is not None and tiling is not None:
         found["pool"] = _columns_pooled(sums, tiling)
@@ -389,15 +426,15 @@ def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Ten
     heads = g if v is None or hv == g else p.h
     dk = empty(p.b, heads, p.j, p.d, like=p.q, dtype=p.k.dtype if heads == g else torch.float32)
     dv = None if v is None else empty(p.b, heads, p.j, e, like=p.q, dtype=v.dtype if heads == hv else torch.float32)
-    block_d, block_e = padded(p.d), padded(e)
+    block_d, block_e = padded(p.d, p.q), padded(e, p.q)
     config = configured("keys", p, e, v)
     tma = _copied_pair(config, p.q, dy, config.block_i, block_d, block_e)
     with launch_on(p.q):
         keys_kernel[(triton.cdiv(p.j, config.block_j) * p.b * heads,)](
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
             q_desc=tma[0], dy_desc=tma[1], q_map=tma[2], dy_map=tma[3], table=p.table(config), flow=flow,
-            out_dk=cells(dk), out_dv=nothing if dv is None else cells(dv), heads=heads, group=p.h // heads,
-            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), APART=_parts(p, config), BLOCK_D=block_d, BLOCK_E=block_e,
+            out_dk=cells(dk), out_dv=nothing if dv is None else cells(dv), heads=heads, group=p.h // heads, batch=p.b, per_group=min(p.per_group(e), p.b * heads),
+            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), APART=_parts(p, config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e,
             **constants, **p.common, **config.launch,
         )  # fmt: skip
     return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
@@ -406,17 +443,29 @@ def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Ten
 def rows_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Tensor | None, dy: Tensor | None) -> Tensor:  # fmt: skip
     nothing = Cells(p.q, 0, 0, 0, 0)
     dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype)
-    block_d, block_e = padded(p.d), padded(e)
+    block_d, block_e = padded(p.d, p.q), padded(e, p.q)
     config = configured("rows", p, e, v)
     tma = _copied_pair(config, p.k, v, config.block_j, block_d, block_e)
     with launch_on(p.q):
         rows_kernel[(triton.cdiv(p.i, config.block_i) * p.b * p.h,)](
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
-            k_desc=tma[0], v_desc=tma[1], k_map=tma[2], v_map=tma[3], flow=flow, out_dq=cells(dq),
+            k_desc=tma[0], v_desc=tma[1], k_map=tma[2], v_map=tma[3], row_table=p.row_table(config), flow=flow, out_dq=cells(dq),
             heads=p.b * p.h, per_group=p.per_group(e), FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config),
-            APART=_parts(p, config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
+            APART=_parts(p, config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
         )  # fmt: skip
     return dq
+
+
+def row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Σ_e a b, (b, h, i, e) twice to (b, h, i), in float32."""
+    *outer, n, e = a.shape
+    out = empty(*outer, n, like=a, dtype=torch.float32)
+    if out.numel() and e:
+        with launch_on(a):
+            row_dot_kernel[(outer[0] * outer[1] * triton.cdiv(n, 32),)](
+                a=cells(a), b=cells(b), out=rows_of(out), heads=outer[1], I=n, E=e, BLOCK_I=32, BLOCK_E=padded(e)
+            )
+    return out if e else torch.zeros_like(out)
 
 
 def step_gradient(problem: Problem, n: int, v: Tensor | None, lse: Tensor, gradient: Gradient) -> Tensor:
@@ -437,8 +486,8 @@ def step_gradient(problem: Problem, n: int, v: Tensor | None, lse: Tensor, gradi
     with launch_on(p.q):
         steps_kernel[(programs,)](
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
-            table=p.table(config), flow=flow, out=cells(out) if along == "cells" else rows_of(out),
-            out_heads=like[1], batch=p.b, TARGET=n, ALONG=along, BLOCK_D=padded(p.d), BLOCK_E=padded(e),
+            table=p.table(config), row_table=p.row_table(config), flow=flow, out=cells(out) if along == "cells" else rows_of(out),
+            out_heads=like[1], batch=p.b, TARGET=n, ALONG=along, BLOCK_D=padded(p.d, p.q), BLOCK_E=padded(e, p.q),
             **constants, **p.common, **config.launch,
         )  # fmt: skip
     if along == "rows":

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .additive import tanh_sum
+from .forward import in_order
 from .tiles import (
     add_product,
     fetch,
@@ -36,6 +37,7 @@ class Pool(NamedTuple):
     rows: int
     i0: int
     i1: int
+    blocks: int  # blocks of rows in a tile row, where these are whole
 
 
 @triton.jit
@@ -45,12 +47,11 @@ def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALI
     base = pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * sizes.j + j
     if ALIGNED:
         # Every block of rows lies in one tile row: add up, and write when the tile row ends.
-        height = (pool.i1 - pool.i0) // pool.rows
-        begin = zero + n * BLOCK_I - pool.i0
-        inside = (begin >= 0) & (begin < pool.i1 - pool.i0)
+        block = n + tl.program_id(0) * 0 - pool.i0 // BLOCK_I  # counted from the first pooled row
+        inside = (block >= 0) & (block < pool.blocks * pool.rows)
         part += tl.where(inside, tl.sum(w, 1), 0.0)
-        ends = inside & ((begin + BLOCK_I) % height == 0)
-        tl.store(base + begin // height * sizes.j, part, mask=(j < sizes.j) & ends)
+        ends = inside & ((block + 1) % pool.blocks == 0)
+        tl.store(base + (zero + block // pool.blocks) * sizes.j, part, mask=j < tl.where(ends, sizes.j, 0))
         part = tl.where(ends, 0.0, part)
     else:
         inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
@@ -72,14 +73,14 @@ def columns_of(
     begin, end, PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
     Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add up the weights of some blocks of rows, column by column."""
     for n in tl.range(begin, end, warp_specialize=APART):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         lse2 = lse_in_base_2(lse, b, h, i, sizes)
         if PAIR == "product":
-            if TMA and (APART or not EDGE):
+            if TMA and (WHOLE or not EDGE):
                 rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
             else:
                 rows = tile(q, b, h, i, d, sizes.i, D, EDGE)
@@ -102,18 +103,18 @@ def columns_of(
 
 @triton.jit
 def reread_kernel(
-    q, k, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, table, pool, out_received, out_z, sizes, scale, scale2,
+    q, k, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, table, pool, out_received, out_z, sizes, heads,
+    per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr,
+    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All that BLOCK_J columns can tell."""
     blocks = tl.cdiv(sizes.j, BLOCK_J)
-    pid = tl.program_id(0)
-    head = pid // blocks
+    block, head = in_order(blocks, heads, per_group)
     b, h = head // sizes.h, head % sizes.h
-    start = (pid % blocks) * BLOCK_J
+    start = (blocks - 1 - block) * BLOCK_J  # the first keys are seen by most rows
     j = start + tl.arange(0, BLOCK_J)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     keys = j
@@ -130,27 +131,26 @@ def reread_kernel(
         received, part, z = columns_of(
             keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, False,
+            BLOCK_I, True, False, WHOLE,
         )  # fmt: skip
     received, part, z = columns_of(
         keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
         scale, scale2, full_from, full_to, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-        BLOCK_I, EDGES and APART, APART,
+        BLOCK_I, EDGES and APART, APART, WHOLE,
     )  # fmt: skip
     if EDGES and not APART:
         received, part, z = columns_of(
             keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, False,
+            BLOCK_I, True, False, WHOLE,
         )  # fmt: skip
     if PARTS and ALIGNED:
         # A window ends in the middle of a tile row: what was added up since is not written yet.
-        height = (pool.i1 - pool.i0) // pool.rows
-        begin = j.to(tl.int64) * 0 + (past - 1) * BLOCK_I - pool.i0
-        inside = (begin >= 0) & (begin < pool.i1 - pool.i0) & (j.to(tl.int64) * 0 + past > first)
-        open_row = inside & ((begin + BLOCK_I) % height != 0)
-        at = pool.sums + ((b * sizes.h + h).to(tl.int64) * pool.rows + begin // height) * sizes.j + j
-        tl.store(at, part, mask=(j < sizes.j) & open_row)
+        block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
+        inside = (block >= 0) & (block < pool.blocks * pool.rows) & (block + pool.i0 // BLOCK_I >= first)
+        open_row = inside & ((block + 1) % pool.blocks != 0)
+        at = pool.sums + ((b * sizes.h + h).to(tl.int64) * pool.rows + block // pool.blocks) * sizes.j + j
+        tl.store(at, part, mask=j < tl.where(open_row, sizes.j, 0))
     if RECEIVED:
         put_row(out_received, b, h, j, received, sizes.j)
     if Z:

@@ -193,29 +193,31 @@ def interval(i, b, r, seen, sizes, MASK: tl.constexpr):
 
 
 @triton.jit
-def key_blocks(start, b, r, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Which blocks of keys the rows from `start` on see: first, and past the last; of these in full: from, to."""
+def key_blocks(start, b, r, row_table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Which blocks of keys the rows from `start` on see: first, in full from, to, past the last."""
     if MASK == "none":
-        return start * 0, start * 0, sizes.j // BLOCK_J, tl.cdiv(sizes.j, BLOCK_J)
-    if MASK == "band" or MASK == "causal":
+        block = start * 0
+        full_from = block
+        full_to = block + sizes.j // BLOCK_J
+        past = block + tl.cdiv(sizes.j, BLOCK_J)
+    elif MASK == "band" or MASK == "causal":
         end = tl.minimum(start + BLOCK_I, sizes.i) - 1
         first = tl.maximum(start + sizes.offset - seen.before, 0)
         last = tl.minimum(end + sizes.offset + seen.after + 1, sizes.j)
         full_lo = tl.maximum(end + sizes.offset - seen.before, 0)
         full_hi = tl.minimum(start + sizes.offset + seen.after + 1, sizes.j)
+        block = first // BLOCK_J
+        past = tl.maximum(tl.cdiv(last, BLOCK_J), block)
+        full_from = tl.cdiv(full_lo, BLOCK_J)
+        full_to = tl.maximum(full_hi, 0) // BLOCK_J
     else:
-        i = start + tl.arange(0, BLOCK_I)
-        lo, hi = interval(i, b, r, seen, sizes, MASK)
-        first = tl.min(tl.where(lo < hi, lo, sizes.j), 0)
-        last = tl.max(tl.where(lo < hi, hi, 0), 0)
-        full_lo = tl.max(tl.where(i < sizes.i, lo, 0), 0)
-        full_hi = tl.min(tl.where(i < sizes.i, hi, sizes.j), 0)
-        if MASK == "flags":  # inside the intervals anything may be hidden
-            full_hi = full_lo
-    block = first // BLOCK_J
-    past = tl.maximum(tl.cdiv(last, BLOCK_J), block)
-    full_from = tl.cdiv(full_lo, BLOCK_J)
-    full_to = tl.maximum(full_hi, 0) // BLOCK_J
+        # The host looked it up: added up here, a block's ends would cost a reduction (and Triton 3.6 gives those too
+        # little shared memory in such a kernel).
+        at = row_table.ptr + b.to(tl.int64) * row_table.b + r * row_table.h + (start // BLOCK_I) * 4
+        block = tl.load(at)
+        full_from = tl.load(at + 1)
+        full_to = tl.load(at + 2)
+        past = tl.load(at + 3)
     some = full_from < full_to
     return block, tl.where(some, full_from, block), tl.where(some, full_to, block), past
 

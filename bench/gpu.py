@@ -1,0 +1,221 @@
+"""Speed of the triton engine on this GPU: `make bench-gpu` writes bench/results/gpu.json.
+
+Every figure is a ratio to a peer in the same run. The peer of plain attention is the fastest backend that PyTorch's
+`scaled_dot_product_attention` has for the shape (named in `against`), not its default, which is half as fast on Hopper.
+Beside each time stands the error of the result: ‖y − y64‖ / ‖y64‖ of one head against float64, with the peer's own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.testing import do_bench
+
+import regard
+
+from .rows import RESULTS, Row, row, table
+
+SHAPES = [(4, 16, 4096, 128), (2, 16, 16384, 128), (4, 32, 4096, 64), (1, 16, 16384, 64)]
+BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+QUICK = "--quick" in sys.argv
+ROWS: list[dict] = []
+BEGIN = time.time()
+
+
+def draw(*shape: int, grad: bool = False) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=grad)
+
+
+def timed(run, ms: int = 60) -> list[float]:
+    return do_bench(run, warmup=ms // 3, rep=ms, return_mode="all")
+
+
+def note(what: str, shape, against: str, ours: list[float], theirs: float | None, must, goal, better="lower", error=None):
+    """One row: samples are our times over the peer's median, or milliseconds where there is no peer."""
+    if theirs is None:
+        samples = ours
+    elif better == "lower":
+        samples = [o / theirs for o in ours]
+    else:
+        samples = [theirs / o for o in ours]
+    found: Row = row(what, shape, against, samples[:50], must, goal, better, torch.cuda.get_device_name())
+    ROWS.append({**asdict(found), "error": error, "ms": statistics.median(ours)})
+    print(f"{time.time() - BEGIN:5.0f}s {what:44s} {shape!s:28s} {found.ratio:8.3f} {found.verdict():8s} {statistics.median(ours):8.3f} ms {error or ''}", flush=True)  # fmt: skip
+
+
+def best_backend(run, ms: int = 60) -> tuple[str, float]:
+    times = {}
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend):
+            try:
+                times[name] = statistics.median(timed(run, ms))
+            except RuntimeError:
+                continue
+    name = min(times, key=times.get)
+    return name, times[name]
+
+
+def error_of(y: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
+    """Of the last 256 rows of one head."""
+    rows = slice(q.shape[2] - 256, q.shape[2])
+    q, k, v = q[0, 0, rows].double(), k[0, 0].double(), v[0, 0].double()
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        at = torch.arange(s.shape[1], device=s.device)
+        s = s.masked_fill(at > at[rows, None], -torch.inf)
+    truth = s.softmax(-1) @ v
+    return float(f"{float((y[0, 0, rows].double() - truth).norm() / truth.norm()):.2e}")
+
+
+def plain(shape: tuple[int, ...], causal: bool) -> None:
+    b, h, t, d = shape
+    q, k, v = draw(*shape), draw(*shape), draw(*shape)
+    mask = regard.causal() if causal else None
+    name = [*shape, "causal" if causal else "full"]
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    backend, peer = best_backend(sdpa)
+    against = f"SDPA y alone ({backend})"
+
+    def ask(*names, **more):
+        return lambda: regard.weights(q, k, mask=mask, engine="triton").see(*names, values=v, **more)
+
+    statistics_of_rows = ask("lse", "max_score", "entropy")
+    with sdpa_kernel(BACKENDS[backend]):
+        theirs = error_of(sdpa(), q, k, v, causal)
+    error = {"ours": error_of(statistics_of_rows().y, q, k, v, causal), "theirs": theirs}
+    note("y + lse + max + entropy", name, against, timed(statistics_of_rows), peer, 1.2, 1.0, error=error)
+    note("+ received + pool 64²", name, against, timed(ask("lse", "max_score", "entropy", "received", pool=(64, 64))), peer, 2.0, 1.65)  # fmt: skip
+    note("+ top-8", name, against, timed(ask("lse", "max_score", "entropy", "received", pool=(64, 64), top=8)), peer, 3.5, 2.2)  # fmt: skip
+    with torch.no_grad():
+        x = draw(*shape)
+        _, peer_x = best_backend(lambda: F.scaled_dot_product_attention(x, x, x, is_causal=causal))
+        note("basic self-attention + entropy", name, f"SDPA(x, x, x) ({backend})", timed(lambda: regard.weights(x, mask=mask, engine="triton").see("entropy", values=x)), peer_x, 1.05, 0.9)  # fmt: skip
+    del x
+
+
+def training(shape: tuple[int, ...], causal: bool) -> None:
+    q, k, v = (draw(*shape, grad=True) for _ in range(3))
+    dy, mask = draw(*shape), regard.causal() if causal else None
+    de = torch.randn(shape[:3], device="cuda")
+
+    def theirs():
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), dy)
+
+    def ours():
+        seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", values=v)
+        torch.autograd.grad((seen.y, seen.entropy, seen.lse), (q, k, v), (dy, de, de))
+
+    backend, peer = best_backend(theirs)
+    name = [*shape, "causal" if causal else "full"]
+    note("forward + backward, row statistics (deterministic)", name, f"SDPA forward + backward ({backend})", timed(ours), peer, 1.6, 1.25)  # fmt: skip
+
+
+def flex(shape: tuple[int, ...], causal: bool) -> None:
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    q, k, v = draw(*shape), draw(*shape), draw(*shape)
+    block = create_block_mask(lambda b, h, i, j: i >= j, None, None, shape[2], shape[2]) if causal else None
+    compiled = torch.compile(flex_attention)
+    peer = statistics.median(timed(lambda: compiled(q, k, v, block_mask=block, return_aux=AuxRequest(lse=True, max_scores=True))))  # fmt: skip
+    mask = regard.causal() if causal else None
+    ours = timed(lambda: regard.weights(q, k, mask=mask, engine="triton").see("lse", "max_score", "entropy", values=v))
+    note("y + lse + max + entropy", [*shape, "causal" if causal else "full"], "FlexAttention with lse + max", ours, peer, 0.9, 0.7)  # fmt: skip
+
+
+def additive() -> None:
+    b, h, t, d, a = 1, 8, 4096, 64, 64
+    q, k, v = draw(b, h, t, d), draw(b, h, t, d), draw(b, h, t, d)
+    A, B, u = draw(d, a) / 8, draw(d, a) / 8, draw(a)
+
+    def eager_block(p, r, u, v):
+        return torch.tanh(p.unsqueeze(-2) + r.unsqueeze(-3)).matmul(u.unsqueeze(-1)).squeeze(-1).softmax(-1) @ v
+
+    def eager(step):
+        p, r = q @ A, k @ B
+        return lambda: torch.cat([step(p[:, :, n : n + 64], r, u, v) for n in range(0, t, 64)], 2)
+
+    score = regard.Additive(A, B, u)
+    run = lambda: regard.weights(q, k, score=score, engine="triton").see("lse", "entropy", values=v)  # noqa: E731
+    ours, y = timed(run), run().y
+    truth = eager_block((q[:, :, :64].double() @ A.double()), k.double() @ B.double(), u.double(), v.double())
+    rough = eager_block(q[:, :, :64] @ A, k @ B, u, v)
+    error = {n: float(f"{float((x[:, :, :64].double() - truth).norm() / truth.norm()):.2e}") for n, x in (("ours", y), ("theirs", rough))}  # fmt: skip
+    shape = [b, h, t, d, "a = 64"]
+    note("additive forward", shape, "eager in blocks", ours, statistics.median(timed(eager(eager_block), 120)), 10, None, "higher", error)  # fmt: skip
+    if not QUICK:
+        compiled = torch.compile(eager_block)
+        note("additive forward", shape, "torch.compile", ours, statistics.median(timed(eager(compiled), 120)), 2.5, None, "higher")  # fmt: skip
+    clock, sms = 1.755e9, torch.cuda.get_device_properties(0).multi_processor_count
+    limit = b * h * t * t * a / (16 * sms * clock) * 1e3
+    note("additive forward, share of the tanh limit", shape, f"{limit:.2f} ms at 16 tanh a clock", ours, limit, None, 0.5, "higher")
+
+
+def window() -> None:
+    shape = (1, 8, 65536, 128)
+    q, k, v = draw(*shape), draw(*shape), draw(*shape)
+    backend, peer = best_backend(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), 120)
+    ours = timed(lambda: regard.weights(q, k, mask=regard.window(1023, 0), engine="triton").see("lse", "max_score", "entropy", values=v))  # fmt: skip
+    note("window 1024, y + lse + max + entropy", [*shape], f"SDPA causal ({backend})", ours, peer, 0.06, 0.04)
+
+
+def million() -> None:
+    q, k, v = (draw(1, 1, 2**20, 128) for _ in range(3))
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, begin = torch.cuda.memory_allocated(), time.time()
+    regard.weights(q, k, engine="triton").see("lse", "max_score", "entropy", "reach", "received", pool=(64, 64), top=8, values=v)  # fmt: skip
+    torch.cuda.synchronize()
+    seconds, above = time.time() - begin, torch.cuda.max_memory_allocated() - before
+    note("one head, all statistics: seconds", [1, 1, 2**20, 128], "", [seconds], None, None, None)
+    note("one head, all statistics: GB above the inputs", [1, 1, 2**20, 128], "4 GB", [above / 1e9], 1.0, 4.0, None)
+
+
+def save() -> None:
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(ROWS, indent=1, ensure_ascii=False) + "\n"
+    (RESULTS / "gpu.json").write_text(text)
+    if os.environ.get("OUT"):
+        with open(os.path.join(os.environ["OUT"], "gpu.json"), "w") as file:
+            file.write(text)
+    known = set(Row.__dataclass_fields__)
+    print(table([Row(**{n: x for n, x in r.items() if n in known}) for r in ROWS]))
+
+
+def main() -> None:
+    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
+    jobs = [(f, s, c) for f in (plain, training) for s in SHAPES for c in (False, True)]
+    if not QUICK:
+        jobs += [(flex, s, c) for s in SHAPES for c in (False, True)]
+    for job, shape, causal in jobs:
+        with torch.no_grad() if job is not training else torch.enable_grad():
+            tried(job, shape, causal)
+    with torch.no_grad():
+        for job in (additive, window, million):
+            tried(job)
+    save()
+
+
+def tried(job, *args) -> None:
+    try:
+        job(*args)
+    except Exception as error:
+        print(f"{job.__name__}{args} failed: {type(error).__name__} {str(error)[:300]}", flush=True)
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
