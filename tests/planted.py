@@ -153,7 +153,7 @@ def run(copy: Path, tests: str) -> tuple[bool, float]:
 
 def plant(copy: Path, bug: Bug, sound: list[str]) -> bool:
     """Whether the bug is caught by tests that pass without it."""
-    path, clean = copy / bug.file, PACKAGE / bug.file
+    path, clean = copy / bug.file, copy.parent / "clean" / bug.file
     text = clean.read_text()
     assert text.count(bug.old) >= 1, (
         f"{bug.name}: {bug.file} has no {bug.old!r}: the code has moved on, and so must the patch"
@@ -171,6 +171,7 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "regard"
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(copy, Path(folder) / "clean")  # what is worked on meanwhile does not matter
         for tests in dict.fromkeys(tests for bug in bugs for tests in bug.tests):
             passed, seconds = run(copy, tests)
             print(f"{'passes' if passed else 'FAILS':9} {seconds:5.1f} s  nothing planted: {tests}", flush=True)

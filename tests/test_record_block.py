@@ -304,6 +304,26 @@ def test_to_a_path_writes_the_file(x, tmp_path):
     torch.testing.assert_close(again[1].dense(), seen[1].dense())
 
 
+def test_to_a_path_keeps_one_layer_in_memory_at_a_time(x, tmp_path):
+    net = model()
+    with torch.no_grad(), regard.record(net, values=True) as expected:
+        net(x)
+    with torch.no_grad(), regard.record(net, values=True, to=tmp_path / "run.regard") as seen:
+        net(x)
+        net(x)
+    assert all(layer.kept.q is None for p in seen.passes for layer in p.layers)
+    for layer, other in zip(seen.layers, expected.layers, strict=True):
+        assert torch.equal(layer.weights.dense(), other.weights.dense())
+        assert torch.equal(layer.values, other.values)
+    assert "factors" in repr(seen)
+    again = regard.load(tmp_path / "run.regard")
+    assert len(again.passes) == 2
+    assert torch.equal(again.layers[1].weights.dense(), expected.layers[1].weights.dense())
+    del seen, layer
+    gc.collect()
+    assert [p.name for p in tmp_path.iterdir()] == ["run.regard"]
+
+
 def test_a_dense_mask_is_recognised():
     t = 64
     at = torch.arange(t)

@@ -171,6 +171,19 @@ def test_beams_are_refused_by_name(name):
     assert all(p.steps == 1 for p in seen.passes)
 
 
+def test_a_generation_is_stitched_from_the_disk_too(tmp_path):
+    model = made("llama", "LlamaForCausalLM")
+    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad(), regard.record(model) as expected:
+        model.generate(zoo.ids(1, 5), **arguments)
+    with torch.no_grad(), regard.record(model, to=tmp_path / "run.regard"):
+        model.generate(zoo.ids(1, 5), **arguments)
+    again = regard.load(tmp_path / "run.regard")
+    assert again.passes[0].steps == 4
+    for a, b in zip(again.layers, expected.layers, strict=True):
+        assert torch.equal(a.weights.dense(), b.weights.dense())
+
+
 def test_an_edited_cache_is_not_stitched():
     model = made("llama", "LlamaForCausalLM")
     text = zoo.ids(1, 6)

@@ -1,10 +1,11 @@
 """Look into any PyTorch model: `regard.record`, `regard.load`, `regard.watch`.
 
-Rooms: `tap` (overhear operators in one thread), `seams` (every way attention passes), `where` (which module called),
-`recognise` (masks in few words), `capture` (what is kept of a call), `stitch` (a generation as one matrix), `observe`
-(the block), `tokens` (words of rows and columns), `recording`, `part` and `tables` (what can be asked), `file`
-(.regard), `watch` (numbers while training), `hugging` (transformers). Nothing outside imports this room but
-`regard/__init__.py`, when one of its names is used.
+Rooms, from the model inwards: `tap` (overhear operators in one thread), `where` (which module called), `seams` and
+`byhand` (every way attention passes), `hugging` (transformers), `recognise` (masks in few words), `capture` and
+`spill` (what is kept of a call), `stitch` and `passes` (a generation as one matrix), `attached` (hooks, and what was
+not heard), `observe` (the block). And outwards: `tokens`, `recording`, `part`, `tables` (what can be asked), `file`
+(.regard), `watch` (numbers while training). Nothing outside imports this room but `regard/__init__.py`, when one of
+its names is used.
 """
 
 from .file import RegardFileError, load

@@ -99,6 +99,10 @@ class Kept:
             assert self.q is not None
             return weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
 
+    def loaded(self) -> Kept:
+        """The same with its tensors in memory."""
+        return self
+
     def check(self) -> None:
         """That nobody wrote over what was kept without a copy."""
         if any(tensor._version != version for tensor, version in self.versions):

@@ -15,7 +15,9 @@ import math
 import os
 import secrets
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -93,9 +95,9 @@ def save(seen: Recording, path: Any) -> None:
             {"steps": one.steps, "layers": [_described(layer, shelf) for layer in one.layers]} for one in seen.passes
         ],
         "refused": [list(pair) for pair in seen.refused],
-        "checksums": {name: _checksum(tensor) for name, tensor in shelf.tensors.items()},
+        "checksums": {name: entry.checksum for name, entry in shelf.entries.items()},
     }
-    write(path, _chunks(description, shelf.tensors))
+    write(path, _chunks(description, shelf.entries))
 
 
 def write(path: Path, chunks: Iterator[bytes]) -> None:
@@ -126,25 +128,39 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+@dataclass
+class _Entry:
+    """A tensor of the file: its form, its checksum, and how to have it when its bytes are written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    checksum: str
+    again: Callable[[], Tensor]
+
+
 class _Shelf:
     """Tensors by name, each stored once: layers that share a mask share its bytes."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
+        self.entries: dict[str, _Entry] = {}
         self._known: dict[Any, str] = {}
 
-    def put(self, tensor: Tensor) -> str:
+    def put(self, tensor: Tensor, again: Callable[[], Tensor] | None = None) -> str:
+        """A tensor's name in the file. `again` fetches one that need not stay in memory until then."""
         key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() == 0 or key not in self._known:
-            name = f"t{len(self.tensors)}"
-            self.tensors[name] = _compact(tensor.detach()).cpu().contiguous()
+        if again is None and tensor.numel() and key in self._known:
+            return self._known[key]
+        name = f"t{len(self.entries)}"
+        plain = _plain_tensor(tensor)
+        self.entries[name] = _Entry(plain.dtype, tuple(plain.shape), _digest(_bytes(plain)), again or (lambda: plain))
+        if again is None:
             self._known[key] = name
-            return name
-        return self._known[key]
+        return name
 
 
-def _compact(x: Tensor) -> Tensor:
-    return x.clone() if x.is_inference() else x
+def _plain_tensor(x: Tensor) -> Tensor:
+    x = x.detach()
+    return (x.clone() if x.is_inference() else x).cpu().contiguous()
 
 
 def _described(layer: Layer, shelf: _Shelf) -> dict[str, Any]:
@@ -157,12 +173,23 @@ def _described(layer: Layer, shelf: _Shelf) -> dict[str, Any]:
     }
     known["statistics"] = {name: shelf.put(tensor) for name, tensor in layer.statistics.items()}
     if layer.kept is not None:
-        weights = layer.weights
+        weights, values = layer.weights, layer.values
+        on_disk = layer.kept.loaded() is not layer.kept
         spec, tensors = flatten(weights._factors)
-        known["factors"] = _plain(spec, [shelf.put(tensor) for tensor in tensors])
+        names = [shelf.put(t, partial(_factor, layer, n) if on_disk else None) for n, t in enumerate(tensors)]
+        known["factors"] = _plain(spec, names)
         known["engine"] = "reference" if weights._engine == "reference" else "auto"
-        known["values"] = None if layer.kept.v is None else shelf.put(layer.kept.v)
+        known["values"] = None if values is None else shelf.put(values, partial(_values, layer) if on_disk else None)
     return known
+
+
+def _factor(layer: Layer, n: int) -> Tensor:
+    return flatten(layer.weights._factors)[1][n]
+
+
+def _values(layer: Layer) -> Tensor:
+    assert layer.values is not None, "they were there a moment ago"
+    return layer.values
 
 
 def _plain(spec: Any, names: list[str]) -> Any:
@@ -184,17 +211,17 @@ def _plain(spec: Any, names: list[str]) -> Any:
     return [kind, *(_plain(part, names) for part in parts)]
 
 
-def _chunks(description: dict[str, Any], tensors: dict[str, Tensor]) -> Iterator[bytes]:
-    yield _header(description, tensors)
-    for tensor in tensors.values():
-        yield _bytes(tensor)
+def _chunks(description: dict[str, Any], entries: dict[str, _Entry]) -> Iterator[bytes]:
+    yield _header(description, entries)
+    for entry in entries.values():
+        yield _bytes(_plain_tensor(entry.again()))
 
 
-def _header(description: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+def _header(description: dict[str, Any], entries: dict[str, _Entry]) -> bytes:
     at, table = 0, {}
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        table[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+    for name, entry in entries.items():
+        size = math.prod(entry.shape) * entry.dtype.itemsize
+        table[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, at + size]}
         at += size
     said = json.dumps(description, ensure_ascii=True, separators=(",", ":"))
     whole = {"__metadata__": {"checksum": _BLANK, "regard": said}, **table}
@@ -211,10 +238,6 @@ def _bytes(tensor: Tensor) -> bytes:
 
 def _digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _checksum(tensor: Tensor) -> str:
-    return _digest(_bytes(tensor))
 
 
 # Reading.

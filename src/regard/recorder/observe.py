@@ -23,6 +23,7 @@ from .byhand import Trail
 from .capture import Attention, Kept, Overwritten, keep
 from .passes import Call, OpenPass, with_encoders
 from .recording import Layer, Pass, Recording, numbers
+from .spill import Spill
 from .stitch import Broken
 from .tokens import Embedded, label
 from .where import Place, called_by, place, trail
@@ -53,7 +54,7 @@ def record(
     tokens   a tokenizer, a list of words, a list of such lists (one a sequence), (source, target) lists, or nothing
     keep     "factors" (queries and keys, from which every weight can be had) or "statistics" (numbers only)
     values   keep the value vectors too
-    to       where recorded tensors go: None (they stay), "cpu", or a path: a .regard file written at the end
+    to       where recorded tensors go: None (they stay), "cpu", or a path: on the disk, a .regard file in the end
     layers   which layers: numbers in the order of calls, module names, patterns such as "*.self_attn"
     """
     if model is not None and not isinstance(model, nn.Module):
@@ -72,6 +73,7 @@ class Observer:
 
     def __init__(self, model: Any, tokens: Any, keep: str, values: bool, to: Any, path: Any, only: Any) -> None:
         self.tokens, self.keep, self.values, self.to, self.path, self.only = tokens, keep, values, to, path, only
+        self.spill = None if path is None else Spill(path)
         self.attached = Attached(model)
         self.names = None if model is None else {id(module): name for name, module in self.attached.modules}
         self.wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
@@ -205,6 +207,8 @@ class Observer:
         call = Call(name, nth, _kind(at, found), kept, found.shape)
         if self.keep == "statistics":
             call.statistics, call.kept = numbers(kept.weights()), None
+        elif self.spill is not None:
+            call.kept = self.spill.put(kept)
         one.calls.append(call)
 
     def _wanted(self, name: str, number: int) -> bool:

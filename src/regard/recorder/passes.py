@@ -28,7 +28,7 @@ class Call:
         if self.kind != "self" or self.kept is None or found.shape[:2] != self.shape[:2]:
             return False
         try:
-            growing = self.growing or Growing(self.kept, cross=False)
+            growing = self.growing or Growing(self.kept.loaded(), cross=False)
         except Broken:
             return False
         return continues(found, growing.total)
@@ -36,7 +36,7 @@ class Call:
     def grow(self, found: Attention, kept: Kept) -> None:
         """One more step of a generation; `Broken` if it is none."""
         assert self.kept is not None, "numbers cannot grow"
-        growing = self.growing or Growing(self.kept, cross=self.kind == "cross")
+        growing = self.growing or Growing(self.kept.loaded(), cross=self.kind == "cross")
         growing.extend(found, kept)
         self.growing = growing
 

@@ -52,15 +52,19 @@ class Layer:
                 'in .statistics. For its weights record with keep="factors".'
             )
         self.kept.check()
-        if self._made is None:
-            made = self.kept.weights()
-            self._made = self._labelled(made, 0) if made.shape[0] == 1 else made
-        return self._made
+        if self._made is not None:
+            return self._made
+        kept = self.kept.loaded()
+        made = kept.weights()
+        made = self._labelled(made, 0) if made.shape[0] == 1 else made
+        if kept is self.kept:  # what lies on the disk is not held in memory as well
+            self._made = made
+        return made
 
     @property
     def values(self) -> Tensor | None:
         """The value vectors, (b, g, j, e), where they were recorded (values=True)."""
-        return None if self.kept is None else self.kept.v
+        return None if self.kept is None else self.kept.loaded().v
 
     def head(self, h: Any) -> Weights:
         """One head; without the batch axis when there is one sequence."""
@@ -219,7 +223,7 @@ class Recording:
         lines = [self._title()]
         width = max((len(layer.name) for layer in self.layers), default=0)
         for layer in self.layers[:24]:
-            kept = "statistics" if layer.kept is None else "weights" if layer.kept.w is not None else "factors"
+            kept = "statistics" if layer.kept is None else "weights" if _written_out(layer.kept) else "factors"
             mask = "" if layer.kept is None or layer.kept.mask is None else f"  {_brief(layer.kept.mask)}"
             size = "×".join(map(str, layer.shape))
             lines.append(f"{layer.index:4d}  {layer.name:{width}}  {layer.kind:5}  {size}  {kept}{mask}")
@@ -241,6 +245,10 @@ class Recording:
         passes = f", pass {len(self.passes)} of {len(self.passes)}" if len(self.passes) > 1 else ""
         steps = f", {self.passes[-1].steps} steps stitched" if self.passes[-1].steps > 1 else ""
         return " × ".join(parts) + passes + steps
+
+
+def _written_out(kept: Kept) -> bool:
+    return kept.w is not None or getattr(kept, "dense", False)
 
 
 def _brief(mask: Any) -> str:

@@ -52,31 +52,35 @@ def reciprocal(x, PAIR: tl.constexpr):
 def tanh_sum(pair, i, j, b, h, hk, sizes, PAIR: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Σ_a v_a tanh(q_a + k_a) of a tile, (i, j) or (j, i)."""
     v = pair.v + b.to(tl.int64) * pair.v_b + h.to(tl.int64) * pair.v_h
-    at_q = (b * sizes.h + h).to(tl.int64) * pair.a * sizes.i + i
-    at_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * pair.a * sizes.j + j
+    # Pointers of whole rows of components, not of every position: one addition a component.
+    head_q = (b * sizes.h + h).to(tl.int64) * pair.a * sizes.i
+    head_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * pair.a * sizes.j
     s = tl.zeros((down(i, KEYS_FIRST) + across(j, KEYS_FIRST)).shape, tl.float32)
+    i, j = tl.minimum(i, sizes.i - 1), tl.minimum(j, sizes.j - 1)  # past the end anything may stand
     if tl.load(pair.tame) != 0:
         total = 0.0
+        a0_ptr, b0_ptr = pair.grown_q + head_q, pair.grown_k + head_k
+        a1_ptr, b1_ptr = a0_ptr + sizes.i, b0_ptr + sizes.j
         for n in tl.range(0, pair.a, 2):
             v0, v1 = tl.load(v + n), tl.load(v + n + 1)
-            a0 = down(tl.load(pair.grown_q + at_q, mask=i < sizes.i, other=0.0), KEYS_FIRST)
-            a1 = down(tl.load(pair.grown_q + at_q + sizes.i, mask=i < sizes.i, other=0.0), KEYS_FIRST)
-            b0 = across(tl.load(pair.grown_k + at_k, mask=j < sizes.j, other=0.0), KEYS_FIRST)
-            b1 = across(tl.load(pair.grown_k + at_k + sizes.j, mask=j < sizes.j, other=0.0), KEYS_FIRST)
+            a0, a1 = down(tl.load(a0_ptr + i), KEYS_FIRST), down(tl.load(a1_ptr + i), KEYS_FIRST)
+            b0, b1 = across(tl.load(b0_ptr + j), KEYS_FIRST), across(tl.load(b1_ptr + j), KEYS_FIRST)
             d0, d1 = a0 * b0 + 1.0, a1 * b1 + 1.0
             s += (v0 * d1 + v1 * d0) * reciprocal(d0 * d1, PAIR)
             total += v0 + v1
-            at_q += 2 * sizes.i
-            at_k += 2 * sizes.j
+            a0_ptr += 2 * sizes.i
+            a1_ptr += 2 * sizes.i
+            b0_ptr += 2 * sizes.j
+            b1_ptr += 2 * sizes.j
         s = total - 2.0 * s
     else:
+        q_ptr, k_ptr = pair.q + head_q, pair.k + head_k
         for n in tl.range(0, pair.a):
-            x = down(tl.load(pair.q + at_q, mask=i < sizes.i, other=0.0), KEYS_FIRST)
-            x = x + across(tl.load(pair.k + at_k, mask=j < sizes.j, other=0.0), KEYS_FIRST)
+            x = down(tl.load(q_ptr + i), KEYS_FIRST) + across(tl.load(k_ptr + j), KEYS_FIRST)
             # e^2x may overflow to inf: then the fraction is 0, and tanh is 1.
             s += tl.load(v + n) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, PAIR))
-            at_q += sizes.i
-            at_k += sizes.j
+            q_ptr += sizes.i
+            k_ptr += sizes.j
     return s
 
 

@@ -118,7 +118,13 @@ def forward_kernel(
             # Where the compiler parts the warps, descriptors from the host make the program wait for ever.
             own_k = own_descriptor(k, b, hk, sizes.j, D, BLOCK_J, BLOCK_D)
             own_v = own_descriptor(v, b, hv, sizes.j, E, BLOCK_J, BLOCK_E) if Y and not SAME else own_k
-            rows = own_descriptor(q, b, h, sizes.i, D, BLOCK_I, BLOCK_D).load([start, 0])
+            # Counted from the first sequence: the compiler shifts the row that is loaded for the second group of warps, and
+            # where that row were `start` itself it would shift the rows that are written as well.
+            first_row = b * q_map.row_b
+            all_rows = tl.make_tensor_descriptor(
+                q.ptr + h.to(tl.int64) * q.h, [first_row + sizes.i, D], [q.i, 1], [BLOCK_I, BLOCK_D]
+            )
+            rows = all_rows.load([first_row + start, 0])
         elif TMA:  # rows past the end may be another head's: they are computed and never written
             rows = fetch(q_desc, q_map, b, h, start)
         else:

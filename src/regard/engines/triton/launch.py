@@ -232,6 +232,10 @@ class Prepared:
         """Whether rows and keys fill their last blocks: then no copy reads past an end."""
         return self.i % config.block_i == 0 and self.j % config.block_j == 0
 
+    def one_loop(self, config: Config) -> bool:
+        """Whether one loop by the copy engine can take all tiles."""
+        return self.whole(config) and self.form.kind in ("none", "causal") and not self.problem.steps
+
     def table(self, config: Config) -> Cells:
         """Which blocks of rows see a block of keys."""
         if self.form.spans is None:
@@ -294,20 +298,27 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         nothing if name not in found else cells(found[name]) if name == "y" else rows_of(found[name])
         for name in Outputs._fields
     ))  # fmt: skip
-    config = configured("forward", p, e, v)
     same = v is not None and p.product and _same(v, p.k)
     block_d, block_e = padded(p.d, p.q), padded(e, p.q)
-    wanted = [(p.q, (config.block_i, block_d)), (p.k, (config.block_j, block_d))]
-    if v is not None and not same:
-        wanted.append((v, (config.block_j, block_e)))
-    tma = copied(config, *wanted) if p.product else None
+
+    def prepared(config: Config) -> list[Any] | None:
+        wanted = [(p.q, (config.block_i, block_d)), (p.k, (config.block_j, block_d))]
+        if v is not None and not same:
+            wanted.append((v, (config.block_j, block_e)))
+        return copied(config, *wanted) if p.product else None
+
+    config = configured("forward", p, e, v)
+    tma = prepared(config)
+    if config.apart and tma is None:
+        config = configured("forward", p, e, v, whole_warps=True)
+        tma = prepared(config)
+    count = 2 if v is None or same else 3
     if tma is None:
         descriptors, maps = [p.q] * 3, [NOWHERE] * 3
     else:
-        count = len(wanted)
         descriptors, maps = [*tma[:count], tma[1]][:3], [*tma[count:], tma[count + 1]][:3]
     heads = p.b * p.h
-    apart = tma is not None and _parts(p, config)
+    apart = tma is not None and config.apart and p.one_loop(config)
     if apart:
         triton.set_allocator(_room)
     with launch_on(p.q):
@@ -330,12 +341,6 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
 def _room(size: int, alignment: int, stream: Any) -> Tensor:
     """Where programs write the descriptors they make."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _parts(p: Prepared, config: Config) -> bool:
-    """Whether one loop by the copy engine can take all tiles: then loading and computing warps can be parted."""
-    even = p.i % config.block_i == 0 and p.j % config.block_j == 0
-    return config.apart and even and p.form.kind in ("none", "causal") and not p.problem.steps
 
 
 def _same(v: Tensor, k: Tensor) -> bool:
@@ -389,7 +394,7 @@ def reread(problem: Problem, names: tuple[str, ...], lse: Tensor, u: Tensor | No
             out_z=cells(found["z"]) if "z" in found else nothing,
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_U=u is not None and u.dtype == torch.float32,
             RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, Z="z" in names,
-            TMA=tma is not None, EDGES=p.edges(config), APART=_parts(p, config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=padded(e, p.q), **p.common, **config.launch,
+            TMA=tma is not None, EDGES=p.edges(config), APART=False, WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=padded(e, p.q), **p.common, **config.launch,
         )  # fmt: skip
     if sums is not None and tiling is not None:
         found["pool"] = _columns_pooled(sums, tiling)
@@ -434,7 +439,7 @@ def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Ten
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
             q_desc=tma[0], dy_desc=tma[1], q_map=tma[2], dy_map=tma[3], table=p.table(config), flow=flow,
             out_dk=cells(dk), out_dv=nothing if dv is None else cells(dv), heads=heads, group=p.h // heads, batch=p.b, per_group=min(p.per_group(e), p.b * heads),
-            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), APART=_parts(p, config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e,
+            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), APART=False, WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e,
             **constants, **p.common, **config.launch,
         )  # fmt: skip
     return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
@@ -451,7 +456,7 @@ def rows_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Ten
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
             k_desc=tma[0], v_desc=tma[1], k_map=tma[2], v_map=tma[3], row_table=p.row_table(config), flow=flow, out_dq=cells(dq),
             heads=p.b * p.h, per_group=p.per_group(e), FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config),
-            APART=_parts(p, config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
+            APART=False, WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
         )  # fmt: skip
     return dq
 
