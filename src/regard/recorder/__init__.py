@@ -4,14 +4,14 @@ Rooms, from the model inwards: `tap` (overhear operators in one thread), `where`
 `byhand` (every way attention passes), `hugging` (transformers), `recognise` (masks in few words), `capture` and
 `spill` (what is kept of a call), `stitch` and `passes` (a generation as one matrix), `attached` (hooks, and what was
 not heard), `observe` (the block). And outwards: `tokens`, `recording`, `part`, `tables` (what can be asked), `file`
-(.regard), `watch` (numbers while training). Nothing outside imports this room but `regard/__init__.py`, when one of
+(.regard), `watching` (numbers while training). Nothing outside imports this room but `regard/__init__.py`, when one of
 its names is used.
 """
 
 from .file import RegardFileError, load
 from .observe import RefusedWarning, record
 from .recording import Layer, Recording
-from .watch import AttentionWarning, Watch, qk_clip, watch
+from .watching import AttentionWarning, Watch, qk_clip, watch
 
 __all__ = [
     "AttentionWarning",

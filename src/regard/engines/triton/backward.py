@@ -103,10 +103,10 @@ def keys_of(
     scale, scale2, begin, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
     RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
-    APART: tl.constexpr, WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add what some blocks of rows send to these keys and values."""
-    for n in tl.range(begin, end, warp_specialize=APART):
+    for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         if TMA and (WHOLE or not EDGE):
             rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
@@ -138,7 +138,7 @@ def keys_kernel(
     q, k, v, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, table, flow, out_dk, out_dv, sizes, heads, group, batch, per_group,
     scale, scale2, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr,
-    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr, WHOLE: tl.constexpr,
+    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_J keys of one of `heads` output heads, each the sum of `group` query heads."""
@@ -153,26 +153,24 @@ def keys_kernel(
     dk = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
     first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-    if APART:  # the compiler parts the warps of one loop only: it takes all tiles, edges or not
-        full_from, full_to = first, past
     for n in range(0, group):
         h = own * group + n
-        if EDGES and not APART:
+        if EDGES:
             dk, dv = keys_of(
                 near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
                 scale, scale2, first, full_from, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-                BLOCK_I, True, False, WHOLE,
+                BLOCK_I, True, WHOLE,
             )  # fmt: skip
         dk, dv = keys_of(
             near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
             scale, scale2, full_from, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-            BLOCK_I, EDGES and APART, APART, WHOLE,
+            BLOCK_I, False, WHOLE,
         )  # fmt: skip
-        if EDGES and not APART:
+        if EDGES:
             dk, dv = keys_of(
                 near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
                 scale, scale2, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-                BLOCK_I, True, False, WHOLE,
+                BLOCK_I, True, WHOLE,
             )  # fmt: skip
     put_tile(out_dk, b, own, j, d, dk * scale, sizes.j, D)
     if Y:
@@ -185,12 +183,12 @@ def rows_of_keys(
     r, dq, scale, scale2, begin, split, jump, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
     RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
-    APART: tl.constexpr, WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add what blocks of keys send to these rows: those from `begin` to `split`, then those from `jump` to `end`."""
     hk, hv = h // sizes.k_group, h // sizes.v_group
     left = split - begin
-    for n in tl.range(0, left + end - jump, warp_specialize=APART):
+    for n in range(0, left + end - jump):
         block = tl.where(n < left, begin + n, jump + n - left)
         j = block * BLOCK_J + tl.arange(0, BLOCK_J)
         if TMA and (WHOLE or not EDGE):
@@ -221,7 +219,7 @@ def rows_kernel(
     q, k, v, dy, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, row_table, flow, out_dq, sizes, heads, per_group, scale, scale2,
     D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr,
-    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr, WHOLE: tl.constexpr,
+    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """dq of BLOCK_I rows."""
@@ -236,18 +234,16 @@ def rows_kernel(
     dq = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-        if APART:
-            full_from, full_to = first, past
         dq = rows_of_keys(
             rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
             h, r, dq, scale, scale2, full_from, full_to, full_to, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
-            EXTRAS, TMA, BLOCK_J, EDGES and APART, APART, WHOLE,
+            EXTRAS, TMA, BLOCK_J, False, WHOLE,
         )  # fmt: skip
-        if EDGES and not APART:
+        if EDGES:
             dq = rows_of_keys(
                 rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
                 h, r, dq, scale, scale2, first, full_from, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
-                EXTRAS, TMA, BLOCK_J, True, False, WHOLE,
+                EXTRAS, TMA, BLOCK_J, True, WHOLE,
             )  # fmt: skip
     put_tile(out_dq, b, h, i, d, dq * scale, sizes.i, D)
 

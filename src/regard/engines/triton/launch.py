@@ -394,7 +394,7 @@ def reread(problem: Problem, names: tuple[str, ...], lse: Tensor, u: Tensor | No
             out_z=cells(found["z"]) if "z" in found else nothing,
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_U=u is not None and u.dtype == torch.float32,
             RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, Z="z" in names,
-            TMA=tma is not None, EDGES=p.edges(config), APART=False, WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=padded(e, p.q), **p.common, **config.launch,
+            TMA=tma is not None, EDGES=p.edges(config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=padded(e, p.q), **p.common, **config.launch,
         )  # fmt: skip
     if sums is not None and tiling is not None:
         found["pool"] = _columns_pooled(sums, tiling)
@@ -439,7 +439,7 @@ def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Ten
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
             q_desc=tma[0], dy_desc=tma[1], q_map=tma[2], dy_map=tma[3], table=p.table(config), flow=flow,
             out_dk=cells(dk), out_dv=nothing if dv is None else cells(dv), heads=heads, group=p.h // heads, batch=p.b, per_group=min(p.per_group(e), p.b * heads),
-            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), APART=False, WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e,
+            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e,
             **constants, **p.common, **config.launch,
         )  # fmt: skip
     return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
@@ -456,7 +456,7 @@ def rows_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Ten
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
             k_desc=tma[0], v_desc=tma[1], k_map=tma[2], v_map=tma[3], row_table=p.row_table(config), flow=flow, out_dq=cells(dq),
             heads=p.b * p.h, per_group=p.per_group(e), FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config),
-            APART=False, WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
+            WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
         )  # fmt: skip
     return dq
 

@@ -73,10 +73,10 @@ def columns_of(
     begin, end, PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
     Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
-    APART: tl.constexpr, WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add up the weights of some blocks of rows, column by column."""
-    for n in tl.range(begin, end, warp_specialize=APART):
+    for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         lse2 = lse_in_base_2(lse, b, h, i, sizes)
         if PAIR == "product":
@@ -107,7 +107,7 @@ def reread_kernel(
     per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, APART: tl.constexpr, WHOLE: tl.constexpr,
+    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All that BLOCK_J columns can tell."""
@@ -124,25 +124,23 @@ def reread_kernel(
     part = tl.zeros([BLOCK_J], tl.float32)
     z = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
     first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-    if APART:  # the compiler parts the warps of one loop only: it takes all tiles, edges or not
-        full_from, full_to = first, past
     # In the order of the rows, since the tile rows of a pooled map are written as they end.
-    if EDGES and not APART:
+    if EDGES:
         received, part, z = columns_of(
             keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, False, WHOLE,
+            BLOCK_I, True, WHOLE,
         )  # fmt: skip
     received, part, z = columns_of(
         keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
         scale, scale2, full_from, full_to, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-        BLOCK_I, EDGES and APART, APART, WHOLE,
+        BLOCK_I, False, WHOLE,
     )  # fmt: skip
-    if EDGES and not APART:
+    if EDGES:
         received, part, z = columns_of(
             keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, False, WHOLE,
+            BLOCK_I, True, WHOLE,
         )  # fmt: skip
     if PARTS and ALIGNED:
         # A window ends in the middle of a tile row: what was added up since is not written yet.

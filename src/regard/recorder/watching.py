@@ -135,7 +135,7 @@ class Watch:
                 )
             if high > self.explode:
                 head = int(found["max_score"].argmax())
-                advice = "regard.recorder.watch.qk_clip bounds it"
+                advice = "regard.recorder.qk_clip bounds it"
                 self._warn(
                     name,
                     "score",
