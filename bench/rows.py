@@ -42,7 +42,9 @@ class Row:
             return ""
         if not reached(self.must):
             return "missed"
-        return "goal" if self.goal is not None and reached(self.goal) else "reached"
+        if self.goal is not None and reached(self.goal):
+            return "goal"
+        return "reached" if self.must is not None else "short of the goal"
 
 
 def ratios(

@@ -31,12 +31,12 @@ STATISTICS = ("y", "lse", "max_score", "entropy")
 
 CANDIDATES = {
     "forward": [
-        C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 64, 4, 3), C(128, 128, 4, 2, apart=True), C(128, 64, 4, 3, apart=True),
+        C(128, 128, 8, 3), C(128, 64, 8, 3), C(128, 128, 4, 2, apart=True), C(128, 64, 4, 3, apart=True),
     ],
     "reread": [
         C(64, 128, 4, 3), C(64, 128, 8, 3), C(128, 128, 8, 3), C(64, 64, 4, 3), C(128, 64, 4, 3),
     ],
-    "top": [C(64, 128, 4, 3), C(64, 64, 4, 3), C(128, 64, 8, 3), C(64, 256, 8, 2)],
+    "top": [C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)],
     "keys": [
         C(64, 128, 8, 2), C(32, 128, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 64, 8, 2), C(64, 64, 8, 3),
     ],
@@ -103,7 +103,7 @@ def peers(b, h, t, d, causal) -> dict[str, float]:
     return out
 
 
-def main(kernels: list[str], patience: float = 95.0) -> None:
+def main(kernels: list[str], patience: float = 45.0) -> None:
     table = []
     jobs = [(n, c, d, m) for n in kernels for c in CANDIDATES[n] for d in (128, 64) for m in (False, True)]
     # A compiler that aborts takes its worker along, and the pool would wait for ever.

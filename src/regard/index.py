@@ -80,7 +80,7 @@ def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | 
         raise IndexError(f"{given} indices for the {len(shape)} axes {tuple(shape)}.")
     where = next(n for n, item in enumerate(items) if item is Ellipsis)
     items[where : where + 1] = [slice(None)] * (len(shape) - given)
-    names: list[Tokens | None] = [None] * (len(shape) - 2) + list(tokens)
+    names: list[Tokens | None] = [*[None] * (len(shape) - 2), *tokens]
     picks = [
         _pick(item, axis, n, names[axis], axis - len(shape))
         for axis, (item, n) in enumerate(zip(items, shape, strict=True))
@@ -118,11 +118,17 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
             )
         item = item.tolist()
     if isinstance(item, list | range):
-        return [
-            _number(n, axis, size) if not isinstance(n, str | At) else _pick(n, axis, size, tokens, from_end)
-            for n in item
-        ]  # type: ignore[misc]
+        return [_one(n, axis, size, tokens, from_end) for n in item]
     return _number(item, axis, size)
+
+
+def _one(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> int:
+    """One position out of a list."""
+    if not isinstance(item, str | At):
+        return _number(item, axis, size)
+    position = _pick(item, axis, size, tokens, from_end)
+    assert isinstance(position, int), "a word is one position"
+    return position
 
 
 def _number(item: Any, axis: int, size: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .engines import Engine, named
+from .engines import Engine, named, serving
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
 from .score import wide
@@ -65,7 +65,7 @@ def pull_back(
 ) -> list[Tensor | None]:
     """Gradients of all tensors of (problem, question), in the order of `flatten`; None for those without."""
     clean, asked = problem.blank_unseen(question)
-    engine = engine.picked(clean, asked) if hasattr(engine, "picked") else engine
+    engine = serving(engine, clean, asked)
     gradient = _gradient(clean, asked, engine, answers, flowing)
     _, tensors = flatten((problem, question))
     count = len(flatten(problem)[1])
@@ -99,13 +99,12 @@ def _gradient(problem: Problem, question: Question, engine: Engine, answers: Ans
     """Write everything that is linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
     # An engine that computes in narrow types takes the output's gradient as it came: a wide copy costs more than it gives.
-    narrow = getattr(engine, "narrow", False)
-    flowing = {name: g if narrow and name == "y" else g.to(problem.wide) for name, g in flowing.items()}
+    flowing = {name: g if engine.narrow and name == "y" else g.to(problem.wide) for name, g in flowing.items()}
     row = torch.zeros(b, h, i, dtype=problem.wide, device=problem.q.device)
     c, pairs, unfinished = row, [], []
     if (g := flowing.get("y")) is not None:
-        c = c + (engine.row_dot(g, answers["y"]) if narrow else (g * wide(answers["y"])).sum(-1))
-        pairs.append((g, given(question.v) if narrow else wide(given(question.v))))
+        c = c + engine.row_dot(g, answers["y"])
+        pairs.append((g, given(question.v) if engine.narrow else wide(given(question.v))))
     if (g := flowing.get("mass")) is not None:
         c = c + g * answers["mass"]
         pairs.append((g.unsqueeze(-1), wide(given(question.keys)).view(1, 1, j, 1)))

@@ -15,7 +15,7 @@ from ..statistics import Answers, Question
 from . import blockwise, triton
 from .gradient import Gradient, Gradients
 
-__all__ = ["ENGINES", "Engine", "named"]
+__all__ = ["ENGINES", "Engine", "named", "serving"]
 
 #: What users may name. `auto` picks the first that serves; `reference` is t × t and is never picked.
 ENGINES = ("auto", "triton", "blockwise", "reference")
@@ -23,6 +23,8 @@ ENGINES = ("auto", "triton", "blockwise", "reference")
 
 class Engine(Protocol):
     name: str
+    #: Whether the gradient of y is taken in its own type, not in float32.
+    narrow: bool
 
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
         """The named answers to the question; `known` may hold lse already."""
@@ -31,6 +33,9 @@ class Engine(Protocol):
         self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
         """Gradients of the problem's tensors, of v and of u; `needs` says of which of the problem's tensors."""
+
+    def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
+        """Σ_e a b for every row, (b, h, i), in the type of statistics."""
 
 
 class Auto:
@@ -43,6 +48,7 @@ class Auto:
     """
 
     name = "auto"
+    narrow = False
 
     def picked(self, problem: Problem, question: Question) -> Engine:
         """The engine that `auto` means for this problem."""
@@ -56,6 +62,14 @@ class Auto:
         self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
         return self.picked(problem, question).backward(problem, question, lse, gradient, needs)
+
+    def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return blockwise.ENGINE.row_dot(a, b)
+
+
+def serving(engine: Engine, problem: Problem, question: Question) -> Engine:
+    """The engine that computes: `auto` decided, any other itself."""
+    return AUTO.picked(problem, question) if isinstance(engine, Auto) else engine
 
 
 def named(name: str) -> Engine:

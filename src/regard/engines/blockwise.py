@@ -34,6 +34,7 @@ class Blockwise:
     """The engine of this file; where `compiled` serves a problem, its tiles are used."""
 
     name = "blockwise"
+    narrow = False
 
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
         tiles = compiled if compiled.serves(problem) else None
@@ -57,6 +58,10 @@ class Blockwise:
         if gradient.dz is None and compiled.serves_backward(problem, needs):
             return compiled.backward(problem, question, lse, gradient)
         return backward(problem, question, lse, gradient)
+
+
+    def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
+        return (wide(a) * wide(b)).sum(-1)
 
 
 ENGINE = Blockwise()

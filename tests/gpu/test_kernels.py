@@ -1,0 +1,191 @@
+"""The triton engine on a real GPU: random configurations, traps that others fell into, repeats, graphs, compilation."""
+
+from __future__ import annotations
+
+import os
+
+import cover
+import pytest
+import torch
+
+import regard
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+CONFIGURATIONS = int(os.environ.get("REGARD_CONFIGURATIONS", "300"))
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, times: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * times).to(dtype)
+
+
+def dense(q, k, v, mask=None):
+    """Weights, output and lse in float64."""
+    s = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf)
+    return s.softmax(-1), s.softmax(-1) @ v.double(), s.logsumexp(-1)
+
+
+@pytest.mark.parametrize("seed", range(CONFIGURATIONS))
+def test_a_random_configuration_is_within_the_bound(seed: int) -> None:
+    cover.judged(cover.at_random(seed, TYPES), "cuda")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("b", "h", "g", "t", "d"), [(1, 1, 1, 256, 128), (2, 4, 2, 640, 128), (3, 2, 2, 384, 64), (1, 3, 1, 512, 96)])
+def test_whole_tiles_by_the_copy_engine_are_right(b: int, h: int, g: int, t: int, d: int, causal: bool) -> None:
+    """The fast paths: loading warps parted from computing ones at d = 128, tiles copied by descriptors."""
+    q, k, v = draw(b, h, t, d), draw(b, g, t, d), draw(b, g, t, d)
+    mask = torch.ones(t, t, dtype=torch.bool, device="cuda").tril() if causal else None
+    w, y, lse = dense(q, k.repeat_interleave(h // g, 1), v.repeat_interleave(h // g, 1), mask)
+    W = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton")
+    seen = W.see("lse", "max_score", "entropy", "received", pool=(4, 4), top=4, values=v)
+    assert (seen.y.double() - y).abs().max() < 0.02
+    assert (seen.lse.double() - lse).abs().max() < 1e-4
+    assert (seen.entropy.double() - torch.special.entr(w).sum(-1)).abs().max() < 1e-4
+    assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
+    assert (seen.pool.sum((-1, -2)) - t).abs().max() < 1e-2
+    assert (seen.top.weight.double() - w.topk(4, -1).values).abs().max() < 1e-4
+
+
+def test_transposed_layouts_are_right_by_the_copy_engine() -> None:
+    """(b, t, h, d) seen as (b, h, t, d), as models have it, and packed q, k, v."""
+    packed = draw(2, 512, 3, 4, 128)
+    q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
+    _, y, _ = dense(q, k, v)
+    assert (regard.weights(q, k, engine="triton").see("lse", values=v).y.double() - y).abs().max() < 0.02
+
+
+def test_the_error_is_at_most_twice_that_of_plain_attention_in_the_same_type() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        q, k, v = (draw(2, 4, 1000, 64, dtype=dtype, times=2.0) for _ in range(3))
+        _, truth, _ = dense(q, k, v)
+        plain = (q @ k.mT / 8).softmax(-1) @ v
+        ours = regard.weights(q, k, engine="triton") @ v
+        assert (ours.double() - truth).abs().max() <= 2 * (plain.double() - truth).abs().max()
+
+
+def test_large_scores_and_rows_that_see_nothing() -> None:
+    q, k, v = draw(1, 2, 200, 64, times=30.0), draw(1, 2, 200, 64, times=30.0), draw(1, 2, 200, 64)
+    mask = torch.rand(200, 200, device="cuda") > 0.5
+    mask[17] = False
+    seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", "peak", "received", values=v)
+    for x in (seen.y, seen.entropy, seen.received, seen.peak.weight):
+        assert x.isfinite().all()
+    assert (seen.y[:, :, 17] == 0).all()
+    assert (seen.lse[:, :, 17] == -torch.inf).all()
+    assert (seen.peak.index[:, :, 17] == -1).all()
+
+
+def test_a_thousand_repeats_give_the_same_bits() -> None:
+    q, k, v = (draw(2, 4, 512, 128).requires_grad_() for _ in range(3))
+    dy = draw(2, 4, 512, 128)
+
+    def once():
+        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", "received", pool=(4, 4), values=v)
+        grads = torch.autograd.grad((seen.y, seen.entropy, seen.received), (q, k, v), (dy, torch.ones_like(seen.entropy), torch.ones_like(seen.received)))
+        return [seen.y, seen.entropy, seen.received, seen.pool, *grads]  # fmt: skip
+
+    first, different = once(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for a, b in zip(first, once(), strict=True):
+            different += (a != b).sum()
+    assert int(different) == 0
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    q = torch.empty(1, 17, 2**20, 128, device="cuda", dtype=torch.bfloat16).normal_()
+    lse = regard.weights(q, mask=regard.window(3, 0), engine="triton").lse
+    tail = regard.weights(q[:, -1:, -64:], mask=regard.window(3, 0), engine="blockwise").lse
+    assert (lse[:, -1:, -32:] - tail[..., -32:]).abs().max() < 1e-3
+
+
+def test_more_programs_than_65535() -> None:
+    q = draw(70_000, 1, 16, 16)
+    lse = regard.weights(q, engine="triton").lse
+    truth = (q.float() @ q.float().mT / 4).logsumexp(-1)
+    assert (lse - truth).abs().max() < 1e-4
+
+
+def test_a_mask_of_46341_tokens_does_not_wrap() -> None:
+    t = 46_400
+    q, k = draw(1, 1, 64, 16), draw(1, 1, t, 16)
+    mask = torch.zeros(t, t, dtype=torch.bool, device="cuda")[-64:]
+    mask[:, -5:] = True
+    received = regard.weights(q, k, mask=mask, align="end", engine="triton").received()
+    assert received[..., :-5].abs().max() == 0
+    assert abs(float(received.sum()) - 64) < 1e-3
+
+
+def test_keys_of_stride_0() -> None:
+    q, k = draw(2, 2, 100, 64), draw(1, 1, 100, 64).expand(2, 2, 100, 64)
+    assert (regard.weights(q, k, engine="triton").lse - regard.weights(q, k.contiguous(), engine="triton").lse).abs().max() == 0
+
+
+@pytest.mark.parametrize("t", [64, 192, 320, 129])
+def test_gradients_where_the_length_is_no_multiple_of_128(t: int) -> None:
+    q, k, v = (draw(1, 2, t, 64).requires_grad_() for _ in range(3))
+    ours = torch.autograd.grad(regard.weights(q, k, mask=regard.causal(), engine="triton").see("lse", values=v).y.sum(), (q, k, v))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    mask = torch.ones(t, t, dtype=torch.bool, device="cuda").tril()
+    true = torch.autograd.grad(dense(*exact, mask)[1].sum(), exact)
+    for a, b in zip(ours, true, strict=True):
+        assert (a.double() - b).norm() / b.norm() < 0.02
+
+
+def test_nothing_to_compute() -> None:
+    assert regard.weights(draw(0, 2, 5, 16), engine="triton").entropy().shape == (0, 2, 5)
+    assert (regard.weights(draw(1, 5, 16), draw(1, 0, 16), engine="triton").lse == -torch.inf).all()
+
+
+def test_a_graph_replays() -> None:
+    q, k, v = draw(1, 2, 256, 64), draw(1, 2, 256, 64), draw(1, 2, 256, 64)
+
+    def ask():
+        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", "received", values=v)
+        return seen.y, seen.entropy, seen.received
+
+    ask()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ask()
+    q.normal_()
+    graph.replay()
+    for a, b in zip(found, ask(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compiled_code_gives_the_same() -> None:
+    q, k, v = (draw(1, 2, 200, 64).requires_grad_() for _ in range(3))
+
+    def ask(q, k, v):
+        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", values=v)
+        return seen.y.float().sum() + seen.entropy.sum()
+
+    plain = torch.autograd.grad(ask(q, k, v), (q, k, v))
+    compiled = torch.autograd.grad(torch.compile(ask, fullgraph=True)(q, k, v), (q, k, v))
+    for a, b in zip(plain, compiled, strict=True):
+        assert (a.float() - b.float()).abs().max() < 1e-2
+
+
+def test_autocast_computes_in_the_low_type() -> None:
+    q, v = torch.randn(1, 2, 100, 64, device="cuda"), torch.randn(1, 2, 100, 64, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert regard.attend(q, q, v, score=regard.Cosine(2.0), engine="triton").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: regard.weights(torch.randn(1, 5, 8, device="cuda", dtype=torch.float64), engine="triton"), "float64"),
+        (lambda: regard.weights(draw(1, 5, 16), score=lambda q, k: q @ k.mT, engine="triton"), "similarity of your own"),
+        (lambda: regard.weights(draw(1, 5, 16), score=regard.Dot().modify(lambda s, i, j: s), engine="triton"), "modify"),
+        (lambda: regard.weights(draw(1, 5, 512), engine="triton"), "sizes up to 256"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_and_auto_serves_it(make, reason: str) -> None:
+    W = make()
+    with pytest.raises(NotImplementedError, match=reason):
+        W.entropy()
+    regard.weights(draw(1, 5, 512)).entropy()
