@@ -17,9 +17,18 @@ for d in (128,):
                 configuration.forced["forward"] = c
                 try:
                     got = launch.forward(p, names, v, None)
-                    off = {n: f"{float((got[n].float() - x.float()).norm() / x.float().norm()):.1e}" for n, x in right.items()}
-                    bad = {n: (got[n].float() - x.float()).abs().flatten(3).amax(-1)[0, 0] > 0.05 for n, x in right.items() if n != "y"}
-                    rows = {n: [int(m.sum()), m.nonzero().flatten()[:3].tolist()] for n, m in bad.items()} if False else ""
+                    off = {
+                        n: f"{float((got[n].float() - x.float()).norm() / x.float().norm()):.1e}"
+                        for n, x in right.items()
+                    }
+                    bad = {
+                        n: (got[n].float() - x.float()).abs().flatten(3).amax(-1)[0, 0] > 0.05
+                        for n, x in right.items()
+                        if n != "y"
+                    }
+                    rows = (
+                        {n: [int(m.sum()), m.nonzero().flatten()[:3].tolist()] for n, m in bad.items()} if False else ""
+                    )
                     print(d, causal, c.block_j, c.stages, off, rows, flush=True)
                 except Exception as e:
                     print(d, causal, c, type(e).__name__, str(e)[:80], flush=True)

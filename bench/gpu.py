@@ -41,7 +41,9 @@ def timed(run, ms: int = 60) -> list[float]:
     return do_bench(run, warmup=ms // 3, rep=ms, return_mode="all")
 
 
-def note(what: str, shape, against: str, ours: list[float], theirs: float | None, must, goal, better="lower", error=None):
+def note(
+    what: str, shape, against: str, ours: list[float], theirs: float | None, must, goal, better="lower", error=None
+):
     """One row: samples are our times over the peer's median, or milliseconds where there is no peer."""
     if theirs is None:
         samples = ours
@@ -104,7 +106,6 @@ def plain(shape: tuple[int, ...], causal: bool) -> None:
         x = draw(*shape)
         _, peer_x = best_backend(lambda: F.scaled_dot_product_attention(x, x, x, is_causal=causal))
         note("basic self-attention + entropy", name, f"SDPA(x, x, x) ({backend})", timed(lambda: regard.weights(x, mask=mask, engine="triton").see("entropy", values=x)), peer_x, 1.05, 0.9)  # fmt: skip
-    del x
 
 
 def training(shape: tuple[int, ...], causal: bool) -> None:
@@ -161,7 +162,16 @@ def additive() -> None:
         note("additive forward", shape, "torch.compile", ours, statistics.median(timed(eager(compiled), 120)), 2.5, None, "higher")  # fmt: skip
     clock, sms = 1.755e9, torch.cuda.get_device_properties(0).multi_processor_count
     limit = b * h * t * t * a / (16 * sms * clock) * 1e3
-    note("additive forward, share of the tanh limit", shape, f"{limit:.2f} ms at 16 tanh a clock", ours, limit, None, 0.5, "higher")
+    note(
+        "additive forward, share of the tanh limit",
+        shape,
+        f"{limit:.2f} ms at 16 tanh a clock",
+        ours,
+        limit,
+        None,
+        0.5,
+        "higher",
+    )
 
 
 def window() -> None:

@@ -31,7 +31,9 @@ def main(part: int, of: int) -> int:
     wrong = 0
     for n, case in enumerate(cover.pairwise((torch.float32, torch.float16))[part::of]):
         # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.
-        configuration.forced["any"] = configuration.Config(32, 32, 4, 1) if n % 2 else configuration.Config(16, 32, 4, 1)
+        configuration.forced["any"] = (
+            configuration.Config(32, 32, 4, 1) if n % 2 else configuration.Config(16, 32, 4, 1)
+        )
         try:
             cover.judged(case)
         except Exception as error:

@@ -107,9 +107,10 @@ def test_the_peak_is_exp_of_max_minus_lse_and_the_first_of_the_top(mask: MaskCas
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("score", ["dot", lambda q, k: q * k.mT], ids=["dot", "function"])
 def test_among_equals_the_lower_index_comes_first(engine: str, dtype: torch.dtype, score: object) -> None:
-    k = torch.tensor([1.0, 0.0, -0.0, 2.0, 1.0, 2.0, 0.0, 1.0, 2.0], dtype=dtype)[:, None]
+    k = torch.tensor([1.0, -0.0, 0.0, 2.0, 1.0, 2.0, 0.0, 1.0, 2.0], dtype=dtype)[:, None]
     W = regard.weights(torch.ones(5, 1, dtype=dtype), k, score=score, align="start", engine=engine)
     assert W.top(9).index.tolist() == [[3, 5, 8, 0, 4, 7, 1, 2, 6]] * 5
+    assert W.top(7).index.tolist() == [[3, 5, 8, 0, 4, 7, 1]] * 5
     assert W.top(2).index.tolist() == [[3, 5]] * 5
     assert W.peak().index.tolist() == [3] * 5
 

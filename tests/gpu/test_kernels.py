@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-import cover
 import pytest
 import torch
 
+import cover
 import regard
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -59,7 +59,6 @@ class Blockwise:
             return compiled.backward(problem, question, lse, gradient)
         return backward(problem, question, lse, gradient)
 
-
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         return (wide(a) * wide(b)).sum(-1)
 

@@ -80,7 +80,7 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
         chosen = _first(PLAIN, "any", size)
     else:
         chosen = _first(HOPPER, kernel, size)
-        parted = PARTED.get((kernel, 128)) if 64 < size else None
+        parted = PARTED.get((kernel, 128)) if size > 64 else None
         if parted is not None and size <= 128 and not whole_warps and p.one_loop(parted) and _parts_warps():
             return parted
     if "bias" in p.kinds:  # its tiles take room beside the keys

@@ -130,7 +130,9 @@ def forward_kernel(
         else:
             rows = tile(q, b, h, i, d, sizes.i, D, True)
 
-    m = tl.full([BLOCK_I], FLOOR, tl.float32)
+    # Above all that is hidden: were a hidden score the maximum, s · scale2 − m would be no 0 but a rounding error of 1e20,
+    # since the hardware multiplies and subtracts in one step and rounds the maximum apart.
+    m = tl.full([BLOCK_I], NOTHING, tl.float32)
     l = tl.zeros([BLOCK_I], tl.float32)
     t = tl.zeros([BLOCK_I], tl.float32)
     reach = tl.zeros([BLOCK_I], tl.float32)

@@ -22,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 #: The score of what is not seen. Finite, since 0 · −inf is nan and −inf − −inf is nan; no real score comes near.
 FLOOR = tl.constexpr(-1.0e30)
-#: A row whose maximum lies below has seen nothing. FLOOR times any scale that is folded lies below it.
+#: The maximum of a row that has seen nothing. FLOOR times any scale that is folded lies below it.
 NOTHING = tl.constexpr(-1.0e22)
 #: Instead of the lse of a row that sees nothing: every weight becomes 2^−huge = 0.
 HUGE = tl.constexpr(1.0e30)
