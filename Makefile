@@ -42,7 +42,7 @@ clean:
 
 # Kernels on a real GPU, with the machine's own PyTorch and Triton.
 test-gpu:
-	PYTHONPATH=src:tests $(PYTHON) -m pytest tests/gpu -p no:cacheprovider
+	PYTHONPATH=src:tests $(PYTHON) -m pytest tests/gpu -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m bench.gpu

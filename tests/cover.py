@@ -212,7 +212,7 @@ def _asked(problem: Problem, question: Question, engine: str, gradients: bool) -
         return answers, []
     make = torch.Generator().manual_seed(1)
     total: Any = 0.0
-    for name, answer in answers.items():
+    for answer in answers.values():
         if answer.requires_grad:
             flow = torch.randn(answer.shape, generator=make, dtype=torch.float64).to(answer)
             total = total + (torch.where(answer.isfinite(), answer, 0) * flow).sum()
@@ -225,7 +225,7 @@ def _asked(problem: Problem, question: Question, engine: str, gradients: bool) -
 
 def _bounds(problem: Problem, question: Question, truth: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
     """How far each answer may be off, from the size of what went into it. `problem` is in float64."""
-    b, h, i, j = problem.shape
+    _, h, i, j = problem.shape
     block = Block(slice(0, i), slice(0, j), problem.offset, problem.q.device)
     with torch.no_grad():
         s = problem.scores(block)

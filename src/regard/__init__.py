@@ -10,7 +10,8 @@ from .score import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Recording", "ScaledDot", "Score", "Similarity", "Weights",
+    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Recording", "ScaledDot", "Score", "Similarity",
+    "Weights",
     "attend", "causal", "documents", "load", "padding", "record", "watch", "weights", "window",
 ]  # fmt: skip
 

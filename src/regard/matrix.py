@@ -392,8 +392,8 @@ class Weights:
             i, j = self._sizes
             raise ValueError(
                 f"{what} depends on positions, and {i} queries and {j} keys do not say how they correspond: pass "
-                'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as with '
-                "a cache) to weights()."
+                'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as '
+                "with a cache) to weights()."
             )
 
     def _laid_values(self, v: Any, length: int, what: str) -> Tensor:

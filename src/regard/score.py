@@ -26,7 +26,8 @@ from .block import Block, Picked
 from .tree import node
 
 __all__ = [
-    "Additive", "Alibi", "Bias", "Bilinear", "Cosine", "Dot", "Function", "Gaussian", "Given", "Lowered", "Modify", "Product",
+    "Additive", "Alibi", "Bias", "Bilinear", "Cosine", "Dot", "Function", "Gaussian", "Given", "Lowered", "Modify",
+    "Product",
     "ScaledDot", "Score", "Similarity", "Softcap", "Step", "TanhSum", "as_score",
 ]  # fmt: skip
 

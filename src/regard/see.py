@@ -98,7 +98,7 @@ def _picked_gradients(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tenso
 def _gradient(problem: Problem, question: Question, engine: Engine, answers: Answers, flowing: Answers) -> Gradient:
     """Write everything that is linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
-    # An engine that computes in narrow types takes the output's gradient as it came: a wide copy costs more than it gives.
+    # An engine that computes in narrow types takes the output's gradient as it came: a wide copy is slow.
     flowing = {name: g if engine.narrow and name == "y" else g.to(problem.wide) for name, g in flowing.items()}
     row = torch.zeros(b, h, i, dtype=problem.wide, device=problem.q.device)
     c, pairs, unfinished = row, [], []

@@ -32,7 +32,9 @@ def test_a_random_configuration_is_within_the_bound(seed: int) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("b", "h", "g", "t", "d"), [(1, 1, 1, 256, 128), (2, 4, 2, 640, 128), (3, 2, 2, 384, 64), (1, 3, 1, 512, 96)])
+@pytest.mark.parametrize(
+    ("b", "h", "g", "t", "d"), [(1, 1, 1, 256, 128), (2, 4, 2, 640, 128), (3, 2, 2, 384, 64), (1, 3, 1, 512, 96)]
+)
 def test_whole_tiles_by_the_copy_engine_are_right(b: int, h: int, g: int, t: int, d: int, causal: bool) -> None:
     """The fast paths: loading warps parted from computing ones at d = 128, tiles copied by descriptors."""
     q, k, v = draw(b, h, t, d), draw(b, g, t, d), draw(b, g, t, d)
@@ -77,13 +79,32 @@ def test_large_scores_and_rows_that_see_nothing() -> None:
     assert (seen.peak.index[:, :, 17] == -1).all()
 
 
+@pytest.mark.parametrize("d", [16, 64, 96, 128])
+def test_rows_that_see_nothing_of_the_first_tiles(d: int) -> None:
+    """A hidden score must not become the maximum: s · scale − m is one rounding on a GPU, and then it is 1e20, not 0."""
+    q, k, v = draw(1, 2, 300, d), draw(1, 2, 300, d), draw(1, 2, 300, d)
+    after = torch.ones(300, 300, dtype=torch.bool, device="cuda").triu(1)
+    W = regard.weights(q, k, mask=~regard.causal(), engine="triton")
+    seen = W.see("lse", "entropy", values=v)
+    _, y, lse = dense(q, k, v, after)
+    assert (seen.lse[..., :-1].double() - lse[..., :-1]).abs().max() < 1e-3
+    assert (seen.y[:, :, :-1].double() - y[:, :, :-1]).abs().max() < 0.03
+    assert (seen.y[:, :, -1] == 0).all()
+
+
 def test_a_thousand_repeats_give_the_same_bits() -> None:
     q, k, v = (draw(2, 4, 512, 128).requires_grad_() for _ in range(3))
     dy = draw(2, 4, 512, 128)
 
     def once():
-        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", "received", pool=(4, 4), values=v)
-        grads = torch.autograd.grad((seen.y, seen.entropy, seen.received), (q, k, v), (dy, torch.ones_like(seen.entropy), torch.ones_like(seen.received)))
+        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see(
+            "entropy", "received", pool=(4, 4), values=v
+        )
+        grads = torch.autograd.grad(
+            (seen.y, seen.entropy, seen.received),
+            (q, k, v),
+            (dy, torch.ones_like(seen.entropy), torch.ones_like(seen.received)),
+        )
         return [seen.y, seen.entropy, seen.received, seen.pool, *grads]  # fmt: skip
 
     first, different = once(), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -119,13 +140,17 @@ def test_a_mask_of_46341_tokens_does_not_wrap() -> None:
 
 def test_keys_of_stride_0() -> None:
     q, k = draw(2, 2, 100, 64), draw(1, 1, 100, 64).expand(2, 2, 100, 64)
-    assert (regard.weights(q, k, engine="triton").lse - regard.weights(q, k.contiguous(), engine="triton").lse).abs().max() == 0
+    assert (
+        regard.weights(q, k, engine="triton").lse - regard.weights(q, k.contiguous(), engine="triton").lse
+    ).abs().max() == 0
 
 
 @pytest.mark.parametrize("t", [64, 192, 320, 129])
 def test_gradients_where_the_length_is_no_multiple_of_128(t: int) -> None:
     q, k, v = (draw(1, 2, t, 64).requires_grad_() for _ in range(3))
-    ours = torch.autograd.grad(regard.weights(q, k, mask=regard.causal(), engine="triton").see("lse", values=v).y.sum(), (q, k, v))
+    ours = torch.autograd.grad(
+        regard.weights(q, k, mask=regard.causal(), engine="triton").see("lse", values=v).y.sum(), (q, k, v)
+    )
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     mask = torch.ones(t, t, dtype=torch.bool, device="cuda").tril()
     true = torch.autograd.grad(dense(*exact, mask)[1].sum(), exact)
@@ -179,8 +204,14 @@ def test_autocast_computes_in_the_low_type() -> None:
     ("make", "reason"),
     [
         (lambda: regard.weights(torch.randn(1, 5, 8, device="cuda", dtype=torch.float64), engine="triton"), "float64"),
-        (lambda: regard.weights(draw(1, 5, 16), score=lambda q, k: q @ k.mT, engine="triton"), "similarity of your own"),
-        (lambda: regard.weights(draw(1, 5, 16), score=regard.Dot().modify(lambda s, i, j: s), engine="triton"), "modify"),
+        (
+            lambda: regard.weights(draw(1, 5, 16), score=lambda q, k: q @ k.mT, engine="triton"),
+            "similarity of your own",
+        ),
+        (
+            lambda: regard.weights(draw(1, 5, 16), score=regard.Dot().modify(lambda s, i, j: s), engine="triton"),
+            "modify",
+        ),
         (lambda: regard.weights(draw(1, 5, 512), engine="triton"), "sizes up to 256"),
     ],
 )

@@ -149,7 +149,7 @@ class Task:
         return tensor.data_ptr()
 
     def rows(self, name: str, tensor: Tensor, axes: str) -> Tensor:
-        """Pass a tensor as rows that BLAS can read: float32, a row's numbers side by side, rows not over one another."""
+        """Pass a tensor as rows that BLAS can read: float32, a row's numbers side by side, rows apart."""
         tensor = tensor.float()
         if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
             tensor = tensor.contiguous()

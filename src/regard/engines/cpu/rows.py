@@ -204,7 +204,7 @@ def hide_strided(s, n, visible, stride):
 
 @njit
 def modify(s, slope, n, steps, count, b, h, i, position, first):
-    """All steps, in the order written, on the visible scores of a row, from key `first` on; slopes where there is room."""
+    """All steps, in the order written, on the scores of a row from key `first` on; slopes where there is room."""
     for number in range(count):
         step = steps[number]
         kind = step.kind

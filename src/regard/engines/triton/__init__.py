@@ -65,7 +65,7 @@ def _too_many_flags(problem: Problem) -> str | None:
         parts = [part for part in vars(mask).values() if isinstance(part, Mask)] if mask is not None else []
         return isinstance(mask, kind) or any(any_of(part, kind) for part in parts)
 
-    b, _, i, j = problem.shape
+    _, _, i, j = problem.shape
     if any_of(problem.mask, Predicate) and not any_of(problem.mask, Dense) and i * j > 2**28:
         return f"a mask function would be written out as {i} × {j} flags"
     return None
@@ -169,7 +169,8 @@ def _backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradi
     from . import launch
 
     dq, dk, dv = launch.backward(problem, question.v, lse, gradient)
-    needed = rebuild(flatten(problem)[0], needs)  # the tree of the problem, with a flag for every tensor
+    flags: list[Any] = list(needs)
+    needed = rebuild(flatten(problem)[0], flags)  # the tree of the problem, with a flag for every tensor
     steps = []
     for n, (step, wanted) in enumerate(zip(problem.steps, needed.steps, strict=True)):
         if isinstance(step, Bias | Alibi):

@@ -188,7 +188,9 @@ class Prepared:
         self.caps = tuple(s.cap if isinstance(s, Softcap) else 0.0 for s in problem.steps)
         self.kinds = tuple(_kind(s) for s in problem.steps)
         self.sizes = Sizes(self.h, self.i, self.j, self.h // self.k.shape[1], self.h // v_heads, problem.offset)
-        self.pair = self._pair() if not self.product else TanhPair(*[self.q] * 5, 0, 0, self.q, 0)
+        unused = self.q
+        no_pair = TanhPair(unused, unused, unused, unused, unused, 0, 0, unused, 0)
+        self.pair = no_pair if self.product else self._pair()
 
     @cached_property
     def form(self) -> Form:
@@ -211,7 +213,7 @@ class Prepared:
         tame = ((q.abs().amax() <= TAME) & (k.abs().amax() <= TAME)).int() if q.numel() and k.numel() else q.new_ones(1)
         grown = [(2 * x.clamp(-TAME, TAME)).exp() for x in (q, k)]
         at = cells(v)
-        return TanhPair(q, k, *grown, v, at.b, at.h, tame, a)
+        return TanhPair(q, k, grown[0], grown[1], v, at.b, at.h, tame, a)
 
     @property
     def pair_kind(self) -> str:
@@ -510,9 +512,11 @@ def _flowing(problem: Problem, v: Tensor | None, lse: Tensor, gradient: Gradient
     v = None if v is None else v.expand(p.b, -1, -1, -1)
     extras = gradient.left.shape[-1] - e
     left, right = gradient.left[..., e:], gradient.right[..., e:]
-    dense = [p.q if x is None else x.contiguous() for x in (lse, gradient.c, gradient.eta, gradient.rho)]
+    eta = p.q if gradient.eta is None else gradient.eta.contiguous()
+    rho = p.q if gradient.rho is None else gradient.rho.contiguous()
+    lefts = left.expand(p.b, p.h, -1, -1).contiguous() if extras else p.q
     at = cells(right.contiguous()) if extras else Cells(p.q, 0, 0, 0, 0)
-    flow = Flow(*dense, left.expand(p.b, p.h, -1, -1).contiguous() if extras else p.q, at.ptr, at.b, at.h, extras)
+    flow = Flow(lse.contiguous(), gradient.c.contiguous(), eta, rho, lefts, at.ptr, at.b, at.h, extras)
     constants = {
         "E": max(e, 1), "EXACT_V": v is not None and v.dtype == torch.float32, "Y": v is not None,
         "ETA": gradient.eta is not None, "RHO": gradient.rho is not None, "EXTRAS": extras > 0,
