@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "memory": {"factors", "statistics", "tree"},
     "asking": {"index", "score", "statistics"},
     "matrix": {"see", "asking", "memory", "engines", "factors", "index", "score", "statistics", "tree"},
-    "door": {"matrix", "engines", "factors", "mask", "score"},
+    "door": {"block", "matrix", "engines", "factors", "mask", "score"},
 }
 
 

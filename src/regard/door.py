@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import engines
+from .block import Block
 from .factors import Factors
 from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask
 from .matrix import Weights
@@ -68,27 +69,49 @@ def attend(
     return Weights(lay(q, k, score, mask, align), _engine(engine), one_head=q.ndim == 2 and k.ndim == 2).see(values=v).y
 
 
+#: Multiplications up to which PyTorch's attention is the faster one for heads that share keys and for masks of flags.
+SMALL = 2**28
+
+
 def _by_pytorch(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
-    """PyTorch's fused attention, where it computes the same; None where it does not."""
+    """PyTorch's fused attention, where it computes the same and is as fast; None where it does not."""
     if isinstance(score, str):
         plain = score in ("scaled_dot", "dot")
         scale = 1.0 if score == "dot" else None
     else:
         plain = type(score) in (Dot, ScaledDot) and not score.steps and score.sink_logits is None
         scale = 1.0 if type(score) is Dot else getattr(score, "scale", None)
-    if not plain or not (mask is None or type(mask) is Causal):
+    if not plain or not all(isinstance(x, Tensor) and x.ndim >= 3 and x.is_floating_point() for x in (q, k, v)):
         return None
-    alike = all(isinstance(x, Tensor) and x.ndim >= 3 and x.is_floating_point() for x in (q, k, v))
-    if not alike or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device or 0 in q.shape or 0 in k.shape:
         return None
-    if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
         return None
+    small = q.device.type == "cpu" and q.numel() * k.shape[-2] <= SMALL
+    grouped = q.shape[-3] != k.shape[-3]
+    if grouped and (not small or q.ndim != 4 or q.shape[1] % k.shape[1]):
+        return None
+    flags = None
     # With as many keys as queries causal means one thing, and every key is seen by some row.
-    if mask is not None and q.shape[-2] != k.shape[-2]:
+    causal = type(mask) is Causal and q.shape[-2] == k.shape[-2]
+    if mask is not None and not causal and (not small or (flags := _flags(q, k, v, mask)) is None):
         return None
-    if 0 in q.shape or 0 in k.shape:
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(q, k, v, attn_mask=flags, is_causal=causal, scale=scale, enable_gqa=grouped)
+
+
+def _flags(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
+    """A mask as flags for PyTorch's attention, where it treats them as we do: what is hidden must be finite there."""
+    if torch.compiler.is_compiling() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return None
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=mask is not None, scale=scale)
+    if not isinstance(mask, Tensor) and type(mask) is not Padding:
+        return None
+    mask = as_mask(mask)
+    full = (*q.shape[:-2], q.shape[-2], k.shape[-2])
+    laid = _laid_mask(mask, full, 0, q.device)
+    if not all(bool(x.sum().isfinite()) for x in (k, v)):
+        return None
+    return laid.visible(Block(slice(0, full[-2]), slice(0, full[-1]), 0, q.device))
 
 
 def lay(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
