@@ -1,6 +1,6 @@
 # make test   set up everything and run the tests
 # make lint   formatting, lint and types
-# make bench  speed and memory on this CPU, into bench/results/cpu.json and docs/speed.md
+# make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
 # make test-gpu, make bench-gpu  the same for the triton engine, on a machine with an NVIDIA GPU
 
 PYTHON ?= python3
