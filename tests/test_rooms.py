@@ -131,7 +131,7 @@ def test_public_names_are_those_that_are_exported() -> None:
     public = {
         name for name in vars(regard) if not name.startswith("_") and not isinstance(vars(regard)[name], type(sys))
     }
-    assert public - {"Any", "TYPE_CHECKING"} <= set(regard.__all__)
+    assert public - {"Any", "TYPE_CHECKING", "import_module"} <= set(regard.__all__)
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:
         assert getattr(regard, name) is not None

@@ -1,5 +1,6 @@
 """regard: the attention matrix as an object you can index, multiply and question, and that is never stored."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .door import attend, weights
@@ -18,11 +19,11 @@ __all__ = [
 if TYPE_CHECKING:
     from .recorder import Recording, load, record, watch
 
+#: Names whose rooms are entered only when they are used: `import regard` stays light.
+_LATER = {"Recording": "recorder", "load": "recorder", "record": "recorder", "watch": "recorder"}
+
 
 def __getattr__(name: str) -> Any:
-    """Names whose rooms are entered only when they are used: `import regard` stays light."""
-    if name in ("Recording", "load", "record", "watch"):
-        from . import recorder
-
-        return getattr(recorder, name)
+    if room := _LATER.get(name):
+        return getattr(import_module(f".{room}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,59 @@
+"""The command line: `regard look`, `walk`, `learn`, `generate`, `translate`. Each room brings its own verbs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+#: Rooms with verbs. Each has `add(verbs)`: one parser a verb, with `set_defaults(run=…)`, run(arguments) → exit code.
+ROOMS = ("regard.look.command", "regard.learn.command")
+
+TEACH = """\
+Which words does "it" look at?       regard look "The animal didn't cross the street because it was too tired" --word it
+How is that computed?                regard walk "the cat sat" --word cat
+Train a small model and look inside  regard learn lm text.txt --out bard/ && regard look "To be" --model bard/
+
+Every verb explains itself: regard look --help
+Exit codes: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
+
+
+def parser() -> argparse.ArgumentParser:
+    from . import __version__
+
+    top = argparse.ArgumentParser(
+        prog="regard",
+        description="See what attention attends to.",
+        epilog=TEACH,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"regard {__version__}")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for room in ROOMS:
+        import_module(room).add(verbs)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+    try:
+        asked = parser().parse_args(arguments)
+        return int(asked.run(asked) or 0)
+    except KeyboardInterrupt:
+        print("\nregard: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `regard look … | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, LookupError, OSError, ImportError, MemoryError) as wrong:
+        if os.environ.get("REGARD_TRACEBACK"):
+            raise
+        print(f"regard: {_one_line(wrong)}", file=sys.stderr)
+        return 2
+
+
+def _one_line(wrong: BaseException) -> str:
+    text = str(wrong.args[0]) if isinstance(wrong, KeyError) and wrong.args else str(wrong)
+    return " ".join(text.split()) or type(wrong).__name__

@@ -1,0 +1,1 @@
+"""Learn: training loops for small language models and translators."""

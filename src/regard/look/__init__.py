@@ -1,0 +1,1 @@
+"""Look: the picture of attention, in the terminal, in a page, in a notebook."""
