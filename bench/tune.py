@@ -27,7 +27,7 @@ from regard.engines.triton.configuration import Config as C
 from regard.statistics import Tiling
 
 SHAPES = [(4, 16, 4096, 128), (2, 16, 16384, 128), (4, 32, 4096, 64), (1, 16, 16384, 64)]
-STATISTICS = ("y", "lse", "max_score", "entropy")
+STATISTICS = ("y", "norm", "max_score", "entropy")
 
 CANDIDATES = {
     "forward": [
@@ -56,10 +56,10 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     found = launch.forward(problem, STATISTICS, v, None)
     if kernel == "reread":
         tiling = Tiling(64, 64, 0, t, 0, t)
-        return lambda: launch.reread(problem, ("received", "pool"), found["lse"], None, tiling)
+        return lambda: launch.reread(problem, ("received", "pool"), found["norm"], None, tiling)
     c = (dy.float() * found["y"].float()).sum(-1)
     gradient = Gradient(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
-    flowing = launch._flowing(problem, v, found["lse"], gradient)
+    flowing = launch._flowing(problem, v, found["norm"], gradient)
     return (lambda: launch.keys_pass(*flowing)) if kernel == "keys" else (lambda: launch.rows_pass(*flowing))
 
 

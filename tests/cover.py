@@ -21,7 +21,7 @@ from regard.block import Block
 from regard.engines import named
 from regard.factors import Problem
 from regard.see import see
-from regard.statistics import Question, Tiling
+from regard.statistics import Question, Tiling, lse_of
 from regard.tree import flatten, rebuild
 
 ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
@@ -29,12 +29,12 @@ ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0
 SCORES = ("dot", "scaled_dot", "cosine", "gaussian", "bilinear", "bias", "key bias", "alibi", "softcap", "all", "sink", "additive")  # fmt: skip
 MASKS = ("none", "causal", "window", "padding", "documents", "dense", "or", "not", "interleaved", "nothing")
 ASKED = (
-    ("y", "lse", "max_score", "entropy"),
-    ("y", "lse", "entropy", "received"),
-    ("lse", "received", "pool"),
-    ("y", "lse", "reach", "mass", "argmax"),
-    ("lse", "z", "entropy"),
-    ("lse", "top_score", "top_index", "y"),
+    ("y", "norm", "max_score", "entropy"),
+    ("y", "norm", "entropy", "received"),
+    ("norm", "received", "pool"),
+    ("y", "norm", "reach", "mass", "argmax"),
+    ("norm", "z", "entropy"),
+    ("norm", "top_score", "top_index", "y"),
 )
 #: (i, j, align): lengths that fill no tile, one tile, or one and a bit.
 LENGTHS = (
@@ -185,7 +185,7 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
     double = change_all((problem, question), lambda t: t.double() if t.is_floating_point() else t)
     truth, true_grads = _asked(*double, "blockwise", gradients)
     bounds = _bounds(*double, truth, case.dtype)
-    for name in question.names:
+    for name in ("lse", *(name for name in question.names if name != "norm")):
         _compare(f"{case}: {name}", found[name], truth[name], bounds[name])
     u = ROUNDOFF[case.dtype]
     for n, (mine, right) in enumerate(zip(found_grads, true_grads, strict=True)):
@@ -197,6 +197,22 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
         _compare(f"{case}: gradient {n} of {tuple(right.shape)}", mine, right, slack)
 
 
+def judged_where_all_scores_are_huge(dtype: torch.dtype, device: str = "cpu") -> None:
+    """A row with the same huge bias everywhere has even weights: in lse = m + log l the second part would be lost."""
+    q = torch.zeros(1, 2, 37, 16, dtype=dtype, device=device)
+    k, v = (torch.randn(1, 2, 70, 16, device=device).to(dtype).requires_grad_() for _ in range(2))
+    for level in (-6e4, 6e4) if dtype == torch.float16 else (-1e4, -1e9, -1e20, 1e9):
+        bias = torch.zeros(1, 1, 37, 1, dtype=dtype, device=device)
+        bias[:, :, 5:9] = level
+        W = regard.weights(q, k, score=regard.ScaledDot().bias(bias), engine="triton")
+        even = torch.full(W.shape, 1 / 70, device=device)
+        seen = W.see("received", "entropy", pool=(37, 1), values=v)
+        for found, truth in ((W.dense(), even), (seen.received, even.sum(-2)), (seen.pool, torch.ones_like(seen.pool))):
+            torch.testing.assert_close(found.detach(), truth, rtol=1e-4, atol=0)
+        (dv,) = torch.autograd.grad(seen.y.float().sum(), v)
+        torch.testing.assert_close(dv.float(), torch.full_like(dv, 37 / 70).float(), rtol=1e-2, atol=0)
+
+
 def change_all(tree: Any, how: Any) -> Any:
     spec, tensors = flatten(tree)
     return rebuild(spec, [how(t) for t in tensors])
@@ -206,8 +222,9 @@ def _asked(problem: Problem, question: Question, engine: str, gradients: bool) -
     spec, tensors = flatten((problem, question))
     leaves = [t.detach().clone().requires_grad_(gradients and t.is_floating_point()) for t in tensors]
     problem, question = rebuild(spec, leaves)
-    names = tuple(dict.fromkeys((*question.names, "lse", *(("argmax",) if "max_score" in question.names else ()))))
+    names = tuple(dict.fromkeys((*question.names, "norm", *(("argmax",) if "max_score" in question.names else ()))))
     answers = see(problem, Question(**{**vars(question), "names": names}), named(engine), {}, gradients)
+    answers["lse"] = lse_of(answers.pop("norm"))
     if not gradients:
         return answers, []
     make = torch.Generator().manual_seed(1)
@@ -301,4 +318,4 @@ def _same_places(what: str, found: Tensor, truth: Tensor, s: Tensor, off: Tensor
         assert len(set(there)) == len(there), f"{what}: a key twice"
 
 
-__all__ = ["ASKED", "LENGTHS", "MASKS", "SCORES", "SIZES", "Case", "at_random", "judged", "laid", "pairwise"]
+__all__ = ["ASKED", "LENGTHS", "MASKS", "SCORES", "SIZES", "Case", "at_random", "judged", "judged_where_all_scores_are_huge", "laid", "pairwise"]

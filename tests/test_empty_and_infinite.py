@@ -317,3 +317,28 @@ def test_attend_never_lets_poison_through() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(q, k[..., :6, :], v[..., :6, :])
     got = regard.attend(q, k, v, mask=regard.padding([6]))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("level", [-1e4, -1e9, -1e20, -3e38, 1e9, 1e37])
+def test_a_row_whose_scores_are_all_huge_is_a_row_like_any_other(engine: str, level: float, dtype: torch.dtype) -> None:
+    # Masks are often written as a bias of −1e9 or of the type's lowest number; then a row may have nothing else, and
+    # in lse = m + log l the second part is lost.
+    q, k, v = (draw(1, 2, n, 4, dtype=dtype).requires_grad_() for n in (5, 7, 7))
+    bias = torch.zeros(1, 1, 5, 7, dtype=dtype)
+    bias[..., 2, :] = level
+    W = regard.weights(torch.zeros_like(q) + 0 * q, k, score=regard.Dot().bias(bias), engine=engine)
+    even = torch.full((1, 2, 5, 7), 1 / 7, dtype=W.dtype)
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(W.dense(), even, **close)
+    torch.testing.assert_close(W[..., 2, :], even[..., 2, :], **close)
+    torch.testing.assert_close(W.received(), even.sum(-2), **close)
+    torch.testing.assert_close(W.top(2).weight, even[..., :2], **close)
+    torch.testing.assert_close(W.entropy(), torch.full_like(W.entropy(), math.log(7)), **close)
+    (dv,) = torch.autograd.grad((W @ v).sum(), v, retain_graph=True)
+    torch.testing.assert_close(dv, torch.full_like(dv, 5 / 7))
+    ours = torch.autograd.grad(W.see("entropy", "received", values=v).y.square().sum(), (q, k, v))
+    w = even.to(dtype).requires_grad_()
+    (want,) = torch.autograd.grad((w.detach() @ v).square().sum(), v)
+    torch.testing.assert_close(ours[2], want, **({} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}))
+    assert all(g.isfinite().all() for g in ours)

@@ -16,10 +16,10 @@ from torch import Tensor
 from judge import Truth, draw
 from regard.block import Block
 from regard.state import State
-from regard.statistics import Question
+from regard.statistics import Question, lse_of
 
 B, H, I, E = 2, 3, 5, 7
-EVERYTHING = ("y", "lse", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
+EVERYTHING = ("y", "norm", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
 
 # A sum of n terms in another order differs by at most about n·u relative to the sum of magnitudes, which exp and the
 # rescaling multiply by a few: 64 keys and scores below 2^6 stay under 2^12 u.
@@ -92,7 +92,7 @@ def test_merging_nothing_with_nothing_gives_nothing_and_no_nan() -> None:
     both = nothing.merge(nothing)
     assert_same(both, nothing)
     found = both.finish(asked)
-    assert (found["lse"] == -torch.inf).all()
+    assert (lse_of(found["norm"]) == -torch.inf).all()
     for name in ("y", "entropy", "reach", "mass"):
         assert torch.equal(found[name], torch.zeros_like(found[name])), name
     assert (found["top_index"] == -1).all()
@@ -120,6 +120,7 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
     for a, b in zip([0, *at], at, strict=False):
         merged = merged.merge(state_of(s, asked, a, b))
     found = merged.finish(asked)
+    found["lse"] = lse_of(found["norm"])
     truth = Truth(s, s > -torch.inf)
     _weights, top_score, top_index = truth.top(3)
     want = {
@@ -137,6 +138,7 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
 def test_a_sink_is_one_more_key_that_gives_nothing(kind: str, n: int) -> None:
     s, asked, logits = scores(n, kind), question(n), draw(H)
     found = state_of(s, asked, 0, n).finish(asked, logits[None, :, None, None])
+    found["lse"] = lse_of(found["norm"])
     truth = Truth(s, s > -torch.inf, sink=logits)
     for name, value in {"y": truth.y(asked.v), "lse": truth.lse, "entropy": truth.entropy()}.items():
         torch.testing.assert_close(found[name], value, **TIGHT)

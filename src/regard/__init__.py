@@ -24,6 +24,8 @@ _LATER = {"Recording": "recorder", "load": "recorder", "record": "recorder", "wa
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return import_module(".nn", __name__)
     if room := _LATER.get(name):
         return getattr(import_module(f".{room}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

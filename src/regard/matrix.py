@@ -23,7 +23,7 @@ from .index import At, Pick, Tokens, parse, positions_of, runs, where, word_at
 from .memory import Memory, as_bytes, need_room
 from .score import Given
 from .see import see
-from .statistics import Answers, Question
+from .statistics import Answers, Question, lse_of
 
 __all__ = ["Peak", "Seen", "Top", "Transposed", "Weights"]
 
@@ -59,7 +59,12 @@ class Seen:
 NAMES = ("lse", "max_score", "peak", "entropy", "received", "reach")
 
 #: Which of the engines' answers each statistic is made of.
-_MADE_OF = {"peak": ("max_score", "argmax", "lse"), "top": ("top_score", "top_index", "lse"), "values": ("y",)}
+_MADE_OF = {
+    "lse": ("norm",),
+    "peak": ("max_score", "argmax", "norm"),
+    "top": ("top_score", "top_index", "norm"),
+    "values": ("y",),
+}
 
 
 class Weights:
@@ -260,32 +265,35 @@ class Weights:
         found: dict[str, Any] = {}
         for statistic in asked:
             if statistic == "peak":
-                weight = self._weight_of(answers["max_score"], answers["argmax"], answers["lse"])
+                weight = self._weight_of(answers["max_score"], answers["argmax"], answers["norm"])
                 found["peak"] = Peak(weight, answers["argmax"])
             elif statistic == "top":
-                weight = self._weight_of(answers["top_score"], answers["top_index"], answers["lse"].unsqueeze(-1))
+                weight = self._weight_of(answers["top_score"], answers["top_index"], answers["norm"].unsqueeze(-2))
                 found["top"] = Top(weight, answers["top_index"])
+            elif statistic == "lse":
+                found["lse"] = lse_of(answers["norm"]).to(self.dtype)
             elif statistic == "values":
                 found["y"] = answers["y"].squeeze(-1) if vector else answers["y"]
             else:
                 found[statistic] = answers[statistic].to(self.dtype)
         return Seen(**found)
 
-    def _weight_of(self, score: Tensor, index: Tensor, lse: Tensor) -> Tensor:
-        """exp(score − lse), 0 where there is no key; −inf scores of such rows stay out of the graph."""
+    def _weight_of(self, score: Tensor, index: Tensor, norm: Tensor) -> Tensor:
+        """The weight of a score, 0 where there is no key; −inf scores of such rows stay out of the graph."""
         there = index >= 0
-        log_w = torch.where(there, score, 0) - torch.where(lse == -torch.inf, 0, lse)
-        return torch.where(there, log_w.exp(), 0).to(self.dtype)
+        m, l = norm.unbind(-1)
+        above = torch.where(there, score, 0) - torch.where(there, m, 0)
+        return torch.where(there, above.exp() / torch.where(l == 0, 1, l), 0)
 
     def _ask(self, question: Question) -> Answers:
         """The engines' answers, with this matrix's batch and head axes."""
         batch = self._batch_with(question)
         factors = self._factors.expanded(batch)
         live = _need_gradients(*self._leaves, question.v, question.u)
-        # The gradient of a maximum is that of the score it falls on, so its place is asked for; lse serves all.
+        # The gradient of a maximum is that of the score it falls on, so its place is asked for; the norm serves all.
         names = question.names
         if live:
-            names = tuple(dict.fromkeys((*names, "lse", *(("argmax",) if "max_score" in names else ()))))
+            names = tuple(dict.fromkeys((*names, "norm", *(("argmax",) if "max_score" in names else ()))))
         v, u = _fold(question.v, batch), _fold(question.u, batch)
         asked = dataclasses.replace(question, names=names, v=v, u=u)
         answers = self._computed(factors, asked, live, remember=batch == self._factors.batch)
@@ -315,20 +323,20 @@ class Weights:
         parts = []
         for run in runs(rows):
             narrow = problem.narrow(run.start, run.stop)
-            lse = self._lse_of(narrow, run)
+            norm = self._norm_of(narrow, run)
             s = narrow.scores(narrow.block(slice(0, len(run)), where(cols, problem.q.device)))
-            parts.append(weights_and_logs(s, lse)[0])
+            parts.append(weights_and_logs(s, norm)[0])
         w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
         return w.reshape(*self._factors.batch, *w.shape[1:])
 
-    def _lse_of(self, narrow: Problem, run: range) -> Tensor:
-        """lse of some rows: remembered if it is, else computed for these rows only."""
+    def _norm_of(self, narrow: Problem, run: range) -> Tensor:
+        """The norm of some rows: remembered if it is, else computed for these rows only."""
         live = _need_gradients(*self._leaves)
-        known = self._memory.recall(self._leaves, Question(("lse",)))
+        known = self._memory.recall(self._leaves, Question(("norm",)))
         if known and not live:
-            return known["lse"][:, :, run.start : run.stop]
+            return known["norm"][:, :, run.start : run.stop]
         engine = engines.named(self._engine)
-        return see(narrow, Question(("lse",)), engine, {}, live)["lse"]
+        return see(narrow, Question(("norm",)), engine, {}, live)["norm"]
 
     # Indexing.
 

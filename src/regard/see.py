@@ -48,16 +48,9 @@ def compute(problem: Problem, question: Question, engine: Engine, known: Answers
     if missing:
         problem, question = problem.blank_unseen(question)
         answers |= engine.compute(problem, question, missing, known)
-    if "lse" in answers:
-        answers["lse"] = answers["lse"].to(lse_type(problem))
     if "y" in missing and question.v is not None:
         answers["y"] = answers["y"].to(question.v.dtype)
     return {name: answers[name] for name in question.names}
-
-
-def lse_type(problem: Problem) -> torch.dtype:
-    """On the CPU lse is kept in float64, where it costs nothing: weights are made from it again."""
-    return torch.float64 if problem.q.device.type == "cpu" else problem.wide
 
 
 def pull_back(
@@ -69,7 +62,7 @@ def pull_back(
     gradient = _gradient(clean, asked, engine, answers, flowing)
     _, tensors = flatten((problem, question))
     count = len(flatten(problem)[1])
-    of_problem, dv, du = engine.backward(clean, asked, answers["lse"], gradient, needs[:count])
+    of_problem, dv, du = engine.backward(clean, asked, answers["norm"], gradient, needs[:count])
     of_problem = list(of_problem)
     for score, index in PICKED:
         if score in flowing:
@@ -117,10 +110,11 @@ def _gradient(problem: Problem, question: Question, engine: Engine, answers: Ans
     if unfinished:
         # Their share along a row, Σ_j w (left · right), was not computed forward: W applied to `right` gives it.
         left, right = _side_by_side(unfinished, b, h)
-        mixed = engine.compute(problem, Question(("y",), v=right), ("y",), {"lse": answers["lse"]})["y"]
+        mixed = engine.compute(problem, Question(("y",), v=right), ("y",), {"norm": answers["norm"]})["y"]
         c = c + (left * mixed).sum(-1)
-    if (g := flowing.get("lse")) is not None:
-        c = c - g
+    if (g := flowing.get("norm")) is not None:
+        # Whoever uses m and l uses them as m + log l: what flows into m is the gradient of lse.
+        c = c - g[..., 0]
     if (eta := flowing.get("entropy")) is not None:
         c = c + eta * answers["entropy"]
     if (rho := flowing.get("reach")) is not None:
@@ -213,6 +207,7 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
     """Shape and type of every answer."""
     b, h, i, j = problem.shape
     shapes: dict[str, tuple[int, ...]] = {
+        "norm": (b, h, i, 2),
         "received": (b, h, j),
         "top_score": (b, h, i, question.top),
         "top_index": (b, h, i, question.top),
@@ -223,7 +218,7 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
         shapes["z"] = (b, h, j, question.u.shape[-1])
     if question.tiling is not None:
         shapes["pool"] = (b, h, question.tiling.rows, question.tiling.cols)
-    types = {"argmax": torch.int64, "top_index": torch.int64, "lse": lse_type(problem)}
+    types = {"argmax": torch.int64, "top_index": torch.int64}
     if question.v is not None:
         types["y"] = question.v.dtype
     return [(shapes.get(name, (b, h, i)), types.get(name, problem.wide)) for name in question.names]

@@ -118,8 +118,7 @@ class State:
         l = whole.l
         share = torch.where(l == 0, 0, 1 / l)  # a row with no key has weights 0, not 0/0
         found: dict[str, Tensor | None] = {
-            # In float64: weights made once more as exp(s − lse) would feel the rounding of a large lse.
-            "lse": whole.m.double() + l.double().log(),
+            "norm": torch.stack([whole.m, l], -1),
             # A sink takes weight but is no key: the maximum is that of the keys.
             "max_score": self.m,
             "argmax": self.argmax,

@@ -16,10 +16,12 @@ from torch import Tensor
 from .factors import per_query_head
 from .tree import node
 
-__all__ = ["ONE_PASS", "SECOND_PASS", "Answers", "Question", "Tiling", "given", "of_dense"]
+__all__ = ["ONE_PASS", "SECOND_PASS", "Answers", "Question", "Tiling", "given", "lse_of", "of_dense"]
 
-#: Carried in the state while the keys go by.
-ONE_PASS = ("y", "lse", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
+#: Carried in the state while the keys go by. `norm` is what a row was normalised by: its maximum m and its sum l, from
+#: which weights are made again as exp(s − m) / l. Their one number lse = m + log l would not do: where all scores of a
+#: row are huge (a bias of −1e9), log l is lost in it.
+ONE_PASS = ("y", "norm", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
 #: Column by column, from the finished rows.
 SECOND_PASS = ("received", "pool", "z")
 #: Indices have no gradient.
@@ -122,6 +124,13 @@ def pooled(w: Tensor, tiling: Tiling) -> Tensor:
     col = tiling.col_of(torch.arange(tiling.j0, tiling.j1, device=w.device))
     by_row = w.new_zeros(*w.shape[:2], tiling.rows, part.shape[-1]).index_add(2, row, part)
     return w.new_zeros(*w.shape[:2], tiling.rows, tiling.cols).index_add(3, col, by_row)
+
+
+def lse_of(norm: Tensor) -> Tensor:
+    """m + log l, (b, h, i); −inf for a row that sees nothing."""
+    m, l = norm.double().unbind(-1)
+    empty = l == 0
+    return torch.where(empty, -torch.inf, torch.where(empty, 0, m) + torch.where(empty, 1, l).log())
 
 
 def first_top(x: Tensor, n: int) -> tuple[Tensor, Tensor]:

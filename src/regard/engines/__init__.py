@@ -27,10 +27,10 @@ class Engine(Protocol):
     narrow: bool
 
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-        """The named answers to the question; `known` may hold lse already."""
+        """The named answers to the question; `known` may hold norm already."""
 
     def backward(
-        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
         """Gradients of the problem's tensors, of v and of u; `needs` says of which of the problem's tensors."""
 
@@ -59,9 +59,9 @@ class Auto:
         return self.picked(problem, question).compute(problem, question, names, known)
 
     def backward(
-        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
-        return self.picked(problem, question).backward(problem, question, lse, gradient, needs)
+        return self.picked(problem, question).backward(problem, question, norm, gradient, needs)
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         return blockwise.ENGINE.row_dot(a, b)

@@ -41,23 +41,23 @@ class Blockwise:
         answers = dict(known)
         first = tuple(name for name in names if name in ONE_PASS)
         second = tuple(name for name in names if name in SECOND_PASS)
-        if second and "lse" not in (*known, *first):
-            first = (*first, "lse")
+        if second and "norm" not in (*known, *first):
+            first = (*first, "norm")
         if first:
             asked = dataclasses.replace(question, names=first)
             answers |= tiles.forward(problem, asked) if tiles else forward(problem, asked)
         if second:
             asked = dataclasses.replace(question, names=second)
-            lse = answers["lse"]
-            answers |= tiles.reread(problem, asked, lse) if tiles else reread(problem, asked, lse)
+            norm = answers["norm"]
+            answers |= tiles.reread(problem, asked, norm) if tiles else reread(problem, asked, norm)
         return answers
 
     def backward(
-        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
         if gradient.dz is None and compiled.serves_backward(problem, needs):
-            return compiled.backward(problem, question, lse, gradient)
-        return backward(problem, question, lse, gradient)
+            return compiled.backward(problem, question, norm, gradient)
+        return backward(problem, question, norm, gradient)
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         return (wide(a) * wide(b)).sum(-1)
@@ -83,21 +83,21 @@ def forward(problem: Problem, question: Question) -> Answers:
     return {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
 
 
-def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
+def reread(problem: Problem, question: Question, norm: Tensor) -> Answers:
     """A second pass over the weights of finished rows: what columns can tell."""
     b, h, _, j = problem.shape
     total = {}
     if question.wants("received"):
-        total["received"] = lse.new_zeros(b, h, j, dtype=problem.wide)
+        total["received"] = norm.new_zeros(b, h, j, dtype=problem.wide)
     if question.wants("z"):
         assert question.u is not None
-        total["z"] = lse.new_zeros(b, h, j, question.u.shape[-1], dtype=problem.wide)
+        total["z"] = norm.new_zeros(b, h, j, question.u.shape[-1], dtype=problem.wide)
     if question.wants("pool"):
         assert question.tiling is not None
-        total["pool"] = lse.new_zeros(b, h, question.tiling.rows, question.tiling.cols, dtype=problem.wide)
+        total["pool"] = norm.new_zeros(b, h, question.tiling.rows, question.tiling.cols, dtype=problem.wide)
     for rows, tiles in tiled(problem):
         for cols, whole in tiles:
-            w, _ = weights_of(problem, rows, cols, whole, lse)
+            w, _ = weights_of(problem, rows, cols, whole, norm)
             if "received" in total:
                 total["received"][:, :, cols] += w.sum(2)
             if "z" in total:
@@ -107,7 +107,7 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
     return total
 
 
-def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient) -> Gradients:
+def backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradient) -> Gradients:
     """Gradients of the problem's tensors in their order, of v and of u."""
     spec, tensors = flatten(problem)
     totals = [torch.zeros(t.shape, dtype=problem.wide, device=t.device) for t in tensors]
@@ -126,7 +126,7 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
                 return rebuild(spec, list(parts)).bare_scores(block)
 
             s, pull = torch.func.vjp(scored, *live)[:2]
-            w, log_w = weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
+            w, log_w = weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows])
             far = (block.i - block.j).abs() if gradient.rho is not None else None
             pulled = pull(gradient.into_scores(w, log_w, rows, cols, far))
             _add_block(rebuild(local_spec, list(pulled)), dataclasses.replace(total, sink=None), block)
@@ -135,7 +135,7 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
             if du is not None and dz is not None:
                 du[:, :, rows] += w @ dz[:, :, cols]
     if problem.sink is not None:
-        total.sink.add_(gradient.of_sink(problem.sink, lse))
+        total.sink.add_(gradient.of_sink(problem.sink, norm))
     return Gradients(list(totals), dv, du)
 
 
@@ -150,11 +150,11 @@ def _add_block(part: Problem, total: Problem, block: Block) -> None:
         whole += mine
 
 
-def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights of a block and their logarithms: exp(s − lse)."""
+def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of a block and their logarithms: exp(s − m) / l."""
     block = problem.block(rows, cols)
     s = problem.at(block).bare_scores(block)
-    return weights(s if whole else hide(s, problem.mask, block), lse[:, :, rows])
+    return weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows])
 
 
 def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tiling) -> None:

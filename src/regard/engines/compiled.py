@@ -217,7 +217,7 @@ def forward(problem: Problem, question: Question) -> Answers:
     b, h, i, _ = problem.shape
     tall, wide = _tile_size(problem)
     task = Task(problem, tall, wide)
-    found = {"lse": task.out("lse", torch.empty(b, h, i, dtype=torch.float64))}
+    found = {"norm": task.out("norm", torch.empty(b, h, i, 2))}
     if question.wants("y"):
         assert question.v is not None
         v = task.rows("v", question.v, "bhj")
@@ -260,13 +260,13 @@ def _summed(parts: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
-def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
+def reread(problem: Problem, question: Question, norm: Tensor) -> Answers:
     """A second pass over the weights of finished rows: what columns can tell."""
     b, h, _, j = problem.shape
     tall, wide = _tile_size(problem)
     task = Task(problem, tall, wide)
     chunks = _chunks(problem, b * h, tall)
-    task.out("lse", lse.double().contiguous())
+    task.out("norm", norm.contiguous())
     task.set(chunks=chunks)
     found = {}
     if question.wants("received"):
@@ -285,7 +285,7 @@ def reread(problem: Problem, question: Question, lse: Tensor) -> Answers:
     return {name: _summed(x).float() for name, x in found.items()}
 
 
-def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient) -> Gradients:
+def backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradient) -> Gradients:
     """Gradients of the problem's tensors in their order, and of v."""
     b, h, i, j = problem.shape
     d, heads = problem.q.shape[3], problem.k.shape[1]
@@ -293,13 +293,13 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
     v = question.v if dy is not None else None
     if v is not None and v.shape[1] != heads:  # keys and values are grouped differently: give each query head its own
         wider = rebuild(*_with_keys(problem, per_query_head(problem.k, h)))
-        (dq, dk, *rest), dv, _ = backward(wider, _with_values(question, per_query_head(v, h)), lse, gradient)
+        (dq, dk, *rest), dv, _ = backward(wider, _with_values(question, per_query_head(v, h)), norm, gradient)
         return Gradients([dq, _grouped(dk, heads), *rest], _grouped(dv, v.shape[1]), None)
     tall, wide = _tile_size(problem)
     task = Task(problem, tall, wide)
     chunks = _chunks(problem, b * heads, tall)
     task.set(chunks=chunks)
-    task.out("lse", lse.double().contiguous())
+    task.out("norm", norm.contiguous())
     task.out("c", gradient.c.float().contiguous())
     left = task.rows("left", gradient.left.expand(b, h, -1, -1), "bhi")
     right = task.rows("right", gradient.right, "bhj")
@@ -323,7 +323,7 @@ def backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradie
     found: list[Tensor | None] = [dq, _summed(dk)]
     for tensor in flatten(problem)[1][2:]:
         if tensor is problem.sink:
-            found.append(gradient.of_sink(tensor, lse))
+            found.append(gradient.of_sink(tensor, norm))
         elif any(tensor is bias for bias in biases) and 1 in tensor.shape[2:]:
             sums = drow[..., None] if tensor.shape[3] == 1 else _summed(dkey)[:, :, None, :]
             found.append(sums.sum_to_size(tensor.shape))

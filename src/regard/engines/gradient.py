@@ -47,9 +47,9 @@ class Gradient:
             inside = inside + self.rho[:, :, rows, None] * far
         return w * self._less_entropy(inside, log_w, rows)
 
-    def of_sink(self, sink: Tensor, lse: Tensor) -> Tensor:
+    def of_sink(self, sink: Tensor, norm: Tensor) -> Tensor:
         """The sink is a key whose value is nothing: left · right and the distance are 0 there."""
-        w, log_w = weights(wide(sink).expand(*lse.shape, 1), lse)
+        w, log_w = weights(wide(sink).expand(*norm.shape[:3], 1), norm)
         return (w * self._less_entropy(-self.c.unsqueeze(-1), log_w, slice(None))).sum_to_size(sink.shape)
 
     def _less_entropy(self, inside: Tensor, log_w: Tensor, rows: slice) -> Tensor:
@@ -59,13 +59,10 @@ class Gradient:
         return inside - self.eta[:, :, rows, None] * log_w.clamp(min=-1e5)
 
 
-def weights(s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and their logarithms from scores (b, h, i, j) and lse (b, h, i)."""
-    # A row with no key has lse = −inf and scores −inf: pivot on 0, since −inf − −inf is nan.
-    pivot = torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)
-    # lse may be finer than the scores: take it away in two parts, so that nothing of it is lost to rounding.
-    high = pivot.to(s.dtype)
-    log_w = s - high
-    if lse.dtype != s.dtype:
-        log_w = log_w - (pivot - high).to(s.dtype)
-    return log_w.exp(), log_w
+def weights(s: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and their logarithms from scores (b, h, i, j) and the norm (b, h, i, 2) of their rows."""
+    m, l = norm.unsqueeze(-2).unbind(-1)
+    # A row with no key has m = −inf and scores −inf: pivot on 0, since −inf − −inf is nan; and l = 0.
+    above = s - torch.where(m == -torch.inf, 0, m)
+    l = torch.where(l == 0, 1, l)
+    return above.exp() / l, above - l.log()

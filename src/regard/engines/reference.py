@@ -23,11 +23,11 @@ __all__ = ["answer", "dense", "softmax", "weights"]
 
 def answer(factors: Factors, question: Question) -> Answers:
     """Everything asked of the weights of these factors, whose batch is one axis."""
-    s, w, lse, sink = dense(factors)
+    s, w, norm, sink = dense(factors)
     if question.v is not None and (seen := _seen(factors)) is not None:
         question = dataclasses.replace(question, v=blank(question.v, seen, -2))
     answers = of_dense(w, s, question, factors.offset or 0, sink)
-    answers["lse"] = lse
+    answers["norm"] = norm
     if question.v is not None:
         answers["y"] = answers["y"].to(question.v.dtype)
     return {name: answers[name] for name in question.names}
@@ -39,11 +39,11 @@ def weights(factors: Factors) -> Tensor:
 
 
 def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Scores and weights (b, h, i, j), lse (b, h, i), and the share of the sink, if there is one."""
+    """Scores and weights (b, h, i, j), the norm of rows (b, h, i, 2), and the share of the sink, if there is one."""
     score = factors.score
     if isinstance(score, Given):
         w = wide(score.w)
-        return w.log(), w, w.new_zeros(w.shape[:3]), None
+        return w.log(), w, w.new_tensor([0.0, 1.0]).expand(*w.shape[:3], 2), None
     k, steps = factors.k, score.steps
     if (seen := _seen(factors)) is not None:  # what no row may see may be anything, also nan
         k, steps = blank(k, seen, -2), change(steps, lambda t: blank(t, seen, -1))
@@ -60,13 +60,14 @@ def _seen(factors: Factors) -> Tensor | None:
 
 
 def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights (b, h, i, j) and lse (b, h, i) of scores; with a sink's logits also the share it takes."""
+    """Weights (b, h, i, j) and the norm (b, h, i, 2) of scores; with a sink's logits also the share it takes."""
     if logits is not None:
         s = torch.cat([s, logits.to(s.dtype).expand(*s.shape[:3], 1)], -1)
     # softmax of a row of −inf is nan, in its gradient too: such a row is set to 0 before and after.
     empty = (s == -torch.inf).all(-1, keepdim=True)
     flat = s.masked_fill(empty, 0)
     w = flat.softmax(-1).masked_fill(empty, 0)
-    lse = flat.logsumexp(-1) if s.shape[-1] else flat.sum(-1)
-    lse = lse.masked_fill(empty.squeeze(-1), -torch.inf)
-    return (w, lse, None) if logits is None else (w[..., :-1], lse, w[..., -1])
+    m = flat.detach().amax(-1, keepdim=True) if s.shape[-1] else flat.sum(-1, keepdim=True)
+    l = (flat - m).exp().sum(-1, keepdim=True)
+    norm = torch.cat([m.masked_fill(empty, -torch.inf), l.masked_fill(empty, 0)], -1)
+    return (w, norm, None) if logits is None else (w[..., :-1], norm, w[..., -1])

@@ -1,1 +1,10 @@
-"""Look: the picture of attention, in the terminal, in a page, in a notebook."""
+"""Look: the picture of attention, in the terminal, in a page, in a notebook.
+
+Rooms: `words` (tokens as people read them), `walk` (the six steps), `ranking` (which heads matter for a word), `model`
+(what is looked at), then one room a face: `terminal`, `picture` (SVG), `page` (with `payload`, page.js and page.css);
+`view` holds them together, `command` has the verbs.
+"""
+
+from .view import View
+
+__all__ = ["View"]

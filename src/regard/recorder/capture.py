@@ -40,6 +40,7 @@ class Attention:
     causal: bool = False
     softcap: float | None = None
     sink: Tensor | None = None  # h
+    scored: Score | None = None  # the whole score, where the seam knows it: scale, softcap and sink are in it
     said: Said | None = None  # the mask in few words, where the seam knows it better than `given`
     same: bool | None = None  # whether queries and keys come from one sequence, where the seam knows
 
@@ -69,6 +70,8 @@ class Attention:
         return self.said
 
     def score(self) -> Score:
+        if self.scored is not None:
+            return self.scored
         score = ScaledDot(self.scale)
         if self.softcap:
             score = score.softcap(self.softcap)

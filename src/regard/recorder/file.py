@@ -27,7 +27,7 @@ from torch import Tensor
 from ..factors import Factors
 from ..mask import And, Causal, Dense, Documents, Not, Or, Padding, Window
 from ..matrix import Weights
-from ..score import Alibi, Bias, Cosine, Dot, Gaussian, Given, ScaledDot, Score, Softcap
+from ..score import Additive, Alibi, Bias, Bilinear, Cosine, Dot, Gaussian, Given, ScaledDot, Score, Softcap
 from ..tree import flatten, rebuild
 from .capture import Kept
 from .recording import Layer, Pass, Recording
@@ -45,6 +45,8 @@ NODES = {
         Dot,
         Cosine,
         Gaussian,
+        Bilinear,
+        Additive,
         Given,
         Bias,
         Alibi,

@@ -9,6 +9,7 @@
 | softmax(q kᵀ) v written by hand | aten::softmax, then the product with v | the weights it wrote |
 | `flex_attention` | the operator flex_attention | q, k; with a score_mod the weights |
 | flash-attention as a PyTorch operator | flash_attn::_flash_attn_forward | q, k |
+| the layers of `regard.nn` | where they attend, in `layers` | q, k and their own score |
 | which tokens went in | aten::embedding | their numbers |
 
 What is written by hand is found in `byhand`; the flash and flex attention of transformers are heard at its own
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from ..mask import causal as causal_mask
 from ..mask import padding, window
-from . import byhand, tap
+from . import byhand, layers, tap
 from .capture import Attention
 from .recognise import Said, as_mask
 from .where import SHARED_AXIS, split_heads
@@ -42,6 +43,7 @@ def listen() -> None:
     tap.hear("_transformer_encoder_layer_fwd", heard_encoder_layer)
     tap.hear("embedding", heard_embedding)
     byhand.listen()
+    layers.listen()
     tap.hear_higher_order(_flex(), _FLEX_NAMES, heard_flex)
     if hasattr(torch.ops, "flash_attn") and hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
         tap.hear("_flash_attn_forward", heard_flash, namespace="flash_attn")

@@ -15,10 +15,10 @@ from numba import carray, njit
 from .rows import (
     add_far,
     add_vector,
-    in_two_parts,
     into_scores,
     into_scores_entropy,
     modify,
+    norm_of,
     times,
     total,
     visible_range,
@@ -28,7 +28,6 @@ from .rows import (
 )
 from .task import SOFTCAP, steps_at
 from .words import (
-    doubles_at,
     draw,
     f32,
     floats_at,
@@ -119,15 +118,15 @@ def row_gradient(T, mine, b, h, i, r, a, n, j0, dkey):
     slope = carray(floats_at(mine + 2 * tile + 4 * T.wide), n if has_cap(steps, T.step_count) else 0)
     if T.step_count > 0:
         modify(w, slope, n, steps, T.step_count, b, h, i, i + T.offset, j0 + a)
-    high, low = in_two_parts(carray(doubles_at(T.lse + 8 * row), 1)[0])
+    m, share = norm_of(T, row)
     c = carray(floats_at(T.c + 4 * row), 1)[0]
     if T.rho != 0:
         add_far(d, n, carray(floats_at(T.rho + 4 * row), 1)[0], i + T.offset - j0 - a)
     if T.eta != 0:
-        weights_and_logs(w, n, high, low, log)
+        weights_and_logs(w, n, m, share, log)
         into_scores_entropy(d, w, n, c, carray(floats_at(T.eta + 4 * row), 1)[0], log)
     else:
-        weights_kept(w, n, high, low)
+        weights_kept(w, n, m, share)
         into_scores(d, w, n, c)
     if len(slope) > 0:
         times(d, n, slope)

@@ -1,4 +1,4 @@
-"""One pass over the keys for blocks of rows: y, lse and the statistics that rows can tell.
+"""One pass over the keys for blocks of rows: y, norm and the statistics that rows can tell.
 
 The state of a row is merged with that of each tile as `State.merge` does it. Imports `rows`, `task` and `words`.
 """
@@ -175,8 +175,8 @@ def finish_rows(T, b, h, first, rows, m, l, t, untouched):
             alpha = merge_sink(carray(floats_at(T.sink + 4 * (b * T.sink_b + h * T.sink_h)), 1)[0], r, m, l, t)
         share = f32(0) if l[r] == f32(0) else alpha / l[r]
         log_l = np.log(l[r])
-        # In float64: weights made once more as exp(s − lse) would feel the rounding of a large lse.
-        carray(doubles_at(T.lse + 8 * out), 1)[0] = np.float64(m[r]) + np.log(np.float64(l[r]))
+        norm = carray(floats_at(T.norm + 8 * out), 2)
+        norm[0], norm[1] = m[r], l[r]
         if T.t != 0:
             entropy = f32(0) if l[r] == f32(0) else log_l - t[r] / l[r]
             carray(floats_at(T.t + 4 * out), 1)[0] = f32(0) if entropy < f32(0) else entropy

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from .rows import in_two_parts, modify, visible_range, weights_added, zeroed
+from .rows import modify, norm_of, visible_range, weights_added, zeroed
 from .task import steps_at
 from .words import (
     doubles_at,
@@ -77,7 +77,6 @@ def block_of_rows(T, mine, item, head, i0, rows):
 def add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi):
     """Turn a tile of scores into weights and add up its columns, group by group of the pooled map's rows."""
     columns = mine + 4 * T.tall * T.wide
-    lse = carray(doubles_at(T.lse + 8 * head * T.I), T.I)
     group = pool_row(T, i0)
     for r in range(rows):
         i = i0 + r
@@ -94,8 +93,8 @@ def add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi):
         if T.step_count > 0:
             steps = carray(steps_at(T.steps), T.step_count)
             modify(s, row[:0], n, steps, T.step_count, head // T.H, head % T.H, i, i + T.offset, j0 + a)
-        high, low = in_two_parts(lse[i])
-        weights_added(s, n, high, low, carray(floats_at(columns + 4 * a), n))
+        m, share = norm_of(T, head * T.I + i)
+        weights_added(s, n, m, share, carray(floats_at(columns + 4 * a), n))
         zeroed(row, 0, a)
         zeroed(row, z, cols)
     flush(T, columns, cols, j0, group, item)

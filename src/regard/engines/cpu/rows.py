@@ -242,38 +242,40 @@ def visible_range(lo, hi, i0, rows):
 
 
 @njit
-def in_two_parts(lse):
-    """A float64 lse as the sum of two float32; 0 for a row with no key, since −inf − −inf is nan."""
-    if lse == -np.inf:
+def norm_of(T, row):
+    """What weights of a row are made with: its maximum m and 1 / l; 0 both for a row with no key."""
+    norm = carray(floats_at(T.norm + 8 * row), 2)
+    if norm[1] == f32(0):
         return f32(0), f32(0)
-    high = f32(lse)
-    return high, f32(lse - np.float64(high))
+    return norm[0], f32(1) / norm[1]
 
 
 @njit(fastmath={"contract"})
-def weights_added(s, n, high, low, column):
-    """s ← exp(s − lse), also added to the sums of the columns."""
+def weights_added(s, n, m, share, column):
+    """s ← exp(s − m) / l, also added to the sums of the columns."""
     use_wide_vectors()
     for j in range(n):
-        w = exponential((s[j] - high) - low)
+        w = exponential(s[j] - m) * share
         s[j] = w
         column[j] += w
 
 
 @njit(fastmath={"contract"})
-def weights_kept(s, n, high, low):
+def weights_kept(s, n, m, share):
     use_wide_vectors()
     for j in range(n):
-        s[j] = exponential((s[j] - high) - low)
+        s[j] = exponential(s[j] - m) * share
 
 
 @njit(fastmath={"contract"})
-def weights_and_logs(s, n, high, low, log):
+def weights_and_logs(s, n, m, share, log):
     use_wide_vectors()
+    log_share = np.log(share)
     for j in range(n):
-        x = (s[j] - high) - low
-        log[j] = LOWEST if x < LOWEST else x
-        s[j] = exponential(x)
+        x = s[j] - m
+        log_w = x + log_share
+        log[j] = LOWEST if log_w < LOWEST else log_w
+        s[j] = exponential(x) * share
 
 
 @njit(fastmath={"contract"})

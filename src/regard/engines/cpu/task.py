@@ -34,7 +34,7 @@ STEP = from_dtype(_STEP)
 steps_at = pointer_to(STEP)
 
 _ADDRESSES = (
-    "gemm counter scratch lo hi steps q k lse "  # of all kernels
+    "gemm counter scratch lo hi steps q k norm "  # of all kernels
     "v y m t reach mass keys argmax top_score top_index sink "  # forward
     "u z received pool "  # reread
     "left right dy c eta rho dq dk dv drow dkey"  # backward

@@ -100,12 +100,12 @@ class Triton:
         return _compute(problem, question, names, known)
 
     def backward(
-        self, problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]
+        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
         _check(problem, question)
         if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.pair, TanhSum):
-            return blockwise.ENGINE.backward(problem, question, lse, _widened(gradient, problem.wide), needs)
-        return _backward(problem, question, lse.float(), gradient, needs)  # the kernels read float32
+            return blockwise.ENGINE.backward(problem, question, norm, _widened(gradient, problem.wide), needs)
+        return _backward(problem, question, norm, gradient, needs)
 
 
 ENGINE = Triton()
@@ -128,14 +128,14 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     answers = dict(known)
     first = tuple(n for n in names if n in ONE_PASS and not n.startswith("top"))
     second = tuple(n for n in names if n in SECOND_PASS)
-    if second and "lse" not in known and "lse" not in first:
-        first = (*first, "lse")
+    if second and "norm" not in known and "norm" not in first:
+        first = (*first, "norm")
     if first:
         answers |= _first_pass(problem, question, first)
     if any(n.startswith("top") for n in names):
         answers |= launch.top(problem, question.top)
     if second:
-        answers |= launch.reread(problem, second, answers["lse"].float(), question.u, question.tiling)
+        answers |= launch.reread(problem, second, answers["norm"], question.u, question.tiling)
     return answers
 
 
@@ -165,10 +165,10 @@ def _one_a_key(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return v.mT
 
 
-def _backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
+def _backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
     from . import launch
 
-    dq, dk, dv = launch.backward(problem, question.v, lse, gradient)
+    dq, dk, dv = launch.backward(problem, question.v, norm, gradient)
     flags: list[Any] = list(needs)
     needed = rebuild(flatten(problem)[0], flags)  # the tree of the problem, with a flag for every tensor
     steps = []
@@ -176,10 +176,10 @@ def _backward(problem: Problem, question: Question, lse: Tensor, gradient: Gradi
         if isinstance(step, Bias | Alibi):
             (field,) = dataclasses.fields(step)
             flag = getattr(wanted, field.name)
-            grad = launch.step_gradient(problem, n, question.v, lse, gradient) if flag else getattr(step, field.name)
+            grad = launch.step_gradient(problem, n, question.v, norm, gradient) if flag else getattr(step, field.name)
             step = type(step)(grad)
         steps.append(step)
-    sink = None if problem.sink is None else gradient.of_sink(problem.sink, lse)
+    sink = None if problem.sink is None else gradient.of_sink(problem.sink, norm)
     grads = flatten(dataclasses.replace(problem, q=dq, k=dk, steps=tuple(steps), sink=sink))[1]
     du = None
     if gradient.dz is not None:

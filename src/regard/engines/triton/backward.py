@@ -22,7 +22,7 @@ from .tiles import (
     fetch,
     key_blocks,
     log_weight,
-    lse_in_base_2,
+    norm_in_base_2,
     of_rows,
     place,
     product,
@@ -39,7 +39,7 @@ from .tiles import (
 class Flow(NamedTuple):
     """What flows back: numbers of every row (b, h, i), and further columns of left and right. None has gaps."""
 
-    lse: Any
+    norm: Any
     c: Any
     eta: Any
     rho: Any
@@ -63,16 +63,16 @@ def row_dot_kernel(a, b, out, heads, I, E: tl.constexpr, BLOCK_I: tl.constexpr, 
 
 
 @triton.jit
-def row_terms(flow, i, b, h, sizes, ETA: tl.constexpr, RHO: tl.constexpr):
-    """What is the same along a row: lse2, c, η in base 2, ρ."""
-    lse2 = lse_in_base_2(flow.lse, b, h, i, sizes)
+def row_terms(flow, i, b, h, sizes, FOLD: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr):
+    """What is the same along a row: m2, log₂ l, c, η in base 2, ρ."""
+    m2, log2l = norm_in_base_2(flow.norm, b, h, i, sizes, FOLD)
     c = of_rows(flow.c, b, h, i, sizes, 0.0)
     eta2, rho = c, c
     if ETA:
         eta2 = of_rows(flow.eta, b, h, i, sizes, 0.0) * LN2
     if RHO:
         rho = of_rows(flow.rho, b, h, i, sizes, 0.0)
-    return lse2, c, eta2, rho
+    return m2, log2l, c, eta2, rho
 
 
 @triton.jit
@@ -112,10 +112,10 @@ def keys_of(
             rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
         else:
             rows = tile(q, b, h, i, d, sizes.i, D, EDGE)
-        lse2, c, eta2, rho = row_terms(flow, i, b, h, sizes, ETA, RHO)
+        m2, log2l, c, eta2, rho = row_terms(flow, i, b, h, sizes, FOLD, ETA, RHO)
         s = product(near, rows.T, EXACT)  # j i
         s, slope = scored(s, i[None, :], j[:, None], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, -1)
-        log2w = log_weight(s, lse2[None, :], scale2, FOLD)
+        log2w = log_weight(s, m2[None, :], log2l[None, :], scale2, FOLD)
         w = tl.exp2(log2w)
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
@@ -179,7 +179,7 @@ def keys_kernel(
 
 @triton.jit
 def rows_of_keys(
-    rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b, h,
+    rows, back, m2, log2l, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b, h,
     r, dq, scale, scale2, begin, split, jump, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
     RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
@@ -197,7 +197,7 @@ def rows_of_keys(
             near = tile(k, b, hk, j, d, sizes.j, D, EDGE)
         s = product(rows, near.T, EXACT)
         s, slope = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, -1)
-        log2w = log_weight(s, lse2[:, None], scale2, FOLD)
+        log2w = log_weight(s, m2[:, None], log2l[:, None], scale2, FOLD)
         w = tl.exp2(log2w)
         if EDGE:
             w = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), w, 0.0)
@@ -230,18 +230,18 @@ def rows_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     rows = tile(q, b, h, i, d, sizes.i, D, True)
     back = tile(dy, b, h, i, e, sizes.i, E, True) if Y else rows
-    lse2, c, eta2, rho = row_terms(flow, i, b, h, sizes, ETA, RHO)
+    m2, log2l, c, eta2, rho = row_terms(flow, i, b, h, sizes, FOLD, ETA, RHO)
     dq = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
         dq = rows_of_keys(
-            rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
+            rows, back, m2, log2l, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
             h, r, dq, scale, scale2, full_from, full_to, full_to, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
             EXTRAS, TMA, BLOCK_J, False, WHOLE,
         )  # fmt: skip
         if EDGES:
             dq = rows_of_keys(
-                rows, back, lse2, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
+                rows, back, m2, log2l, c, eta2, rho, k, v, k_desc, v_desc, k_map, v_map, steps, strides, caps, seen, flow, sizes, i, d, e, b,
                 h, r, dq, scale, scale2, first, full_from, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO,
                 EXTRAS, TMA, BLOCK_J, True, WHOLE,
             )  # fmt: skip
@@ -260,8 +260,8 @@ def step_tile(
     near = tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
     s = product(rows, near.T, EXACT)
     s, slope = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, False, TARGET)
-    lse2, c, eta2, rho = row_terms(flow, i, b, h, sizes, ETA, RHO)
-    log2w = log_weight(s, lse2[:, None], scale2, False)
+    m2, log2l, c, eta2, rho = row_terms(flow, i, b, h, sizes, False, ETA, RHO)
+    log2w = log_weight(s, m2[:, None], log2l[:, None], scale2, False)
     shown = visible_at_all(i[:, None], j[None, :], b, h, seen, sizes, MASK)
     w = tl.where(shown, tl.exp2(log2w), 0.0)
     if Y:

@@ -36,7 +36,7 @@ class Outputs(NamedTuple):
     """Where answers go, all `Cells`; those that nobody asked for are never touched."""
 
     y: Any
-    lse: Any
+    norm: Any
     max_score: Any
     entropy: Any
     reach: Any
@@ -99,7 +99,7 @@ def forward_kernel(
     keys, seen, row_table, out, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
-    Y: tl.constexpr, LSE: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
+    Y: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
     MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
@@ -221,8 +221,9 @@ def forward_kernel(
         m = higher
         nothing = m <= NOTHING
     share = tl.where(nothing, 0.0, 1.0 / l)
-    if LSE:
-        put_row(out.lse, b, h, i, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
+    if NORM:
+        put_row(out.norm, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
+        tl.store(place(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(nothing, 0.0, l), mask=i < sizes.i)
     if ENTROPY:
         h2 = tl.log2(l) - t * share
         # Written so that nan stays: rounding may put a certain row a hair below 0.

@@ -26,7 +26,7 @@ from .backward import Flow, keys_kernel, row_dot_kernel, rows_kernel, steps_kern
 from .configuration import Config, configured
 from .forward import Outputs, forward_kernel, top_kernel
 from .reread import Pool, reread_kernel
-from .tiles import NOWHERE, Cells, Seen, Sizes, cells, described, launch_on, rows_of
+from .tiles import NOWHERE, Cells, Seen, Sizes, cells, described, launch_on, norm_kernel, rows_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: No band is wider: further than any position, and far from overflow.
@@ -219,6 +219,14 @@ class Prepared:
     def pair_kind(self) -> str:
         return "product" if self.product else "tanh-plain" if INTERPRETED else "tanh"
 
+    def in_base_2(self, norm: Tensor) -> Tensor:
+        """The norm of finished rows as the kernels read it."""
+        rows = norm.numel() // 2
+        out = empty(rows if self.fold else 2 * rows, like=norm, dtype=torch.float32)
+        with launch_on(norm):
+            norm_kernel[(triton.cdiv(rows, 1024),)](norm.contiguous(), out, rows, FOLD=self.fold, BLOCK=1024)
+        return out
+
     def per_group(self, e: int) -> int:
         """How many heads are worked on together."""
         if self.form.kind == "none":
@@ -282,11 +290,12 @@ def copied(config: Config, *tensors: tuple[Tensor, tuple[int, int]]) -> list[Any
 
 
 def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None) -> dict[str, Tensor]:
-    """What one pass tells: y, lse, max_score, argmax, entropy, reach, mass. `keys` is (b|1, h|1, 1, j)."""
+    """What one pass tells: y, norm, max_score, argmax, entropy, reach, mass. `keys` is (b|1, h|1, 1, j)."""
     p = Prepared(problem, 1 if v is None else v.shape[1])
-    wide = torch.float32
+    types = {"argmax": torch.int64}
+    sizes = {"norm": (2,)}
     found = {
-        name: empty(p.b, p.h, p.i, like=p.q, dtype=torch.int64 if name == "argmax" else wide)
+        name: empty(p.b, p.h, p.i, *sizes.get(name, ()), like=p.q, dtype=types.get(name, torch.float32))
         for name in names
         if name != "y"
     }
@@ -297,7 +306,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         found["y"] = empty(p.b, p.h, p.i, e, like=p.q, dtype=v.dtype)
     nothing = Cells(p.q, 0, 0, 0, 0)
     out = Outputs(*(
-        nothing if name not in found else cells(found[name]) if name == "y" else rows_of(found[name])
+        nothing if name not in found else cells(found[name]) if found[name].ndim == 4 else rows_of(found[name])
         for name in Outputs._fields
     ))  # fmt: skip
     same = v is not None and p.product and _same(v, p.k)
@@ -331,7 +340,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             sink=nothing if problem.sink is None else cells(problem.sink),
             keys=nothing if keys is None else cells(keys), row_table=p.row_table(config), out=out, heads=heads, per_group=p.per_group(e),
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_V=v is not None and v.dtype == torch.float32,
-            SINK=problem.sink is not None, SAME=same, Y=v is not None, LSE="lse" in names, MAX="max_score" in names,
+            SINK=problem.sink is not None, SAME=same, Y=v is not None, NORM="norm" in names, MAX="max_score" in names,
             ENTROPY="entropy" in names, REACH="reach" in names, MASS="mass" in names, ARGMAX="argmax" in names,
             TMA=tma is not None, APART=apart,
             EDGES=p.form.kind != "none" or p.j % config.block_j != 0, WHOLE=p.j % config.block_j == 0, BLOCK_D=block_d, BLOCK_E=block_e,
@@ -368,7 +377,7 @@ def top(problem: Problem, n: int) -> dict[str, Tensor]:
     return {"top_score": score, "top_index": index}
 
 
-def reread(problem: Problem, names: tuple[str, ...], lse: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
+def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
     """What columns tell: received, z, pool."""
     p = Prepared(problem)
     nothing = Cells(p.q, 0, 0, 0, 0)
@@ -391,7 +400,7 @@ def reread(problem: Problem, names: tuple[str, ...], lse: Tensor, u: Tensor | No
     with launch_on(p.q):
         reread_kernel[(triton.cdiv(p.j, config.block_j) * p.b * p.h,)](
             q=cells(p.q), k=cells(p.k), pair=p.pair, q_desc=tma[0] if tma else p.q, q_map=tma[1] if tma else NOWHERE,
-            heads=p.b * p.h, per_group=p.per_group(0), lse=lse.contiguous(), u=nothing if u is None else cells(u), table=p.table(config), pool=pool,
+            heads=p.b * p.h, per_group=p.per_group(0), norm=p.in_base_2(norm), u=nothing if u is None else cells(u), table=p.table(config), pool=pool,
             out_received=rows_of(found["received"]) if "received" in found else nothing,
             out_z=cells(found["z"]) if "z" in found else nothing,
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_U=u is not None and u.dtype == torch.float32,
@@ -419,9 +428,9 @@ def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:
 # Backward.
 
 
-def backward(problem: Problem, v: Tensor | None, lse: Tensor, gradient: Gradient) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """dq, dk and dv."""
-    flowing = _flowing(problem, v, lse, gradient)
+    flowing = _flowing(problem, v, norm, gradient)
     dk, dv = keys_pass(*flowing)
     return rows_pass(*flowing), dk, dv
 
@@ -475,9 +484,9 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
     return out if e else torch.zeros_like(out)
 
 
-def step_gradient(problem: Problem, n: int, v: Tensor | None, lse: Tensor, gradient: Gradient) -> Tensor:
+def step_gradient(problem: Problem, n: int, v: Tensor | None, norm: Tensor, gradient: Gradient) -> Tensor:
     """The gradient of the tensor of step n, in its own shape."""
-    p, flow, constants, e, v, dy = _flowing(problem, v, lse, gradient)
+    p, flow, constants, e, v, dy = _flowing(problem, v, norm, gradient)
     step = problem.steps[n]
     tensor = step.slopes if isinstance(step, Alibi) else step.tensor  # type: ignore[attr-defined]
     like = tensor.shape
@@ -502,7 +511,7 @@ def step_gradient(problem: Problem, n: int, v: Tensor | None, lse: Tensor, gradi
     return out.unsqueeze(-2).sum_to_size(like) if along == "keys" else out
 
 
-def _flowing(problem: Problem, v: Tensor | None, lse: Tensor, gradient: Gradient) -> tuple[Prepared, Flow, dict[str, Any], int, Tensor | None, Tensor | None]:  # fmt: skip
+def _flowing(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient) -> tuple[Prepared, Flow, dict[str, Any], int, Tensor | None, Tensor | None]:  # fmt: skip
     """What flows back as the kernels take it: the output's part apart from the further columns."""
     v = None if gradient.dy is None else v
     # The gradient of y came in the type of y: nothing is lost.
@@ -516,7 +525,7 @@ def _flowing(problem: Problem, v: Tensor | None, lse: Tensor, gradient: Gradient
     rho = p.q if gradient.rho is None else gradient.rho.contiguous()
     lefts = left.expand(p.b, p.h, -1, -1).contiguous() if extras else p.q
     at = cells(right.contiguous()) if extras else Cells(p.q, 0, 0, 0, 0)
-    flow = Flow(lse.contiguous(), gradient.c.contiguous(), eta, rho, lefts, at.ptr, at.b, at.h, extras)
+    flow = Flow(p.in_base_2(norm), gradient.c.contiguous(), eta, rho, lefts, at.ptr, at.b, at.h, extras)
     constants = {
         "E": max(e, 1), "EXACT_V": v is not None and v.dtype == torch.float32, "Y": v is not None,
         "ETA": gradient.eta is not None, "RHO": gradient.rho is not None, "EXTRAS": extras > 0,

@@ -19,7 +19,7 @@ from .tiles import (
     add_product,
     fetch,
     log_weight,
-    lse_in_base_2,
+    norm_in_base_2,
     product,
     put_row,
     put_tile,
@@ -69,7 +69,7 @@ def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALI
 
 @triton.jit
 def columns_of(
-    keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z, scale, scale2,
+    keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z, scale, scale2,
     begin, end, PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
     Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
@@ -78,7 +78,7 @@ def columns_of(
     """Add up the weights of some blocks of rows, column by column."""
     for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
-        lse2 = lse_in_base_2(lse, b, h, i, sizes)
+        m2, log2l = norm_in_base_2(norm, b, h, i, sizes, FOLD)
         if PAIR == "product":
             if TMA and (WHOLE or not EDGE):
                 rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
@@ -88,7 +88,7 @@ def columns_of(
         else:
             s = tanh_sum(pair, i, j, b, h, h // sizes.k_group, sizes, PAIR, True)
         s, _ = scored(s, i[None, :], j[:, None], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
-        w = tl.exp2(log_weight(s, lse2[None, :], scale2, FOLD))
+        w = tl.exp2(log_weight(s, m2[None, :], log2l[None, :], scale2, FOLD))
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
         if RECEIVED:
@@ -103,7 +103,7 @@ def columns_of(
 
 @triton.jit
 def reread_kernel(
-    q, k, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, table, pool, out_received, out_z, sizes, heads,
+    q, k, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, table, pool, out_received, out_z, sizes, heads,
     per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -127,18 +127,18 @@ def reread_kernel(
     # In the order of the rows, since the tile rows of a pooled map are written as they end.
     if EDGES:
         received, part, z = columns_of(
-            keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
             BLOCK_I, True, WHOLE,
         )  # fmt: skip
     received, part, z = columns_of(
-        keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+        keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
         scale, scale2, full_from, full_to, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
         BLOCK_I, False, WHOLE,
     )  # fmt: skip
     if EDGES:
         received, part, z = columns_of(
-            keys, q, pair, q_desc, q_map, lse, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
             BLOCK_I, True, WHOLE,
         )  # fmt: skip

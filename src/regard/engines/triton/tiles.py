@@ -24,7 +24,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 FLOOR = tl.constexpr(-1.0e30)
 #: The maximum of a row that has seen nothing. FLOOR times any scale that is folded lies below it.
 NOTHING = tl.constexpr(-1.0e22)
-#: Instead of the lse of a row that sees nothing: every weight becomes 2^−huge = 0.
+#: Instead of the maximum of a row that sees nothing: every weight becomes 2^−huge = 0.
 HUGE = tl.constexpr(1.0e30)
 
 
@@ -359,15 +359,36 @@ def of_rows(x, b, h, i, sizes, other):
 
 
 @triton.jit
-def lse_in_base_2(lse, b, h, i, sizes):
-    """Of finished rows; rows that see nothing, or that are not there, get one that makes every weight 0."""
-    row = of_rows(lse, b, h, i, sizes, float("-inf"))
-    return tl.where(row == float("-inf"), HUGE, row * LOG2E)
+def norm_kernel(norm, out, rows, FOLD: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm (m, l) of finished rows in base 2, as `norm_in_base_2` reads it; made once, not in every tile.
+
+    FOLD: no bias can have made the scores huge, so one number does for both: lse2.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    m = tl.load(norm + 2 * row, mask=row < rows, other=0.0) * LOG2E
+    l = tl.load(norm + 2 * row + 1, mask=row < rows, other=0.0)
+    log2l = tl.log2(tl.where(l == 0.0, 1.0, l))
+    if FOLD:
+        tl.store(out + row, tl.where(l == 0.0, HUGE, m + log2l), mask=row < rows)
+    else:
+        tl.store(out + 2 * row, tl.where(l == 0.0, HUGE, m), mask=row < rows)
+        tl.store(out + 2 * row + 1, log2l, mask=row < rows)
 
 
 @triton.jit
-def log_weight(s, lse2, scale2, FOLD: tl.constexpr):
-    """log₂ w of a tile, from its scores and its rows' lse2 in the tile's shape."""
+def norm_in_base_2(norm, b, h, i, sizes, FOLD: tl.constexpr):
+    """m2 and log₂ l of rows; those that see nothing, or that are not there, get what makes every weight 0."""
+    row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
     if FOLD:
-        return s * scale2 - lse2
-    return s - lse2
+        lse2 = tl.load(norm + row, mask=i < sizes.i, other=HUGE)
+        return lse2, lse2
+    m2 = tl.load(norm + 2 * row, mask=i < sizes.i, other=HUGE)
+    return m2, tl.load(norm + 2 * row + 1, mask=i < sizes.i, other=0.0)
+
+
+@triton.jit
+def log_weight(s, m2, log2l, scale2, FOLD: tl.constexpr):
+    """log₂ w of a tile, from its scores and its rows' norm in the tile's shape."""
+    if FOLD:
+        return s * scale2 - m2
+    return s - m2 - log2l

@@ -1,0 +1,86 @@
+"""The page: one HTML file with its script, its style and its data inside, that never asks anybody for anything.
+
+A Content-Security-Policy allows this script and this style, by their hashes, and nothing else: no request, no other
+script, whatever the data says. The data is base64; the only text outside it is the title. In a notebook the same page
+stands in a frame of its own, without rights over the notebook. Imports `payload`.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html as escaping
+import re
+from importlib.resources import files
+
+from .payload import Packed
+
+__all__ = ["frame", "html"]
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<div id="regard"></div>
+<noscript>This page draws its pictures with a script, which is inside the file. Allow scripts to see them.</noscript>
+<script type="application/octet-stream" id="regard-data">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+#: How high the page stands in a notebook; it can be pulled larger.
+HEIGHT = 760
+
+
+def html(packed: Packed) -> str:
+    """The whole page, in ASCII."""
+    script, style = _file("page.js"), _file("page.css")
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    data = base64.b64encode(packed.data).decode()
+    return _PAGE.format(policy=policy, title=_text(packed.title), style=style, data=data, script=script)
+
+
+def frame(page: str) -> str:
+    """The page as a notebook shows it: in a frame that may run its own script and nothing else."""
+    return (
+        f'<iframe sandbox="allow-scripts" srcdoc="{escaping.escape(page)}" '
+        f'style="width:100%;height:{HEIGHT}px;border:0;resize:vertical" title="attention, shown by regard"></iframe>'
+    )
+
+
+def _text(title: str) -> str:
+    """A title as HTML in ASCII: no tag, no control character, no lone surrogate."""
+    plain = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", title[:300])
+    return escaping.escape(plain).encode("ascii", "xmlcharrefreplace").decode()
+
+
+@functools.cache
+def _file(name: str) -> str:
+    """A file that lies beside this one, without comments on lines of their own and without indentation."""
+    text = files(__package__).joinpath(name).read_text(encoding="utf-8")
+    lines = (line.strip() for line in text.splitlines())
+    kept = "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
+    # ASCII: what the hash is taken of does not depend on how the page is stored.
+    return "".join(letter if letter.isascii() else _code(letter, name) for letter in kept)
+
+
+def _code(letter: str, name: str) -> str:
+    return f"\\u{{{ord(letter):x}}}" if name.endswith(".js") else f"\\{ord(letter):x} "
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

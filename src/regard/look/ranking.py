@@ -1,0 +1,83 @@
+"""Which heads matter for a word: those that give another word more than they give it out of habit.
+
+Many heads look at the word before, or at [CLS], whatever the word is; by weight alone they would always come first.
+A head's habit at (i, j) is the larger of two means over the other rows: of what key j is given, and of what is given
+at the distance j − i. What counts is the weight beyond it. Imports `recorder.part`, when it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..matrix import Weights
+
+__all__ = ["Best", "beyond_habit", "first_heads", "heads_for"]
+
+
+class Best(NamedTuple):
+    """For every head and row: the key with the most weight beyond habit, and how much that is, (h, i)."""
+
+    beyond: Tensor
+    key: Tensor
+
+
+def beyond_habit(w: Tensor, special: Sequence[bool], same: bool) -> Best:
+    """The best key of every row of dense weights (h, i, j); special keys count only where there is nothing else.
+
+    same    whether rows and columns are one sequence, so that distances mean something and a word is not its own answer
+    """
+    h, i, j = w.shape
+    visible = (w > 0).to(w.dtype)
+    habit = _mean_of_others(w.sum(-2, keepdim=True), visible.sum(-2, keepdim=True), w, visible)
+    if same:
+        distance = torch.arange(j, device=w.device) - torch.arange(i, device=w.device).unsqueeze(-1) + i - 1  # i j
+        at = distance.flatten().expand(h, -1)
+        total, count = (w.new_zeros(h, i + j - 1).scatter_add_(1, at, x.flatten(1)) for x in (w, visible))
+        sums = (x.gather(1, at).reshape(h, i, j) for x in (total, count))
+        habit = torch.maximum(habit, _mean_of_others(*sums, w, visible))
+    # A key that may not be chosen counts less than any that may, but more than nothing: one-word sentences have no other.
+    barred = torch.tensor(list(special), dtype=w.dtype, device=w.device).expand(i, j) * 2
+    if same:
+        barred = barred + torch.eye(i, j, dtype=w.dtype, device=w.device) * 2
+    chosen = (w - habit - barred).max(-1)
+    return Best(chosen.values, chosen.indices)
+
+
+def _mean_of_others(total: Tensor, count: Tensor, w: Tensor, visible: Tensor) -> Tensor:
+    return (total - w) / (count - visible).clamp(min=1)
+
+
+def beyond_received(weights: Weights, row: int, special: Sequence[bool], same: bool) -> Best:
+    """The same for one row of a long input, in linear memory: habit is what the key receives on average. (h, 1)"""
+    w = weights.row(row)  # h j
+    barred = torch.tensor(list(special), dtype=w.dtype, device=w.device) * 2
+    if same:
+        barred[row] += 2
+    chosen = (w - weights.received() / weights.shape[-2] - barred).max(-1, keepdim=True)
+    return Best(chosen.values, chosen.indices)
+
+
+def first_heads(best: Best, row: int, count: int = 2) -> list[int]:
+    """The heads to show first: the best one, then the best of those that look at another word."""
+    order = best.beyond[:, row].argsort(descending=True, stable=True).tolist()
+    shown: list[int] = []
+    for head in order:
+        if len(shown) < count and all(best.key[head, row] != best.key[other, row] for other in shown):
+            shown.append(head)
+    return (shown + [head for head in order if head not in shown])[:count]
+
+
+def heads_for(weights: Sequence[Weights], row: int, special: Sequence[bool], same: bool = True) -> list[tuple]:
+    """(place in `weights`, head, key, weight) of every head of several layers (h, i, j), the most telling first."""
+    rows = []
+    for place, one in enumerate(weights):
+        w = one.dense()
+        best = beyond_habit(w, special, same)
+        for head in range(w.shape[0]):
+            key = int(best.key[head, row])
+            rows.append((float(best.beyond[head, row]), (place, head, key, float(w[head, row, key]))))
+    return [row for _, row in sorted(rows, key=lambda row: -row[0])]

@@ -1,0 +1,516 @@
+"""The picture in a terminal: a sentence with its words shaded, a bar a word, the heads that matter; and the walk.
+
+Everything is laid out here, in cells, so that wide letters line up and no token can move the cursor; colour is rich's
+and is only added. Without colour nothing is lost: shading is a bar under the word as well. Imports `spot` and `words`.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import spot, words
+from .walk import Walk
+
+__all__ = ["draw", "draw_walk"]
+
+#: Words up to which every one gets a bar; beyond, the strongest do.
+ALL_WORDS = 24
+STRONGEST = 12
+#: Ends of the scales of two heads: alike in lightness, black letters can be read on all of it, on any background.
+_HUES = (((125, 116, 104), (255, 146, 43)), ((104, 116, 125), (77, 171, 247)))
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_FAINT = 0.02  # weights below this are not shaded
+
+_MEASURES = {
+    "entropy": ("sharpest", "looks at few words (entropy, nats)"),
+    "previous": ("before", "looks at the word before"),
+    "reach": ("farthest", "looks far away (mean distance)"),
+    "sink": ("sink", "rests on one token, whatever the word"),
+    "induction": ("induction", "continues what followed this word before"),
+}
+
+
+class Span(NamedTuple):
+    """A piece of a line in one style, as rich writes styles."""
+
+    text: str
+    style: str = ""
+
+
+Line = list[Span]
+
+
+def draw(
+    subject: Any,
+    *,
+    word: str | int | None = None,
+    layer: int | str | None = None,
+    head: int | None = None,
+    width: int = 80,
+    colour: bool | str = False,
+    hide_special: bool = False,
+    merge: bool = False,
+    top: int | None = None,
+    to: str | int | None = None,
+) -> str:
+    """A recording, a `Weights` or a training history as text for a terminal.
+
+    word     the word that is lit; without it an overview
+    width    columns of the terminal
+    colour   False, True, or what the terminal can do: "standard", "256", "truecolor"
+    top      how many of the strongest words get a bar
+    to       rank the heads by the weight on this word
+    """
+    width = max(width, 24)
+    if _is_history(subject):
+        lines = _history(subject, width)
+    elif word is None:
+        seen = spot.overview(subject, layer=layer, head=head, hide_special=hide_special, merge=merge)
+        lines = _overview(seen, width, top or 10)
+    else:
+        options = {"hide_special": hide_special, "merge": merge, "to": to}
+        lit = spot.spotlight(subject, word, layer=layer, head=head, **options)  # type: ignore[arg-type]
+        lines = _spotlight(lit, width, top)
+    return _rendered(lines, colour)
+
+
+# One word.
+
+
+def _spotlight(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
+    lines: list[Line] = []
+    for n, one in enumerate(lit.shown):
+        key = _quoted(lit.cols.labels[one.key])
+        lines += [[Span(_place(lit, one), "bold"), Span(f"  {_quoted(lit.word)} → {key} {one.weight:.3f}")]]
+        lines += _sentence(lit, n, width)
+        lines += _left_out(lit, n, width)
+        lines.append([])
+    lines += _bars(lit, width, top) + [[]] + _heads(lit, width)
+    return lines
+
+
+def _place(lit: spot.Spot, one: spot.Head) -> str:
+    kind = "" if lit.same else "cross-attention, "
+    if len(lit.layers) == 1 and not lit.layers[one.layer].name:
+        return f"head {one.head}"
+    return f"{kind}layer {one.layer}, head {one.head}"
+
+
+def _sentence(lit: spot.Spot, n: int, width: int) -> list[Line]:
+    """The sentence that is looked at, each word shaded, with a bar under it; the lit word is »marked«."""
+    parts: list[tuple[Span, Span]] = []
+    if not lit.same:
+        parts.append((Span(f"»{_shown(lit.word, width - 8)}«", "bold reverse"), Span("")))
+        parts.append((Span("→"), Span("")))
+    for place in _in_sight(lit, width):
+        if place is None:
+            parts.append((Span("…"), Span("")))
+            continue
+        weight, here = lit.weights[n][place], lit.same and place == lit.at
+        text = _shown(lit.cols.labels[place], width - 6)
+        text = f"»{text}«" if here else text
+        under = _LEVELS[min(7, int(weight * 8))] * words.cells(text) if weight >= _FAINT else ""
+        style = "bold reverse" if here else _shade(weight, n)
+        parts.append((Span(text, style), Span(under, _tint(n))))
+    return _wrapped(parts, width)
+
+
+def _in_sight(lit: spot.Spot, width: int) -> list[int | None]:
+    """The words to show: all of a sentence; of a long text those around the lit word and around its keys."""
+    total = len(lit.cols.labels)
+    if total <= 120:
+        return list(range(total))
+    near = 12 if width >= 60 else 6
+    centres = [one.key for one in lit.shown] + ([lit.at] if lit.same else [])
+    wanted = sorted({place for c in centres for place in range(max(0, c - near), min(total, c + near + 1))})
+    shown: list[int | None] = [] if wanted[0] == 0 else [None]
+    for before, place in zip([wanted[0] - 1, *wanted], wanted, strict=False):
+        shown += [place] if place == before + 1 else [None, place]
+    return shown if wanted[-1] == total - 1 else [*shown, None]
+
+
+def _wrapped(parts: list[tuple[Span, Span]], width: int) -> list[Line]:
+    """Words and what stands under them, in as many double lines as it takes."""
+    lines: list[Line] = []
+    above: Line = [Span("  ")]
+    below: Line = [Span("  ")]
+    used = 2
+    for word, under in parts:
+        size = words.cells(word.text)
+        if used + size > width and len(above) > 1:
+            lines += [above, _trimmed(below)]
+            above, below, used = [Span("  ")], [Span("  ")], 2
+        above += [word, Span(" ")]
+        below += [under, Span(" " * (size + 1 - words.cells(under.text)))]
+        used += size + 1
+    return lines + [_trimmed(above), _trimmed(below)]
+
+
+def _trimmed(line: Line) -> Line:
+    """Without what cannot be seen at its end."""
+    while line and not line[-1].text.strip():
+        line = line[:-1]
+    return line
+
+
+def _left_out(lit: spot.Spot, n: int, width: int) -> list[Line]:
+    """What the numbers do not show: hidden tokens, and a sink."""
+    told = []
+    if lit.cols.hidden:
+        told.append(f"special tokens are hidden: they had {lit.hidden[n]:.3f}, the others are scaled up to the whole")
+    if 1 - sum(lit.weights[n]) > 0.001:
+        told.append(f"{1 - sum(lit.weights[n]):.3f} goes to no word: a sink takes it, or the word sees nothing")
+    return [line for text in told for line in _paragraph(f"({text})", width, "dim", "  ")]
+
+
+def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
+    """A bar a word for every shown head."""
+    labels = lit.cols.labels
+    chosen = _strongest(lit.weights, len(labels), top)
+    numbered = len(chosen) < len(labels)
+    names = [f"{_shown(labels[j], 16)}{f' :{j}' if numbered else ''}" for j in chosen]
+    first = min(max(map(words.cells, [*names, "word"])), 18 if width >= 60 else 10)
+    each = (width - first) // len(lit.shown)
+    room = min(max(4, each - 9), 40)
+    lines: list[Line] = []
+    if len(lit.shown) > 1:
+        titles = [_place(lit, one) if room > 13 else f"{one.layer}.{one.head}" for one in lit.shown]
+        lines.append([Span(" " * first)] + [Span("  " + _left(title, room + 7), "bold") for title in titles])
+    for name, j in zip(names, chosen, strict=True):
+        here = lit.same and j == lit.at
+        line = [Span(_left(name, first), "bold" if here else "")]
+        for n, weights in enumerate(lit.weights):
+            line += [Span("  "), Span(_left(_bar(weights[j], room), room), _tint(n)), Span(f" {weights[j]:.3f} ")]
+        lines.append(_trimmed(line))
+    if numbered:
+        rest = [sum(w) - sum(w[j] for j in chosen) for w in lit.weights]
+        line = [Span(_left(f"{len(labels) - len(chosen):,} more", first), "dim")]
+        for part in rest:
+            line += [Span("  " + " " * room + f" {max(part, 0.0):.3f} ", "dim")]
+        lines.append(_trimmed(line))
+    return lines
+
+
+def _strongest(weights: list[list[float]], total: int, top: int | None) -> list[int]:
+    """Which words get a bar, in the order of the sentence."""
+    count = top or (total if total <= ALL_WORDS else STRONGEST)
+    if count >= total:
+        return list(range(total))
+    order = sorted(range(total), key=lambda j: -max(w[j] for w in weights))
+    return sorted(order[:count])
+
+
+def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
+    """The heads that matter for the word, best first."""
+    if len(lit.heads) < 2:
+        return []
+    if lit.to is not None:
+        title = f"Heads by the weight that {_quoted(lit.word)} gives to {_quoted(lit.cols.labels[lit.to])}"
+    else:
+        title = f"Heads that tie {_quoted(lit.word)} to another word, most telling first"
+    rows = [
+        (*_numbers(lit.layers[one.layer], one), _shown(lit.cols.labels[one.key], 16), one.weight)
+        for one in lit.heads[:count]
+    ]
+    return _paragraph(title, width, "bold") + _ranking(rows, width, "looks at")
+
+
+def _numbers(sheet: spot.Sheet, one: spot.Head) -> tuple[str, str]:
+    return ("" if not sheet.name else str(one.layer)), str(one.head)
+
+
+def _ranking(rows: Sequence[tuple[str, str, str, float]], width: int, to: str) -> list[Line]:
+    named = any(row[0] for row in rows)
+    first = max([words.cells(row[2]) for row in rows] + [len(to)])
+    start = ("layer  head  " if named else "head  ") + _left(to, first) + "  weight"
+    lines: list[Line] = [[Span("  " + start, "dim")]]
+    room = min(30, width - len(start) - 5)
+    for layer, head, key, weight in rows:
+        place = f"{layer:>5}  {head:>4}  " if named else f"{head:>4}  "
+        bar = f"  {_bar(weight, room)}" if room >= 4 else ""
+        lines.append(_trimmed([Span(f"  {place}{_left(key, first)}  {weight:6.3f}"), Span(bar, _tint(0))]))
+    return lines
+
+
+# The whole.
+
+
+def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
+    lines: list[Line] = []
+    shown = [_shown(label, 24) for label in seen.rows.labels[:120]]
+    parts = [(Span(text), Span("")) for text in shown]
+    parts += [(Span(f"… {len(seen.rows.labels) - 120:,} more"), Span(""))] if len(seen.rows.labels) > 120 else []
+    lines += [line for line in _wrapped(parts, width) if line] + [[]]
+    if seen.rows.hidden or seen.cols.hidden:
+        lines += _paragraph("(special tokens are hidden, the other weights scaled up to the whole)", width, "dim") + [
+            []
+        ]
+    lines += _ties(seen, width, top)
+    if seen.measured:
+        lines += [[], [Span("Heads that do one thing", "bold")]]
+        lines += _measures(seen, width)
+    return lines
+
+
+def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
+    """The strongest tie of each word."""
+    some = seen.links[:top]
+    named = any(sheet.name for sheet in seen.sheets)
+    left = max([words.cells(_shown(seen.rows.labels[link.word], 14)) for link in some] + [4])
+    right = max([words.cells(_shown(seen.cols.labels[link.head.key], 14)) for link in some] + [8])
+    lines = _paragraph("Which word is tied to which, most telling first", width, "bold")
+    start = f"  {_left('word', left)}    {_left('looks at', right)}  weight  {'layer.head' if named else 'head'}"
+    lines.append([Span(start[:width], "dim")])
+    room = min(24, width - len(start) - 2)
+    for link in some:
+        one = link.head
+        place = f"{one.layer}.{one.head}" if named else str(one.head)
+        texts = (
+            _left(_shown(seen.rows.labels[link.word], 14), left),
+            _left(_shown(seen.cols.labels[one.key], 14), right),
+        )
+        line = [Span(f"  {texts[0]}  → {texts[1]}  {one.weight:6.3f}  {place:<10}")]
+        lines.append(_trimmed([*line, Span("  " + _bar(one.weight, room), _tint(0))] if room >= 4 else line))
+    return lines
+
+
+def _measures(seen: spot.Overview, width: int) -> list[Line]:
+    lines: list[Line] = []
+    for name, (short, what) in _MEASURES.items():
+        if found := seen.measured.get(name):
+            best = ", ".join(f"{layer}.{head} {number:.2f}" for layer, head, number in found[: 3 if width >= 70 else 2])
+            line = f"  {short:<9}  {best}"
+            text = f"{line:<42}  {what}" if width >= 84 or words.cells(line) < 34 else line
+            lines.append([Span(text if words.cells(f"{line:<36}  {what}") > width else f"{line:<36}  {what}")])
+    return [[Span(words.clip(line[0].text, width))] for line in lines]
+
+
+# Training.
+
+
+def _is_history(subject: Any) -> bool:
+    return isinstance(subject, list) and bool(subject) and all(isinstance(pair, tuple | list) for pair in subject)
+
+
+def _history(history: Sequence[tuple[int, dict[str, float]]], width: int) -> list[Line]:
+    """Entropy and largest score of every head over the steps."""
+    steps = [step for step, _ in history]
+    lines: list[Line] = [[Span(f"steps {steps[0]:,} to {steps[-1]:,}, {len(steps)} looks", "bold")]]
+    names = list(dict.fromkeys(name for _, numbers in history for name in numbers))
+    what = {"entropy": "entropy, a share of the most it could be", "max_score": "largest score"}
+    for kind, title in what.items():
+        mine = [name for name in names if name.split("/")[-2:-1] == [kind]]
+        lines += [[], [Span(title, "bold")]] if mine else []
+        first = min(max([words.cells(_series(name)) for name in mine] + [0]), width // 2)
+        for name in mine[:48]:
+            values = [numbers[name] for _, numbers in history if name in numbers]
+            room = max(4, width - first - 18)
+            ends = f"{values[0]:7.3g} → {values[-1]:<7.3g}"
+            lines.append([Span(f"{_left(_series(name), first)}  {_left(_spark(values, room), room)} {ends}".rstrip())])
+        lines += [[Span(f"… {len(mine) - 48} more heads", "dim")]] if len(mine) > 48 else []
+    return lines
+
+
+def _series(name: str) -> str:
+    *layer, _, head = name.split("/")
+    return words.shown(f"{'/'.join(layer)} {head}", 60)
+
+
+def _spark(values: Sequence[float], room: int) -> str:
+    """A line of bars from the least to the most, as many as there is room for."""
+    picked = [values[n * len(values) // room] for n in range(room)] if len(values) > room else values
+    low, high = min(picked), max(picked)
+    return "".join(_LEVELS[int((x - low) / (high - low) * 7.999) if high > low else 0] for x in picked)
+
+
+# The walk.
+
+
+def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: int = STRONGEST) -> str:
+    """The six steps of one word as tables: from scores to weights, from weights to the sum."""
+    width = max(width, 24)
+    chosen = _strongest([steps.weights.tolist()], len(steps.words), min(top, len(steps.words)))
+    if steps.position not in chosen and steps.words[steps.position : steps.position + 1] == (steps.word,):
+        chosen = sorted([*chosen, steps.position])
+    lines = _paragraph(f"Attention for {_quoted(steps.word)}, step by step", width, "bold")
+    lines += _shapes(steps, width) + [[]]
+    lines += _to_weights(steps, chosen, width) + [[]]
+    lines += _to_sum(steps, chosen, width)
+    return _rendered(lines, colour)
+
+
+def _shapes(steps: Walk, width: int) -> list[Line]:
+    e = steps.v.shape[1]
+    if steps.q is None or steps.k is None:
+        text = f"weights {len(steps.words)} (recorded ready-made, without their scores) · v {len(steps.words)}×{e}"
+    else:
+        text = f"q {len(steps.q)} · k {steps.k.shape[0]}×{steps.k.shape[1]} · v {steps.v.shape[0]}×{e} · y {e}"
+    return _paragraph(text, width, "dim")
+
+
+def _to_weights(steps: Walk, chosen: list[int], width: int) -> list[Line]:
+    """Steps 1 to 4, a row a word."""
+    columns: list[tuple[str, Tensor]] = []
+    lines: list[Line] = []
+    if steps.product is not None and steps.scaled is not None and steps.masked is not None:
+        columns = [(f"1 {steps.formula}", steps.product), (f"2 {steps.scaling}", steps.scaled)]
+        columns += [(f"+ {name}", x) for name, x in steps.changes]
+        columns += [("3 mask", steps.masked)]
+        lines += _one_product(steps, width)
+    columns += [("4 softmax", steps.weights)]
+    rest = len(steps.words) - len(chosen)
+    lines += _table(steps, chosen, columns, width, bars=True)
+    if rest:
+        left = 1 - steps.sink - sum(float(steps.weights[j]) for j in chosen)
+        lines += _paragraph(f"{rest:,} more words have {max(left, 0.0):.3f} together", width, "dim")
+    if steps.sink:
+        lines += _paragraph(f"a sink takes {steps.sink:.3f} and gives nothing", width, "dim")
+    return lines
+
+
+def _one_product(steps: Walk, width: int) -> list[Line]:
+    """One dot product written out: its largest terms, cell by cell."""
+    if steps.formula != "q·k" or steps.q is None or steps.k is None or steps.product is None:
+        return []
+    key = int(steps.weights.argmax())
+    terms = steps.q * steps.k[key]
+    order = terms.abs().argsort(descending=True).tolist()
+    count = len(order) if len(order) <= 3 else max(1, min(4, (width - 20) // 18))
+    written = " + ".join(f"{_number(float(steps.q[d]))}·{_number(float(steps.k[key, d]))}" for d in order[:count])
+    more = f" + … ({len(order) - count} more)" if len(order) > count else ""
+    text = (
+        f"{_quoted(steps.word)} · {_quoted(steps.words[key])} = {written}{more} = {_number(float(steps.product[key]))}"
+    )
+    return _paragraph(text, width, "", "    ")
+
+
+def _to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
+    """Steps 5 and 6: the first few numbers of every weight × value, and their sums."""
+    first = _first_width(steps, chosen, width)
+    e = steps.v.shape[1]
+    fit = max(1, min(e, 6, (width - first - 10) // 9))
+    lines = _paragraph(f"5 weight × value, {'all' if fit == e else f'the first {fit} of'} {e} numbers", width, "bold")
+    for j in chosen:
+        numbers = "".join(f"{_number(x):>9}" for x in steps.weighted[j, :fit].tolist())
+        lines.append(
+            [Span(_left(_shown(steps.words[j], first), first)), Span(f"  {float(steps.weights[j]):6.3f} {numbers}")]
+        )
+    if rest := len(steps.words) - len(chosen):
+        others = steps.weighted.sum(0) - steps.weighted[chosen].sum(0)
+        numbers = "".join(f"{_number(x):>9}" for x in others[:fit].tolist())
+        lines.append([Span(_left(f"{rest:,} more", first) + "  " + " " * 7 + numbers, "dim")])
+    numbers = "".join(f"{_number(x):>9}" for x in steps.y[:fit].tolist())
+    lines.append([Span(_left("6 sum: y", first + 9) + numbers, "bold")])
+    return lines
+
+
+def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], width: int, bars: bool) -> list[Line]:
+    """Numbers of words side by side; in a narrow terminal one table below the other."""
+    first = _first_width(steps, chosen, width)
+    sizes = [max(8, words.cells(title)) for title, _ in columns]
+    fit, used = 0, first
+    while fit < len(columns) and used + 2 + sizes[fit] <= width:
+        used += 2 + sizes[fit]
+        fit += 1
+    fit = max(fit, 1)
+    here, later = columns[:fit], columns[fit:]
+    room = min(24, width - used - 2) if bars and not later else 0
+    titles = "".join("  " + _right(title, size) for (title, _), size in zip(here, sizes, strict=False))
+    lines: list[Line] = [[Span(" " * first + titles, "bold")]]
+    for j in chosen:
+        lit = steps.words[j] == steps.word and j == steps.position
+        line = [Span(_left(_shown(steps.words[j], first), first), "bold" if lit else "")]
+        line += [Span(f"  {_number(float(x[j])):>{size}}") for (_, x), size in zip(here, sizes, strict=False)]
+        if room >= 4:
+            line.append(Span("  " + _bar(float(here[-1][1][j]), room), _tint(0)))
+        lines.append(_trimmed(line))
+    return lines + ([[], *_table(steps, chosen, later, width, bars)] if later else [])
+
+
+def _first_width(steps: Walk, chosen: Iterable[int], width: int) -> int:
+    longest = max([words.cells(_shown(steps.words[j], 18)) for j in chosen] + [4])
+    return min(longest, 18 if width >= 60 else 10)
+
+
+# Small things.
+
+
+def _number(x: float) -> str:
+    if x != x or x in (float("inf"), float("-inf")):
+        return "nan" if x != x else "∞" if x > 0 else "−∞"
+    text = f"{x:.3f}" if abs(x) < 1000 else f"{x:.3g}"
+    return text.replace("-", "−") if float(text) else text.lstrip("-")
+
+
+def _bar(weight: float, room: int) -> str:
+    eighths = round(min(max(weight, 0.0), 1.0) * room * 8)
+    whole, rest = divmod(eighths, 8)
+    return "█" * whole + (_EIGHTHS[rest] if rest else "")
+
+
+def _quoted(word: str) -> str:
+    return f"“{_shown(word, 40)}”"
+
+
+def _shown(word: str, width: int) -> str:
+    """A word that is safe to print, cut to so many cells; right-to-left ones cannot turn the line round."""
+    text = words.clip(words.shown(word), max(width, 1))
+    if any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in text):
+        return f"\N{FIRST STRONG ISOLATE}{text}\N{POP DIRECTIONAL ISOLATE}"
+    return text
+
+
+def _left(text: str, width: int) -> str:
+    text = words.clip(text, width)
+    return text + " " * (width - words.cells(text))
+
+
+def _right(text: str, width: int) -> str:
+    return " " * (width - words.cells(text)) + text
+
+
+def _paragraph(text: str, width: int, style: str = "", indent: str = "") -> list[Line]:
+    """Words of a sentence of ours, wrapped."""
+    lines, line = [], indent
+    for part in text.split(" "):
+        if words.cells(line) + words.cells(part) + 1 > width and line.strip():
+            lines.append(line.rstrip())
+            line = indent
+        line += part + " "
+    return [[Span(text, style)] for text in [*lines, line.rstrip()]]
+
+
+def _shade(weight: float, hue: int) -> str:
+    if weight < _FAINT:
+        return ""
+    return f"black on {_mixed(min(1.0, weight) ** 0.5, hue)}"
+
+
+def _tint(hue: int) -> str:
+    return _mixed(1.0, hue)
+
+
+def _mixed(t: float, hue: int) -> str:
+    weak, strong = _HUES[hue % len(_HUES)]
+    return "#" + "".join(f"{round(a + (b - a) * t):02x}" for a, b in zip(weak, strong, strict=True))
+
+
+def _rendered(lines: Iterable[Line], colour: bool | str) -> str:
+    if not colour:
+        return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
+    try:
+        from rich.color import ColorSystem
+        from rich.style import Style
+    except ImportError:
+        raise ImportError('colours need rich: pip install "regard[look]" brings it, or use --color never.') from None
+    system = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT}.get(str(colour), ColorSystem.TRUECOLOR)
+
+    def rendered(span: Span) -> str:
+        return Style.parse(span.style).render(span.text, color_system=system) if span.style and span.text else span.text
+
+    return "\n".join("".join(map(rendered, line)) for line in lines)

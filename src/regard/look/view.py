@@ -1,0 +1,119 @@
+"""A view: one value with every face. `str()` for the terminal, `_repr_html_` for a notebook, `save` for a file.
+
+`Recording.show` and `Weights.show` make one. Nothing is computed before a face is asked for. Imports `words` and, when
+they are used, the rooms of the faces.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["View"]
+
+
+class View:
+    """What `seen.show()` and `W.show()` return.
+
+    view = seen.show("it")          the heads that matter for "it" come first
+    view                            a notebook shows the page, a terminal the picture
+    view.save("it.html")            one file that needs no network
+    view.save("it.svg")             vectors, for a paper
+
+    subject   a Recording, a Weights, or a training history: the (step, numbers) pairs that
+              regard.watch(model, to=lambda numbers, step: history.append((step, numbers))) collects
+    word      the word to begin with: "it", "the:1" for the first of several, or a position
+    layer     with `head`: the head to begin with
+    embedded  word vectors and their projections, for the steps from word vectors to a head (`regard.look.model`)
+    values    the value vectors of a `Weights`, (..., h, j, e) or (j, e), for the steps after softmax
+    item      which sequence of a batch
+    """
+
+    def __init__(
+        self,
+        subject: Any,
+        *,
+        word: Any = None,
+        title: str | None = None,
+        layer: int | str | None = None,
+        head: int | None = None,
+        embedded: Any = None,
+        values: Tensor | None = None,
+        item: int = 0,
+    ) -> None:
+        self.subject = as_history(subject) if is_history(subject) else subject
+        self.word, self.title, self.layer, self.head = word, title, layer, head
+        self.embedded, self.values, self.item = embedded, values, item
+
+    def html(self, fragment: bool = False) -> str:
+        """The page as one string; as a `fragment` the frame that a notebook shows."""
+        from .page import frame, html
+        from .payload import pack
+
+        packed = pack(
+            self.subject,
+            word=self.word,
+            title=self.title,
+            layer=self.layer,
+            head=self.head,
+            embedded=self.embedded,
+            values=self.values,
+            item=self.item,
+        )
+        return frame(html(packed)) if fragment else html(packed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one file: .html, a page that opens anywhere, or .svg, a picture for a paper."""
+        where = Path(path)
+        kind = where.suffix.lower()
+        if kind in (".html", ".htm"):
+            text = self.html()
+        elif kind == ".svg":
+            from .picture import svg
+
+            text = svg(self.subject, word=self.word, layer=self.layer, head=self.head, title=self.title)
+        else:
+            raise ValueError(f"save(path) writes .html or .svg, by the end of the name; {where.name!r} came.")
+        where.write_text(text, encoding="utf-8", errors="replace")
+
+    def _repr_html_(self) -> str:
+        return self.html(fragment=True)
+
+    def __str__(self) -> str:
+        from .terminal import draw
+
+        return draw(self.subject, word=self.word, layer=self.layer, head=self.head)
+
+    def __repr__(self) -> str:
+        # At the prompt, showing is what `show` is for.
+        return str(self)
+
+
+# Training histories.
+
+History = list[tuple[int, dict[str, float]]]
+
+
+def is_history(subject: Any) -> bool:
+    """Whether this is a training history: pairs of a step and its numbers, either way round, or {step: numbers}."""
+    if isinstance(subject, Mapping):
+        return bool(subject) and all(isinstance(numbers, Mapping) for numbers in subject.values())
+    if not isinstance(subject, Sequence) or isinstance(subject, str):
+        return False
+    return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in subject)
+
+
+def as_history(subject: Any) -> History:
+    """(step, numbers) pairs in the order of the steps."""
+    pairs = list(subject.items()) if isinstance(subject, Mapping) else [tuple(pair) for pair in subject]
+    pairs = [(b, a) if isinstance(a, Mapping) else (a, b) for a, b in pairs]
+    if not pairs:
+        raise ValueError(
+            "a training history needs at least one look: regard.watch(model, to=lambda numbers, step: "
+            "history.append((step, numbers)))."
+        )
+    return sorted(((int(step), dict(numbers)) for step, numbers in pairs), key=lambda pair: pair[0])

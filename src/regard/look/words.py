@@ -1,0 +1,263 @@
+"""Tokens as people read them: which are special, which make one word, which one is meant, how an odd one is shown.
+
+A piece that continues the word before it is written with ## in front, as WordPiece does; the signs of byte-level BPE
+(Ġ) and of SentencePiece (▁) for a space are read as well. Imports nothing of regard.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Reading", "bare", "cells", "clip", "is_special", "joined", "reading", "resolve", "shown", "words"]
+
+#: Marks of where a text begins and ends, not words of it. [MASK] and [UNK] stand for words and are kept.
+_SPECIAL = re.compile(
+    r"\[(CLS|SEP|PAD)\]|</?s>|<\|[^|<>]{1,40}\|>"
+    r"|<(bos|eos|pad|cls|sep|start|end)>|\[(BOS|EOS)\]|<(start|end)_of_\w{1,20}>",
+    re.IGNORECASE,
+)
+_SPACE_BEFORE = ("Ġ", "▁")
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ENDINGS = frozenset(("t", "s", "d", "m", "re", "ve", "ll"))
+
+
+def is_special(token: str) -> bool:
+    """Whether a token marks a place ([CLS], </s>, <|endoftext|>) rather than being a word."""
+    return bool(_SPECIAL.fullmatch(token))
+
+
+def bare(token: str) -> str:
+    """A token without the marks of its tokenizer: "Ġcat" and "##cat" are "cat"."""
+    text = token.removeprefix("##").lstrip("".join(_SPACE_BEFORE))
+    return text or token
+
+
+# Words of several tokens.
+
+
+def words(tokens: Sequence[str]) -> list[slice]:
+    """Which tokens make one word: neighbouring slices that cover all of them."""
+    marked = any(token.startswith(_SPACE_BEFORE) and len(token) > 1 for token in tokens)
+    starts = [n for n in range(len(tokens)) if n == 0 or not _continues(tokens, n, marked)]
+    return [slice(a, b) for a, b in itertools.pairwise([*starts, len(tokens)])]
+
+
+def _continues(tokens: Sequence[str], n: int, marked: bool) -> bool:
+    """Whether a token belongs to the word of the token before it."""
+    token, before = tokens[n], tokens[n - 1]
+    if is_special(token) or is_special(before):
+        return False
+    if token.startswith("##") and len(token) > 2:
+        return True
+    if _BYTE.fullmatch(token) and _BYTE.fullmatch(before):
+        return True
+    if _apostrophe(before) and n > 1 and bare(token).lower() in _ENDINGS and _is_word(tokens[n - 2]):
+        return True  # didn ' t
+    if _apostrophe(token) and n + 1 < len(tokens) and bare(tokens[n + 1]).lower() in _ENDINGS and _is_word(before):
+        return True
+    if not marked or token.startswith(_SPACE_BEFORE):
+        return False
+    return before in _SPACE_BEFORE or (_is_word(token) and _is_word(before))
+
+
+def _apostrophe(token: str) -> bool:
+    return bare(token) in ("'", "’")
+
+
+def _is_word(token: str) -> bool:
+    """Letters, digits, or a clitic such as 's: what a word of several pieces is made of."""
+    text = bare(token)
+    return bool(_BYTE.fullmatch(text)) or text[:1].isalnum() or (text[:1] in "'’" and text[1:].isalpha())
+
+
+def joined(tokens: Sequence[str]) -> str:
+    """Several tokens as the one word they make; bytes become the character they spell."""
+    text = "".join(bare(token) for token in tokens)
+    return re.sub(r"(?:<0x[0-9A-Fa-f]{2}>)+", _spelt, text)
+
+
+def _spelt(run: re.Match[str]) -> str:
+    spelt = bytes(int(code, 16) for code in _BYTE.findall(run.group()))
+    try:
+        return spelt.decode()
+    except UnicodeDecodeError:
+        return run.group()
+
+
+# Which word is meant.
+
+
+def resolve(tokens: Sequence[str], word: str | int) -> int:
+    """The position of a word: "it", "the:1" for the first of several, a number for a position."""
+    if isinstance(word, int):
+        return _in_range(tokens, word)
+    places = _places(tokens, word)
+    if len(places) == 1:
+        return places[0]
+    if places:
+        at = ", ".join(map(str, places[:12])) + (" …" if len(places) > 12 else "")
+        name = shown(word)
+        raise LookupError(
+            f"{name!r} occurs {len(places)} times, at positions {at}; say which one: {name}:1 is the first, "
+            f"{name}:{len(places)} the last."
+        )
+    name, _, nth = word.rpartition(":")
+    if not (nth.isdecimal() and nth.isascii()):
+        raise LookupError(_unknown(tokens, word))
+    if not name:  # "7" or ":7"
+        return _in_range(tokens, int(nth))
+    places = _places(tokens, name)
+    if not places:
+        raise LookupError(_unknown(tokens, name))
+    if not 1 <= int(nth) <= len(places):
+        times = "once" if len(places) == 1 else f"{len(places)} times"
+        raise LookupError(f"{shown(name)!r} occurs {times}; {shown(word)} asks for number {nth}, counted from 1.")
+    return places[int(nth) - 1]
+
+
+def _places(tokens: Sequence[str], word: str) -> list[int]:
+    """Where a token is this word: exactly, else without its marks, else whatever its case."""
+    for same in (str, bare, lambda token: bare(token).casefold()):
+        if places := [n for n, token in enumerate(tokens) if same(token) == same(word)]:
+            return places
+    return []
+
+
+def _in_range(tokens: Sequence[str], position: int) -> int:
+    if not -len(tokens) <= position < len(tokens):
+        raise LookupError(f"position {position} was asked for and there are {len(tokens)}, counted from 0.")
+    return position % len(tokens)
+
+
+def _unknown(tokens: Sequence[str], word: str) -> str:
+    for part in words(tokens):
+        if part.stop - part.start > 1 and joined(tokens[part]).casefold() == word.casefold():
+            pieces = " ".join(shown(token) for token in tokens[part])
+            return (
+                f"{shown(word)!r} is {part.stop - part.start} tokens here: {pieces}; name one, or merge them (--merge)."
+            )
+    known = list(dict.fromkeys(shown(bare(token)) for token in tokens if not is_special(token)))
+    more = f" … ({len(known)} in all)" if len(known) > 20 else ""
+    return f"{shown(word)!r} is not among the words: {' '.join(known[:20])}{more}."
+
+
+# Weights of words.
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the tokens of one axis are read: which make a word, which are left out."""
+
+    tokens: tuple[str, ...]
+    groups: tuple[slice, ...]  # the tokens of every word that is shown
+    labels: tuple[str, ...]  # those words
+    hidden: tuple[int, ...] = ()  # tokens that are not shown
+
+    def columns(self, w: Tensor) -> Tensor:
+        """Weights of tokens (..., j) as weights of words (..., n): what a word is given is the sum over its tokens."""
+        if len(self.groups) == w.shape[-1]:
+            return w
+        parts = [w[..., group].sum(-1, keepdim=True) for group in self.groups]
+        return torch.cat(parts, -1) if parts else w[..., :0]
+
+    def rows(self, w: Tensor) -> Tensor:
+        """Rows of tokens (..., i) as rows of words (..., n): how a word looks is the mean over its tokens."""
+        if len(self.groups) == w.shape[-1]:
+            return w
+        parts = [w[..., group].mean(-1, keepdim=True) for group in self.groups]
+        return torch.cat(parts, -1) if parts else w[..., :0]
+
+    def shares(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of words, renormalised over what is shown, and the weight (...) that hidden tokens had."""
+        kept = self.columns(w)
+        if not self.hidden:
+            return kept, w.new_zeros(w.shape[:-1])
+        took = w[..., list(self.hidden)].sum(-1)
+        left = kept.sum(-1, keepdim=True)
+        # What a sink key holds is nobody's: the shown and the hidden together stay what they were.
+        return torch.where(left > 0, kept / left.clamp(min=1e-30) * (left + took.unsqueeze(-1)), 0), took
+
+    def resolve(self, word: str | int) -> int:
+        """The position of a word among the labels."""
+        return resolve(self.labels, word)
+
+
+def reading(tokens: Sequence[str], *, hide_special: bool = False, merge: bool = False) -> Reading:
+    """How these tokens are read: special ones hidden or not, pieces merged to words or not."""
+    tokens = tuple(tokens)
+    groups = words(tokens) if merge else [slice(n, n + 1) for n in range(len(tokens))]
+    hidden = [n for n, token in enumerate(tokens) if hide_special and is_special(token)]
+    kept = tuple(group for group in groups if group.start not in set(hidden))
+    labels = tuple(joined(tokens[group]) if merge else tokens[group.start] for group in kept)
+    return Reading(tokens, kept, labels, tuple(hidden))
+
+
+# Odd characters.
+
+
+def shown(text: str, limit: int = 200) -> str:
+    """A text made safe and visible on one line: no control characters or escapes, nothing that reorders the line."""
+    if not text:
+        return "∅"
+    if text.isspace():
+        return "".join("␣" if letter == " " else _visible(letter, "", "") for letter in text[:limit])
+    around = zip(text, " " + text, text[1:] + " ", strict=False)
+    safe = "".join(_visible(letter, before, after) for letter, before, after in itertools.islice(around, limit))
+    if unicodedata.combining(safe[0]):
+        safe = "◌" + safe  # a mark would sit on whatever stands before it
+    return safe if len(text) <= limit else safe + "…"
+
+
+def _visible(letter: str, before: str, after: str) -> str:
+    code = ord(letter)
+    if code < 0x20:
+        return chr(0x2400 + code)  # ␀ … ␟: the pictures of control characters
+    if code == 0x7F:
+        return "␡"
+    kind = unicodedata.category(letter)
+    if kind == "Cs":
+        return "\N{REPLACEMENT CHARACTER}"
+    # Joiners are part of emoji and of words in several scripts; alone they would be invisible.
+    if letter in "\u200c\u200d" and before not in ("", " ") and after not in ("", " "):
+        return letter
+    if kind in ("Cc", "Cf", "Zl", "Zp") or (kind == "Zs" and letter != " "):
+        return f"<U+{code:04X}>"
+    return letter
+
+
+def cells(text: str) -> int:
+    """How many columns of a terminal a text takes: two for wide letters and emoji, none for marks and joiners."""
+    total, last, glued = 0, 0, False
+    for letter in text:
+        if letter == "\u200d":
+            glued = total > 0
+        elif letter == "\ufe0f":
+            total += 1 if last == 1 else 0  # asks for the coloured, wide form
+            last = 2
+        elif unicodedata.combining(letter) or unicodedata.category(letter) in ("Mn", "Me", "Cf"):
+            continue
+        else:
+            last = 2 if unicodedata.east_asian_width(letter) in ("W", "F") else 1
+            skin = "\U0001f3fb" <= letter <= "\U0001f3ff" and total > 0
+            total += 0 if glued or skin else last
+            glued = False
+    return total
+
+
+def clip(text: str, width: int) -> str:
+    """A text cut to so many columns, with … where something is missing."""
+    if cells(text) <= width:
+        return text
+    kept = ""
+    for letter in text:
+        if cells(kept + letter) > width - 1:
+            break
+        kept += letter
+    return kept + "…" if width > 0 else ""

@@ -1,0 +1,300 @@
+"""The layers: self-attention and cross-attention with trainable W_q, W_k, W_v and W_o.
+
+A layer makes queries, keys and values, and leaves the rest to `regard.attend`; asked for its weights it gives the same
+factors to `regard.weights`. It keeps nothing of what passes through it. Imports the door, `positions` and `scoring`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..door import attend, weights
+from ..mask import Mask, as_mask, causal
+from ..matrix import NAMES, Seen, Weights
+from .positions import as_positions
+from .scoring import as_scoring
+
+__all__ = ["Asked", "Cache", "CrossAttention", "SelfAttention"]
+
+
+class Cache:
+    """Keys and values of the words so far, (b, g, n, d) and (b, g, n, e); a layer's forward adds the new ones."""
+
+    def __init__(self) -> None:
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.k is None else self.k.shape[-2]
+
+    def after(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What came before and then these."""
+        if self.k is None or self.v is None:
+            return k, v
+        return torch.cat([self.k, k], -2), torch.cat([self.v, v], -2)
+
+    def reorder(self, sequences: Tensor) -> None:
+        """Keep these sequences of the batch, in this order: beams that go on."""
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k.index_select(0, sequences), self.v.index_select(0, sequences)
+
+
+class Asked:
+    """What every attention layer is to tell while it computes, in the same fused pass.
+
+    asked = regard.nn.Asked("entropy", "max_score")
+    logits = model(ids, asked=asked)
+    asked[3].entropy            # layer 3, (b, h, i), part of the graph
+    asked.heads("max_score")    # (layers, h), detached: the largest score of every head, the mean of all else
+    """
+
+    def __init__(self, *names: str) -> None:
+        for name in names:
+            if name not in NAMES:
+                raise ValueError(f"unknown statistic {name!r}; a layer can be asked {', '.join(NAMES)}.")
+        self.names = names
+        self.seen: list[Seen] = []
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+    def __getitem__(self, layer: int) -> Seen:
+        return self.seen[layer]
+
+    def __iter__(self) -> Iterator[Seen]:
+        return iter(self.seen)
+
+    def heads(self, name: str) -> Tensor:
+        """One number a head of every layer, (layers, h), detached."""
+        rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
+        flat = [row.transpose(-1, -2).flatten(0, -2) for row in rows]  # layers × (·, h)
+        return torch.stack([row.amax(0) if name == "max_score" else row.mean(0) for row in flat])
+
+
+class _Attention(nn.Module):
+    """What both layers share: projections into heads, the score, and W_o."""
+
+    def __init__(
+        self, dim: int, memory: int, heads: int, key_heads: int | None, key_size: int | None, value_size: int | None,
+        score: Any, bias: bool, output: bool, parameters: bool,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        key_heads = heads if key_heads is None else key_heads
+        if heads < 1 or key_heads < 1 or heads % key_heads:
+            raise ValueError(f"heads must be a multiple of key_heads, both at least 1; {heads} and {key_heads} came.")
+        if not parameters:
+            _refuse_parameters(heads, key_heads, key_size, value_size, score, bias)
+        if key_size is None:
+            if dim % heads:
+                raise ValueError(f"dim {dim} does not split into {heads} heads of one size; say key_size=....")
+            key_size = dim // heads
+        value_size = key_size if value_size is None else value_size
+        self.dim, self.heads, self.key_heads = dim, heads, key_heads
+        self.key_size, self.value_size = key_size, value_size
+        self.query = nn.Linear(dim, heads * key_size, bias) if parameters else nn.Identity()
+        self.key = nn.Linear(memory, key_heads * key_size, bias) if parameters else nn.Identity()
+        self.value = nn.Linear(memory, key_heads * value_size, bias) if parameters else nn.Identity()
+        self.output = nn.Linear(heads * value_size, dim, bias) if output and parameters else nn.Identity()
+        # Without W_q and W_k there is nothing to keep small: the basic form has the bare product.
+        self.score = as_scoring(score or ("scaled_dot" if parameters else "dot"), heads, key_size)
+
+    def _split(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(-2, -3)  # ... h t d
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: str | None, asked: Asked | None
+    ) -> Tensor:
+        """Attention of heads, (..., h, i, e); what `regard.record` overhears."""
+        if asked is None:
+            return attend(q, k, v, score=self.score(), mask=mask, align=align)
+        seen = weights(q, k, score=self.score(), mask=mask, align=align).see(*asked.names, values=v)
+        asked.seen.append(seen)
+        return seen.y
+
+    def _joined(self, y: Tensor) -> Tensor:
+        return self.output(y.transpose(-2, -3).flatten(-2))  # ... t dim
+
+    def extra_repr(self) -> str:
+        shared = f", key_heads={self.key_heads}" if self.key_heads != self.heads else ""
+        return f"{self.dim}, heads={self.heads}{shared}, key_size={self.key_size}, value_size={self.value_size}"
+
+
+class SelfAttention(_Attention):
+    """Every word looks at every word: y = softmax(score(x W_q, x W_k)) x W_v, then W_o; (..., t, dim) in and out.
+
+    SelfAttention(dim, parameters=False)                   the basic form: softmax(x xᵀ) x
+    SelfAttention(dim, key_size=64, output=False)          the six steps of one head: q, k, v, score, softmax, sum
+    SelfAttention(dim, heads=8)                            multi-head attention
+    SelfAttention(dim, heads=8, key_heads=2)               heads share keys and values in groups
+
+    key_size, value_size   of one head; dim // heads and key_size where not given
+    score                  as in `regard.weights`, or "additive", "bilinear" with parameters of their own;
+                           "scaled_dot" where not given, "dot" without parameters
+    positions              "rotary", "sinusoidal", "learned", or an object of `regard.nn`
+    causal                 a word sees itself and what came before it
+    bias, output           whether the projections have a bias, and whether there is a W_o
+
+    >>> layer = SelfAttention(16, heads=4)
+    >>> x = torch.randn(2, 5, 16)
+    >>> layer(x).shape, layer.weights(x).shape
+    (torch.Size([2, 5, 16]), torch.Size([2, 4, 5, 5]))
+    """
+
+    def __init__(
+        self, dim: int, heads: int = 1, *, key_heads: int | None = None, key_size: int | None = None,
+        value_size: int | None = None, score: Any = None, positions: Any = None, causal: bool = False,
+        bias: bool = False, output: bool = True, parameters: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(dim, dim, heads, key_heads, key_size, value_size, score, bias, output, parameters)
+        if positions == "learned" and not parameters:
+            raise ValueError('parameters=False leaves nothing to learn; positions="sinusoidal" or "rotary" have none.')
+        self.positions = as_positions(positions, dim)
+        self.causal = causal
+
+    def forward(self, x: Tensor, mask: Any = None, cache: Cache | None = None, asked: Asked | None = None) -> Tensor:
+        """The output, (..., t, dim). The keys and values of a cache come first, and x's are added to it."""
+        q, k, v = self._made(x, cache)
+        if cache is not None:
+            cache.k, cache.v = k, v
+        return self._joined(self._attended(q, k, v, *self._visible(mask, q, k), asked))
+
+    def weights(self, x: Tensor, mask: Any = None, cache: Cache | None = None) -> Weights:
+        """The weights that `forward` would use, (..., h, t, n); a cache is looked at and left as it is."""
+        q, k, _ = self._made(x, cache)
+        visible, align = self._visible(mask, q, k)
+        return weights(q, k, score=self.score(), mask=visible, align=align)
+
+    def see(self, x: Tensor, *names: str, mask: Any = None, cache: Cache | None = None, **more: Any) -> Seen:
+        """The output as `y` and statistics of its weights, in one fused pass; see `Weights.see`."""
+        q, k, v = self._made(x, cache)
+        if cache is not None:
+            cache.k, cache.v = k, v
+        visible, align = self._visible(mask, q, k)
+        seen = weights(q, k, score=self.score(), mask=visible, align=align).see(*names, values=v, **more)
+        return Seen(**{**vars(seen), "y": self._joined(seen.y)})
+
+    def _made(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x; keys and values of the cache and of x."""
+        _check_input(x, self.dim, "x")
+        start = 0 if cache is None else len(cache)
+        if self.positions is not None:
+            x = self.positions.added(x, start)
+        q = self._split(self.query(x), self.heads)
+        k, v = (self._split(f(x), self.key_heads) for f in (self.key, self.value))
+        if self.positions is not None:
+            q, k = (self.positions.turned(heads, start) for heads in (q, k))
+        return (q, k, v) if cache is None else (q, *cache.after(k, v))
+
+    def _visible(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Mask | None, str | None]:
+        """Who may look at whom, and how positions correspond: the last query stands at the last key."""
+        i, j = q.shape[-2], k.shape[-2]
+        visible = None if mask is None else as_mask(mask)
+        if self.causal and i > 1:  # a single word at the end may look at all there is
+            visible = causal() if visible is None else causal() & visible
+        return visible, None if i == j else "end"
+
+    @staticmethod
+    def from_torch(mha: nn.MultiheadAttention, *, causal: bool = False) -> SelfAttention:
+        """The same layer with the weights of an `nn.MultiheadAttention`, batch first."""
+        from .exchange import self_attention
+
+        return self_attention(mha, causal)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """The same layer as an `nn.MultiheadAttention`, batch first; its causal mask is given at every call."""
+        from .exchange import multihead
+
+        return multihead(self)
+
+
+class CrossAttention(_Attention):
+    """Words look at the words of another sequence, the memory: queries of x, keys and values of the memory.
+
+    memory_dim is the size of the memory's vectors where it is not dim. All else is as in SelfAttention.
+
+    >>> layer = CrossAttention(16, heads=4)
+    >>> layer(torch.randn(2, 5, 16), torch.randn(2, 9, 16)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self, dim: int, heads: int = 1, *, memory_dim: int | None = None, key_heads: int | None = None,
+        key_size: int | None = None, value_size: int | None = None, score: Any = None, bias: bool = False,
+        output: bool = True, parameters: bool = True,
+    ) -> None:  # fmt: skip
+        memory = dim if memory_dim is None else memory_dim
+        if not parameters and memory != dim:
+            raise ValueError(f"without parameters x and memory must have one size; {dim} and {memory} came.")
+        super().__init__(dim, memory, heads, key_heads, key_size, value_size, score, bias, output, parameters)
+        self.memory_dim = memory
+
+    def forward(
+        self, x: Tensor, memory: Tensor | None, mask: Any = None, cache: Cache | None = None, asked: Asked | None = None
+    ) -> Tensor:
+        """The output, (..., t, dim). A cache is filled from the memory once; after that the memory may be None."""
+        q, k, v = self._made(x, memory, cache)
+        if cache is not None:
+            cache.k, cache.v = k, v
+        return self._joined(self._attended(q, k, v, None if mask is None else as_mask(mask), None, asked))
+
+    def weights(self, x: Tensor, memory: Tensor | None, mask: Any = None, cache: Cache | None = None) -> Weights:
+        """The weights that `forward` would use, (..., h, t, n)."""
+        q, k, _ = self._made(x, memory, cache)
+        return weights(q, k, score=self.score(), mask=mask)
+
+    def see(
+        self, x: Tensor, memory: Tensor | None, *names: str, mask: Any = None, cache: Cache | None = None, **more: Any
+    ) -> Seen:
+        """The output as `y` and statistics of its weights, in one fused pass; see `Weights.see`."""
+        q, k, v = self._made(x, memory, cache)
+        if cache is not None:
+            cache.k, cache.v = k, v
+        seen = weights(q, k, score=self.score(), mask=mask).see(*names, values=v, **more)
+        return Seen(**{**vars(seen), "y": self._joined(seen.y)})
+
+    def _made(self, x: Tensor, memory: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+        _check_input(x, self.dim, "x")
+        q = self._split(self.query(x), self.heads)
+        if cache is not None and cache.k is not None and cache.v is not None:
+            return q, cache.k, cache.v
+        if memory is None:
+            raise ValueError("cross-attention needs a memory: pass memory=..., or a cache that was filled from one.")
+        _check_input(memory, self.memory_dim, "memory")
+        k, v = (self._split(f(memory), self.key_heads) for f in (self.key, self.value))
+        return q, k, v
+
+    @staticmethod
+    def from_torch(mha: nn.MultiheadAttention) -> CrossAttention:
+        """The same layer with the weights of an `nn.MultiheadAttention`, batch first."""
+        from .exchange import cross_attention
+
+        return cross_attention(mha)
+
+    def to_torch(self) -> nn.MultiheadAttention:
+        """The same layer as an `nn.MultiheadAttention`, batch first."""
+        from .exchange import multihead
+
+        return multihead(self)
+
+
+def _check_input(x: Any, dim: int, name: str) -> None:
+    if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != dim:
+        came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be (..., length, {dim}); {came} came.")
+
+
+def _refuse_parameters(
+    heads: int, key_heads: int, key_size: int | None, value_size: int | None, score: Any, bias: bool
+) -> None:
+    wants = [
+        ("key_size and value_size", key_size is not None or value_size is not None),
+        ("key_heads", heads != key_heads),
+        (f"score={score!r}", isinstance(score, str) and score in ("additive", "bilinear")),
+        ("bias=True", bias),
+    ]
+    if asked := [what for what, wanted in wants if wanted]:
+        raise ValueError(f"parameters=False is attention of x itself; {asked[0]} needs parameters.")

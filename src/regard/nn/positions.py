@@ -1,0 +1,105 @@
+"""Where a word stands, told to attention, which by itself sees its input as a set.
+
+Two ways: a vector is *added* to the input (sinusoidal, learned), or queries and keys are *turned* by an angle that
+grows with the position (rotary), so that a score depends on the distance. Imports nothing of regard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Learned", "Positions", "Rotary", "Sinusoidal", "as_positions"]
+
+#: How many positions `positions="learned"` makes room for; `Learned(length, dim)` says it.
+LENGTH = 1024
+
+
+class Positions(nn.Module):
+    """The base of all: each kind does one of the two things and leaves the other as it is."""
+
+    def added(self, x: Tensor, start: int = 0) -> Tensor:
+        """The input (..., t, dim) with its positions, the first of which is `start`."""
+        return x
+
+    def turned(self, q: Tensor, start: int = 0) -> Tensor:
+        """Queries or keys (..., h, t, d) with their positions."""
+        return q
+
+
+class Sinusoidal(Positions):
+    """x + p with p_2n = sin(position / base^(2n/dim)), p_2n+1 = cos of the same; any length, no parameters."""
+
+    def __init__(self, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.base = base
+
+    def added(self, x: Tensor, start: int = 0) -> Tensor:
+        t, dim = x.shape[-2:]
+        at = torch.arange(start, start + t, device=x.device, dtype=torch.float32)
+        rates = self.base ** (-torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim)
+        angles = at[:, None] * rates  # t ⌈dim/2⌉
+        waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[:, :dim]
+        return x + waves.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"base={self.base:g}"
+
+
+class Learned(Positions):
+    """x + p with one learned vector a position, for up to `length` of them."""
+
+    def __init__(self, length: int, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(length, dim) * 0.02)
+
+    def added(self, x: Tensor, start: int = 0) -> Tensor:
+        t, length = x.shape[-2], len(self.table)
+        if start + t > length:
+            raise ValueError(
+                f"{length} positions were learned and {start + t} are needed; "
+                f"make it positions=Learned({start + t}, {x.shape[-1]}), or use rotary ones, which have no end."
+            )
+        return x + self.table[start : start + t]
+
+    def extra_repr(self) -> str:
+        return "{}, {}".format(*self.table.shape)
+
+
+class Rotary(Positions):
+    """Pairs of q and k turned by position · base^(−2n/d): the product depends on the distance alone."""
+
+    def __init__(self, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.base = base
+
+    def turned(self, q: Tensor, start: int = 0) -> Tensor:
+        t, d = q.shape[-2:]
+        if d % 2:
+            raise ValueError(f"rotary positions turn pairs of numbers: key_size must be even; {d} came.")
+        at = torch.arange(start, start + t, device=q.device, dtype=torch.float32)
+        rates = self.base ** (-torch.arange(0, d, 2, device=q.device, dtype=torch.float32) / d)
+        angles = at[:, None] * rates  # t d/2
+        # Narrow types cannot tell position 300 from 301: turn in float32, or float64 where q is.
+        wide = q if q.dtype == torch.float64 else q.float()
+        cos, sin = angles.cos().to(wide.dtype), angles.sin().to(wide.dtype)
+        left, right = wide.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(q.dtype)
+
+    def extra_repr(self) -> str:
+        return f"base={self.base:g}"
+
+
+def as_positions(positions: Any, dim: int, length: int = LENGTH) -> Positions | None:
+    """Positions from what users pass: a name, an object, or None."""
+    if positions is None or isinstance(positions, Positions):
+        return positions
+    made = {"rotary": Rotary, "sinusoidal": Sinusoidal, "learned": lambda: Learned(length, dim)}
+    if isinstance(positions, str) and positions in made:
+        return made[positions]()
+    raise ValueError(
+        f'positions are "rotary", "sinusoidal", "learned", None, or an object such as Learned(length, dim); '
+        f"{positions!r} came."
+    )

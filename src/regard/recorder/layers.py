@@ -1,0 +1,66 @@
+"""The layers of `regard.nn`, overheard where they attend: the score and the mask are known as they stand.
+
+Most of what these layers compute never passes an operator of PyTorch, so the seam is the one method in which all of
+them attend. It is wrapped when somebody first listens; in a thread that does not record, and inside torch.compile,
+the wrapper only calls it. Imports `tap`, `capture` and, when they are in use, the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tree import change
+from . import tap
+from .capture import Attention
+from .recognise import Said
+
+__all__ = ["listen"]
+
+
+def listen() -> None:
+    """Begin to overhear the layers of `regard.nn`, if anybody imported them."""
+    room: Any = sys.modules.get("regard.nn.attention")
+    own = None if room is None else room._Attention._attended
+    if own is not None and not hasattr(own, "__wrapped__"):
+        room._Attention._attended = _overheard(own)
+
+
+def _overheard(own: Any) -> Any:
+    @functools.wraps(own)
+    def heard(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, align: Any, asked: Any) -> Tensor:
+        if torch.compiler.is_compiling() or not tap.listeners():
+            return own(layer, q, k, v, mask, align, asked)
+        with tap.quiet():
+            y = own(layer, q, k, v, mask, align, asked)
+        if torch._C._current_graph_task_id() == -1:  # not a checkpoint that computes again
+            frame = sys._getframe(0)
+            for listener in tap.listeners():
+                try:
+                    with tap.quiet(), torch.no_grad():
+                        _tell(listener, layer, q, k, v, mask, align, frame)
+                except Exception as error:  # what goes wrong beside the model must not reach it
+                    listener.failed(frame, f"recording it failed: {type(error).__name__}: {error}")
+        return y
+
+    return heard
+
+
+def _tell(listener: Any, layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, align: Any, frame: Any) -> None:
+    if (at := listener.place(frame)) is None:
+        return
+    if q.ndim > 4:
+        listener.refuse(at.name, f"it has {q.ndim - 3} batch axes; one is read. Fold them before the layer")
+        return
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:  # regard.attend casts first, as SDPA does
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    q, k, v = (x if x.ndim == 4 else x.unsqueeze(0) for x in (q, k, v))
+    # An optimizer changes parameters in place: the recording keeps those of this call.
+    score = change(layer.score(), lambda t: t.detach().clone())
+    said = Said(mask, None, align if mask is not None and mask.positional else None)
+    listener.attention(at, Attention(q, k, v, scored=score, said=said, same=hasattr(layer, "causal")))

@@ -1,0 +1,299 @@
+"""The law of layers: each is the formula it says it is, tells the weights it uses, and keeps nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.nn import Asked, Cache, CrossAttention, Learned, Rotary, SelfAttention, Sinusoidal
+
+B, T, DIM, H = 3, 7, 20, 5  # 20 = 5 heads of 4
+
+
+def split(x: torch.Tensor, heads: int) -> torch.Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(-2, -3)
+
+
+def test_without_parameters_it_is_basic_self_attention():
+    x = torch.randn(B, T, DIM, dtype=torch.float64)
+    layer = SelfAttention(DIM, parameters=False)
+    assert not list(layer.parameters())
+    torch.testing.assert_close(layer(x), (x @ x.mT).softmax(-1) @ x)
+    one_by_one = torch.stack([sum(w * v for w, v in zip((x[0] @ x[0, i]).softmax(-1), x[0], strict=True)) for i in range(T)])
+    torch.testing.assert_close(layer(x[0]), one_by_one)
+
+
+def test_one_head_without_output_is_the_six_steps():
+    x = torch.randn(T, DIM, dtype=torch.float64)
+    layer = SelfAttention(DIM, key_size=6, value_size=11, output=False).double()
+    q, k, v = x @ layer.query.weight.T, x @ layer.key.weight.T, x @ layer.value.weight.T
+    z = torch.zeros(T, 11, dtype=torch.float64)
+    for i in range(T):
+        scores = torch.stack([q[i] @ k[j] for j in range(T)]) / math.sqrt(6)
+        w = scores.exp() / scores.exp().sum()
+        z[i] = sum(w[j] * v[j] for j in range(T))
+    torch.testing.assert_close(layer(x), z)
+
+
+@pytest.mark.parametrize("key_heads", [5, 1])
+def test_heads_are_smaller_attentions_side_by_side(key_heads):
+    x = torch.randn(B, T, DIM, dtype=torch.float64)
+    layer = SelfAttention(DIM, H, key_heads=key_heads, key_size=6, value_size=3, bias=True).double()
+    q, k, v = split(layer.query(x), H), split(layer.key(x), key_heads), split(layer.value(x), key_heads)
+    k, v = (a.repeat_interleave(H // key_heads, 1) for a in (k, v))
+    y = (q @ k.mT / math.sqrt(6)).softmax(-1) @ v
+    torch.testing.assert_close(layer(x), layer.output(y.transpose(1, 2).flatten(2)))
+
+
+SCORES = ["dot", "scaled_dot", "cosine", "additive", "bilinear", regard.Gaussian(1.5), regard.ScaledDot().softcap(5.0)]
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+@pytest.mark.parametrize("positions", [None, "rotary", "sinusoidal", "learned"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_weights_it_tells_are_those_it_uses(score, positions, causal):
+    x = torch.randn(B, T, DIM, dtype=torch.float64)
+    layer = SelfAttention(DIM, H, score=score, positions=positions, causal=causal).double()
+    w = layer.weights(x).dense()
+    assert w.shape == (B, H, T, T)
+    torch.testing.assert_close(w.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
+    if causal:
+        assert w.triu(1).abs().max() == 0
+    told = x if layer.positions is None else layer.positions.added(x)
+    y = layer.output((w @ split(layer.value(told), H)).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), y)
+    seen = layer.see(x, "entropy", "max_score")
+    torch.testing.assert_close(seen.y, y)
+    torch.testing.assert_close(seen.entropy, -torch.special.xlogy(w, w).sum(-1))
+
+
+@pytest.mark.parametrize("score", ["additive", "bilinear"])
+def test_scores_with_parameters_are_trained_saved_and_moved(score):
+    layer = SelfAttention(DIM, H, score=score)
+    names = [name for name, _ in layer.named_parameters() if name.startswith("score.")]
+    assert names == {"additive": ["score.query_weight", "score.key_weight", "score.v"], "bilinear": ["score.weight"]}[score]
+    layer(torch.randn(B, T, DIM)).square().sum().backward()
+    assert all(layer.get_parameter(name).grad.abs().sum() > 0 for name in names)
+    twin = SelfAttention(DIM, H, score=score)
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(B, T, DIM)
+    torch.testing.assert_close(twin(x), layer(x))
+    assert copy.deepcopy(layer).double().score().steps == ()
+
+
+def test_a_score_of_ones_own_lends_its_parameters_to_the_layer():
+    slopes, logits = nn.Parameter(torch.rand(H)), torch.zeros(H)
+    layer = SelfAttention(DIM, H, score=regard.ScaledDot().alibi(slopes).sink(logits))
+    assert dict(layer.named_parameters())["score.steps_0_slopes"] is slopes
+    assert dict(layer.named_buffers())["score.sink_logits"] is logits
+    layer(torch.randn(B, T, DIM)).sum().backward()
+    assert slopes.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("make", [
+    lambda: SelfAttention(6, 2, causal=True, positions="rotary", key_size=4),
+    lambda: SelfAttention(6, 2, score="additive", key_heads=1),
+    lambda: SelfAttention(6, 3, score="bilinear", positions="learned"),
+])  # fmt: skip
+def test_gradients_are_those_of_the_formula(make):
+    layer = make().double()
+    x = torch.randn(1, 4, 6, dtype=torch.float64, requires_grad=True)
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def run(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(run, (x, *values), fast_mode=True)
+
+
+@pytest.mark.parametrize("positions", [None, "rotary", "sinusoidal", "learned"])
+@pytest.mark.parametrize("cuts", [(1,) * T, (4, 1, 2), (T,)])
+@pytest.mark.parametrize("key_heads", [H, 1])
+def test_a_cache_gives_the_numbers_of_the_full_pass(positions, cuts, key_heads):
+    x = torch.randn(B, T, DIM, dtype=torch.float64)
+    layer = SelfAttention(DIM, H, key_heads=key_heads, positions=positions, causal=True).double()
+    cache, parts, at = Cache(), [], 0
+    for n in cuts:
+        w = layer.weights(x[:, at : at + n], cache=cache)
+        assert len(cache) == at, "asking for weights leaves the cache as it is"
+        torch.testing.assert_close(w.dense(), layer.weights(x).dense()[:, :, at : at + n, : at + n])
+        parts.append(layer(x[:, at : at + n], cache=cache))
+        at += n
+        assert len(cache) == at
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x))
+
+
+def test_a_cache_can_be_reordered():
+    x = torch.randn(B, T, DIM)
+    layer, cache = SelfAttention(DIM, H, causal=True), Cache()
+    layer(x[:, :-1], cache=cache)
+    chosen = torch.tensor([2, 2, 0])
+    cache.reorder(chosen)
+    torch.testing.assert_close(layer(x[chosen, -1:], cache=cache), layer(x[chosen])[:, -1:])
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+    turn = Rotary().turned
+    near, far = turn(q, 3) @ turn(k, 1).mT, turn(q, 103) @ turn(k, 101).mT
+    torch.testing.assert_close(near, far, atol=1e-5, rtol=0)
+    assert (near - turn(q, 4) @ turn(k, 1).mT).abs() > 1e-3
+    torch.testing.assert_close(turn(q, 0), q)
+
+
+def test_sinusoidal_positions_are_the_papers():
+    x = torch.zeros(1, 50, 7)
+    p = Sinusoidal().added(x, start=3)[0]
+    assert p[10, 4].item() == pytest.approx(math.sin(13 / 10_000 ** (4 / 7)), abs=1e-5)
+    assert p[10, 5].item() == pytest.approx(math.cos(13 / 10_000 ** (4 / 7)), abs=1e-5)
+
+
+def test_learned_positions_end_where_they_were_made_to():
+    layer = SelfAttention(DIM, positions=Learned(4, DIM))
+    layer(torch.randn(4, DIM))
+    with pytest.raises(ValueError, match=r"4 positions were learned and 5 are needed"):
+        layer(torch.randn(5, DIM))
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "additive"])
+def test_masks_of_every_kind(score):
+    x = torch.randn(B, T, DIM, dtype=torch.float64)
+    layer = SelfAttention(DIM, H, score=score, causal=True).double()
+    flags = torch.rand(B, 1, T, T) < 0.7
+    masks = [regard.padding([7, 4, 2]), regard.window(2, 0), flags, lambda i, j: (i + j) % 3 > 0]
+    for mask in masks:
+        w = layer.weights(x, mask).dense()
+        assert w.triu(1).abs().max() == 0, "causal holds beside every mask"
+        y = layer.output((w @ split(layer.value(x), H)).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(layer(x, mask), y)
+    assert layer.weights(x, masks[0]).dense()[1, :, :, 4:].abs().max() == 0
+
+
+def test_what_is_padding_does_not_matter():
+    x = torch.randn(2, T, DIM)
+    layer = SelfAttention(DIM, H)
+    mask = regard.padding([T, 3])
+    other = x.clone()
+    other[1, 3:] = 1e4
+    torch.testing.assert_close(layer(x, mask)[1, :3], layer(other, mask)[1, :3])
+    torch.testing.assert_close(layer(x, mask)[1, :3], layer(x[1, :3]))
+
+
+def test_cross_attention_looks_at_the_memory():
+    x, memory = torch.randn(B, T, DIM, dtype=torch.float64), torch.randn(B, 4, 9, dtype=torch.float64)
+    layer = CrossAttention(DIM, H, memory_dim=9, key_size=6, bias=True).double()
+    q, k, v = split(layer.query(x), H), split(layer.key(memory), H), split(layer.value(memory), H)
+    w = (q @ k.mT / math.sqrt(6)).softmax(-1)
+    torch.testing.assert_close(layer.weights(x, memory).dense(), w)
+    torch.testing.assert_close(layer(x, memory), layer.output((w @ v).transpose(1, 2).flatten(2)))
+    seen = layer.see(x, memory, "lse", top=2)
+    torch.testing.assert_close(seen.y, layer(x, memory))
+    assert seen.top.weight.shape == (B, H, T, 2)
+    basic = CrossAttention(DIM, parameters=False)
+    other = torch.randn(B, 4, DIM, dtype=torch.float64)
+    torch.testing.assert_close(basic(x, other), (x @ other.mT).softmax(-1) @ other)
+
+
+def test_cross_attention_keeps_its_memory_in_a_cache():
+    x, memory = torch.randn(B, T, DIM), torch.randn(B, 4, DIM)
+    layer, cache = CrossAttention(DIM, H), Cache()
+    first = layer(x[:, :2], memory, cache=cache)
+    rest = layer(x[:, 2:], None, cache=cache)
+    torch.testing.assert_close(torch.cat([first, rest], 1), layer(x, memory))
+    with pytest.raises(ValueError, match="needs a memory"):
+        layer(x, None)
+
+
+def test_statistics_are_asked_on_the_way_and_are_part_of_the_graph():
+    x = torch.randn(B, T, DIM, requires_grad=True)
+    layer, asked = SelfAttention(DIM, H), Asked("entropy", "lse", "max_score")
+    y = layer(x, asked=asked)
+    torch.testing.assert_close(y, layer(x))
+    w = layer.weights(x)
+    torch.testing.assert_close(asked[0].entropy, w.entropy())
+    assert asked.heads("max_score").shape == (1, H)
+    torch.testing.assert_close(asked.heads("max_score")[0], w.max_score().amax((0, 2)).detach())
+    torch.testing.assert_close(asked.heads("entropy")[0], w.entropy().mean((0, 2)).detach())
+    (grad,) = torch.autograd.grad(asked[0].entropy.sum(), x)
+    assert grad.abs().sum() > 0
+    assert not asked.heads("entropy").requires_grad
+    with pytest.raises(ValueError, match="unknown statistic 'entropie'"):
+        Asked("entropie")
+
+
+def test_a_layer_keeps_nothing_of_what_passes_through_it():
+    layer = SelfAttention(DIM, H, positions="rotary")
+    before = {name: id(value) for name, value in vars(layer).items()}
+    layer(torch.randn(B, T, DIM), asked=Asked("entropy"))
+    layer.weights(torch.randn(B, T, DIM)).entropy()
+    assert {name: id(value) for name, value in vars(layer).items()} == before
+
+
+@pytest.mark.parametrize("score", ["scaled_dot", "cosine", "additive", "bilinear"])
+def test_it_compiles_into_one_graph(score):
+    layer = SelfAttention(DIM, H, score=score, causal=True, positions=None if score == "additive" else "rotary")
+    x = torch.randn(B, T, DIM)
+
+    def both(x):
+        asked = Asked("entropy", "max_score")
+        return layer(x, asked=asked), layer(x), asked.heads("entropy")
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own compiler
+        compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+        for mine, want in zip(compiled(x), both(x), strict=True):
+            torch.testing.assert_close(mine, want)
+        sum(y.square().sum() for y in compiled(x)[:2]).backward()
+    graph = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    sum(y.square().sum() for y in both(x)[:2]).backward()
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(graph[name], p.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_types_stay_narrow(dtype):
+    layer = SelfAttention(DIM, H, positions="rotary", causal=True).to(dtype)
+    x = torch.randn(B, T, DIM, dtype=dtype)
+    assert layer(x).dtype == dtype
+    assert layer.see(x, "entropy").entropy.dtype == torch.float32
+
+
+def test_under_autocast_it_computes_in_the_narrow_type():
+    layer = SelfAttention(DIM, H, positions="rotary", causal=True)
+    x = torch.randn(B, T, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+        z = layer(x, asked=Asked("entropy"))
+    assert y.dtype == z.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), layer(x), atol=0.03, rtol=0.05)
+
+
+MISTAKES = [
+    (lambda: SelfAttention(10, 3), r"dim 10 does not split into 3 heads of one size; say key_size="),
+    (lambda: SelfAttention(12, 4, key_heads=3), r"heads must be a multiple of key_heads.*4 and 3 came"),
+    (lambda: SelfAttention(12, 0), r"both at least 1; 0 and 0 came"),
+    (lambda: SelfAttention(12, parameters=False, key_size=3), r"parameters=False is attention of x itself; key_size"),
+    (lambda: SelfAttention(12, parameters=False, score="additive"), r"score='additive' needs parameters"),
+    (lambda: SelfAttention(12, parameters=False, bias=True), r"bias=True needs parameters"),
+    (lambda: SelfAttention(12, parameters=False, positions="learned"), r"leaves nothing to learn"),
+    (lambda: SelfAttention(12, positions="relative"), r"""positions are "rotary".*'relative' came"""),
+    (lambda: SelfAttention(12, score="dott"), r"""unknown score 'dott'.*also knows "additive" and "bilinear\""""),
+    (lambda: SelfAttention(12, 4, positions="rotary")(torch.randn(2, 12)), r"key_size must be even; 3 came"),
+    (lambda: SelfAttention(12)(torch.randn(2, 5, 11)), r"x must be \(\.\.\., length, 12\); shape \(2, 5, 11\) came"),
+    (lambda: CrossAttention(12, memory_dim=9, parameters=False), r"must have one size; 12 and 9 came"),
+    (lambda: CrossAttention(12)(torch.randn(2, 12), torch.randn(2, 3)), r"memory must be \(\.\.\., length, 12\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=[told[:30] for _, told in MISTAKES])
+def test_every_mistake_has_its_sentence(mistake, told):
+    with pytest.raises(ValueError, match=told):
+        mistake()
