@@ -1,3 +1,4 @@
+# make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
 # make lint   formatting, lint and types
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
@@ -7,11 +8,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
+LOOKING = $(VENV)/.looking
 
 # Some virtual machines announce AMX and trap on it: PyTorch's bfloat16 products would kill the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: setup test test-slow test-planted test-gpu lint bench bench-gpu clean
+SENTENCE = The animal didn't cross the street because it was too tired
+
+.PHONY: setup look test test-slow test-planted test-gpu lint bench bench-gpu clean
 
 setup: $(READY)
 
@@ -19,6 +23,17 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
+
+# Less than the tests take: a model to look at, and the compiled tiles.
+$(LOOKING): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[look,fast]"
+	touch $@
+
+look: $(if $(wildcard $(READY)),$(READY),$(LOOKING))
+	@$(BIN)/regard look "$(SENTENCE)" --word it
+	@$(BIN)/regard look "$(SENTENCE)" --word it --out look.html
+	@echo "Open it in a browser: file://$(CURDIR)/look.html"
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 -m "not slow"

@@ -8,6 +8,7 @@ dropped key, a mean misses a wrong row).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0
 SCORES = ("dot", "scaled_dot", "cosine", "gaussian", "bilinear", "bias", "key bias", "alibi", "softcap", "all", "sink", "additive")  # fmt: skip
 MASKS = ("none", "causal", "window", "padding", "documents", "dense", "or", "not", "interleaved", "nothing")
 ASKED = (
-    ("y", "norm", "max_score", "entropy"),
+    ("y", "lse", "max_score", "entropy"),
     ("y", "norm", "entropy", "received"),
     ("norm", "received", "pool"),
     ("y", "norm", "reach", "mass", "argmax"),
@@ -185,7 +186,7 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
     double = change_all((problem, question), lambda t: t.double() if t.is_floating_point() else t)
     truth, true_grads = _asked(*double, "blockwise", gradients)
     bounds = _bounds(*double, truth, case.dtype)
-    for name in ("lse", *(name for name in question.names if name != "norm")):
+    for name in dict.fromkeys(("lse", *(name for name in question.names if name != "norm"))):
         _compare(f"{case}: {name}", found[name], truth[name], bounds[name])
     u = ROUNDOFF[case.dtype]
     for n, (mine, right) in enumerate(zip(found_grads, true_grads, strict=True)):
@@ -195,6 +196,27 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
         size = float(right.abs().max()) if right.numel() else 0.0
         slack = (8 * u + 2e-5 * (1 + case.times**2)) * (right.abs() + size) + 1e-5
         _compare(f"{case}: gradient {n} of {tuple(right.shape)}", mine, right, slack)
+
+
+def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile: int = 32) -> int:
+    """The largest of long rows: as they come, with ties, and where all keys are equal. Returns how many are wrong."""
+    wrong = 0
+    asked = ((8 if device == "cuda" else 2, "none"), (3, "causal"), (1, "window"))
+    for (n, mask), kind, dtype in itertools.product(asked, ("plain", "ties", "equal"), dtypes):
+        lengths = (40, (2 * n + 2) * tile, "end")
+        problem, _ = laid(Case("scaled_dot", mask, ("norm",), dtype, lengths, (1, 2, 1, 16, 16)), device)
+        if kind != "plain":
+            q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (problem.q, problem.k))
+            problem = dataclasses.replace(problem, q=q, k=k)
+        question = Question(("top_score", "top_index"), top=n)
+        found = see(problem, question, named("triton"), {}, False)
+        double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)
+        truth = see(double, question, named("blockwise"), {}, False)
+        same = kind == "plain" or torch.equal(found["top_index"], truth["top_index"])
+        if not same or not torch.allclose(found["top_score"].double(), truth["top_score"], rtol=1e-4, atol=1e-5):
+            wrong += 1
+            print(f"top {n} by ballot, {mask}, {kind}, {dtype}: {found} for {truth}")
+    return wrong
 
 
 def judged_where_all_scores_are_huge(dtype: torch.dtype, device: str = "cpu") -> None:
@@ -224,7 +246,8 @@ def _asked(problem: Problem, question: Question, engine: str, gradients: bool) -
     problem, question = rebuild(spec, leaves)
     names = tuple(dict.fromkeys((*question.names, "norm", *(("argmax",) if "max_score" in question.names else ()))))
     answers = see(problem, Question(**{**vars(question), "names": names}), named(engine), {}, gradients)
-    answers["lse"] = lse_of(answers.pop("norm"))
+    norm = answers.pop("norm")
+    answers["lse"] = answers.get("lse", lse_of(norm))
     if not gradients:
         return answers, []
     make = torch.Generator().manual_seed(1)
@@ -316,6 +339,3 @@ def _same_places(what: str, found: Tensor, truth: Tensor, s: Tensor, off: Tensor
     for row in found.flatten(0, -2).tolist():
         there = [n for n in row if n >= 0]
         assert len(set(there)) == len(there), f"{what}: a key twice"
-
-
-__all__ = ["ASKED", "LENGTHS", "MASKS", "SCORES", "SIZES", "Case", "at_random", "judged", "judged_where_all_scores_are_huge", "laid", "pairwise"]

@@ -19,7 +19,7 @@ from regard.state import State
 from regard.statistics import Question, lse_of
 
 B, H, I, E = 2, 3, 5, 7
-EVERYTHING = ("y", "norm", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
+EVERYTHING = ("y", "lse", "norm", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
 
 # A sum of n terms in another order differs by at most about n·u relative to the sum of magnitudes, which exp and the
 # rescaling multiply by a few: 64 keys and scores below 2^6 stay under 2^12 u.
@@ -120,7 +120,6 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
     for a, b in zip([0, *at], at, strict=False):
         merged = merged.merge(state_of(s, asked, a, b))
     found = merged.finish(asked)
-    found["lse"] = lse_of(found["norm"])
     truth = Truth(s, s > -torch.inf)
     _weights, top_score, top_index = truth.top(3)
     want = {
@@ -138,7 +137,6 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
 def test_a_sink_is_one_more_key_that_gives_nothing(kind: str, n: int) -> None:
     s, asked, logits = scores(n, kind), question(n), draw(H)
     found = state_of(s, asked, 0, n).finish(asked, logits[None, :, None, None])
-    found["lse"] = lse_of(found["norm"])
     truth = Truth(s, s > -torch.inf, sink=logits)
     for name, value in {"y": truth.y(asked.v), "lse": truth.lse, "entropy": truth.entropy()}.items():
         torch.testing.assert_close(found[name], value, **TIGHT)

@@ -25,7 +25,9 @@ def test_without_parameters_it_is_basic_self_attention():
     layer = SelfAttention(DIM, parameters=False)
     assert not list(layer.parameters())
     torch.testing.assert_close(layer(x), (x @ x.mT).softmax(-1) @ x)
-    one_by_one = torch.stack([sum(w * v for w, v in zip((x[0] @ x[0, i]).softmax(-1), x[0], strict=True)) for i in range(T)])
+    one_by_one = torch.stack(
+        [sum(w * v for w, v in zip((x[0] @ x[0, i]).softmax(-1), x[0], strict=True)) for i in range(T)]
+    )
     torch.testing.assert_close(layer(x[0]), one_by_one)
 
 
@@ -77,7 +79,10 @@ def test_the_weights_it_tells_are_those_it_uses(score, positions, causal):
 def test_scores_with_parameters_are_trained_saved_and_moved(score):
     layer = SelfAttention(DIM, H, score=score)
     names = [name for name, _ in layer.named_parameters() if name.startswith("score.")]
-    assert names == {"additive": ["score.query_weight", "score.key_weight", "score.v"], "bilinear": ["score.weight"]}[score]
+    assert (
+        names
+        == {"additive": ["score.query_weight", "score.key_weight", "score.v"], "bilinear": ["score.weight"]}[score]
+    )
     layer(torch.randn(B, T, DIM)).square().sum().backward()
     assert all(layer.get_parameter(name).grad.abs().sum() > 0 for name in names)
     twin = SelfAttention(DIM, H, score=score)

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 import regard
-from regard.nn import Asked, Block, CrossAttention, Decoder, Encoder, FeedForward, LanguageModel, SelfAttention, Translator
+from regard.nn import (
+    Asked,
+    Block,
+    CrossAttention,
+    Decoder,
+    Encoder,
+    FeedForward,
+    LanguageModel,
+    SelfAttention,
+    Translator,
+)
 
 B, T, DIM, H = 3, 7, 20, 5
 

@@ -13,14 +13,21 @@ __version__ = "0.1.0"
 __all__ = [
     "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Recording", "ScaledDot", "Score", "Similarity",
     "Weights",
-    "attend", "causal", "documents", "load", "padding", "record", "watch", "weights", "window",
+    "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
+    from .look.walk import walk
     from .recorder import Recording, load, record, watch
 
 #: Names whose rooms are entered only when they are used: `import regard` stays light.
-_LATER = {"Recording": "recorder", "load": "recorder", "record": "recorder", "watch": "recorder"}
+_LATER = {
+    "Recording": "recorder",
+    "load": "recorder",
+    "record": "recorder",
+    "walk": "look.walk",
+    "watch": "recorder",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,9 +38,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        asked = parser().parse_args(arguments)
-        return int(asked.run(asked) or 0)
+        asked = parser().parse_args(arguments or ["--help"])
+        done = int(asked.run(asked) or 0)
+        sys.stdout.flush()  # a reader that has gone shows here, not when Python ends
+        return done
+    except SystemExit as end:  # argparse has said what it had to say
+        return int(end.code or 0)
     except KeyboardInterrupt:
         print("\nregard: interrupted", file=sys.stderr)
         return 130
@@ -57,3 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _one_line(wrong: BaseException) -> str:
     text = str(wrong.args[0]) if isinstance(wrong, KeyError) and wrong.args else str(wrong)
     return " ".join(text.split()) or type(wrong).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from .index import At, Pick, Tokens, parse, positions_of, runs, where, word_at
 from .memory import Memory, as_bytes, need_room
 from .score import Given
 from .see import see
-from .statistics import Answers, Question, lse_of
+from .statistics import Answers, Question
 
 __all__ = ["Peak", "Seen", "Top", "Transposed", "Weights"]
 
@@ -60,7 +61,7 @@ NAMES = ("lse", "max_score", "peak", "entropy", "received", "reach")
 
 #: Which of the engines' answers each statistic is made of.
 _MADE_OF = {
-    "lse": ("norm",),
+    "lse": ("lse", "norm"),
     "peak": ("max_score", "argmax", "norm"),
     "top": ("top_score", "top_index", "norm"),
     "values": ("y",),
@@ -148,6 +149,11 @@ class Weights:
     def at(self, word: str, nth: int) -> At:
         """The nth occurrence of a word, counted from 1, for use as an index."""
         return word_at(word, nth)
+
+    def show(self, word: Any = None, **options: Any) -> Any:
+        """The picture: a page in a notebook, text in a terminal, .save("x.html") or .save("x.svg"); see `look.View`."""
+        # The room above is entered by name, when it is asked for: imports point downwards.
+        return import_module("regard.look").View(self, word=word, **options)
 
     def __repr__(self) -> str:
         size = "×".join(map(str, self.shape))
@@ -270,8 +276,6 @@ class Weights:
             elif statistic == "top":
                 weight = self._weight_of(answers["top_score"], answers["top_index"], answers["norm"].unsqueeze(-2))
                 found["top"] = Top(weight, answers["top_index"])
-            elif statistic == "lse":
-                found["lse"] = lse_of(answers["norm"]).to(self.dtype)
             elif statistic == "values":
                 found["y"] = answers["y"].squeeze(-1) if vector else answers["y"]
             else:

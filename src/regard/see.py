@@ -112,6 +112,8 @@ def _gradient(problem: Problem, question: Question, engine: Engine, answers: Ans
         left, right = _side_by_side(unfinished, b, h)
         mixed = engine.compute(problem, Question(("y",), v=right), ("y",), {"norm": answers["norm"]})["y"]
         c = c + (left * mixed).sum(-1)
+    if (g := flowing.get("lse")) is not None:
+        c = c - g
     if (g := flowing.get("norm")) is not None:
         # Whoever uses m and l uses them as m + log l: what flows into m is the gradient of lse.
         c = c - g[..., 0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .block import Block, take
 from .factors import per_query_head
-from .statistics import Answers, Question
+from .statistics import Answers, Question, lse_of
 
 __all__ = ["State"]
 
@@ -128,6 +128,8 @@ class State:
             "reach": None if whole.reach is None else whole.reach * share,
             "mass": None if whole.mass is None else whole.mass * share,
         }
+        if question.wants("lse"):
+            found["lse"] = lse_of(torch.stack([whole.m, l], -1))
         if whole.t is not None:
             found["entropy"] = torch.where(l == 0, 0, l.log() - whole.t * share).clamp(min=0)
         return {name: value for name in question.names if (value := found.get(name)) is not None}

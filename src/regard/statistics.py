@@ -21,7 +21,7 @@ __all__ = ["ONE_PASS", "SECOND_PASS", "Answers", "Question", "Tiling", "given", 
 #: Carried in the state while the keys go by. `norm` is what a row was normalised by: its maximum m and its sum l, from
 #: which weights are made again as exp(s − m) / l. Their one number lse = m + log l would not do: where all scores of a
 #: row are huge (a bias of −1e9), log l is lost in it.
-ONE_PASS = ("y", "norm", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
+ONE_PASS = ("y", "lse", "norm", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
 #: Column by column, from the finished rows.
 SECOND_PASS = ("received", "pool", "z")
 #: Indices have no gradient.
@@ -130,7 +130,8 @@ def lse_of(norm: Tensor) -> Tensor:
     """m + log l, (b, h, i); −inf for a row that sees nothing."""
     m, l = norm.double().unbind(-1)
     empty = l == 0
-    return torch.where(empty, -torch.inf, torch.where(empty, 0, m) + torch.where(empty, 1, l).log())
+    lse = torch.where(empty, -torch.inf, torch.where(empty, 0, m) + torch.where(empty, 1, l).log())
+    return lse.to(norm.dtype)
 
 
 def first_top(x: Tensor, n: int) -> tuple[Tensor, Tensor]:

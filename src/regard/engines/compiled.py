@@ -23,7 +23,7 @@ from torch import Tensor
 from ..factors import Problem, per_query_head
 from ..mask import And, Dense, Mask
 from ..score import Alibi, Bias, Product, Softcap
-from ..statistics import Answers, Question
+from ..statistics import Answers, Question, lse_of
 from ..tree import flatten, rebuild
 from .gradient import Gradient, Gradients
 
@@ -245,6 +245,8 @@ def forward(problem: Problem, question: Question) -> Answers:
         task.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
     items = b * h * -(-i // tall)
     task.run("forward", items, 4 * (tall * (wide + 3) + question.top + 64))
+    if question.wants("lse"):
+        found["lse"] = lse_of(found["norm"])
     return {name: found[name] for name in question.names}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..block import Block
 from ..factors import Factors, blank, hide, per_query_head
 from ..score import Given, wide
-from ..statistics import Answers, Question, of_dense
+from ..statistics import Answers, Question, lse_of, of_dense
 from ..tree import change
 
 __all__ = ["answer", "dense", "softmax", "weights"]
@@ -27,7 +27,7 @@ def answer(factors: Factors, question: Question) -> Answers:
     if question.v is not None and (seen := _seen(factors)) is not None:
         question = dataclasses.replace(question, v=blank(question.v, seen, -2))
     answers = of_dense(w, s, question, factors.offset or 0, sink)
-    answers["norm"] = norm
+    answers |= {"norm": norm, "lse": lse_of(norm)}
     if question.v is not None:
         answers["y"] = answers["y"].to(question.v.dtype)
     return {name: answers[name] for name in question.names}

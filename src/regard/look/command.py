@@ -1,9 +1,460 @@
-"""The verbs of this room on the command line."""
+"""The verbs `look` and `walk`.
+
+Arguments are read and checked before a model is opened, so that a mistake is told at once; what is shown is made in
+`terminal`, `picture` and `view`. Imports the rooms of `look` and the recorder, when a command runs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .words import is_special, shown
+
+if TYPE_CHECKING:
+    from ..recorder import Recording
+    from .model import Opened
+    from .walk import Walk
+
+LOOK = """\
+regard look "The animal didn't cross the street because it was too tired" --word it
+regard look "The animal didn't cross the street because it was too tired" --word the:1    the first of two
+regard look "The animal didn't cross …" --word it --to animal      which heads tie it to animal
+regard look chapter.txt --model gpt2 --cut                         any transformers model, a folder or a name
+regard look run.regard --out page.html                             a saved recording as a page; .svg for a paper
+
+Without --model the bundled all-MiniLM-L6-v2 is used, offline. A text that names a file is read from it; - reads what
+is piped in. Without --word an overview is shown."""
+
+WALK = """\
+regard walk "the cat sat" --word cat                    in the head that ties cat to another word most
+regard walk "the cat sat" --word cat --layer 0 --head 2
+regard walk "the cat sat" --word cat --basic            on word embeddings alone: x·x, nothing trained in between
+regard walk "the cat sat" --word cat --with q,k         W_q and W_k switched on, values still the embeddings
+
+The steps: 1 q·k with every word, 2 scaled, 3 masked, 4 softmax, 5 weight × value, 6 their sum."""
+
+_COLOURS = {"standard": "standard", "256": "256", "truecolor": "truecolor", "windows": "standard"}
+_SUFFIXES = (".html", ".htm", ".svg")
+#: What a text is cut to where a hint repeats it.
+_HINT = 120
 
 
-def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add this room's verbs."""
+def add(verbs: Any) -> None:
+    """Add the verbs to the command line."""
+    look = _verb(verbs, "look", "see which words a word looks at", LOOK)
+    look.add_argument("--to", metavar="WORD", help="with --word: rank the heads by the weight on this word")
+    look.add_argument("--out", metavar="FILE", help="write a page (.html) or a picture (.svg) instead")
+    look.add_argument("--save", metavar="FILE", help="keep the recording as a .regard file")
+    look.add_argument("--no-special", action="store_true", help="hide [CLS], </s> …; the other weights are scaled up")
+    look.add_argument("--merge", action="store_true", help="merge the tokens of a word")
+    look.set_defaults(run=run_look)
+    walk = _verb(verbs, "walk", "attention for one word, step by step, in numbers", WALK)
+    walk.add_argument("--basic", action="store_true", help="on word embeddings: x·x, without W_q, W_k, W_v")
+    walk.add_argument("--with", dest="projected", metavar="q,k,v", help="on word embeddings with these switched on")
+    walk.set_defaults(run=run_walk)
+
+
+def _verb(verbs: Any, name: str, says: str, examples: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(
+        name, help=says, description=says, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verb.add_argument("text", help="a sentence, a text file, a .regard recording, or - for what is piped in")
+    verb.add_argument("--word", help='the word to light: it, "the:1" for the first of several, 7 for a position')
+    verb.add_argument(
+        "--model", metavar="NAME", help="a folder, a name of the Hugging Face hub, or one of regard learn"
+    )
+    verb.add_argument("--target", metavar="TEXT", help="encoder–decoder models: the sentence that is being written")
+    verb.add_argument("--layer", metavar="N", help="only this layer, counted from 0")
+    verb.add_argument("--head", type=int, metavar="N", help="only this head, counted from 0")
+    verb.add_argument("--top", type=int, metavar="N", help="show the N strongest words")
+    verb.add_argument("--cut", action="store_true", help="take the beginning of a text that is too long for the model")
+    verb.add_argument("--json", action="store_true", help="print numbers for machines")
+    verb.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    return verb
+
+
+# look
+
+
+def run_look(asked: argparse.Namespace) -> int:
+    """Show a sentence, or write it to a page, a picture or a recording."""
+    _check(asked)
+    subject = _subject(asked)
+    seen = subject.seen
+    if asked.save:
+        with _file_errors(asked.save):
+            seen.save(asked.save)
+        _say(f"recording written to {shown(asked.save)}")
+    if asked.json:
+        _print(json.dumps(_look_json(asked, subject), allow_nan=False))
+    if asked.out:
+        _write(asked, subject)
+    elif not asked.json:
+        _show(asked, subject)
+    return 0
+
+
+def _show(asked: argparse.Namespace, subject: Subject) -> None:
+    from . import spot, terminal
+
+    width = _width()
+    face: dict[str, Any] = {"width": width, "colour": _colour(asked.color), "top": asked.top}
+    if asked.word is None:
+        seen = spot.overview(subject.seen, **_reading(asked))
+        picture, hint = terminal.draw_overview(seen, **face), _overview_hint(asked, seen)
+    else:
+        lit = spot.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
+        picture, hint = terminal.draw_spot(lit, **face), _spot_hint(asked, lit)
+    _print(f"{_title(subject, width)}\n\n{picture}\n\n{hint}")
+
+
+def _reading(asked: argparse.Namespace) -> dict[str, Any]:
+    chosen = {"layer": asked.layer, "head": asked.head}
+    return {**chosen, "hide_special": asked.no_special, "merge": asked.merge}
+
+
+def _overview_hint(asked: argparse.Namespace, seen: Any) -> str:
+    from .words import named
+
+    word = named(seen.rows.labels, seen.links[0].word) if seen.links else "WORD"
+    merged = " --merge" if asked.merge else ""
+    return f"Next, one word: regard look {_again(asked)} --word {_quoted(word)}{merged}"
+
+
+def _spot_hint(asked: argparse.Namespace, lit: Any) -> str:
+    best = lit.shown[0]
+    again = f"{_again(asked)} --word {_quoted(asked.word)}"
+    group = lit.rows.groups[lit.at]
+    if lit.layers[best.layer].values is None or group.stop - group.start > 1:
+        return f"Next, as a page: regard look {again} --out page.html"
+    return f"Next, number by number: regard walk {again} --layer {best.layer} --head {best.head}"
+
+
+def _write(asked: argparse.Namespace, subject: Subject) -> None:
+    """A page or a picture."""
+    title = subject.text if subject.text and len(subject.text) <= _HINT else Path(subject.name).name
+    where = Path(asked.out)
+    options = {"word": asked.word, "layer": asked.layer, "head": asked.head, "title": title}
+    with _progress(f"writing {where.name}"), _file_errors(asked.out):
+        if where.suffix.lower() == ".svg":
+            from .picture import svg
+
+            picture = svg(subject.seen, hide_special=asked.no_special, merge=asked.merge, **options)
+            where.write_text(picture, encoding="utf-8")
+        else:
+            from .view import View
+
+            View(subject.seen, embedded=_embedded(asked, subject), **options).save(where)
+    _say(f"written to {shown(asked.out)} ({where.stat().st_size / 1000:,.0f} kB)")
+
+
+def _embedded(asked: argparse.Namespace, subject: Subject) -> Any:
+    """Word embeddings for the page's first steps, where the model has any that fit."""
+    from .model import embedded
+
+    if subject.model is None or subject.text is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return embedded(subject.text, subject.model, cut=asked.cut)
+    return None
+
+
+def _look_json(asked: argparse.Namespace, subject: Subject) -> dict[str, Any]:
+    from . import spot
+
+    if asked.word is None:
+        seen = spot.overview(subject.seen, **_reading(asked))
+        ties = [_tie_json(link.head, seen.cols.labels, word=link.word) for link in seen.links[: asked.top]]
+        measured = {
+            name: [{"layer": layer, "head": head, "value": number} for layer, head, number in found]
+            for name, found in seen.measured.items()
+        }
+        told = {"tokens": list(seen.rows.labels), "ties": ties, "heads": measured}
+    else:
+        lit = spot.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
+        rows = [
+            {"layer": one.layer, "head": one.head, "weights": weights, "hidden": hidden}
+            for one, weights, hidden in zip(lit.shown, lit.weights, lit.hidden, strict=True)
+        ]
+        heads = [_tie_json(one, lit.cols.labels) for one in lit.heads[: asked.top]]
+        told = {"tokens": list(lit.rows.labels), "keys": list(lit.cols.labels)}
+        told |= {"word": {"text": lit.word, "position": lit.at}, "heads": heads, "rows": rows}
+    return {"subject": subject.name, "special_hidden": asked.no_special, "merged": asked.merge, **told}
+
+
+def _tie_json(one: Any, labels: Any, **more: int) -> dict[str, Any]:
+    told = {"layer": one.layer, "head": one.head, "looks_at": labels[one.key], "position": one.key}
+    return {**more, **told, "weight": one.weight, "beyond_habit": one.beyond}
+
+
+# walk
+
+
+def run_walk(asked: argparse.Namespace) -> int:
+    """Show the six steps for one word."""
+    _check(asked)
+    if asked.word is None:
+        raise ValueError("which word? regard walk TEXT --word WORD")
+    made, told = _walk_embeddings(asked) if asked.basic or asked.projected else _walk_recorded(asked)
+    if asked.json:
+        _print(json.dumps(_walk_json(made, told)))
+        return 0
+    from .terminal import draw_walk, wrapped
+
+    picture = draw_walk(made, width=_width(), colour=_colour(asked.color), top=asked.top)
+    _print(f"{wrapped(told, _width())}\n\n{picture}\n\n{_walk_hint(asked)}")
+    return 0
+
+
+def _walk_recorded(asked: argparse.Namespace) -> tuple[Walk, str]:
+    """In a head of the model: the one that was named, or the one that ties the word to another most."""
+    from . import spot
+    from .walk import walk
+
+    subject = _subject(asked)
+    lit = spot.spotlight(subject.seen, asked.word, layer=asked.layer, head=asked.head)
+    best = lit.shown[0]
+    sheet = lit.layers[best.layer]
+    values = sheet.values_of(best.head)
+    if values is None:
+        raise ValueError("this recording has no values, which the last steps need: record(model, values=True).")
+    made = walk(sheet.weights[best.head], values, lit.at)
+    why = (
+        "" if asked.head is not None else f", where “{shown(lit.word)}” is tied to “{shown(lit.cols.labels[best.key])}”"
+    )
+    return made, f"{shown(subject.name)} · layer {best.layer}, head {best.head}{why}"
+
+
+def _walk_embeddings(asked: argparse.Namespace) -> tuple[Walk, str]:
+    """On the model's word embeddings: basic self-attention, and W_q, W_k, W_v switched on as asked."""
+    import regard
+
+    from .model import as_opened, embedded
+    from .walk import walk
+
+    on = _switched_on(asked.projected)
+    text, recording = _text(asked)
+    if recording is not None:
+        raise ValueError("a recording holds no word embeddings; give the text itself.")
+    with _progress("opening the model"):
+        model = as_opened(asked.model)
+        x = embedded(text, model, cut=asked.cut)
+    # [CLS] and its like are marks of the model: the textbook's sentence is words alone.
+    kept = [n for n, token in enumerate(x.tokens) if not is_special(token)]
+    q, k, v = (getattr(x, name if name in on else "x")[kept] for name in "qkv")
+    # The basic form is x·x as it is; trained queries and keys are scaled, as they were when they were trained.
+    score = "scaled_dot" if {"q", "k"} & on else "dot"
+    weights = regard.weights(q, k, score=score).label([x.tokens[n] for n in kept])
+    named = ", ".join(f"{name} = {f'x W_{name}' if name in on else 'x'}" for name in "qkv")
+    return walk(weights, v, asked.word), f"{shown(model.name)} · word embeddings x, no positions · {named}"
+
+
+def _switched_on(given: str | None) -> set[str]:
+    on = {part.strip().lower() for part in given.split(",")} if given else set()
+    if not on <= {"q", "k", "v"}:
+        raise ValueError(f"--with takes q, k and v, with commas between them: --with q,k; {shown(str(given))!r} came.")
+    return on
+
+
+def _walk_json(made: Walk, told: str) -> dict[str, Any]:
+    numbers = ("q", "product", "scaled", "masked", "weights", "weighted", "y")
+    found = {name: x.tolist() for name in numbers if (x := getattr(made, name)) is not None}
+    found["masked"] = [None if x == -float("inf") else x for x in found.get("masked", [])]
+    shapes = {name: list(shape) for name, shape in made.shapes.items()}
+    named = {"subject": told, "word": {"text": made.word, "position": made.position}, "keys": list(made.words)}
+    return {**named, "formula": made.formula, "scaling": made.scaling, "sink": made.sink, "shapes": shapes, **found}
+
+
+def _walk_hint(asked: argparse.Namespace) -> str:
+    again = f"regard walk {_again(asked)} --word {_quoted(asked.word)}"
+    if asked.projected:
+        return f"Next, the whole picture: regard look {_again(asked)} --word {_quoted(asked.word)}"
+    if asked.basic:
+        return f"Next, with trained queries and keys: {again} --with q,k"
+    return f"Next, without anything trained: {again} --basic"
+
+
+# What is looked at.
+
+
+@dataclass
+class Subject:
+    """A recording, with what is known of where it came from."""
+
+    seen: Recording
+    name: str
+    text: str | None = None
+    model: Opened | None = None
+
+
+def _subject(asked: argparse.Namespace) -> Subject:
+    text, recording = _text(asked)
+    if recording is not None:
+        return Subject(recording, asked.text)
+    from .model import as_opened
+
+    with _progress("opening the model"):
+        model = as_opened(asked.model)
+    with _progress(f"looking at {len(text):,} letters" if len(text) > 1000 else "looking"):
+        return Subject(model.look_at(text, target=asked.target, cut=asked.cut), model.name, text, model)
+
+
+def _text(asked: argparse.Namespace) -> tuple[str, Recording | None]:
+    """The text that was given, read from a file where it names one; or a recording."""
+    given = asked.text
+    if given == "-":
+        return sys.stdin.read(), None
+    path = Path(given)
+    if not given.strip() or not _exists(path):
+        if path.suffix in (".regard", ".txt", ".md") and not any(letter.isspace() for letter in given):
+            raise FileNotFoundError(f"there is no file {shown(given)}.")
+        return given, None
+    if path.is_dir():
+        raise IsADirectoryError(f"{shown(given)} is a folder; give a sentence, a text file or a .regard file.")
+    if path.suffix == ".regard":
+        from ..recorder import load
+
+        if asked.model or asked.target:
+            raise ValueError("a recording is looked at without a model: leave out --model and --target.")
+        with _file_errors(given), _progress("reading the recording"):
+            return "", load(path)
+    return _read(path), None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long for a file's name, or a null byte: a text
+        return False
+
+
+def _read(path: Path) -> str:
+    with _file_errors(str(path)):
+        data = path.read_bytes()
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as wrong:
+        raise ValueError(f"{shown(str(path))} is not a text file: byte {wrong.start} is not UTF-8.") from None
+    if "\0" in text:
+        raise ValueError(f"{shown(str(path))} is not a text file: there is a null byte at {text.index(chr(0))}.")
+    return text
+
+
+# Checks and small things.
+
+
+def _check(asked: argparse.Namespace) -> None:
+    """Mistakes that can be told before a model is opened."""
+    if asked.top is not None and asked.top < 1:
+        raise ValueError(f"--top takes a number from 1 on; {asked.top} came.")
+    if getattr(asked, "to", None) is not None and asked.word is None:
+        raise ValueError("--to goes with --word: the heads by the weight from one word to another.")
+    for option in ("out", "save"):
+        path = getattr(asked, option, None)
+        if path is None:
+            continue
+        wanted = _SUFFIXES if option == "out" else (".regard",)
+        if Path(path).suffix.lower() not in wanted:
+            kinds = "a page (.html) or a picture (.svg)" if option == "out" else "a recording (.regard)"
+            raise ValueError(f"--{option} writes {kinds}, by the end of the name; {shown(path)!r} came.")
+        folder = Path(path).parent
+        if not folder.is_dir():
+            raise FileNotFoundError(f"there is no folder {shown(str(folder))} to write {shown(Path(path).name)} in.")
+
+
+@contextlib.contextmanager
+def _file_errors(path: str) -> Iterator[None]:
+    """What the system says about a file, with its name, in words."""
+    try:
+        yield
+    except OSError as wrong:
+        if wrong.strerror is None:
+            raise
+        raise OSError(f"{shown(path)}: {wrong.strerror.lower()}.") from wrong
+
+
+def _title(subject: Subject, width: int) -> str:
+    from .terminal import wrapped
+
+    return wrapped(f"{shown(subject.name)} · {subject.seen._title()}", width)
+
+
+def _again(asked: argparse.Namespace) -> str:
+    """The arguments that name the same model and text again."""
+    text = asked.text if len(asked.text) <= _HINT else asked.text[:_HINT] + "…"
+    again = _quoted(text)
+    again += f" --model {_quoted(asked.model)}" if asked.model else ""
+    again += f" --target {_quoted(asked.target)}" if asked.target else ""
+    return again + (" --cut" if asked.cut else "")
+
+
+def _quoted(text: str) -> str:
+    """As one would type it in a shell."""
+    plain = shlex.quote(text)
+    simple = "'" in text and not set(text) & set('"$`\\!')
+    return shown(f'"{text}"' if simple else plain, 4 * _HINT)
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((80, 24)).columns, 120)
+
+
+def _colour(wanted: str) -> bool | str:
+    """What the terminal can show: nothing into a pipe or where NO_COLOR is set, else its number of colours."""
+    if wanted == "never":
+        return False
+    if wanted == "auto" and (not sys.stdout.isatty() or os.environ.get("NO_COLOR")):
+        return False
+    try:
+        from rich.console import Console
+    except ImportError:
+        return wanted == "always"  # which says what to install
+    found = Console(force_terminal=True, file=sys.stdout).color_system
+    return _COLOURS.get(found or "", "truecolor" if wanted == "always" else False)
+
+
+#: For terminals without these letters.
+_PLAIN = str.maketrans(
+    {**dict.fromkeys("█▉▊▋▌▇▆▅▄", "#"), **dict.fromkeys("▍▎▏▃▂▁·…", "."), "×": "x", "→": ">", "−": "-"}
+)
+
+
+def _print(text: str) -> None:
+    """To stdout, also where its encoding has no bars."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        text = text.translate(_PLAIN).encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding)
+    print(text)
+
+
+def _say(text: str) -> None:
+    """News for the person, apart from what is asked for."""
+    with contextlib.suppress(UnicodeEncodeError):
+        print(text, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[None]:
+    """Something that moves while one waits, on stderr and only where somebody looks."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    try:
+        from rich.console import Console
+    except ImportError:
+        _say(f"{what} …")
+        yield
+        return
+    with Console(stderr=True).status(f"{what} …"):
+        yield

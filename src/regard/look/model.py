@@ -63,6 +63,10 @@ def open_model(name: str | Path | None = None) -> Opened:
         folder = Path(name)
         if folder.is_dir() and _trained_here(folder):
             return FromLearn(folder)
+        if folder.is_dir() and not (folder / "config.json").exists():
+            raise FileNotFoundError(
+                f"the folder {words.shown(str(name))} holds no model: there is no config.json in it."
+            )
         if not folder.exists() and (str(name).startswith((".", "/", "~")) or str(name).count("/") > 1):
             raise FileNotFoundError(f"there is no folder {words.shown(str(name))}.")
         return FromTransformers(folder if folder.is_dir() else str(name), folder.name if folder.is_dir() else str(name))
@@ -142,7 +146,8 @@ class FromTransformers(Opened):
             return self.tokenizer(text, return_tensors="pt", truncation=True, max_length=self.limit)["input_ids"]
 
     def tokens(self, ids: Tensor) -> list[str]:
-        return pieces(self.tokenizer, ids[0].tolist())
+        raw = [str(token) for token in self.tokenizer.convert_ids_to_tokens(ids[0].tolist())]
+        return pieces(raw, getattr(self.tokenizer, "backend_tokenizer", None))
 
     def look_at(self, text: str, *, target: str | None = None, cut: bool = False) -> Recording:
         source = self.ids(text, cut)
@@ -180,41 +185,39 @@ class FromLearn(Opened):
         return self.trained.ids(text)
 
     def tokens(self, ids: Tensor) -> list[str]:
-        raise NotImplementedError  # a trained model names its tokens from the text
+        tokenizer = self.trained.tokenizer
+        return pieces([tokenizer.id_to_token(n) for n in ids[0].tolist()], tokenizer)
 
     def look_at(self, text: str, *, target: str | None = None, cut: bool = False) -> Recording:
         ids = self.ids(text, cut)
-        if self.trained.kind == "translate":
-            with torch.no_grad():
-                source, written = self.trained.run(text)
-            return self._recorded(lambda: self.trained.run(text), (source, written))
         if target is not None:
-            raise ValueError(f"{words.shown(self.name)} has no decoder, so it takes no target sentence.")
-        return self._recorded(lambda: self.model(ids), self.trained.tokens(text)[: ids.shape[1]])
+            raise ValueError(f"{words.shown(self.name)} writes its own sentence: leave out --target.")
+        if self.trained.kind == "lm":
+            return self._recorded(lambda: self.model(ids), self.tokens(ids))
+        source, written = (pieces(raw, self.trained.tokenizer) for raw in self.trained.run(text))
+        return self._recorded(lambda: self.trained.run(text), (source, written))
 
 
 # Words of tokens.
 
 
-def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Tokens as words: spaces become word starts, byte-level letters become text, what continues a word gets ##."""
-    raw = [str(token) for token in tokenizer.convert_ids_to_tokens(list(ids))]
-    special = set(tokenizer.all_special_ids)
-    if _is_byte_level(tokenizer):
-        raw = [token if n in special else _from_bytes(token) for token, n in zip(raw, ids, strict=True)]
-    if not any(token.startswith(("Ġ", "▁")) for token in raw):
+def pieces(raw: Sequence[str], tokenizer: Any) -> list[str]:
+    """Tokens as words: spaces become word starts, byte-level letters become text, what continues a word gets ##.
+
+    tokenizer   of the `tokenizers` library, which knows whether its letters stand for bytes
+    """
+    raw = list(raw)
+    decoder = getattr(tokenizer, "decoder", None)
+    told = "" if decoder is None else decoder.__getstate__().decode()
+    if "ByteLevel" in told:
+        raw = [token if words.is_special(token) else _from_bytes(token) for token in raw]
+    if not any(sign in told for sign in ("ByteLevel", "Metaspace", "▁", "\\u2581")):
         return raw
     named = [words.bare(token) for token in raw]
-    for group in words.words(raw):
+    for group in words.words(raw, marked=True):
         for n in range(group.start + 1, group.stop):
-            named[n] = "##" + named[n] if not named[n].startswith("<0x") else named[n]
+            named[n] = named[n] if named[n].startswith("<0x") else "##" + named[n]
     return named
-
-
-def _is_byte_level(tokenizer: Any) -> bool:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = getattr(backend, "decoder", None)
-    return decoder is not None and b"ByteLevel" in decoder.__getstate__()
 
 
 @functools.cache
@@ -226,15 +229,12 @@ def _byte_of() -> dict[str, int]:
 
 
 def _from_bytes(token: str) -> str:
-    """The text that a byte-level token stands for; bytes of a broken character are named, <0xE2>."""
+    """The text that a byte-level token stands for; bytes of a letter that is not whole are named, <0xE2>."""
     if not all(letter in _byte_of() for letter in token):
         return token
-    spelt = bytes(_byte_of()[letter] for letter in token)
-    space, spelt = ("▁", spelt[1:]) if spelt[:1] == b" " else ("", spelt)
-    try:
-        return space + spelt.decode()
-    except UnicodeDecodeError:
-        return space + "".join(f"<0x{byte:02X}>" for byte in spelt)
+    spelt = bytes(_byte_of()[letter] for letter in token).decode(errors="surrogateescape")
+    text = "".join(f"<0x{ord(c) - 0xDC00:02X}>" if 0xDC80 <= ord(c) <= 0xDCFF else c for c in spelt)
+    return "▁" + text[1:] if text.startswith(" ") else text
 
 
 # Word embeddings and the first layer's projections.
@@ -256,10 +256,9 @@ def embedded(text: str, model: str | Path | Opened | None = None, *, cut: bool =
     """The words of a text as vectors, for self-attention in its basic form and with W_q, W_k, W_v one at a time."""
     opened = as_opened(model)
     ids = opened.ids(text, cut)
-    tokens = opened.trained.tokens(text)[: ids.shape[1]] if isinstance(opened, FromLearn) else opened.tokens(ids)
     x = _table(opened.model)(ids)[0].float()  # t D
     q, k, v = (_as_wide(part.float(), x.shape[1], opened) for part in _projected(opened, x))
-    return Embedded(tuple(tokens), x, q, k, v)
+    return Embedded(tuple(opened.tokens(ids)), x, q, k, v)
 
 
 def _table(model: nn.Module) -> nn.Module:
@@ -394,9 +393,12 @@ def _one_line_errors(name: str | Path | None) -> Iterator[None]:
     except (ImportError, MemoryError, FileNotFoundError):
         raise
     except OSError as wrong:
+        why = _first_line(wrong)
+        if name is None or Path(name).is_dir():
+            raise OSError(f"the model {called!r} could not be opened: {why}") from wrong
         raise OSError(
-            f"no model {called!r}: there is no such folder here, none of that name in the cache, and none came from the "
-            f"Hugging Face hub ({_first_line(wrong)})."
+            f"no model {called!r}: no such folder is here, the cache has none of that name, and none came from the "
+            f"Hugging Face hub ({why})."
         ) from wrong
     except (ValueError, KeyError, RuntimeError) as wrong:
         if name is None:

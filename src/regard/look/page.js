@@ -74,11 +74,11 @@ const entropy = (w) => sum(w.map((x) => (x > 0 ? -x * Math.log(x) : 0)));
 
 // How alike are a query and a key; each is one of regard's scores with its defaults, times the slider.
 const SIMILARITIES = {
-  scaled: { name: "scaled dot", formula: "q\u00b7k / \u221ad", of: (q, k) => dot(q, k) / Math.sqrt(q.length) },
-  dot: { name: "dot", formula: "q\u00b7k", of: dot },
-  cosine: { name: "cosine", formula: "q\u00b7k / |q||k|", of: (q, k) => dot(q, k) / (Math.sqrt(dot(q, q) * dot(k, k)) || 1) },
-  gaussian: { name: "Gaussian", formula: "\u2212|q \u2212 k|\u00b2 / 2", of: (q, k) => { let s = 0; for (let n = 0; n < q.length; n++) s -= (q[n] - k[n]) ** 2; return s / 2; } },
-  additive: { name: "additive", formula: "\u03a3 tanh(q + k)", of: (q, k) => { let s = 0; for (let n = 0; n < q.length; n++) s += Math.tanh(q[n] + k[n]); return s; } },
+  scaled: { name: "scaled dot", formula: "q·k / √d", of: (q, k) => dot(q, k) / Math.sqrt(q.length) },
+  dot: { name: "dot", formula: "q·k", of: dot },
+  cosine: { name: "cosine", formula: "q·k / |q||k|", of: (q, k) => dot(q, k) / (Math.sqrt(dot(q, q) * dot(k, k)) || 1) },
+  gaussian: { name: "Gaussian", formula: "−|q − k|² / 2", of: (q, k) => { let s = 0; for (let n = 0; n < q.length; n++) s -= (q[n] - k[n]) ** 2; return s / 2; } },
+  additive: { name: "additive", formula: "Σ tanh(q + k)", of: (q, k) => { let s = 0; for (let n = 0; n < q.length; n++) s += Math.tanh(q[n] + k[n]); return s; } },
 };
 
 // Attention written out, for a few hundred words: every row of scores and weights, and the outputs.
@@ -98,13 +98,16 @@ function mix(row, v) {
 
 // Numbers as text: a real minus sign, always so many digits.
 function fixed(x, digits = 3) {
-  if (x === -Infinity) return "\u2212\u221e";
-  if (!Number.isFinite(x)) return "\u2013";
+  if (x === -Infinity) return "−∞";
+  if (!Number.isFinite(x)) return "–";
   const text = Math.abs(x) >= 1e5 ? Math.abs(x).toExponential(2) : Math.abs(x).toFixed(digits);
-  return (x < 0 && Number(text) !== 0 ? "\u2212" : "") + text;
+  return (x < 0 && Number(text) !== 0 ? "−" : "") + text;
 }
 
 const weightText = (w) => (w > 0 && w < 5e-4 ? w.toExponential(1) : fixed(w, 3));
+// In a picture no number is longer than its neighbours.
+const brief = (w) => (w > 0 && w < 5e-4 ? "<0.001" : fixed(w, 3));
+const near = (x) => fixed(x, Math.abs(x) >= 10 ? 0 : 2);
 const count = (n) => n.toLocaleString("en");
 
 // ── Elements ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,7 +127,7 @@ function make(node, props, children) {
 const el = (tag, props, ...children) => make(document.createElement(tag), props, children);
 const svg = (tag, props, ...children) => make(document.createElementNS("http://www.w3.org/2000/svg", tag), props, children);
 // A word in its own direction, whatever stands around it.
-const word = (text) => el("bdi", { class: "token", text: text.length > 60 ? text.slice(0, 59) + "\u2026" : text, title: text.length > 24 ? text : undefined });
+const word = (text) => el("bdi", { class: "token", text: text.length > 60 ? text.slice(0, 59) + "…" : text, title: text.length > 24 ? text : undefined });
 
 function choice(label, key, options, value, onchange) {
   const menu = el("select", { "data-key": key, onchange: (e) => onchange(e.target.value) },
@@ -199,7 +202,7 @@ function openBook(header) {
     stacks[layer.stack].heads.push(one);
     heads.push(one);
   }));
-  const total = sum(header.layers.map((layer) => layer.heads)) + sum(header.without.map((x) => x[2]));
+  const total = sum(header.all.map(([, , heads]) => heads));
   return { header, sequences, stacks, heads, total };
 }
 
@@ -217,7 +220,7 @@ class Head {
   constructor(header, layer, place, head, n, stack, id) {
     Object.assign(this, { header, layer, place, head, n, stack, id, i: stack.rows.length, j: stack.cols.length, sheets: new Map() });
     this.name = layer.name ? `layer ${layer.index}, head ${head}` : layer.heads > 1 ? `head ${head}` : "these weights";
-    this.brief = layer.name ? `${layer.index}\u00b7${head}` : `${head}`;
+    this.brief = layer.name ? `${layer.index}·${head}` : `${head}`;
   }
   // The nth of a layer's arrays, which are (held, a, b) or shared by all.
   part(name) {
@@ -289,7 +292,7 @@ class Page {
     this.header = header;
     const start = header.start;
     this.state = {
-      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: false, merge: false, theme: "auto",
+      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false, merge: start?.merge ?? false, theme: "auto",
       chosen: start?.asked.length ? start.asked.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place && x.head === h)) : null,
       layer: start?.asked.length ? null : start?.layer ?? null, cell: null,
     };
@@ -337,8 +340,8 @@ class Page {
     this.root.className = "regard";
     this.root.replaceChildren(
       el("header", { class: "top" }, el("p", { class: "mark", text: "regard" }), el("h1", {}, el("bdi", { text: this.header.title })),
-        el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark", title: "light / dark", onclick: () => this.turn() }, "\u25d0")),
-      this.views.length > 1 ? tabs : null, this.main, this.foot());
+        el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark", title: "light / dark", onclick: () => this.turn() }, "◐")),
+      ...(this.views.length > 1 ? [tabs] : []), this.main, this.foot());
   }
   foot() {
     const { notes, refused } = this.header;
@@ -400,15 +403,16 @@ function readingControls(page) {
   const { rows, cols } = page.stack;
   const special = rows.special.size + cols.special.size > 0, merged = rows.words || cols.words;
   return [
-    page.book.stacks.filter((s) => VIEWS[page.state.view].stack?.(s) ?? true).length > 1 ? stackChoice(page) : null,
+    stackChoice(page),
     special ? tick("hide special tokens", "hide", page.state.hide, (hide) => page.set({ hide })) : null,
     merged ? tick("merge pieces to words", "merge", page.state.merge, (merge) => page.set({ merge })) : null,
-    page.state.hide && special ? el("span", { class: "warn", text: "renormalised: the hidden tokens\u2019 share is spread over the rest" }) : null,
+    page.state.hide && special ? el("span", { class: "warn", text: "renormalised: the hidden tokens’ share is spread over the rest" }) : null,
   ];
 }
 
 function stackChoice(page) {
   const fits = page.book.stacks.filter((s) => VIEWS[page.state.view].stack?.(s) ?? true);
+  if (fits.length < 2) return null;
   const name = (s) => {
     const names = s.heads.map((head) => head.layer.name);
     const first = (names[0] ?? "").split(".")[0] || "layers";
@@ -431,7 +435,7 @@ function wordChoice(page) {
 // A word that occurs twice is told apart by a number.
 function repeated(rows, n) {
   const name = rows.label(n), places = rows.shown ? range(rows.length).filter((m) => rows.shown[m] === name) : [n];
-  const short = name.length > 30 ? name.slice(0, 29) + "\u2026" : name;
+  const short = name.length > 30 ? name.slice(0, 29) + "…" : name;
   return places.length > 1 ? `${short} (${places.indexOf(n) + 1} of ${places.length})` : short;
 }
 
@@ -443,11 +447,12 @@ function spotlight(page, box) {
   const lines = svg("svg", { class: "lines", "aria-hidden": "true" });
   const upper = sentence(page, rows, true);
   const lower = same ? null : sentence(page, cols, false);
-  const stage = el("div", { class: `stage ${same ? "one" : "two"}` }, lines, same ? null : el("p", { class: "side", text: "looks" }), upper, same ? null : el("p", { class: "side", text: "is looked at" }), lower);
+  const stage = el("div", { class: `stage ${same ? "one" : "two"}` }, lines, same ? null : el("p", { class: "side", text: "these words look" }), upper, lower, same ? null : el("p", { class: "side", text: "at these" }));
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Heads" });
+  const how = el("p", { class: "hint", text: "Layer·head, the word it looks at most, and the weight. First those that give this word more than they give out of habit." });
   const list = el("div", { class: "bars" });
   const told = el("h2", {});
-  box.append(hero, stage, el("div", { class: "controls" }, readingControls(page)), told, chips, list,
+  box.append(hero, stage, el("div", { class: "controls" }, readingControls(page)), told, how, chips, list,
     behind("Weights of the lit word", () => spotlightTable(page)));
   return () => {
     const i = rows.at[page.row] < 0 ? 0 : rows.at[page.row];
@@ -456,9 +461,10 @@ function spotlight(page, box) {
     light(page, same ? [upper] : [upper, lower], sheets, i);
     draw(lines, stage, upper, same ? upper : lower, sheets, i, same);
     const shownHeads = ranked(page.stack, page.state.word, page.state.layer);
-    told.replaceChildren(page.stack.heads.length > 1 ? "Heads that say most about " : "Where it looks: ", word(rows.labels[i] ?? ""));
+    const kept = word(rows.labels[Math.max(0, rows.at[page.state.word])] ?? "");
+    told.replaceChildren(...(page.stack.heads.length > 1 ? ["Heads that say most about ", kept] : ["Where ", word(rows.labels[i] ?? ""), " looks"]));
     chips.replaceChildren(...headChips(page, shownHeads));
-    chips.hidden = page.stack.heads.length < 2;
+    chips.hidden = how.hidden = page.stack.heads.length < 2;
     list.replaceChildren(bars(page, sheets, i));
   };
 }
@@ -491,7 +497,7 @@ function wordKey(event, page, read) {
 function headline(page, hero, sheets, i) {
   hero.replaceChildren(...sheets.slice(0, 4).map(({ rows, cols, w }, n) => {
     const j = largest(w[i]);
-    return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot" }), el("span", { class: "tie" }, word(rows.labels[i]), el("span", { class: "arrow", text: "\u2192" }), word(cols.labels[j])),
+    return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot" }), el("span", { class: "tie" }, word(rows.labels[i]), el("span", { class: "arrow", text: "→" }), word(cols.labels[j])),
       el("b", { class: "weight", text: fixed(w[i][j], 2) }), page.book.total > 1 ? el("span", { class: "who", text: page.heads[n].name }) : null);
   }));
   if (!sheets.length) hero.append(el("p", { class: "who", text: "No head is on. Choose one below." }));
@@ -507,7 +513,7 @@ function light(page, lines, sheets, i) {
     if (asks) { node.setAttribute("aria-selected", String(lit)); node.setAttribute("tabindex", lit ? "0" : "-1"); }
     if (line !== keys) continue;
     const weights = sheets.map(({ w }) => w[i]?.[n] ?? 0);
-    const bands = weights.map((w, h) => `color-mix(in srgb, ${page.colour(h)} ${Math.round(70 * w ** 0.7)}%, transparent) ${(100 * h) / weights.length}% ${(100 * (h + 1)) / weights.length}%`);
+    const bands = weights.map((w, h) => `color-mix(in srgb, ${page.colour(h)} ${w < 0.02 ? 0 : Math.round(70 * w ** 0.7)}%, transparent) ${(100 * h) / weights.length}% ${(100 * (h + 1)) / weights.length}%`);
     node.querySelector(".token").style.setProperty("background", bands.length ? `linear-gradient(${bands.join(", ")})` : "none");
     [".up", ".down"].forEach((side, h) => {
       const number = node.querySelector(side);
@@ -572,7 +578,7 @@ function bars(page, sheets, i) {
   const { cols } = sheets[0];
   const order = range(cols.labels.length).sort((a, b) => Math.max(...sheets.map(({ w }) => w[i][b])) - Math.max(...sheets.map(({ w }) => w[i][a]))).slice(0, 6);
   return el("ol", { class: "best", "aria-label": "Words with the largest weights" }, order.map((j) => el("li", {}, word(cols.labels[j]), el("span", { class: "lanes" },
-    sheets.map(({ w }, h) => el("span", { class: "lane", style: { "--colour": page.colour(h), "--w": `${100 * w[i][j]}%` } }, el("i"), el("b", { text: weightText(w[i][j]) })))))));
+    sheets.map(({ w }, h) => el("span", { class: "lane", style: { "--colour": page.colour(h), "--w": `${100 * w[i][j]}%` } }, el("i"), el("b", { text: brief(w[i][j]) })))))));
 }
 
 function spotlightTable(page) {
@@ -593,7 +599,7 @@ function walk(page, box) {
   return () => {
     const i = page.state.word, steps = own.source === "head" ? stepsOfHead(page.head, i) : stepsOfWords(page, embedded, own, i);
     const pick = (id, text) => el("button", { class: "chip", "data-key": `walk-${id}`, "aria-pressed": String(own.source === id), text, onclick: () => again({ source: id, cell: null }) });
-    bar.replaceChildren(...[wordChoice(page), embedded ? el("span", { class: "group", role: "group", "aria-label": "What is walked through" }, pick("words", "word vectors"), pick("head", "a recorded head")) : null,
+    bar.replaceChildren(...[stackChoice(page), wordChoice(page), embedded ? el("span", { class: "group", role: "group", "aria-label": "What is walked through" }, pick("words", "word vectors"), pick("head", "a recorded head")) : null,
       own.source === "head" ? headChoice(page) : null,
       ...(own.source === "words" ? ["q", "k", "v"].map((x) => tick(["W", el("sub", { text: x })], `walk-W${x}`, own[x], (on) => again({ [x]: on, cell: null }))) : [])].filter(Boolean));
     sentence.textContent = steps.told;
@@ -610,12 +616,12 @@ function stepsOfWords(page, embedded, own, i) {
   const raw = Array.from(header.array(embedded.dots).subarray(at, at + t));
   const scale = own.q || own.k ? 1 / Math.sqrt(size) : 1;
   const s = raw.map((x) => x * scale), w = softmax(s), v = vectors(own.v, "v");
-  const name = (on, x) => (on ? `${x} = x\u00b7W${x}` : `${x} = x`);
+  const name = (on, x) => (on ? `${x} = x·W${x}` : `${x} = x`);
   return {
     told: own.q || own.k || own.v
-      ? `The model\u2019s own word vectors, before positions, through its first layer\u2019s projections: ${name(own.q, "q")}, ${name(own.k, "k")}, ${name(own.v, "v")}.`
-      : "Basic self-attention on the model\u2019s own word vectors, before positions: no parameters, q = k = v = x. A word is most like itself; switch the projections on and see that change.",
-    raw, scale, scaleText: scale === 1 ? "not scaled" : `\u00f7 \u221a${size}`, s, masked: s, hidden: false, w, q: vectors(own.q, "q")[i], k: vectors(own.k, "k"), v, y: mix(w, v), size, values: size, what: "q\u00b7k",
+      ? `The model’s own word vectors, before positions, through its first layer’s projections: ${name(own.q, "q")}, ${name(own.k, "k")}, ${name(own.v, "v")}.`
+      : "Basic self-attention on the model’s own word vectors, before positions: no parameters, q = k = v = x. A word is most like itself; switch the projections on and see that change.",
+    raw, scale, scaleText: scale === 1 ? "by nothing" : `÷ √${size}`, s, masked: s, hidden: false, w, q: vectors(own.q, "q")[i], k: vectors(own.k, "k"), v, y: mix(w, v), size, values: size, what: "q·k",
   };
 }
 
@@ -628,31 +634,36 @@ function stepsOfHead(head, i) {
   const plain = layer.scale !== undefined && !layer.score_name;
   return {
     told: (s ? "" : "These weights came ready-made: of the six steps only the last three are known. ")
-      + (v ? "" : "Without values the walk ends at the weights. ") + (s && v ? `The recorded ${head.name}, number by number.` : ""),
-    raw, scale: layer.scale, scaleText: plain ? (layer.scale === 1 ? "not scaled" : `\u00d7 ${fixed(layer.scale, 4)} (1/\u221a${layer.d} = ${fixed(1 / Math.sqrt(layer.d), 4)})`) : layer.score_name,
-    s, masked, hidden: masked && masked.includes(-Infinity), mask: layer.mask_name, w, q, k, v, y: v && mix(w, v), size: layer.d, values: v && v[0].length, what: plain || raw ? "q\u00b7k" : "similarity", sink: layer.sink,
+      + (v ? "" : "Without values the walk ends at the weights. ") + (s && v ? `${layer.name ? `The recorded ${head.name}` : "One row of these weights"}, number by number.` : ""),
+    raw, scale: layer.scale, scaleText: plain ? scaling(layer) : layer.score_name,
+    s, masked, hidden: masked && masked.includes(-Infinity), mask: layer.mask_name, w, q, k, v, y: v && mix(w, v), size: layer.d, values: v && v[0].length, what: plain || raw ? "q·k" : "similarity", sink: layer.sink,
   };
+}
+
+function scaling({ scale, d }) {
+  if (scale === 1) return "by nothing";
+  return Math.abs(scale * Math.sqrt(d) - 1) < 1e-6 ? `÷ √${d}` : `× ${fixed(scale, 4)}`;
 }
 
 function stepTable(page, steps, i, onpick, picked) {
   const { cols } = page.stack, t = cols.length, paint = page.paint;
-  const line = (n, name, shape, cells, cls) => el("tr", { class: cls }, el("th", { scope: "row" }, el("span", { class: "step", text: n }), el("span", { class: "name" }, name), el("span", { class: "shape", text: shape })), cells);
+  const line = (n, name, shape, cells, cls) => el("tr", { class: cls }, el("th", { scope: "row" }, el("div", {}, el("span", { class: "step", text: n }), el("span", { class: "name" }, name), el("span", { class: "shape", text: shape }))), cells);
   const numbers = (x, digits = 2) => x.map((v) => el("td", { text: fixed(v, digits) }));
   const most = steps.v ? Math.max(...steps.v.map((row, j) => steps.w[j] * Math.max(...Array.from(row, Math.abs)))) : 0;
   const rows = [];
   const can = (j) => el("td", {}, el("button", { class: "cell", "data-key": `dot-${j}`, "aria-pressed": String(picked === j), title: "the dot product, cell by cell", text: fixed(steps.raw[j], 2), onclick: () => onpick(j) }));
-  if (steps.raw) rows.push(line("1", steps.what, `1\u00d7${steps.size} \u00b7 ${steps.size}\u00d7${t}`, range(t).map(can)));
-  if (steps.s) rows.push(line("2", steps.raw ? `scaled: ${steps.scaleText}` : `score: ${steps.scaleText}`, `1\u00d7${t}`, numbers(steps.s)));
-  if (steps.s) rows.push(line("3", steps.hidden ? `masked: ${steps.mask}` : "masked: nothing is", `1\u00d7${t}`, numbers(steps.masked), steps.hidden ? "" : "pale"));
-  rows.push(line("4", steps.sink ? `softmax, with a sink that takes ${fixed(1 - sum(steps.w), 3)}` : "softmax", `1\u00d7${t}, sum ${fixed(sum(steps.w), 2)}`, steps.w.map((w, j) => {
+  if (steps.raw) rows.push(line("1", steps.what, `1×${steps.size} · ${steps.size}×${t}`, range(t).map(can)));
+  if (steps.s) rows.push(line("2", steps.raw ? `scaled ${steps.scaleText}` : `score ${steps.scaleText}`, `1×${t}`, numbers(steps.s)));
+  if (steps.s) rows.push(line("3", steps.hidden ? `masked by ${steps.mask}` : "mask: none", `1×${t}`, numbers(steps.masked), steps.hidden ? "" : "pale"));
+  rows.push(line("4", steps.sink ? `softmax, with a sink that takes ${fixed(1 - sum(steps.w), 3)}` : "softmax", `1×${t}, sum ${fixed(sum(steps.w), 2)}`, steps.w.map((w, j) => {
     const colour = paint.tint(shade(w, 1));
     return el("td", { class: "w", style: { background: paint.css(colour), color: paint.ink(colour) }, "data-j": j, text: fixed(w, 3) });
   })));
   if (steps.v) {
     const shownSize = steps.v[0].length < steps.values ? `first ${steps.v[0].length} of ${steps.values}` : `${steps.values}`;
-    rows.push(line("5", "weight \u00d7 value", `${t}\u00d7${steps.values}`, steps.v.map((v, j) => el("td", {}, strip(Array.from(v.slice(0, 32), (x) => x * steps.w[j]), most, paint, `${fixed(steps.w[j], 3)} times the value of ${cols.label(j)}`)))));
-    rows.push(line("6", "sum: the output y", `1\u00d7${steps.values}`, el("td", { colspan: t, class: "y" }, strip(steps.y.slice(0, 32), Math.max(...steps.y.map(Math.abs)), paint, "the output"),
-      el("span", { class: "vector", text: `y = [${steps.y.slice(0, 6).map((x) => fixed(x, 2)).join(", ")}${steps.values > 6 ? ", \u2026" : ""}]  (${shownSize} coordinates)` }))));
+    rows.push(line("5", "weight × value", `${t}×${steps.values}`, steps.v.map((v, j) => el("td", {}, strip(Array.from(v.slice(0, 32), (x) => x * steps.w[j]), most, paint, `${fixed(steps.w[j], 3)} times the value of ${cols.label(j)}`)))));
+    rows.push(line("6", "sum: the output y", `1×${steps.values}`, el("td", { colspan: t, class: "y" }, strip(steps.y.slice(0, 32), Math.max(...steps.y.map(Math.abs)), paint, "the output"),
+      el("span", { class: "vector", text: `y = [${steps.y.slice(0, 6).map((x) => fixed(x, 2)).join(", ")}${steps.values > 6 ? ", …" : ""}]  (${shownSize} coordinates)` }))));
   }
   return el("table", { class: "steps" }, el("caption", { class: "hidden", text: "The six steps" }),
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, word(page.stack.rows.label(i)), " looks at"), range(t).map((j) => el("th", { scope: "col", class: page.stack.same && i === j ? "self" : "" }, word(cols.label(j)))))), el("tbody", {}, rows));
@@ -664,7 +675,415 @@ function dotProduct(page, steps, i, j) {
   const most = (x) => Math.max(...x.map(Math.abs)) || 1;
   const line = (name, x, extra) => el("tr", {}, el("th", { scope: "row" }, name), x.map((v) => { const c = paint.signed(v / most(x)); return el("td", { style: { background: paint.css(c), color: paint.ink(c) }, text: fixed(v, 2) }); }), el("td", { class: "total" }, extra ?? ""));
   const more = a.length < steps.size;
-  return [el("h3", {}, "q of ", word(page.stack.rows.label(i)), " \u00b7 k of ", word(page.stack.cols.label(j)), ` = ${fixed(steps.raw[j], 3)}`),
-    el("div", { class: "scroll" }, el("table", { class: "products" }, el("tbody", {}, line("q", a), line("k", b), line("q \u00d7 k", products, more ? `+ ${fixed(rest, 2)}` : `\u03a3 ${fixed(steps.raw[j], 2)}`)))),
+  return [el("h3", {}, "q of ", word(page.stack.rows.label(i)), " · k of ", word(page.stack.cols.label(j)), ` = ${fixed(steps.raw[j], 3)}`),
+    el("div", { class: "scroll" }, el("table", { class: "products" }, el("tbody", {}, line("q", a), line("k", b), line("q × k", products, more ? `+ ${fixed(rest, 2)}` : `Σ ${fixed(steps.raw[j], 2)}`)))),
     more ? el("p", { class: "hint", text: `The first ${a.length} of ${steps.size} coordinates; the other products sum to ${fixed(rest, 3)}.` }) : el("span")];
 }
+
+// ── Play: change the rules and see what the weights do ────────────────────────────────────────────────────────────
+
+function play(page, box) {
+  const same = page.stack.same, t = page.stack.rows.length;
+  const own = (page.play ??= { similarity: "scaled", power: 0, causal: false, window: false, width: 2, recorded: true });
+  own.order = own.order?.length === t ? own.order : range(t);
+  const again = (change) => { Object.assign(own, change); update(); };
+  const power = el("input", { type: "range", min: -5, max: 5, step: 0.1, value: own.power, "data-key": "power", "aria-label": "scale", oninput: (e) => again({ power: Number(e.target.value) }) });
+  const scaleText = el("output", {}), widthBox = el("input", { type: "number", min: 0, max: t, value: own.width, "data-key": "width", "aria-label": "words to either side", oninput: (e) => again({ width: Math.max(0, Number(e.target.value) || 0) }) });
+  const picks = el("span", { class: "picks" });
+  const similar = choice("similarity", "similarity", Object.entries(SIMILARITIES).map(([id, s]) => [id, `${s.name}: ${s.formula}`]), own.similarity, (similarity) => again({ similarity }));
+  const shuffle = () => again({ order: shuffled(t) });
+  const masks = same ? [tick("causal mask", "causal", own.causal, (causal) => again({ causal })), el("span", { class: "pair" }, tick("window of", "window", own.window, (window) => again({ window })), widthBox)] : [];
+  const kept = page.head.layer.visible !== undefined ? tick("the recorded mask", "recorded", own.recorded, (recorded) => again({ recorded })) : null;
+  const order = same ? [el("button", { class: "chip", "data-key": "shuffle", text: "shuffle the words", onclick: shuffle }), el("button", { class: "chip quiet", "data-key": "unshuffle", text: "put them back", onclick: () => again({ order: range(t) }) })] : [];
+  const result = el("div", { class: "plays" });
+  box.append(el("div", { class: "controls" }, picks, similar), el("div", { class: "controls" }, el("label", { class: "field wide" }, el("span", { text: "scale" }), power, scaleText), masks, kept, order), result);
+
+  function update() {
+    const vectors = { q: page.head.vectors("q"), k: page.head.vectors("k"), v: page.head.vectors("v") };
+    scaleText.textContent = `× ${fixed(2 ** own.power, 2)}`;
+    const visible = (i, j) => (!own.causal || j <= i) && (!own.window || Math.abs(i - j) <= own.width) && (!own.recorded || page.head.visible(i, j));
+    const at = (factor, p) => attention(p.map((n) => vectors.q[n]), same ? p.map((n) => vectors.k[n]) : vectors.k, vectors.v && (same ? p.map((n) => vectors.v[n]) : vectors.v), { similarity: own.similarity, factor, visible });
+    const now = at(2 ** own.power, own.order), place = own.order.indexOf(page.state.word);
+    page.played = now;
+    result.replaceChildren(saturation(now.w[place], (power) => attentionRow(vectors, own, visible, place, 2 ** power, same), own.power),
+      playBars(page, now.w[place], own.order, place), playMap(page, now.w), same && vectors.v ? outputs(page, now.y, at(2 ** own.power, range(t)).y, own) : el("span"),
+      behind("Weights as computed in this page", () => playTable(page, now.w, own.order)));
+  }
+  return () => {
+    picks.replaceChildren(...[stackChoice(page), wordChoice(page), headChoice(page)].filter(Boolean));
+    update();
+  };
+}
+
+function attentionRow(vectors, own, visible, place, factor, same) {
+  const q = vectors.q[own.order[place]], like = SIMILARITIES[own.similarity].of;
+  return softmax(vectors.k.map((_, j) => (visible(place, j) ? factor * like(q, vectors.k[same ? own.order[j] : j]) : -Infinity)));
+}
+
+// Any order but the one the words stand in.
+function shuffled(t) {
+  const order = range(t);
+  for (let n = t - 1; n > 0; n--) { const m = Math.floor(Math.random() * (n + 1)); [order[n], order[m]] = [order[m], order[n]]; }
+  if (t > 1 && order.every((x, n) => x === n)) order.reverse();
+  return order;
+}
+
+// Peak and entropy of the row at every scale, and where the slider stands.
+function saturation(w, rowAt, power) {
+  const most = Math.log(w.length) || 1, width = 300, height = 110;
+  const points = range(41).map((n) => { const p = -5 + n / 4, row = rowAt(p); return [((p + 5) / 10) * width, Math.max(...row), entropy(row) / most]; });
+  const line = (n) => points.map((p) => `${p[0]},${height - p[n] * height}`).join(" ");
+  const x = ((power + 5) / 10) * width, peak = Math.max(...w), h = entropy(w);
+  const said = peak > 0.95 ? "saturated: nearly all on one word" : h > 0.95 * most ? "nearly uniform: every word alike" : "in between";
+  return el("figure", { class: "saturation" },
+    el("div", { class: "pairs" }, el("span", { style: { "--colour": "var(--accent)" } }, el("i", { class: "dot" }), "peak ", el("b", { "data-read": "peak", text: fixed(peak, 3) })),
+      el("span", { style: { "--colour": "var(--h0)" } }, el("i", { class: "dot" }), "entropy ", el("b", { "data-read": "entropy", text: fixed(h, 3) }), ` of ${fixed(most, 2)} nats`)),
+    svg("svg", { viewBox: `-6 -8 ${width + 12} ${height + 16}`, role: "img", "aria-label": `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}` },
+      svg("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height }), svg("line", { class: "mark", x1: x, x2: x, y1: -4, y2: height }),
+      svg("polyline", { points: line(1), class: "curve", style: { stroke: "var(--accent)" } }), svg("polyline", { points: line(2), class: "curve dashed", style: { stroke: "var(--h0)" } }),
+      svg("circle", { cx: x, cy: height - peak * height, r: 4, style: { fill: "var(--accent)" } }), svg("circle", { cx: x, cy: height - (h / most) * height, r: 4, style: { fill: "var(--h0)" } })),
+    el("figcaption", { text: `small scale ← → large scale; now ${said}` }));
+}
+
+function playBars(page, w, order, place) {
+  const { same, rows, cols } = page.stack, most = Math.max(...w) || 1;
+  const shown = w.length > 60 ? range(w.length).sort((a, b) => w[b] - w[a]).slice(0, 40) : range(w.length);
+  return el("figure", { class: "bars" }, el("figcaption", {}, word(rows.label(order[place])), " looks at"), el("ol", { class: "best tight" }, shown.map((j) => el("li", { class: same && j === place ? "lit" : "" },
+    word(cols.label(same ? order[j] : j)), el("span", { class: "lanes" }, el("span", { class: "lane", style: { "--colour": "var(--accent)", "--w": `${(100 * w[j]) / most}%` } }, el("i"), el("b", { "data-j": same ? order[j] : j, text: brief(w[j]) })))))));
+}
+
+function playMap(page, w) {
+  const paint = page.paint, most = Math.max(...w.map((row) => Math.max(...row)));
+  return el("figure", { class: "map" }, el("figcaption", { text: "all words at once" }), heat(w.length, w[0].length, (r, c) => paint.tint(shade(w[r][c], most))));
+}
+
+// Shuffle the words and the outputs are shuffled the same way, unless a mask tells places apart.
+function outputs(page, y, straight, own) {
+  const paint = page.paint, few = 24, most = Math.max(...y.map((row) => Math.max(...row.slice(0, few).map(Math.abs))));
+  const gap = Math.max(...y.map((row, n) => Math.max(...row.map((x, e) => Math.abs(x - straight[own.order[n]][e])))));
+  const size = Math.max(...straight.map((row) => Math.max(...row.map(Math.abs)))), moved = own.order.some((x, n) => x !== n), exact = gap <= 1e-5 * size;
+  const said = !moved ? "Shuffle the words: does each keep its output?"
+    : exact ? "Shuffled words, outputs shuffled the same way: every word keeps its output. Attention sees a set."
+      : `Now places matter: with this mask outputs change by up to ${fixed(gap, 2)}.`;
+  return el("figure", { class: "outputs" }, el("figcaption", { text: "outputs y" }), el("ol", {}, y.slice(0, 60).map((row, n) => el("li", {}, word(page.stack.rows.label(own.order[n])), strip(row.slice(0, few), most, paint, "output")))),
+    el("p", { class: "hint", "data-read": "equivariant", "data-gap": String(gap), text: said }));
+}
+
+function playTable(page, w, order) {
+  const { same, rows, cols } = page.stack, key = (j) => cols.label(same ? order[j] : j);
+  return [["", ...w[0].slice(0, 60).map((_, j) => word(key(j)))], w.slice(0, 60).map((row, n) => [word(rows.label(order[n])), ...Array.from(row.slice(0, 60))])];
+}
+
+// ── Square: the whole matrix ──────────────────────────────────────────────────────────────────────────────────────
+
+function square(page, box) {
+  const bar = el("div", { class: "controls" }), stage = el("div", { class: "matrix" }), told = el("p", { class: "readout", "aria-live": "polite" });
+  box.append(bar, told, stage, behind("Weights", () => { const { rows, cols, w } = page.head.sheet(page.state); return [["", ...cols.labels.map(word), "sum"], w.map((row, i) => [word(rows.labels[i]), ...row, sum(row)])]; }));
+  let drawn = null;
+  return (resized) => {
+    const sheet = page.head.sheet(page.state);
+    if (resized === true || !drawn || drawn.sheet !== sheet) {
+      bar.replaceChildren(...[headChoice(page), ...readingControls(page)].filter(Boolean));
+      drawn = matrix(page, stage, sheet);
+    }
+    const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
+    drawn.mark(i, j);
+    const row = sheet.w[i] ?? [], key = j ?? largest(row);
+    told.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: "→" }), word(sheet.cols.labels[key] ?? ""), el("b", { "data-read": "cell", text: fixed(row[key], 4) }), el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
+  };
+}
+
+function matrix(page, stage, sheet) {
+  const { rows, cols, w, most } = sheet, paint = page.paint, [m, n] = [rows.labels.length, cols.labels.length];
+  const letters = (labels) => clamp(Math.max(...labels.slice(0, 60).map((x) => x.length)), 2, 12) * 7.6 + 12;
+  const [left, top, right] = [letters(rows.labels), letters(cols.labels), 78];
+  const cell = clamp((stage.clientWidth - left - right) / n, 1, 40), [width, height] = [cell * n, cell * m];
+  const canvas = heat(m, n, (i, j) => paint.tint(shade(w[i][j], most)));
+  for (const [name, value] of [["left", left], ["top", top], ["width", width], ["height", height]]) canvas.style.setProperty(name, `${value}px`);
+  const clip = (text) => (text.length > 12 ? text.slice(0, 11) + "…" : text);
+  const step = Math.max(1, Math.ceil(11 / cell)), every = (k) => k % step === 0;
+  const rowNames = rows.labels.map((text, i) => every(i) && svg("text", { class: "name", x: left - 8, y: top + (i + 0.5) * cell, "text-anchor": "end", "dominant-baseline": "central", text: clip(text) }));
+  const colNames = cols.labels.map((text, j) => every(j) && svg("text", { class: "name", transform: `translate(${left + (j + 0.5) * cell} ${top - 8}) rotate(-90)`, "dominant-baseline": "central", text: clip(text) }));
+  const sums = w.map((row, i) => every(i) && svg("g", {}, svg("rect", { class: "sum", x: left + width + 8, y: top + (i + 0.2) * cell, height: Math.max(1, 0.6 * cell), width: 26 * Math.min(1, sum(row)) }), cell > 9 ? svg("text", { class: "tiny", x: left + width + 38, y: top + (i + 0.5) * cell, "dominant-baseline": "central", text: fixed(sum(row), 2) }) : null));
+  const [across, down] = [svg("rect", { class: "marker" }), svg("rect", { class: "marker" })];
+  const over = svg("svg", { width: left + width + right, height: top + height + 6, tabindex: 0, "data-key": "matrix", role: "img", "aria-label": "The attention matrix. Arrow keys move from cell to cell." },
+    rowNames.filter(Boolean), colNames.filter(Boolean), svg("text", { class: "tiny", x: left + width + 8, y: top - 8, text: "row sums" }), sums.filter(Boolean), across, down);
+  const where = (e) => { const box = over.getBoundingClientRect(), i = Math.floor((e.clientY - box.top - top) / cell), j = Math.floor((e.clientX - box.left - left) / cell); return i >= 0 && i < m && j >= 0 && j < n ? [i, j] : null; };
+  const go = (at) => { if (String(at) !== String(page.state.cell)) page.set({ cell: at }); };
+  over.addEventListener("mousemove", (e) => go(where(e)));
+  over.addEventListener("mouseleave", () => go(null));
+  over.addEventListener("click", (e) => { const at = where(e); if (at) page.set({ word: rows.groups[at[0]][0], hover: null }); });
+  over.addEventListener("keydown", (e) => {
+    const move = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[e.key];
+    if (!move) return;
+    e.preventDefault();
+    const [i, j] = page.state.cell ?? [Math.max(0, rows.at[page.state.word]), 0];
+    go([clamp(i + move[0], 0, m - 1), clamp(j + move[1], 0, n - 1)]);
+  });
+  stage.replaceChildren(canvas, over, legend(page, most));
+  const box = (node, x, y, w_, h_) => { for (const [key, value] of Object.entries({ x, y, width: w_, height: h_ })) node.setAttribute(key, value); };
+  const mark = (i, j) => {
+    box(across, left, top + i * cell, width, cell);
+    box(down, left + (j ?? 0) * cell, top, j === null ? 0 : cell, height);
+    rowNames.forEach((node, r) => node && node.classList.toggle("on", r === i));
+    colNames.forEach((node, c) => node && node.classList.toggle("on", c === j));
+  };
+  return { sheet, mark };
+}
+
+function legend(page, most, low = 0) {
+  const paint = page.paint;
+  return el("p", { class: "legend", "aria-hidden": "true" }, low ? weightText(low) : "0", heat(1, 64, (_, c) => paint.tint(shade(c / 63, 1))), low ? weightText(most) : fixed(most, 2));
+}
+
+// ── Overview: all layers and heads by one number, and by two ──────────────────────────────────────────────────────
+
+const METRICS = {
+  entropy: "How spread out a head looks, in nats, the sink left out: 0 is one word, large is everywhere.",
+  reach: "How far away a head looks, in words, the sink left out.",
+  sink: "The share of its weight that a head puts on the word all heads give most to: attention parked, not used.",
+  previous: "The mean weight on the word before.",
+  induction: "The mean weight on what followed the same word earlier: a head that continues what it saw.",
+};
+
+function overview(page, box) {
+  const { metrics, all } = page.header, have = Object.keys(METRICS).filter((by) => metrics[by].some(Boolean));
+  const own = (page.overview ??= { by: have[0], x: have[0], y: have[1] ?? have[0], at: null });
+  const again = (change) => { Object.assign(own, change); update(); };
+  const menu = choice("number", "metric", have.map((by) => [by, by]), own.by, (by) => again({ by }));
+  const axis = (name) => choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name], (by) => again({ [name]: by }));
+  const told = el("p", { class: "hint" }), grid = el("div", { class: "scroll" }), plot = el("div", { class: "plot" }), peek = el("div", { class: "peek" });
+  box.append(el("div", { class: "controls" }, menu), told, el("div", { class: "columns" }, grid, peek), have.length > 1 ? el("div", { class: "controls" }, axis("x"), axis("y")) : "", plot,
+    behind("Every head", () => [["layer", "head", ...have], all.flatMap(([index, name, heads], l) => range(heads).map((h) => [`${index} ${name}`, String(h), ...have.map((by) => metrics[by][l]?.[h] ?? "–")]))]));
+  const value = (by, l, h) => metrics[by][l]?.[h] ?? null;
+  const held = (l, h) => page.book.heads.find((head) => head.place === all[l][3] && head.head === h);
+  const name = (l, h) => `layer ${all[l][0]}, head ${h}`;
+
+  function look(l, h) {
+    const head = held(l, h);
+    own.at = [l, h];
+    peek.replaceChildren(el("p", {}, el("b", { text: all[l][1] ? name(l, h) : `head ${h}` })), el("dl", {}, have.map((by) => [el("dt", { text: by }), el("dd", { text: value(by, l, h) === null ? "–" : fixed(value(by, l, h), 2) })])),
+      head && !head.stack.long ? heat(head.i, head.j, (i, j) => page.paint.tint(shade(head.at(i, j), 1))) : "",
+      head ? el("button", { class: "chip", "data-key": "open-head", text: "open this head", onclick: () => openHead(page, head) }) : el("p", { class: "hint", text: "This page does not hold its weights." }));
+  }
+  function update() {
+    told.textContent = METRICS[own.by];
+    grid.replaceChildren(metricGrid(page, own, all, value, held, look));
+    plot.replaceChildren(have.length > 1 ? scatter(page, own, all, value, held, look) : "");
+    if (own.at) look(...own.at); else look(...extreme(all, (l, h) => value(own.by, l, h), own.by === "entropy" ? -1 : 1));
+  }
+  update();
+}
+
+const openHead = (page, head) => page.choose(head, head.stack.long ? "long" : head.stack.same ? "spotlight" : "cross");
+
+// The head with the largest number, or the smallest: sharpest first for entropy, as in `Recording.heads`.
+function extreme(all, value, sign) {
+  let best = [0, 0];
+  all.forEach(([, , heads], l) => { for (let h = 0; h < heads; h++) if ((value(l, h) ?? -sign * 1e30) * sign > (value(...best) ?? -sign * 1e30) * sign) best = [l, h]; });
+  return best;
+}
+
+function span(all, value) {
+  const numbers = all.flatMap(([, , heads], l) => range(heads).map((h) => value(l, h))).filter((x) => x !== null);
+  const [low, high] = [Math.min(...numbers), Math.max(...numbers)];
+  return { low, high, part: (x) => (high > low ? (x - low) / (high - low) : 0.5) };
+}
+
+function metricGrid(page, own, all, value, held, look) {
+  const paint = page.paint, { part } = span(all, (l, h) => value(own.by, l, h)), widest = Math.max(...all.map(([, , heads]) => heads));
+  const key = (e, l, h) => {
+    const move = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[e.key];
+    if (!move) return;
+    e.preventDefault();
+    page.root.querySelector(`[data-key="head-${l + move[0]}-${h + move[1]}"]`)?.focus();
+  };
+  const cell = (l, h) => {
+    const x = value(own.by, l, h), colour = paint.tint(x === null ? 0 : 0.04 + 0.96 * part(x)), head = held(l, h);
+    return el("td", {}, el("button", { class: "headcell", "data-key": `head-${l}-${h}`, tabindex: own.at ? (own.at[0] === l && own.at[1] === h ? 0 : -1) : l + h === 0 ? 0 : -1, style: { background: paint.css(colour), color: paint.ink(colour) },
+      "aria-label": `layer ${all[l][0]}, head ${h}: ${x === null ? "unknown" : fixed(x, 2)}`, text: x === null ? "–" : fixed(x, x >= 10 ? 0 : x >= 1 ? 1 : 2),
+      onmouseenter: () => look(l, h), onfocus: () => look(l, h), onclick: () => head && openHead(page, head), onkeydown: (e) => key(e, l, h) }));
+  };
+  return el("table", { class: "grid" }, el("caption", { class: "hidden", text: `${own.by} of every head` }), el("thead", {}, el("tr", {}, el("th", { scope: "col", text: all[0][1] ? "layer" : "" }), range(widest).map((h) => el("th", { scope: "col", text: String(h) })))),
+    el("tbody", {}, all.map(([index, layerName, heads], l) => el("tr", {}, el("th", { scope: "row", title: layerName, text: String(index) }), range(heads).map((h) => cell(l, h))))));
+}
+
+function scatter(page, own, all, value, held, look) {
+  const [width, height] = [520, 300], [sx, sy] = ["x", "y"].map((a) => span(all, (l, h) => value(own[a], l, h))), paint = page.paint;
+  const points = all.flatMap(([index, , heads], l) => range(heads).map((h) => {
+    const [x, y] = [value(own.x, l, h), value(own.y, l, h)];
+    if (x === null || y === null) return null;
+    return svg("circle", { class: "point", cx: sx.part(x) * width, cy: height - sy.part(y) * height, r: 6, style: { fill: paint.css(paint.tint(0.3 + (0.7 * l) / Math.max(1, all.length - 1))) }, onmouseenter: () => look(l, h), onclick: () => held(l, h) && openHead(page, held(l, h)) },
+      svg("title", { text: `layer ${index}, head ${h}: ${own.x} ${fixed(x, 2)}, ${own.y} ${fixed(y, 2)}` }));
+  })).filter(Boolean);
+  const text = (props, t) => svg("text", { class: "tiny", ...props, text: t });
+  return el("figure", {}, svg("svg", { class: "scatter", viewBox: `-46 -16 ${width + 66} ${height + 56}`, role: "img", "aria-label": `${own.y} against ${own.x}, one point a head` },
+    svg("line", { class: "axis", x1: -10, x2: width + 10, y1: height + 10, y2: height + 10 }), svg("line", { class: "axis", x1: -10, x2: -10, y1: -10, y2: height + 10 }),
+    text({ x: 0, y: height + 26 }, near(sx.low)), text({ x: width, y: height + 26, "text-anchor": "end" }, near(sx.high)), text({ x: width / 2, y: height + 34, "text-anchor": "middle" }, own.x),
+    text({ x: -14, y: height, "text-anchor": "end" }, near(sy.low)), text({ x: -14, y: 4, "text-anchor": "end" }, near(sy.high)), text({ transform: `translate(-30 ${height / 2}) rotate(-90)`, "text-anchor": "middle" }, own.y), points),
+    el("figcaption", { text: "One point a head; the later the layer, the stronger the colour." }));
+}
+
+// ── Long inputs: a map, rows and columns in numbers, the strongest links, exact rows ──────────────────────────────
+// The page holds one map; a server can answer `pool` and `row` for any part: the views ask the source alone.
+
+class Stored {
+  constructor(head) {
+    const { header, layer, n } = head, long = layer.long, slice = (name, size) => header.array(long[name]).subarray(n * size, (n + 1) * size);
+    const [r, c] = long.tiles;
+    Object.assign(this, { head, rows: long.rows, tiles: long.tiles, map: slice("pool", r * c), entropy: slice("entropy", head.i), peak: slice("peak", head.i), peakAt: slice("peak_at", head.i), received: slice("received", head.j) });
+    this.exact = slice("exact", long.rows.length * head.j);
+  }
+  // Sums of weights in rows × cols tiles of a part of the matrix; null for a part that is not held.
+  async pool(rows, cols, i, j) {
+    const whole = i[0] === 0 && i[1] === this.head.i && j[0] === 0 && j[1] === this.head.j;
+    return whole && rows === this.tiles[0] && cols === this.tiles[1] ? this.map : null;
+  }
+  async row(i) {
+    const n = this.rows.indexOf(i);
+    return n < 0 ? null : this.exact.subarray(n * this.head.j, (n + 1) * this.head.j);
+  }
+}
+
+function long(page, box) {
+  const own = (page.long ??= { row: null }), bar = el("div", { class: "controls" }), told = el("p", { class: "readout", "aria-live": "polite" });
+  const map = el("div", { class: "longmap" }), strips = el("div", {}), links = el("div", { class: "links" }), rows = el("div", {});
+  box.append(bar, told, el("div", { class: "halves" }, map, strips, rows, links));
+  let source = null;
+  const again = (row) => { own.row = row; exactRows(page, source, rows, own, again); };
+  return () => {
+    const head = page.head;
+    source = new Stored(head);
+    if (!source.rows.includes(own.row)) own.row = source.rows.includes(page.state.word) ? page.state.word : source.rows[0];
+    bar.replaceChildren(...[stackChoice(page), headChoice(page)].filter(Boolean));
+    told.replaceChildren(`${count(head.i)} words look at ${count(head.j)}`);
+    tileMap(page, source, map, told);
+    strips.replaceChildren(profile(page, "entropy of every row", source.entropy, (n) => page.stack.rows.label(n)), profile(page, "largest weight of every row", source.peak, (n) => page.stack.rows.label(n)), profile(page, "attention received by every word", source.received, (n) => page.stack.cols.label(n)));
+    exactRows(page, source, rows, own, again);
+    links.replaceChildren(...strongest(page, source));
+  };
+}
+
+const edge = (n, tiles, length) => Math.floor((n * length) / tiles);
+const named = (sequence, n) => (sequence.shown ? `${n} ${sequence.label(n).slice(0, 24)}` : count(n));
+
+async function tileMap(page, source, box, told) {
+  const { head, tiles: [r, c] } = source, pool = await source.pool(r, c, [0, head.i], [0, head.j]), paint = page.paint;
+  const share = (a, b) => pool[a * c + b] / Math.max(1, edge(a + 1, r, head.i) - edge(a, r, head.i));
+  let [low, most] = [Infinity, 0];
+  for (let a = 0; a < r; a++) for (let b = 0; b < c; b++) { const x = share(a, b); most = Math.max(most, x); low = Math.min(low, x); }
+  const canvas = heat(r, c, (a, b) => paint.tint(shade(share(a, b) - low, most - low)));
+  const say = (a, b) => told.replaceChildren("words ", el("b", { text: `${count(edge(a, r, head.i))}–${count(edge(a + 1, r, head.i) - 1)}` }), " give words ", el("b", { text: `${count(edge(b, c, head.j))}–${count(edge(b + 1, c, head.j) - 1)}` }), " a share of ", el("b", { "data-read": "tile", text: weightText(share(a, b)) }));
+  canvas.addEventListener("mousemove", (e) => { const rect = canvas.getBoundingClientRect(); say(clamp(Math.floor(((e.clientY - rect.top) / rect.height) * r), 0, r - 1), clamp(Math.floor(((e.clientX - rect.left) / rect.width) * c), 0, c - 1)); });
+  box.replaceChildren(el("figure", { role: "img", "aria-label": `Map of the matrix in ${r} by ${c} tiles` }, canvas, el("figcaption", { text: `${r} × ${c} tiles; down: the words that look, across: the words looked at. Colour: the share of a tile’s rows.` })), legend(page, most, low));
+}
+
+// A number for every word as a strip: the mean and the range of what falls on a pixel.
+function profile(page, title, numbers, label) {
+  const width = 640, height = 54, n = numbers.length, bins = Math.min(n, width), high = [], mean = [];
+  for (let b = 0; b < bins; b++) {
+    let top = -Infinity, total = 0;
+    const [from, to] = [edge(b, bins, n), edge(b + 1, bins, n)];
+    for (let m = from; m < to; m++) { total += numbers[m]; if (numbers[m] > top) top = numbers[m]; }
+    high.push(top); mean.push(total / (to - from));
+  }
+  const most = Math.max(...high) || 1, best = largest(numbers), x = (b) => (b * width) / bins;
+  const area = (y) => `M0 ${height}` + y.map((v, b) => `L${x(b)} ${height - (v / most) * height}H${x(b + 1)}`).join("") + `L${width} ${height}Z`;
+  const average = sum(numbers) / n;
+  return el("figure", { class: "profile" }, el("figcaption", {}, title, el("span", { class: "who" }, `mean ${weightText(average)}, largest ${weightText(numbers[best])} at `, word(label(best)))),
+    svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: mean ${fixed(average, 3)}, largest ${fixed(numbers[best], 3)}` }, svg("path", { class: "range", d: area(high) }), svg("path", { class: "mean", d: area(mean) })));
+}
+
+async function exactRows(page, source, box, own, again) {
+  const { rows, cols } = page.stack, row = await source.row(own.row);
+  const best = row ? topOf(row, 12) : [];
+  box.replaceChildren(el("h2", { text: "Exact rows" }), el("div", { class: "chips", role: "group", "aria-label": "Rows this page holds" }, source.rows.map((i) => el("button", { class: "chip", "data-key": `row-${i}`, "aria-pressed": String(i === own.row), style: i === own.row ? { "--colour": "var(--accent)" } : {}, onclick: () => again(i) }, named(rows, i)))),
+    row ? profile(page, `where ${named(rows, own.row)} looks`, row, (n) => cols.label(n)) : "",
+    el("ol", { class: "best" }, best.map((j) => el("li", {}, word(named(cols, j)), el("span", { class: "lanes" }, el("span", { class: "lane", style: { "--colour": "var(--accent)", "--w": `${(100 * row[j]) / row[best[0]]}%` } }, el("i"), el("b", { "data-row": own.row, "data-j": j, text: weightText(row[j]) })))))));
+}
+
+// The places of the n largest numbers, in one pass.
+function topOf(numbers, n) {
+  const best = [];
+  for (let m = 0; m < numbers.length; m++) {
+    if (best.length === n && numbers[m] <= numbers[best[n - 1]]) continue;
+    let at = best.length;
+    while (at > 0 && numbers[best[at - 1]] < numbers[m]) at--;
+    best.splice(at, 0, m);
+    if (best.length > n) best.pop();
+  }
+  return best;
+}
+
+function strongest(page, { peak, peakAt }) {
+  const { rows, cols } = page.stack, other = page.stack.same ? peak.map((w, i) => (peakAt[i] === i ? 0 : w)) : peak;
+  const best = topOf(other, 20).filter((i) => other[i] > 0);
+  return [el("h2", { text: "Strongest links" }), el("div", { class: "scroll" }, table(page.stack.same ? "The largest weights between two words, one a row" : "The largest weights of the matrix, one a row", ["from", "to", "weight"], best.map((i) => [word(named(rows, i)), word(named(cols, peakAt[i])), peak[i]])))];
+}
+
+// ── Training: every head over the steps ───────────────────────────────────────────────────────────────────────────
+
+const STRIPS = {
+  entropy: ["entropy, as a share of the most it could be", "Faint is sharp. A row that fades and stays so is a head that collapsed."],
+  max_score: ["largest score", "A row that grows strong to the right is a head whose scores explode."],
+};
+
+function training(page, box) {
+  const { steps, strips } = page.header, own = (page.training ??= { at: strips.map(() => null) });
+  strips.forEach((one, s) => {
+    const table_ = page.header.array(one.values), n = steps.length, heads = one.heads.length, paint = page.paint;
+    const finite = table_.filter((x) => Number.isFinite(x)), [low, high] = [Math.min(0, ...finite), Math.max(one.what === "entropy" ? 1 : 0, ...finite)];
+    const part = (h, c) => { const x = table_[h * n + c]; return Number.isFinite(x) ? (x - low) / (high - low || 1) : x > 0 ? 1 : 0; };
+    const canvas = heat(heads, n, (h, c) => paint.tint(part(h, c)));
+    canvas.style.setProperty("height", `${clamp(heads * 14, 60, 420)}px`);
+    const told = el("p", { class: "readout", "aria-live": "polite" }), curve = el("div", {});
+    const look = (h, c) => {
+      own.at[s] = h;
+      told.replaceChildren(el("bdi", { text: one.heads[h][0] }), ` head ${one.heads[h][1]}, step ${count(steps[c])} `, el("b", { "data-read": one.what, text: fixed(table_[h * n + c], 3) }));
+      curve.replaceChildren(lineOf(steps, table_.subarray(h * n, (h + 1) * n), low, high));
+    };
+    const menu = choice("head", `train-${one.what}`, one.heads.map(([layer, head], h) => [h, `${layer.length > 40 ? "…" + layer.slice(-39) : layer} · ${head}`]), own.at[s] ?? 0, (h) => look(Number(h), n - 1));
+    canvas.addEventListener("mousemove", (e) => { const r = canvas.getBoundingClientRect(), h = clamp(Math.floor(((e.clientY - r.top) / r.height) * heads), 0, heads - 1); menu.querySelector("select").value = h; look(h, clamp(Math.floor(((e.clientX - r.left) / r.width) * n), 0, n - 1)); });
+    box.append(el("figure", { class: "train" }, el("h2", { text: STRIPS[one.what][0] }), el("p", { class: "hint", text: STRIPS[one.what][1] }), canvas, el("p", { class: "ends" }, el("span", { text: `step ${count(steps[0])}` }), el("span", { text: `step ${count(steps[n - 1])}` })), el("div", { class: "controls" }, menu), told, curve,
+      behind(STRIPS[one.what][0], () => [["step", ...one.heads.map(([layer, head]) => `${layer} · ${head}`)], steps.map((step, c) => [count(step), ...one.heads.map((_, h) => table_[h * n + c])])])));
+    const sign = one.what === "entropy" ? -1 : 1;
+    look(own.at[s] ?? largest(range(heads).map((h) => sign * table_[h * n + n - 1])), n - 1);
+    menu.querySelector("select").value = own.at[s];
+  });
+}
+
+function lineOf(steps, numbers, low, high) {
+  const width = 640, height = 90, first = steps[0], last = steps.at(-1);
+  const points = steps.map((step, c) => `${last > first ? ((step - first) / (last - first)) * width : width / 2},${height - ((numbers[c] - low) / (high - low || 1)) * height}`);
+  return svg("svg", { class: "wide", viewBox: `-4 -6 ${width + 8} ${height + 12}`, role: "img", "aria-label": `from ${fixed(numbers[0], 3)} to ${fixed(numbers.at(-1), 3)}` },
+    svg("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height }), svg("polyline", { class: "curve", points: points.filter((p) => !p.includes("NaN")).join(" "), style: { stroke: "var(--accent)" } }));
+}
+
+// ── The views, in the order of their tabs ─────────────────────────────────────────────────────────────────────────
+
+const some = (page, fits) => page.book?.stacks.some(fits) ?? false;
+const short = (stack) => !stack.long && stack.heads.length > 0;
+const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.layer.q !== undefined);
+
+const VIEWS = {
+  spotlight: { name: "Spotlight", look: "Follow the lines from the lit word: the thicker, the more of it is made of that other word. Point at another word, or click to keep it lit.", stack: (s) => short(s) && s.same, when: (p) => some(p, (s) => short(s) && s.same), build: spotlight },
+  cross: { name: "Two sentences", look: "The lit word above looks into the sentence below: which of its words does it draw on?", stack: (s) => short(s) && !s.same, when: (p) => some(p, (s) => short(s) && !s.same), build: spotlight },
+  long: { name: "Long input", look: "Bright columns are words everybody looks at, a bright diagonal is the neighbourhood; single bright tiles are ties worth a closer look.", stack: (s) => s.long && s.heads.length > 0, when: (p) => some(p, (s) => s.long && s.heads.length > 0), build: long },
+  walk: { name: "Walk", look: "Read downwards: how a score becomes a weight, and weights become the output, number by number.", stack: short, when: (p) => some(p, short), build: walk },
+  play: { name: "Play", look: "Turn the scale up until one word takes everything, and down until all are alike; then change the rules.", stack: withVectors, when: (p) => some(p, withVectors), build: play },
+  square: { name: "Square", look: "Each row is one word looking, each column one word looked at. A strong column is a word everybody looks at, a diagonal is a habit of place.", stack: short, when: (p) => some(p, short), build: square },
+  overview: { name: "All heads", look: "Every head in one picture: find the odd one out, and click to open it.", when: (p) => (p.book?.total ?? 0) > 1, build: overview },
+  training: { name: "Training", look: "Time runs to the right, one row a head: look for rows that change colour for good.", when: (p) => p.header.kind === "training", build: training },
+};
+
+export async function show(root, base64) {
+  try {
+    return new Page(root, unpack(await inflate(base64)));
+  } catch (error) {
+    root.textContent = `This page could not be shown: ${error.message}`;
+    throw error;
+  }
+}
+
+const data = globalThis.document?.getElementById("regard-data");
+if (data) globalThis.regard = show(document.getElementById("regard"), data.textContent);

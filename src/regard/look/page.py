@@ -1,8 +1,9 @@
 """The page: one HTML file with its script, its style and its data inside, that never asks anybody for anything.
 
 A Content-Security-Policy allows this script and this style, by their hashes, and nothing else: no request, no other
-script, whatever the data says. The data is base64; the only text outside it is the title. In a notebook the same page
-stands in a frame of its own, without rights over the notebook. Imports `payload`.
+script, whatever the data says. Script, style and data travel deflated, since a notebook holds one page a view; a few
+plain lines unpack them, and the browser runs what has the right hash. The only text outside is the title. In a notebook
+the page stands in a frame of its own, without rights over the notebook. Imports `payload`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import hashlib
 import html as escaping
 import re
+import zlib
 from importlib.resources import files
 
 from .payload import Packed
@@ -28,15 +30,33 @@ _PAGE = """\
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
 <title>{title}</title>
-<style>{style}</style>
 </head>
 <body>
 <div id="regard"></div>
 <noscript>This page draws its pictures with a script, which is inside the file. Allow scripts to see them.</noscript>
+<script type="application/octet-stream" id="regard-style">{style}</script>
+<script type="application/octet-stream" id="regard-script">{script}</script>
 <script type="application/octet-stream" id="regard-data">{data}</script>
-<script type="module">{script}</script>
+<script type="module">{unpack}</script>
 </body>
 </html>
+"""
+
+#: Runs first: unpacks the style and the script.
+_UNPACK = """
+const text = (id) => {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
+};
+try {
+  const style = document.createElement("style"), script = document.createElement("script");
+  style.textContent = await text("regard-style");
+  script.type = "module";
+  script.textContent = await text("regard-script");
+  document.head.append(style, script);
+} catch (error) {
+  document.getElementById("regard").textContent = `This browser is too old to unpack the page: ${error.message}`;
+}
 """
 
 #: How high the page stands in a notebook; it can be pulled larger.
@@ -47,11 +67,17 @@ def html(packed: Packed) -> str:
     """The whole page, in ASCII."""
     script, style = _file("page.js"), _file("page.css")
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        f"default-src 'none'; script-src '{_hash(_UNPACK)}' '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = base64.b64encode(packed.data).decode()
-    return _PAGE.format(policy=policy, title=_text(packed.title), style=style, data=data, script=script)
+    return _PAGE.format(
+        policy=policy,
+        title=_text(packed.title),
+        style=_base64(zlib.compress(style.encode(), 9)),
+        script=_base64(zlib.compress(script.encode(), 9)),
+        data=_base64(packed.data),
+        unpack=_UNPACK,
+    )
 
 
 def frame(page: str) -> str:
@@ -73,14 +99,12 @@ def _file(name: str) -> str:
     """A file that lies beside this one, without comments on lines of their own and without indentation."""
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     lines = (line.strip() for line in text.splitlines())
-    kept = "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
-    # ASCII: what the hash is taken of does not depend on how the page is stored.
-    return "".join(letter if letter.isascii() else _code(letter, name) for letter in kept)
-
-
-def _code(letter: str, name: str) -> str:
-    return f"\\u{{{ord(letter):x}}}" if name.endswith(".js") else f"\\{ord(letter):x} "
+    return "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
 
 
 def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return "sha256-" + _base64(hashlib.sha256(text.encode()).digest())
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()

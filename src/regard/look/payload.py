@@ -14,7 +14,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ __all__ = ["LONG", "Packed", "pack"]
 #: Tokens above which a page holds a map of the matrix instead of the matrix.
 LONG = 300
 #: Bytes of weights and vectors, before packing, that a page holds of short and of long inputs.
-ROOM, ROOM_LONG = 6_000_000, 3_400_000
+ROOM, ROOM_LONG = 6_000_000, 4_200_000
 #: Bytes of queries, keys and values up to which they are kept in float32.
 EXACT = 100_000
 #: Coordinates of word vectors that are shown one by one.
@@ -48,7 +48,7 @@ class Packed:
     data: bytes
 
 
-@dataclass
+@dataclass(eq=False)
 class Sheet:
     """One layer of one sequence."""
 
@@ -92,7 +92,7 @@ class Packer:
     """Arrays behind one another; what is the same is written once. Bytes of one place of a number stand together:
     they are alike, and deflate finds that."""
 
-    KINDS = {"f4": torch.float32, "f2": torch.float16, "u4": torch.int32, "u1": torch.uint8}
+    KINDS: ClassVar = {"f4": torch.float32, "f2": torch.float16, "u4": torch.int32, "u1": torch.uint8}
 
     def __init__(self) -> None:
         self.arrays: list[list[Any]] = []
@@ -130,6 +130,8 @@ def pack(
     embedded: Any = None,
     values: Tensor | None = None,
     item: int = 0,
+    hide_special: bool = False,
+    merge: bool = False,
 ) -> Packed:
     """Everything a page needs to show this subject."""
     if isinstance(subject, list):
@@ -140,10 +142,12 @@ def pack(
         raise ValueError(_nothing(subject, refused))
     content = _Content(there, refused, notes)
     start = _start(subject, content, word, layer, head)
+    start |= {"hide": hide_special, "merge": merge}
     content.hold(start)
     header = content.header(start)
     header["metrics"] = _metrics(sheets)
-    header["without"] = [[s.index, s.name, s.heads] for s in sheets if s.weights is None]
+    # Layers of which only statistics were kept stand in the overview as well; they have no place among the others.
+    header["all"] = [[s.index, s.name, s.heads, there.index(s) if s.weights is not None else None] for s in sheets]
     header["embedded"] = _embedded(embedded, content)
     header["title"] = title if title is not None else content.title()
     return Packed(header["title"], content.packer.bytes(header))
@@ -251,7 +255,11 @@ class _Content:
     def hold(self, start: dict[str, Any]) -> None:
         """Choose the heads that fit: those asked for, then those that matter most for the word."""
         order = sorted(
-            ((-strength, place, h) for place in range(len(self.sheets)) for h, strength in self._strengths(place, start))
+            (
+                (-strength, place, h)
+                for place in range(len(self.sheets))
+                for h, strength in self._strengths(place, start)
+            )
         )
         room: dict[bool, float] = {False: ROOM, True: ROOM_LONG}
         left_out = 0
@@ -272,6 +280,8 @@ class _Content:
 
     def _strengths(self, place: int, start: dict[str, Any]) -> list[tuple[int, float]]:
         sheet, row = self.sheets[place], start["word"]
+        if len(self.sheets) == sheet.heads == 1:
+            return [(0, 0.0)]
         asked = [h for p, h in start["asked"] if p == place]
         mine = start["stack"] == self.stack_of[place]
         if sheet.long:
@@ -299,7 +309,9 @@ class _Content:
         total = 0
         for sheet, held in zip(self.sheets, self.held, strict=True):
             if not sheet.long and held:
-                total += 4 * sum(t.numel() for t in (sheet.w._factors.q, sheet.w._factors.k, sheet.values) if t is not None)
+                total += 4 * sum(
+                    t.numel() for t in (sheet.w._factors.q, sheet.w._factors.k, sheet.values) if t is not None
+                )
         return total
 
     def _layer(self, n: int, exact: bool, start: dict[str, Any]) -> dict[str, Any]:
@@ -393,7 +405,9 @@ def _row(content: _Content, stacks: list[int], word: Any) -> tuple[int, int]:
         tokens = content.tokens(stack)
         rows = content.sequences[content.stacks[stack]["rows"]]["length"]
         if tokens is None and isinstance(word, str) and not word.isdecimal():
-            wrong = wrong or LookupError(f"{word!r}: these weights have no words. Give them first: W.label(tokens).show(…).")
+            wrong = wrong or LookupError(
+                f"{word!r}: these weights have no words. Give them first: W.label(tokens).show(…)."
+            )
             continue
         try:
             return stack, resolve(tokens if tokens is not None else range(rows), word if tokens else int(word))  # type: ignore[arg-type]
@@ -443,7 +457,10 @@ def _vectors(factors: Any, exact: bool, packer: Packer) -> dict[str, Any]:
     q, k, score = factors.q, factors.k, factors.score
     problem = factors.problem()
     whole = Block(slice(0, q.shape[-2]), slice(0, k.shape[-2]), problem.offset, q.device)
-    found: dict[str, Any] = {"d": q.shape[-1], "mask_name": None if factors.mask is None else shown(repr(factors.mask), 80)}
+    found: dict[str, Any] = {
+        "d": q.shape[-1],
+        "mask_name": None if factors.mask is None else shown(repr(factors.mask), 80),
+    }
     if q.shape[-1] == k.shape[-1] and q.is_floating_point():
         # `pick_heads` gave every query head the keys it looks at.
         found |= {"q": packer.add(q, _kind(q, exact)), "k": packer.add(k, _kind(k, exact))}
@@ -452,7 +469,9 @@ def _vectors(factors: Any, exact: bool, packer: Packer) -> dict[str, Any]:
     if factors.mask is not None:
         visible = factors.mask.visible(whole)
         visible = visible.reshape(visible.shape[-2:]) if visible.numel() == q.shape[-2] * k.shape[-2] else visible
-        visible = torch.broadcast_to(visible.reshape(-1, *visible.shape[-2:]), (visible.shape[:-2].numel(), q.shape[-2], k.shape[-2]))
+        visible = torch.broadcast_to(
+            visible.reshape(-1, *visible.shape[-2:]), (visible.shape[:-2].numel(), q.shape[-2], k.shape[-2])
+        )
         found["visible"] = packer.add(visible, "u1")
     if score.steps or "scale" not in found:
         found["s"] = packer.add(problem.at(whole).bare_scores(whole)[0])  # before the mask
@@ -507,6 +526,8 @@ def _chosen_rows(peak: Tensor, word: int | None, count: int) -> list[int]:
 
 def _metrics(sheets: list[Sheet]) -> dict[str, list[Any]]:
     """One number a head by every measure of `Recording.heads`, layer by layer; None where it has no meaning."""
+    if sum(sheet.heads for sheet in sheets) == 1:  # there is nothing to compare, and each costs a pass
+        return {by: [None] for by in METRICS}
     return {by: [_metric(sheet, by) for sheet in sheets] for by in METRICS}
 
 
@@ -533,7 +554,11 @@ def _embedded(embedded: Any, content: _Content) -> dict[str, Any] | None:
     if embedded is None:
         return None
     x, q, k, v = (getattr(embedded, name).detach().float().cpu() for name in "xqkv")
-    fits = [n for n, stack in enumerate(content.stacks) if stack["same"] and not stack["long"] and content.sequences[stack["rows"]]["length"] == len(x)]
+    fits = [
+        n
+        for n, stack in enumerate(content.stacks)
+        if stack["same"] and not stack["long"] and content.sequences[stack["rows"]]["length"] == len(x)
+    ]
     if not fits:
         return None
     add = content.packer.add
@@ -561,7 +586,7 @@ def _training(history: list[tuple[int, dict[str, float]]], title: str | None) ->
             strips.append({"what": what, "heads": heads, "values": packer.add(torch.tensor(table))})
     if not strips:
         raise ValueError("a training history has entropy and max_score; neither was found.")
-    header = {
+    header: dict[str, Any] = {
         "kind": "training",
         "title": title if title is not None else "Attention while training",
         "steps": [step for step, _ in history],

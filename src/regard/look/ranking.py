@@ -2,7 +2,7 @@
 
 Many heads look at the word before, or at [CLS], whatever the word is; by weight alone they would always come first.
 A head's habit at (i, j) is the larger of two means over the other rows: of what key j is given, and of what is given
-at the distance j − i. What counts is the weight beyond it. Imports `recorder.part`, when it is used.
+at the distance j − i. What counts is the weight beyond it. Imports `matrix`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..matrix import Weights
 
-__all__ = ["Best", "beyond_habit", "first_heads", "heads_for"]
+__all__ = ["Best", "beyond_habit", "beyond_received"]
 
 
 class Best(NamedTuple):
@@ -36,10 +36,12 @@ def beyond_habit(w: Tensor, special: Sequence[bool], same: bool) -> Best:
     if same:
         distance = torch.arange(j, device=w.device) - torch.arange(i, device=w.device).unsqueeze(-1) + i - 1  # i j
         at = distance.flatten().expand(h, -1)
-        total, count = (w.new_zeros(h, i + j - 1).scatter_add_(1, at, x.flatten(1)) for x in (w, visible))
-        sums = (x.gather(1, at).reshape(h, i, j) for x in (total, count))
-        habit = torch.maximum(habit, _mean_of_others(*sums, w, visible))
-    # A key that may not be chosen counts less than any that may, but more than nothing: one-word sentences have no other.
+        total, count = (
+            w.new_zeros(h, i + j - 1).scatter_add_(1, at, x.flatten(1)).gather(1, at).reshape(h, i, j)
+            for x in (w, visible)
+        )
+        habit = torch.maximum(habit, _mean_of_others(total, count, w, visible))
+    # A key that may not be chosen counts less than any that may, not nothing: a sentence of one word has no other.
     barred = torch.tensor(list(special), dtype=w.dtype, device=w.device).expand(i, j) * 2
     if same:
         barred = barred + torch.eye(i, j, dtype=w.dtype, device=w.device) * 2
@@ -59,25 +61,3 @@ def beyond_received(weights: Weights, row: int, special: Sequence[bool], same: b
         barred[row] += 2
     chosen = (w - weights.received() / weights.shape[-2] - barred).max(-1, keepdim=True)
     return Best(chosen.values, chosen.indices)
-
-
-def first_heads(best: Best, row: int, count: int = 2) -> list[int]:
-    """The heads to show first: the best one, then the best of those that look at another word."""
-    order = best.beyond[:, row].argsort(descending=True, stable=True).tolist()
-    shown: list[int] = []
-    for head in order:
-        if len(shown) < count and all(best.key[head, row] != best.key[other, row] for other in shown):
-            shown.append(head)
-    return (shown + [head for head in order if head not in shown])[:count]
-
-
-def heads_for(weights: Sequence[Weights], row: int, special: Sequence[bool], same: bool = True) -> list[tuple]:
-    """(place in `weights`, head, key, weight) of every head of several layers (h, i, j), the most telling first."""
-    rows = []
-    for place, one in enumerate(weights):
-        w = one.dense()
-        best = beyond_habit(w, special, same)
-        for head in range(w.shape[0]):
-            key = int(best.key[head, row])
-            rows.append((float(best.beyond[head, row]), (place, head, key, float(w[head, row, key]))))
-    return [row for _, row in sorted(rows, key=lambda row: -row[0])]

@@ -255,7 +255,7 @@ def _beyond_sample(
     """For one row (h, m) of a long input: the key with the most weight beyond habit, and how much that is, (h,)."""
     others = [n for n, other in enumerate(sample[0]) if other != at]
     looks, m = sample[1][:, others], w.shape[-1]
-    habit = looks.mean(1)
+    habit = looks.sum(1) / (looks > 0).sum(1).clamp(min=1)  # over the rows that may look there
     barred = torch.tensor(special, dtype=w.dtype, device=w.device) * 2
     if sheet.kind == "self":
         # The key at the same distance from each sampled row, where there is one.
@@ -263,7 +263,7 @@ def _beyond_sample(
         place = torch.arange(m, device=w.device) - at + stand  # s m
         there = (place >= 0) & (place < m)
         near = looks.gather(2, place.clamp(0, m - 1).expand(sheet.heads, -1, -1)) * there
-        habit = torch.maximum(habit, near.sum(1) / there.sum(0).clamp(min=1))
+        habit = torch.maximum(habit, near.sum(1) / (near > 0).sum(1).clamp(min=1))
         barred[at] += 2
     best = (w - habit - barred).max(-1)
     return best.indices, best.values

@@ -15,23 +15,25 @@ from torch import Tensor
 from . import spot, words
 from .walk import Walk
 
-__all__ = ["draw", "draw_walk"]
+__all__ = ["draw", "draw_overview", "draw_spot", "draw_walk", "wrapped"]
 
 #: Words up to which every one gets a bar; beyond, the strongest do.
 ALL_WORDS = 24
 STRONGEST = 12
+#: Columns below which nothing lines up.
+NARROWEST = 40
 #: Ends of the scales of two heads: alike in lightness, black letters can be read on all of it, on any background.
-_HUES = (((125, 116, 104), (255, 146, 43)), ((104, 116, 125), (77, 171, 247)))
+_HUES = (((134, 124, 112), (255, 146, 43)), ((112, 124, 134), (77, 171, 247)))
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _FAINT = 0.02  # weights below this are not shaded
 
 _MEASURES = {
-    "entropy": ("sharpest", "looks at few words (entropy, nats)"),
-    "previous": ("before", "looks at the word before"),
-    "reach": ("farthest", "looks far away (mean distance)"),
-    "sink": ("sink", "rests on one token, whatever the word"),
-    "induction": ("induction", "continues what followed this word before"),
+    "entropy": "looks at few words",
+    "previous": "looks at the word before",
+    "reach": "looks far away",
+    "sink": "rests on one token",
+    "induction": "repeats what followed",
 }
 
 
@@ -66,17 +68,23 @@ def draw(
     top      how many of the strongest words get a bar
     to       rank the heads by the weight on this word
     """
-    width = max(width, 24)
     if _is_history(subject):
-        lines = _history(subject, width)
-    elif word is None:
+        return _rendered(_history(subject, max(width, NARROWEST)), colour)
+    if word is None:
         seen = spot.overview(subject, layer=layer, head=head, hide_special=hide_special, merge=merge)
-        lines = _overview(seen, width, top or 10)
-    else:
-        options = {"hide_special": hide_special, "merge": merge, "to": to}
-        lit = spot.spotlight(subject, word, layer=layer, head=head, **options)  # type: ignore[arg-type]
-        lines = _spotlight(lit, width, top)
-    return _rendered(lines, colour)
+        return draw_overview(seen, width=width, colour=colour, top=top)
+    lit = spot.spotlight(subject, word, to=to, layer=layer, head=head, hide_special=hide_special, merge=merge)
+    return draw_spot(lit, width=width, colour=colour, top=top)
+
+
+def draw_spot(lit: spot.Spot, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
+    """A lit word: the sentence shaded, a bar a word, the heads that matter."""
+    return _rendered(_spotlight(lit, max(width, NARROWEST), top), colour)
+
+
+def draw_overview(seen: spot.Overview, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
+    """Every word's strongest tie, and heads that do one thing."""
+    return _rendered(_overview(seen, max(width, NARROWEST), top or 10), colour)
 
 
 # One word.
@@ -85,13 +93,24 @@ def draw(
 def _spotlight(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
     lines: list[Line] = []
     for n, one in enumerate(lit.shown):
-        key = _quoted(lit.cols.labels[one.key])
-        lines += [[Span(_place(lit, one), "bold"), Span(f"  {_quoted(lit.word)} → {key} {one.weight:.3f}")]]
+        place, tie = _place(lit, one), _tie(lit, n, width)
+        lines.append([Span(place, "bold"), Span(f"  {tie}")])
+        if words.cells(place) + words.cells(tie) + 2 > width:
+            lines[-1:] = [[Span(place, "bold")], [Span(tie)]]
         lines += _sentence(lit, n, width)
         lines += _left_out(lit, n, width)
         lines.append([])
-    lines += _bars(lit, width, top) + [[]] + _heads(lit, width)
+    lines += [*_bars(lit, width, top), [], *_heads(lit, width)]
     return lines
+
+
+def _tie(lit: spot.Spot, n: int, width: int) -> str:
+    """The word and the one it is tied to; where that tells nothing, the one it looks at most."""
+    key = lit.shown[n].key
+    if lit.to is None and (len(lit.heads) == 1 or lit.shown[n].beyond <= 0):
+        key = max(range(len(lit.weights[n])), key=lambda j: lit.weights[n][j])
+    each = (width - 13) // 2
+    return f"{_quoted(lit.word, each)} → {_quoted(lit.cols.labels[key], each)} {lit.weights[n][key]:.3f}"
 
 
 def _place(lit: spot.Spot, one: spot.Head) -> str:
@@ -148,7 +167,7 @@ def _wrapped(parts: list[tuple[Span, Span]], width: int) -> list[Line]:
         above += [word, Span(" ")]
         below += [under, Span(" " * (size + 1 - words.cells(under.text)))]
         used += size + 1
-    return lines + [_trimmed(above), _trimmed(below)]
+    return [line for line in [*lines, _trimmed(above), _trimmed(below)] if line]
 
 
 def _trimmed(line: Line) -> Line:
@@ -173,13 +192,13 @@ def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
     labels = lit.cols.labels
     chosen = _strongest(lit.weights, len(labels), top)
     numbered = len(chosen) < len(labels)
-    names = [f"{_shown(labels[j], 16)}{f' :{j}' if numbered else ''}" for j in chosen]
-    first = min(max(map(words.cells, [*names, "word"])), 18 if width >= 60 else 10)
+    names = [f"{_shown(labels[j], _label_width(width))}{f' :{j}' if numbered else ''}" for j in chosen]
+    first = max(map(words.cells, [*names, "word"]))
     each = (width - first) // len(lit.shown)
     room = min(max(4, each - 9), 40)
     lines: list[Line] = []
     if len(lit.shown) > 1:
-        titles = [_place(lit, one) if room > 13 else f"{one.layer}.{one.head}" for one in lit.shown]
+        titles = [_place(lit, one) if room > 13 else f"head {one.layer}.{one.head}" for one in lit.shown]
         lines.append([Span(" " * first)] + [Span("  " + _left(title, room + 7), "bold") for title in titles])
     for name, j in zip(names, chosen, strict=True):
         here = lit.same and j == lit.at
@@ -213,27 +232,21 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
         title = f"Heads by the weight that {_quoted(lit.word)} gives to {_quoted(lit.cols.labels[lit.to])}"
     else:
         title = f"Heads that tie {_quoted(lit.word)} to another word, most telling first"
-    rows = [
-        (*_numbers(lit.layers[one.layer], one), _shown(lit.cols.labels[one.key], 16), one.weight)
-        for one in lit.heads[:count]
-    ]
-    return _paragraph(title, width, "bold") + _ranking(rows, width, "looks at")
-
-
-def _numbers(sheet: spot.Sheet, one: spot.Head) -> tuple[str, str]:
-    return ("" if not sheet.name else str(one.layer)), str(one.head)
-
-
-def _ranking(rows: Sequence[tuple[str, str, str, float]], width: int, to: str) -> list[Line]:
-    named = any(row[0] for row in rows)
-    first = max([words.cells(row[2]) for row in rows] + [len(to)])
-    start = ("layer  head  " if named else "head  ") + _left(to, first) + "  weight"
-    lines: list[Line] = [[Span("  " + start, "dim")]]
-    room = min(30, width - len(start) - 5)
-    for layer, head, key, weight in rows:
-        place = f"{layer:>5}  {head:>4}  " if named else f"{head:>4}  "
-        bar = f"  {_bar(weight, room)}" if room >= 4 else ""
-        lines.append(_trimmed([Span(f"  {place}{_left(key, first)}  {weight:6.3f}"), Span(bar, _tint(0))]))
+    lines = _paragraph(title, width, "bold")
+    named = any(sheet.name for sheet in lit.layers.values())
+    keys = [_shown(lit.cols.labels[one.key], 12) for one in lit.heads[:count]]
+    first = max([words.cells(key) for key in keys] + [8])
+    beyond = "" if lit.to is not None else "  beyond"
+    start = f"  {'layer  ' if named else ''}head  {_left('looks at', first)}  weight{beyond}"
+    lines.append([Span(start, "dim")])
+    room = min(24, width - len(start) - 2)
+    for key, one in zip(keys, lit.heads, strict=False):
+        place = f"{one.layer:>5}  {one.head:>4}" if named else f"{one.head:>4}"
+        text = f"  {place}  {_left(key, first)}  {one.weight:6.3f}" + (f"  {_number(one.beyond):>6}" if beyond else "")
+        lines.append([Span(text), Span(f"  {_bar(one.weight, room)}" if room >= 4 else "", _tint(0))])
+    if beyond:
+        habit = "beyond: the weight above what the head gives that word, or at that distance, anyway"
+        lines += _paragraph(habit, width, "dim", "  ")
     return lines
 
 
@@ -245,21 +258,23 @@ def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
     shown = [_shown(label, 24) for label in seen.rows.labels[:120]]
     parts = [(Span(text), Span("")) for text in shown]
     parts += [(Span(f"… {len(seen.rows.labels) - 120:,} more"), Span(""))] if len(seen.rows.labels) > 120 else []
-    lines += [line for line in _wrapped(parts, width) if line] + [[]]
+    lines += [*_wrapped(parts, width), []]
     if seen.rows.hidden or seen.cols.hidden:
-        lines += _paragraph("(special tokens are hidden, the other weights scaled up to the whole)", width, "dim") + [
-            []
-        ]
+        told = "(special tokens are hidden, the other weights scaled up to the whole)"
+        lines += [*_paragraph(told, width, "dim"), []]
     lines += _ties(seen, width, top)
     if seen.measured:
-        lines += [[], [Span("Heads that do one thing", "bold")]]
+        lines += [[], [Span("Heads that do one thing (layer.head)", "bold")]]
         lines += _measures(seen, width)
     return lines
 
 
 def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     """The strongest tie of each word."""
-    some = seen.links[:top]
+    distinct: dict[tuple[str, str], spot.Link] = {}
+    for link in seen.links:
+        distinct.setdefault((seen.rows.labels[link.word], seen.cols.labels[link.head.key]), link)
+    some = list(distinct.values())[:top]
     named = any(sheet.name for sheet in seen.sheets)
     left = max([words.cells(_shown(seen.rows.labels[link.word], 14)) for link in some] + [4])
     right = max([words.cells(_shown(seen.cols.labels[link.head.key], 14)) for link in some] + [8])
@@ -281,13 +296,14 @@ def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
 
 def _measures(seen: spot.Overview, width: int) -> list[Line]:
     lines: list[Line] = []
-    for name, (short, what) in _MEASURES.items():
+    for name, what in _MEASURES.items():
         if found := seen.measured.get(name):
-            best = ", ".join(f"{layer}.{head} {number:.2f}" for layer, head, number in found[: 3 if width >= 70 else 2])
-            line = f"  {short:<9}  {best}"
-            text = f"{line:<42}  {what}" if width >= 84 or words.cells(line) < 34 else line
-            lines.append([Span(text if words.cells(f"{line:<36}  {what}") > width else f"{line:<36}  {what}")])
-    return [[Span(words.clip(line[0].text, width))] for line in lines]
+            if width >= 60:
+                best = "  ".join(f"{f'{layer}.{head}':>5} ({number:.2f})" for layer, head, number in found[:4])
+            else:
+                best = "".join(f"{f'{layer}.{head}':>6}" for layer, head, _ in found[:2])
+            lines.append([Span(f"  {what:<24}"), Span(best)])
+    return lines
 
 
 # Training.
@@ -309,7 +325,7 @@ def _history(history: Sequence[tuple[int, dict[str, float]]], width: int) -> lis
         first = min(max([words.cells(_series(name)) for name in mine] + [0]), width // 2)
         for name in mine[:48]:
             values = [numbers[name] for _, numbers in history if name in numbers]
-            room = max(4, width - first - 18)
+            room = max(4, width - first - 20)
             ends = f"{values[0]:7.3g} → {values[-1]:<7.3g}"
             lines.append([Span(f"{_left(_series(name), first)}  {_left(_spark(values, room), room)} {ends}".rstrip())])
         lines += [[Span(f"… {len(mine) - 48} more heads", "dim")]] if len(mine) > 48 else []
@@ -331,16 +347,14 @@ def _spark(values: Sequence[float], room: int) -> str:
 # The walk.
 
 
-def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: int = STRONGEST) -> str:
+def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
     """The six steps of one word as tables: from scores to weights, from weights to the sum."""
-    width = max(width, 24)
-    chosen = _strongest([steps.weights.tolist()], len(steps.words), min(top, len(steps.words)))
+    width = max(width, NARROWEST)
+    chosen = _strongest([steps.weights.tolist()], len(steps.words), top)
     if steps.position not in chosen and steps.words[steps.position : steps.position + 1] == (steps.word,):
         chosen = sorted([*chosen, steps.position])
     lines = _paragraph(f"Attention for {_quoted(steps.word)}, step by step", width, "bold")
-    lines += _shapes(steps, width) + [[]]
-    lines += _to_weights(steps, chosen, width) + [[]]
-    lines += _to_sum(steps, chosen, width)
+    lines += [*_shapes(steps, width), [], *_to_weights(steps, chosen, width), [], *_to_sum(steps, chosen, width)]
     return _rendered(lines, colour)
 
 
@@ -358,19 +372,32 @@ def _to_weights(steps: Walk, chosen: list[int], width: int) -> list[Line]:
     columns: list[tuple[str, Tensor]] = []
     lines: list[Line] = []
     if steps.product is not None and steps.scaled is not None and steps.masked is not None:
+        hides = bool((steps.masked == -float("inf")).any())
         columns = [(f"1 {steps.formula}", steps.product), (f"2 {steps.scaling}", steps.scaled)]
         columns += [(f"+ {name}", x) for name, x in steps.changes]
-        columns += [("3 mask", steps.masked)]
-        lines += _one_product(steps, width)
+        columns += [("3 mask", steps.masked)] if hides else []
+        lines += [*_explained(steps, hides, width), []]
     columns += [("4 softmax", steps.weights)]
-    rest = len(steps.words) - len(chosen)
-    lines += _table(steps, chosen, columns, width, bars=True)
-    if rest:
+    lines += _table(steps, chosen, columns, width)
+    if rest := len(steps.words) - len(chosen):
         left = 1 - steps.sink - sum(float(steps.weights[j]) for j in chosen)
-        lines += _paragraph(f"{rest:,} more words have {max(left, 0.0):.3f} together", width, "dim")
+        lines += _paragraph(f"{rest:,} more: {max(left, 0.0):.3f} in all", width, "dim")
     if steps.sink:
         lines += _paragraph(f"a sink takes {steps.sink:.3f} and gives nothing", width, "dim")
     return lines
+
+
+def _explained(steps: Walk, hides: bool, width: int) -> list[Line]:
+    """What the first four steps do, in words, with one product written out."""
+    then = "".join(f", then {name}" for name, _ in steps.changes)
+    scaled = "not scaled" if steps.scaling == "unscaled" else f"{steps.scaling}: large scores would saturate softmax"
+    unseen = int((steps.masked == -float("inf")).sum()) if hides and steps.masked is not None else 0
+    told = f"{unseen:,} of {len(steps.words):,} words may not be looked at" if hides else "every word may be looked at"
+    lines = _paragraph(f"1 {steps.formula}: how alike the query of {_quoted(steps.word)} is to every key", width)
+    lines += _one_product(steps, width)
+    lines += _paragraph(f"2 {scaled}{then}", width)
+    lines += _paragraph(f"3 mask: {told}", width)
+    return lines + _paragraph(f"4 softmax: weights, none negative, their sum {1 - steps.sink:.4g}", width)
 
 
 def _one_product(steps: Walk, width: int) -> list[Line]:
@@ -394,7 +421,10 @@ def _to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
     first = _first_width(steps, chosen, width)
     e = steps.v.shape[1]
     fit = max(1, min(e, 6, (width - first - 10) // 9))
-    lines = _paragraph(f"5 weight × value, {'all' if fit == e else f'the first {fit} of'} {e} numbers", width, "bold")
+    some = f"{e} numbers" if fit == e else f"the first {fit} of {e} numbers"
+    lines = [*_paragraph(f"5 weight × value, {some}; 6 their sum", width), []]
+    titles = "".join(f"{f'[{n}]':>9}" for n in range(fit))
+    lines.append([Span(" " * first + "  weight " + titles, "bold")])
     for j in chosen:
         numbers = "".join(f"{_number(x):>9}" for x in steps.weighted[j, :fit].tolist())
         lines.append(
@@ -405,11 +435,11 @@ def _to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
         numbers = "".join(f"{_number(x):>9}" for x in others[:fit].tolist())
         lines.append([Span(_left(f"{rest:,} more", first) + "  " + " " * 7 + numbers, "dim")])
     numbers = "".join(f"{_number(x):>9}" for x in steps.y[:fit].tolist())
-    lines.append([Span(_left("6 sum: y", first + 9) + numbers, "bold")])
+    lines.append([Span(_left("6 sum y", first + 9) + numbers, "bold")])
     return lines
 
 
-def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], width: int, bars: bool) -> list[Line]:
+def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], width: int) -> list[Line]:
     """Numbers of words side by side; in a narrow terminal one table below the other."""
     first = _first_width(steps, chosen, width)
     sizes = [max(8, words.cells(title)) for title, _ in columns]
@@ -419,7 +449,7 @@ def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], wi
         fit += 1
     fit = max(fit, 1)
     here, later = columns[:fit], columns[fit:]
-    room = min(24, width - used - 2) if bars and not later else 0
+    room = min(24, width - used - 2) if not later else 0
     titles = "".join("  " + _right(title, size) for (title, _), size in zip(here, sizes, strict=False))
     lines: list[Line] = [[Span(" " * first + titles, "bold")]]
     for j in chosen:
@@ -429,15 +459,18 @@ def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], wi
         if room >= 4:
             line.append(Span("  " + _bar(float(here[-1][1][j]), room), _tint(0)))
         lines.append(_trimmed(line))
-    return lines + ([[], *_table(steps, chosen, later, width, bars)] if later else [])
+    return lines + ([[], *_table(steps, chosen, later, width)] if later else [])
 
 
 def _first_width(steps: Walk, chosen: Iterable[int], width: int) -> int:
-    longest = max([words.cells(_shown(steps.words[j], 18)) for j in chosen] + [4])
-    return min(longest, 18 if width >= 60 else 10)
+    return max([words.cells(_shown(steps.words[j], _label_width(width))) for j in chosen] + [7])
 
 
 # Small things.
+
+
+def _label_width(width: int) -> int:
+    return 18 if width >= 60 else 9
 
 
 def _number(x: float) -> str:
@@ -453,8 +486,8 @@ def _bar(weight: float, room: int) -> str:
     return "█" * whole + (_EIGHTHS[rest] if rest else "")
 
 
-def _quoted(word: str) -> str:
-    return f"“{_shown(word, 40)}”"
+def _quoted(word: str, width: int = 28) -> str:
+    return f"“{_shown(word, width)}”"
 
 
 def _shown(word: str, width: int) -> str:
@@ -485,6 +518,11 @@ def _paragraph(text: str, width: int, style: str = "", indent: str = "") -> list
     return [[Span(text, style)] for text in [*lines, line.rstrip()]]
 
 
+def wrapped(text: str, width: int) -> str:
+    """A sentence of ours in lines of so many cells."""
+    return _rendered(_paragraph(text, width), False)
+
+
 def _shade(weight: float, hue: int) -> str:
     if weight < _FAINT:
         return ""
@@ -511,6 +549,9 @@ def _rendered(lines: Iterable[Line], colour: bool | str) -> str:
     system = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT}.get(str(colour), ColorSystem.TRUECOLOR)
 
     def rendered(span: Span) -> str:
-        return Style.parse(span.style).render(span.text, color_system=system) if span.style and span.text else span.text
+        if not span.style or not span.text:
+            return span.text
+        # A copy: rich remembers in a style the first colours that it was rendered in.
+        return Style.parse(span.style).copy().render(span.text, color_system=system)
 
     return "\n".join("".join(map(rendered, line)) for line in lines)

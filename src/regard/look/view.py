@@ -31,6 +31,7 @@ class View:
     embedded  word vectors and their projections, for the steps from word vectors to a head (`regard.look.model`)
     values    the value vectors of a `Weights`, (..., h, j, e) or (j, e), for the steps after softmax
     item      which sequence of a batch
+    hide_special, merge   begin without special tokens, with pieces merged to words
     """
 
     def __init__(
@@ -44,10 +45,24 @@ class View:
         embedded: Any = None,
         values: Tensor | None = None,
         item: int = 0,
+        hide_special: bool = False,
+        merge: bool = False,
     ) -> None:
         self.subject = as_history(subject) if is_history(subject) else subject
         self.word, self.title, self.layer, self.head = word, title, layer, head
         self.embedded, self.values, self.item = embedded, values, item
+        self.hide_special, self.merge = hide_special, merge
+
+    @property
+    def _begin(self) -> dict[str, Any]:
+        """What every face is told."""
+        return {
+            "word": self.word,
+            "layer": self.layer,
+            "head": self.head,
+            "hide_special": self.hide_special,
+            "merge": self.merge,
+        }
 
     def html(self, fragment: bool = False) -> str:
         """The page as one string; as a `fragment` the frame that a notebook shows."""
@@ -56,13 +71,11 @@ class View:
 
         packed = pack(
             self.subject,
-            word=self.word,
             title=self.title,
-            layer=self.layer,
-            head=self.head,
             embedded=self.embedded,
             values=self.values,
             item=self.item,
+            **self._begin,
         )
         return frame(html(packed)) if fragment else html(packed)
 
@@ -75,7 +88,7 @@ class View:
         elif kind == ".svg":
             from .picture import svg
 
-            text = svg(self.subject, word=self.word, layer=self.layer, head=self.head, title=self.title)
+            text = svg(self.subject, title=self.title, **self._begin)
         else:
             raise ValueError(f"save(path) writes .html or .svg, by the end of the name; {where.name!r} came.")
         where.write_text(text, encoding="utf-8", errors="replace")
@@ -86,7 +99,7 @@ class View:
     def __str__(self) -> str:
         from .terminal import draw
 
-        return draw(self.subject, word=self.word, layer=self.layer, head=self.head)
+        return draw(self.subject, **self._begin)
 
     def __repr__(self) -> str:
         # At the prompt, showing is what `show` is for.

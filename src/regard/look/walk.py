@@ -7,6 +7,7 @@ what `W.row(i)` and `W @ v` give. One row only: linear in the length. Imports `m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,6 @@ def _steps(factors: Factors, at: int) -> dict[str, Any]:
     visible = torch.ones(keys, dtype=torch.bool, device=k.device)
     if factors.mask is not None:
         visible = factors.mask.visible(block).expand(1, 1, 1, keys)[0, 0, 0]
-        k = torch.where(visible[:, None], k, 0)  # what may not be seen may be anything, also nan
     product, formula = _product(score, q, k)
     s, scaling = _scaled(score, product, q.shape[-1])
     found = {"q": q, "product": product, "scaled": s}
@@ -134,8 +134,8 @@ def _product(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, str]:
 def _scaled(score: Score, product: Tensor, size: int) -> tuple[Tensor, str]:
     """Step 2: the score, (1, 1, 1, j), and what was done."""
     if isinstance(score, ScaledDot):
-        by = f"÷ √{size}" if score.scale is None else f"× {score.scale:.4g}"
-        return product * score.factor(size), by
+        usual = math.isclose(score.factor(size), size**-0.5, rel_tol=1e-6)  # models write 1/√d out
+        return product * score.factor(size), f"÷ √{size}" if usual else f"× {score.scale:.4g}"
     if isinstance(score, Cosine):
         return product * score.scale, f"× {score.scale:.4g}"
     if isinstance(score, Gaussian):

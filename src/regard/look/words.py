@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Reading", "bare", "cells", "clip", "is_special", "joined", "reading", "resolve", "shown", "words"]
+__all__ = ["Reading", "bare", "cells", "clip", "is_special", "joined", "named", "reading", "resolve", "shown", "words"]
 
 #: Marks of where a text begins and ends, not words of it. [MASK] and [UNK] stand for words and are kept.
 _SPECIAL = re.compile(
@@ -42,11 +42,20 @@ def bare(token: str) -> str:
 # Words of several tokens.
 
 
-def words(tokens: Sequence[str]) -> list[slice]:
-    """Which tokens make one word: neighbouring slices that cover all of them."""
-    marked = any(token.startswith(_SPACE_BEFORE) and len(token) > 1 for token in tokens)
+def words(tokens: Sequence[str], marked: bool | None = None) -> list[slice]:
+    """Which tokens make one word: neighbouring slices that cover all of them.
+
+    marked   whether a word begins only where a space is marked; seen by the marks if it is not said
+    """
+    if marked is None:
+        marked = any(token.startswith(_SPACE_BEFORE) and len(token) > 1 for token in tokens) or _is_spelt(tokens)
     starts = [n for n in range(len(tokens)) if n == 0 or not _continues(tokens, n, marked)]
     return [slice(a, b) for a, b in itertools.pairwise([*starts, len(tokens)])]
+
+
+def _is_spelt(tokens: Sequence[str]) -> bool:
+    """Whether every token is a character, spaces among them: then a word is the letters between two spaces."""
+    return any(token == " " for token in tokens) and all(len(token) == 1 or is_special(token) for token in tokens)
 
 
 def _continues(tokens: Sequence[str], n: int, marked: bool) -> bool:
@@ -56,8 +65,8 @@ def _continues(tokens: Sequence[str], n: int, marked: bool) -> bool:
         return False
     if token.startswith("##") and len(token) > 2:
         return True
-    if _BYTE.fullmatch(token) and _BYTE.fullmatch(before):
-        return True
+    if _BYTE.match(token) and before.endswith(">") and _BYTE.match(before[-6:]):
+        return True  # bytes of one letter
     if _apostrophe(before) and n > 1 and bare(token).lower() in _ENDINGS and _is_word(tokens[n - 2]):
         return True  # didn ' t
     if _apostrophe(token) and n + 1 < len(tokens) and bare(tokens[n + 1]).lower() in _ENDINGS and _is_word(before):
@@ -74,12 +83,12 @@ def _apostrophe(token: str) -> bool:
 def _is_word(token: str) -> bool:
     """Letters, digits, or a clitic such as 's: what a word of several pieces is made of."""
     text = bare(token)
-    return bool(_BYTE.fullmatch(text)) or text[:1].isalnum() or (text[:1] in "'’" and text[1:].isalpha())
+    return bool(_BYTE.match(text)) or text[:1].isalnum() or (text[:1] in "'’" and text[1:].isalpha())
 
 
 def joined(tokens: Sequence[str]) -> str:
     """Several tokens as the one word they make; bytes become the character they spell."""
-    text = "".join(bare(token) for token in tokens)
+    text = "".join(bare(token) for token in tokens if len(tokens) == 1 or token not in _SPACE_BEFORE)
     return re.sub(r"(?:<0x[0-9A-Fa-f]{2}>)+", _spelt, text)
 
 
@@ -120,6 +129,15 @@ def resolve(tokens: Sequence[str], word: str | int) -> int:
         times = "once" if len(places) == 1 else f"{len(places)} times"
         raise LookupError(f"{shown(name)!r} occurs {times}; {shown(word)} asks for number {nth}, counted from 1.")
     return places[int(nth) - 1]
+
+
+def named(tokens: Sequence[str], position: int) -> str:
+    """How a position can be asked for: "it", or "the:2" where the word occurs several times."""
+    word = bare(tokens[position])
+    places = _places(tokens, word)
+    if position not in places or word != shown(word):
+        return str(position)
+    return word if len(places) == 1 else f"{word}:{places.index(position) + 1}"
 
 
 def _places(tokens: Sequence[str], word: str) -> list[int]:

@@ -6,6 +6,7 @@ themselves, and dropout inside the feed-forward network. Imports `attention` and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from .attention import CrossAttention, SelfAttention
 from .block import Block
 
 __all__ = ["block", "cross_attention", "encoder_layer", "multihead", "self_attention"]
+
+
+FUNCTIONS: dict[type, Callable[[Tensor], Tensor]] = {
+    nn.ReLU: nn.functional.relu,
+    nn.GELU: nn.functional.gelu,
+    nn.SiLU: nn.functional.silu,
+}
 
 
 # From torch.
@@ -94,9 +102,7 @@ def _activation_name(activation: Any) -> str:
 def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
     d = layer.dim // layer.heads
     sizes = (layer.key_heads, layer.key_size, layer.value_size, layer.heads * d)
-    _need(
-        sizes == (layer.heads, d, d, layer.dim), "heads of size dim // heads for queries, keys and values", layer
-    )
+    _need(sizes == (layer.heads, d, d, layer.dim), "heads of size dim // heads for queries, keys and values", layer)
     _need(isinstance(layer.query, nn.Linear) and isinstance(layer.output, nn.Linear), "projections and W_o", layer)
     score = layer.score()
     plain = type(score) is ScaledDot and score.scale is None and not score.steps and score.sink_logits is None
@@ -121,13 +127,11 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
 def encoder_layer(made: Block) -> nn.TransformerEncoderLayer:
     feed = made.feed_forward
     _need(made.cross is None, "no cross-attention", made)
-    _need(feed.gate is None and isinstance(feed.activation, nn.ReLU | nn.GELU | nn.SiLU), "no gate", made)
+    _need(feed.gate is None and type(feed.activation) in FUNCTIONS, "no gate", made)
     _need(isinstance(made.attention_norm, nn.LayerNorm), "layer norms", made)
     layer = nn.TransformerEncoderLayer(
         made.attention.dim, made.attention.heads, feed.inner.out_features, made.dropout.p, batch_first=True,
-        activation={nn.ReLU: nn.functional.relu, nn.GELU: nn.functional.gelu, nn.SiLU: nn.functional.silu}[
-            type(feed.activation)  # type: ignore[index]
-        ],
+        activation=FUNCTIONS[type(feed.activation)],
         norm_first=made.norm_first, bias=feed.inner.bias is not None, layer_norm_eps=made.attention_norm.eps,  # type: ignore[arg-type]
     )  # fmt: skip
     mha = multihead(made.attention)
@@ -141,7 +145,9 @@ def encoder_layer(made: Block) -> nn.TransformerEncoderLayer:
 
 def _need(holds: bool, what: str, layer: nn.Module) -> None:
     if not holds:
-        raise ValueError(f"torch.nn's layer has {what}; this one differs: {type(layer).__name__}({layer.extra_repr()}).")
+        raise ValueError(
+            f"torch.nn's layer has {what}; this one differs: {type(layer).__name__}({layer.extra_repr()})."
+        )
 
 
 @torch.no_grad()

@@ -122,8 +122,8 @@ def _initialise(model: nn.Module, depth: int) -> None:
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Embedding):  # times √dim, words are as large as the waves of their positions
+            nn.init.normal_(module.weight, std=1 / math.sqrt(module.embedding_dim))
     for module in model.modules():
         if isinstance(module, Block):
             parts = [module.attention, module.cross]

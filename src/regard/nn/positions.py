@@ -6,6 +6,7 @@ grows with the position (rotary), so that a score depends on the distance. Impor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,7 +97,11 @@ def as_positions(positions: Any, dim: int, length: int = LENGTH) -> Positions | 
     """Positions from what users pass: a name, an object, or None."""
     if positions is None or isinstance(positions, Positions):
         return positions
-    made = {"rotary": Rotary, "sinusoidal": Sinusoidal, "learned": lambda: Learned(length, dim)}
+    made: dict[str, Callable[[], Positions]] = {
+        "rotary": Rotary,
+        "sinusoidal": Sinusoidal,
+        "learned": lambda: Learned(length, dim),
+    }
     if isinstance(positions, str) and positions in made:
         return made[positions]()
     raise ValueError(

@@ -47,8 +47,9 @@ def as_scoring(score: Any, heads: int, key_size: int) -> Scoring:
         return Scoring(Bilinear(nn.Parameter(start)))
     if score == "additive":
         spread = 1 / math.sqrt(key_size)
-        matrices = [nn.Parameter(torch.randn(heads, key_size, key_size) * spread) for _ in range(2)]
-        return Scoring(Additive(*matrices, nn.Parameter(torch.randn(heads, key_size) * spread)))
+        matrix, vector = (heads, key_size, key_size), (heads, key_size)
+        a, b, v = (nn.Parameter(torch.randn(shape) * spread) for shape in (matrix, matrix, vector))
+        return Scoring(Additive(query_weight=a, key_weight=b, v=v))
     try:
         return Scoring(as_score(score))
     except ValueError as wrong:

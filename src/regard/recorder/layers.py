@@ -33,7 +33,7 @@ def listen() -> None:
 def _overheard(own: Any) -> Any:
     @functools.wraps(own)
     def heard(layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, align: Any, asked: Any) -> Tensor:
-        if torch.compiler.is_compiling() or not tap.listeners():
+        if torch.compiler.is_compiling() or not tap.listeners() or tap.is_quiet():
             return own(layer, q, k, v, mask, align, asked)
         with tap.quiet():
             y = own(layer, q, k, v, mask, align, asked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -212,6 +213,10 @@ class Recording:
     def pandas(self) -> Any:
         """Every head of every layer with its statistics, as a pandas table."""
         return tables.overview(self.layers).pandas()
+
+    def show(self, word: Any = None, **options: Any) -> Any:
+        """The picture: a page in a notebook, text in a terminal, .save("x.html") or .save("x.svg"); see `look.View`."""
+        return import_module("regard.look").View(self, word=word, **options)
 
     def save(self, path: Any) -> None:
         """Write everything to a .regard file; the old file stays whole until the new one is."""

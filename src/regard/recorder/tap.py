@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Listener", "enter", "follow", "hear", "hear_higher_order", "leave", "listeners", "quiet"]
+__all__ = ["Listener", "enter", "follow", "hear", "hear_higher_order", "is_quiet", "leave", "listeners", "quiet"]
 
 
 class Listener(Protocol):
@@ -87,6 +87,11 @@ def quiet() -> Iterator[None]:
     """Nothing is overheard inside: for our own computations."""
     with torch._C._ExcludeDispatchKeyGuard(_BOTH):
         yield
+
+
+def is_quiet() -> bool:
+    """Whether this thread is inside `quiet`."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_key(HEAR))
 
 
 def hear(name: str, handler: Handler, key: str = HEAR, namespace: str = "aten") -> None:

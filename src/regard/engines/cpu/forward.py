@@ -27,7 +27,6 @@ from .rows import (
 from .task import steps_at
 from .words import (
     NEGATIVE_INFINITY,
-    doubles_at,
     draw,
     exponential,
     f32,

@@ -130,30 +130,33 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     second = tuple(n for n in names if n in SECOND_PASS)
     if second and "norm" not in known and "norm" not in first:
         first = (*first, "norm")
-    if first:
-        answers |= _first_pass(problem, question, first)
-    if any(n.startswith("top") for n in names):
-        answers |= launch.top(problem, question.top)
+    top = question.top if any(n.startswith("top") for n in names) else 0
+    best = top > 0 and launch.by_ballot(problem, top)
+    if first or best:
+        answers |= _first_pass(problem, question, first, best)
+    if top:
+        answers |= launch.top(problem, top, answers.pop("bests", None))
     if second:
         answers |= launch.reread(problem, second, answers["norm"], question.u, question.tiling)
     return answers
 
 
-def _first_pass(problem: Problem, question: Question, names: tuple[str, ...]) -> Answers:
+def _first_pass(problem: Problem, question: Question, names: tuple[str, ...], best: bool = False) -> Answers:
     from . import launch
 
     keys = None if question.keys is None else question.keys.float().view(1, 1, 1, -1)
     v = question.v if "y" in names else None
     if v is None:
-        return launch.forward(problem, names, None, keys)
+        return launch.forward(problem, names, None, keys, best)
     if v.shape[-1] == 1 and "mass" not in names:
         # One number a key: added up in float32 on the way, no product.
         renamed = tuple("mass" if n == "y" else n for n in names)
-        found = launch.forward(problem, renamed, None, _one_a_key(v, problem.shape))
+        found = launch.forward(problem, renamed, None, _one_a_key(v, problem.shape), best)
         found["y"] = found.pop("mass").unsqueeze(-1)
         return found
     parts = [
-        launch.forward(problem, names if n == 0 else ("y",), part, keys) for n, part in enumerate(v.split(LARGEST, -1))
+        launch.forward(problem, *((names, part, keys, best) if n == 0 else (("y",), part, None)))
+        for n, part in enumerate(v.split(LARGEST, -1))
     ]
     return {**parts[0], "y": torch.cat([part["y"] for part in parts], -1) if len(parts) > 1 else parts[0]["y"]}
 

@@ -2,7 +2,7 @@
 
 A program owns a block of query rows and walks the blocks of keys they see, merging each into the state
 (m, l, t, y, …) of design: full tiles first, by the copy engine where it serves, then the tiles at the edges of
-the mask, cell by cell. `top` is a pass of its own. Imports `tiles`.
+the mask, cell by cell. Imports `tiles`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Outputs(NamedTuple):
     """Where answers go, all `Cells`; those that nobody asked for are never touched."""
 
     y: Any
+    lse: Any
     norm: Any
     max_score: Any
     entropy: Any
@@ -62,8 +63,12 @@ def in_order(rows, heads, PER_GROUP):
 def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
            Y: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr,
            FOLD: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
-    """The state of the rows with one more tile of keys in it: `State.merge` of the plain engine, in registers."""
+    """The state of the rows with one more tile of keys in it: `State.merge` of the plain engine, in registers.
+
+    Also the largest product of the tile in every row, before any folded scale.
+    """
     top = tl.max(s, 1)
+    largest = top
     if ARGMAX:
         first = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
     if FOLD:
@@ -90,22 +95,31 @@ def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
         tie = tl.where(top == m, tl.minimum(first, argmax), argmax)
         argmax = tl.where(top > m, first, tie)
     l = l * a + tl.sum(p, 1)
-    return higher, l, t, reach, mass, argmax, y
+    return higher, l, t, reach, mass, argmax, y, largest
+
+
+@triton.jit
+def noted(bests, per_best, best, largest, visit, b, h, i, sizes):
+    """The largest product of `per_best` tiles of every row, written down as it grows; any tiles may share a place."""
+    best = tl.where(visit % per_best == 0, largest, tl.maximum(best, largest))
+    tl.store(place(bests, b, h) + i.to(tl.int64) * bests.i + visit // per_best, best, mask=i < sizes.i)
+    return best
 
 
 @triton.jit
 def forward_kernel(
     q, k, v, pair, q_desc, k_desc, v_desc, q_map, k_map, v_map, steps, strides, caps, sink,
-    keys, seen, row_table, out, sizes, heads, per_group, scale, scale2,
+    keys, seen, row_table, out, bests, per_best, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
-    Y: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
-    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
+    Y: tl.constexpr, LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
+    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr, BESTS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All that one pass can tell of BLOCK_I rows. APART: one warp group loads while the others compute.
 
-    EDGES: there are tiles that rows see in part. WHOLE: the keys fill their last block.
+    EDGES: there are tiles that rows see in part. WHOLE: the keys fill their last block. BESTS: note the largest product of
+    every few tiles, for `top`.
     """
     block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group)
     b, h = head // sizes.h, head % sizes.h
@@ -139,6 +153,7 @@ def forward_kernel(
     mass = tl.zeros([BLOCK_I], tl.float32)
     argmax = tl.full([BLOCK_I], 2147483647, tl.int32)
     y = tl.zeros([BLOCK_I, BLOCK_E], tl.float32)
+    best, visits = m, start * 0
 
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
@@ -172,10 +187,13 @@ def forward_kernel(
             chosen = mass
             if MASS:
                 chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j)
-            m, l, t, reach, mass, argmax, y = merged(
+            m, l, t, reach, mass, argmax, y, largest = merged(
                 s, values, m, l, t, reach, mass, argmax, y, i, j, chosen, scale2, sizes.offset,
                 Y, ENTROPY, REACH, MASS, ARGMAX, FOLD, EXACT_V,
             )  # fmt: skip
+            if BESTS:
+                best = noted(bests, per_best, best, largest, visits + n - full_from, b, h, i, sizes)
+        visits += full_to - full_from
         left = full_from - first
         for n in range(0, left + past - full_to if EDGES and not APART else 0):
             at = tl.where(n < left, first + n, full_to + n - left)
@@ -201,10 +219,13 @@ def forward_kernel(
             chosen = mass
             if MASS:
                 chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
-            m, l, t, reach, mass, argmax, y = merged(
+            m, l, t, reach, mass, argmax, y, largest = merged(
                 s, values, m, l, t, reach, mass, argmax, y, i, j, chosen, scale2, sizes.offset,
                 Y, ENTROPY, REACH, MASS, ARGMAX, FOLD, EXACT_V,
             )  # fmt: skip
+            if BESTS:
+                best = noted(bests, per_best, best, largest, visits + n, b, h, i, sizes)
+        visits += left + past - full_to
 
     nothing = m <= NOTHING
     if MAX:
@@ -221,6 +242,8 @@ def forward_kernel(
         m = higher
         nothing = m <= NOTHING
     share = tl.where(nothing, 0.0, 1.0 / l)
+    if LSE:
+        put_row(out.lse, b, h, i, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
     if NORM:
         put_row(out.norm, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
         tl.store(place(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(nothing, 0.0, l), mask=i < sizes.i)
@@ -236,128 +259,4 @@ def forward_kernel(
         put_tile(out.y, b, h, i, e, tl.where(nothing[:, None], 0.0, y * share[:, None]), sizes.i, E)
 
 
-@triton.jit
-def kept(s, j, best, at, threshold, N: tl.constexpr):
-    """The N best scores of every row and their keys, with one more tile looked through.
-
-    Only rows that found something better do work: a tile is searched as often as its luckiest row has finds.
-    """
-    n = tl.arange(0, best.shape[1])
-    while tl.max(tl.max(s, 1) - threshold, 0) > 0:
-        top = tl.max(s, 1)
-        column = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
-        s = tl.where(j[None, :] == column[:, None], FLOOR, s)
-        # Where it belongs: after all that are better, and after equals with a lower key.
-        before = (best > top[:, None]) | ((best == top[:, None]) & (at < column[:, None]))
-        rank = tl.sum(before.to(tl.int32), 1)
-        moved = tl.where(n[None, :] < rank[:, None], n[None, :], n[None, :] - 1)
-        moved = tl.maximum(moved, 0)
-        new = n[None, :] == rank[:, None]
-        best = tl.where(new, top[:, None], tl.gather(best, moved, 1))
-        at = tl.where(new, column[:, None], tl.gather(at, moved, 1))
-        threshold = tl.maximum(threshold, tl.sum(tl.where(n[None, :] == N - 1, best, 0.0), 1))
-    return best, at, threshold
-
-
-@triton.jit
-def looked_through(
-    rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale, begin, end,
-    PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
-    SEARCH: tl.constexpr,
-):  # fmt: skip
-    """Some blocks of keys: `kept` where SEARCH; before, the largest of every BLOCK_J-th key, in `best`."""
-    hk = h // sizes.k_group
-    for n in range(begin, end):
-        j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-        if PAIR == "product":
-            if TMA and not EDGE:
-                near = fetch(k_desc, k_map, b, hk, n * BLOCK_J)
-            else:
-                near = tile(k, b, hk, j, d, sizes.j, D, EDGE)
-            s = product(rows, near.T, EXACT)
-        else:
-            s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
-        s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
-        if EDGE:
-            s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
-        if SEARCH:
-            best, at, threshold = kept(s, j, best, at, threshold, N)
-        else:
-            best = tl.maximum(best, s)
-    return best, at, threshold
-
-
-@triton.jit
-def least_wanted(largest, N: tl.constexpr):
-    """A bound just below the N-th largest of every row: of the largest of some groups of keys, the N-th is no better
-    than the N-th of all."""
-    places = tl.arange(0, largest.shape[1])
-    nth = tl.max(largest, 1)
-    for _ in range(1, N):
-        column = tl.min(tl.where(largest == nth[:, None], places[None, :], 2147483647), 1)
-        largest = tl.where(places[None, :] == column[:, None], FLOOR, largest)
-        nth = tl.max(largest, 1)
-    return tl.maximum(nth - tl.abs(nth) * 1e-6 - 1e-30, FLOOR)
-
-
-@triton.jit
-def top_kernel(
-    q, k, pair, k_desc, k_map, steps, strides, caps, seen, row_table, score, index, sizes, heads, per_group, scale, scale2,
-    PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The N largest scores of BLOCK_I rows with their keys, largest first, ties to the lower key."""
-    block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group)
-    b, h = head // sizes.h, head % sizes.h
-    start = block * BLOCK_I
-    i = start + tl.arange(0, BLOCK_I)
-    d = tl.arange(0, BLOCK_D)
-    rows = i
-    if PAIR == "product":
-        rows = tile(q, b, h, i, d, sizes.i, D, True)
-    at = tl.full([BLOCK_I, BLOCK_N], -1, tl.int32)
-    threshold = tl.full([BLOCK_I], FLOOR, tl.float32)
-    # Twice over the keys: first for a bound that few keys pass, then for those that do. Searching without a bound finds
-    # something in nearly every tile, and a find costs more than a tile.
-    largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
-    for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-        largest, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
-            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
-        )  # fmt: skip
-        largest, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
-            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, False,
-        )  # fmt: skip
-        largest, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
-            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
-        )  # fmt: skip
-    if N <= BLOCK_J:
-        threshold = least_wanted(largest, N)
-    best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
-    for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-        # In the order of the keys: then an equal score never displaces one that was found.
-        best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
-        )  # fmt: skip
-        best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, True,
-        )  # fmt: skip
-        best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
-        )  # fmt: skip
-    factor = scale2 * LN2 if FOLD else LN2
-    n = tl.arange(0, BLOCK_N)
-    put_tile(score, b, h, i, n, tl.where(at >= 0, best * factor, float("-inf")), sizes.i, N)
-    put_tile(index, b, h, i, n, at, sizes.i, N)
-
-
-__all__ = ["Outputs", "forward_kernel", "in_order", "top_kernel"]
+__all__ = ["Outputs", "forward_kernel", "in_order"]

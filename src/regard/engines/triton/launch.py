@@ -6,6 +6,7 @@ the score, and the configuration. Imports `tiles` and the kernels; loaded only w
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,15 +25,18 @@ from ..gradient import Gradient
 from .additive import TAME, TanhPair
 from .backward import Flow, keys_kernel, row_dot_kernel, rows_kernel, steps_kernel
 from .configuration import Config, configured
-from .forward import Outputs, forward_kernel, top_kernel
+from .forward import Outputs, forward_kernel
 from .reread import Pool, reread_kernel
 from .tiles import NOWHERE, Cells, Seen, Sizes, cells, described, launch_on, norm_kernel, rows_of
+from .top import ballot_kernel, search_kernel, settle_kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: No band is wider: further than any position, and far from overflow.
 UNBOUNDED = 2**30
 #: Keys and values of as many heads as fit here are worked on together (bytes; half the cache of an H200).
 CACHE = 24 * 2**20
+#: Of how many groups of tiles the largest product is noted, at most.
+MOST_GROUPS = 128
 #: Cells written out for a mask that is no set of intervals.
 MOST_FLAGS = 2**33
 
@@ -289,8 +293,11 @@ def copied(config: Config, *tensors: tuple[Tensor, tuple[int, int]]) -> list[Any
 # The passes.
 
 
-def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None) -> dict[str, Tensor]:
-    """What one pass tells: y, norm, max_score, argmax, entropy, reach, mass. `keys` is (b|1, h|1, 1, j)."""
+def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, best: bool = False) -> dict[str, Tensor]:  # fmt: skip
+    """What one pass tells: y, lse, norm, max_score, argmax, entropy, reach, mass. `keys` is (b|1, h|1, 1, j).
+
+    For `top` also, if `best`, `bests`: the largest product of every few tiles.
+    """
     p = Prepared(problem, 1 if v is None else v.shape[1])
     types = {"argmax": torch.int64}
     sizes = {"norm": (2,)}
@@ -332,17 +339,24 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     apart = tma is not None and config.apart and p.one_loop(config)
     if apart:
         triton.set_allocator(_room)
+    bests, per_best = nothing, 1
+    if best:
+        visits = triton.cdiv(p.j, config.block_j) + 2  # at most: an edge on either side
+        per_best = triton.cdiv(visits, MOST_GROUPS)
+        groups = triton.cdiv(visits, per_best)
+        found["bests"] = torch.full((p.b, p.h, p.i, groups), -1e30, dtype=torch.float32, device=p.q.device)
+        bests = cells(found["bests"])
     with launch_on(p.q):
         forward_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), pair=p.pair,
             q_desc=descriptors[0], k_desc=descriptors[1], v_desc=descriptors[2],
             q_map=maps[0], k_map=maps[1], v_map=maps[2],
             sink=nothing if problem.sink is None else cells(problem.sink),
-            keys=nothing if keys is None else cells(keys), row_table=p.row_table(config), out=out, heads=heads, per_group=p.per_group(e),
+            keys=nothing if keys is None else cells(keys), row_table=p.row_table(config), out=out, bests=bests, per_best=per_best, heads=heads, per_group=p.per_group(e),
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_V=v is not None and v.dtype == torch.float32,
-            SINK=problem.sink is not None, SAME=same, Y=v is not None, NORM="norm" in names, MAX="max_score" in names,
+            SINK=problem.sink is not None, SAME=same, Y=v is not None, LSE="lse" in names, NORM="norm" in names, MAX="max_score" in names,
             ENTROPY="entropy" in names, REACH="reach" in names, MASS="mass" in names, ARGMAX="argmax" in names,
-            TMA=tma is not None, APART=apart,
+            TMA=tma is not None, APART=apart, BESTS="bests" in found,
             EDGES=p.form.kind != "none" or p.j % config.block_j != 0, WHOLE=p.j % config.block_j == 0, BLOCK_D=block_d, BLOCK_E=block_e,
             **p.common, **config.launch,
         )  # fmt: skip
@@ -359,22 +373,56 @@ def _same(v: Tensor, k: Tensor) -> bool:
     return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
 
 
-def top(problem: Problem, n: int) -> dict[str, Tensor]:
+def top(problem: Problem, n: int, bests: Tensor | None = None) -> dict[str, Tensor]:
+    """The n largest scores of every row. With `bests` of a forward pass: by ballot, else by search."""
     p = Prepared(problem)
     score = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
     index = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
+    flags = None if bests is None else _balloted(p, n, bests, score, index)
     config = configured("top", p, 0, None)
     block_d = padded(p.d, p.q)
     tma = copied(config, (p.k, (config.block_j, block_d))) if p.product else None
     heads = p.b * p.h
     with launch_on(p.q):
-        top_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
+        search_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
             q=cells(p.q), k=cells(p.k), pair=p.pair, k_desc=tma[0] if tma else p.k, k_map=tma[1] if tma else NOWHERE,
-            row_table=p.row_table(config), score=cells(score), index=cells(index), heads=heads, per_group=p.per_group(0),
-            PAIR=p.pair_kind, FOLD=p.fold, TMA=tma is not None, N=n, BLOCK_N=triton.next_power_of_2(n),
-            BLOCK_D=block_d, **p.common, **config.launch,
+            row_table=p.row_table(config), score=cells(score), index=cells(index), flags=p.q if flags is None else flags,
+            heads=heads, per_group=p.per_group(0), PAIR=p.pair_kind, FOLD=p.fold, TMA=tma is not None, N=n,
+            BLOCK_N=triton.next_power_of_2(n), BLOCK_D=block_d, FLAGGED=flags is not None, **p.common, **config.launch,
         )  # fmt: skip
     return {"top_score": score, "top_index": index}
+
+
+def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) -> Tensor:
+    """Write the n best of nearly all rows; returns flags of those blocks of rows that must be searched."""
+    config = configured("ballot", p, 0, None)
+    room = triton.next_power_of_2(3 * n + 8)
+    found = torch.full((p.b, p.h, p.i, room), -1, dtype=torch.int32, device=p.q.device)
+    blocks, heads = triton.cdiv(p.i, config.block_i), p.b * p.h
+    flags = empty(heads * blocks, like=p.q, dtype=torch.int32)
+    block_d, groups = padded(p.d, p.q), bests.shape[-1]
+    tma = copied(config, (p.k, (config.block_j, block_d)))
+    with launch_on(p.q):
+        ballot_kernel[(blocks * heads,)](
+            q=cells(p.q), k=cells(p.k), k_desc=tma[0] if tma else p.k, k_map=tma[1] if tma else NOWHERE, row_table=p.row_table(config),
+            bests=cells(bests), found=cells(found), flags=flags, heads=heads, per_group=p.per_group(0), FOLD=p.fold, TMA=tma is not None,
+            N=n, ROOM=room, GROUPS=groups, BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_D=block_d, **p.common, **config.launch,
+        )  # fmt: skip
+        settle_kernel[(triton.cdiv(p.i, 16) * heads,)](
+            q=cells(p.q), k=cells(p.k), found=cells(found), score=cells(score), index=cells(index), heads=heads, FOLD=p.fold,
+            N=n, BLOCK_N=triton.next_power_of_2(n), ROOM=room, ROWS=16, PART=16, num_warps=4, **p.common,
+        )  # fmt: skip
+    return flags
+
+
+def by_ballot(problem: Problem, n: int) -> bool:
+    """Whether the n largest are found by ballot: it wants whole tiles of products that one band shows, and twice as many
+    tiles as keys are asked for; else many keys reach the bound."""
+    p = Prepared(problem)
+    if not p.product or p.exact or n > 16 or p.form.kind not in ("none", "causal", "band"):
+        return False
+    widest = max(configured(kernel, p, p.d, None).block_j for kernel in ("forward", "ballot"))
+    return p.j % widest == 0 and p.j >= 2 * n * widest
 
 
 def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
@@ -389,12 +437,15 @@ def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | N
         u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
         found["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
     config = configured("reread", p, e if "z" in names else 0, u)
-    sums, pool, aligned = None, Pool(p.q, 1, 0, 1, 1), False
+    sums, pool, aligned, width = None, Pool(p.q, 1, 1, 0, 1, 1), False, 1
     if "pool" in names and tiling is not None:
-        sums = torch.zeros(p.b, p.h, tiling.rows, p.j, dtype=torch.float32, device=p.q.device)
         n = tiling.i1 - tiling.i0
         aligned = n > 0 and n % (tiling.rows * config.block_i) == 0 and tiling.i0 % config.block_i == 0
-        pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1, n // (tiling.rows * config.block_i) if aligned else 1)
+        width = _shared_width(tiling, config) if aligned else 1
+        cols = triton.cdiv(p.j, width)
+        sums = torch.zeros(p.b, p.h, tiling.rows, cols, dtype=torch.float32, device=p.q.device)
+        blocks = n // (tiling.rows * config.block_i) if aligned else 1
+        pool = Pool(sums, tiling.rows, cols, tiling.i0, tiling.i1, blocks)
     block_d = padded(p.d, p.q)
     tma = copied(config, (p.q, (config.block_i, block_d))) if p.product else None
     with launch_on(p.q):
@@ -404,18 +455,26 @@ def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | N
             out_received=rows_of(found["received"]) if "received" in found else nothing,
             out_z=cells(found["z"]) if "z" in found else nothing,
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_U=u is not None and u.dtype == torch.float32,
-            RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, Z="z" in names,
+            RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, WIDTH=width, Z="z" in names,
             TMA=tma is not None, EDGES=p.edges(config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=padded(e, p.q), **p.common, **config.launch,
         )  # fmt: skip
     if sums is not None and tiling is not None:
-        found["pool"] = _columns_pooled(sums, tiling)
+        found["pool"] = _columns_pooled(sums, tiling, width)
     return found
 
 
-def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:
-    """Sums of columns (b, h, rows, j) added up within each tile: (b, h, rows, cols). In a fixed order, without atomics."""
+def _shared_width(tiling: Tiling, config: Config) -> int:
+    """How many neighbouring keys can be added up at once, since they fall into one tile and one block; a power of 2."""
     n = tiling.j1 - tiling.j0
-    part = sums[..., tiling.j0 : tiling.j1]
+    if n <= 0 or n % tiling.cols:
+        return 1
+    return math.gcd(config.block_j, tiling.j0, n // tiling.cols)
+
+
+def _columns_pooled(sums: Tensor, tiling: Tiling, width: int) -> Tensor:
+    """Sums of `width` columns (b, h, rows, j / width) added up within each tile: (b, h, rows, cols), in a fixed order."""
+    n = (tiling.j1 - tiling.j0) // width
+    part = sums[..., tiling.j0 // width : tiling.j0 // width + n]
     if n % tiling.cols == 0:
         return part.unflatten(-1, (tiling.cols, n // tiling.cols)).sum(-1)
     edge = torch.arange(tiling.cols + 1, device=sums.device) * n // tiling.cols

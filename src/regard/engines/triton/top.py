@@ -1,0 +1,266 @@
+"""The largest scores of every row.
+
+In three steps, each with little to do: the forward pass notes the largest score of every few tiles (`bests`), whose
+N-th largest is a bound that hardly more than N keys of a row reach; `ballot_kernel` walks the tiles once more and only
+marks who reaches it, a bit for each tile, so that no tile waits for a search; `settle_kernel` computes those few scores
+and sorts them. Rows where this fails, since too many keys are equal or too few tiles are seen, are named in `flags`
+and searched tile by tile in `search_kernel`, which serves everything. Imports `tiles`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .additive import tanh_sum
+from .forward import in_order
+from .tiles import (
+    FLOOR,
+    LN2,
+    fetch,
+    key_blocks,
+    place,
+    product,
+    put_tile,
+    scored,
+    tile,
+    visible,
+)
+
+
+@triton.jit
+def places_of_bits(word):
+    """Which is the lowest bit of each word: its place stands in the exponent of a float."""
+    low = (word & -word).to(tl.float32)
+    return ((low.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+@triton.jit
+def taken_down(
+    ballot, found, count, i, b, h, first, seen, sizes,
+    MASK: tl.constexpr, ROOM: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """Write down the keys that the bits of `ballot` stand for: bit n of column c is key c of tile first + n."""
+    column = tl.arange(0, BLOCK_J)[None, :]
+    while tl.max(tl.max((ballot != 0).to(tl.int32), 1), 0) > 0:
+        own = tl.min(tl.where(ballot != 0, column, BLOCK_J), 1)
+        here = column == own[:, None]
+        word = tl.sum(tl.where(here, ballot, 0), 1)
+        ballot = tl.where(here, 0, ballot)
+        while tl.max((word != 0).to(tl.int32), 0) > 0:
+            j = (first + places_of_bits(word)) * BLOCK_J + own
+            # Hidden cells are left in by the walk: here they are few, there it would be every cell.
+            counts = (word != 0) & visible(i, j, b, h, 0, seen, sizes, MASK)
+            at = place(found, b, h) + i.to(tl.int64) * found.i + count
+            tl.store(at, j, mask=counts & (count < ROOM) & (i < sizes.i))
+            count += counts.to(tl.int32)
+            word = word & (word - 1)
+    return count
+
+
+@triton.jit
+def ballot_kernel(
+    q, k, k_desc, k_map, steps, strides, caps, seen, row_table, bests, found, flags, sizes, heads, per_group, scale, scale2,
+    D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
+    N: tl.constexpr, ROOM: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The keys of BLOCK_I rows that may be among the N best, in no order; −1 after them, from the host."""
+    blocks = tl.cdiv(sizes.i, BLOCK_I)
+    block, head = in_order(blocks, heads, per_group)
+    b, h = head // sizes.h, head % sizes.h
+    start = block * BLOCK_I
+    i = start + tl.arange(0, BLOCK_I)
+    d, g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_GROUPS)
+    hk = h // sizes.k_group
+    rows = tile(q, b, h, i, d, sizes.i, D, True)
+    at = place(bests, b, h) + i.to(tl.int64)[:, None] * bests.i + g[None, :]
+    inside = (i[:, None] < sizes.i) & (g[None, :] < GROUPS)
+    bound = least_wanted(tl.load(at, mask=inside, other=FLOOR), N)
+    count = tl.zeros([BLOCK_I], tl.int32)
+    first, _, _, past = key_blocks(start, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+    for begin in range(first, past, 32):
+        ballot = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
+        for n in range(begin, tl.minimum(begin + 32, past)):
+            j = n * BLOCK_J + tl.arange(0, BLOCK_J)
+            near = fetch(k_desc, k_map, b, hk, n * BLOCK_J) if TMA else tile(k, b, hk, j, d, sizes.j, D, False)
+            s = product(rows, near.T, EXACT)
+            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+            ballot = ballot | tl.where(s > bound[:, None], 1 << (n - begin), 0)
+        count = taken_down(ballot, found, count, i, b, h, begin, seen, sizes, MASK, ROOM, BLOCK_J)
+    # Too many keys, or fewer than N although there are more: the search decides.
+    lost = (count > ROOM) | ((count < N) & (bound > FLOOR))
+    tl.store(flags + head * blocks + block, tl.max((lost & (i < sizes.i)).to(tl.int32), 0))
+
+
+@triton.jit
+def settle_kernel(
+    q, k, found, steps, strides, caps, seen, score, index, sizes, heads, scale, scale2,
+    D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """The N best of the keys that were taken down, largest first, ties to the lower key."""
+    blocks = tl.cdiv(sizes.i, ROWS)
+    head = tl.program_id(0) // blocks
+    b, h = head // sizes.h, head % sizes.h
+    i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    n = tl.arange(0, ROOM)
+    at = place(found, b, h) + i.to(tl.int64)[:, None] * found.i + n[None, :]
+    j = tl.load(at, mask=i[:, None] < sizes.i, other=-1)
+    there = j >= 0
+    s = tl.zeros([ROWS, ROOM], tl.float32)
+    far = place(q, b, h) + i.to(tl.int64) * q.i
+    near = place(k, b, h // sizes.k_group) + tl.where(there, j, 0).to(tl.int64) * k.i
+    for begin in range(0, D, PART):
+        d = begin + tl.arange(0, PART)
+        x = tl.load(far[:, None] + d[None, :] * q.j, mask=(i[:, None] < sizes.i) & (d[None, :] < D), other=0.0)
+        y = tl.load(
+            near[:, :, None] + d[None, None, :] * k.j, mask=there[:, :, None] & (d[None, None, :] < D), other=0.0
+        )
+        s += tl.sum(x[:, None, :].to(tl.float32) * y.to(tl.float32), 2)
+    s, _ = scored(s, i[:, None], tl.where(there, j, 0), b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+    s = tl.where(there, s, FLOOR)
+    factor = scale2 * LN2 if FOLD else LN2
+    for rank in tl.static_range(N):
+        top = tl.max(s, 1)
+        key = tl.min(tl.where((s == top[:, None]) & there, j, 2147483647), 1)
+        some = key < 2147483647
+        out = i.to(tl.int64) * score.i + rank
+        tl.store(place(score, b, h) + out, tl.where(some, top * factor, float("-inf")), mask=i < sizes.i)
+        tl.store(place(index, b, h) + out, tl.where(some, key, -1), mask=i < sizes.i)
+        gone = there & (j == key[:, None])
+        s, there = tl.where(gone, FLOOR, s), there & (j != key[:, None])
+
+
+@triton.jit
+def kept(s, j, best, at, threshold, N: tl.constexpr):
+    """The N best scores of every row and their keys, with one more tile looked through.
+
+    Only rows that found something better do work: a tile is searched as often as its luckiest row has finds.
+    """
+    n = tl.arange(0, best.shape[1])
+    while tl.max(tl.max(s, 1) - threshold, 0) > 0:
+        top = tl.max(s, 1)
+        column = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
+        s = tl.where(j[None, :] == column[:, None], FLOOR, s)
+        # Where it belongs: after all that are better, and after equals with a lower key.
+        before = (best > top[:, None]) | ((best == top[:, None]) & (at < column[:, None]))
+        rank = tl.sum(before.to(tl.int32), 1)
+        moved = tl.where(n[None, :] < rank[:, None], n[None, :], n[None, :] - 1)
+        moved = tl.maximum(moved, 0)
+        new = n[None, :] == rank[:, None]
+        best = tl.where(new, top[:, None], tl.gather(best, moved, 1))
+        at = tl.where(new, column[:, None], tl.gather(at, moved, 1))
+        threshold = tl.maximum(threshold, tl.sum(tl.where(n[None, :] == N - 1, best, 0.0), 1))
+    return best, at, threshold
+
+
+@triton.jit
+def looked_through(
+    rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale, begin, end,
+    PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
+    SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Some blocks of keys: `kept` where SEARCH; before, the largest of every BLOCK_J-th key, in `best`."""
+    hk = h // sizes.k_group
+    for n in range(begin, end):
+        j = n * BLOCK_J + tl.arange(0, BLOCK_J)
+        if PAIR == "product":
+            if TMA and not EDGE:
+                near = fetch(k_desc, k_map, b, hk, n * BLOCK_J)
+            else:
+                near = tile(k, b, hk, j, d, sizes.j, D, EDGE)
+            s = product(rows, near.T, EXACT)
+        else:
+            s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
+        s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+        if EDGE:
+            s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
+        if SEARCH:
+            best, at, threshold = kept(s, j, best, at, threshold, N)
+        else:
+            best = tl.maximum(best, s)
+    return best, at, threshold
+
+
+@triton.jit
+def least_wanted(largest, N: tl.constexpr):
+    """A bound just below the N-th largest of every row: of the largest of some groups of keys, the N-th is no better
+    than the N-th of all."""
+    places = tl.arange(0, largest.shape[1])
+    nth = tl.max(largest, 1)
+    for _ in range(1, N):
+        column = tl.min(tl.where(largest == nth[:, None], places[None, :], 2147483647), 1)
+        largest = tl.where(places[None, :] == column[:, None], FLOOR, largest)
+        nth = tl.max(largest, 1)
+    return tl.maximum(nth - tl.abs(nth) * 1e-6 - 1e-30, FLOOR)
+
+
+@triton.jit
+def search_kernel(
+    q, k, pair, k_desc, k_map, steps, strides, caps, seen, row_table, score, index, flags, sizes, heads, per_group, scale, scale2,
+    PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, FLAGGED: tl.constexpr,
+):  # fmt: skip
+    """The N largest scores of BLOCK_I rows with their keys, largest first, ties to the lower key.
+
+    FLAGGED: only of those blocks of rows whose flag is set.
+    """
+    blocks = tl.cdiv(sizes.i, BLOCK_I)
+    block, head = in_order(blocks, heads, per_group)
+    if FLAGGED:
+        if tl.load(flags + head * blocks + block) == 0:
+            return
+    b, h = head // sizes.h, head % sizes.h
+    start = block * BLOCK_I
+    i = start + tl.arange(0, BLOCK_I)
+    d = tl.arange(0, BLOCK_D)
+    rows = i
+    if PAIR == "product":
+        rows = tile(q, b, h, i, d, sizes.i, D, True)
+    at = tl.full([BLOCK_I, BLOCK_N], -1, tl.int32)
+    threshold = tl.full([BLOCK_I], FLOOR, tl.float32)
+    # Twice over the keys: first for a bound that few keys pass, then for those that do. Searching without a bound finds
+    # something in nearly every tile, and a find costs more than a tile.
+    largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
+    for r in range(0, seen.spans):
+        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        largest, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
+            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
+        )  # fmt: skip
+        largest, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
+            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, False,
+        )  # fmt: skip
+        largest, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
+            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
+        )  # fmt: skip
+    if N <= BLOCK_J:
+        threshold = least_wanted(largest, N)
+    best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
+    for r in range(0, seen.spans):
+        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        # In the order of the keys: then an equal score never displaces one that was found.
+        best, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
+        )  # fmt: skip
+        best, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, True,
+        )  # fmt: skip
+        best, at, threshold = looked_through(
+            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
+        )  # fmt: skip
+    factor = scale2 * LN2 if FOLD else LN2
+    n = tl.arange(0, BLOCK_N)
+    put_tile(score, b, h, i, n, tl.where(at >= 0, best * factor, float("-inf")), sizes.i, N)
+    put_tile(index, b, h, i, n, at, sizes.i, N)
+
+
+__all__ = ["ballot_kernel", "search_kernel", "settle_kernel"]

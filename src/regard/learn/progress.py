@@ -1,0 +1,127 @@
+"""What is shown while a model trains: a live panel where `rich` and a terminal are there, plain lines elsewhere.
+
+Imports nothing of regard.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+__all__ = ["Plain", "Silent", "open_progress"]
+
+
+class Silent:
+    """Shows nothing; what the others do, by name."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training begins at a step."""
+
+    def tell(self, step: int, numbers: dict[str, Any]) -> None:
+        """The newest numbers: loss, val_loss, tokens_per_second, heads (name → list of numbers a head)."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def close(self) -> None:
+        """Training ended."""
+
+
+class Plain(Silent):
+    """A line for every validation, on stderr."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.known: dict[str, Any] = {}
+
+    def begin(self, step: int, steps: int) -> None:
+        self.steps = steps
+
+    def tell(self, step: int, numbers: dict[str, Any]) -> None:
+        self.known |= numbers
+        if "val_loss" in numbers:
+            self.note(f"step {step:,}/{self.steps:,}  {_numbers(self.known)}  {_heads(self.known.get('heads', {}))}")
+
+    def note(self, text: str) -> None:
+        print(text.rstrip(), file=sys.stderr, flush=True)
+
+
+class Rich(Silent):
+    """A bar with the newest numbers, and under it the entropy and the largest score of every head."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = Console(stderr=True)
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, TextColumn("{task.description}"), console=self.console)
+        self.live = Live(console=self.console, refresh_per_second=4)
+        self.known: dict[str, Any] = {}
+
+    def begin(self, step: int, steps: int) -> None:
+        self.task = self.bar.add_task("", total=steps, completed=step)
+        self.live.start()
+
+    def tell(self, step: int, numbers: dict[str, Any]) -> None:
+        from rich.console import Group
+
+        self.known |= numbers
+        self.bar.update(self.task, completed=step, description=_numbers(self.known))
+        self.live.update(Group(self.bar, _table(self.known.get("heads", {}))))
+
+    def note(self, text: str) -> None:
+        self.console.print(text.rstrip(), markup=False, highlight=False)
+
+    def close(self) -> None:
+        self.live.stop()
+
+
+def open_progress() -> Silent:
+    """The best way to show progress here."""
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        return Rich()
+    return Plain()
+
+
+def _numbers(known: dict[str, Any]) -> str:
+    parts = [("loss", "loss", ".4f"), ("val_loss", "val", ".4f"), ("best", "best", ".4f")]
+    text = [f"{label} {known[name]:{form}}" for name, label, form in parts if name in known]
+    if "tokens_per_second" in known:
+        text.append(f"{known['tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(text)
+
+
+def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
+    """The range over all heads, with the head at the end that is dangerous."""
+    if not heads:
+        return ""
+    low = min((value, f"{name} head {n}") for name, of in heads.items() for n, value in enumerate(of["entropy"]))
+    text = f"entropy ≥ {low[0]:.2f} ({_short(low[1])})"
+    scores = [(v, f"{name} head {n}") for name, of in heads.items() for n, v in enumerate(of.get("max_score", []))]
+    if scores:
+        high = max(scores)
+        text += f"  max score ≤ {high[0]:.1f} ({_short(high[1])})"
+    return text
+
+
+def _table(heads: dict[str, dict[str, list[float]]]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        box=None, padding=(0, 1), title="entropy of its most / largest score, head by head", title_style="dim"
+    )
+    table.add_column("layer", style="dim")
+    for n in range(max((len(of["entropy"]) for of in heads.values()), default=0)):
+        table.add_column(str(n), justify="right")
+    for name, of in heads.items():
+        scores = of.get("max_score", [float("nan")] * len(of["entropy"]))
+        cells = [f"{e:.2f}/{s:.1f}" for e, s in zip(of["entropy"], scores, strict=True)]
+        table.add_row(_short(name), *cells)
+    return table
+
+
+def _short(name: str) -> str:
+    return name.replace("body.", "").replace("blocks.", "").replace(".attention", "")

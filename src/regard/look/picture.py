@@ -1,0 +1,375 @@
+"""A picture for a paper: one SVG with the lit sentence, arcs by weight, and the whole matrix as a square.
+
+Vectors only and text as text, dark on a light ground, with a title and a description for those who cannot see it. Two
+heads are told apart by colour, by side (above and below the words) and by their labels. A long text is shown by its
+strongest words, and its matrix by sums over tiles: never t × t. Imports `spot` and `words`.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+import torch
+
+from . import spot, words
+
+__all__ = ["svg"]
+
+_INK, _PALE, _GROUND = "#1b1b1f", "#6b6b76", "#ffffff"
+#: Two heads: an orange and a blue that colour-blind readers tell apart, dark enough for print.
+_HUES = ("#c2500a", "#1f5fa8")
+_FONT = "'Helvetica Neue', Helvetica, Arial, 'Noto Sans', sans-serif"
+_SIZE = 13.0  # of letters, in user units
+_GAP = 10.0
+_MARGIN = 24.0
+_LINE = 640.0  # how wide a line of words may get
+#: Positions up to which the square shows every cell; beyond, sums over so many tiles.
+_CELLS = 48
+#: Words up to which a sentence is shown whole.
+_WORDS = 60
+
+
+def svg(
+    subject: Any,
+    *,
+    word: str | int | None = None,
+    layer: int | str | None = None,
+    head: int | None = None,
+    title: str | None = None,
+    hide_special: bool = False,
+    merge: bool = False,
+) -> str:
+    """A recording or a `Weights` as one standalone SVG: the spotlight on a word, where one is given, and the square.
+
+    Without a layer and a head the spotlight shows the two heads that matter most for the word, and the square the
+    first of them; without a word it shows the head with the strongest tie.
+    """
+    reading = {"hide_special": hide_special, "merge": merge}
+    drawn: list[str] = []
+    told: list[str] = []
+    top, right = _MARGIN, 0.0
+    if word is None:
+        seen = spot.overview(subject, layer=layer, head=head, **reading)  # type: ignore[arg-type]
+        best = seen.links[0].head if seen.links else spot.Head(seen.sheets[0].index, head or 0, 0, 0.0, 0.0)
+        sheet = next(one for one in seen.sheets if one.index == best.layer)
+        rows, cols, lit_row = seen.rows, seen.cols, None
+    else:
+        lit = spot.spotlight(subject, word, layer=layer, head=head, **reading)  # type: ignore[arg-type]
+        best, sheet = lit.shown[0], lit.layers[lit.shown[0].layer]
+        rows, cols, lit_row = lit.rows, lit.cols, lit.at
+        spotlight = _Spotlight(lit, top)
+        drawn += spotlight.drawn
+        told += spotlight.told
+        top, right = spotlight.bottom + 28, spotlight.right
+    square = _Square(sheet, best.head, rows, cols, lit_row, top)
+    drawn += square.drawn
+    told.append(square.told)
+    name = title or (f"Attention of “{words.shown(rows.labels[lit_row])}”" if lit_row is not None else "Attention")
+    width = max(right, square.right, 300.0) + _MARGIN
+    return _document(name, " ".join(told), width, square.bottom + _MARGIN, drawn)
+
+
+# The sentence, a word lit.
+
+
+@dataclass(frozen=True)
+class _Box:
+    """Where a word stands."""
+
+    x: float
+    y: float  # of the line's middle
+    width: float
+
+    @property
+    def middle(self) -> float:
+        return self.x + self.width / 2
+
+
+class _Spotlight:
+    """The sentence with arcs from the lit word: the first head's above the words, the second's below."""
+
+    def __init__(self, lit: spot.Spot, top: float) -> None:
+        self.lit = lit
+        self.drawn: list[str] = []
+        self.told: list[str] = []
+        self.places = _in_sight(lit)
+        texts = [words.clip(words.shown(lit.cols.labels[j]), 24) for j in self.places]
+        lines = _lines([_width(text) for text in texts], _LINE)
+        reach = 74.0 if len(lines) == 1 else 46.0
+        self._legend(top)
+        top += 18 * len(lit.shown) + 10
+        source = None
+        if not lit.same:
+            source = _Box(_MARGIN, top + 12, _width(words.clip(words.shown(lit.word), 24)))
+            top += 30
+        boxes = self._boxes(lines, texts, top + reach, reach)
+        start = source or boxes.get(lit.at)
+        for n in range(len(lit.shown)):
+            self._head(n, boxes, start, reach)
+        self._words(texts, boxes, source)
+        self.right = max([box.x + box.width for box in boxes.values()] + [360.0])
+        self.bottom = max([box.y for box in boxes.values()], default=top) + (reach if len(lit.shown) > 1 else 16)
+
+    def _legend(self, top: float) -> None:
+        for n, (one, hidden) in enumerate(zip(self.lit.shown, self.lit.hidden, strict=True)):
+            place = f"layer {one.layer}, head {one.head}" if self.lit.layers[one.layer].name else f"head {one.head}"
+            word, key = (words.clip(words.shown(x), 24) for x in (self.lit.word, self.lit.cols.labels[one.key]))
+            text = f"{place}: “{word}” → “{key}” {one.weight:.3f}"
+            if self.lit.cols.hidden:
+                text += f" (special tokens hidden; they had {hidden:.3f})"
+            y = top + 18 * n + 9
+            side = "above" if n == 0 else "below"
+            self.drawn.append(_rect(_MARGIN, y - 9, 10, 10, f'fill="{_HUES[n]}"'))
+            self.drawn.append(
+                _text(_MARGIN + 16, y, f"{text}{f', {side}' if len(self.lit.shown) > 1 else ''}", size=12)
+            )
+            self.told.append(text + ".")
+
+    def _boxes(self, lines: list[list[int]], texts: Sequence[str], first: float, reach: float) -> dict[int, _Box]:
+        """Where every word stands, by its place in the sentence."""
+        boxes = {}
+        step = _SIZE + 14 + reach * (2 if len(self.lit.shown) > 1 else 1)
+        for row, line in enumerate(lines):
+            x = _MARGIN
+            for n in line:
+                size = _width(texts[n])
+                boxes[self.places[n]] = _Box(x, first + row * step, size)
+                x += size + _GAP
+        return boxes
+
+    def _head(self, n: int, boxes: dict[int, _Box], start: _Box | None, reach: float) -> None:
+        """Arcs and shades of one head, the weak ones first."""
+        weights, up, hue = self.lit.weights[n], n == 0, _HUES[n]
+        least = max(0.01, 0.05 * max(weights, default=0.0))
+        for place in sorted(boxes, key=lambda j: weights[j]):
+            box, weight = boxes[place], weights[place]
+            if weight < least:
+                continue
+            y = box.y - _SIZE if up else box.y + 5
+            height = 3 + 3 * weight
+            shade = f'rx="1.5" fill="{hue}" fill-opacity="{0.15 + 0.85 * weight:.3f}"'
+            self.drawn.append(_rect(box.x, y - height if up else y, box.width, height, shade))
+            if start is not None and box != start:
+                self.drawn.append(_arc(start, box, up, weight, hue, reach))
+                if weight >= 0.1:
+                    self.drawn.append(
+                        _text(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
+                    )
+
+    def _words(self, texts: Sequence[str], boxes: dict[int, _Box], source: _Box | None) -> None:
+        lit = self.lit
+        before = None
+        for place, text in zip(self.places, texts, strict=True):
+            box = boxes[place]
+            bold = lit.same and place == lit.at
+            self.drawn.append(_word(box, text, bold))
+            if before is not None and place != before + 1:
+                self.drawn.append(_text(box.x - _GAP / 2, box.y, "…", 11, _PALE, "middle"))
+            before = place
+        if source is not None:
+            self.drawn.append(_word(source, words.clip(words.shown(lit.word), 24), True))
+
+
+def _in_sight(lit: spot.Spot) -> list[int]:
+    """All words of a sentence; of a long text the strongest, those beside them, and the lit one."""
+    total = len(lit.cols.labels)
+    if total <= _WORDS:
+        return list(range(total))
+    strength = [max(w[j] for w in lit.weights) for j in range(total)]
+    centres = sorted(range(total), key=lambda j: -strength[j])[:8] + ([lit.at] if lit.same else [])
+    return sorted({j for c in centres for j in range(max(0, c - 2), min(total, c + 3))})
+
+
+def _lines(widths: Sequence[float], room: float) -> list[list[int]]:
+    lines: list[list[int]] = [[]]
+    used = 0.0
+    for n, size in enumerate(widths):
+        if used + size > room and lines[-1]:
+            lines.append([])
+            used = 0.0
+        lines[-1].append(n)
+        used += size + _GAP
+    return lines
+
+
+def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float) -> str:
+    """A line from the lit word to another, thick by weight; over the words between them on one line of text."""
+    side = -1 if up else 1
+    y0, y1 = (box.y + (-_SIZE - 7 if up else 12) for box in (start, end))
+    same_line = abs(start.y - end.y) < 1
+    bow = min(reach - 12, 14 + abs(end.middle - start.middle) * 0.16) if same_line else reach * 0.5
+    c0, c1 = (y + side * bow * 1.25 for y in (y0, y1))
+    return (
+        f'<path d="M{start.middle:.1f} {y0:.1f}C{start.middle:.1f} {c0:.1f} {end.middle:.1f} {c1:.1f} {end.middle:.1f} '
+        f'{y1:.1f}" fill="none" stroke="{hue}" stroke-linecap="round" stroke-width="{0.5 + 4.5 * weight:.2f}" '
+        f'stroke-opacity="{min(1.0, 0.2 + weight):.3f}"/>'
+    )
+
+
+# The whole matrix.
+
+
+class _Square:
+    """The matrix of one head, rows looking at columns; tiles where it is long."""
+
+    def __init__(
+        self, sheet: spot.Sheet, head: int, rows: words.Reading, cols: words.Reading, lit: int | None, top: float
+    ) -> None:
+        self.drawn: list[str] = []
+        whole = len(rows.labels) <= _CELLS and len(cols.labels) <= _CELLS
+        cells = _cells(sheet, head, rows, cols) if whole else _tiles(sheet, head)
+        place = f"layer {sheet.index}, head {head}" if sheet.name else f"head {head}"
+        n, m = len(cells), len(cells[0]) if cells else 0
+        side = min(16.0, max(6.0, 520.0 / max(n, m, 1)))
+        names = (
+            [words.clip(words.shown(label), 14) for label in rows.labels]
+            if whole
+            else _ticks(sheet.weights.shape[1], n)
+        )
+        across = (
+            [words.clip(words.shown(label), 14) for label in cols.labels]
+            if whole
+            else _ticks(sheet.weights.shape[2], m)
+        )
+        left = _MARGIN + max(map(_width, names), default=0.0) * 0.85 + 8
+        head_room = max(map(_width, across), default=0.0) * 0.85 + 10
+        self.drawn.append(_text(_MARGIN, top + 10, f"{place}: rows look at columns", 12, _INK))
+        y0 = top + 24 + head_room
+        most = max((x for row in cells for x in row), default=0.0)
+        for i, row in enumerate(cells):
+            y = y0 + i * side
+            bold = whole and i == lit
+            self.drawn.append(_text(left - 6, y + side * 0.72, names[i], 11, _INK, "end", bold=bold))
+            for j, x in enumerate(row):
+                shade = (x / most if most > 0 else 0.0) ** 0.7
+                if shade >= 0.01:
+                    self.drawn.append(_rect(left + j * side, y, side, side, _dark(shade)))
+            if bold:
+                self.drawn.append(_frame(left, y, m * side, side, _HUES[0], 1.5))
+        for j, name in enumerate(across):
+            x = left + (j + 0.5) * side + 3.5
+            turned = f' transform="rotate(-90 {x:.1f} {y0 - 6:.1f})"'
+            self.drawn.append(_text(x, y0 - 6, name, 11, _INK, extra=turned))
+        self.drawn.append(_frame(left, y0, m * side, n * side, _PALE, 0.75))
+        self.right, self.bottom = left + m * side, y0 + n * side
+        self._scale(most, whole, left)
+        self.told = self._description(place, cells, whole, rows, cols)
+
+    def _scale(self, most: float, whole: bool, left: float) -> None:
+        """What the darkest shade stands for."""
+        y = self.bottom + 16
+        for n in range(10):
+            shade = ((n + 1) / 10) ** 0.7
+            self.drawn.append(_rect(left + n * 10, y, 10, 8, _dark(shade)))
+        what = "weight" if whole else "sum of the weights in a tile"
+        self.drawn.append(_text(left + 106, y + 8, f"0 to {most:.3f}, {what}", 10.5, _PALE))
+        self.bottom = y + 12
+
+    def _description(self, place: str, cells: Any, whole: bool, rows: words.Reading, cols: words.Reading) -> str:
+        if not whole:
+            size = f"{len(cells)} by {len(cells[0])}"
+            return f"A square of {size} tiles for {place}: sums of weights over parts of a long text."
+        best = [max(range(len(row)), key=lambda j: row[j]) for row in cells] if cols.labels else []
+        ties = [
+            f"{words.shown(name)} → {words.shown(cols.labels[j])} {row[j]:.2f}"
+            for name, j, row in zip(rows.labels, best, cells, strict=False)
+        ]
+        return f"A square of {place}; the darkest cell of every row: {', '.join(ties)}."
+
+
+@torch.no_grad()
+def _cells(sheet: spot.Sheet, head: int, rows: words.Reading, cols: words.Reading) -> list[list[float]]:
+    w, _ = cols.shares(sheet.weights[head].dense())
+    return rows.rows(w.mT).mT.tolist()
+
+
+@torch.no_grad()
+def _tiles(sheet: spot.Sheet, head: int) -> list[list[float]]:
+    i, j = sheet.weights.shape[-2:]
+    return sheet.weights[head].pool(min(i, _CELLS), min(j, _CELLS)).tolist()
+
+
+def _ticks(total: int, count: int) -> list[str]:
+    """Positions at the edges of every sixth tile."""
+    return [f"{n * total // count:,}" if n % 6 == 0 else "" for n in range(count)]
+
+
+# Elements. Every text that is not ours goes through `_text` or `_word`, and there through `escape`.
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    size: float = 13,
+    fill: str = _INK,
+    anchor: str = "start",
+    *,
+    bold: bool = False,
+    halo: bool = False,
+    extra: str = "",
+) -> str:
+    if not text:
+        return ""
+    style = ' font-weight="700"' if bold else ""
+    style += f' stroke="{_GROUND}" stroke-width="3" paint-order="stroke"' if halo else ""
+    style += "" if anchor == "start" else f' text-anchor="{anchor}"'
+    style += ' unicode-bidi="isolate"' if _right_to_left(text) else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}"{style}{extra}>{_safe(text)}</text>'
+
+
+def _word(box: _Box, text: str, bold: bool) -> str:
+    """A word in the middle of its place; a long one made exactly as wide, whatever font the reader has."""
+    style = ' font-weight="700"' if bold else ""
+    style += f' textLength="{box.width:.1f}" lengthAdjust="spacingAndGlyphs"' if len(text) > 3 else ""
+    style += ' direction="rtl" unicode-bidi="isolate"' if _right_to_left(text) else ""
+    frame = _frame(box.x - 3, box.y - _SIZE, box.width + 6, _SIZE + 5, _INK, 1.0) if bold else ""
+    place = f'x="{box.middle:.1f}" y="{box.y:.1f}" text-anchor="middle"'
+    return f'{frame}<text {place} font-size="{_SIZE}" fill="{_INK}"{style}>{_safe(text)}</text>'
+
+
+def _right_to_left(text: str) -> bool:
+    return any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in text)
+
+
+def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" {style}/>'
+
+
+def _dark(shade: float) -> str:
+    return f'fill="#14304f" fill-opacity="{shade:.3f}"'
+
+
+def _frame(x: float, y: float, width: float, height: float, stroke: str, thick: float) -> str:
+    return _rect(x, y, width, height, f'fill="none" stroke="{stroke}" stroke-width="{thick}"')
+
+
+def _safe(text: str) -> str:
+    """Text that XML can hold: `shown` leaves no control characters, and two that are not letters are left."""
+    return escape(text.replace("\ufffe", "\N{REPLACEMENT CHARACTER}").replace("\uffff", "\N{REPLACEMENT CHARACTER}"))
+
+
+def _width(text: str) -> float:
+    """About how wide a word is set: wide letters take an em, capitals more than small ones."""
+    narrow = sum(letter in "iljtf.,:;'|!()[] " for letter in text)
+    broad = sum(letter.isupper() or letter in "mw@%" for letter in text)
+    return max(6.0, _SIZE * (0.56 * words.cells(text) - 0.24 * narrow + 0.16 * broad))
+
+
+def _document(title: str, description: str, width: float, height: float, drawn: Iterable[str]) -> str:
+    name = words.shown(title, 400)
+    body = "\n".join(part for part in drawn if part)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label={quoteattr(_safe_attribute(name))} '
+        f'font-family="{_FONT}">\n<title>{_safe(name)}</title>\n<desc>{_safe(description)}</desc>\n'
+        f'<rect width="100%" height="100%" fill="{_GROUND}"/>\n{body}\n</svg>\n'
+    )
+
+
+def _safe_attribute(text: str) -> str:
+    return text.replace("\ufffe", "").replace("\uffff", "")
