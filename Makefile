@@ -26,6 +26,7 @@ $(READY): pyproject.toml constraints.txt
 
 # Less than the tests take: a model to look at, and the compiled tiles.
 $(LOOKING): pyproject.toml constraints.txt
+	@echo "Setting up a model and what it takes to run it; the first time this takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[look,fast]"
 	touch $@

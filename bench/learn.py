@@ -65,7 +65,9 @@ def shakespeare(data: Path, out: Path, anchor: float, must: float, goal: float, 
     where = "GPU" if s.dim > 128 else "CPU"
     shape = f"{s.layers} layers, {s.heads} heads, {s.dim}, context {s.context}, {s.steps} steps of {s.batch}"
     what = f"Tiny Shakespeare on a {where}: validation loss {result.best:.4f}, {count(trained.model)}, {result.seconds:.0f} s"
-    return row(what, shape, f"nanoGPT: {anchor}", [result.best / anchor], must / anchor, goal / anchor, device=device_name())
+    return row(
+        what, shape, f"nanoGPT: {anchor}", [result.best / anchor], must / anchor, goal / anchor, device=device_name()
+    )
 
 
 def judged(data: Path, folder: Path) -> Row:
@@ -130,7 +132,16 @@ def steps(small: bool = False) -> Row:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     b, t, layers, heads, dim = (2, 32, 2, 2, 32) if small else (64, 256, 6, 6, 384)
-    shape = {"dim": dim, "heads": heads, "layers": layers, "context": t, "dropout": 0.2, "norm": "rms", "bias": False, "activation": "swiglu"}
+    shape = {
+        "dim": dim,
+        "heads": heads,
+        "layers": layers,
+        "context": t,
+        "dropout": 0.2,
+        "norm": "rms",
+        "bias": False,
+        "activation": "swiglu",
+    }
     ids = torch.randint(65, (b, t + 1), device=device)
     ours, theirs = (LanguageModel(65, **shape).to(device) for _ in range(2))
     for block in theirs.body.blocks:
@@ -155,7 +166,9 @@ def steps(small: bool = False) -> Row:
     ms = (time.perf_counter() - begin) * 100
     what = f"training step with row statistics on: {ms * statistics.median(samples):.2f} ms"
     against = f"the same model on scaled_dot_product_attention, torch.compile, {ms:.2f} ms"
-    return row(what, f"{b}×{t}, {layers} layers, {heads} heads, {dim}", against, samples, 1.2, 1.0, device=device_name())
+    return row(
+        what, f"{b}×{t}, {layers} layers, {heads} heads, {dim}", against, samples, 1.2, 1.0, device=device_name()
+    )
 
 
 def main() -> None:

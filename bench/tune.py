@@ -37,6 +37,7 @@ CANDIDATES = {
         C(64, 128, 4, 3), C(64, 128, 8, 3), C(128, 128, 8, 3), C(64, 64, 4, 3), C(128, 64, 4, 3),
     ],
     "top": [C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)],
+    "ballot": [C(64, 128, 4, 3), C(64, 64, 4, 3), C(64, 64, 4, 4), C(128, 64, 8, 3), C(128, 128, 8, 3), C(64, 32, 4, 4)],
     "keys": [
         C(64, 128, 8, 2), C(32, 128, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 64, 8, 2), C(64, 64, 8, 3),
     ],
@@ -53,6 +54,9 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
         return lambda: launch.forward(problem, STATISTICS, v, None)
     if kernel == "top":
         return lambda: launch.top(problem, 8)
+    if kernel == "ballot":
+        bests = launch.forward(problem, (), None, None, best=True)["bests"]
+        return lambda: launch.top(problem, 8, bests)
     found = launch.forward(problem, STATISTICS, v, None)
     if kernel == "reread":
         tiling = Tiling(64, 64, 0, t, 0, t)

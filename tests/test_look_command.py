@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import functools
 import io
 import json
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import regard
+import zoo
 from regard import cli
 from regard.look import command, model, spot, words
 
@@ -248,6 +250,9 @@ def test_a_page_is_written(run, tmp_path):
     assert (code, out) == (0, "")
     assert re.fullmatch(r"written to page\.html \(\d+ kB\)\n", err)
     assert "<html" in (tmp_path / "page.html").read_text()
+    assert run("look", SENTENCE, "--word", "didn't", "--merge", "--no-special", "--out", "page.html")[0] == 0
+    assert run("look", SENTENCE, "--word", "didn't", "--merge", "--no-special", "--out", "merged.svg")[0] == 0
+    assert "special tokens hidden" in (tmp_path / "merged.svg").read_text()
 
 
 def test_a_text_that_is_too_long_is_refused_or_cut(run):
@@ -340,16 +345,52 @@ def test_embeddings_and_projections_have_one_size(folders, name):
     torch.testing.assert_close(found.x, table[one.ids("The cat sat")[0]].detach())
 
 
-def test_the_first_layer_s_projections_are_those_that_the_model_computes(folders):
-    """Without positions and norms in between, x W_q is what layer 0 records: checked on word vectors put in its place."""
-    one = opened(None)
-    found = model.embedded("the cat sat", one)
-    attention = one.model.encoder.layer[0].attention.self
-    torch.testing.assert_close(found.q, attention.query(found.x).detach())
-    shared = opened(str(folders / "llama"))
-    k = model.embedded("The cat sat", shared).k  # heads 0 and 1 share their keys, and 2 and 3 do
+ARCHITECTURES = (
+    "bert",
+    "distilbert",
+    "modernbert",
+    "gpt2",
+    "gpt-neox",
+    "bloom",
+    "opt",
+    "llama",
+    "t5, bias",
+    "bart",
+    "mpnet",
+)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_first_layer_s_projections_are_those_that_the_model_computes(name):
+    """What goes into the first attention layer, projected by us, are the values that the recorder overhears there."""
+    one, inputs = zoo.build(name)
+    inputs = {key: x[:1] for key, x in inputs.items() if "mask" not in key}
+    size = one.get_input_embeddings().weight.shape[1]
+    layer = next(part for part in one.modules() if model._three(part, torch.zeros(1, size), one) is not None)
+    came = []
+    layer.register_forward_pre_hook(
+        lambda _, args, named: came.append(args[0] if args else named["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad(), regard.record(one, values=True) as seen:
+        one(**inputs)
+        v = model._three(layer, came[0][0], one)[2]  # t, heads × e
+    recorded = next(x for x in seen.layers if x.kind == "self").values[0]  # g t e
+    torch.testing.assert_close(v.reshape(len(v), -1, recorded.shape[-1]).transpose(0, 1), recorded, atol=1e-5, rtol=0)
+
+
+def test_heads_that_share_keys_are_written_out(folders):
+    k = model.embedded(
+        "The cat sat", opened(str(folders / "llama"))
+    ).k  # heads 0 and 1 share their keys, and 2 and 3 do
     torch.testing.assert_close(k[:, 0:4], k[:, 4:8])
     assert not torch.allclose(k[:, 4:8], k[:, 8:12])
+
+
+def test_a_model_whose_first_layer_does_not_take_its_embeddings_is_told():
+    one = model.FromTransformers.__new__(model.FromTransformers)
+    one.model, one.name = zoo.build("albert")[0], "albert"
+    with pytest.raises(ValueError, match="cannot be put on its word embeddings; walk its recorded head instead"):
+        model._projected(one, torch.zeros(3, 16))
 
 
 # walk
@@ -421,6 +462,10 @@ MISTAKES = {
     "top of none": (["look", SENTENCE, "--top", "0"], "--top takes a number from 1 on"),
     "unknown suffix": (["look", SENTENCE, "--out", "it.png"], "a page (.html) or a picture (.svg), by the end of the name; 'it.png' came"),
     "no folder to write in": (["look", SENTENCE, "--out", "not/there.html"], "there is no folder not to write there.html in"),
+    "page of two words": (["look", SENTENCE, "--word", "it", "--to", "was", "--out", "it.html"], "--to ranks the heads in the terminal"),
+    "word not there, for a page": (["look", SENTENCE, "--word", "dog", "--out", "it.html"], "'dog' is not among the words"),
+    "word not there, for a picture": (["look", SENTENCE, "--word", "dog", "--out", "it.svg"], "'dog' is not among the words"),
+    "layer out of range, for a page": (["look", SENTENCE, "--layer", "9", "--out", "it.html"], "layer 9 was asked for"),
     "recording of another name": (["look", SENTENCE, "--save", "run.txt"], "--save writes a recording (.regard)"),
     "no decoder": (["look", SENTENCE, "--target", "b"], "has no decoder"),
     "walk without a word": (["walk", "the cat sat"], "which word? regard walk TEXT --word WORD"),
@@ -445,13 +490,7 @@ def test_a_mistake_is_one_line(run, name, tmp_path):
     assert err.count("\n") == 1
     assert says in err
     assert "Traceback" not in err
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_told(run, tmp_path):
-    (tmp_path / "secret.txt").write_text("x")
-    (tmp_path / "secret.txt").chmod(0)
-    assert run("look", "secret.txt")[2] == "regard: secret.txt: permission denied.\n"
+    assert not list(tmp_path.glob("it.*"))  # nothing is left of what could not be written
 
 
 def test_what_the_system_says_about_a_file_is_told(run, monkeypatch, tmp_path):
@@ -554,3 +593,36 @@ def test_an_interrupt_from_outside_leaves_130():
         done.send_signal(signal.SIGINT)
         _, err = done.communicate()
     assert (done.returncode, err.strip()) == (130, "regard: interrupted")
+
+
+# The guide.
+
+GUIDE = Path(__file__).parent.parent / "docs" / "look.md"
+
+
+def test_every_command_of_the_guide_runs_and_prints_what_it_says(run):
+    commands = 0
+    for block in re.findall(r"```console\n(.*?)```", GUIDE.read_text(), flags=re.S):
+        out = ""
+        for line in block.splitlines():
+            if line.startswith("$ regard "):
+                code, out, _ = run(*guide_words(line.removeprefix("$ regard ")))
+                assert code == 0, line
+                commands += 1
+            else:
+                assert line in out
+    assert commands > 8
+
+
+def guide_words(line):
+    return [part.strip('"') for part in re.findall(r'"[^"]*"|\S+', line)]
+
+
+def test_every_example_of_the_guide_prints_what_it_says():
+    text = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.S))
+    example = doctest.DocTestParser().get_doctest(text, {}, "look.md", str(GUIDE), 0)
+    assert len(example.examples) > 6
+    report: list[str] = []
+    runner = doctest.DocTestRunner()
+    runner.run(example, out=report.append)
+    assert not runner.failures, "".join(report)

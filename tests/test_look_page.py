@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import HOSTILE, SENTENCE, SUBJECTS, Read, history, hostile_recording, minilm, refused, simple, translation
 
 import regard
+from pages import HOSTILE, SENTENCE, SUBJECTS, Read, history, hostile_recording, minilm, refused, simple, translation
 from regard.look import View, page, payload
 from regard.look.ranking import beyond_habit
 from regard.recorder.tables import BY
@@ -62,7 +62,7 @@ def test_every_kind_of_subject_has_a_page(name: str) -> None:
     if held.header["kind"] == "training":
         return
     assert all(torch.isfinite(held.array(layer["w"])).all() for layer in held.header["layers"] if "w" in layer)
-    assert 0 <= held.header["start"]["word"]
+    assert held.header["start"]["word"] >= 0
     assert any(layer["held"] for layer in held.header["layers"])
 
 
@@ -79,8 +79,8 @@ def test_shared_keys_and_values_go_to_the_heads_that_look_at_them() -> None:
     q, k, v = torch.randn(4, 6, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
     held = read(regard.weights(q, k), values=v)
     layer = held.header["layers"][0]
-    assert torch.equal(held.array(layer["k"]), k.repeat_interleave(2, 0) if layer["k"] and held.array(layer["k"]).shape[0] == 4 else k)
-    assert layer["per_value"] == 2
+    assert layer["per_key"] == layer["per_value"] == 2
+    assert torch.equal(held.array(layer["k"]), k)
     assert torch.equal(held.array(layer["v"]), v)
 
 
@@ -166,10 +166,12 @@ def test_in_the_sentence_it_is_tied_to_animal_and_to_tired() -> None:
     tokens = seen.layers[0].weights.tokens[0]
     start = read(seen, word="it").header["start"]
     assert tokens[start["word"]] == "it"
-    best = [(L, beyond_habit(L.weights[0].dense(), [t in ("[CLS]", "[SEP]") for t in tokens], True)) for L in seen.layers]
+    best = [
+        (L, beyond_habit(L.weights[0].dense(), [t in ("[CLS]", "[SEP]") for t in tokens], True)) for L in seen.layers
+    ]
     rows = sorted(((float(b.beyond[h, start["word"]]), L.index, h, tokens[int(b.key[h, start["word"]])]) for L, b in best for h in range(12)), reverse=True)  # fmt: skip
     assert (3, 1, "animal") in [row[1:] for row in rows[:4]]
-    assert (2, 1, "tired") == rows[0][1:]
+    assert rows[0][1:] == (2, 1, "tired")
 
 
 # How large it is.
@@ -212,14 +214,27 @@ def test_long_pages_hold_exact_rows_sums_and_links() -> None:
     assert torch.equal(held.array(long["peak_at"])[0].long(), W.peak().index)
 
 
+def test_queries_and_keys_that_do_not_fit_are_left_out_before_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "VECTORS", 2000)
+    q, k, v = torch.randn(8, 10, 16), torch.randn(4, 10, 16), torch.randn(4, 10, 16)
+    held = read(regard.weights(q, k), head=5, values=v)
+    layer = held.header["layers"][0]
+    assert layer["held"] == list(range(8))
+    assert 5 in layer["walked"]
+    assert 1 <= len(layer["walked"]) < 8
+    assert torch.equal(held.array(layer["q"]).float(), q[layer["walked"]])
+    assert torch.equal(held.array(layer["k"]).float(), k[[h // 2 for h in layer["walked"]]])
+    assert "the weights of all 8 heads, and queries and keys of" in held.header["notes"][0]
+
+
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "ROOM", 40_000)
+    monkeypatch.setattr(payload, "ROOM", 40_000)  # six matrices
     held = read(regard.weights(torch.randn(16, 40, 8)), head=13)
     assert 13 in held.header["layers"][0]["held"]
     assert len(held.header["layers"][0]["held"]) < 16
     assert re.search(r"holds \d of 16 heads", held.header["notes"][0])
     layer = held.header["layers"][0]
-    assert held.array(layer["q"]).shape[0] == len(layer["held"])
+    assert held.array(layer["q"]).shape[0] == len(layer["walked"]) == len(layer["held"]) == 6
 
 
 # Nothing gets out.
@@ -272,14 +287,29 @@ def test_the_policy_allows_two_scripts_and_a_style_by_their_hashes_and_nothing_e
     assert "http" not in policy
     inline = re.search(r'<script type="module">(.*?)</script>', text, re.S).group(1)
     packed = [zlib.decompress(base64.b64decode(re.search(f'id="regard-{what}">([^<]*)<', text).group(1))).decode() for what in ("script", "style")]  # fmt: skip
-    hashes = ["sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (inline, *packed)]
+    hashes = [
+        "sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (inline, *packed)
+    ]
     assert f"script-src '{hashes[0]}' '{hashes[1]}'; style-src '{hashes[2]}';" in policy
     assert len(re.findall("sha256-", policy)) == 3
 
 
 def test_the_script_writes_text_as_text_and_asks_for_nothing() -> None:
     script = page._file("page.js")
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "fetch(", "XMLHttp", "import(", "localStorage", "WebSocket", "sendBeacon"):
+    for word in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "fetch(",
+        "XMLHttp",
+        "import(",
+        "localStorage",
+        "WebSocket",
+        "sendBeacon",
+    ):
         assert word not in script, word
     assert set(re.findall(r"https?://[\w.]+", script + page._file("page.css"))) <= {"http://www.w3.org"}
 
@@ -305,7 +335,10 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_text_and_heads_stand_out_from_the_paper(theme: int) -> None:
     style = page._file("page.css")
-    found = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root[^{]*\{(.*?)\}", style, re.S)]
+    found = [
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+        for block in re.findall(r":root[^{]*\{(.*?)\}", style, re.S)
+    ]
     colours = found[theme]
     assert found[1] == found[2], "the dark theme is the same however it is chosen"
     for name in ("ink", "soft", "h0", "h1", "h2", "h3"):
@@ -343,9 +376,16 @@ def test_a_word_is_found_in_the_sentence_that_has_it() -> None:
     ("word", "position"), [("the:1", 0), ("the:2", 4), (4, 4), (-1, 5), ("mat", 5)], ids=["first", "second", "number", "last", "name"]
 )  # fmt: skip
 def test_words_are_named_as_everywhere(word: object, position: int) -> None:
-    W = regard.weights(torch.randn(6, 4)).label("the cat sat on the mat".split())
+    W = regard.weights(torch.randn(6, 4)).label(["the", "cat", "sat", "on", "the", "mat"])
     assert read(W, word=word).header["start"]["word"] == position
     assert read(W, word=W.at("the", 2)).header["start"]["word"] == 4
+
+
+def test_with_pieces_merged_a_word_is_named_as_it_is_read() -> None:
+    W = regard.weights(torch.randn(4, 4)).label(["the", "pro", "##noun", "it"])
+    assert read(W, word="pronoun", merge=True).header["start"]["word"] == 1
+    with pytest.raises(LookupError, match="2 tokens here: pro ##noun"):
+        read(W, word="pronoun")
 
 
 def test_the_title_is_the_sentence_unless_another_is_given() -> None:
@@ -355,7 +395,7 @@ def test_the_title_is_the_sentence_unless_another_is_given() -> None:
     assert "<title>mine</title>" in View(seen, title="mine").html()
 
 
-CAT = "the cat sat on the mat".split()
+CAT = ["the", "cat", "sat", "on", "the", "mat"]
 WRONG = {
     "a word that is not there": (lambda: regard.weights(torch.randn(6, 4)).label(CAT), {"word": "dog"}, LookupError, "'dog' is not among the words: the cat sat on mat"),
     "a word that occurs twice": (lambda: regard.weights(torch.randn(6, 4)).label(CAT), {"word": "the"}, LookupError, "occurs 2 times, at positions 0, 4"),
@@ -391,7 +431,9 @@ def test_a_file_is_a_page_or_a_picture(tmp_path: Path) -> None:
 
 
 def test_statistics_alone_are_no_page() -> None:
-    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1, enable_nested_tensor=False)
+    model = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1, enable_nested_tensor=False
+    )
     with torch.no_grad(), regard.record(model.eval(), keep="statistics") as seen:
         model(torch.randn(1, 4, 16))
     with pytest.raises(ValueError, match="only statistics were kept"):

@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from pages import HOSTILE
-from test_look_terminal import TOKENS, WIDE, made
 
 import regard
+from pages import HOSTILE
 from regard.look import words
 from regard.look.picture import svg
+from test_look_terminal import HISTORY, TOKENS, WIDE, made
 
 NAME = "{http://www.w3.org/2000/svg}"
 CHROMIUM = os.environ.get("REGARD_CHROMIUM") or "/usr/bin/chromium"
@@ -104,6 +104,16 @@ def test_two_sentences_are_shown_across():
     assert {"müde", "animal", "</s>", "das"} <= set(texts(root))
 
 
+def test_a_training_history_is_a_line_a_head():
+    root = read(svg(HISTORY))
+    lines = list(root.iter(f"{NAME}path"))
+    assert len(lines) == 2 * 4  # two measures of four heads
+    assert sum(line.get("stroke") == "#c2500a" for line in lines) == 2
+    assert "entropy, a share of the most it could be: 4 heads; block.0 1 ends at 0.00865" in texts(root)
+    assert "step 95" in texts(root)
+    read(svg([(0, {"</script>/entropy/0": 0.5})], title="one step"))
+
+
 @pytest.mark.parametrize("start", range(0, len(HOSTILE), 20))
 def test_no_token_is_more_than_text(start):
     tokens = HOSTILE[start : start + 20]
@@ -123,7 +133,8 @@ def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(tmp_path):
     with driver.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         for n, tokens in enumerate((TOKENS, WIDE, HOSTILE[:30])):
-            (tmp_path / f"{n}.svg").write_text(svg(made(tokens), word=1, title=tokens[2]), encoding="utf-8")
+            picture = svg(made(tokens), word=1, title=tokens[2], hide_special=n == 1)
+            (tmp_path / f"{n}.svg").write_text(picture, encoding="utf-8")
             tab = browser.new_page()
             tab.on("dialog", lambda dialog: asked.append(dialog.message))
             tab.on("request", lambda request: asked.append(request.url))

@@ -184,6 +184,32 @@ def test_a_batch_shows_one_sequence_and_says_when_it_cannot():
     assert draw(regard.weights(x[:1]), word=0) == draw(regard.weights(x[0]), word=0)
 
 
+def test_a_batch_of_a_recording_shows_the_sequence_that_was_asked_for():
+    w = torch.stack([attention(n, 2, 5, 5) for n in range(3)])
+    words_of = [[f"{letter}{n}" for n in range(5)] for letter in "abc"]
+    kept = Kept(None, None, None, w, None, None, None)
+    seen = Recording([Pass([Layer("x", 0, "self", kept, {}, tuple(w.shape), (words_of, words_of))])])
+    assert spot.spotlight(seen, "b3", item=1, head=0).weights[0] == pytest.approx(w[1, 0, 3].tolist())
+    assert "»a1«" in draw(seen, word="a1")
+    assert "»c1«" in draw(seen, word="c1", item=2)
+
+
+def test_with_a_cache_the_rows_are_the_end_of_the_sentence():
+    q, k = torch.randn(2, 3, 4), torch.randn(2, 8, 4)
+    weights = regard.weights(q, k, mask=regard.causal(), align="end").label(list("fgh"), list("abcdefgh"))
+    lit = spot.spotlight(weights, "g")
+    assert lit.weights[0] == pytest.approx(weights[lit.shown[0].head].row("g").tolist())
+    assert not lit.same
+    assert "»g« → a b c d e f g h" in draw(weights, word="g")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_shortest_sentences_can_be_looked_at(count):
+    weights = regard.weights(torch.randn(2, count, 4)).label(list("ab")[:count])
+    assert "»a«" in draw(weights, word="a")
+    assert draw(weights)
+
+
 def test_what_cannot_be_looked_at_is_told():
     with pytest.raises(TypeError, match="a Recording or a Weights"):
         draw("text", word=0)

@@ -32,6 +32,23 @@ def test_a_random_configuration_is_within_the_bound(seed: int) -> None:
     cover.judged(cover.at_random(seed, TYPES), "cuda")
 
 
+def test_the_largest_by_ballot() -> None:
+    assert cover.judged_by_ballot((torch.bfloat16, torch.float16), "cuda", tile=128) == 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_largest_of_long_rows_are_those_of_dense_weights(d: int, causal: bool) -> None:
+    q, k, v = draw(2, 2, 4096, d), draw(2, 1, 4096, d), draw(2, 1, 4096, d)
+    seen = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton").see(top=8, values=v)
+    mask = torch.ones(4096, 4096, dtype=torch.bool, device="cuda").tril() if causal else None
+    w, y, _ = dense(q, k.expand(2, 2, -1, -1), v.expand(2, 2, -1, -1), mask)
+    assert (seen.top.weight.double() - w.topk(8, -1).values).abs().max() < 1e-4
+    at = w.gather(-1, seen.top.index.clamp(min=0)).masked_fill(seen.top.index < 0, 0)
+    assert (seen.top.weight.double() - at).abs().max() < 1e-4
+    assert (seen.y.double() - y).abs().max() < 0.02
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_whose_scores_are_all_huge_are_rows_like_any_other(dtype: torch.dtype) -> None:
     cover.judged_where_all_scores_are_huge(dtype, "cuda")

@@ -58,7 +58,10 @@ class Beam:
 
 @torch.no_grad()
 def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) -> list[list[int]]:
-    """The best target of every source (n, s), without start and end."""
+    """The best target of every source (n, s), without start and end.
+
+    A sentence is done when nothing that goes on is better, at its length so far, than the best that ended.
+    """
     n, width = len(source), beam.width
     longest = 2 * source.shape[1] + 10
     memory, visible = model.read(source.repeat_interleave(width, 0))
@@ -68,7 +71,6 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
     scores[:, 0] = 0.0  # all beams of a sentence begin alike: one of them counts
     first = torch.arange(n, device=source.device)[:, None] * width
     best: list[tuple[float, list[int]]] = [(-torch.inf, [])] * n
-    ended = [0] * n
     for length in range(1, longest + 1):
         logits = model.write(tokens[:, :, -1].reshape(-1, 1), memory, visible, caches)[:, -1]
         log_p = logits.float().log_softmax(-1).view(n, width, -1)
@@ -78,12 +80,13 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
         found, place = total.flatten(1).topk(2 * width)
         origin, word = place // log_p.shape[-1], place % log_p.shape[-1]
         over = word == end
-        _finish(best, ended, tokens, found, origin, over, length, beam)
+        _finish(best, tokens, found, origin, over, length, beam)
         going, order = found.masked_fill(over, -torch.inf).topk(width)
         origin, word = origin.gather(1, order), word.gather(1, order)
         tokens = torch.cat([tokens.gather(1, origin[..., None].expand(-1, -1, length)), word[..., None]], 2)
         scores = going
-        if all(count >= width for count in ended) or length == longest:
+        hope = (going[:, 0] / length**beam.penalty).tolist()
+        if all(score >= other for (score, _), other in zip(best, hope, strict=True)):
             break
         for cache in caches:
             cache[0].reorder((first + origin).flatten())  # the memory's keys are alike for all beams of a sentence
@@ -94,15 +97,11 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
 
 
 def _finish(
-    best: list[Any], ended: list[int], tokens: Tensor, found: Tensor, origin: Tensor, over: Tensor, length: int,
-    beam: Beam,
-) -> None:  # fmt: skip
-    """Take note of candidates that end here, among the first `width` of each sentence."""
+    best: list[Any], tokens: Tensor, found: Tensor, origin: Tensor, over: Tensor, length: int, beam: Beam
+) -> None:
+    """Take note of candidates that end here, among the first `width` of each sentence, if they are the best so far."""
     over = over[:, : beam.width] & found[:, : beam.width].isfinite()
     for sentence, rank in over.nonzero().tolist():
-        if ended[sentence] >= beam.width:
-            continue
-        ended[sentence] += 1
         score = float(found[sentence, rank]) / length**beam.penalty
         if score > best[sentence][0]:
             best[sentence] = score, tokens[sentence, origin[sentence, rank], 1:].tolist()

@@ -74,13 +74,17 @@ def _verb(verbs: Any, name: str, says: str, examples: str) -> argparse.ArgumentP
         "--model", metavar="NAME", help="a folder, a name of the Hugging Face hub, or one of regard learn"
     )
     verb.add_argument("--target", metavar="TEXT", help="encoder–decoder models: the sentence that is being written")
-    verb.add_argument("--layer", metavar="N", help="only this layer, counted from 0")
+    verb.add_argument("--layer", type=_layer, metavar="N", help="only this layer, counted from 0; or its name")
     verb.add_argument("--head", type=int, metavar="N", help="only this head, counted from 0")
     verb.add_argument("--top", type=int, metavar="N", help="show the N strongest words")
     verb.add_argument("--cut", action="store_true", help="take the beginning of a text that is too long for the model")
     verb.add_argument("--json", action="store_true", help="print numbers for machines")
     verb.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
     return verb
+
+
+def _layer(given: str) -> int | str:
+    return int(given) if given.lstrip("-").isdecimal() else given
 
 
 # look
@@ -110,10 +114,12 @@ def _show(asked: argparse.Namespace, subject: Subject) -> None:
     width = _width()
     face: dict[str, Any] = {"width": width, "colour": _colour(asked.color), "top": asked.top}
     if asked.word is None:
-        seen = spot.overview(subject.seen, **_reading(asked))
+        with _progress("asking every word"):
+            seen = spot.overview(subject.seen, **_reading(asked))
         picture, hint = terminal.draw_overview(seen, **face), _overview_hint(asked, seen)
     else:
-        lit = spot.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
+        with _progress("asking every head"):
+            lit = spot.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
         picture, hint = terminal.draw_spot(lit, **face), _spot_hint(asked, lit)
     _print(f"{_title(subject, width)}\n\n{picture}\n\n{hint}")
 
@@ -142,19 +148,13 @@ def _spot_hint(asked: argparse.Namespace, lit: Any) -> str:
 
 def _write(asked: argparse.Namespace, subject: Subject) -> None:
     """A page or a picture."""
+    from .view import View
+
     title = subject.text if subject.text and len(subject.text) <= _HINT else Path(subject.name).name
     where = Path(asked.out)
-    options = {"word": asked.word, "layer": asked.layer, "head": asked.head, "title": title}
-    with _progress(f"writing {where.name}"), _file_errors(asked.out):
-        if where.suffix.lower() == ".svg":
-            from .picture import svg
-
-            picture = svg(subject.seen, hide_special=asked.no_special, merge=asked.merge, **options)
-            where.write_text(picture, encoding="utf-8")
-        else:
-            from .view import View
-
-            View(subject.seen, embedded=_embedded(asked, subject), **options).save(where)
+    with _progress(f"writing {shown(where.name)}"), _file_errors(asked.out):
+        embedded = None if where.suffix.lower() == ".svg" else _embedded(asked, subject)
+        View(subject.seen, word=asked.word, title=title, embedded=embedded, **_reading(asked)).save(where)
     _say(f"written to {shown(asked.out)} ({where.stat().st_size / 1000:,.0f} kB)")
 
 
@@ -187,6 +187,8 @@ def _look_json(asked: argparse.Namespace, subject: Subject) -> dict[str, Any]:
             for one, weights, hidden in zip(lit.shown, lit.weights, lit.hidden, strict=True)
         ]
         heads = [_tie_json(one, lit.cols.labels) for one in lit.heads[: asked.top]]
+        if asked.to is not None:  # ranked by weight: habit was not asked for
+            heads = [{name: x for name, x in one.items() if name != "beyond_habit"} for one in heads]
         told = {"tokens": list(lit.rows.labels), "keys": list(lit.cols.labels)}
         told |= {"word": {"text": lit.word, "position": lit.at}, "heads": heads, "rows": rows}
     return {"subject": subject.name, "special_hidden": asked.no_special, "merged": asked.merge, **told}
@@ -277,7 +279,7 @@ def _walk_json(made: Walk, told: str) -> dict[str, Any]:
 
 def _walk_hint(asked: argparse.Namespace) -> str:
     again = f"regard walk {_again(asked)} --word {_quoted(asked.word)}"
-    if asked.projected:
+    if asked.projected or asked.text.endswith(".regard"):
         return f"Next, the whole picture: regard look {_again(asked)} --word {_quoted(asked.word)}"
     if asked.basic:
         return f"Next, with trained queries and keys: {again} --with q,k"
@@ -359,6 +361,10 @@ def _check(asked: argparse.Namespace) -> None:
         raise ValueError(f"--top takes a number from 1 on; {asked.top} came.")
     if getattr(asked, "to", None) is not None and asked.word is None:
         raise ValueError("--to goes with --word: the heads by the weight from one word to another.")
+    if getattr(asked, "out", None) is not None and asked.to is not None:
+        raise ValueError(
+            "--to ranks the heads in the terminal and in --json; name one with --layer and --head for --out."
+        )
     for option in ("out", "save"):
         path = getattr(asked, option, None)
         if path is None:

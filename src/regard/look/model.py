@@ -36,11 +36,14 @@ _MISSING = 'pip install "regard[look]" brings it'
 _PROJECTIONS = (
     ("query", "key", "value"),
     ("q_proj", "k_proj", "v_proj"),
+    ("query_proj", "key_proj", "value_proj"),
     ("q_lin", "k_lin", "v_lin"),
     ("q", "k", "v"),
     ("to_q", "to_k", "to_v"),
     ("wq", "wk", "wv"),
 )
+#: And how they call one matrix that makes all three, one after the other.
+_FUSED = ("c_attn", "qkv", "in_proj", "Wqkv", "qkv_proj")
 
 
 def look_at(
@@ -274,20 +277,35 @@ def _projected(opened: Opened, x: Tensor) -> Sequence[Tensor]:
     """x W_q, x W_k, x W_v of the first attention layer, in whichever way the model writes them."""
     x = x.to(next(opened.model.parameters()).dtype)
     for module in opened.model.modules():
-        for names in _PROJECTIONS:
-            parts = [getattr(module, name, None) for name in names]
-            if all(isinstance(part, nn.Module) for part in parts):
-                return [part(x) for part in parts]  # type: ignore[misc]
-        if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
-            return nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
-        for name in ("c_attn", "qkv", "in_proj"):
-            fused = getattr(module, name, None)
-            if isinstance(fused, nn.Module) and (made := fused(x)).shape[-1] == 3 * x.shape[-1]:
-                return made.chunk(3, -1)
+        try:
+            if (found := _three(module, x, opened.model)) is not None:
+                return found
+        except RuntimeError:  # what the layer takes is not of the embeddings' size: something stands between them
+            break
     raise ValueError(
-        f"the W_q, W_k and W_v of {words.shown(opened.name)} were not found; "
+        f"the W_q, W_k and W_v of {words.shown(opened.name)} cannot be put on its word embeddings; "
         "walk its recorded head instead (--layer, --head)."
     )
+
+
+def _three(module: nn.Module, x: Tensor, model: nn.Module) -> Sequence[Tensor] | None:
+    """The three projections of x by one module, if it is an attention layer that has them: three matrices, or one."""
+    for names in _PROJECTIONS:
+        parts = [getattr(module, name, None) for name in names]
+        if all(isinstance(part, nn.Module) for part in parts):
+            return [part(x) for part in parts]  # type: ignore[misc]
+    if isinstance(module, nn.MultiheadAttention) and module.in_proj_weight is not None:
+        return nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+    for name in _FUSED:
+        fused = getattr(module, name, None)
+        if isinstance(fused, nn.Module) and (made := fused(x)).shape[-1] == 3 * x.shape[-1]:
+            return made.chunk(3, -1)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "model_type", "") in ("gpt_neox", "bloom"):  # one matrix, head by head
+        fused = getattr(module, "query_key_value", None)
+        if isinstance(fused, nn.Module):
+            return fused(x).reshape(len(x), config.num_attention_heads, 3, -1).transpose(1, 2).flatten(2).unbind(1)
+    return None
 
 
 def _as_wide(part: Tensor, size: int, opened: Opened) -> Tensor:

@@ -227,8 +227,9 @@ class Head {
     const ref = this.layer[name];
     if (ref === undefined) return null;
     const [many, a, b] = this.header.shape(ref);
-    const per = name === "v" ? this.layer.per_value : 1;
-    const at = many === 1 ? 0 : per > 1 ? Math.floor(this.head / per) : this.n;
+    const { held, walked, per_value, per_key } = this.layer, heads = name === "w" ? held : walked, n = heads.indexOf(this.head);
+    if (n < 0) return null;
+    const at = many === 1 ? 0 : many === heads.length ? n : Math.floor(this.head / (name === "v" ? per_value : per_key));
     return this.header.array(ref).subarray(at * a * b, (at + 1) * a * b);
   }
   vectors(name) {
@@ -241,8 +242,6 @@ class Head {
   at(i, j) { return this.w[i * this.j + j]; }
   row(i) { return this.w.subarray(i * this.j, (i + 1) * this.j); }
   visible(i, j) { const seen = this.part("visible"); return !seen || seen[i * this.j + j] > 0; }
-  beyond(i) { const { layer, header, n } = this; return header.array(layer.beyond)[n * this.i + i]; }
-  best(i) { const { layer, header, n } = this; return header.array(layer.best)[n * this.i + i]; }
 
   // The weights of words: what a word is given is the sum over its tokens, how it looks the mean over them.
   // Hidden tokens leave their share to the others, so that a row keeps its sum.
@@ -258,7 +257,38 @@ class Head {
       const kept = sum(row), hidden = sum(cols.hidden.map((j) => sum(range(b - a).map((i) => this.at(a + i, j))) / (b - a)));
       return cols.hidden.length && kept > 0 ? row.map((x) => (x * (kept + hidden)) / kept) : row;
     });
-    return { rows, cols, w, most: Math.max(...w.map((row) => row[largest(row)])), changed: cols.hidden.length > 0 };
+    return new Sheet(rows, cols, w, this.stack.same);
+  }
+}
+
+// The weights of one head as they are read, and how much of them is habit.
+class Sheet {
+  constructor(rows, cols, w, same) {
+    Object.assign(this, { rows, cols, w, same, most: Math.max(...w.map((row) => row[largest(row)])), found: [] });
+  }
+  // Sums and counts of what every word is given, and of what is given at every distance.
+  get habits() {
+    if (this._habits) return this._habits;
+    const { w } = this, [m, n] = [w.length, this.cols.labels.length], zeros = (size) => new Float64Array(size);
+    const to = zeros(n), seen = zeros(n), far = zeros(m + n), met = zeros(m + n);
+    w.forEach((row, i) => row.forEach((x, j) => {
+      if (x <= 0) return;
+      to[j] += x; seen[j]++; far[j - i + m] += x; met[j - i + m]++;
+    }));
+    return (this._habits = { to, seen, far, met });
+  }
+  // The word that a row is tied to beyond habit: more than it gives that word, or that distance, anyway.
+  // Special tokens, and a word itself, count only where there is nothing else.
+  best(i) {
+    if (this.found[i]) return this.found[i];
+    const { to, seen, far, met } = this.habits, m = this.w.length, one = { key: 0, beyond: -Infinity };
+    this.w[i].forEach((x, j) => {
+      const own = x > 0 ? 1 : 0, others = (total, count) => (total - x) / Math.max(1, count - own), d = j - i + m;
+      const habit = Math.max(others(to[j], seen[j]), this.same ? others(far[d], met[d]) : -Infinity);
+      const barred = (this.cols.special[j] ? 2 : 0) + (this.same && i === j ? 2 : 0);
+      if (x - habit - barred > one.beyond) Object.assign(one, { key: j, beyond: x - habit - barred });
+    });
+    return (this.found[i] = one);
   }
 }
 
@@ -273,13 +303,17 @@ function reading(sequence, { hide, merge }) {
 }
 
 // The heads for a word, the most telling first; two to begin with that look at different words.
-function ranked(stack, i, layer) {
-  const heads = stack.heads.filter((head) => layer === null || head.place === layer);
-  return stack.long ? heads : [...heads].sort((a, b) => b.beyond(i) - a.beyond(i) || a.id - b.id);
+function ranked({ stack, state }) {
+  const heads = stack.heads.filter((head) => state.layer === null || head.place === state.layer);
+  return stack.long ? heads : [...heads].sort((a, b) => bestOf(b, state).beyond - bestOf(a, state).beyond || a.id - b.id);
 }
-function firstTwo(heads, i) {
+function bestOf(head, state) {
+  const sheet = head.sheet(state);
+  return sheet.best(Math.max(0, sheet.rows.at[state.word]));
+}
+function firstTwo(heads, state) {
   if (heads.length < 2 || heads[0].stack.long) return heads.slice(0, 1);
-  const first = heads[0], other = heads.find((head) => head.best(i) !== first.best(i));
+  const first = heads[0], other = heads.find((head) => bestOf(head, state).key !== bestOf(first, state).key);
   return [first, other ?? heads[1]];
 }
 
@@ -297,7 +331,7 @@ class Page {
       layer: start?.asked.length ? null : start?.layer ?? null, cell: null,
     };
     this.views = Object.entries(VIEWS).filter(([, view]) => view.when(this));
-    this.state.view = this.views[0][0];
+    this.state.view = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
     this.frame();
     this.open(this.state.view);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
@@ -308,8 +342,8 @@ class Page {
   get row() { return this.state.hover ?? this.state.word; }
   // The heads that are shown: those chosen, else those that matter for the word.
   get heads() {
-    const { chosen, word: i, layer } = this.state;
-    return chosen ? chosen.map((id) => this.book.heads[id]) : firstTwo(ranked(this.stack, i, layer), i);
+    const { chosen } = this.state;
+    return chosen ? chosen.map((id) => this.book.heads[id]) : firstTwo(ranked(this), this.state);
   }
   get head() { return this.heads[0] ?? this.stack.heads[0]; }
   colour(n) { return `var(--h${n % 4})`; }
@@ -393,7 +427,7 @@ class Page {
 function telling(stack) {
   if (stack.long) return 0;
   const rows = range(stack.rows.length).filter((i) => !stack.rows.special.has(i));
-  const strength = rows.map((i) => Math.max(...stack.heads.map((head) => head.beyond(i))));
+  const strength = rows.map((i) => Math.max(...stack.heads.map((head) => head.sheet({ hide: false, merge: false }).best(i).beyond)));
   return rows[largest(strength)] ?? 0;
 }
 
@@ -449,7 +483,7 @@ function spotlight(page, box) {
   const lower = same ? null : sentence(page, cols, false);
   const stage = el("div", { class: `stage ${same ? "one" : "two"}` }, lines, same ? null : el("p", { class: "side", text: "these words look" }), upper, lower, same ? null : el("p", { class: "side", text: "at these" }));
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Heads" });
-  const how = el("p", { class: "hint", text: "Layer·head, the word it looks at most, and the weight. First those that give this word more than they give out of habit." });
+  const how = el("p", { class: "hint", text: "Layer·head, the word it is tied to, and the weight; ordered by what exceeds the head’s habit, the weight it gives that word or that distance anyway." });
   const list = el("div", { class: "bars" });
   const told = el("h2", {});
   box.append(hero, stage, el("div", { class: "controls" }, readingControls(page)), told, how, chips, list,
@@ -460,17 +494,16 @@ function spotlight(page, box) {
     headline(page, hero, sheets, i);
     light(page, same ? [upper] : [upper, lower], sheets, i);
     draw(lines, stage, upper, same ? upper : lower, sheets, i, same);
-    const shownHeads = ranked(page.stack, page.state.word, page.state.layer);
     const kept = word(rows.labels[Math.max(0, rows.at[page.state.word])] ?? "");
     told.replaceChildren(...(page.stack.heads.length > 1 ? ["Heads that say most about ", kept] : ["Where ", word(rows.labels[i] ?? ""), " looks"]));
-    chips.replaceChildren(...headChips(page, shownHeads));
+    chips.replaceChildren(...headChips(page, ranked(page)));
     chips.hidden = how.hidden = page.stack.heads.length < 2;
     list.replaceChildren(bars(page, sheets, i));
   };
 }
 
 function sentence(page, read, asks) {
-  const words = el("div", { class: "sentence", role: asks ? "listbox" : "list", "aria-label": asks ? "Words; the arrow keys move the light" : "Words that are looked at", dir: read.rtl ? "rtl" : "ltr" });
+  const words = el("div", { class: `sentence${read.groups.length > 40 ? " many" : ""}`, role: asks ? "listbox" : "list", "aria-label": asks ? "Words; the arrow keys move the light" : "Words that are looked at", dir: read.rtl ? "rtl" : "ltr" });
   read.groups.forEach(([start], n) => {
     const props = { class: `word${read.special[n] ? " special" : ""}`, "data-n": n };
     if (asks) Object.assign(props, {
@@ -495,9 +528,9 @@ function wordKey(event, page, read) {
 }
 
 function headline(page, hero, sheets, i) {
-  hero.replaceChildren(...sheets.slice(0, 4).map(({ rows, cols, w }, n) => {
-    const j = largest(w[i]);
-    return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot" }), el("span", { class: "tie" }, word(rows.labels[i]), el("span", { class: "arrow", text: "→" }), word(cols.labels[j])),
+  hero.replaceChildren(...sheets.slice(0, 4).map((sheet, n) => {
+    const { rows, cols, w } = sheet, j = sheet.best(i).key;
+    return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot" }), el("span", { class: "tie" }, word(rows.labels[i]), el("span", { class: "arrow", text: " → " }), word(cols.labels[j])),
       el("b", { class: "weight", text: fixed(w[i][j], 2) }), page.book.total > 1 ? el("span", { class: "who", text: page.heads[n].name }) : null);
   }));
   if (!sheets.length) hero.append(el("p", { class: "who", text: "No head is on. Choose one below." }));
@@ -556,7 +589,7 @@ function headChips(page, heads) {
   const open = page.state.all, some = open ? heads : heads.slice(0, CHIPS);
   const extra = open ? [] : page.heads.filter((head) => !some.includes(head));
   const chips = [...some, ...extra].map((head) => {
-    const { rows, cols, w } = head.sheet(page.state), i = Math.max(0, rows.at[page.state.word]), j = largest(w[i]), n = on.indexOf(head.id);
+    const { rows, cols, w } = head.sheet(page.state), i = Math.max(0, rows.at[page.state.word]), j = bestOf(head, page.state).key, n = on.indexOf(head.id);
     return el("button", {
       class: "chip", "data-key": `chip-${head.id}`, "aria-pressed": String(n >= 0), title: `${head.name}${head.layer.name ? ` (${head.layer.name})` : ""}`,
       style: n >= 0 ? { "--colour": page.colour(n) } : {}, onclick: () => toggle(page, head.id),
@@ -633,7 +666,7 @@ function stepsOfHead(head, i) {
   const masked = s && s.map((x, n) => (head.visible(i, n) ? x : -Infinity));
   const plain = layer.scale !== undefined && !layer.score_name;
   return {
-    told: (s ? "" : "These weights came ready-made: of the six steps only the last three are known. ")
+    told: (s ? "" : layer.score === "Given" ? "These weights came ready-made: of the six steps only the last three are known. " : "Of this head the page holds the weights alone. ")
       + (v ? "" : "Without values the walk ends at the weights. ") + (s && v ? `${layer.name ? `The recorded ${head.name}` : "One row of these weights"}, number by number.` : ""),
     raw, scale: layer.scale, scaleText: plain ? scaling(layer) : layer.score_name,
     s, masked, hidden: masked && masked.includes(-Infinity), mask: layer.mask_name, w, q, k, v, y: v && mix(w, v), size: layer.d, values: v && v[0].length, what: plain || raw ? "q·k" : "similarity", sink: layer.sink,
@@ -669,15 +702,20 @@ function stepTable(page, steps, i, onpick, picked) {
     el("thead", {}, el("tr", {}, el("th", { scope: "col" }, word(page.stack.rows.label(i)), " looks at"), range(t).map((j) => el("th", { scope: "col", class: page.stack.same && i === j ? "self" : "" }, word(cols.label(j)))))), el("tbody", {}, rows));
 }
 
+// The coordinates of a query and a key and their products, so many a line.
+const COORDINATES = 16;
 function dotProduct(page, steps, i, j) {
   if (j === null || !steps.q) return steps.raw ? [el("p", { class: "hint", text: "Choose a number of the first row to see its dot product cell by cell." })] : [];
   const a = Array.from(steps.q), b = Array.from(steps.k[j]), products = a.map((x, n) => x * b[n]), paint = page.paint, rest = steps.raw[j] - sum(products);
   const most = (x) => Math.max(...x.map(Math.abs)) || 1;
-  const line = (name, x, extra) => el("tr", {}, el("th", { scope: "row" }, name), x.map((v) => { const c = paint.signed(v / most(x)); return el("td", { style: { background: paint.css(c), color: paint.ink(c) }, text: fixed(v, 2) }); }), el("td", { class: "total" }, extra ?? ""));
-  const more = a.length < steps.size;
+  const line = (name, x, from) => el("tr", {}, el("th", { scope: "row", text: name }), x.slice(from, from + COORDINATES).map((v) => {
+    const colour = paint.signed(v / most(x));
+    return el("td", { style: { background: paint.css(colour), color: paint.ink(colour) }, text: fixed(v, 2) });
+  }));
+  const lines = range(Math.ceil(a.length / COORDINATES)).map((n) => el("tbody", {}, line("q", a, n * COORDINATES), line("k", b, n * COORDINATES), line("q × k", products, n * COORDINATES)));
   return [el("h3", {}, "q of ", word(page.stack.rows.label(i)), " · k of ", word(page.stack.cols.label(j)), ` = ${fixed(steps.raw[j], 3)}`),
-    el("div", { class: "scroll" }, el("table", { class: "products" }, el("tbody", {}, line("q", a), line("k", b), line("q × k", products, more ? `+ ${fixed(rest, 2)}` : `Σ ${fixed(steps.raw[j], 2)}`)))),
-    more ? el("p", { class: "hint", text: `The first ${a.length} of ${steps.size} coordinates; the other products sum to ${fixed(rest, 3)}.` }) : el("span")];
+    el("div", { class: "scroll" }, el("table", { class: "products" }, lines)),
+    el("p", { class: "hint", text: a.length < steps.size ? `The first ${a.length} of ${steps.size} coordinates; the other products sum to ${fixed(rest, 3)}.` : `All ${steps.size} products sum to ${fixed(steps.raw[j], 3)}.` })];
 }
 
 // ── Play: change the rules and see what the weights do ────────────────────────────────────────────────────────────
@@ -701,6 +739,10 @@ function play(page, box) {
   function update() {
     const vectors = { q: page.head.vectors("q"), k: page.head.vectors("k"), v: page.head.vectors("v") };
     scaleText.textContent = `× ${fixed(2 ** own.power, 2)}`;
+    if (!vectors.q) {
+      result.replaceChildren(el("p", { class: "hint", text: "Of this head the page holds the weights alone; choose another one." }));
+      return;
+    }
     const visible = (i, j) => (!own.causal || j <= i) && (!own.window || Math.abs(i - j) <= own.width) && (!own.recorded || page.head.visible(i, j));
     const at = (factor, p) => attention(p.map((n) => vectors.q[n]), same ? p.map((n) => vectors.k[n]) : vectors.k, vectors.v && (same ? p.map((n) => vectors.v[n]) : vectors.v), { similarity: own.similarity, factor, visible });
     const now = at(2 ** own.power, own.order), place = own.order.indexOf(page.state.word);
@@ -747,7 +789,7 @@ function saturation(w, rowAt, power) {
 
 function playBars(page, w, order, place) {
   const { same, rows, cols } = page.stack, most = Math.max(...w) || 1;
-  const shown = w.length > 60 ? range(w.length).sort((a, b) => w[b] - w[a]).slice(0, 40) : range(w.length);
+  const shown = w.length > 30 ? range(w.length).sort((a, b) => w[b] - w[a]).slice(0, 20) : range(w.length);
   return el("figure", { class: "bars" }, el("figcaption", {}, word(rows.label(order[place])), " looks at"), el("ol", { class: "best tight" }, shown.map((j) => el("li", { class: same && j === place ? "lit" : "" },
     word(cols.label(same ? order[j] : j)), el("span", { class: "lanes" }, el("span", { class: "lane", style: { "--colour": "var(--accent)", "--w": `${(100 * w[j]) / most}%` } }, el("i"), el("b", { "data-j": same ? order[j] : j, text: brief(w[j]) })))))));
 }
@@ -789,7 +831,7 @@ function square(page, box) {
     const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
     drawn.mark(i, j);
     const row = sheet.w[i] ?? [], key = j ?? largest(row);
-    told.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: "→" }), word(sheet.cols.labels[key] ?? ""), el("b", { "data-read": "cell", text: fixed(row[key], 4) }), el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
+    told.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: " → " }), word(sheet.cols.labels[key] ?? ""), el("b", { "data-read": "cell", text: fixed(row[key], 4) }), el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
   };
 }
 
@@ -953,7 +995,7 @@ function long(page, box) {
   const again = (row) => { own.row = row; exactRows(page, source, rows, own, again); };
   return () => {
     const head = page.head;
-    source = new Stored(head);
+    page.source = source = new Stored(head);
     if (!source.rows.includes(own.row)) own.row = source.rows.includes(page.state.word) ? page.state.word : source.rows[0];
     bar.replaceChildren(...[stackChoice(page), headChoice(page)].filter(Boolean));
     told.replaceChildren(`${count(head.i)} words look at ${count(head.j)}`);
@@ -1068,7 +1110,7 @@ const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.l
 const VIEWS = {
   spotlight: { name: "Spotlight", look: "Follow the lines from the lit word: the thicker, the more of it is made of that other word. Point at another word, or click to keep it lit.", stack: (s) => short(s) && s.same, when: (p) => some(p, (s) => short(s) && s.same), build: spotlight },
   cross: { name: "Two sentences", look: "The lit word above looks into the sentence below: which of its words does it draw on?", stack: (s) => short(s) && !s.same, when: (p) => some(p, (s) => short(s) && !s.same), build: spotlight },
-  long: { name: "Long input", look: "Bright columns are words everybody looks at, a bright diagonal is the neighbourhood; single bright tiles are ties worth a closer look.", stack: (s) => s.long && s.heads.length > 0, when: (p) => some(p, (s) => s.long && s.heads.length > 0), build: long },
+  long: { name: "Long input", look: "A strong column is a word everybody looks at, a strong diagonal is the neighbourhood; single strong tiles are ties worth a closer look.", stack: (s) => s.long && s.heads.length > 0, when: (p) => some(p, (s) => s.long && s.heads.length > 0), build: long },
   walk: { name: "Walk", look: "Read downwards: how a score becomes a weight, and weights become the output, number by number.", stack: short, when: (p) => some(p, short), build: walk },
   play: { name: "Play", look: "Turn the scale up until one word takes everything, and down until all are alike; then change the rules.", stack: withVectors, when: (p) => some(p, withVectors), build: play },
   square: { name: "Square", look: "Each row is one word looking, each column one word looked at. A strong column is a word everybody looks at, a diagonal is a habit of place.", stack: short, when: (p) => some(p, short), build: square },

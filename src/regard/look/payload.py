@@ -24,14 +24,14 @@ from ..index import At
 from ..matrix import Weights
 from ..score import Dot, Given, ScaledDot
 from .ranking import beyond_habit, beyond_received
-from .words import is_special, joined, resolve, shown, words
+from .words import is_special, joined, reading, shown, words
 
 __all__ = ["LONG", "Packed", "pack"]
 
 #: Tokens above which a page holds a map of the matrix instead of the matrix.
 LONG = 300
-#: Bytes of weights and vectors, before packing, that a page holds of short and of long inputs.
-ROOM, ROOM_LONG = 6_000_000, 4_200_000
+#: Bytes, before packing, that a page holds: weights of short inputs, all of long ones, queries, keys and values.
+ROOM, ROOM_LONG, VECTORS = 5_000_000, 4_200_000, 2_000_000
 #: Bytes of queries, keys and values up to which they are kept in float32.
 EXACT = 100_000
 #: Coordinates of word vectors that are shown one by one.
@@ -82,6 +82,10 @@ class Sheet:
     def long(self) -> bool:
         return max(self.sizes) > LONG
 
+    def pick(self, heads: list[int]) -> Weights:
+        """The weights of some heads."""
+        return self.w if heads == list(range(self.heads)) else self.w[heads]
+
     def special(self) -> list[bool]:
         """Which keys are special tokens."""
         cols = self.w.tokens[1]
@@ -116,7 +120,7 @@ class Packer:
     def bytes(self, header: dict[str, Any]) -> bytes:
         """The whole block: length of the header, header, arrays; deflated."""
         text = json.dumps({**header, "arrays": self.arrays}, allow_nan=False, separators=(",", ":")).encode()
-        return zlib.compress(struct.pack("<I", len(text)) + text + b"".join(self.parts), 9)
+        return zlib.compress(struct.pack("<I", len(text)) + text + b"".join(self.parts), 6)
 
 
 @torch.no_grad()
@@ -141,7 +145,7 @@ def pack(
     if not there:
         raise ValueError(_nothing(subject, refused))
     content = _Content(there, refused, notes)
-    start = _start(subject, content, word, layer, head)
+    start = _start(subject, content, word, layer, head, merge)
     start |= {"hide": hide_special, "merge": merge}
     content.hold(start)
     header = content.header(start)
@@ -223,7 +227,8 @@ class _Content:
         self._known: dict[Any, int] = {}
         self.stacks: list[dict[str, Any]] = []
         self.stack_of: list[int] = []
-        self.held: list[list[int]] = [[] for _ in sheets]
+        self.held: list[list[int]] = [[] for _ in sheets]  # heads whose weights are in the page
+        self.walked: list[list[int]] = [[] for _ in sheets]  # those whose queries, keys and values are, too
         for sheet in sheets:
             rows, cols = (self._sequence(t, n) for t, n in zip(sheet.w.tokens, sheet.sizes, strict=True))
             stack = {"same": sheet.same, "rows": rows, "cols": cols, "long": sheet.long}
@@ -253,29 +258,45 @@ class _Content:
         return f"Attention of {i:,} words" if i == j else f"Attention of {i:,} words to {j:,}"
 
     def hold(self, start: dict[str, Any]) -> None:
-        """Choose the heads that fit: those asked for, then those that matter most for the word."""
+        """Choose the heads that fit: all of them, or those asked for, then those that matter most for the word."""
+        everything = [list(range(sheet.heads)) for sheet in self.sheets]
+        room, vectors = self._room_for(everything)
+        if min(*room.values(), vectors) >= 0:
+            self.held, self.walked = everything, everything
+            return
         order = sorted(
-            (
-                (-strength, place, h)
-                for place in range(len(self.sheets))
-                for h, strength in self._strengths(place, start)
-            )
+            (-strength, place, h) for place in range(len(self.sheets)) for h, strength in self._strengths(place, start)
         )
+        for _, place, h in order:
+            self.held[place].append(h)
+            self.walked[place].append(h)
+            room, vectors = self._room_for(self.held)[0], self._room_for(self.walked)[1]
+            if room[self.sheets[place].long] < 0 and sum(map(len, self.held)) > 1:
+                self.held[place].pop()
+                self.walked[place].pop()
+            elif vectors < 0:
+                self.walked[place].pop()
+        self.held, self.walked = ([sorted(heads) for heads in chosen] for chosen in (self.held, self.walked))
+        self._say_what_is_left_out(len(order))
+
+    def _room_for(self, heads: list[list[int]]) -> tuple[dict[bool, float], float]:
+        """What is left of the room for weights, of short and of long inputs, and of that for vectors."""
         room: dict[bool, float] = {False: ROOM, True: ROOM_LONG}
-        left_out = 0
-        for n, (_, place, h) in enumerate(order):
-            sheet = self.sheets[place]
-            room[sheet.long] -= _cost(sheet)
-            if n == 0 or room[sheet.long] >= 0:
-                self.held[place].append(h)
-            else:
-                left_out += 1
-        for held in self.held:
-            held.sort()
-        if left_out:
+        vectors: float = VECTORS
+        for sheet, chosen in zip(self.sheets, heads, strict=True):
+            cost, more = _cost(sheet)
+            room[sheet.long] -= cost * len(chosen)
+            vectors -= more * len(chosen)
+        return room, vectors
+
+    def _say_what_is_left_out(self, total: int) -> None:
+        held, walked = (sum(map(len, chosen)) for chosen in (self.held, self.walked))
+        other = "show(layer=…, head=…) brings another one."
+        if held < total:
+            self.notes.append(f"This page holds {held} of {total} heads, those that say most; {other}")
+        elif walked < total:
             self.notes.append(
-                f"This page holds {len(order) - left_out} of {len(order)} heads, those that say most; "
-                "show(layer=…, head=…) brings another one."
+                f"This page holds the weights of all {total} heads, and queries and keys of {walked}; {other}"
             )
 
     def _strengths(self, place: int, start: dict[str, Any]) -> list[tuple[int, float]]:
@@ -294,7 +315,7 @@ class _Content:
         return [(h, s + 10 * (h in asked) + (0 if mine else -5)) for h, s in enumerate(strength.tolist())]
 
     def header(self, start: dict[str, Any]) -> dict[str, Any]:
-        exact = self._vector_bytes() <= EXACT
+        exact = 2 * (VECTORS - self._room_for(self.walked)[1]) <= EXACT
         return {
             "kind": "attention",
             "sequences": self.sequences,
@@ -305,15 +326,6 @@ class _Content:
             "start": start,
         }
 
-    def _vector_bytes(self) -> int:
-        total = 0
-        for sheet, held in zip(self.sheets, self.held, strict=True):
-            if not sheet.long and held:
-                total += 4 * sum(
-                    t.numel() for t in (sheet.w._factors.q, sheet.w._factors.k, sheet.values) if t is not None
-                )
-        return total
-
     def _layer(self, n: int, exact: bool, start: dict[str, Any]) -> dict[str, Any]:
         sheet, held = self.sheets[n], self.held[n]
         layer: dict[str, Any] = {
@@ -322,14 +334,16 @@ class _Content:
             "kind": sheet.kind,
             "heads": sheet.heads,
             "held": held,
+            "walked": self.walked[n],
             "stack": self.stack_of[n],
         }
-        if held:
-            chosen = sheet.w if held == list(range(sheet.heads)) else sheet.w[held]
-            if sheet.long:
-                layer["long"] = _long(chosen, start["word"] if start["stack"] == self.stack_of[n] else None, self)
-            else:
-                layer |= _short(sheet, chosen, held, exact, self.packer)
+        if held and sheet.long:
+            word = start["word"] if start["stack"] == self.stack_of[n] else None
+            layer["long"] = _long(sheet.pick(held), word, self)
+        elif held:
+            layer |= _short(sheet, held, self.packer)
+            if self.walked[n]:
+                layer |= _vectors(sheet, self.walked[n], exact, self.packer)
         return layer
 
 
@@ -348,20 +362,20 @@ def _sequence(tokens: Sequence[str] | None, length: int) -> dict[str, Any]:
     }
 
 
-def _cost(sheet: Sheet) -> float:
-    """Bytes of one head, before packing."""
+def _cost(sheet: Sheet) -> tuple[float, float]:
+    """Bytes of one head, before packing: of its weights, and of its vectors."""
     i, j = sheet.sizes
     if sheet.long:
-        return 4.0 * math.prod(_tiles(i, j)) + 12 * i + 4 * j + 4 * 4 * j
+        return 4.0 * math.prod(_tiles(i, j)) + 12 * i + 4 * j + 4 * 4 * j, 0.0
     q, k = sheet.w._factors.q, sheet.w._factors.k
     e = 0 if sheet.values is None else sheet.values.shape[-1]
-    return 4.0 * i * j + 2 * (i * q.shape[-1] + j * k.shape[-1] + j * e)
+    return 4.0 * i * j, 2.0 * (i * q.shape[-1] + j * k.shape[-1] + j * e)
 
 
 # Where to begin.
 
 
-def _start(subject: Any, content: _Content, word: Any, layer: Any, head: int | None) -> dict[str, Any]:
+def _start(subject: Any, content: _Content, word: Any, layer: Any, head: int | None, merge: bool) -> dict[str, Any]:
     """The stack, the row and the heads that are shown first."""
     place = None
     if layer is not None:
@@ -375,8 +389,11 @@ def _start(subject: Any, content: _Content, word: Any, layer: Any, head: int | N
         if not -count <= head < count:
             raise LookupError(f"head {head} was asked for and the layer has {count}, counted from 0.")
         head %= count
-    stacks = list(range(len(content.stacks))) if place is None else [content.stack_of[place]]
-    stack, row = _row(content, stacks, word)
+    # Of several sentences the one that is written comes first: its words look into the other.
+    stacks = sorted(range(len(content.stacks)), key=lambda n: content.stacks[n]["same"])
+    if place is not None:
+        stacks = [content.stack_of[place]]
+    stack, row = _row(content, stacks, word, merge)
     asked = [] if place is None or head is None else [(place, head)]
     return {"stack": stack, "word": row, "chosen": word is not None, "layer": place, "asked": asked}
 
@@ -393,7 +410,7 @@ def _place_of(subject: Any, content: _Content, layer: Any) -> int:
     raise LookupError(f"of layer {layer!r} only statistics were kept.")
 
 
-def _row(content: _Content, stacks: list[int], word: Any) -> tuple[int, int]:
+def _row(content: _Content, stacks: list[int], word: Any, merge: bool) -> tuple[int, int]:
     """The first stack that knows the word, and its row there; without a word the one that is tied most clearly."""
     if word is None:
         stack = stacks[0]
@@ -409,8 +426,11 @@ def _row(content: _Content, stacks: list[int], word: Any) -> tuple[int, int]:
                 f"{word!r}: these weights have no words. Give them first: W.label(tokens).show(…)."
             )
             continue
+        names = tuple(map(str, range(rows))) if tokens is None else tokens
         try:
-            return stack, resolve(tokens if tokens is not None else range(rows), word if tokens else int(word))  # type: ignore[arg-type]
+            # Merged, a word is named as it is read; its first token stands for it.
+            read = reading(names, merge=merge)
+            return stack, read.groups[read.resolve(word)].start
         except LookupError as error:
             wrong = wrong or error
     assert wrong is not None
@@ -431,48 +451,46 @@ def _most_telling(content: _Content, stack: int) -> int:
 # Arrays of short inputs.
 
 
-def _short(sheet: Sheet, chosen: Weights, held: list[int], exact: bool, packer: Packer) -> dict[str, Any]:
-    dense = chosen.dense()  # held i j
-    best = beyond_habit(dense, sheet.special(), sheet.same)
-    factors = chosen._factors
-    found: dict[str, Any] = {
-        "w": packer.add(dense),
-        "beyond": packer.add(best.beyond, "f2"),
-        "best": packer.add(best.key, "u4"),
-        "score": type(factors.score).__name__,
-        "sink": factors.score.sink_logits is not None,
+def _short(sheet: Sheet, held: list[int], packer: Packer) -> dict[str, Any]:
+    score = sheet.w._factors.score
+    return {
+        "w": packer.add(sheet.pick(held).dense()),
+        "score": type(score).__name__,
+        "sink": score.sink_logits is not None,
     }
-    if not isinstance(factors.score, Given):
-        found |= _vectors(factors, exact, packer)
+
+
+def _vectors(sheet: Sheet, heads: list[int], exact: bool, packer: Packer) -> dict[str, Any]:
+    """Values, queries, keys, and what turns their products into scores."""
+    found: dict[str, Any] = {}
     if sheet.values is not None:
         v = sheet.values.reshape(-1, *sheet.values.shape[-2:])
-        per = sheet.heads // v.shape[0]
-        found["v"] = packer.add(v[[h // per for h in held]] if per == 1 else v, _kind(v, exact))
-        found["per_value"] = 1 if per == 1 else per
-    return found
+        found["per_value"] = per = sheet.heads // v.shape[0]  # heads that share a head of values
+        found["v"] = packer.add(v[heads] if per == 1 else v, _kind(v, exact))
+    factors = sheet.pick(heads)._factors
+    if isinstance(factors.score, Given):
+        return found
+    q, k = factors.q, factors.k
+    found["d"] = q.shape[-1]
+    if q.shape[-1] == k.shape[-1]:
+        found["per_key"] = q.shape[-3] // k.shape[-3]
+        found |= {"q": packer.add(q, _kind(q, exact)), "k": packer.add(k, _kind(k, exact))}
+    return found | _scores(factors, packer)
 
 
-def _vectors(factors: Any, exact: bool, packer: Packer) -> dict[str, Any]:
-    """Queries, keys, and what turns their products into scores."""
+def _scores(factors: Any, packer: Packer) -> dict[str, Any]:
+    """How scores follow from products: a scale, or written out where more is done to them; and the mask."""
     q, k, score = factors.q, factors.k, factors.score
     problem = factors.problem()
     whole = Block(slice(0, q.shape[-2]), slice(0, k.shape[-2]), problem.offset, q.device)
-    found: dict[str, Any] = {
-        "d": q.shape[-1],
-        "mask_name": None if factors.mask is None else shown(repr(factors.mask), 80),
-    }
-    if q.shape[-1] == k.shape[-1] and q.is_floating_point():
-        # `pick_heads` gave every query head the keys it looks at.
-        found |= {"q": packer.add(q, _kind(q, exact)), "k": packer.add(k, _kind(k, exact))}
+    found: dict[str, Any] = {}
     if isinstance(score, ScaledDot | Dot):
         found["scale"] = score.factor(q.shape[-1]) if isinstance(score, ScaledDot) else 1.0
     if factors.mask is not None:
         visible = factors.mask.visible(whole)
-        visible = visible.reshape(visible.shape[-2:]) if visible.numel() == q.shape[-2] * k.shape[-2] else visible
-        visible = torch.broadcast_to(
-            visible.reshape(-1, *visible.shape[-2:]), (visible.shape[:-2].numel(), q.shape[-2], k.shape[-2])
-        )
-        found["visible"] = packer.add(visible, "u1")
+        visible = visible.expand(*visible.shape[:-2], q.shape[-2], k.shape[-2])
+        found["visible"] = packer.add(visible.reshape(-1, *visible.shape[-2:]), "u1")
+        found["mask_name"] = shown(repr(factors.mask), 80)
     if score.steps or "scale" not in found:
         found["s"] = packer.add(problem.at(whole).bare_scores(whole)[0])  # before the mask
         found["score_name"] = shown(repr(score), 80)
@@ -494,11 +512,12 @@ def _tiles(i: int, j: int) -> tuple[int, int]:
 
 def _long(chosen: Weights, word: int | None, content: _Content) -> dict[str, Any]:
     """A map, statistics of rows and columns, and some exact rows; linear in the length."""
-    h, i, j = chosen.shape
+    _, i, j = chosen.shape
     rows, cols = _tiles(i, j)
     seen = chosen.see("entropy", "peak", "received", pool=(rows, cols))
     add = content.packer.add
-    spare = ROOM_LONG / h - 4 * rows * cols - 12 * i - 4 * j
+    heads = sum(len(held) for held, sheet in zip(content.held, content.sheets, strict=True) if sheet.long)
+    spare = ROOM_LONG / heads - 4 * rows * cols - 12 * i - 4 * j
     count = int(max(1, min(24, spare // (4 * j))))
     exact = _chosen_rows(seen.peak.weight, word, count)
     return {

@@ -31,6 +31,7 @@ _LINE = 640.0  # how wide a line of words may get
 _CELLS = 48
 #: Words up to which a sentence is shown whole.
 _WORDS = 60
+_STRIP = (520.0, 120.0)  # width and height of what a training history fills
 
 
 def svg(
@@ -42,13 +43,18 @@ def svg(
     title: str | None = None,
     hide_special: bool = False,
     merge: bool = False,
+    item: int = 0,
 ) -> str:
     """A recording or a `Weights` as one standalone SVG: the spotlight on a word, where one is given, and the square.
+
+    A training history becomes two strips, entropy and largest score of every head over the steps.
 
     Without a layer and a head the spotlight shows the two heads that matter most for the word, and the square the
     first of them; without a word it shows the head with the strongest tie.
     """
-    reading = {"hide_special": hide_special, "merge": merge}
+    if spot.is_history(subject):
+        return _strips(subject, title or "Attention while training")
+    reading = {"hide_special": hide_special, "merge": merge, "item": item}
     drawn: list[str] = []
     told: list[str] = []
     top, right = _MARGIN, 0.0
@@ -90,29 +96,36 @@ class _Box:
 
 
 class _Spotlight:
-    """The sentence with arcs from the lit word: the first head's above the words, the second's below."""
+    """The sentence with arcs from the lit word, the first head's above the words and the second's below.
+
+    In cross-attention two sentences, the one with the lit word on top; the second head's lines are dashed.
+    """
 
     def __init__(self, lit: spot.Spot, top: float) -> None:
         self.lit = lit
         self.drawn: list[str] = []
         self.told: list[str] = []
-        self.places = _in_sight(lit)
-        texts = [words.clip(words.shown(lit.cols.labels[j]), 24) for j in self.places]
-        lines = _lines([_width(text) for text in texts], _LINE)
-        reach = 74.0 if len(lines) == 1 else 46.0
+        keys = {place: _label(lit.cols.labels[place]) for place in _in_sight(lit)}
         self._legend(top)
         top += 18 * len(lit.shown) + 10
-        source = None
+        self.reach = 74.0 if sum(map(_width, keys.values())) + _GAP * len(keys) <= _LINE else 46.0
+        over = self.reach * len(lit.shown) + _SIZE + 14
+        rows: dict[int, _Box] = {}
         if not lit.same:
-            source = _Box(_MARGIN, top + 12, _width(words.clip(words.shown(lit.word), 24)))
-            top += 30
-        boxes = self._boxes(lines, texts, top + reach, reach)
-        start = source or boxes.get(lit.at)
+            looking = range(len(lit.rows.labels)) if len(lit.rows.labels) <= _WORDS else [lit.at]
+            names = {place: _label(lit.rows.labels[place]) for place in looking}
+            rows = _laid(names, top + _SIZE, 24)
+            self._words(names, rows, lit.at)
+            top, over = max(box.y for box in rows.values()), 34
+        boxes = _laid(keys, top + self.reach, over)
+        start = boxes.get(lit.at) if lit.same else rows[lit.at]
         for n in range(len(lit.shown)):
-            self._head(n, boxes, start, reach)
-        self._words(texts, boxes, source)
-        self.right = max([box.x + box.width for box in boxes.values()] + [360.0])
-        self.bottom = max([box.y for box in boxes.values()], default=top) + (reach if len(lit.shown) > 1 else 16)
+            self._head(n, boxes, start)
+        self._words(keys, boxes, lit.at if lit.same else None)
+        ends = [box.x + box.width for box in [*boxes.values(), *rows.values()]]
+        self.right = max(ends + [_MARGIN + 16 + _width(text) for text in self.told])
+        below = self.reach if lit.same and len(lit.shown) > 1 else 24
+        self.bottom = max([box.y for box in boxes.values()], default=top) + below
 
     def _legend(self, top: float) -> None:
         for n, (one, hidden) in enumerate(zip(self.lit.shown, self.lit.hidden, strict=True)):
@@ -122,27 +135,15 @@ class _Spotlight:
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
-            side = "above" if n == 0 else "below"
+            side = ("above", "below")[n] if self.lit.same else ("solid", "dashed")[n]
             self.drawn.append(_rect(_MARGIN, y - 9, 10, 10, f'fill="{_HUES[n]}"'))
             self.drawn.append(
                 _text(_MARGIN + 16, y, f"{text}{f', {side}' if len(self.lit.shown) > 1 else ''}", size=12)
             )
             self.told.append(text + ".")
 
-    def _boxes(self, lines: list[list[int]], texts: Sequence[str], first: float, reach: float) -> dict[int, _Box]:
-        """Where every word stands, by its place in the sentence."""
-        boxes = {}
-        step = _SIZE + 14 + reach * (2 if len(self.lit.shown) > 1 else 1)
-        for row, line in enumerate(lines):
-            x = _MARGIN
-            for n in line:
-                size = _width(texts[n])
-                boxes[self.places[n]] = _Box(x, first + row * step, size)
-                x += size + _GAP
-        return boxes
-
-    def _head(self, n: int, boxes: dict[int, _Box], start: _Box | None, reach: float) -> None:
-        """Arcs and shades of one head, the weak ones first."""
+    def _head(self, n: int, boxes: dict[int, _Box], start: _Box | None) -> None:
+        """Lines and shades of one head, the weak ones first."""
         weights, up, hue = self.lit.weights[n], n == 0, _HUES[n]
         least = max(0.01, 0.05 * max(weights, default=0.0))
         for place in sorted(boxes, key=lambda j: weights[j]):
@@ -153,25 +154,41 @@ class _Spotlight:
             height = 3 + 3 * weight
             shade = f'rx="1.5" fill="{hue}" fill-opacity="{0.15 + 0.85 * weight:.3f}"'
             self.drawn.append(_rect(box.x, y - height if up else y, box.width, height, shade))
-            if start is not None and box != start:
-                self.drawn.append(_arc(start, box, up, weight, hue, reach))
-                if weight >= 0.1:
-                    self.drawn.append(
-                        _text(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
-                    )
+            if start is None or box == start:
+                continue
+            if self.lit.same:
+                self.drawn.append(_arc(start, box, up, weight, hue, self.reach))
+            else:
+                self.drawn.append(_drop(start, box, n, weight))
+            if weight >= 0.1:
+                number = _text(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
+                self.drawn.append(number)
 
-    def _words(self, texts: Sequence[str], boxes: dict[int, _Box], source: _Box | None) -> None:
-        lit = self.lit
+    def _words(self, names: dict[int, str], boxes: dict[int, _Box], lit: int | None) -> None:
         before = None
-        for place, text in zip(self.places, texts, strict=True):
+        for place, text in names.items():
             box = boxes[place]
-            bold = lit.same and place == lit.at
-            self.drawn.append(_word(box, text, bold))
+            self.drawn.append(_word(box, text, place == lit))
             if before is not None and place != before + 1:
                 self.drawn.append(_text(box.x - _GAP / 2, box.y, "…", 11, _PALE, "middle"))
             before = place
-        if source is not None:
-            self.drawn.append(_word(source, words.clip(words.shown(lit.word), 24), True))
+
+
+def _label(token: str) -> str:
+    return words.clip(words.shown(token), 24)
+
+
+def _laid(names: dict[int, str], first: float, step: float) -> dict[int, _Box]:
+    """Words from left to right, in as many lines as it takes."""
+    boxes: dict[int, _Box] = {}
+    x, y = _MARGIN, first
+    for place, text in names.items():
+        size = _width(text)
+        if x + size > _MARGIN + _LINE and x > _MARGIN:
+            x, y = _MARGIN, y + step
+        boxes[place] = _Box(x, y, size)
+        x += size + _GAP
+    return boxes
 
 
 def _in_sight(lit: spot.Spot) -> list[int]:
@@ -182,18 +199,6 @@ def _in_sight(lit: spot.Spot) -> list[int]:
     strength = [max(w[j] for w in lit.weights) for j in range(total)]
     centres = sorted(range(total), key=lambda j: -strength[j])[:8] + ([lit.at] if lit.same else [])
     return sorted({j for c in centres for j in range(max(0, c - 2), min(total, c + 3))})
-
-
-def _lines(widths: Sequence[float], room: float) -> list[list[int]]:
-    lines: list[list[int]] = [[]]
-    used = 0.0
-    for n, size in enumerate(widths):
-        if used + size > room and lines[-1]:
-            lines.append([])
-            used = 0.0
-        lines[-1].append(n)
-        used += size + _GAP
-    return lines
 
 
 def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float) -> str:
@@ -207,6 +212,17 @@ def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float
         f'<path d="M{start.middle:.1f} {y0:.1f}C{start.middle:.1f} {c0:.1f} {end.middle:.1f} {c1:.1f} {end.middle:.1f} '
         f'{y1:.1f}" fill="none" stroke="{hue}" stroke-linecap="round" stroke-width="{0.5 + 4.5 * weight:.2f}" '
         f'stroke-opacity="{min(1.0, 0.2 + weight):.3f}"/>'
+    )
+
+
+def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
+    """A line down from the lit word to a word of the other sentence; heads are told apart by their dashes."""
+    y0, y1 = start.y + 7, end.y - _SIZE - 7
+    x0, x1, half = start.middle, end.middle + 6 * n - 3, (y0 + y1) / 2
+    dash = f' stroke-dasharray="{4 + 5 * weight:.1f} {3 + 3 * weight:.1f}"' if n else ""
+    return (
+        f'<path d="M{x0:.1f} {y0:.1f}C{x0:.1f} {half:.1f} {x1:.1f} {half:.1f} {x1:.1f} {y1:.1f}" fill="none" '
+        f'stroke="{_HUES[n]}" stroke-width="{0.5 + 4.5 * weight:.2f}" stroke-opacity="{min(1.0, 0.2 + weight):.3f}"{dash}/>'
     )
 
 
@@ -296,6 +312,47 @@ def _tiles(sheet: spot.Sheet, head: int) -> list[list[float]]:
 def _ticks(total: int, count: int) -> list[str]:
     """Positions at the edges of every sixth tile."""
     return [f"{n * total // count:,}" if n % 6 == 0 else "" for n in range(count)]
+
+
+# Training.
+
+
+def _strips(history: spot.History, title: str) -> str:
+    """What `regard.watch` told, a strip a measure."""
+    drawn: list[str] = []
+    told: list[str] = []
+    top = _MARGIN
+    for kind, what in spot.WATCHED.items():
+        if lines := spot.series(history, kind):
+            # The head that is closest to dying: entropy dies at the bottom, scores explode at the top.
+            worst = (min if kind == "entropy" else max)(lines, key=lambda name: lines[name][-1][1])
+            text = f"{what}: {len(lines)} heads; {worst} ends at {lines[worst][-1][1]:.3g}"
+            drawn += [_text(_MARGIN, top + 10, text, 12), *_strip(lines, worst, top + 22)]
+            told.append(f"{text}.")
+            top += 22 + _STRIP[1] + 36
+    return _document(title, " ".join(told), 2 * _MARGIN + 44 + _STRIP[0], top, drawn)
+
+
+def _strip(lines: dict[str, list[tuple[int, float]]], worst: str, top: float) -> list[str]:
+    """A line a head over the steps, one of them in colour."""
+    (width, height), left = _STRIP, _MARGIN + 44
+    steps = [step for points in lines.values() for step, _ in points]
+    values = [value for points in lines.values() for _, value in points]
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+
+    def place(step: int, value: float) -> str:
+        x = left + width * (step - first) / max(1, last - first)
+        return f"{x:.1f} {top + height * (1 - (value - low) / ((high - low) or 1)):.1f}"
+
+    drawn = []
+    for name in sorted(lines, key=lambda name: name == worst):  # the coloured one on top
+        ink = f'stroke="{_HUES[0]}" stroke-width="2"' if name == worst else f'stroke="{_PALE}" stroke-opacity="0.45"'
+        path = "M" + "L".join(place(*point) for point in lines[name])
+        drawn.append(f'<path d="{path}" fill="none" stroke-linejoin="round" {ink}/>')
+    drawn.append(_frame(left, top, width, height, _PALE, 0.75))
+    drawn += [_text(left - 6, y, f"{x:.3g}", 10.5, _PALE, "end") for x, y in ((high, top + 9), (low, top + height))]
+    ends = ((first, left, "start"), (last, left + width, "end"))
+    return drawn + [_text(x, top + height + 14, f"step {step:,}", 10.5, _PALE, side) for step, x, side in ends]
 
 
 # Elements. Every text that is not ours goes through `_text` or `_word`, and there through `escape`.

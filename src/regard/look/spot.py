@@ -1,8 +1,9 @@
 """One word lit: which heads tie it to another word, and whom it looks at in them.
 
 What is looked at, a recording or a `Weights`, becomes `Sheet`s, one a layer; `spotlight` finds the lit word, ranks the
-heads and reads the rows, tokens merged and special ones hidden as asked; `overview` does it for every word. Rows only,
-or a sample of them, where the input is long: never t × t. Imports `ranking`, `words`, and the recorder's `part`.
+heads and reads the rows, tokens merged and special ones hidden as asked; `overview` does it for every word; `series`
+reads a training history. Rows only, or a sample of them, where the input is long: never t × t.
+Imports `ranking`, `words`, and the recorder's `part` and `tables`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..recorder import Recording
 from ..recorder.part import span_of
 from ..recorder.tables import BY
 from .ranking import beyond_habit
-from .words import Reading, is_special, reading, resolve
+from .words import Reading, is_special, reading, resolve, shown
 
-__all__ = ["Head", "Overview", "Sheet", "Spot", "overview", "sheets", "spotlight"]
+__all__ = ["WATCHED", "Head", "Overview", "Sheet", "Spot", "is_history", "overview", "series", "sheets", "spotlight"]
 
 #: Cells of a layer up to which its heads are ranked on the whole matrix.
-DENSE = 2**24
+DENSE = 2**22
 #: Rows that stand for all of them beyond that.
 SAMPLE = 64
 
@@ -44,6 +45,11 @@ class Sheet:
     @property
     def heads(self) -> int:
         return self.weights.shape[0]
+
+    @property
+    def same(self) -> bool:
+        """Whether rows and columns are one sentence; with a cache the rows are the end of it only."""
+        return self.kind == "self" and self.rows == self.cols
 
     @property
     def small(self) -> bool:
@@ -112,7 +118,7 @@ def _of_weights(weights: Weights) -> Sheet:
             raise ValueError(f"one sequence is looked at; these weights are {tuple(weights.shape)}: take W[0].")
         weights = weights[0]
     rows, cols = _labels(weights)
-    kind = "self" if len(rows) == len(cols) and rows == cols else "cross"
+    kind = "self" if rows == cols else "cross"
     return Sheet(0, "", kind, weights, None, rows, cols)
 
 
@@ -135,17 +141,18 @@ def spotlight(
     head: int | None = None,
     hide_special: bool = False,
     merge: bool = False,
+    item: int = 0,
     count: int = 2,
 ) -> Spot:
     """Light a word: the heads that matter for it, best first, and whom it looks at in the first `count` of them.
 
     to      rank the heads by the weight on this word
     layer   only this one; with `head`, only that head is shown
+    item    which sequence of a batch
     """
-    chosen, at = _holding(chosen_layers(sheets(subject), layer), word, hide_special, merge)
+    chosen, at = _holding(chosen_layers(sheets(subject, item), layer), word, hide_special, merge)
     rows = reading(chosen[0].rows, hide_special=hide_special, merge=merge)
     cols = reading(chosen[0].cols, hide_special=hide_special, merge=merge)
-    same = chosen[0].kind == "self"
     target = None if to is None else cols.resolve(to)
     ranked: list[Head] = []
     for sheet in chosen:
@@ -157,7 +164,7 @@ def spotlight(
     by_index = {sheet.index: sheet for sheet in chosen}
     read = [cols.shares(_row(by_index[one.layer], rows, at)[one.head]) for one in first]
     return Spot(
-        rows.labels[at], at, rows, cols, same, ranked, first,
+        rows.labels[at], at, rows, cols, chosen[0].same, ranked, first,
         [w.tolist() for w, _ in read], [float(took) for _, took in read], target, by_index,
     )  # fmt: skip
 
@@ -166,15 +173,15 @@ def chosen_layers(all_: list[Sheet], layer: int | str | None) -> list[Sheet]:
     """The layer that was asked for, or all of them."""
     if layer is None:
         return all_
-    if isinstance(layer, str) and not layer.lstrip("-").isdecimal():
-        found = [sheet for sheet in all_ if layer in (sheet.name, sheet.name.rpartition(".")[2])]
+    last = all_[-1].index
+    if isinstance(layer, str):
+        found = [sheet for sheet in all_ if sheet.name == layer or sheet.name.endswith("." + layer)]
     else:
-        number = int(layer)
-        found = [sheet for sheet in all_ if sheet.index == (number if number >= 0 else all_[-1].index + 1 + number)]
+        found = [sheet for sheet in all_ if sheet.index == (layer if layer >= 0 else last + 1 + layer)]
     if len(found) != 1:
-        last = all_[-1].index
         there = "only layer 0 is there" if last == 0 else f"the layers are 0 to {last}"
-        raise LookupError(f"layer {layer} was asked for; {there}.")
+        named = f" ({shown(all_[0].name)} …)" if isinstance(layer, str) and all_[0].name else ""
+        raise LookupError(f"layer {shown(str(layer))} was asked for; {there}{named}.")
     return found
 
 
@@ -216,18 +223,18 @@ def _first(ranked: list[Head], count: int, varied: bool) -> list[Head]:
 def _row(sheet: Sheet, rows: Reading, at: int) -> Tensor:
     """How a word looks in every head, (h, j): the mean over its tokens."""
     group = rows.groups[at]
-    return sheet.weights[..., group.start : group.stop, :].mean(-2)
+    # A list, not a slice: a slice of all rows would be a Weights again.
+    return sheet.weights[..., list(range(group.start, group.stop)), :].mean(-2)
 
 
 def _ranked(sheet: Sheet, rows: Reading, cols: Reading, at: int, target: int | None) -> list[Head]:
     """Every head of a layer with the key that it gives most to beyond habit, or with the key that was asked for."""
     special = [is_special(label) for label in cols.labels]
-    same = sheet.kind == "self"
     w, _ = cols.shares(_row(sheet, rows, at))  # h n
     if target is not None:
         return [Head(sheet.index, h, target, float(w[h, target]), float(w[h, target])) for h in range(sheet.heads)]
     if sheet.small:
-        best = beyond_habit(_folded(sheet, rows, cols), special, same)
+        best = beyond_habit(_folded(sheet, rows, cols), special, sheet.same)
         keys, beyond = best.key[:, at], best.beyond[:, at]
     else:
         keys, beyond = _beyond_sample(sheet, _sample(sheet, rows, cols), w, at, special)
@@ -257,7 +264,7 @@ def _beyond_sample(
     looks, m = sample[1][:, others], w.shape[-1]
     habit = looks.sum(1) / (looks > 0).sum(1).clamp(min=1)  # over the rows that may look there
     barred = torch.tensor(special, dtype=w.dtype, device=w.device) * 2
-    if sheet.kind == "self":
+    if sheet.same:
         # The key at the same distance from each sampled row, where there is one.
         stand = torch.tensor([sample[0][n] for n in others], device=w.device).unsqueeze(-1)
         place = torch.arange(m, device=w.device) - at + stand  # s m
@@ -299,9 +306,10 @@ def overview(
     head: int | None = None,
     hide_special: bool = False,
     merge: bool = False,
+    item: int = 0,
 ) -> Overview:
     """The strongest tie of every word, and the heads that stand out."""
-    chosen = chosen_layers(sheets(subject), layer)
+    chosen = chosen_layers(sheets(subject, item), layer)
     for sheet in chosen:
         check_head(sheet, head)
     cross = [sheet for sheet in chosen if sheet.kind == "cross"]
@@ -320,8 +328,8 @@ def _links(main: list[Sheet], rows: Reading, cols: Reading, head: int | None) ->
     for sheet in main:
         heads = range(sheet.heads) if head is None else [head % sheet.heads]
         for at, w, keys, beyond in _looks(sheet, rows, cols, special):
-            if is_special(rows.labels[at]):
-                continue
+            if is_special(rows.labels[at]) or not any(letter.isalnum() for letter in rows.labels[at]):
+                continue  # marks and signs are no words
             h = max(heads, key=lambda h: beyond[h])
             if at not in best or beyond[h] > best[at].head.beyond:
                 best[at] = Link(at, Head(sheet.index, h, keys[h], float(w[h, keys[h]]), beyond[h]))
@@ -334,7 +342,7 @@ def _looks(
     """Of every word, or of a sample: where it stands, its row (h, m), and every head's key with the weight beyond."""
     if sheet.small:
         w = _folded(sheet, rows, cols)
-        best = beyond_habit(w, special, sheet.kind == "self")
+        best = beyond_habit(w, special, sheet.same)
         for at in range(len(rows.labels)):
             yield at, w[:, at], best.key[:, at].tolist(), best.beyond[:, at].tolist()
         return
@@ -360,4 +368,28 @@ def _measured(main: list[Sheet]) -> dict[str, list[tuple[int, int, float]]]:
             numbers += [(sheet.index, h, x) for h, x in enumerate(values.tolist())]
         if numbers:
             found[name] = sorted(numbers, key=lambda row: row[2] if name == "entropy" else -row[2])
+    return found
+
+
+# Training.
+
+#: What `regard.watch` tells of every head.
+WATCHED = {"entropy": "entropy, a share of the most it could be", "max_score": "largest score"}
+
+History = Sequence[tuple[int, dict[str, float]]]
+
+
+def is_history(subject: Any) -> bool:
+    """Whether this is a training history: pairs of a step and what `regard.watch` told then."""
+    return isinstance(subject, list) and bool(subject) and all(isinstance(pair, tuple | list) for pair in subject)
+
+
+def series(history: History, kind: str) -> dict[str, list[tuple[int, float]]]:
+    """Of every head, "layer head", what it was at every step: numbers are named layer/kind/head."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for step, numbers in history:
+        for name, value in numbers.items():
+            *layer, what, head = name.split("/") if name.count("/") > 1 else ("", "", "")
+            if what == kind:
+                found.setdefault(shown(f"{'/'.join(layer)} {head}", 60), []).append((step, value))
     return found

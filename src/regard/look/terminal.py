@@ -59,6 +59,7 @@ def draw(
     merge: bool = False,
     top: int | None = None,
     to: str | int | None = None,
+    item: int = 0,
 ) -> str:
     """A recording, a `Weights` or a training history as text for a terminal.
 
@@ -67,13 +68,15 @@ def draw(
     colour   False, True, or what the terminal can do: "standard", "256", "truecolor"
     top      how many of the strongest words get a bar
     to       rank the heads by the weight on this word
+    item     which sequence of a batch
     """
-    if _is_history(subject):
+    if spot.is_history(subject):
         return _rendered(_history(subject, max(width, NARROWEST)), colour)
     if word is None:
-        seen = spot.overview(subject, layer=layer, head=head, hide_special=hide_special, merge=merge)
+        seen = spot.overview(subject, layer=layer, head=head, hide_special=hide_special, merge=merge, item=item)
         return draw_overview(seen, width=width, colour=colour, top=top)
-    lit = spot.spotlight(subject, word, to=to, layer=layer, head=head, hide_special=hide_special, merge=merge)
+    read = {"hide_special": hide_special, "merge": merge, "item": item}
+    lit = spot.spotlight(subject, word, to=to, layer=layer, head=head, **read)  # type: ignore[arg-type]
     return draw_spot(lit, width=width, colour=colour, top=top)
 
 
@@ -100,8 +103,8 @@ def _spotlight(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
         lines += _sentence(lit, n, width)
         lines += _left_out(lit, n, width)
         lines.append([])
-    lines += [*_bars(lit, width, top), [], *_heads(lit, width)]
-    return lines
+    ranked = _heads(lit, width)
+    return [*lines, *_bars(lit, width, top), *([[], *ranked] if ranked else [])]
 
 
 def _tie(lit: spot.Spot, n: int, width: int) -> str:
@@ -114,7 +117,7 @@ def _tie(lit: spot.Spot, n: int, width: int) -> str:
 
 
 def _place(lit: spot.Spot, one: spot.Head) -> str:
-    kind = "" if lit.same else "cross-attention, "
+    kind = "cross-attention, " if lit.layers[one.layer].kind == "cross" else ""
     if len(lit.layers) == 1 and not lit.layers[one.layer].name:
         return f"head {one.head}"
     return f"{kind}layer {one.layer}, head {one.head}"
@@ -243,7 +246,8 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
     for key, one in zip(keys, lit.heads, strict=False):
         place = f"{one.layer:>5}  {one.head:>4}" if named else f"{one.head:>4}"
         text = f"  {place}  {_left(key, first)}  {one.weight:6.3f}" + (f"  {_number(one.beyond):>6}" if beyond else "")
-        lines.append([Span(text), Span(f"  {_bar(one.weight, room)}" if room >= 4 else "", _tint(0))])
+        style = _tint(lit.shown.index(one)) if one in lit.shown else "dim"
+        lines.append([Span(text), Span(f"  {_bar(one.weight, room)}" if room >= 4 else "", style)])
     if beyond:
         habit = "beyond: the weight above what the head gives that word, or at that distance, anyway"
         lines += _paragraph(habit, width, "dim", "  ")
@@ -271,10 +275,7 @@ def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
 
 def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     """The strongest tie of each word."""
-    distinct: dict[tuple[str, str], spot.Link] = {}
-    for link in seen.links:
-        distinct.setdefault((seen.rows.labels[link.word], seen.cols.labels[link.head.key]), link)
-    some = list(distinct.values())[:top]
+    some = _varied(seen)[:top]
     named = any(sheet.name for sheet in seen.sheets)
     left = max([words.cells(_shown(seen.rows.labels[link.word], 14)) for link in some] + [4])
     right = max([words.cells(_shown(seen.cols.labels[link.head.key], 14)) for link in some] + [8])
@@ -294,12 +295,33 @@ def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     return lines
 
 
+def _varied(seen: spot.Overview) -> list[spot.Link]:
+    """Every tie once; of one head three at first, so that it does not fill the list."""
+    found: dict[tuple[str, str], spot.Link] = {}
+    of_head: dict[tuple[int, int], int] = {}
+    later: list[spot.Link] = []
+    for link in seen.links:
+        word, key = seen.rows.labels[link.word], seen.cols.labels[link.head.key]
+        place = link.head.layer, link.head.head
+        if (word, key) in found:
+            continue
+        of_head[place] = of_head.get(place, 0) + 1
+        if of_head[place] > 3:
+            later.append(link)
+        else:
+            found[word, key] = link
+    return [*found.values(), *later]
+
+
 def _measures(seen: spot.Overview, width: int) -> list[Line]:
     lines: list[Line] = []
     for name, what in _MEASURES.items():
         if found := seen.measured.get(name):
             if width >= 60:
-                best = "  ".join(f"{f'{layer}.{head}':>5} ({number:.2f})" for layer, head, number in found[:4])
+                best = "  ".join(
+                    f"{f'{layer}.{head}':>5} ({number:{'.2f' if number < 10 else '.0f'}})"
+                    for layer, head, number in found[:4]
+                )
             else:
                 best = "".join(f"{f'{layer}.{head}':>6}" for layer, head, _ in found[:2])
             lines.append([Span(f"  {what:<24}"), Span(best)])
@@ -309,32 +331,21 @@ def _measures(seen: spot.Overview, width: int) -> list[Line]:
 # Training.
 
 
-def _is_history(subject: Any) -> bool:
-    return isinstance(subject, list) and bool(subject) and all(isinstance(pair, tuple | list) for pair in subject)
-
-
 def _history(history: Sequence[tuple[int, dict[str, float]]], width: int) -> list[Line]:
     """Entropy and largest score of every head over the steps."""
     steps = [step for step, _ in history]
     lines: list[Line] = [[Span(f"steps {steps[0]:,} to {steps[-1]:,}, {len(steps)} looks", "bold")]]
-    names = list(dict.fromkeys(name for _, numbers in history for name in numbers))
-    what = {"entropy": "entropy, a share of the most it could be", "max_score": "largest score"}
-    for kind, title in what.items():
-        mine = [name for name in names if name.split("/")[-2:-1] == [kind]]
+    for kind, title in spot.WATCHED.items():
+        mine = spot.series(history, kind)
         lines += [[], [Span(title, "bold")]] if mine else []
-        first = min(max([words.cells(_series(name)) for name in mine] + [0]), width // 2)
-        for name in mine[:48]:
-            values = [numbers[name] for _, numbers in history if name in numbers]
+        first = min(max([words.cells(name) for name in mine] + [0]), width // 2)
+        for name, points in list(mine.items())[:48]:
+            values = [value for _, value in points]
             room = max(4, width - first - 20)
             ends = f"{values[0]:7.3g} → {values[-1]:<7.3g}"
-            lines.append([Span(f"{_left(_series(name), first)}  {_left(_spark(values, room), room)} {ends}".rstrip())])
+            lines.append([Span(f"{_left(name, first)}  {_left(_spark(values, room), room)} {ends}".rstrip())])
         lines += [[Span(f"… {len(mine) - 48} more heads", "dim")]] if len(mine) > 48 else []
     return lines
-
-
-def _series(name: str) -> str:
-    *layer, _, head = name.split("/")
-    return words.shown(f"{'/'.join(layer)} {head}", 60)
 
 
 def _spark(values: Sequence[float], room: int) -> str:

@@ -116,10 +116,10 @@ class Translator(nn.Module):
 
 @torch.no_grad()
 def _initialise(model: nn.Module, depth: int) -> None:
-    """Small weights, biases 0; what is added to the residual stream smaller the more of it is added."""
+    """What has length 1 keeps it through every matrix; what is added to the residual stream shrinks with the depth."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=0.02)
+            nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):  # times √dim, words are as large as the waves of their positions

@@ -106,13 +106,17 @@ def keys_of(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add what some blocks of rows send to these keys and values."""
+    ahead = begin * BLOCK_I + tl.arange(0, BLOCK_I)
+    next_m2, next_log2l, next_c, next_eta2, next_rho = row_terms(flow, ahead, b, h, sizes, FOLD, ETA, RHO)
     for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
+        m2, log2l, c, eta2, rho = next_m2, next_log2l, next_c, next_eta2, next_rho
+        # A block ahead: the compiler fetches early what products are made of, not these.
+        next_m2, next_log2l, next_c, next_eta2, next_rho = row_terms(flow, i + BLOCK_I, b, h, sizes, FOLD, ETA, RHO)
         if TMA and (WHOLE or not EDGE):
             rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
         else:
             rows = tile(q, b, h, i, d, sizes.i, D, EDGE)
-        m2, log2l, c, eta2, rho = row_terms(flow, i, b, h, sizes, FOLD, ETA, RHO)
         s = product(near, rows.T, EXACT)  # j i
         s, slope = scored(s, i[None, :], j[:, None], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, -1)
         log2w = log_weight(s, m2[None, :], log2l[None, :], scale2, FOLD)

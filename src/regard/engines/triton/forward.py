@@ -109,7 +109,7 @@ def noted(bests, per_best, best, largest, visit, b, h, i, sizes):
 @triton.jit
 def forward_kernel(
     q, k, v, pair, q_desc, k_desc, v_desc, q_map, k_map, v_map, steps, strides, caps, sink,
-    keys, seen, row_table, out, bests, per_best, sizes, heads, per_group, scale, scale2,
+    keys, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
     Y: tl.constexpr, LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
@@ -226,6 +226,13 @@ def forward_kernel(
             if BESTS:
                 best = noted(bests, per_best, best, largest, visits + n, b, h, i, sizes)
         visits += left + past - full_to
+    if BESTS:
+        for group in range(tl.cdiv(visits, per_best), groups):
+            tl.store(
+                place(bests, b, h) + i.to(tl.int64) * bests.i + group,
+                tl.full([BLOCK_I], FLOOR, tl.float32),
+                mask=i < sizes.i,
+            )
 
     nothing = m <= NOTHING
     if MAX:

@@ -6,7 +6,6 @@ the score, and the configuration. Imports `tiles` and the kernels; loaded only w
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +25,7 @@ from .additive import TAME, TanhPair
 from .backward import Flow, keys_kernel, row_dot_kernel, rows_kernel, steps_kernel
 from .configuration import Config, configured
 from .forward import Outputs, forward_kernel
-from .reread import Pool, reread_kernel
+from .reread import Pool, pool_kernel, reread_kernel
 from .tiles import NOWHERE, Cells, Seen, Sizes, cells, described, launch_on, norm_kernel, rows_of
 from .top import ballot_kernel, search_kernel, settle_kernel
 
@@ -339,12 +338,12 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     apart = tma is not None and config.apart and p.one_loop(config)
     if apart:
         triton.set_allocator(_room)
-    bests, per_best = nothing, 1
+    bests, per_best, groups = nothing, 1, 0
     if best:
         visits = triton.cdiv(p.j, config.block_j) + 2  # at most: an edge on either side
         per_best = triton.cdiv(visits, MOST_GROUPS)
         groups = triton.cdiv(visits, per_best)
-        found["bests"] = torch.full((p.b, p.h, p.i, groups), -1e30, dtype=torch.float32, device=p.q.device)
+        found["bests"] = empty(p.b, p.h, p.i, groups, like=p.q, dtype=torch.float32)
         bests = cells(found["bests"])
     with launch_on(p.q):
         forward_kernel[(triton.cdiv(p.i, config.block_i) * heads,)](
@@ -352,7 +351,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             q_desc=descriptors[0], k_desc=descriptors[1], v_desc=descriptors[2],
             q_map=maps[0], k_map=maps[1], v_map=maps[2],
             sink=nothing if problem.sink is None else cells(problem.sink),
-            keys=nothing if keys is None else cells(keys), row_table=p.row_table(config), out=out, bests=bests, per_best=per_best, heads=heads, per_group=p.per_group(e),
+            keys=nothing if keys is None else cells(keys), row_table=p.row_table(config), out=out, bests=bests, per_best=per_best, groups=groups, heads=heads, per_group=p.per_group(e),
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_V=v is not None and v.dtype == torch.float32,
             SINK=problem.sink is not None, SAME=same, Y=v is not None, LSE="lse" in names, NORM="norm" in names, MAX="max_score" in names,
             ENTROPY="entropy" in names, REACH="reach" in names, MASS="mass" in names, ARGMAX="argmax" in names,
@@ -378,7 +377,7 @@ def top(problem: Problem, n: int, bests: Tensor | None = None) -> dict[str, Tens
     p = Prepared(problem)
     score = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
     index = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
-    flags = None if bests is None else _balloted(p, n, bests, score, index)
+    flags, flagged = (None, 0) if bests is None else _balloted(p, n, bests, score, index)
     config = configured("top", p, 0, None)
     block_d = padded(p.d, p.q)
     tma = copied(config, (p.k, (config.block_j, block_d))) if p.product else None
@@ -388,16 +387,19 @@ def top(problem: Problem, n: int, bests: Tensor | None = None) -> dict[str, Tens
             q=cells(p.q), k=cells(p.k), pair=p.pair, k_desc=tma[0] if tma else p.k, k_map=tma[1] if tma else NOWHERE,
             row_table=p.row_table(config), score=cells(score), index=cells(index), flags=p.q if flags is None else flags,
             heads=heads, per_group=p.per_group(0), PAIR=p.pair_kind, FOLD=p.fold, TMA=tma is not None, N=n,
-            BLOCK_N=triton.next_power_of_2(n), BLOCK_D=block_d, FLAGGED=flags is not None, **p.common, **config.launch,
+            BLOCK_N=triton.next_power_of_2(n), BLOCK_D=block_d, FLAGGED=flagged, **p.common, **config.launch,
         )  # fmt: skip
     return {"top_score": score, "top_index": index}
 
 
-def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) -> Tensor:
-    """Write the n best of nearly all rows; returns flags of those blocks of rows that must be searched."""
+def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) -> tuple[Tensor, int]:
+    """Write the n best of nearly all rows; returns flags for blocks of rows that must be searched, and their height."""
     config = configured("ballot", p, 0, None)
+    # Of fewer groups than this the n-th largest is no good bound.
+    enough = (n + n // 4 + 1) * configured("forward", p, p.d, None).block_j
     room = triton.next_power_of_2(3 * n + 8)
-    found = torch.full((p.b, p.h, p.i, room), -1, dtype=torch.int32, device=p.q.device)
+    found = empty(p.b, p.h, p.i, room, like=p.q, dtype=torch.int32)
+    counts = torch.zeros(p.b, p.h, p.i, dtype=torch.int32, device=p.q.device)
     blocks, heads = triton.cdiv(p.i, config.block_i), p.b * p.h
     flags = empty(heads * blocks, like=p.q, dtype=torch.int32)
     block_d, groups = padded(p.d, p.q), bests.shape[-1]
@@ -405,14 +407,15 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
     with launch_on(p.q):
         ballot_kernel[(blocks * heads,)](
             q=cells(p.q), k=cells(p.k), k_desc=tma[0] if tma else p.k, k_map=tma[1] if tma else NOWHERE, row_table=p.row_table(config),
-            bests=cells(bests), found=cells(found), flags=flags, heads=heads, per_group=p.per_group(0), FOLD=p.fold, TMA=tma is not None,
-            N=n, ROOM=room, GROUPS=groups, BLOCK_GROUPS=triton.next_power_of_2(groups), BLOCK_D=block_d, **p.common, **config.launch,
+            bests=cells(bests), found=cells(found), counts=rows_of(counts), flags=flags, heads=heads, per_group=p.per_group(0), FOLD=p.fold,
+            TMA=tma is not None, N=n, ROOM=room, GROUPS=groups, BLOCK_GROUPS=triton.next_power_of_2(groups), ENOUGH=enough,
+            BLOCK_D=block_d, **p.common, **config.launch,
         )  # fmt: skip
         settle_kernel[(triton.cdiv(p.i, 16) * heads,)](
-            q=cells(p.q), k=cells(p.k), found=cells(found), score=cells(score), index=cells(index), heads=heads, FOLD=p.fold,
-            N=n, BLOCK_N=triton.next_power_of_2(n), ROOM=room, ROWS=16, PART=16, num_warps=4, **p.common,
+            q=cells(p.q), k=cells(p.k), found=cells(found), counts=rows_of(counts), score=cells(score), index=cells(index),
+            heads=heads, FOLD=p.fold, N=n, ROOM=room, ROWS=16, SLOTS=16, PART=32, num_warps=4, **p.common,
         )  # fmt: skip
-    return flags
+    return flags, config.block_i
 
 
 def by_ballot(problem: Problem, n: int) -> bool:
@@ -422,7 +425,8 @@ def by_ballot(problem: Problem, n: int) -> bool:
     if not p.product or p.exact or n > 16 or p.form.kind not in ("none", "causal", "band"):
         return False
     widest = max(configured(kernel, p, p.d, None).block_j for kernel in ("forward", "ballot"))
-    return p.j % widest == 0 and p.j >= 2 * n * widest
+    seen = p.form.seen.before + p.form.seen.after if p.form.kind == "band" else p.j
+    return p.j % widest == 0 and min(seen, p.j) >= 2 * n * widest
 
 
 def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
@@ -437,15 +441,14 @@ def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | N
         u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
         found["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
     config = configured("reread", p, e if "z" in names else 0, u)
-    sums, pool, aligned, width = None, Pool(p.q, 1, 1, 0, 1, 1), False, 1
+    sums, pool, aligned = None, Pool(p.q, 1, 0, 1, 1), False
     if "pool" in names and tiling is not None:
         n = tiling.i1 - tiling.i0
         aligned = n > 0 and n % (tiling.rows * config.block_i) == 0 and tiling.i0 % config.block_i == 0
-        width = _shared_width(tiling, config) if aligned else 1
-        cols = triton.cdiv(p.j, width)
-        sums = torch.zeros(p.b, p.h, tiling.rows, cols, dtype=torch.float32, device=p.q.device)
-        blocks = n // (tiling.rows * config.block_i) if aligned else 1
-        pool = Pool(sums, tiling.rows, cols, tiling.i0, tiling.i1, blocks)
+        # Where every block of rows sees every key, each sum is written; else those that nobody sees stay 0.
+        blank = torch.empty if aligned and p.form.kind == "none" else torch.zeros
+        sums = blank(p.b, p.h, tiling.rows, p.j, dtype=torch.float32, device=p.q.device)
+        pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1, n // (tiling.rows * config.block_i) if aligned else 1)
     block_d = padded(p.d, p.q)
     tma = copied(config, (p.q, (config.block_i, block_d))) if p.product else None
     with launch_on(p.q):
@@ -455,28 +458,27 @@ def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | N
             out_received=rows_of(found["received"]) if "received" in found else nothing,
             out_z=cells(found["z"]) if "z" in found else nothing,
             PAIR=p.pair_kind, E=e, FOLD=p.fold, EXACT_U=u is not None and u.dtype == torch.float32,
-            RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, WIDTH=width, Z="z" in names,
+            RECEIVED="received" in names, PARTS=sums is not None, ALIGNED=aligned, Z="z" in names,
             TMA=tma is not None, EDGES=p.edges(config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=padded(e, p.q), **p.common, **config.launch,
         )  # fmt: skip
     if sums is not None and tiling is not None:
-        found["pool"] = _columns_pooled(sums, tiling, width)
+        found["pool"] = _columns_pooled(sums, tiling)
     return found
 
 
-def _shared_width(tiling: Tiling, config: Config) -> int:
-    """How many neighbouring keys can be added up at once, since they fall into one tile and one block; a power of 2."""
+def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:
+    """Sums of columns (b, h, rows, j) added up within each tile: (b, h, rows, cols), in a fixed order."""
     n = tiling.j1 - tiling.j0
-    if n <= 0 or n % tiling.cols:
-        return 1
-    return math.gcd(config.block_j, tiling.j0, n // tiling.cols)
-
-
-def _columns_pooled(sums: Tensor, tiling: Tiling, width: int) -> Tensor:
-    """Sums of `width` columns (b, h, rows, j / width) added up within each tile: (b, h, rows, cols), in a fixed order."""
-    n = (tiling.j1 - tiling.j0) // width
-    part = sums[..., tiling.j0 // width : tiling.j0 // width + n]
+    part = sums[..., tiling.j0 : tiling.j1]
+    width = n // tiling.cols
+    if n == sums.shape[3] and n % tiling.cols == 0 and 4 <= width <= 4096 and width & (width - 1) == 0:
+        out = empty(*sums.shape[:3], tiling.cols, like=sums, dtype=torch.float32)
+        tiles, block = out.numel(), 4096 // width
+        with launch_on(sums):  # PyTorch's sum of short rows takes three times as long
+            pool_kernel[(triton.cdiv(tiles, block),)](sums, out, tiles, WIDTH=width, BLOCK=block)
+        return out
     if n % tiling.cols == 0:
-        return part.unflatten(-1, (tiling.cols, n // tiling.cols)).sum(-1)
+        return part.unflatten(-1, (tiling.cols, width)).sum(-1)
     edge = torch.arange(tiling.cols + 1, device=sums.device) * n // tiling.cols
     widest = -(-n // tiling.cols)
     at = edge[:-1, None] + torch.arange(widest, device=sums.device)

@@ -2,7 +2,7 @@
 
 A program owns a block of keys and walks the blocks of rows that see them, so that every column is added up in one
 fixed order by one program: no atomics, the same bits every time. It gives `received`, `z` = Wᵀ u and, for every
-tile row of a pooled map, the sum of each column (`PARTS`), or of WIDTH of them, which the host adds up to its tiles.
+tile row of a pooled map, the sum of each column (`PARTS`), which the host adds up along the columns.
 Imports `tiles`.
 """
 
@@ -31,30 +31,17 @@ from .tiles import (
 
 
 class Pool(NamedTuple):
-    """How rows are pooled: `rows` tiles over i0 <= i < i1, into `sums` (b, h, rows, cols), which has no gaps."""
+    """How rows are pooled: `rows` tiles over i0 <= i < i1, into `sums` (b, h, rows, j), which has no gaps."""
 
     sums: Any
     rows: int
-    cols: int  # keys, or groups of them
     i0: int
     i1: int
     blocks: int  # blocks of rows in a tile row, where these are whole
 
 
 @triton.jit
-def put_parts(pool, part, row, keep, start, b, h, sizes, WIDTH: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Write what the columns from `start` on add up to in a tile row of the pooled map, WIDTH of them together."""
-    if WIDTH > 1:
-        part = tl.sum(tl.reshape(part, [BLOCK_J // WIDTH, WIDTH]), 1)
-    col = start // WIDTH + tl.arange(0, BLOCK_J // WIDTH)
-    at = pool.sums + ((b * sizes.h + h).to(tl.int64) * pool.rows + row) * pool.cols + col
-    tl.store(at, part, mask=col < tl.where(keep, pool.cols, 0))
-
-
-@triton.jit
-def add_to_parts(
-    w, part, pool, b, h, n, i, j, start, sizes, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
+def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALIGNED: tl.constexpr):
     """Add the columns of a tile (j, i) to those tile rows of the pooled map that its rows fall into."""
     zero = j.to(tl.int64) * 0  # rows times keys may pass 2³¹
     base = pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * sizes.j + j
@@ -64,7 +51,7 @@ def add_to_parts(
         inside = (block >= 0) & (block < pool.blocks * pool.rows)
         part += tl.where(inside, tl.sum(w, 1), 0.0)
         ends = inside & ((block + 1) % pool.blocks == 0)
-        put_parts(pool, part, block // pool.blocks, ends, start, b, h, sizes, WIDTH, BLOCK_J)
+        tl.store(base + (zero + block // pool.blocks) * sizes.j, part, mask=j < tl.where(ends, sizes.j, 0))
         part = tl.where(ends, 0.0, part)
     else:
         inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
@@ -82,16 +69,19 @@ def add_to_parts(
 
 @triton.jit
 def columns_of(
-    keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, start, j, d, e, b, h, received, part, z, scale, scale2,
+    keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z, scale, scale2,
     begin, end, PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
     Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
-    WHOLE: tl.constexpr, WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add up the weights of some blocks of rows, column by column."""
+    next_m2, next_log2l = norm_in_base_2(norm, b, h, begin * BLOCK_I + tl.arange(0, BLOCK_I), sizes, FOLD)
     for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
-        m2, log2l = norm_in_base_2(norm, b, h, i, sizes, FOLD)
+        m2, log2l = next_m2, next_log2l
+        # A block ahead: the compiler fetches early what products are made of, not this.
+        next_m2, next_log2l = norm_in_base_2(norm, b, h, i + BLOCK_I, sizes, FOLD)
         if PAIR == "product":
             if TMA and (WHOLE or not EDGE):
                 rows = fetch(q_desc, q_map, b, h, n * BLOCK_I)
@@ -107,7 +97,7 @@ def columns_of(
         if RECEIVED:
             received += tl.sum(w, 1)
         if PARTS:
-            part = add_to_parts(w, part, pool, b, h, n, i, j, start, sizes, BLOCK_I, j.shape[0], ALIGNED, WIDTH)
+            part = add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I, ALIGNED)
         if Z:
             mixed = tile(u, b, h, i, e, sizes.i, E, True)
             z = add_product(w.to(mixed.dtype), mixed, z, EXACT_U)
@@ -120,7 +110,7 @@ def reread_kernel(
     per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_U: tl.constexpr, RECEIVED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
-    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr, WIDTH: tl.constexpr,
+    Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All that BLOCK_J columns can tell."""
@@ -140,31 +130,42 @@ def reread_kernel(
     # In the order of the rows, since the tile rows of a pooled map are written as they end.
     if EDGES:
         received, part, z = columns_of(
-            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, start, j, d, e, b, h, received, part, z,
+            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, WHOLE, WIDTH,
+            BLOCK_I, True, WHOLE,
         )  # fmt: skip
     received, part, z = columns_of(
-        keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, start, j, d, e, b, h, received, part, z,
+        keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
         scale, scale2, full_from, full_to, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-        BLOCK_I, False, WHOLE, WIDTH,
+        BLOCK_I, False, WHOLE,
     )  # fmt: skip
     if EDGES:
         received, part, z = columns_of(
-            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, start, j, d, e, b, h, received, part, z,
+            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
             scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, WHOLE, WIDTH,
+            BLOCK_I, True, WHOLE,
         )  # fmt: skip
     if PARTS and ALIGNED:
         # A window ends in the middle of a tile row: what was added up since is not written yet.
         block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
         inside = (block >= 0) & (block < pool.blocks * pool.rows) & (block + pool.i0 // BLOCK_I >= first)
         open_row = inside & ((block + 1) % pool.blocks != 0)
-        put_parts(pool, part, block // pool.blocks, open_row, start, b, h, sizes, WIDTH, BLOCK_J)
+        at = pool.sums + ((b * sizes.h + h).to(tl.int64) * pool.rows + block // pool.blocks) * sizes.j + j
+        tl.store(at, part, mask=j < tl.where(open_row, sizes.j, 0))
     if RECEIVED:
         put_row(out_received, b, h, j, received, sizes.j)
     if Z:
         put_tile(out_z, b, h, j, e, z, sizes.j, E)
 
 
-__all__ = ["Pool", "reread_kernel"]
+@triton.jit
+def pool_kernel(sums, out, tiles, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of columns added up, WIDTH neighbours together."""
+    tile_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(
+        sums + tile_row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=tile_row[:, None] < tiles, other=0.0
+    )
+    tl.store(out + tile_row, tl.sum(x, 1), mask=tile_row < tiles)
+
+
+__all__ = ["Pool", "pool_kernel", "reread_kernel"]

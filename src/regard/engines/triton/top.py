@@ -36,58 +36,98 @@ def places_of_bits(word):
 
 
 @triton.jit
-def taken_down(
-    ballot, found, count, i, b, h, first, seen, sizes,
-    MASK: tl.constexpr, ROOM: tl.constexpr, BLOCK_J: tl.constexpr,
+def bits_in(word):
+    """How many bits of each word are set."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    return (word * 0x01010101) >> 24
+
+
+@triton.jit
+def products(
+    rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
+    D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Write down the keys that the bits of `ballot` stand for: bit n of column c is key c of tile first + n."""
-    column = tl.arange(0, BLOCK_J)[None, :]
-    while tl.max(tl.max((ballot != 0).to(tl.int32), 1), 0) > 0:
-        own = tl.min(tl.where(ballot != 0, column, BLOCK_J), 1)
-        here = column == own[:, None]
-        word = tl.sum(tl.where(here, ballot, 0), 1)
-        ballot = tl.where(here, 0, ballot)
-        while tl.max((word != 0).to(tl.int32), 0) > 0:
-            j = (first + places_of_bits(word)) * BLOCK_J + own
-            # Hidden cells are left in by the walk: here they are few, there it would be every cell.
-            counts = (word != 0) & visible(i, j, b, h, 0, seen, sizes, MASK)
-            at = place(found, b, h) + i.to(tl.int64) * found.i + count
-            tl.store(at, j, mask=counts & (count < ROOM) & (i < sizes.i))
-            count += counts.to(tl.int32)
-            word = word & (word - 1)
-    return count
+    """The scores of rows in tile n, as every walk of this kernel computes them."""
+    j = n * BLOCK_J + tl.arange(0, BLOCK_J)
+    hk = h // sizes.k_group
+    near = fetch(k_desc, k_map, b, hk, n * BLOCK_J) if TMA else tile(k, b, hk, j, d, sizes.j, D, False)
+    s = product(rows, near.T, EXACT)
+    s, slope = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+    if EDGE:
+        s = tl.where(visible(i[:, None], j[None, :], b, h, 0, seen, sizes, MASK), s, FLOOR)
+    return s
+
+
+@triton.jit
+def taken_down(ballot, found, counts, i, b, h, first, sizes, ROOM: tl.constexpr, BLOCK_J: tl.constexpr):
+    """Write down the keys that the bits of `ballot` stand for: bit n of column c is key c of tile first + n.
+
+    Every word asks for its places among those of its row; their order is nobody's matter.
+    """
+    column = tl.arange(0, BLOCK_J)[None, :] + i[:, None] * 0
+    row = i.to(tl.int64)[:, None] + column * 0
+    some = (ballot != 0) & (row < sizes.i)
+    slot = tl.atomic_add(place(counts, b, h) + row * counts.i, bits_in(ballot), mask=some, sem="relaxed")
+    line = place(found, b, h) + row * found.i
+    while tl.max(tl.max(some.to(tl.int32), 1), 0) > 0:
+        j = (first + places_of_bits(ballot)) * BLOCK_J + column
+        tl.store(line + slot, j, mask=some & (slot < ROOM))
+        slot += 1
+        ballot = ballot & (ballot - 1)
+        some = some & (ballot != 0)
 
 
 @triton.jit
 def ballot_kernel(
-    q, k, k_desc, k_map, steps, strides, caps, seen, row_table, bests, found, flags, sizes, heads, per_group, scale, scale2,
+    q, k, k_desc, k_map, steps, strides, caps, seen, row_table, bests, found, counts, flags, sizes, heads, per_group, scale, scale2,
     D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
-    N: tl.constexpr, ROOM: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr,
+    N: tl.constexpr, ROOM: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, ENOUGH: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The keys of BLOCK_I rows that may be among the N best, in no order; −1 after them, from the host."""
+    """The keys of BLOCK_I rows that may be among the N best, in no order.
+
+    ENOUGH: with as many keys, `bests` give a good bound; with fewer the tiles are walked once more for one.
+    """
     blocks = tl.cdiv(sizes.i, BLOCK_I)
     block, head = in_order(blocks, heads, per_group)
     b, h = head // sizes.h, head % sizes.h
     start = block * BLOCK_I
     i = start + tl.arange(0, BLOCK_I)
     d, g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_GROUPS)
-    hk = h // sizes.k_group
+    first, full_from, full_to, past = key_blocks(start, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
     rows = tile(q, b, h, i, d, sizes.i, D, True)
-    at = place(bests, b, h) + i.to(tl.int64)[:, None] * bests.i + g[None, :]
-    inside = (i[:, None] < sizes.i) & (g[None, :] < GROUPS)
-    bound = least_wanted(tl.load(at, mask=inside, other=FLOOR), N)
+    if (past - first) * BLOCK_J >= ENOUGH:
+        at = place(bests, b, h) + i.to(tl.int64)[:, None] * bests.i + g[None, :]
+        inside = (i[:, None] < sizes.i) & (g[None, :] < GROUPS)
+        bound = least_wanted(tl.load(at, mask=inside, other=FLOOR), N)
+    else:
+        largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
+        for n in range(first, past):
+            s = products(rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
+                         D, STEPS, MASK, FOLD, EXACT, TMA, BLOCK_J, MASK != "none")  # fmt: skip
+            largest = tl.maximum(largest, s)
+        bound = least_wanted(largest, N)
     count = tl.zeros([BLOCK_I], tl.int32)
-    first, _, _, past = key_blocks(start, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
     for begin in range(first, past, 32):
+        end = tl.minimum(begin + 32, past)
         ballot = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
-        for n in range(begin, tl.minimum(begin + 32, past)):
-            j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-            near = fetch(k_desc, k_map, b, hk, n * BLOCK_J) if TMA else tile(k, b, hk, j, d, sizes.j, D, False)
-            s = product(rows, near.T, EXACT)
-            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+        for n in range(tl.maximum(begin, full_from), tl.minimum(end, full_to)):
+            s = products(rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
+                         D, STEPS, MASK, FOLD, EXACT, TMA, BLOCK_J, False)  # fmt: skip
             ballot = ballot | tl.where(s > bound[:, None], 1 << (n - begin), 0)
-        count = taken_down(ballot, found, count, i, b, h, begin, seen, sizes, MASK, ROOM, BLOCK_J)
+        if MASK != "none":
+            left = tl.maximum(tl.minimum(end, full_from) - begin, 0)
+            right = tl.maximum(begin, full_to)
+            for edge in range(0, left + tl.maximum(end - right, 0)):
+                n = tl.where(edge < left, begin + edge, right + edge - left)
+                s = products(rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
+                             D, STEPS, MASK, FOLD, EXACT, TMA, BLOCK_J, True)  # fmt: skip
+                ballot = ballot | tl.where(s > bound[:, None], 1 << (n - begin), 0)
+        count += tl.sum(bits_in(ballot), 1)
+        taken_down(ballot, found, counts, i, b, h, begin, sizes, ROOM, BLOCK_J)
     # Too many keys, or fewer than N although there are more: the search decides.
     lost = (count > ROOM) | ((count < N) & (bound > FLOOR))
     tl.store(flags + head * blocks + block, tl.max((lost & (i < sizes.i)).to(tl.int32), 0))
@@ -95,31 +135,42 @@ def ballot_kernel(
 
 @triton.jit
 def settle_kernel(
-    q, k, found, steps, strides, caps, seen, score, index, sizes, heads, scale, scale2,
+    q, k, found, counts, steps, strides, caps, seen, score, index, sizes, heads, scale, scale2,
     D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr,
+    N: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """The N best of the keys that were taken down, largest first, ties to the lower key."""
     blocks = tl.cdiv(sizes.i, ROWS)
     head = tl.program_id(0) // blocks
     b, h = head // sizes.h, head % sizes.h
     i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    n = tl.arange(0, ROOM)
-    at = place(found, b, h) + i.to(tl.int64)[:, None] * found.i + n[None, :]
-    j = tl.load(at, mask=i[:, None] < sizes.i, other=-1)
-    there = j >= 0
-    s = tl.zeros([ROWS, ROOM], tl.float32)
+    count = tl.load(place(counts, b, h) + i.to(tl.int64) * counts.i, mask=i < sizes.i, other=0)
+    count = tl.minimum(count, ROOM)
+    most = tl.max(count, 0)
     far = place(q, b, h) + i.to(tl.int64) * q.i
-    near = place(k, b, h // sizes.k_group) + tl.where(there, j, 0).to(tl.int64) * k.i
-    for begin in range(0, D, PART):
-        d = begin + tl.arange(0, PART)
-        x = tl.load(far[:, None] + d[None, :] * q.j, mask=(i[:, None] < sizes.i) & (d[None, :] < D), other=0.0)
-        y = tl.load(
-            near[:, :, None] + d[None, None, :] * k.j, mask=there[:, :, None] & (d[None, None, :] < D), other=0.0
-        )
-        s += tl.sum(x[:, None, :].to(tl.float32) * y.to(tl.float32), 2)
-    s, _ = scored(s, i[:, None], tl.where(there, j, 0), b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
-    s = tl.where(there, s, FLOOR)
+    written = place(found, b, h) + i.to(tl.int64)[:, None] * found.i
+    s = tl.full([ROWS, ROOM // SLOTS, SLOTS], FLOOR, tl.float32)
+    for n in tl.static_range(ROOM // SLOTS):  # most rows need the first slots only
+        if n * SLOTS < most:
+            slot = n * SLOTS + tl.arange(0, SLOTS)[None, :]
+            there = slot < count[:, None]
+            j = tl.load(written + slot, mask=there, other=0)
+            near = place(k, b, h // sizes.k_group) + j.to(tl.int64) * k.i
+            part = tl.zeros([ROWS, SLOTS], tl.float32)
+            for begin in range(0, D, PART):
+                d = begin + tl.arange(0, PART)
+                x = tl.load(far[:, None] + d[None, :] * q.j, mask=(i[:, None] < sizes.i) & (d[None, :] < D), other=0.0)
+                inside = there[:, :, None] & (d[None, None, :] < D)
+                y = tl.load(near[:, :, None] + d[None, None, :] * k.j, mask=inside, other=0.0)
+                part += tl.sum(x[:, None, :].to(tl.float32) * y.to(tl.float32), 2)
+            part, slope = scored(part, i[:, None], j, b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+            part = tl.where(there, part, FLOOR)
+            own = tl.arange(0, ROOM // SLOTS)[None, :, None] == n
+            s = tl.where(own, part[:, None, :], s)
+    s = tl.reshape(s, [ROWS, ROOM])
+    slot = tl.arange(0, ROOM)[None, :]
+    there = slot < count[:, None]
+    j = tl.load(written + slot, mask=there, other=-1)
     factor = scale2 * LN2 if FOLD else LN2
     for rank in tl.static_range(N):
         top = tl.max(s, 1)
@@ -128,8 +179,8 @@ def settle_kernel(
         out = i.to(tl.int64) * score.i + rank
         tl.store(place(score, b, h) + out, tl.where(some, top * factor, float("-inf")), mask=i < sizes.i)
         tl.store(place(index, b, h) + out, tl.where(some, key, -1), mask=i < sizes.i)
-        gone = there & (j == key[:, None])
-        s, there = tl.where(gone, FLOOR, s), there & (j != key[:, None])
+        there = there & (j != key[:, None])
+        s = tl.where(there, s, FLOOR)
 
 
 @triton.jit
@@ -206,12 +257,12 @@ def search_kernel(
 ):  # fmt: skip
     """The N largest scores of BLOCK_I rows with their keys, largest first, ties to the lower key.
 
-    FLAGGED: only of those blocks of rows whose flag is set.
+    FLAGGED: only where a flag is set; each stands for as many rows as this says, 0 where there are none.
     """
     blocks = tl.cdiv(sizes.i, BLOCK_I)
     block, head = in_order(blocks, heads, per_group)
-    if FLAGGED:
-        if tl.load(flags + head * blocks + block) == 0:
+    if FLAGGED > 0:
+        if tl.load(flags + head * tl.cdiv(sizes.i, FLAGGED) + block * BLOCK_I // FLAGGED) == 0:
             return
     b, h = head // sizes.h, head % sizes.h
     start = block * BLOCK_I

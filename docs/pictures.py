@@ -1,0 +1,86 @@
+"""Draw the pictures of the README again: `python docs/pictures.py`, into docs/pictures.
+
+Each is what a reader gets: the SVG of `view.save("it.svg")`, and the page of `view.save("it.html")` photographed in
+Chromium (REGARD_CHROMIUM says where it is, if not at /usr/bin/chromium). The model is the bundled one; nothing is
+downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import regard
+from regard.look.model import embedded, look_at, open_model
+
+SENTENCE = "The animal didn't cross the street because it was too tired"
+FOLDER = Path(__file__).parent / "pictures"
+CHROMIUM = os.environ.get("REGARD_CHROMIUM") or "/usr/bin/chromium"
+LARGEST = 150_000  # bytes of a picture
+
+#: Pictures of the page: name → the view, what is done there, how high the picture is, and whether it is dark.
+PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
+    "spotlight": ("spotlight", [], 700, False),
+    "spotlight-dark": ("spotlight", [], 700, True),
+    "walk": ("walk", [("click", "walk-head"), ("click", "dot-13")], 880, False),
+    "play": ("play", [], 1060, False),
+    "square": ("square", [], 1000, False),
+    "heads": ("overview", [], 1100, False),
+}
+
+
+def main() -> None:
+    """Draw everything, and say what became how large."""
+    FOLDER.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model = open_model()
+    view = look_at(SENTENCE, model).show("it", title=SENTENCE, embedded=embedded(SENTENCE, model))
+    view.save(FOLDER / "it.svg")
+    _photograph(view, PAGES)
+    _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 860, False)})
+    for path in sorted(FOLDER.iterdir()):
+        size = path.stat().st_size
+        print(f"{size:8,d}  {path.name}")
+        if size > LARGEST:
+            raise ValueError(f"{path.name} has {size:,} bytes; a picture has at most {LARGEST:,}.")
+
+
+def _long() -> regard.Weights:
+    """Three thousand positions with rotary-like queries and keys: a neighbourhood, a sink and a few far ties."""
+    t, d = 3000, 16
+    at = torch.arange(t).unsqueeze(-1) / 40.0
+    turn = at * torch.logspace(0, -2, d // 2)
+    q = torch.cat([turn.cos(), turn.sin(), torch.full((t, 1), 1.0), 0.6 * torch.randn(t, 8)], -1)
+    k = torch.cat([turn.cos(), turn.sin(), torch.zeros(t, 1), 0.6 * torch.randn(t, 8)], -1)
+    k[0, d] = 5.0
+    return regard.weights(3 * q, k, score=regard.ScaledDot(1.0), mask=regard.causal())
+
+
+def _photograph(view: Any, pages: dict[str, tuple[str, list[tuple[str, str]], int, bool]]) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        path = Path(folder) / "page.html"
+        view.save(path)
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--headless", "--no-sandbox", "--disable-gpu"])
+        for name, (tab, acts, height, dark) in pages.items():
+            scheme = "dark" if dark else "light"
+            page = browser.new_page(viewport={"width": 1100, "height": height}, color_scheme=scheme)
+            page.goto(path.as_uri())
+            page.wait_for_selector("main section.view")
+            if tab:
+                page.click(f"#tab-{tab}")
+            for act, key in acts:
+                getattr(page, act)(f'[data-key="{key}"]')
+            page.mouse.move(1, 1)
+            page.screenshot(path=FOLDER / f"{name}.png", animations="disabled")
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
