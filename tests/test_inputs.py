@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import subprocess
@@ -287,6 +288,35 @@ def test_compiled_as_one_graph_it_gives_the_same_with_backward(name: str) -> Non
     want, got = through(COMPILED[name], q, k, v), through(compiled(COMPILED[name]), q, k, v)
     for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
         torch.testing.assert_close(a, b, **TIGHT)
+
+
+@pytest.mark.parametrize("score", ["cosine", "gaussian", "additive", "bilinear"])
+@pytest.mark.parametrize("dense", [False, True], ids=["padding", "a tensor"])
+def test_compiled_nan_at_padding_reaches_no_gradient(score: str, dense: bool) -> None:
+    # What a score makes of a key has a gradient, and 0 · nan is nan: for a weight that would be all of it.
+    a, b, u = draw(4, 6).requires_grad_(), draw(4, 6).requires_grad_(), draw(6).requires_grad_()
+    scores = {
+        "cosine": lambda: regard.Cosine(2.0),
+        "gaussian": lambda: regard.Gaussian(1.5),
+        "additive": lambda: regard.Additive(a, b, u),
+        "bilinear": lambda: regard.Bilinear(a @ b.mT),
+    }
+    q, k, v = (draw(2, 2, n, 4) for n in (5, 9, 9))
+    k[:, :, 6:], v[:, :, 6:] = math.nan, math.inf
+    for x in (q, k, v):
+        x.requires_grad_(True)
+    shown = (torch.arange(9) < 6).expand(5, 9) if dense else regard.padding(torch.tensor([6, 6]))
+
+    def ask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen = regard.weights(q, k, score=scores[score](), mask=shown).see("entropy", values=v)
+        return seen.y.sum() + seen.entropy.sum()
+
+    leaves = [q, k, v, *((a, b) if score in ("additive", "bilinear") else ())]
+    want = torch.autograd.grad(ask(q, k, v), leaves)
+    got = torch.autograd.grad(compiled(ask)(q, k, v), leaves)
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_compiled_by_inductor_it_gives_the_same() -> None:

@@ -142,6 +142,13 @@ def test_it_is_opened_ready_to_be_looked_into(bard):
         trained.ids("")
 
 
+def test_it_is_looked_into_from_the_command_line(bard, ende, capsys):
+    assert cli.main(["look", "the lazy dog", "--model", str(bard)]) == 0
+    assert "2 layers × 2 heads × 12 tokens" in capsys.readouterr().out
+    assert cli.main(["look", "red cat", "--model", str(ende)]) == 0
+    assert "cat" in capsys.readouterr().out
+
+
 def test_a_model_of_pieces_of_words(tmp_path, capsys):
     (tmp_path / "text").write_text(SENTENCE * 60)
     lm(

@@ -57,7 +57,9 @@ def test_cross_attention_comes_and_goes(kdim):
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "gelu", nn.functional.silu, nn.GELU()], ids=str)
+@pytest.mark.parametrize(
+    "activation", ["relu", "gelu", nn.functional.silu, nn.GELU()], ids=["relu", "gelu", "a function", "a module"]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_encoder_layer_of_torch_comes_and_goes(norm_first, activation, bias):
     theirs = nn.TransformerEncoderLayer(

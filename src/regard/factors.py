@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 from .block import Block, Picked, take
 from .mask import Layout, Mask, Spans
 from .score import Function, Given, Product, Score, Step, TanhSum, wide
-from .tree import change, flatten, node
+from .tree import change, flatten, node, rebuild
 
 __all__ = ["Factors", "Problem", "blank", "given", "hide", "per_query_head"]
 
@@ -89,9 +90,12 @@ class Factors:
 
         A length or a projection of such a key is never looked at, but it has a gradient, and 0 · nan is nan.
         """
-        if self.mask is None or not self.score.remakes_keys or torch.compiler.is_compiling():
+        if self.mask is None or not self.score.remakes_keys:
             return self.k
-        bare = Problem(self.q, self.k, Product(1.0), (), None, self.mask, self.offset or 0)
+        bare = Problem(self.q.detach(), self.k.detach(), Product(1.0), (), None, self.mask, self.offset or 0)
+        if torch.compiler.is_compiling():  # in a graph nobody can ask whether all keys are seen
+            spec, tensors = flatten(bare)
+            return blank(self.k, torch.ops.regard.seen(tensors, repr(spec)), -2)
         seen = bare.seen()
         return self.k if seen is None else blank(self.k, seen, -2)
 
@@ -228,6 +232,21 @@ class Problem:
         per_key = [t for t in flatten(self.steps)[1] if t.ndim == 4 and t.shape[-1] > 1]
         # A sum is finite only if all its parts are.
         return all(t is None or bool(t.sum().isfinite()) for t in (self.k, v, *per_key))
+
+
+@torch.library.custom_op("regard::seen", mutates_args=())
+def _seen_op(tensors: list[Tensor], spec: str) -> Tensor:
+    """Which keys at least one row may see, (b, j), as an operator that torch.compile can put into a graph."""
+    problem = rebuild(ast.literal_eval(spec), tensors)
+    b, _, _, j = problem.shape
+    seen = problem.seen()
+    return torch.ones(b, j, dtype=torch.bool, device=problem.q.device) if seen is None else seen.expand(b, j).clone()
+
+
+@_seen_op.register_fake
+def _(tensors: list[Tensor], spec: str) -> Tensor:
+    problem = rebuild(ast.literal_eval(spec), tensors)
+    return problem.q.new_empty(problem.shape[0], problem.shape[3], dtype=torch.bool)
 
 
 def blank(x: Tensor, seen: Tensor, axis: int) -> Tensor:

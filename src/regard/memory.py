@@ -6,7 +6,7 @@ neither the factors nor the numbers themselves were changed in place. Imports `s
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,8 +82,10 @@ def _free(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):  # not told on this system
+        # What the system could give, caches that it would drop included.
+        told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(told["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not told on this system
         return None
 
 

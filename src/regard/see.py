@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -191,9 +192,15 @@ def _refuse_second_derivative() -> None:
 # The same two functions as operators that torch.compile can put into a graph.
 
 
+@lru_cache(maxsize=1024)
+def _read(call: str) -> tuple[Any, str]:
+    """The constants of a question and the name of an engine; a graph asks the same ones again and again."""
+    return ast.literal_eval(call)
+
+
 @torch.library.custom_op("regard::see", mutates_args=())
 def _see_op(tensors: list[Tensor], call: str) -> list[Tensor]:
-    spec, engine = ast.literal_eval(call)
+    spec, engine = _read(call)
     problem, question = rebuild(spec, tensors)
     answers = compute(problem, question, named(engine), {})
     return [answers[name].contiguous() for name in question.names]
@@ -201,7 +208,7 @@ def _see_op(tensors: list[Tensor], call: str) -> list[Tensor]:
 
 @_see_op.register_fake
 def _(tensors: list[Tensor], call: str) -> list[Tensor]:
-    problem, question = rebuild(ast.literal_eval(call)[0], tensors)
+    problem, question = rebuild(_read(call)[0], tensors)
     return [problem.q.new_empty(shape, dtype=dtype) for shape, dtype in _forms(problem, question)]
 
 
@@ -230,7 +237,7 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
 def _see_backward_op(
     tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str
 ) -> list[Tensor]:
-    spec, engine = ast.literal_eval(call)
+    spec, engine = _read(call)
     problem, question = rebuild(spec, tensors)
     answers = dict(zip(question.names, outputs, strict=True))
     flowing = dict(zip(names.split(), grads, strict=True))
@@ -263,7 +270,7 @@ def _op_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | No
 
 
 def _question_names(call: str) -> tuple[str, ...]:
-    spec, _ = ast.literal_eval(call)
+    spec, _ = _read(call)
     return tuple(spec[2][1][1:])  # ("tuple", problem, ("Question", ("tuple", *names), ...))
 
 

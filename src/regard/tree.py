@@ -18,6 +18,7 @@ __all__ = ["change", "flatten", "node", "rebuild"]
 T = TypeVar("T")
 
 _NODES: dict[str, type] = {}
+_CONSTANTS = frozenset((type(None), bool, int, float, str))
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -26,6 +27,7 @@ def node(cls: type[T]) -> type[T]:
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
     made: Any = cls
     made.parts = tuple(field.name for field in dataclasses.fields(made))
+    made.in_order = not any(field.kw_only for field in dataclasses.fields(made))
     _NODES[cls.__name__] = cls
     return cls
 
@@ -37,6 +39,8 @@ def flatten(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
+    if type(value) in _CONSTANTS:  # most leaves; asked first, since every question is taken apart several times
+        return value
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
@@ -58,7 +62,8 @@ def rebuild(spec: Any, tensors: list[Tensor]) -> Any:
     if kind == "tuple":
         return tuple(built)
     cls: Any = _NODES[kind]
-    return cls(**dict(zip(cls.parts, built, strict=True)))
+    # A score's own fields come after `steps` and `sink_logits`, which are given by name only.
+    return cls(*built) if cls.in_order else cls(**dict(zip(cls.parts, built, strict=True)))
 
 
 def change(value: Any, how: Callable[[Tensor], Tensor]) -> Any:

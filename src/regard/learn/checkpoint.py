@@ -140,7 +140,7 @@ class Trained:
     @torch.no_grad()
     def translate_all(self, lines: list[str], beam: Beam | None = None, batch: int = 64) -> list[str]:
         """Many sentences; an empty line stays empty."""
-        self._need("translate")
+        self.need("translate")
         full = [n for n, line in enumerate(lines) if line.strip()]
         encoded = {n: self.ids(lines[n])[0].tolist() for n in full}
         order = sorted(full, key=lambda n: len(encoded[n]))
@@ -175,7 +175,8 @@ class Trained:
         self.model(ids, torch.tensor([target], device=ids.device))
         return self._words(ids[0].tolist()), self._words(target)
 
-    def _need(self, kind: str) -> None:
+    def need(self, kind: str) -> None:
+        """That it is a model of this kind."""
         if self.kind != kind:
             what = {"lm": "a language model", "translate": "a translator"}
             raise ValueError(f"this folder holds {what[self.kind]}, and {what[kind]} is needed.")

@@ -157,12 +157,12 @@ def _add_generate(verbs: Any) -> None:
 def _generate(asked: argparse.Namespace) -> int:
     from .checkpoint import open_model
     from .generate import sample
-    from .training import _device
+    from .training import chosen_device
 
     if asked.count < 1 or asked.temperature < 0 or (asked.top is not None and asked.top < 1):
         raise ValueError("--count and --top must be at least 1, --temperature at least 0.")
-    trained = open_model(asked.model, _device(asked.device))
-    trained._need("lm")
+    trained = open_model(asked.model, chosen_device(asked.device))
+    trained.need("lm")
     written = trained.ids(asked.prompt)[0].tolist()
     shown = trained.tokenizer.decode(written)
     sys.stdout.write(shown)
@@ -212,10 +212,10 @@ def _translate(asked: argparse.Namespace) -> int:
     from .checkpoint import open_model
     from .generate import Beam, bleu
     from .text import read
-    from .training import _device
+    from .training import chosen_device
 
-    trained = open_model(asked.model, _device(asked.device))
-    trained._need("translate")
+    trained = open_model(asked.model, chosen_device(asked.device))
+    trained.need("translate")
     if asked.text and asked.file:
         raise ValueError("give sentences or --file, not both.")
     if asked.reference and not asked.file:

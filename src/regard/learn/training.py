@@ -29,7 +29,7 @@ from .data import drawn
 from .progress import Silent
 from .settings import LMSettings, Settings, TranslateSettings
 
-__all__ = ["Diverged", "Result", "lm", "translate"]
+__all__ = ["Diverged", "Result", "chosen_device", "lm", "translate"]
 
 #: Steps between two looks at the loss and at the heads.
 LOOK = 50
@@ -74,7 +74,7 @@ def _run(
     resume: bool, progress: Silent | None,
 ) -> Result:  # fmt: skip
     settings, tokenizer = _settings(kind, out, among, given, resume)
-    device = _device(settings.device)
+    device = chosen_device(settings.device)
     task = tasks.make(kind, files, held, settings, tokenizer, device)
     if tokenizer is None:
         _begin(task, out)
@@ -114,7 +114,8 @@ def _begin(task: tasks.Task, out: Path) -> None:
     disk.save_json(out / disk.SETTINGS, told)
 
 
-def _device(name: str) -> torch.device:
+def chosen_device(name: str) -> torch.device:
+    """A device from its name; "auto" is a GPU where there is one."""
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise ValueError("--device cuda: PyTorch finds no GPU here; take --device cpu or auto.")

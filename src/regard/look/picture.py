@@ -8,7 +8,7 @@ strongest words, and its matrix by sums over tiles: never t × t. Imports `spot`
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -208,11 +208,9 @@ def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float
     same_line = abs(start.y - end.y) < 1
     bow = min(reach - 12, 14 + abs(end.middle - start.middle) * 0.16) if same_line else reach * 0.5
     c0, c1 = (y + side * bow * 1.25 for y in (y0, y1))
-    return (
-        f'<path d="M{start.middle:.1f} {y0:.1f}C{start.middle:.1f} {c0:.1f} {end.middle:.1f} {c1:.1f} {end.middle:.1f} '
-        f'{y1:.1f}" fill="none" stroke="{hue}" stroke-linecap="round" stroke-width="{0.5 + 4.5 * weight:.2f}" '
-        f'stroke-opacity="{min(1.0, 0.2 + weight):.3f}"/>'
-    )
+    x0, x1 = start.middle, end.middle
+    curve = f"M{x0:.1f} {y0:.1f}C{x0:.1f} {c0:.1f} {x1:.1f} {c1:.1f} {x1:.1f} {y1:.1f}"
+    return f'<path d="{curve}" stroke-linecap="round" {_stroke(hue, weight)}/>'
 
 
 def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
@@ -220,10 +218,13 @@ def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
     y0, y1 = start.y + 7, end.y - _SIZE - 7
     x0, x1, half = start.middle, end.middle + 6 * n - 3, (y0 + y1) / 2
     dash = f' stroke-dasharray="{4 + 5 * weight:.1f} {3 + 3 * weight:.1f}"' if n else ""
-    return (
-        f'<path d="M{x0:.1f} {y0:.1f}C{x0:.1f} {half:.1f} {x1:.1f} {half:.1f} {x1:.1f} {y1:.1f}" fill="none" '
-        f'stroke="{_HUES[n]}" stroke-width="{0.5 + 4.5 * weight:.2f}" stroke-opacity="{min(1.0, 0.2 + weight):.3f}"{dash}/>'
-    )
+    curve = f"M{x0:.1f} {y0:.1f}C{x0:.1f} {half:.1f} {x1:.1f} {half:.1f} {x1:.1f} {y1:.1f}"
+    return f'<path d="{curve}" {_stroke(_HUES[n], weight)}{dash}/>'
+
+
+def _stroke(hue: str, weight: float) -> str:
+    thick, opaque = 0.5 + 4.5 * weight, min(1.0, 0.2 + weight)
+    return f'fill="none" stroke="{hue}" stroke-width="{thick:.2f}" stroke-opacity="{opaque:.3f}"'
 
 
 # The whole matrix.
