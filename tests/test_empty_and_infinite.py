@@ -342,3 +342,16 @@ def test_a_row_whose_scores_are_all_huge_is_a_row_like_any_other(engine: str, le
     (want,) = torch.autograd.grad((w.detach() @ v).square().sum(), v)
     torch.testing.assert_close(ours[2], want, **({} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}))
     assert all(g.isfinite().all() for g in ours)
+
+
+def test_attend_keeps_a_hidden_infinity_out_of_gradients_too() -> None:
+    # With one positive component a hidden key of −inf has a score of −inf: the output shows nothing of it.
+    q, k, v = torch.rand(1, 1, 5, 1) + 1, torch.rand(1, 1, 9, 1), torch.randn(1, 1, 9, 4)
+    k[..., 6:, :] = -INF
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    y = regard.attend(q, k, v, mask=regard.padding([6]))
+    grads = torch.autograd.grad(y.square().sum(), leaves)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k[..., :6, :], v[..., :6, :])
+    torch.testing.assert_close(y, want)
+    for g, w in zip(grads, torch.autograd.grad(want.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(g, w)

@@ -94,14 +94,16 @@ def _by_pytorch(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
     flags = None
     # With as many keys as queries causal means one thing, and every key is seen by some row.
     causal = type(mask) is Causal and q.shape[-2] == k.shape[-2]
-    if mask is not None and not causal and (not small or (flags := _flags(q, k, v, mask)) is None):
+    if mask is not None and not causal and (not small or (flags := _flags(q, k, mask)) is None):
         return None
     attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(q, k, v, attn_mask=flags, is_causal=causal, scale=scale, enable_gqa=grouped)
+    y = attention(q, k, v, attn_mask=flags, is_causal=causal, scale=scale, enable_gqa=grouped)
+    # There nan or inf at a hidden key is not hidden: it makes the output nan, and we compute it ourselves.
+    return y if flags is None or bool(y.detach().sum().isfinite()) else None
 
 
-def _flags(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
-    """A mask as flags for PyTorch's attention, where it treats them as we do: what is hidden must be finite there."""
+def _flags(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
+    """A mask as flags for PyTorch's attention, where it treats them as we do."""
     if torch.compiler.is_compiling() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return None
     if not isinstance(mask, Tensor) and type(mask) is not Padding:
@@ -109,7 +111,8 @@ def _flags(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor | None:
     mask = as_mask(mask)
     full = (*q.shape[:-2], q.shape[-2], k.shape[-2])
     laid = _laid_mask(mask, full, 0, q.device)
-    if not all(bool(x.sum().isfinite()) for x in (k, v)):
+    # A hidden key of −inf may leave the output finite, but not the gradients.
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad) and not bool(k.detach().sum().isfinite()):
         return None
     return laid.visible(Block(slice(0, full[-2]), slice(0, full[-1]), 0, q.device))
 
