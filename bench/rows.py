@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -40,11 +41,11 @@ class Row:
 
         if self.must is None and self.goal is None:
             return ""
+        if self.must is None:
+            return "goal" if reached(self.goal) else "short of the goal"
         if not reached(self.must):
             return "missed"
-        if self.goal is not None and reached(self.goal):
-            return "goal"
-        return "reached" if self.must is not None else "short of the goal"
+        return "goal" if self.goal is not None and reached(self.goal) else "reached"
 
 
 def ratios(
@@ -104,6 +105,22 @@ def table(rows: list[Row]) -> str:
         lines.append(
             f"| {r.what} | {shape} | {r.against} | {r.ratio:.3g}× | {bounds[0]} | {bounds[1]} | {r.verdict()} |"
         )
+    return "\n".join(lines)
+
+
+def summary(rows: list[Row]) -> str:
+    """One line for each question and peer: the ratios of all its shapes, from the least to the largest."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for r in rows:
+        name = r.what.replace(" (causal)", "").replace(" (deterministic)", "")
+        groups.setdefault((name, re.sub(r" \(.*\)", "", r.against), r.better), []).append(r)
+    lines = ["| what | against | ratio | shapes | must missed |", "|---|---|---|---|---|"]
+    for (name, against, better), found in groups.items():
+        low, high = min(r.ratio for r in found), max(r.ratio for r in found)
+        span = f"{low:.3g}×" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g}–{high:.3g}×"
+        sign = "" if better == "lower" else ", more is better"
+        missed = sum(r.verdict() == "missed" for r in found)
+        lines.append(f"| {name} | {against} | {span}{sign} | {len(found)} | {missed or ''} |")
     return "\n".join(lines)
 
 

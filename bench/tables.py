@@ -5,21 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .rows import RESULTS, read, table
+from .rows import RESULTS, read, summary, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md",)
+DOCUMENTS = ("README.md", "docs/speed.md")
 
 
 def filled(text: str) -> str:
     """The text with every table made anew from its result file."""
 
     def fill(match: re.Match[str]) -> str:
-        name = match[1]
-        body = table(read(name)) if (RESULTS / f"{name}.json").exists() else "(not measured yet)"
-        return f"<!-- table: {name} -->\n{body}\n<!-- end -->"
+        kind, name = match[1], match[2]
+        show = table if kind == "table" else summary
+        body = show(read(name)) if (RESULTS / f"{name}.json").exists() else "(not measured yet)"
+        return f"<!-- {kind}: {name} -->\n{body}\n<!-- end -->"
 
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+    return re.sub(r"<!-- (table|summary): (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
 
 
 def main() -> None:

@@ -240,6 +240,11 @@ def test_hidden_tokens_leave_their_share_to_the_rest_and_this_is_said(show: Any,
     want, _ = read.shares(seen[3, 1].row(IT))
     for (_, _, second), w in zip(shown.opened_table(), want.tolist(), strict=True):
         assert number(second) == pytest.approx(w, abs=5.1e-4)
+    shown.click("word-3")  # a word of three tokens looks as they do on average
+    assert shown.text(".word.lit .token") == "didn't"
+    rows, _ = read.shares(read.rows(seen[3, 1].dense().T).T)
+    mine = shown.ask("[...page.book.heads.find((h) => h.name === 'layer 3, head 1').sheet(page.state).w[2]]")
+    assert mine == pytest.approx(rows[2].tolist(), abs=1e-5)
 
 
 def test_a_view_may_begin_with_words_and_without_special_tokens(show: Any) -> None:
@@ -596,6 +601,9 @@ def test_everything_is_reached_by_keys(show: Any, it: View) -> None:
     assert shown.tab.evaluate("document.activeElement.getAttribute('data-key')") == "word-10"
     keys.press("ArrowRight")
     assert shown.text(".word.lit .token") == "was"
+    keys.press("ArrowLeft")
+    keys.press("ArrowLeft")
+    assert shown.text(".word.lit .token") == "because"
     keys.press("Home")
     assert shown.text(".word.lit .token") == "[CLS]"
     keys.press("End")

@@ -102,6 +102,8 @@ def test_two_sentences_are_shown_across():
     seen = made(["das", "Tier", "war", "müde"], source=["the", "animal", "was", "tired", "</s>"])
     root = read(svg(seen, word="müde"))
     assert {"müde", "animal", "</s>", "das"} <= set(texts(root))
+    assert [text.rpartition(", ")[2] for text in texts(root) if "→" in text] == ["solid", "dashed"]
+    assert {bool(path.get("stroke-dasharray")) for path in root.iter(f"{NAME}path")} == {False, True}
 
 
 def test_a_training_history_is_a_line_a_head():

@@ -129,9 +129,9 @@ class _Spotlight:
 
     def _legend(self, top: float) -> None:
         for n, (one, hidden) in enumerate(zip(self.lit.shown, self.lit.hidden, strict=True)):
-            place = f"layer {one.layer}, head {one.head}" if self.lit.layers[one.layer].name else f"head {one.head}"
+            place = self.lit.layers[one.layer].place(one.head)
             word, key = (words.clip(words.shown(x), 24) for x in (self.lit.word, self.lit.cols.labels[one.key]))
-            text = f"{place}: “{word}” → “{key}” {one.weight:.3f}"
+            text = f"{place}{': ' if place else ''}“{word}” → “{key}” {one.weight:.3f}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
@@ -239,7 +239,7 @@ class _Square:
         self.drawn: list[str] = []
         whole = len(rows.labels) <= _CELLS and len(cols.labels) <= _CELLS
         cells = _cells(sheet, head, rows, cols) if whole else _tiles(sheet, head)
-        place = f"layer {sheet.index}, head {head}" if sheet.name else f"head {head}"
+        place = sheet.place(head)
         n, m = len(cells), len(cells[0]) if cells else 0
         side = min(16.0, max(6.0, 520.0 / max(n, m, 1)))
         names = (
@@ -254,7 +254,7 @@ class _Square:
         )
         left = _MARGIN + max(map(_width, names), default=0.0) * 0.85 + 8
         head_room = max(map(_width, across), default=0.0) * 0.85 + 10
-        self.drawn.append(_text(_MARGIN, top + 10, f"{place}: rows look at columns", 12, _INK))
+        self.drawn.append(_text(_MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
         y0 = top + 24 + head_room
         most = max((x for row in cells for x in row), default=0.0)
         for i, row in enumerate(cells):
@@ -287,15 +287,16 @@ class _Square:
         self.bottom = y + 12
 
     def _description(self, place: str, cells: Any, whole: bool, rows: words.Reading, cols: words.Reading) -> str:
+        of = f" of {place}" if place else ""
         if not whole:
             size = f"{len(cells)} by {len(cells[0])}"
-            return f"A square of {size} tiles for {place}: sums of weights over parts of a long text."
+            return f"A square of {size} tiles{of}: sums of weights over parts of a long text."
         best = [max(range(len(row)), key=lambda j: row[j]) for row in cells] if cols.labels else []
         ties = [
             f"{words.shown(name)} → {words.shown(cols.labels[j])} {row[j]:.2f}"
             for name, j, row in zip(rows.labels, best, cells, strict=False)
         ]
-        return f"A square of {place}; the darkest cell of every row: {', '.join(ties)}."
+        return f"A square{of}; the darkest cell of every row: {', '.join(ties)}."
 
 
 @torch.no_grad()

@@ -55,6 +55,13 @@ class Sheet:
     def small(self) -> bool:
         return self.weights.shape.numel() <= DENSE
 
+    def place(self, head: int) -> str:
+        """Where a head stands, for people; nothing where there is only one."""
+        if not self.name:
+            return f"head {head}" if self.heads > 1 else ""
+        kind = "cross-attention, " if self.kind == "cross" else ""
+        return f"{kind}layer {self.index}, head {head}"
+
     def values_of(self, head: int) -> Tensor | None:
         """The value vectors that a head mixes, (j, e); heads may share them."""
         return None if self.values is None else self.values[head * self.values.shape[0] // self.heads]

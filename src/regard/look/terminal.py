@@ -96,10 +96,11 @@ def draw_overview(seen: spot.Overview, *, width: int = 80, colour: bool | str = 
 def _spotlight(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
     lines: list[Line] = []
     for n, one in enumerate(lit.shown):
-        place, tie = _place(lit, one), _tie(lit, n, width)
-        lines.append([Span(place, "bold"), Span(f"  {tie}")])
-        if words.cells(place) + words.cells(tie) + 2 > width:
-            lines[-1:] = [[Span(place, "bold")], [Span(tie)]]
+        place, tie = lit.layers[one.layer].place(one.head), _tie(lit, n, width)
+        if place and words.cells(place) + words.cells(tie) + 2 > width:
+            lines += [[Span(place, "bold")], [Span(tie)]]
+        else:
+            lines.append([Span(place, "bold"), Span(f"  {tie}" if place else tie)])
         lines += _sentence(lit, n, width)
         lines += _left_out(lit, n, width)
         lines.append([])
@@ -114,13 +115,6 @@ def _tie(lit: spot.Spot, n: int, width: int) -> str:
         key = max(range(len(lit.weights[n])), key=lambda j: lit.weights[n][j])
     each = (width - 13) // 2
     return f"{_quoted(lit.word, each)} → {_quoted(lit.cols.labels[key], each)} {lit.weights[n][key]:.3f}"
-
-
-def _place(lit: spot.Spot, one: spot.Head) -> str:
-    kind = "cross-attention, " if lit.layers[one.layer].kind == "cross" else ""
-    if len(lit.layers) == 1 and not lit.layers[one.layer].name:
-        return f"head {one.head}"
-    return f"{kind}layer {one.layer}, head {one.head}"
 
 
 def _sentence(lit: spot.Spot, n: int, width: int) -> list[Line]:
@@ -201,7 +195,9 @@ def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
     room = min(max(4, each - 9), 40)
     lines: list[Line] = []
     if len(lit.shown) > 1:
-        titles = [_place(lit, one) if room > 13 else f"head {one.layer}.{one.head}" for one in lit.shown]
+        titles = [lit.layers[one.layer].place(one.head) for one in lit.shown]
+        if max(map(len, titles)) > room + 6:
+            titles = [f"head {one.layer}.{one.head}" for one in lit.shown]
         lines.append([Span(" " * first)] + [Span("  " + _left(title, room + 7), "bold") for title in titles])
     for name, j in zip(names, chosen, strict=True):
         here = lit.same and j == lit.at
