@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look test test-slow test-planted test-gpu lint bench bench-gpu clean
+.PHONY: setup look test test-slow test-libraries test-planted test-gpu lint bench bench-gpu clean
 
 setup: $(READY)
 
@@ -41,6 +41,12 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# Real models of other libraries, in a folder of their own: torchvision has no CPU build, and would trip transformers.
+test-libraries: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .libraries \
+	    timm==1.0.30 torchvision==0.28.0 diffusers==0.42.1 importlib_metadata zipp requests urllib3 charset_normalizer certifi
+	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/test_record_libraries.py
 
 test-planted: $(READY)
 	$(BIN)/python tests/planted.py

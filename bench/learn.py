@@ -33,7 +33,7 @@ NANOGPT_GPU, NANOGPT_CPU, TINY_TRANSFORMER = 1.4697, 1.88, 41.0
 
 SHAKESPEARE = {
     "steps": 5000, "batch": 64, "layers": 6, "heads": 6, "dim": 384, "context": 256, "dropout": 0.2, "lr": 1e-3,
-    "average": 0.999, "compile": True,
+    "weight_decay": 1.0, "average": 0.999, "compile": True,
 }  # fmt: skip
 
 MULTI30K: dict = {}
@@ -64,9 +64,15 @@ def shakespeare(data: Path, out: Path, anchor: float, must: float, goal: float, 
     s = trained.settings
     where = "GPU" if s.dim > 128 else "CPU"
     shape = f"{s.layers} layers, {s.heads} heads, {s.dim}, context {s.context}, {s.steps} steps of {s.batch}"
-    what = f"Tiny Shakespeare on a {where}: validation loss {result.best:.4f}, {count(trained.model)}, {result.seconds:.0f} s"
+    what = f"Tiny Shakespeare on a {where}: validation loss {result.best:.4f}, {count(trained.model)}"
     return row(
-        what, shape, f"nanoGPT: {anchor}", [result.best / anchor], must / anchor, goal / anchor, device=device_name()
+        what,
+        shape,
+        f"nanoGPT: {anchor}",
+        [result.best / anchor],
+        round(must / anchor, 4),
+        round(goal / anchor, 4),
+        device=device_name(),
     )
 
 
@@ -80,12 +86,12 @@ def judged(data: Path, folder: Path) -> Row:
     s = trained.settings
     what = (
         f"Multi30k English → German: validation BLEU {scores['lower']:.2f} lower-cased, {scores['cased']:.2f} cased, "
-        f"{count(trained.model)} ({scores['lower_signature']})"
+        f"{count(trained.model)} ({scores['lower_signature'].replace('|', ', ')})"
     )
     shape = f"{s.layers} + {s.layers} layers, {s.heads} heads, {s.dim}, {s.steps} steps of {s.batch}, beam 5"
     against = f"published tiny Transformer on test 2016, lower-cased: {TINY_TRANSFORMER}"
     ratio = scores["lower"] / TINY_TRANSFORMER
-    return row(what, shape, against, [ratio], 38 / TINY_TRANSFORMER, 1.0, "higher", device_name())
+    return row(what, shape, against, [ratio], round(38 / TINY_TRANSFORMER, 4), 1.0, "higher", device_name())
 
 
 # One training step.

@@ -39,10 +39,15 @@ def _small_world(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
-    def refuse(*_args, **_more):
-        raise AssertionError("a connection was opened")
+    asked = []
+
+    def refuse(_, address):
+        asked.append(address)
+        raise OSError("nobody is there")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+    yield
+    assert asked == [], "a connection was opened"
 
 
 @functools.cache
@@ -476,7 +481,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_one_line(run, name, tmp_path):
+def test_a_mistake_is_one_line(run, name, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
     (tmp_path / "null.txt").write_bytes(b"a\0b")
@@ -484,6 +489,7 @@ def test_a_mistake_is_one_line(run, name, tmp_path):
     if "saved.regard" in MISTAKES[name][0]:
         opened(None).look_at("the cat sat").save("saved.regard")
     arguments, says = MISTAKES[name]
+    monkeypatch.setattr(model, "_hub_answers", lambda: False)  # a name that is not here would be asked for there
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith("regard: ")
@@ -491,6 +497,14 @@ def test_a_mistake_is_one_line(run, name, tmp_path):
     assert says in err
     assert "Traceback" not in err
     assert not list(tmp_path.glob("it.*"))  # nothing is left of what could not be written
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
+    """The library itself would try again for half a minute."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_UNIX, 0, 0, "", "/nowhere")])
+    assert not model._hub_answers()
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.test")
+    assert model._hub_answers()  # behind a proxy only the library can tell
 
 
 def test_what_the_system_says_about_a_file_is_told(run, monkeypatch, tmp_path):
@@ -547,7 +561,11 @@ def test_help_teaches(run):
 
 def test_unknown_arguments_are_mistakes(run):
     for asked in (("see",), ("look",), ("look", "a", "--colour", "x"), ("look", "a", "--head", "one")):
-        assert run(*asked)[0] == 2
+        code, out, err = run(*asked)
+        assert (code, out) == (2, "")
+        assert err.startswith("regard: ")
+        assert err.endswith("--help tells more\n")
+        assert err.count("\n") == 1
 
 
 def test_control_c_leaves_130(run, monkeypatch):

@@ -7,23 +7,37 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 #: Rooms with verbs. Each has `add(verbs)`: one parser a verb, with `set_defaults(run=…)`, run(arguments) → exit code.
 ROOMS = ("regard.look.command", "regard.learn.command")
 
 TEACH = """\
-Which words does "it" look at?       regard look "The animal didn't cross the street because it was too tired" --word it
-How is that computed?                regard walk "the cat sat" --word cat
-Train a small model and look inside  regard learn lm text.txt --out bard/ && regard look "To be" --model bard/
+Which words does "it" look at?
+  regard look "The animal didn't cross the street because it was too tired" --word it
+
+How does that come about, number by number?
+  regard walk "the cat sat" --word cat
+
+Train a small model and look inside:
+  regard learn lm text.txt --out bard/
+  regard look "To be" --model bard/
 
 Every verb explains itself: regard look --help
 Exit codes: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
 
 
-def parser() -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other mistake is told."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; {self.prog} --help tells more")
+
+
+def parser() -> Parser:
     from . import __version__
 
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="regard",
         description="See what attention attends to.",
         epilog=TEACH,
@@ -44,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done = int(asked.run(asked) or 0)
         sys.stdout.flush()  # a reader that has gone shows here, not when Python ends
         return done
-    except SystemExit as end:  # argparse has said what it had to say
+    except SystemExit as end:  # --help and --version have said what they had to say
         return int(end.code or 0)
     except KeyboardInterrupt:
         print("\nregard: interrupted", file=sys.stderr)

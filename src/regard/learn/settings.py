@@ -85,11 +85,13 @@ class LMSettings(Settings):
 class TranslateSettings(Settings):
     """A translator: reads one language, writes another. Made for a GPU; on a CPU take fewer --steps."""
 
-    steps: int = choice(8000, "training steps")
-    batch: int = choice(128, "sentence pairs a step")
+    steps: int = choice(6000, "training steps")
+    batch: int = choice(256, "sentence pairs a step")
+    positions: str = choice(
+        "sinusoidal", "how attention is told where a word stands", ("rotary", "sinusoidal", "learned")
+    )
     dropout: float = choice(0.3, "share of the residual branches dropped while training")
-    lr: float = choice(2e-3, "largest learning rate")
-    warmup: int = choice(1000, "steps in which the learning rate rises; after them it falls as a cosine")
+    warmup: int = choice(600, "steps in which the learning rate rises; after them it falls as a cosine")
     average: float = choice(0.999, "keep a running average of the weights with this memory, and judge that; 0: none")
     vocabulary: int = choice(8000, "how many pieces BPE makes of both languages together")
     smoothing: float = choice(0.1, "share of the target's probability spread over all tokens (label smoothing)")

@@ -26,20 +26,31 @@ if TYPE_CHECKING:
     from .walk import Walk
 
 LOOK = """\
-regard look "The animal didn't cross the street because it was too tired" --word it
-regard look "The animal didn't cross the street because it was too tired" --word the:1    the first of two
-regard look "The animal didn't cross …" --word it --to animal      which heads tie it to animal
-regard look chapter.txt --model gpt2 --cut                         any transformers model, a folder or a name
-regard look run.regard --out page.html                             a saved recording as a page; .svg for a paper
+Whom does "it" look at? Whom the first of two "the"? Which heads tie "it" to "animal"?
+  regard look "The animal didn't cross the street because it was too tired" --word it
+  regard look "The animal didn't cross the street because it was too tired" --word the:1
+  regard look "The animal didn't cross the street because it was too tired" --word it --to animal
 
-Without --model the bundled all-MiniLM-L6-v2 is used, offline. A text that names a file is read from it; - reads what
-is piped in. Without --word an overview is shown."""
+Any transformers model, a folder or a name; a text from a file:
+  regard look chapter.txt --model gpt2 --cut
+
+A page that opens anywhere, a picture for a paper, a recording to look at again:
+  regard look "the cat sat" --out page.html
+  regard look "the cat sat" --word cat --out cat.svg
+  regard look "the cat sat" --save run.regard
+  regard look run.regard --word cat
+
+Without --model it is the bundled all-MiniLM-L6-v2, offline. Without --word an overview is shown."""
 
 WALK = """\
-regard walk "the cat sat" --word cat                    in the head that ties cat to another word most
-regard walk "the cat sat" --word cat --layer 0 --head 2
-regard walk "the cat sat" --word cat --basic            on word embeddings alone: x·x, nothing trained in between
-regard walk "the cat sat" --word cat --with q,k         W_q and W_k switched on, values still the embeddings
+In the head that ties the word to another one most, or in one that is named:
+  regard walk "the cat sat" --word cat
+  regard walk "the cat sat" --word cat --layer 0 --head 2
+
+On word embeddings alone, nothing trained in between; then with W_q and W_k; then with W_v too:
+  regard walk "the cat sat" --word cat --basic
+  regard walk "the cat sat" --word cat --with q,k
+  regard walk "the cat sat" --word cat --with q,k,v
 
 The steps: 1 q·k with every word, 2 scaled, 3 masked, 4 softmax, 5 weight × value, 6 their sum."""
 
@@ -51,14 +62,14 @@ _HINT = 120
 
 def add(verbs: Any) -> None:
     """Add the verbs to the command line."""
-    look = _verb(verbs, "look", "see which words a word looks at", LOOK)
+    look = _verb(verbs, "look", "See which words a word looks at.", LOOK)
     look.add_argument("--to", metavar="WORD", help="with --word: rank the heads by the weight on this word")
     look.add_argument("--out", metavar="FILE", help="write a page (.html) or a picture (.svg) instead")
     look.add_argument("--save", metavar="FILE", help="keep the recording as a .regard file")
     look.add_argument("--no-special", action="store_true", help="hide [CLS], </s> …; the other weights are scaled up")
     look.add_argument("--merge", action="store_true", help="merge the tokens of a word")
     look.set_defaults(run=run_look)
-    walk = _verb(verbs, "walk", "attention for one word, step by step, in numbers", WALK)
+    walk = _verb(verbs, "walk", "Attention for one word, step by step, in numbers.", WALK)
     walk.add_argument("--basic", action="store_true", help="on word embeddings: x·x, without W_q, W_k, W_v")
     walk.add_argument("--with", dest="projected", metavar="q,k,v", help="on word embeddings with these switched on")
     walk.set_defaults(run=run_walk)
@@ -66,7 +77,11 @@ def add(verbs: Any) -> None:
 
 def _verb(verbs: Any, name: str, says: str, examples: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(
-        name, help=says, description=says, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
+        name,
+        help=says[:1].lower() + says[1:-1],
+        description=says,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("text", help="a sentence, a text file, a .regard recording, or - for what is piped in")
     verb.add_argument("--word", help='the word to light: it, "the:1" for the first of several, 7 for a position')
@@ -79,7 +94,13 @@ def _verb(verbs: Any, name: str, says: str, examples: str) -> argparse.ArgumentP
     verb.add_argument("--top", type=int, metavar="N", help="show the N strongest words")
     verb.add_argument("--cut", action="store_true", help="take the beginning of a text that is too long for the model")
     verb.add_argument("--json", action="store_true", help="print numbers for machines")
-    verb.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
+    verb.add_argument(
+        "--color",
+        "--colour",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto: in a terminal, unless NO_COLOR is set",
+    )
     return verb
 
 
@@ -234,7 +255,7 @@ def _walk_recorded(asked: argparse.Namespace) -> tuple[Walk, str]:
     why = (
         "" if asked.head is not None else f", where “{shown(lit.word)}” is tied to “{shown(lit.cols.labels[best.key])}”"
     )
-    return made, f"{shown(subject.name)} · layer {best.layer}, head {best.head}{why}"
+    return made, f"{shown(subject.name)} · {sheet.place(best.head)}{why}"
 
 
 def _walk_embeddings(asked: argparse.Namespace) -> tuple[Walk, str]:

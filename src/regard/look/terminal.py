@@ -277,7 +277,7 @@ def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     right = max([words.cells(_shown(seen.cols.labels[link.head.key], 14)) for link in some] + [8])
     lines = _paragraph("Which word is tied to which, most telling first", width, "bold")
     start = f"  {_left('word', left)}    {_left('looks at', right)}  weight  {'layer.head' if named else 'head'}"
-    lines.append([Span(start[:width], "dim")])
+    lines.append([Span(start if len(start) <= width else start.replace("layer.head", "head"), "dim")])
     room = min(24, width - len(start) - 2)
     for link in some:
         one = link.head

@@ -63,7 +63,7 @@ class Attached:
                 self._hooks.append(part.register_forward_pre_hook(lambda *_: self._round(pause, True)))
                 self._hooks.append(part.register_forward_hook(lambda *_: self._round(pause, False), always_call=True))
         for name, module in self.modules:
-            suspect = looks_like_attention(module) or module in _captured_modules
+            suspect = looks_like_attention(module, name) or module in _captured_modules
             if name and suspect and id(module) not in closed:
                 self._hooks.append(module.register_forward_pre_hook(self._noted(name)))
 

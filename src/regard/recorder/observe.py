@@ -274,9 +274,9 @@ def _kind(at: Place, found: Attention) -> str:
     """Whether keys come from the sequence of the queries."""
     if found.same is not None:
         return "self" if found.same else "cross"
-    if at.other_sequence():
-        return "cross"
     *_, i, j = found.shape
+    if at.other_sequence(j):
+        return "cross"
     cached = any(hasattr(at.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in at.name
     return "self" if i == j or cached else "cross"
 

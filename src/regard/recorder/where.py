@@ -22,9 +22,13 @@ _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encdecattention|(^|\.)multihea
 _OTHER = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "memory", "kv_states")
 
 _ATTENTION = re.compile(
-    r"(attention|attn)(\d*d?)?(block|layer|module)?$|attention$|deltanet|mamba\d?mixer|retention$|recurrentblock|rglru|hyena",
+    r"(attention|attn)(\d*d?)?(block|layer|module)?$|attn(?!.*(adapter|drop|norm|mask|out|bias|proj|embed))"
+    r"|deltanet|mamba\d?mixer|retention$|recurrentblock|rglru|hyena",
     re.I,
 )
+
+#: The same for the name that a model gives such a module, whatever its class.
+_CALLED = re.compile(r"(^|[._])(attn|attention)\d?$", re.I)
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
 
@@ -35,13 +39,15 @@ class Place:
     def __init__(self, name: str, module: nn.Module | None, frames: list[FrameType]) -> None:
         self.name, self.module, self.frames = name, module, frames
 
-    def other_sequence(self) -> bool:
+    def other_sequence(self, keys: int) -> bool:
         """Whether the module says, by its name or by what it was given, that its keys come from elsewhere."""
         if getattr(self.module, "is_cross_attention", False):
             return True
         if _CROSS.search(self.name):
             return True
-        return any(frame.f_locals.get(name) is not None for frame in self.frames for name in _OTHER)
+        given = [frame.f_locals.get(name) for frame in self.frames for name in _OTHER]
+        # Where both sequences are joined and look at one another, there are more keys than the other sequence has.
+        return any(x is not None and not (isinstance(x, Tensor) and keys not in x.shape[:-1]) for x in given)
 
 
 def place(frame: FrameType | None, names: dict[int, str] | None) -> Place | None:
@@ -90,9 +96,9 @@ def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
         frame = frame.f_back
 
 
-def looks_like_attention(module: nn.Module) -> bool:
-    """Whether a module calls itself attention, so that silence about it would mislead."""
-    return _ATTENTION.search(type(module).__name__) is not None
+def looks_like_attention(module: nn.Module, name: str = "") -> bool:
+    """Whether a module calls itself attention, or is called so, so that silence about it would mislead."""
+    return _ATTENTION.search(type(module).__name__) is not None or _CALLED.search(name) is not None
 
 
 def _heads_of(module: nn.Module | None) -> int | None:
