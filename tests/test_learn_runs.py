@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from regard import cli
-from regard.learn import Diverged, checkpoint, is_checkpoint, lm, open_model, training, translate
+from regard.learn import Diverged, checkpoint, history, is_checkpoint, lm, open_model, training, translate
 from regard.learn.progress import Silent
+from regard.look import picture
 
 TINY = {
     "steps": 12,
@@ -390,3 +391,7 @@ def test_history_has_loss_speed_and_every_head(text, tmp_path, monkeypatch):
     assert all(row["tokens_per_second"] > 0 for row in looked[1:])
     head = looked[0]["heads"]["body.blocks.0.attention"]
     assert len(head["entropy"]) == len(head["max_score"]) == 2
+    told = history(tmp_path / "run")
+    assert [step for step, _ in told] == [row["step"] for row in looked]
+    assert told[0][1]["body.blocks.0.attention/entropy/1"] == head["entropy"][1]
+    assert "<svg" in picture.svg(told)

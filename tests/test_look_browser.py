@@ -486,7 +486,13 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     shown.tab.hover(f'[data-key="head-{layer}-{head}"]')
     assert shown.text(".peek b") == f"layer {layer}, head {head}"
     shown.click(f"head-{layer}-{head}")
-    assert shown.text(".hero .who") == f"layer {layer}, head {head}"
+    who, _, most = shown.text(".hero .who").partition("; most goes to ")
+    assert who == f"layer {layer}, head {head}"
+    row = seen[layer, head].row("it")
+    if most:  # the word is tied to one word, and gives more to another
+        assert most == f"{seen[layer, head].tokens[1][int(row.argmax())]} {row.max():.2f}"
+    else:
+        assert shown.text(".hero .weight") == f"{row.max():.2f}"
 
 
 def test_two_numbers_make_a_scatter(show: Any, it: View) -> None:

@@ -7,8 +7,18 @@ Imports `regard.nn`, `regard.watch` and the recorder's way to write files; token
 only when they are used.
 """
 
-from .checkpoint import Trained, is_checkpoint, open_model
+from .checkpoint import Trained, history, is_checkpoint, open_model
 from .settings import LMSettings, TranslateSettings
 from .training import Diverged, lm, translate
 
-__all__ = ["Diverged", "LMSettings", "Trained", "TranslateSettings", "is_checkpoint", "lm", "open_model", "translate"]
+__all__ = [
+    "Diverged",
+    "LMSettings",
+    "Trained",
+    "TranslateSettings",
+    "history",
+    "is_checkpoint",
+    "lm",
+    "open_model",
+    "translate",
+]

@@ -29,7 +29,17 @@ from .generate import Beam, beam_search
 from .settings import Settings, from_json
 from .tasks import build
 
-__all__ = ["Trained", "is_checkpoint", "open_model", "read_json", "read_settings", "read_tensors", "save", "save_json"]
+__all__ = [
+    "Trained",
+    "history",
+    "is_checkpoint",
+    "open_model",
+    "read_json",
+    "read_settings",
+    "read_tensors",
+    "save",
+    "save_json",
+]
 
 FORMAT = "regard model 1"
 
@@ -197,6 +207,23 @@ def open_model(path: Any, device: str | torch.device = "cpu") -> Trained:
     tensors, _ = read_tensors(folder / MODEL)
     _fill(model, tensors, folder / MODEL)
     return Trained(model.to(device).eval(), kind, settings, tokenizer)
+
+
+def history(path: Any) -> list[tuple[int, dict[str, float]]]:
+    """Entropy and largest score of every head while a model was trained, as `regard.watch` tells them: for a `View`."""
+    return [
+        (
+            row["step"],
+            {
+                f"{layer}/{what}/{n}": v
+                for layer, of in row["heads"].items()
+                for what in of
+                for n, v in enumerate(of[what])
+            },
+        )
+        for row in read_json(Path(path) / HISTORY)
+        if "heads" in row
+    ]
 
 
 def read_settings(folder: Path) -> tuple[str, Settings]:
