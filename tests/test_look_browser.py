@@ -15,7 +15,7 @@ import torch
 
 import regard
 from pages import HOSTILE, SUBJECTS, Read, history, hostile_recording, minilm, translation
-from regard.look import View
+from regard.look import View, payload
 from regard.look.page import frame
 from regard.look.ranking import beyond_habit
 from regard.look.words import reading
@@ -399,6 +399,26 @@ def test_before_anything_is_changed_the_page_computes_the_weights_that_were_reco
         assert torch.equal(torch.tensor(shown.ask("[...page.head.w]")), want.flatten())
 
 
+def test_heads_that_share_values_find_them_where_only_some_are_held(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "VECTORS", 2 * 2 * 6 * 24)  # two heads
+    q, k, v = torch.randn(8, 6, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
+    W = regard.weights(q, k)
+    shown = show(W.show(0, values=v, head=5))
+    walked = shown.ask("page.book.heads.filter((h) => h.part('q')).map((h) => h.head)")
+    assert len(walked) == 2
+    for head in walked:
+        shown.view("play").choose("head", head)
+        torch.testing.assert_close(torch.tensor(shown.ask("page.played.w")), W[head].dense(), atol=1e-3, rtol=1e-2)
+        torch.testing.assert_close(
+            torch.tensor(shown.ask("page.played.y")), W[head] @ v[head // 4], atol=1e-2, rtol=1e-2
+        )
+    other = next(h for h in range(8) if h not in walked)
+    shown.choose("head", other)
+    assert "holds the weights alone" in shown.text(".plays")
+    shown.view("walk")
+    assert "holds the weights alone" in shown.text(".told")
+
+
 def test_the_scale_saturates_the_row(show: Any, it: View) -> None:
     shown = show(it).view("play")
     slide(shown, -5)
@@ -486,6 +506,7 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     shown.tab.hover(f'[data-key="head-{layer}-{head}"]')
     assert shown.text(".peek b") == f"layer {layer}, head {head}"
     shown.click(f"head-{layer}-{head}")
+    shown.tab.mouse.move(5, 5)
     who, _, most = shown.text(".hero .who").partition("; most goes to ")
     assert who == f"layer {layer}, head {head}"
     row = seen[layer, head].row("it")

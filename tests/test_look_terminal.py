@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard
-from regard.look import spot, terminal, words
+from regard.look import lines, spot, words
 from regard.look.terminal import draw, draw_walk
 from regard.recorder.capture import Kept
 from regard.recorder.recording import Layer, Pass, Recording
@@ -125,14 +125,14 @@ def test_the_numbers_shown_are_the_weights():
 
 
 def test_shading_and_bars_grow_with_the_weight():
-    assert terminal._bar(0.0, 8) == ""
-    assert terminal._bar(1.0, 8) == "█" * 8
-    lengths = [len(terminal._bar(x / 50, 10)) for x in range(51)]
+    assert lines.bar(0.0, 8) == ""
+    assert lines.bar(1.0, 8) == "█" * 8
+    lengths = [len(lines.bar(x / 50, 10)) for x in range(51)]
     assert lengths == sorted(lengths)
     # Black letters must be readable on every shade: contrast at least 4.5.
     for hue in range(2):
         for t in range(11):
-            red, green, blue = (int(terminal._mixed(t / 10, hue)[n : n + 2], 16) / 255 for n in (1, 3, 5))
+            red, green, blue = (int(lines.mixed(t / 10, hue)[n : n + 2], 16) / 255 for n in (1, 3, 5))
             light = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (red, green, blue)]
             assert (0.2126 * light[0] + 0.7152 * light[1] + 0.0722 * light[2] + 0.05) / 0.05 >= 4.5
 

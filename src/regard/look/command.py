@@ -232,7 +232,8 @@ def run_walk(asked: argparse.Namespace) -> int:
     if asked.json:
         _print(json.dumps(_walk_json(made, told)))
         return 0
-    from .terminal import draw_walk, wrapped
+    from .lines import wrapped
+    from .terminal import draw_walk
 
     picture = draw_walk(made, width=_width(), colour=_colour(asked.color), top=asked.top)
     _print(f"{wrapped(told, _width())}\n\n{picture}\n\n{_walk_hint(asked)}")
@@ -411,7 +412,7 @@ def _file_errors(path: str) -> Iterator[None]:
 
 
 def _title(subject: Subject, width: int) -> str:
-    from .terminal import wrapped
+    from .lines import wrapped
 
     return wrapped(f"{shown(subject.name)} · {subject.seen._title()}", width)
 

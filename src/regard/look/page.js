@@ -242,16 +242,13 @@ class Head {
     this.name = layer.name ? `layer ${layer.index}, head ${head}` : layer.heads > 1 ? `head ${head}` : "these weights";
     this.brief = layer.name ? `${layer.index}·${head}` : `${head}`;
   }
-  // The nth of a layer's arrays, which are (held, a, b) or shared by all.
+  // This head's part of one of its layer's arrays, (heads, a, b); heads may share values and keys.
   part(name) {
-    const ref = this.layer[name];
-    if (ref === undefined) return null;
-    const [many, a, b] = this.header.shape(ref);
-    const { held, walked, per_value, per_key } = this.layer, heads = name === "w" ? held : walked,
-      n = heads.indexOf(this.head);
-    if (n < 0) return null;
-    const at = many === 1 ? 0 : many === heads.length ? n : Math.floor(this.head / (name === "v" ? per_value
-      : per_key));
+    const { held, walked, per_value: v, per_key: k, [name]: ref } = this.layer;
+    const n = (name === "w" ? held : walked).indexOf(this.head);
+    if (ref === undefined || n < 0) return null;
+    const [many, a, b] = this.header.shape(ref), sharing = { v, k }[name] ?? 1;
+    const at = many === 1 ? 0 : sharing > 1 ? Math.floor(this.head / sharing) : n;
     return this.header.array(ref).subarray(at * a * b, (at + 1) * a * b);
   }
   vectors(name) {
@@ -269,20 +266,21 @@ class Head {
   // Hidden tokens leave their share to the others, so that a row keeps its sum.
   sheet(options) {
     const key = `${options.hide}${options.merge}`;
-    if (!this.sheets.has(key)) this.sheets.set(key, this.read(reading(this.stack.rows, options),
-      reading(this.stack.cols, options)));
+    if (!this.sheets.has(key)) {
+      const [rows, cols] = [reading(this.stack.rows, options), reading(this.stack.cols, options)];
+      this.sheets.set(key, new Sheet(rows, cols, rows.groups.map((group) => this.readRow(group, cols)), this.stack.same));
+    }
     return this.sheets.get(key);
   }
-  read(rows, cols) {
-    const w = rows.groups.map(([a, b]) => {
-      const row = new Float64Array(cols.groups.length);
-      for (let i = a; i < b; i++) cols.groups.forEach(([c, d], n) => { for (let j = c; j < d; j++) row[n] += this.at(i,
-        j) / (b - a); });
-      const kept = sum(row), hidden = sum(cols.hidden.map((j) =>
-        sum(range(b - a).map((i) => this.at(a + i, j))) / (b - a)));
-      return cols.hidden.length && kept > 0 ? row.map((x) => (x * (kept + hidden)) / kept) : row;
-    });
-    return new Sheet(rows, cols, w, this.stack.same);
+  readRow([from, to], cols) {
+    const mean = (a, b) => {
+      let total = 0;
+      for (let i = from; i < to; i++) for (let j = a; j < b; j++) total += this.at(i, j);
+      return total / (to - from);
+    };
+    const row = Float64Array.from(cols.groups, ([a, b]) => mean(a, b));
+    const kept = sum(row), hidden = sum(cols.hidden.map((j) => mean(j, j + 1)));
+    return hidden && kept ? row.map((x) => (x * (kept + hidden)) / kept) : row;
   }
 }
 

@@ -1,32 +1,42 @@
 """The picture in a terminal: a sentence with its words shaded, a bar a word, the heads that matter; and the walk.
 
-Everything is laid out here, in cells, so that wide letters line up and no token can move the cursor; colour is rich's
-and is only added. Without colour nothing is lost: shading is a bar under the word as well. Imports `spot` and `words`.
+Without colour nothing is lost: shading is a bar under the word as well. Imports `lines`, `spot`, `walk` and `words`.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from . import spot, words
+from .lines import (
+    FAINT,
+    Line,
+    Span,
+    bar,
+    number,
+    paragraph,
+    quoted,
+    rendered,
+    safe,
+    shade,
+    tint,
+    to_left,
+    to_right,
+    trimmed,
+)
 from .walk import Walk
 
-__all__ = ["draw", "draw_overview", "draw_spot", "draw_walk", "wrapped"]
+__all__ = ["draw", "draw_overview", "draw_spot", "draw_walk"]
 
 #: Words up to which every one gets a bar; beyond, the strongest do.
 ALL_WORDS = 24
 STRONGEST = 12
 #: Columns below which nothing lines up.
 NARROWEST = 40
-#: Ends of the scales of two heads: alike in lightness, black letters can be read on all of it, on any background.
-_HUES = (((134, 124, 112), (255, 146, 43)), ((112, 124, 134), (77, 171, 247)))
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"
-_FAINT = 0.02  # weights below this are not shaded
 
 _MEASURES = {
     "entropy": "looks at few words",
@@ -35,16 +45,6 @@ _MEASURES = {
     "sink": "rests on one token",
     "induction": "repeats what followed",
 }
-
-
-class Span(NamedTuple):
-    """A piece of a line in one style, as rich writes styles."""
-
-    text: str
-    style: str = ""
-
-
-Line = list[Span]
 
 
 def draw(
@@ -71,7 +71,7 @@ def draw(
     item     which sequence of a batch
     """
     if spot.is_history(subject):
-        return _rendered(_history(subject, max(width, NARROWEST)), colour)
+        return rendered(_history(subject, max(width, NARROWEST)), colour)
     if word is None:
         seen = spot.overview(subject, layer=layer, head=head, hide_special=hide_special, merge=merge, item=item)
         return draw_overview(seen, width=width, colour=colour, top=top)
@@ -82,12 +82,12 @@ def draw(
 
 def draw_spot(lit: spot.Spot, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
     """A lit word: the sentence shaded, a bar a word, the heads that matter."""
-    return _rendered(_spotlight(lit, max(width, NARROWEST), top), colour)
+    return rendered(_spotlight(lit, max(width, NARROWEST), top), colour)
 
 
 def draw_overview(seen: spot.Overview, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
     """Every word's strongest tie, and heads that do one thing."""
-    return _rendered(_overview(seen, max(width, NARROWEST), top or 10), colour)
+    return rendered(_overview(seen, max(width, NARROWEST), top or 10), colour)
 
 
 # One word.
@@ -114,25 +114,25 @@ def _tie(lit: spot.Spot, n: int, width: int) -> str:
     if lit.to is None and (len(lit.heads) == 1 or lit.shown[n].beyond <= 0):
         key = max(range(len(lit.weights[n])), key=lambda j: lit.weights[n][j])
     each = (width - 13) // 2
-    return f"{_quoted(lit.word, each)} → {_quoted(lit.cols.labels[key], each)} {lit.weights[n][key]:.3f}"
+    return f"{quoted(lit.word, each)} → {quoted(lit.cols.labels[key], each)} {lit.weights[n][key]:.3f}"
 
 
 def _sentence(lit: spot.Spot, n: int, width: int) -> list[Line]:
     """The sentence that is looked at, each word shaded, with a bar under it; the lit word is »marked«."""
     parts: list[tuple[Span, Span]] = []
     if not lit.same:
-        parts.append((Span(f"»{_shown(lit.word, width - 8)}«", "bold reverse"), Span("")))
+        parts.append((Span(f"»{safe(lit.word, width - 8)}«", "bold reverse"), Span("")))
         parts.append((Span("→"), Span("")))
     for place in _in_sight(lit, width):
         if place is None:
             parts.append((Span("…"), Span("")))
             continue
         weight, here = lit.weights[n][place], lit.same and place == lit.at
-        text = _shown(lit.cols.labels[place], width - 6)
+        text = safe(lit.cols.labels[place], width - 6)
         text = f"»{text}«" if here else text
-        under = _LEVELS[min(7, int(weight * 8))] * words.cells(text) if weight >= _FAINT else ""
-        style = "bold reverse" if here else _shade(weight, n)
-        parts.append((Span(text, style), Span(under, _tint(n))))
+        under = _LEVELS[min(7, int(weight * 8))] * words.cells(text) if weight >= FAINT else ""
+        style = "bold reverse" if here else shade(weight, n)
+        parts.append((Span(text, style), Span(under, tint(n))))
     return _wrapped(parts, width)
 
 
@@ -159,19 +159,12 @@ def _wrapped(parts: list[tuple[Span, Span]], width: int) -> list[Line]:
     for word, under in parts:
         size = words.cells(word.text)
         if used + size > width and len(above) > 1:
-            lines += [above, _trimmed(below)]
+            lines += [above, trimmed(below)]
             above, below, used = [Span("  ")], [Span("  ")], 2
         above += [word, Span(" ")]
         below += [under, Span(" " * (size + 1 - words.cells(under.text)))]
         used += size + 1
-    return [line for line in [*lines, _trimmed(above), _trimmed(below)] if line]
-
-
-def _trimmed(line: Line) -> Line:
-    """Without what cannot be seen at its end."""
-    while line and not line[-1].text.strip():
-        line = line[:-1]
-    return line
+    return [line for line in [*lines, trimmed(above), trimmed(below)] if line]
 
 
 def _left_out(lit: spot.Spot, n: int, width: int) -> list[Line]:
@@ -181,7 +174,7 @@ def _left_out(lit: spot.Spot, n: int, width: int) -> list[Line]:
         told.append(f"special tokens are hidden: they had {lit.hidden[n]:.3f}, the others are scaled up to the whole")
     if 1 - sum(lit.weights[n]) > 0.001:
         told.append(f"{1 - sum(lit.weights[n]):.3f} goes to no word: a sink takes it, or the word sees nothing")
-    return [line for text in told for line in _paragraph(f"({text})", width, "dim", "  ")]
+    return [line for text in told for line in paragraph(f"({text})", width, "dim", "  ")]
 
 
 def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
@@ -189,7 +182,7 @@ def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
     labels = lit.cols.labels
     chosen = _strongest(lit.weights, len(labels), top)
     numbered = len(chosen) < len(labels)
-    names = [f"{_shown(labels[j], _label_width(width))}{f' :{j}' if numbered else ''}" for j in chosen]
+    names = [f"{safe(labels[j], _label_width(width))}{f' :{j}' if numbered else ''}" for j in chosen]
     first = max(map(words.cells, [*names, "word"]))
     each = (width - first) // len(lit.shown)
     room = min(max(4, each - 9), 40)
@@ -198,19 +191,19 @@ def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
         titles = [lit.layers[one.layer].place(one.head) for one in lit.shown]
         if max(map(len, titles)) > room + 6:
             titles = [f"head {one.layer}.{one.head}" for one in lit.shown]
-        lines.append([Span(" " * first)] + [Span("  " + _left(title, room + 7), "bold") for title in titles])
+        lines.append([Span(" " * first)] + [Span("  " + to_left(title, room + 7), "bold") for title in titles])
     for name, j in zip(names, chosen, strict=True):
         here = lit.same and j == lit.at
-        line = [Span(_left(name, first), "bold" if here else "")]
+        line = [Span(to_left(name, first), "bold" if here else "")]
         for n, weights in enumerate(lit.weights):
-            line += [Span("  "), Span(_left(_bar(weights[j], room), room), _tint(n)), Span(f" {weights[j]:.3f} ")]
-        lines.append(_trimmed(line))
+            line += [Span("  "), Span(to_left(bar(weights[j], room), room), tint(n)), Span(f" {weights[j]:.3f} ")]
+        lines.append(trimmed(line))
     if numbered:
         rest = [sum(w) - sum(w[j] for j in chosen) for w in lit.weights]
-        line = [Span(_left(f"{len(labels) - len(chosen):,} more", first), "dim")]
+        line = [Span(to_left(f"{len(labels) - len(chosen):,} more", first), "dim")]
         for part in rest:
             line += [Span("  " + " " * room + f" {max(part, 0.0):.3f} ", "dim")]
-        lines.append(_trimmed(line))
+        lines.append(trimmed(line))
     return lines
 
 
@@ -228,25 +221,25 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
     if len(lit.heads) < 2:
         return []
     if lit.to is not None:
-        title = f"Heads by the weight that {_quoted(lit.word)} gives to {_quoted(lit.cols.labels[lit.to])}"
+        title = f"Heads by the weight that {quoted(lit.word)} gives to {quoted(lit.cols.labels[lit.to])}"
     else:
-        title = f"Heads that tie {_quoted(lit.word)} to another word, most telling first"
-    lines = _paragraph(title, width, "bold")
+        title = f"Heads that tie {quoted(lit.word)} to another word, most telling first"
+    lines = paragraph(title, width, "bold")
     named = any(sheet.name for sheet in lit.layers.values())
-    keys = [_shown(lit.cols.labels[one.key], 12) for one in lit.heads[:count]]
+    keys = [safe(lit.cols.labels[one.key], 12) for one in lit.heads[:count]]
     first = max([words.cells(key) for key in keys] + [8])
     beyond = "" if lit.to is not None else "  beyond"
-    start = f"  {'layer  ' if named else ''}head  {_left('looks at', first)}  weight{beyond}"
+    start = f"  {'layer  ' if named else ''}head  {to_left('looks at', first)}  weight{beyond}"
     lines.append([Span(start, "dim")])
     room = min(24, width - len(start) - 2)
     for key, one in zip(keys, lit.heads, strict=False):
         place = f"{one.layer:>5}  {one.head:>4}" if named else f"{one.head:>4}"
-        text = f"  {place}  {_left(key, first)}  {one.weight:6.3f}" + (f"  {_number(one.beyond):>6}" if beyond else "")
-        style = _tint(lit.shown.index(one)) if one in lit.shown else "dim"
-        lines.append([Span(text), Span(f"  {_bar(one.weight, room)}" if room >= 4 else "", style)])
+        text = f"  {place}  {to_left(key, first)}  {one.weight:6.3f}" + (f"  {number(one.beyond):>6}" if beyond else "")
+        style = tint(lit.shown.index(one)) if one in lit.shown else "dim"
+        lines.append([Span(text), Span(f"  {bar(one.weight, room)}" if room >= 4 else "", style)])
     if beyond:
         habit = "beyond: the weight above what the head gives that word, or at that distance, anyway"
-        lines += _paragraph(habit, width, "dim", "  ")
+        lines += paragraph(habit, width, "dim", "  ")
     return lines
 
 
@@ -255,13 +248,13 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
 
 def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
     lines: list[Line] = []
-    shown = [_shown(label, 24) for label in seen.rows.labels[:120]]
+    shown = [safe(label, 24) for label in seen.rows.labels[:120]]
     parts = [(Span(text), Span("")) for text in shown]
     parts += [(Span(f"… {len(seen.rows.labels) - 120:,} more"), Span(""))] if len(seen.rows.labels) > 120 else []
     lines += [*_wrapped(parts, width), []]
     if seen.rows.hidden or seen.cols.hidden:
         told = "(special tokens are hidden, the other weights scaled up to the whole)"
-        lines += [*_paragraph(told, width, "dim"), []]
+        lines += [*paragraph(told, width, "dim"), []]
     lines += _ties(seen, width, top)
     if seen.measured:
         lines += [[], [Span("Heads that do one thing (layer.head)", "bold")]]
@@ -273,21 +266,21 @@ def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     """The strongest tie of each word."""
     some = _varied(seen)[:top]
     named = any(sheet.name for sheet in seen.sheets)
-    left = max([words.cells(_shown(seen.rows.labels[link.word], 14)) for link in some] + [4])
-    right = max([words.cells(_shown(seen.cols.labels[link.head.key], 14)) for link in some] + [8])
-    lines = _paragraph("Which word is tied to which, most telling first", width, "bold")
-    start = f"  {_left('word', left)}    {_left('looks at', right)}  weight  {'layer.head' if named else 'head'}"
+    left = max([words.cells(safe(seen.rows.labels[link.word], 14)) for link in some] + [4])
+    right = max([words.cells(safe(seen.cols.labels[link.head.key], 14)) for link in some] + [8])
+    lines = paragraph("Which word is tied to which, most telling first", width, "bold")
+    start = f"  {to_left('word', left)}    {to_left('looks at', right)}  weight  {'layer.head' if named else 'head'}"
     lines.append([Span(start if len(start) <= width else start.replace("layer.head", "head"), "dim")])
     room = min(24, width - len(start) - 2)
     for link in some:
         one = link.head
         place = f"{one.layer}.{one.head}" if named else str(one.head)
         texts = (
-            _left(_shown(seen.rows.labels[link.word], 14), left),
-            _left(_shown(seen.cols.labels[one.key], 14), right),
+            to_left(safe(seen.rows.labels[link.word], 14), left),
+            to_left(safe(seen.cols.labels[one.key], 14), right),
         )
         line = [Span(f"  {texts[0]}  → {texts[1]}  {one.weight:6.3f}  {place:<10}")]
-        lines.append(_trimmed([*line, Span("  " + _bar(one.weight, room), _tint(0))] if room >= 4 else line))
+        lines.append(trimmed([*line, Span("  " + bar(one.weight, room), tint(0))] if room >= 4 else line))
     return lines
 
 
@@ -339,7 +332,7 @@ def _history(history: Sequence[tuple[int, dict[str, float]]], width: int) -> lis
             values = [value for _, value in points]
             room = max(4, width - first - 20)
             ends = f"{values[0]:7.3g} → {values[-1]:<7.3g}"
-            lines.append([Span(f"{_left(name, first)}  {_left(_spark(values, room), room)} {ends}".rstrip())])
+            lines.append([Span(f"{to_left(name, first)}  {to_left(_spark(values, room), room)} {ends}".rstrip())])
         lines += [[Span(f"… {len(mine) - 48} more heads", "dim")]] if len(mine) > 48 else []
     return lines
 
@@ -360,9 +353,9 @@ def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: 
     chosen = _strongest([steps.weights.tolist()], len(steps.words), top)
     if steps.position not in chosen and steps.words[steps.position : steps.position + 1] == (steps.word,):
         chosen = sorted([*chosen, steps.position])
-    lines = _paragraph(f"Attention for {_quoted(steps.word)}, step by step", width, "bold")
+    lines = paragraph(f"Attention for {quoted(steps.word)}, step by step", width, "bold")
     lines += [*_shapes(steps, width), [], *_to_weights(steps, chosen, width), [], *_to_sum(steps, chosen, width)]
-    return _rendered(lines, colour)
+    return rendered(lines, colour)
 
 
 def _shapes(steps: Walk, width: int) -> list[Line]:
@@ -371,7 +364,7 @@ def _shapes(steps: Walk, width: int) -> list[Line]:
         text = f"weights {len(steps.words)} (recorded ready-made, without their scores) · v {len(steps.words)}×{e}"
     else:
         text = f"q {len(steps.q)} · k {steps.k.shape[0]}×{steps.k.shape[1]} · v {steps.v.shape[0]}×{e} · y {e}"
-    return _paragraph(text, width, "dim")
+    return paragraph(text, width, "dim")
 
 
 def _to_weights(steps: Walk, chosen: list[int], width: int) -> list[Line]:
@@ -388,9 +381,9 @@ def _to_weights(steps: Walk, chosen: list[int], width: int) -> list[Line]:
     lines += _table(steps, chosen, columns, width)
     if rest := len(steps.words) - len(chosen):
         left = 1 - steps.sink - sum(float(steps.weights[j]) for j in chosen)
-        lines += _paragraph(f"{rest:,} more: {max(left, 0.0):.3f} in all", width, "dim")
+        lines += paragraph(f"{rest:,} more: {max(left, 0.0):.3f} in all", width, "dim")
     if steps.sink:
-        lines += _paragraph(f"a sink takes {steps.sink:.3f} and gives nothing", width, "dim")
+        lines += paragraph(f"a sink takes {steps.sink:.3f} and gives nothing", width, "dim")
     return lines
 
 
@@ -400,11 +393,11 @@ def _explained(steps: Walk, hides: bool, width: int) -> list[Line]:
     scaled = "not scaled" if steps.scaling == "unscaled" else f"{steps.scaling}: large scores would saturate softmax"
     unseen = int((steps.masked == -float("inf")).sum()) if hides and steps.masked is not None else 0
     told = f"{unseen:,} of {len(steps.words):,} words may not be looked at" if hides else "every word may be looked at"
-    lines = _paragraph(f"1 {steps.formula}: how alike the query of {_quoted(steps.word)} is to every key", width)
+    lines = paragraph(f"1 {steps.formula}: how alike the query of {quoted(steps.word)} is to every key", width)
     lines += _one_product(steps, width)
-    lines += _paragraph(f"2 {scaled}{then}", width)
-    lines += _paragraph(f"3 mask: {told}", width)
-    return lines + _paragraph(f"4 softmax: weights, none negative, their sum {1 - steps.sink:.4g}", width)
+    lines += paragraph(f"2 {scaled}{then}", width)
+    lines += paragraph(f"3 mask: {told}", width)
+    return lines + paragraph(f"4 softmax: weights, none negative, their sum {1 - steps.sink:.4g}", width)
 
 
 def _one_product(steps: Walk, width: int) -> list[Line]:
@@ -415,12 +408,10 @@ def _one_product(steps: Walk, width: int) -> list[Line]:
     terms = steps.q * steps.k[key]
     order = terms.abs().argsort(descending=True).tolist()
     count = len(order) if len(order) <= 3 else max(1, min(4, (width - 20) // 18))
-    written = " + ".join(f"{_number(float(steps.q[d]))}·{_number(float(steps.k[key, d]))}" for d in order[:count])
+    written = " + ".join(f"{number(float(steps.q[d]))}·{number(float(steps.k[key, d]))}" for d in order[:count])
     more = f" + … ({len(order) - count} more)" if len(order) > count else ""
-    text = (
-        f"{_quoted(steps.word)} · {_quoted(steps.words[key])} = {written}{more} = {_number(float(steps.product[key]))}"
-    )
-    return _paragraph(text, width, "", "    ")
+    text = f"{quoted(steps.word)} · {quoted(steps.words[key])} = {written}{more} = {number(float(steps.product[key]))}"
+    return paragraph(text, width, "", "    ")
 
 
 def _to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
@@ -429,20 +420,20 @@ def _to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
     e = steps.v.shape[1]
     fit = max(1, min(e, 6, (width - first - 10) // 9))
     some = f"{e} numbers" if fit == e else f"the first {fit} of {e} numbers"
-    lines = [*_paragraph(f"5 weight × value, {some}; 6 their sum", width), []]
+    lines = [*paragraph(f"5 weight × value, {some}; 6 their sum", width), []]
     titles = "".join(f"{f'[{n}]':>9}" for n in range(fit))
     lines.append([Span(" " * first + "  weight " + titles, "bold")])
     for j in chosen:
-        numbers = "".join(f"{_number(x):>9}" for x in steps.weighted[j, :fit].tolist())
+        numbers = "".join(f"{number(x):>9}" for x in steps.weighted[j, :fit].tolist())
         lines.append(
-            [Span(_left(_shown(steps.words[j], first), first)), Span(f"  {float(steps.weights[j]):6.3f} {numbers}")]
+            [Span(to_left(safe(steps.words[j], first), first)), Span(f"  {float(steps.weights[j]):6.3f} {numbers}")]
         )
     if rest := len(steps.words) - len(chosen):
         others = steps.weighted.sum(0) - steps.weighted[chosen].sum(0)
-        numbers = "".join(f"{_number(x):>9}" for x in others[:fit].tolist())
-        lines.append([Span(_left(f"{rest:,} more", first) + "  " + " " * 7 + numbers, "dim")])
-    numbers = "".join(f"{_number(x):>9}" for x in steps.y[:fit].tolist())
-    lines.append([Span(_left("6 sum y", first + 9) + numbers, "bold")])
+        numbers = "".join(f"{number(x):>9}" for x in others[:fit].tolist())
+        lines.append([Span(to_left(f"{rest:,} more", first) + "  " + " " * 7 + numbers, "dim")])
+    numbers = "".join(f"{number(x):>9}" for x in steps.y[:fit].tolist())
+    lines.append([Span(to_left("6 sum y", first + 9) + numbers, "bold")])
     return lines
 
 
@@ -457,108 +448,21 @@ def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], wi
     fit = max(fit, 1)
     here, later = columns[:fit], columns[fit:]
     room = min(24, width - used - 2) if not later else 0
-    titles = "".join("  " + _right(title, size) for (title, _), size in zip(here, sizes, strict=False))
+    titles = "".join("  " + to_right(title, size) for (title, _), size in zip(here, sizes, strict=False))
     lines: list[Line] = [[Span(" " * first + titles, "bold")]]
     for j in chosen:
         lit = steps.words[j] == steps.word and j == steps.position
-        line = [Span(_left(_shown(steps.words[j], first), first), "bold" if lit else "")]
-        line += [Span(f"  {_number(float(x[j])):>{size}}") for (_, x), size in zip(here, sizes, strict=False)]
+        line = [Span(to_left(safe(steps.words[j], first), first), "bold" if lit else "")]
+        line += [Span(f"  {number(float(x[j])):>{size}}") for (_, x), size in zip(here, sizes, strict=False)]
         if room >= 4:
-            line.append(Span("  " + _bar(float(here[-1][1][j]), room), _tint(0)))
-        lines.append(_trimmed(line))
+            line.append(Span("  " + bar(float(here[-1][1][j]), room), tint(0)))
+        lines.append(trimmed(line))
     return lines + ([[], *_table(steps, chosen, later, width)] if later else [])
 
 
 def _first_width(steps: Walk, chosen: Iterable[int], width: int) -> int:
-    return max([words.cells(_shown(steps.words[j], _label_width(width))) for j in chosen] + [7])
-
-
-# Small things.
+    return max([words.cells(safe(steps.words[j], _label_width(width))) for j in chosen] + [7])
 
 
 def _label_width(width: int) -> int:
     return 18 if width >= 60 else 9
-
-
-def _number(x: float) -> str:
-    if x != x or x in (float("inf"), float("-inf")):
-        return "nan" if x != x else "∞" if x > 0 else "−∞"
-    text = f"{x:.3f}" if abs(x) < 1000 else f"{x:.3g}"
-    return text.replace("-", "−") if float(text) else text.lstrip("-")
-
-
-def _bar(weight: float, room: int) -> str:
-    eighths = round(min(max(weight, 0.0), 1.0) * room * 8)
-    whole, rest = divmod(eighths, 8)
-    return "█" * whole + (_EIGHTHS[rest] if rest else "")
-
-
-def _quoted(word: str, width: int = 28) -> str:
-    return f"“{_shown(word, width)}”"
-
-
-def _shown(word: str, width: int) -> str:
-    """A word that is safe to print, cut to so many cells; right-to-left ones cannot turn the line round."""
-    text = words.clip(words.shown(word), max(width, 1))
-    if any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in text):
-        return f"\N{FIRST STRONG ISOLATE}{text}\N{POP DIRECTIONAL ISOLATE}"
-    return text
-
-
-def _left(text: str, width: int) -> str:
-    text = words.clip(text, width)
-    return text + " " * (width - words.cells(text))
-
-
-def _right(text: str, width: int) -> str:
-    return " " * (width - words.cells(text)) + text
-
-
-def _paragraph(text: str, width: int, style: str = "", indent: str = "") -> list[Line]:
-    """Words of a sentence of ours, wrapped."""
-    lines, line = [], indent
-    for part in text.split(" "):
-        if words.cells(line) + words.cells(part) + 1 > width and line.strip():
-            lines.append(line.rstrip())
-            line = indent
-        line += part + " "
-    return [[Span(text, style)] for text in [*lines, line.rstrip()]]
-
-
-def wrapped(text: str, width: int) -> str:
-    """A sentence of ours in lines of so many cells."""
-    return _rendered(_paragraph(text, width), False)
-
-
-def _shade(weight: float, hue: int) -> str:
-    if weight < _FAINT:
-        return ""
-    return f"black on {_mixed(min(1.0, weight) ** 0.5, hue)}"
-
-
-def _tint(hue: int) -> str:
-    return _mixed(1.0, hue)
-
-
-def _mixed(t: float, hue: int) -> str:
-    weak, strong = _HUES[hue % len(_HUES)]
-    return "#" + "".join(f"{round(a + (b - a) * t):02x}" for a, b in zip(weak, strong, strict=True))
-
-
-def _rendered(lines: Iterable[Line], colour: bool | str) -> str:
-    if not colour:
-        return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
-    try:
-        from rich.color import ColorSystem
-        from rich.style import Style
-    except ImportError:
-        raise ImportError('colours need rich: pip install "regard[look]" brings it, or use --color never.') from None
-    system = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT}.get(str(colour), ColorSystem.TRUECOLOR)
-
-    def rendered(span: Span) -> str:
-        if not span.style or not span.text:
-            return span.text
-        # A copy: rich remembers in a style the first colours that it was rendered in.
-        return Style.parse(span.style).copy().render(span.text, color_system=system)
-
-    return "\n".join("".join(map(rendered, line)) for line in lines)
