@@ -181,6 +181,14 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(text, whole):
     assert (whole / "last.safetensors").stat().st_mtime_ns == before
 
 
+def test_the_callers_random_numbers_are_left_alone(text, tmp_path):
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    lm(text, tmp_path / "run", **TINY)
+    assert torch.equal(torch.rand(3), want)
+
+
 def test_the_best_weights_are_kept_not_the_last(text, tmp_path, monkeypatch):
     losses = iter([3.0, 2.0, 5.0])
     kept = {}

@@ -304,6 +304,39 @@ def test_tokens_lose_nothing():
     assert tokenizer.encode("Q").tokens == ["▁", "<unknown>"] or "<unknown>" in tokenizer.encode("Q").tokens
 
 
+@pytest.mark.parametrize(
+    ("missing", "verb"),
+    [
+        ("tokenizers", "learn"),
+        ("safetensors", "learn"),
+        ("safetensors.torch", "learn"),
+        ("tokenizers", "generate"),
+        ("sacrebleu.metrics", "translate"),
+    ],
+)
+def test_what_is_not_installed_is_said_before_anything_is_done(
+    missing, verb, bard, ende, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "text").write_text(SENTENCE * 20)
+    monkeypatch.setitem(sys.modules, missing, None)
+    files = ["--file", str(ende.parent / "en"), "--reference", str(ende.parent / "de"), "--beam", "1"]
+    words = {
+        "learn": ["learn", "lm", str(tmp_path / "text"), "--out", str(tmp_path / "run"), "--device", "cpu"],
+        "generate": ["generate", str(bard)],
+        "translate": ["translate", str(ende), *files],
+    }
+    assert cli.main(words[verb]) == 2
+    assert "pip install 'regard[learn]'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_rich_or_a_terminal_progress_is_plain(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert type(open_progress()) is Rich
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert type(open_progress()) is Plain
+
+
 HEADS = {"body.blocks.0.attention": {"entropy": [0.5, 0.25], "max_score": [3.0, 40.0]}}
 
 

@@ -438,3 +438,19 @@ def test_statistics_alone_are_no_page() -> None:
         model(torch.randn(1, 4, 16))
     with pytest.raises(ValueError, match="only statistics were kept"):
         View(seen).html()
+
+
+def test_the_pictures_of_the_readme_are_there_and_small() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "pictures"
+    names = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert {
+        "it.svg",
+        "spotlight.png",
+        "spotlight-dark.png",
+        "walk.png",
+        "play.png",
+        "square.png",
+        "heads.png",
+        "long.png",
+    } <= set(names)
+    assert max(names.values()) <= 150_000

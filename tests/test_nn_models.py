@@ -238,6 +238,18 @@ def test_training_step_compiles_into_one_graph():
         torch.testing.assert_close(mine, p.grad, atol=1e-5, rtol=1e-4)
 
 
+def test_lengths_may_change_inside_torch_compile():
+    model = Translator(31, dim=16, heads=2, layers=1).eval()
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+        for n in (5, 7, 9):
+            source, target = torch.randint(1, 31, (2, n)), torch.randint(1, 31, (2, n + 2))
+            source[1, 3:] = Translator.PAD
+            torch.testing.assert_close(compiled(source, target), model(source, target), atol=1e-5, rtol=1e-4)
+
+
 def test_a_model_learns_what_only_attention_can():
     """Repeat what was said half a sequence ago: a word's neighbour tells nothing, looking back tells all."""
     torch.manual_seed(0)

@@ -29,6 +29,11 @@ ARROWS: dict[str, set[str]] = {
     "asking": {"index", "score", "statistics"},
     "matrix": {"see", "asking", "memory", "engines", "factors", "index", "score", "statistics", "tree"},
     "door": {"block", "matrix", "engines", "factors", "mask", "score"},
+    "recorder": {"door", "factors", "index", "mask", "matrix", "score", "tree"},
+    "nn": {"door", "mask", "matrix", "score", "tree"},
+    "learn": {"nn", "recorder"},
+    "look": {"block", "factors", "index", "learn", "mask", "matrix", "recorder", "score", "tree"},
+    "cli": {"look", "learn"},
 }
 
 
@@ -58,7 +63,7 @@ CORE = [path for path in sorted(ROOT.rglob("*.py")) if room_of(path) in ARROWS]
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_room_imports_only_what_lies_below_it(path: Path) -> None:
     room = room_of(path)
-    assert imports(path) - {room} <= ARROWS[room]
+    assert imports(path) - {room, "__version__"} <= ARROWS[room]
 
 
 def test_the_arrows_run_one_way() -> None:
@@ -75,8 +80,8 @@ def test_the_arrows_run_one_way() -> None:
     assert above == set(ARROWS)
 
 
-def test_every_core_room_is_there() -> None:
-    assert {room_of(path) for path in CORE} == set(ARROWS)
+def test_every_room_has_its_arrows() -> None:
+    assert {room_of(path) for path in ROOT.rglob("*.py")} - {"__init__"} == set(ARROWS)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

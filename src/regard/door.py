@@ -93,7 +93,9 @@ def _by_pytorch(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
         return None
     flags = None
     # With as many keys as queries causal means one thing, and every key is seen by some row.
-    causal = type(mask) is Causal and q.shape[-2] == k.shape[-2]
+    causal = False
+    if type(mask) is Causal and q.shape[-2] == k.shape[-2]:  # decided here: while compiling, lengths may be symbols
+        causal = True
     if mask is not None and not causal and (not small or (flags := _flags(q, k, mask)) is None):
         return None
     attention = torch.nn.functional.scaled_dot_product_attention

@@ -17,6 +17,7 @@ import errno
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,18 @@ SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
 # Writing and reading.
 
 
+def safetensors() -> Any:
+    """The library that writes and reads tensors; asked for before a run begins, not when it first saves."""
+    try:
+        return import_module("safetensors.torch"), import_module("safetensors")
+    except ImportError:
+        raise ImportError("checkpoints are kept by safetensors: pip install 'regard[learn]'.") from None
+
+
 def save(path: Path, tensors: dict[str, Tensor], told: dict[str, str] | None = None) -> None:
     """Tensors into a file, all of them or none."""
-    from safetensors.torch import save as as_bytes
-
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    _written(path, as_bytes(plain, told))
+    _written(path, safetensors()[0].save(plain, told))
 
 
 def save_json(path: Path, value: Any) -> None:
@@ -88,12 +95,11 @@ def read_json(path: Path) -> Any:
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors of a file, and what was told with them."""
-    from safetensors import SafetensorError, safe_open
-
+    library = safetensors()[1]
     try:
-        with safe_open(str(path), "pt") as file:
+        with library.safe_open(str(path), "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118  no dict
-    except SafetensorError as wrong:
+    except library.SafetensorError as wrong:
         raise ValueError(f"{path} is damaged: {wrong}") from None
 
 

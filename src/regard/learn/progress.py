@@ -110,9 +110,7 @@ def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
 def _table(heads: dict[str, dict[str, list[float]]]) -> Any:
     from rich.table import Table
 
-    table = Table(
-        box=None, padding=(0, 1), title="entropy of its most / largest score, head by head", title_style="dim"
-    )
+    table = Table(box=None, padding=(0, 1), title="entropy / largest score, head by head", title_style="dim")
     table.add_column("layer", style="dim")
     for n in range(max((len(of["entropy"]) for of in heads.values()), default=0)):
         table.add_column(str(n), justify="right")

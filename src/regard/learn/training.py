@@ -73,6 +73,7 @@ def _run(
     kind: str, files: tuple[Path, ...], held: Any, out: Path, among: type[Settings], given: dict[str, Any],
     resume: bool, progress: Silent | None,
 ) -> Result:  # fmt: skip
+    disk.safetensors()
     settings, tokenizer = _settings(kind, out, among, given, resume)
     device = chosen_device(settings.device)
     task = tasks.make(kind, files, held, settings, tokenizer, device)
@@ -80,7 +81,8 @@ def _run(
         _begin(task, out)
     elif disk.read_json(out / disk.SETTINGS)["data"] != task.digest:
         raise ValueError(f"the data is not what the run in {out} began with; resume with the same files.")
-    with _Interrupted() as interrupted:
+    on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with _Interrupted() as interrupted, torch.random.fork_rng(on_gpu):  # the caller's chance is not ours to change
         return _Training(task, out, device, progress or Silent(), interrupted).run()
 
 
