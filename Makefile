@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look test test-slow test-libraries test-planted test-gpu lint bench bench-gpu clean
+.PHONY: setup look pictures test test-slow test-libraries test-planted test-gpu lint bench bench-gpu clean
 
 setup: $(READY)
 
@@ -58,6 +58,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench.cpu
+
+# The pictures of README, made anew in Debian's Chromium.
+pictures: $(READY)
+	$(BIN)/python docs/pictures.py
 
 clean:
 	rm -rf $(VENV)

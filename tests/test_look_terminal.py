@@ -177,11 +177,15 @@ def test_a_long_input_is_never_written_out():
     assert "19,9" in text  # so many more words
 
 
-def test_a_batch_shows_one_sequence_and_says_when_it_cannot():
-    x = torch.randn(2, 3, 5, 4)
-    with pytest.raises(ValueError, match=r"one sequence is looked at.*take W\[0\]"):
-        draw(regard.weights(x), word=0)
-    assert draw(regard.weights(x[:1]), word=0) == draw(regard.weights(x[0]), word=0)
+def test_a_batch_shows_the_sequence_that_was_asked_for():
+    x = torch.randn(2, 1, 3, 5, 4)
+    assert draw(regard.weights(x), word=0) == draw(regard.weights(x[0, 0]), word=0)
+    assert draw(regard.weights(x), word=0, item=1) == draw(regard.weights(x[1, 0]), word=0)
+    assert str(regard.weights(x).show(0, item=1)) == str(regard.weights(x[1, 0]).show(0))
+    with pytest.raises(IndexError, match="item 2 is out of range for 2 sequences"):
+        draw(regard.weights(x), word=0, item=2)
+    with pytest.raises(IndexError, match="item 2 is out of range for 2 sequences"):
+        regard.weights(x).show(0, item=2).html()
 
 
 def test_a_batch_of_a_recording_shows_the_sequence_that_was_asked_for():

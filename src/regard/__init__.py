@@ -31,8 +31,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return import_module(".nn", __name__)
+    if name in ("nn", "look"):
+        return import_module(f".{name}", __name__)
     if room := _LATER.get(name):
         return getattr(import_module(f".{room}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -258,6 +258,7 @@ def _(tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: 
 def _keep(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
     tensors, ctx.call = inputs
     ctx.count = len(tensors)
+    ctx.set_materialize_grads(False)  # zeros for statistics that nobody differentiates cost as much as real gradients
     ctx.save_for_backward(*tensors, *output)
 
 

@@ -24,6 +24,7 @@ from ..index import At
 from ..matrix import Weights
 from ..score import Dot, Given, ScaledDot
 from .ranking import beyond_habit, beyond_received
+from .spot import place_of
 from .words import is_special, joined, reading, shown, words
 
 __all__ = ["LONG", "Packed", "pack"]
@@ -203,11 +204,12 @@ def _of_weights(weights: Weights, values: Tensor | None, item: int) -> tuple[lis
     if one._one_head:
         one = one._with(one._factors, one_head=False)
     v = None if values is None else one._laid_values(values, one.shape[-1], "values")
-    while one.ndim > 3:
-        if one.shape[0] > 1:
-            notes.append(f"Sequence {item % one.shape[0]} of a batch of {one.shape[0]}.")
-        v = v if v is None or v.ndim < one.ndim else v[item if v.shape[0] > 1 else 0]
-        one = one[item]
+    batch = one.shape[:-3]
+    if batch.numel() > 1:
+        notes.append(f"Sequence {item % batch.numel()} of a batch of {batch.numel()}.")
+    for place in place_of(item, batch):
+        v = v if v is None or v.ndim < one.ndim else v[place if v.shape[0] > 1 else 0]
+        one = one[place]
     if 0 in one.shape:
         return [], [], []
     kind = "self" if one.shape[-1] == one.shape[-2] else "cross"

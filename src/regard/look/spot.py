@@ -98,7 +98,7 @@ class Spot:
 def sheets(subject: Any, item: int = 0) -> list[Sheet]:
     """The layers of a recording, or a `Weights` as the only one."""
     if isinstance(subject, Weights):
-        return [_of_weights(subject)]
+        return [_of_weights(subject, item)]
     if not isinstance(subject, Recording):
         raise TypeError(f"a Recording or a Weights can be looked at; {type(subject).__name__} came.")
     if not subject.layers:
@@ -117,16 +117,21 @@ def _of_layer(layer: Any, place: int, item: int) -> Sheet:
     return Sheet(place, layer.name, layer.kind, one, values, *_labels(one))
 
 
-def _of_weights(weights: Weights) -> Sheet:
+def _of_weights(weights: Weights, item: int) -> Sheet:
     if weights.ndim == 2:
         weights = Weights(weights._factors, weights._engine, one_head=False, tokens=weights._tokens)
-    while weights.ndim > 3:
-        if weights.shape[0] != 1:
-            raise ValueError(f"one sequence is looked at; these weights are {tuple(weights.shape)}: take W[0].")
-        weights = weights[0]
+    for place in place_of(item, weights.shape[:-3]):
+        weights = weights[place]
     rows, cols = _labels(weights)
     kind = "self" if rows == cols else "cross"
     return Sheet(0, "", kind, weights, None, rows, cols)
+
+
+def place_of(item: int, batch: torch.Size) -> list[int]:
+    """Where a sequence stands among all batch axes, counted as one."""
+    if batch and not -batch.numel() <= item < batch.numel():
+        raise IndexError(f"item {item} is out of range for {batch.numel()} sequences.")
+    return [item % batch.numel() // batch[n + 1 :].numel() % size for n, size in enumerate(batch)]
 
 
 def _labels(weights: Weights) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -60,6 +60,7 @@ class View:
             "word": self.word,
             "layer": self.layer,
             "head": self.head,
+            "item": self.item,
             "hide_special": self.hide_special,
             "merge": self.merge,
         }
@@ -74,7 +75,6 @@ class View:
             title=self.title,
             embedded=self.embedded,
             values=self.values,
-            item=self.item,
             **self._begin,
         )
         return frame(html(packed)) if fragment else html(packed)
