@@ -223,3 +223,14 @@ def test_recipe_training_monitor():
     assert max(score for score, _ in free) > 1000
     assert max(score for score, _ in clipped) < 400
     assert any("largest score" in text for text in told)
+
+
+def test_the_history_of_a_run_is_kept_and_shown(tmp_path):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
+    with regard.watch(model, every=2) as watching:
+        for _ in range(5):
+            model(torch.randn(2, 6, 16)).sum().backward()
+    assert [step for step, _ in watching.history] == [0, 2, 4]
+    assert watching.history[-1][1] == watching.numbers()
+    watching.show().save(tmp_path / "training.html")
+    assert "self_attn" in str(watching.show())

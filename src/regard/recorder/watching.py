@@ -11,6 +11,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -44,6 +45,7 @@ def watch(
             loss = model(batch) ...
             if watching.fresh:
                 logger.log(watching.numbers())      # a plain dict: name/head → number
+    watching.show().save("training.html")           # every head over the steps
 
     every     training passes (model.training and gradients on) between two looks; the first pass is looked at
     to        called with (numbers, step) after each look
@@ -70,6 +72,7 @@ class Watch:
         self.step = -1  # training passes so far, counted from 0
         self.fresh = False  # whether the last pass was looked at
         self.layers: dict[str, dict[str, Tensor]] = {}
+        self.history: list[tuple[int, dict[str, float]]] = []  # (step, numbers) of every look so far
         self.refused: list[tuple[str, str]] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._look: _Look | None = None
@@ -87,6 +90,10 @@ class Watch:
             for what, values in found.items()
             for head, value in enumerate(values.tolist())
         }
+
+    def show(self, **options: Any) -> Any:
+        """The picture: entropy and largest score of every head over the steps; see `look.View`."""
+        return import_module("regard.look").View(self.history, **options)
 
     def close(self) -> None:
         """Stop watching."""
@@ -119,6 +126,7 @@ class Watch:
         tap.leave(look)
         self.layers, self.fresh, self.refused = look.layers, True, look.refused
         self._judge()
+        self.history.append((self.step, self.numbers()))
         if self.to is not None:
             self.to(self.numbers(), self.step)
 
@@ -157,6 +165,7 @@ class _Look:
     def __init__(self, names: dict[int, str]) -> None:
         self.names, self.thread = names, threading.get_ident()
         self.layers: dict[str, dict[str, Tensor]] = {}
+        self.history: list[tuple[int, dict[str, float]]] = []  # (step, numbers) of every look so far
         self.refused: list[tuple[str, str]] = []
         self.trail = Trail()
 
