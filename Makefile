@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-libraries test-planted test-gpu lint bench bench-gpu clean
+.PHONY: setup look pictures test test-slow test-libraries test-planted test-gpu lint bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -62,6 +62,10 @@ bench: $(READY)
 # The pictures of README, made anew in Debian's Chromium.
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
+
+# DATA: a folder with tinyshakespeare.txt and multi30k.{train,val}.{en,de}.
+bench-learn: $(READY)
+	$(BIN)/python -m bench.learn cpu $(DATA)
 
 clean:
 	rm -rf $(VENV)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import regard
+from regard import see
 from regard.nn import (
     Asked,
     Block,
@@ -236,6 +237,30 @@ def test_training_step_compiles_into_one_graph():
     torch.testing.assert_close(entropy, entropy_too)
     for mine, p in zip(graph, model.parameters(), strict=True):
         torch.testing.assert_close(mine, p.grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_statistics_that_are_only_looked_at_cost_no_gradient(compiled, monkeypatch):
+    model = LanguageModel(31, dim=16, heads=2, layers=1)
+    ids = torch.randint(31, (B, T))
+    flowed: list[set[str]] = []
+    own = see.pull_back
+
+    def pull_back(problem, question, engine, answers, flowing, needs):
+        flowed.append(set(flowing))
+        return own(problem, question, engine, answers, flowing, needs)
+
+    monkeypatch.setattr(see, "pull_back", pull_back)
+
+    def loss_of(ids):
+        asked = Asked("lse", "entropy", "max_score")
+        return model(ids, asked=asked).square().mean(), asked.heads("entropy"), asked.heads("max_score")
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (torch.compile(loss_of, fullgraph=True, backend="aot_eager") if compiled else loss_of)(ids)[0].backward()
+    assert flowed == [{"y"}]
 
 
 def test_lengths_may_change_inside_torch_compile():
