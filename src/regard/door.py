@@ -288,11 +288,10 @@ def _laid_padding(mask: Padding, full: tuple[int, ...], device: torch.device) ->
     *batch, _, _, j = full
     lengths = mask.lengths.to(device)
     _check_broadcast(lengths.shape, batch, "padding(lengths)", "one length a sequence")
-    if not torch.compiler.is_compiling() and lengths.numel() and (int(lengths.min()) < 0 or int(lengths.max()) > j):
-        raise ValueError(
-            f"padding(lengths) must lie between 0 and the {j} keys there are; "
-            f"{int(lengths.min())} … {int(lengths.max())} came."
-        )
+    if not torch.compiler.is_compiling() and lengths.numel():
+        least, most = mask.ends
+        if least < 0 or most > j:
+            raise ValueError(f"padding(lengths) must lie between 0 and the {j} keys there are; {least} … {most} came.")
     return Padding(_padded(lengths[..., None, None, None], len(batch)))
 
 

@@ -62,7 +62,9 @@ def _tidy(lo: Tensor, hi: Tensor, exact: bool) -> Spans:
     # An empty interval becomes end..end of the one before it, so that gaps stay right.
     hi = hi.masked_fill(empty, 0).gather(1, order).cummax(dim=1).values
     lo = torch.minimum(lo, hi)
-    used = max(1, int((lo < hi).flatten(2).any(2).any(0).sum()))
+    used = 1
+    if lo.shape[1] > 1:  # asked only where there is something to drop: on a GPU the host must wait for the answer
+        used = max(1, int((lo < hi).flatten(2).any(2).any(0).sum()))
     return Spans(lo[:, :used], hi[:, :used], exact)
 
 
@@ -205,6 +207,11 @@ class Window(Mask):
 class Padding(Mask):
     lengths: Tensor  # as given; (*batch|1, 1, 1, 1) once laid over a matrix
 
+    @functools.cached_property
+    def ends(self) -> tuple[int, int]:
+        """The shortest and the longest. Kept: one mask serves all layers of a model, and a GPU is waited for once."""
+        return int(self.lengths.min()), int(self.lengths.max())
+
     def visible(self, block: Block) -> Tensor:
         lengths = self.lengths if self.lengths.ndim >= 4 else self.lengths.reshape(-1, 1, 1, 1)
         return block.j < lengths
@@ -213,7 +220,7 @@ class Padding(Mask):
         return layout.interval(0, self.lengths.reshape(-1, 1, 1))
 
     def size(self) -> tuple[int, int] | None:
-        longest = int(self.lengths.max()) + 1 if self.lengths.numel() else 1
+        longest = self.ends[1] + 1 if self.lengths.numel() else 1
         return longest, longest
 
 
