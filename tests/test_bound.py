@@ -167,7 +167,9 @@ class Case:
         largest = size.amax(-1) if n.j else size.sum(-1)
         if truth.sink_share is not None:
             largest = torch.maximum(largest, self.parameters[-1].double().abs()[:, None])
-        r = u * (A * (math.sqrt(n.d) + 1) * largest + B * math.sqrt(n.j) + C)
+        # A bilinear score is two products, one behind the other: the second adds up over the keys' size.
+        terms = math.sqrt(n.d) + (math.sqrt(n.c) if self.about.score.name.startswith("bilinear") else 0)
+        r = u * (A * (terms + 1) * largest + B * math.sqrt(n.j) + C)
         return r + 4 * U[dtype] * largest if self.about.score.name in ROUNDED_FIRST and U[dtype] > U32 else r
 
 
