@@ -78,8 +78,9 @@ class Map(NamedTuple):
 
 def cells(x: Tensor) -> Cells:
     """Axes of size one get stride 0, so that they broadcast."""
-    assert x.ndim == 4
-    return Cells(x, *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+    b, h, i, j = x.shape
+    at_b, at_h, at_i, at_j = x.stride()
+    return Cells(x, 0 if b == 1 else at_b, 0 if h == 1 else at_h, 0 if i == 1 else at_i, 0 if j == 1 else at_j)
 
 
 def rows_of(x: Tensor) -> Cells:
