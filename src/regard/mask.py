@@ -92,15 +92,21 @@ class Layout:
         return torch.arange(self.rows, device=self.device) + self.offset
 
 
-@functools.lru_cache(maxsize=8)
 def _around(layout: Layout, before: int | None, after: int | None) -> Spans:
-    """The interval from `before` keys before each position to `after` keys after it; None for no limit.
+    """The interval from `before` keys before each position to `after` keys after it; None for no limit."""
+    if layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _made_around(layout, before, after)  # what is made while a graph is captured is the graph's alone
+    return _kept_around(layout, before, after)
 
-    Remembered, since layers of a model ask for the same again and again.
-    """
+
+def _made_around(layout: Layout, before: int | None, after: int | None) -> Spans:
     lo = 0 if before is None else layout.positions - before
     hi = layout.keys if after is None else layout.positions + after + 1
     return layout.interval(lo, hi)
+
+
+#: Layers of a model ask for the same again and again.
+_kept_around = functools.lru_cache(maxsize=8)(_made_around)
 
 
 class Mask:

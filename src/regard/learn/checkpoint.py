@@ -47,6 +47,7 @@ FORMAT = "regard model 1"
 SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
     "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json",
 )  # fmt: skip
+FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY
 
 
 # Writing and reading.
@@ -63,7 +64,8 @@ def safetensors() -> Any:
 def save(path: Path, tensors: dict[str, Tensor], told: dict[str, str] | None = None) -> None:
     """Tensors into a file, all of them or none."""
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    _written(path, safetensors()[0].save(plain, told))
+    # One entry: the library writes several in an order of chance, and the same run is to give the same bytes.
+    _written(path, safetensors()[0].save(plain, {"regard": json.dumps(told or {}, sort_keys=True)}))
 
 
 def save_json(path: Path, value: Any) -> None:
@@ -80,9 +82,9 @@ def _written(path: Path, data: bytes) -> None:
     except OSError as wrong:
         why = "the disk is full" if wrong.errno in (errno.ENOSPC, errno.EDQUOT) else wrong.strerror
         stands = "; the file of before stands as it was" if path.exists() else ""
+        then = "then go on with --resume" if (path.parent / SETTINGS).exists() else "and start again"
         raise OSError(
-            wrong.errno, f"{path} ({len(data):,} bytes) could not be written: {why}{stands}. "
-            "Make room, then go on with --resume"
+            f"{path} ({len(data):,} bytes) could not be written: {why}{stands}. Make room, {then}."
         ) from None  # fmt: skip
 
 
@@ -98,7 +100,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     library = safetensors()[1]
     try:
         with library.safe_open(str(path), "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118  no dict
+            told = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dict
+            return tensors, json.loads(told["regard"]) if "regard" in told else told
     except library.SafetensorError as wrong:
         raise ValueError(f"{path} is damaged: {wrong}") from None
 
@@ -140,6 +144,10 @@ class Trained:
         if not numbers:
             raise ValueError("there is no text: at least one token is needed.")
         return torch.tensor([numbers], device=self.device)
+
+    def beginning(self) -> Tensor:
+        """What to go on from where nothing is given, (1, 1): a new line, or the first token where there is none."""
+        return torch.tensor([[self.tokenizer.token_to_id("\n") or 0]], device=self.device)
 
     def tokens(self, text: str) -> list[str]:
         """The tokens of a text, as many as `ids` has."""
@@ -237,7 +245,12 @@ def read_settings(folder: Path) -> tuple[str, Settings]:
     told = read_json(folder / SETTINGS)
     if told["format"] != FORMAT:
         raise ValueError(f"{folder / SETTINGS} is of format {told['format']!r}; this version reads {FORMAT!r}.")
-    return told["kind"], from_json(told["kind"], told["settings"])
+    if missing := [name for name in ("kind", "settings", "data") if name not in told]:
+        raise ValueError(f"{folder / SETTINGS} is damaged: it must tell {', '.join(map(repr, missing))} too.")
+    try:
+        return told["kind"], from_json(told["kind"], told["settings"])
+    except ValueError as wrong:
+        raise ValueError(f"{folder / SETTINGS}: {wrong}") from None
 
 
 def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:

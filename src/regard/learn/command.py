@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -137,7 +138,7 @@ def _add_generate(verbs: Any) -> None:
         "generate", help="write with a language model", description="Write with a trained language model."
     )
     generate.add_argument("model", metavar="DIR", help="a folder made by `regard learn lm`")
-    generate.add_argument("--prompt", default="\n", help="what to go on from (default: a new line)")
+    generate.add_argument("--prompt", help="what to go on from (default: a new line)")
     generate.add_argument("--count", type=int, default=300, metavar="N", help="tokens to write (default 300)")
     generate.add_argument(
         "--temperature",
@@ -159,16 +160,19 @@ def _generate(asked: argparse.Namespace) -> int:
     from .generate import sample
     from .training import chosen_device
 
-    if asked.count < 1 or asked.temperature < 0 or (asked.top is not None and asked.top < 1):
-        raise ValueError("--count and --top must be at least 1, --temperature at least 0.")
+    _need(asked.count >= 1, "count", asked.count, "at least 1")
+    _need(asked.top is None or asked.top >= 1, "top", asked.top, "at least 1")
+    _need(0 <= asked.temperature < math.inf, "temperature", asked.temperature, "at least 0 and finite")
+    _need(asked.seed is None or abs(asked.seed) < 2**63, "seed", asked.seed, "smaller than 2^63")
     trained = open_model(asked.model, chosen_device(asked.device))
     trained.need("lm")
-    written = trained.ids(asked.prompt)[0].tolist()
+    ids = trained.beginning() if asked.prompt is None else trained.ids(asked.prompt)
+    written = ids[0].tolist()
     shown = trained.tokenizer.decode(written)
     sys.stdout.write(shown)
     tokens = sample(
         trained.model,
-        trained.ids(asked.prompt),
+        ids,
         asked.count,
         temperature=asked.temperature,
         top=asked.top,
@@ -182,6 +186,11 @@ def _generate(asked: argparse.Namespace) -> int:
         shown = text
     sys.stdout.write("\n")
     return 0
+
+
+def _need(holds: bool, name: str, came: Any, what: str) -> None:
+    if not holds:
+        raise ValueError(f"--{name} must be {what}; {came} came.")
 
 
 def _add_translation(verbs: Any) -> None:

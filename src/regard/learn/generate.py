@@ -5,6 +5,8 @@ Imports nothing of this room.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,10 @@ def sample(
 ) -> Iterator[int]:
     """`count` further tokens after ids (1, t), one by one; temperature 0 takes the likeliest."""
     chance = torch.Generator()
-    chance.manual_seed(torch.seed() if seed is None else seed)
+    if seed is None:
+        chance.seed()  # not torch.seed(), which would change the caller's chance
+    else:
+        chance.manual_seed(seed)
     context = model.context
     cache, fresh = model.cache(), ids[:, -context:]
     past = fresh
@@ -41,7 +46,9 @@ def _drawn(logits: Tensor, temperature: float, top: int | None, chance: torch.Ge
         return int(logits.argmax())
     if top is not None and top < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top).values[-1], -torch.inf)
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=chance))
+    # The largest is 0 and stays 0, however cold it is: nothing overflows upwards.
+    relative = (logits - logits.max()).double() / temperature
+    return int(torch.multinomial(relative.softmax(-1), 1, generator=chance))
 
 
 @dataclass(frozen=True)
@@ -54,16 +61,20 @@ class Beam:
     def __post_init__(self) -> None:
         if self.width < 1:
             raise ValueError(f"a beam is at least 1 wide; {self.width} came.")
+        if not (math.isfinite(self.penalty) and abs(self.penalty) <= 10):
+            raise ValueError(f"a penalty is a number from -10 to 10; {self.penalty} came.")
 
 
 @torch.no_grad()
 def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) -> list[list[int]]:
     """The best target of every source (n, s), without start and end.
 
-    A sentence is done when nothing that goes on is better, at its length so far, than the best that ended.
+    A sentence is done when nothing that goes on is better, at its length so far, than the best that ended, or when it
+    has become as long as it may. From then on nothing changes it: its neighbours in the batch may need longer.
     """
     n, width = len(source), beam.width
-    longest = 2 * source.shape[1] + 10
+    room = math.inf if model.room is None else model.room
+    longest = [min(2 * length + 10, room) for length in model.lengths(source).tolist()]
     memory, visible = model.read(source.repeat_interleave(width, 0))
     caches = model.decoder.cache()
     tokens = torch.full((n, width, 1), start, device=source.device)
@@ -71,7 +82,8 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
     scores[:, 0] = 0.0  # all beams of a sentence begin alike: one of them counts
     first = torch.arange(n, device=source.device)[:, None] * width
     best: list[tuple[float, list[int]]] = [(-torch.inf, [])] * n
-    for length in range(1, longest + 1):
+    open_ones = set(range(n))
+    for length in itertools.count(1):
         logits = model.write(tokens[:, :, -1].reshape(-1, 1), memory, visible, caches)[:, -1]
         log_p = logits.float().log_softmax(-1).view(n, width, -1)
         log_p[:, :, [model.PAD, start]] = -torch.inf
@@ -80,30 +92,34 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
         found, place = total.flatten(1).topk(2 * width)
         origin, word = place // log_p.shape[-1], place % log_p.shape[-1]
         over = word == end
-        _finish(best, tokens, found, origin, over, length, beam)
+        _finish(best, open_ones, tokens, found, origin, over, length, beam)
         going, order = found.masked_fill(over, -torch.inf).topk(width)
         origin, word = origin.gather(1, order), word.gather(1, order)
         tokens = torch.cat([tokens.gather(1, origin[..., None].expand(-1, -1, length)), word[..., None]], 2)
         scores = going
         hope = (going[:, 0] / length**beam.penalty).tolist()
-        if all(score >= other for (score, _), other in zip(best, hope, strict=True)):
+        for sentence in list(open_ones):
+            score = best[sentence][0]
+            if score >= hope[sentence] or length >= longest[sentence]:
+                open_ones.remove(sentence)
+                if score == -torch.inf:  # nothing ended in time: what is likeliest so far
+                    best[sentence] = score, tokens[sentence, 0, 1:].tolist()
+        if not open_ones:
             break
         for cache in caches:
             cache[0].reorder((first + origin).flatten())  # the memory's keys are alike for all beams of a sentence
-    for sentence, (score, _) in enumerate(best):
-        if score == -torch.inf:  # nothing ended in time: what is likeliest so far
-            best[sentence] = 0.0, tokens[sentence, 0, 1:].tolist()
     return [words for _, words in best]
 
 
 def _finish(
-    best: list[Any], tokens: Tensor, found: Tensor, origin: Tensor, over: Tensor, length: int, beam: Beam
-) -> None:
-    """Take note of candidates that end here, among the first `width` of each sentence, if they are the best so far."""
+    best: list[Any], open_ones: set[int], tokens: Tensor, found: Tensor, origin: Tensor, over: Tensor, length: int,
+    beam: Beam,
+) -> None:  # fmt: skip
+    """Take note of candidates that end here, among the first `width` of open sentences, if they are the best so far."""
     over = over[:, : beam.width] & found[:, : beam.width].isfinite()
     for sentence, rank in over.nonzero().tolist():
         score = float(found[sentence, rank]) / length**beam.penalty
-        if score > best[sentence][0]:
+        if sentence in open_ones and score > best[sentence][0]:
             best[sentence] = score, tokens[sentence, origin[sentence, rank], 1:].tolist()
 
 

@@ -6,6 +6,7 @@ Imports nothing of regard.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,16 @@ __all__ = ["KINDS", "LMSettings", "Settings", "TranslateSettings", "from_json"]
 
 def choice(default: Any, told: str, among: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"told": told, "among": among})
+
+
+#: What a field's annotation allows, and its words for an error.
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number"),
+    "int | None": ((int, type(None)), "a whole number or nothing"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "a word"),
+    "bool": ((bool,), "true or false"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +53,22 @@ class Settings:
     compile: bool = choice(False, "run the training step through torch.compile")
 
     def __post_init__(self) -> None:
+        for one in dataclasses.fields(self):
+            kinds, what = TYPES[str(one.type)]
+            value = getattr(self, one.name)
+            # True is an int to Python, and no number of steps.
+            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            self._need(fits, one.name, what)
         for name in ("steps", "batch", "layers", "heads", "dim", "check"):
             self._need(getattr(self, name) >= 1, name, "at least 1")
         self._need(self.hidden is None or self.hidden >= 1, "hidden", "at least 1")
         self._need(self.warmup >= 0, "warmup", "at least 0")
         self._need(0 <= self.dropout < 1, "dropout", "from 0 up to, not including, 1")
         self._need(0 <= self.average < 1, "average", "from 0 up to, not including, 1")
-        self._need(self.lr > 0 and self.clip > 0, "lr" if self.lr <= 0 else "clip", "above 0")
-        self._need(self.weight_decay >= 0, "weight_decay", "at least 0")
+        self._need(0 < self.lr < math.inf, "lr", "above 0 and finite")
+        self._need(self.clip > 0, "clip", "above 0")
+        self._need(0 <= self.weight_decay < math.inf, "weight_decay", "at least 0 and finite")
+        self._need(abs(self.seed) < 2**63, "seed", "smaller than 2^63")
         for one in dataclasses.fields(self):
             if among := one.metadata["among"]:
                 self._need(getattr(self, one.name) in among, one.name, "one of " + ", ".join(among))
@@ -59,7 +78,7 @@ class Settings:
 
     def _need(self, holds: bool, name: str, what: str) -> None:
         if not holds:
-            raise ValueError(f"--{name.replace('_', '-')} must be {what}; {getattr(self, name)} came.")
+            raise ValueError(f"--{name.replace('_', '-')} must be {what}; {getattr(self, name)!r} came.")
 
     def json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -109,6 +128,10 @@ KINDS: dict[str, type[Settings]] = {"lm": LMSettings, "translate": TranslateSett
 
 def from_json(kind: str, told: dict[str, Any]) -> Settings:
     """Settings as they were written; names that no version of this room knows are an error."""
+    if kind not in KINDS:
+        raise ValueError(f"the kind of a model is one of {', '.join(KINDS)}; {kind!r} came.")
+    if not isinstance(told, dict):
+        raise ValueError(f"settings are names with values; {told!r} came.")
     known = {one.name for one in dataclasses.fields(KINDS[kind])}
     if strange := set(told) - known:
         raise ValueError(f"unknown settings {', '.join(sorted(strange))}: written by another version of regard.")

@@ -57,9 +57,12 @@ class LMTask:
 
     kind = "lm"
 
-    def __init__(self, path: Any, settings: LMSettings, tokenizer: Any, device: torch.device) -> None:
+    def __init__(
+        self, path: Any, settings: LMSettings, tokenizer: Any, device: torch.device, digest: str | None = None
+    ) -> None:
         text = texts.read(path)
         self.settings, self.digest = settings, texts.digest(text)
+        _need_same(digest, self.digest, path)
         if tokenizer is None:
             made = settings.tokens == "characters"
             tokenizer = texts.characters(text) if made else texts.bpe(text, settings.vocabulary)
@@ -100,11 +103,12 @@ class TranslateTask:
 
     def __init__(
         self, files: tuple[Any, Any], held: tuple[Any, Any] | None, settings: TranslateSettings, tokenizer: Any,
-        device: torch.device,
+        device: torch.device, digest: str | None = None,
     ) -> None:  # fmt: skip
         train, valid = _pairs(*files), None if held is None else _pairs(*held)
         self.settings = settings
         self.digest = texts.digest(*("\n".join(side) for part in (train, valid) if part for side in part))
+        _need_same(digest, self.digest, *files)
         if valid is None:
             train, valid = _parted(train, files)
         self.tokenizer = tokenizer or texts.pairs_bpe([*train[0], *train[1]], settings.vocabulary)
@@ -173,10 +177,21 @@ def _short(pairs: tuple[list[list[int]], list[list[int]]], longest: int) -> tupl
     return [a for a, _ in kept], [b for _, b in kept]
 
 
-def make(kind: str, files: tuple[Path, ...], held: Any, settings: Settings, tokenizer: Any, device: Any) -> Task:
-    """The task of a kind."""
+def _need_same(wanted: str | None, came: str, *files: Any) -> None:
+    if wanted is not None and wanted != came:
+        raise ValueError(
+            f"the data is not what the run began with: {' and '.join(map(str, files))} changed, or other files were "
+            "given. Resume with the same files, or begin another run with another --out."
+        )
+
+
+def make(
+    kind: str, files: tuple[Path, ...], held: Any, settings: Settings, tokenizer: Any, device: Any,
+    digest: str | None = None,
+) -> Task:  # fmt: skip
+    """The task of a kind; `digest` is that of the data a resumed run began with."""
     if kind == "lm":
         assert isinstance(settings, LMSettings)
-        return LMTask(files[0], settings, tokenizer, device)
+        return LMTask(files[0], settings, tokenizer, device, digest)
     assert isinstance(settings, TranslateSettings)
-    return TranslateTask((files[0], files[1]), held, settings, tokenizer, device)
+    return TranslateTask((files[0], files[1]), held, settings, tokenizer, device, digest)

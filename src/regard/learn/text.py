@@ -25,7 +25,11 @@ def _library() -> Any:
 
 def read(path: Any) -> str:
     """A text file; what is empty or no text is an error."""
-    data = Path(path).read_bytes()
+    try:
+        data = Path(path).read_bytes()
+    except OSError as wrong:
+        why = "is a folder" if Path(path).is_dir() else f"cannot be read ({wrong.strerror})"
+        raise type(wrong)(f"{path} {why}; a text file is needed.") from None
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as wrong:
@@ -85,7 +89,13 @@ def _trained(made: Any, lines: Sequence[str], vocabulary: int, special: list[str
             f"a vocabulary of {vocabulary} is smaller than the {found} single characters of the data: "
             "take a larger --vocabulary."
         )
-    return made
+    return _plain(made)
+
+
+def _plain(tokenizer: Any) -> Any:
+    """A tokenizer to which "<pad>" in a text is five signs like any others: only the model's own code sets marks."""
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
@@ -107,6 +117,6 @@ def load(path: Any) -> Any:
     """A tokenizer from its file."""
     lib = _library()
     try:
-        return lib.Tokenizer.from_file(str(path))
+        return _plain(lib.Tokenizer.from_file(str(path)))
     except Exception as wrong:  # the library raises bare exceptions
         raise ValueError(f"{path} is no tokenizer: {wrong}") from None

@@ -76,14 +76,13 @@ def _run(
     disk.safetensors()
     settings, tokenizer = _settings(kind, out, among, given, resume)
     device = chosen_device(settings.device)
-    task = tasks.make(kind, files, held, settings, tokenizer, device)
-    if tokenizer is None:
+    digest = disk.read_json(out / disk.SETTINGS)["data"] if resume else None
+    task = tasks.make(kind, files, held, settings, tokenizer, device, digest)
+    if not resume:
         _begin(task, out)
-    elif disk.read_json(out / disk.SETTINGS)["data"] != task.digest:
-        raise ValueError(f"the data is not what the run in {out} began with; resume with the same files.")
     on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
     with _Interrupted() as interrupted, torch.random.fork_rng(on_gpu):  # the caller's chance is not ours to change
-        return _Training(task, out, device, progress or Silent(), interrupted).run()
+        return _Training(task, out, device, progress or Silent(), interrupted, resume).run()
 
 
 def _settings(kind: str, out: Path, among: type[Settings], given: dict[str, Any], resume: bool) -> tuple[Settings, Any]:
@@ -92,8 +91,10 @@ def _settings(kind: str, out: Path, among: type[Settings], given: dict[str, Any]
     if not resume:
         if begun:
             raise ValueError(f"{out} holds a run already: add --resume to go on with it, or choose another --out.")
+        _need_free(out)
         return among(**given), None
     if not begun:
+        _need_free(out)
         raise ValueError(f"{out} holds no run to resume; leave --resume out to begin one.")
     own, settings = disk.read_settings(out)
     if own != kind:
@@ -108,12 +109,30 @@ def _settings(kind: str, out: Path, among: type[Settings], given: dict[str, Any]
     return settings, texts.load(out / disk.TOKENIZER)
 
 
+def _need_free(out: Path) -> None:
+    """That a run would overwrite nothing: what is there may be another program's, or a run whose settings are gone."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file, and --out names the folder of a run: choose another --out.")
+    if there := [name for name in disk.FILES if (out / name).exists()]:
+        raise ValueError(
+            f"{out} holds {', '.join(there)}, and no {disk.SETTINGS} of a run that could be read: it is another "
+            "program's or damaged, and stays as it is. Choose another --out."
+        )
+
+
 def _begin(task: tasks.Task, out: Path) -> None:
     """The tokenizer and then the settings: a folder with settings is a run."""
-    out.mkdir(parents=True, exist_ok=True)
-    disk.save_json(out / disk.TOKENIZER, json.loads(task.tokenizer.to_str()))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as wrong:
+        raise OSError(f"the folder {out} could not be made: {wrong.strerror}. Choose another --out.") from None
     told = {"format": disk.FORMAT, "kind": task.kind, "settings": task.settings.json(), "data": task.digest}
-    disk.save_json(out / disk.SETTINGS, told)
+    try:
+        disk.save_json(out / disk.TOKENIZER, json.loads(task.tokenizer.to_str()))
+        disk.save_json(out / disk.SETTINGS, told)
+    except OSError:
+        (out / disk.TOKENIZER).unlink(missing_ok=True)  # it would be in the way of the next attempt
+        raise
 
 
 def chosen_device(name: str) -> torch.device:
@@ -128,8 +147,9 @@ class _Training:
     """One run, from where it stands to its end."""
 
     def __init__(
-        self, task: tasks.Task, out: Path, device: torch.device, progress: Silent, interrupted: _Interrupted
-    ) -> None:
+        self, task: tasks.Task, out: Path, device: torch.device, progress: Silent, interrupted: _Interrupted,
+        resume: bool,
+    ) -> None:  # fmt: skip
         self.task, self.out, self.device, self.progress, self.interrupted = task, out, device, progress, interrupted
         self.settings: Settings = task.settings
         torch.manual_seed(drawn(self.settings.seed, -1))
@@ -140,7 +160,7 @@ class _Training:
         self.loss_of: Any = torch.compile(task.loss) if self.settings.compile else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
         self.history: list[dict[str, Any]] = []
-        if (out / disk.LAST).exists():
+        if resume and (out / disk.LAST).exists():  # without it the run was killed before its first checkpoint
             self._restore()
 
     def _made_optimizer(self) -> torch.optim.AdamW:
@@ -183,7 +203,7 @@ class _Training:
                 if looking and self.step > 1:
                     numbers["tokens_per_second"] = taught / (time.perf_counter() - since)
                     since, taught = time.perf_counter(), 0
-                self._tell(numbers, heads)
+                self._tell(numbers, heads, keep=looking or due)
             if due:
                 self._check()
                 since, taught = time.perf_counter(), 0
@@ -243,10 +263,12 @@ class _Training:
             f"a smaller --clip ({s.clip:g}) or --precision float32, with another --out."
         )
 
-    def _tell(self, numbers: dict[str, Any], heads: dict[str, Any]) -> None:
+    def _tell(self, numbers: dict[str, Any], heads: dict[str, Any], keep: bool = True) -> None:
+        """Show the numbers; an interruption is no reason to keep them, so that the history does not tell of it."""
         if heads:
             numbers = {**numbers, "heads": heads}
-        self.history.append({"step": self.step, **numbers})
+        if keep:
+            self.history.append({"step": self.step, **numbers})
         self.progress.tell(self.step, numbers)
 
     # Checkpoints.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..mask import Mask, padding
 from .attention import Asked, Cache
 from .block import Block
-from .positions import Positions, Rotary, as_positions
+from .positions import Learned, Positions, Rotary, as_positions
 from .stack import Decoder, Encoder
 
 __all__ = ["LanguageModel", "Translator"]
@@ -73,7 +73,7 @@ class LanguageModel(nn.Module):
 class Translator(nn.Module):
     """Reads a sentence in one language and writes it in another; both share one vocabulary and one table.
 
-    Sentences of a batch are filled up on the right with token 0, which nobody looks at.
+    Sentences of a batch are filled up on the right with token 0: nobody looks at what comes after the last other token.
 
     >>> model = Translator(100, dim=16, heads=2, layers=2)
     >>> model(torch.randint(1, 100, (3, 7)), torch.randint(1, 100, (3, 9))).shape
@@ -99,9 +99,19 @@ class Translator(nn.Module):
         memory, visible = self.read(source, asked)
         return self.write(target, memory, visible, asked=asked)
 
+    @property
+    def room(self) -> int | None:
+        """How many tokens have a position, where positions are learned; None: there is no end."""
+        return len(self.words.positions.table) if isinstance(self.words.positions, Learned) else None
+
+    def lengths(self, source: Tensor) -> Tensor:
+        """How long each sentence of (b, n) tokens is: up to the last that does not fill up."""
+        places = torch.arange(1, source.shape[-1] + 1, device=source.device)
+        return ((source != self.PAD) * places).amax(-1)
+
     def read(self, source: Tensor, asked: Asked | None = None) -> tuple[Tensor, Mask]:
         """What the encoder makes of (b, n) tokens, and which of it is real."""
-        visible = padding((source != self.PAD).sum(-1))
+        visible = padding(self.lengths(source))
         return self.encoder(self.words(source), visible, asked=asked), visible
 
     def write(
