@@ -2,7 +2,8 @@
 
 "The cat sat on the mat": cat and mat are to look at each other, everybody else at itself. With scores x_i · x_j that
 would need x_c·x_m > x_c·x_c and x_c·x_m > x_m·x_m, but 2 x_c·x_m = |x_c|² + |x_m|² − |x_c − x_m|²: at best the two
-vectors become the same, each gets half of the weight, and whatever is like one is like the other. With q = x W_q and
+vectors become the same, each gets half of the weight, and whatever is like one is like the other: a kitten, which is
+like a cat and stays so, looks at the mat as well. With q = x W_q and
 k = x W_k scores are not symmetric, and the vectors can stay as they are.
 
     python examples/subject_object.py [folder for the plot]
@@ -18,26 +19,29 @@ from regard.nn import SelfAttention
 
 WORDS = ["the", "cat", "sat", "on", "mat", "kitten"]
 CAT, MAT, KITTEN = (WORDS.index(word) for word in ("cat", "mat", "kitten"))
+NEAR = 0.2  # how far a kitten is from a cat, in every direction
 GOAL = torch.tensor([MAT if n == CAT else CAT if n == MAT else n for n in range(len(WORDS))])
 
 
 def train(basic, steps, dim=16):
     """Learn who looks at whom: only the vectors where `basic`, else only W_q and W_k. Returns vectors and weights."""
     torch.manual_seed(1)
-    x = torch.randn(len(WORDS), dim)
-    x[KITTEN] = x[CAT] + 0.4 * torch.randn(dim)  # a kitten is like a cat
-    x = nn.functional.normalize(x, dim=-1) * 2
+    free = nn.Parameter(nn.functional.normalize(torch.randn(len(WORDS) - 1, dim), dim=-1) * 2)
+    aside = NEAR * torch.randn(dim)
     layer = SelfAttention(dim, parameters=False) if basic else SelfAttention(dim, output=False)
-    if basic:
-        x = nn.Parameter(x)
-    learned = [x] if basic else [layer.query.weight, layer.key.weight]
+
+    def vectors():
+        return torch.cat([free, free[CAT, None] + aside])  # a kitten is like a cat, whatever becomes of the cat
+
+    learned = [free] if basic else [layer.query.weight, layer.key.weight]
     optimiser = torch.optim.Adam(learned, 0.02)
     for _ in range(steps):
-        loss = -layer.weights(x)[0].dense().gather(-1, GOAL[:, None]).log().mean()
+        loss = -layer.weights(vectors())[0].dense().gather(-1, GOAL[:, None]).log().mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    return x.detach(), layer.weights(x)[0].detach().label(WORDS)
+    x = vectors().detach()
+    return x, layer.weights(x)[0].detach().label(WORDS)
 
 
 def main(out=None, quick=False):

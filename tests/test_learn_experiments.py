@@ -58,6 +58,7 @@ def test_a_symmetric_similarity_cannot_tie_subject_and_object_apart_from_making_
     x, w = found["basic"]
     assert w["cat", "mat"] <= 0.55, "|x_c − x_m|² ≥ 0 leaves at best half"
     assert torch.nn.functional.cosine_similarity(x[cat], x[mat], dim=0) > 0.8, "and only by making them one"
+    assert w["kitten", "mat"] > 0.2, "whoever is like the cat looks at the mat with it"
     x, w = found["W_q, W_k"]
     assert w["cat", "mat"] > 0.85
     assert w["mat", "cat"] > 0.85

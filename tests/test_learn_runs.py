@@ -114,6 +114,7 @@ def same(a: Path, b: Path) -> None:
         assert mine.keys() == want.keys()
         for key in want:
             assert torch.equal(mine[key], want[key]), f"{name}: {key}"
+        assert (a / name).read_bytes() == (b / name).read_bytes(), f"{name}: the same run is the same bytes"
 
 
 # Interrupted and resumed.
@@ -128,6 +129,29 @@ def test_an_interrupted_run_that_is_resumed_ends_with_the_same_bits(at, text, wh
     assert at <= stopped.step <= at + 1
     assert lm(text, out, resume=True).finished
     same(out, whole)
+
+
+@pytest.mark.parametrize("at", [3, 5])
+def test_an_interruption_leaves_no_trace_in_the_history(at, text, whole, tmp_path):
+    out, taken = tmp_path / "run", []
+    own = training._Training._step
+
+    def step(self, batch, looking):
+        taken.append(self.step)
+        if self.step + 1 == at:
+            self.interrupted.came = True
+        return own(self, batch, looking)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training._Training, "_step", step)
+        assert lm(text, out, **TINY).step == at == len(taken)
+    assert lm(text, out, resume=True).finished
+
+    def rows(folder):
+        found = json.loads((folder / "history.json").read_text())
+        return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in found]
+
+    assert rows(out) == rows(whole)
 
 
 def test_looking_or_not_the_result_is_the_same(text, whole, tmp_path, monkeypatch):
@@ -238,8 +262,21 @@ def test_a_full_disk_is_called_by_its_name(text, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write", full)
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(OSError, match=r"the disk is full\. Make room, and start again"):
         lm(text, tmp_path / "run", **TINY)
+    monkeypatch.undo()
+
+    def second(path, chunks):
+        if path.name == "settings.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        own_write(path, chunks)
+
+    own_write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", second)
+    with pytest.raises(OSError, match="start again"):
+        lm(text, tmp_path / "run", **TINY)
+    monkeypatch.undo()
+    assert lm(text, tmp_path / "run", **TINY).finished, "nothing is left in the way"
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(text, tmp_path, monkeypatch):
@@ -274,6 +311,12 @@ def test_a_learning_rate_beyond_all_measure_is_told_on_the_command_line(text, tm
     ({"steps": 0}, "--steps must be at least 1; 0 came"),
     ({"dropout": 1.0}, "--dropout must be from 0 up to"),
     ({"lr": -1.0}, "--lr must be above 0"),
+    ({"lr": float("nan")}, "--lr must be above 0 and finite; nan came"),
+    ({"clip": float("nan")}, "--clip must be above 0; nan came"),
+    ({"weight_decay": float("inf")}, "--weight-decay must be at least 0 and finite"),
+    ({"dim": "32"}, "--dim must be a whole number; '32' came"),
+    ({"steps": True}, "--steps must be a whole number; True came"),
+    ({"seed": 10**24}, r"--seed must be smaller than 2\^63"),
     ({"heads": 3}, "--dim 8 must split into --heads 3 heads of even size"),
     ({"weight_decay": -1.0}, "--weight-decay must be at least 0"),
     ({"positions": "none"}, "--positions must be one of rotary"),
@@ -343,7 +386,7 @@ def test_a_run_goes_on_only_as_it_began(text, whole, tmp_path):
         translate(text, text, whole, resume=True)
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + "!")
-    with pytest.raises(ValueError, match=r"never saw '!'|data is not what the run"):
+    with pytest.raises(ValueError, match=r"data is not what the run began with: .*other\.txt changed"):
         lm(other, whole, resume=True)
     other.write_text(text.read_text() + ".")
     with pytest.raises(ValueError, match="data is not what the run"):
@@ -362,6 +405,52 @@ def test_a_damaged_file_is_named(name, text, whole, tmp_path):
         (ValueError, OSError), match=re.escape(name) if name != "settings.json" else "holds no (model|run)"
     ):
         lm(text, out, resume=True) if name == "last.safetensors" else open_model(out)
+
+
+@pytest.mark.parametrize("left", ["settings.json", "last.safetensors", "model.safetensors", "tokenizer.json"])
+def test_a_new_run_goes_on_from_nothing_and_overwrites_nothing(left, text, whole, tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    data = b"" if left == "settings.json" else (whole / left).read_bytes()
+    (out / left).write_bytes(data)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=rf"holds {left}, and no settings\.json .* Choose another --out"):
+            lm(text, out, resume=resume, **TINY)
+    assert [path.name for path in out.iterdir()] == [left]
+    assert (out / left).read_bytes() == data
+
+
+SETTINGS = [
+    (lambda told: told.pop("settings"), r"settings\.json is damaged: it must tell 'settings' too"),
+    (lambda told: told.pop("data"), r"settings\.json is damaged: it must tell 'data' too"),
+    (lambda told: told.update(kind="foo"), r"kind of a model is one of lm, translate; 'foo' came"),
+    (lambda told: told.update(settings=3), r"settings are names with values; 3 came"),
+    (lambda told: told["settings"].update(dim="32"), r"settings\.json: --dim must be a whole number; '32' came"),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), SETTINGS)
+def test_settings_that_cannot_be_are_told_in_one_line(change, told, text, whole, tmp_path, capsys):
+    import shutil
+
+    shutil.copytree(whole, tmp_path / "run")
+    settings = json.loads((whole / "settings.json").read_text())
+    change(settings)
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(settings))
+    for words in (["generate", str(tmp_path / "run")], ["learn", "lm", str(text), "--out", str(tmp_path / "run"), "--resume"]):  # fmt: skip
+        assert cli.main(words) == 2
+        assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_file_where_a_folder_must_be_and_the_other_way_round(text, tmp_path):
+    with pytest.raises(ValueError, match="is a file, and --out names the folder"):
+        lm(text, text, **TINY)
+    with pytest.raises(OSError, match=r"the folder .* could not be made: Not a directory\. Choose another --out"):
+        lm(text, text / "run", **TINY)
+    with pytest.raises(OSError, match="is a folder; a text file is needed"):
+        lm(tmp_path, tmp_path / "run", **TINY)
+    with pytest.raises(FileNotFoundError, match=r"none cannot be read \(No such file or directory\)"):
+        lm(tmp_path / "none", tmp_path / "run", **TINY)
 
 
 def test_nothing_is_pickled(whole):

@@ -17,7 +17,7 @@ from regard.learn import is_checkpoint, lm, open_model, translate
 from regard.learn.generate import Beam, beam_search, bleu, sample
 from regard.learn.progress import Plain, Rich, open_progress
 from regard.learn.text import bpe, characters, ids_of, pairs_bpe
-from regard.nn import LanguageModel, Translator
+from regard.nn import LanguageModel, Learned, Translator
 
 SENTENCE = "the quick brown fox jumps over the lazy dog.\n"
 
@@ -258,8 +258,84 @@ def test_sentences_of_a_batch_do_not_disturb_each_other():
     together = torch.tensor([row + [0] * (7 - len(row)) for row in rows])
     found = beam_search(model, together, 1, 2, Beam(3))
     for row, words in zip(rows, found, strict=True):
-        alone = beam_search(model, torch.tensor([row]), 1, 2, Beam(3))[0]
-        assert words[: len(alone)] == alone[: len(words)]
+        assert words == beam_search(model, torch.tensor([row]), 1, 2, Beam(3))[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_translation_does_not_depend_on_its_neighbours(seed):
+    """Sentences end early, late and never: by their own rule each."""
+    torch.manual_seed(seed)
+    model = Translator(12, dim=16, heads=2, layers=1).double().eval()
+    rows = [torch.randint(3, 12, (n,)).tolist() for n in (1, 2, 3, 5, 8, 13, 1, 2, 3, 5)]
+    together = torch.tensor([row + [0] * (13 - len(row)) for row in rows])
+    found = beam_search(model, together, 1, 2, Beam(4))
+    assert len({len(words) for words in found}) > 2
+    assert found == [beam_search(model, torch.tensor([row]), 1, 2, Beam(4))[0] for row in rows]
+
+
+def test_learned_positions_end_a_translation_where_they_end(monkeypatch):
+    torch.manual_seed(0)
+    model = Translator(30, dim=16, heads=2, layers=1, positions=Learned(6, 16)).eval()
+    assert model.room == 6
+    own = model.words.logits
+    monkeypatch.setattr(model.words, "logits", lambda x: own(x).index_fill(-1, torch.tensor(2), -100.0))  # never ends
+    words = beam_search(model, torch.randint(3, 30, (1, 5)), 1, 2, Beam(2))[0]
+    assert len(words) == 6, "2 · 5 + 10 would be more than there is room for"
+
+
+def test_marks_that_are_typed_are_text(ende):
+    trained = open_model(ende)
+    for mark in ("<pad>", "<start>", "<end>", "<unknown>"):
+        numbers = trained.ids(f"red {mark} cat")[0, :-1]
+        assert trained.tokenizer.token_to_id(mark) not in numbers.tolist() or mark == "<unknown>"
+        assert len(numbers) > len(trained.ids("red cat")[0])
+    fresh = pairs_bpe(["a <pad> b"] * 3, 12)
+    assert 0 not in ids_of(fresh, "a <pad> b")
+    assert fresh.decode(ids_of(fresh, "a <pad> b")) == "a <pad> b"
+
+
+def test_a_text_without_line_ends_is_gone_on_from_its_first_token(tmp_path, capsys):
+    (tmp_path / "text").write_text("abcab" * 60)
+    lm(tmp_path / "text", tmp_path / "run", steps=2, check=2, dim=8, heads=2, layers=1, context=8, device="cpu")
+    assert cli.main(["generate", str(tmp_path / "run"), "--count", "5"]) == 0
+    out = capsys.readouterr().out
+    assert out[0] == "a"
+    assert len(out.strip()) == 6
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--temperature", "nan"], "--temperature must be at least 0 and finite; nan came"),
+    (["--temperature", "inf"], "--temperature must be at least 0 and finite; inf came"),
+    (["--count", "0"], "--count must be at least 1; 0 came"),
+    (["--top", "0"], "--top must be at least 1; 0 came"),
+    (["--seed", "9" * 24], "--seed must be smaller than 2^63; 999"),
+])  # fmt: skip
+def test_numbers_that_cannot_be_are_told_in_one_line(words, told, bard, capsys):
+    assert cli.main(["generate", str(bard), *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("penalty", ["nan", "inf", "1e300"])
+def test_a_penalty_is_a_number(penalty, ende, capsys):
+    assert cli.main(["translate", str(ende), "red cat", "--penalty", penalty]) == 2
+    assert "a penalty is a number from -10 to 10" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["1e-45", "1e-300"])
+def test_the_coldest_is_the_likeliest(temperature, bard, capsys):
+    for cold in (temperature, "0"):
+        assert cli.main(["generate", str(bard), "--prompt", "the", "--count", "20", "--temperature", cold]) == 0
+    out = capsys.readouterr().out
+    assert out[: len(out) // 2] == out[len(out) // 2 :]
+
+
+def test_sampling_leaves_the_callers_chance_alone():
+    model = LanguageModel(11, dim=8, heads=2, layers=1, context=6).eval()
+    torch.manual_seed(5)
+    want = torch.rand(3)
+    torch.manual_seed(5)
+    list(sample(model, torch.tensor([[1]]), 3))
+    assert torch.equal(torch.rand(3), want)
 
 
 def test_greedy_is_a_beam_of_one():

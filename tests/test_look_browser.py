@@ -254,6 +254,24 @@ def test_a_view_may_begin_with_words_and_without_special_tokens(show: Any) -> No
     assert shown.tab.locator('[data-key="merge"]').is_checked()
 
 
+@pytest.mark.parametrize("broken", [0, 3])
+def test_weights_that_are_not_numbers_are_shown_as_such_in_every_view(show: Any, broken: int) -> None:
+    x = torch.randn(2, 5, 4)
+    x[0, broken] = float("nan")  # in one head, from that word on
+    shown = show(regard.weights(x, mask=regard.causal()).label(list("abcde")).show("e", values=torch.randn(2, 5, 3)))
+    assert "Weights of 1 of 2 heads are not numbers (NaN)" in shown.text("footer")
+    assert "NaN" in str(shown.opened_table())
+    for view in shown.tab.locator("[role=tab]").all():
+        view.click()
+        shown.tab.wait_for_selector("main section.view")
+
+
+def test_a_page_may_begin_with_the_heads_that_tie_two_words(show: Any) -> None:
+    seen, _ = minilm()
+    hero = show(View(seen, word="it", to="animal")).text(".hero")
+    assert re.findall(r"layer \d+, head \d+", hero) == ["layer 5, head 11", "layer 3, head 1"]
+
+
 def test_two_sentences_are_tied_by_lines_between_them(show: Any) -> None:
     seen = translation()
     shown = show(seen.show("Haus", layer=3))

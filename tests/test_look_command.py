@@ -20,6 +20,7 @@ import torch
 
 import regard
 import zoo
+from pages import Read
 from regard import cli
 from regard.look import command, model, spot, words
 
@@ -269,6 +270,52 @@ def test_a_text_that_is_too_long_is_refused_or_cut(run):
     code, out, _ = run("look", long, "--cut")
     assert code == 0
     assert "512 tokens" in out.splitlines()[0]
+    told = "The first 512 of 602 tokens are shown, the rest is cut."
+    assert out.splitlines()[1] == told
+    assert json.loads(run("look", long, "--cut", "--json")[1])["cut"] == {"tokens": 512, "of": 602}
+    assert run("look", long, "--cut", "--layer", "0", "--head", "0", "--word", "1", "--out", "cut.html")[0] == 0
+    assert told in Read(Path("cut.html").read_text()).header["notes"]
+    assert run("look", long, "--cut", "--layer", "0", "--head", "0", "--word", "1", "--out", "cut.svg")[0] == 0
+    assert told in Path("cut.svg").read_text()
+    assert "is cut" not in run("look", SENTENCE, "--cut")[1]
+
+
+def test_a_sentence_of_one_word_has_no_other(run):
+    for asked in (["hello", "--word", "hello"], ["a", "--word", "a", "--no-special"]):
+        out = run("look", *asked)[1]
+        assert "There is no other word that" in out
+        assert "beyond" not in out
+        told = json.loads(run("look", *asked, "--json")[1])
+        assert told["alone"]
+        assert all("beyond_habit" not in one and one["weight"] > 0 for one in told["heads"])
+        assert "tied to" not in run("walk", *asked[:3])[1]
+    assert "No word is tied to another" in run("look", "hello")[1]
+    assert json.loads(run("look", "hello", "--json")[1])["ties"] == []
+    assert not json.loads(run("look", SENTENCE, "--word", "it", "--json")[1])["alone"]
+
+
+def test_a_page_begins_with_the_heads_that_tie_two_words(run):
+    assert run("look", SENTENCE, "--word", "it", "--to", "animal", "--out", "it.html")[0] == 0
+    heads = json.loads(run("look", SENTENCE, "--word", "it", "--to", "animal", "--json")[1])["heads"][:2]
+    assert Read(Path("it.html").read_text()).header["start"]["asked"] == [[one["layer"], one["head"]] for one in heads]
+    assert run("look", SENTENCE, "--word", "it", "--to", "animal", "--out", "it.svg")[0] == 0
+    assert f"layer {heads[0]['layer']}, head {heads[0]['head']}: “it” → “animal”" in Path("it.svg").read_text()
+
+
+def test_numbers_that_are_none_are_null_in_json(run):
+    broken = opened(None).look_at(SENTENCE)
+    broken.layers[5].kept.q.data[0, 3, 10] = float("nan")  # of "it", in one head
+    broken.save("broken.regard")
+    told = json.loads(run("look", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])
+    assert told["rows"][0]["weights"] == [None] * 15
+    assert (
+        json.loads(run("walk", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])["y"][0]
+        is None
+    )
+    for asked in ([], ["--word", "it"]):
+        out = run("look", "broken.regard", *asked)[1]
+        assert "Weights of 1 of 72 heads are not numbers (NaN)" in out
+    assert "layer 2, head 1  “it” → “tired” 0.694" in out  # the others are ranked as before
 
 
 # Every kind of model.
@@ -430,6 +477,7 @@ def test_walking_on_word_embeddings_with_matrices_switched_on(run):
         assert told["keys"] == ["the", "cat", "sat"]
         torch.testing.assert_close(torch.tensor(told["weights"]), w[1], atol=1e-5, rtol=0)
         torch.testing.assert_close(torch.tensor(told["y"]), (w @ c)[1], atol=1e-5, rtol=0)
+        assert ("all heads joined as one" in told["subject"]) == bool(on)
     assert told["masked"] == pytest.approx(told["scaled"])
 
 
@@ -467,7 +515,12 @@ MISTAKES = {
     "top of none": (["look", SENTENCE, "--top", "0"], "--top takes a number from 1 on"),
     "unknown suffix": (["look", SENTENCE, "--out", "it.png"], "a page (.html) or a picture (.svg), by the end of the name; 'it.png' came"),
     "no folder to write in": (["look", SENTENCE, "--out", "not/there.html"], "there is no folder not to write there.html in"),
-    "page of two words": (["look", SENTENCE, "--word", "it", "--to", "was", "--out", "it.html"], "--to ranks the heads in the terminal"),
+    "other word not there, for a page": (["look", SENTENCE, "--word", "it", "--to", "dog", "--out", "it.html"], "'dog' is not among the words"),
+    "no word": (["look", SENTENCE, "--word", ""], "--word takes a word of the text"),
+    "null bytes from a pipe": (["look", "-"], "what was piped in is not a text: there is a null byte at 1"),
+    "basic and with": (["walk", "the cat sat", "--word", "cat", "--basic", "--with", "q"], "leave one of them out"),
+    "basic in a layer": (["walk", "the cat sat", "--word", "cat", "--basic", "--layer", "2"], "leave out --layer"),
+    "with in a head": (["walk", "the cat sat", "--word", "cat", "--with", "q", "--head", "2"], "leave out --head"),
     "word not there, for a page": (["look", SENTENCE, "--word", "dog", "--out", "it.html"], "'dog' is not among the words"),
     "word not there, for a picture": (["look", SENTENCE, "--word", "dog", "--out", "it.svg"], "'dog' is not among the words"),
     "layer out of range, for a page": (["look", SENTENCE, "--layer", "9", "--out", "it.html"], "layer 9 was asked for"),
@@ -488,6 +541,7 @@ def test_a_mistake_is_one_line(run, name, tmp_path, monkeypatch):
     (tmp_path / "foreign.regard").write_bytes(b"not a recording at all")
     if "saved.regard" in MISTAKES[name][0]:
         opened(None).look_at("the cat sat").save("saved.regard")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\0b"))
     arguments, says = MISTAKES[name]
     monkeypatch.setattr(model, "_hub_answers", lambda: False)  # a name that is not here would be asked for there
     code, out, err = run(*arguments)
@@ -542,6 +596,20 @@ def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, pac
     err = capsys.readouterr().err
     assert 'pip install "regard[look]"' in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("mat1 and mat2\ncannot be multiplied"), TypeError("a str came")])
+def test_what_torch_says_of_a_wrong_size_is_one_line(monkeypatch, capsys, wrong):
+    def refuse(asked):
+        raise wrong
+
+    monkeypatch.delenv("REGARD_TRACEBACK", raising=False)
+    monkeypatch.setattr(command, "run_look", refuse)
+    assert cli.main(["look", "a"]) == 2
+    assert capsys.readouterr().err == f"regard: {' '.join(str(wrong).split())} (REGARD_TRACEBACK=1 tells where)\n"
+    monkeypatch.setenv("REGARD_TRACEBACK", "1")
+    with pytest.raises(type(wrong)):
+        cli.main(["look", "a"])
 
 
 def test_a_bug_is_not_hidden(monkeypatch):
@@ -621,15 +689,25 @@ GUIDE = Path(__file__).parent.parent / "docs" / "look.md"
 def test_every_command_of_the_guide_runs_and_prints_what_it_says(run):
     commands = 0
     for block in re.findall(r"```console\n(.*?)```", GUIDE.read_text(), flags=re.S):
-        out = ""
-        for line in block.splitlines():
-            if line.startswith("$ regard "):
-                code, out, _ = run(*guide_words(line.removeprefix("$ regard ")))
-                assert code == 0, line
-                commands += 1
-            else:
-                assert line in out
+        for asked, *said in (part.splitlines() for part in re.split(r"^\$ regard ", block, flags=re.M)[1:]):
+            code, out, _ = run(*guide_words(asked))
+            assert code == 0, asked
+            assert not said or tells(out, said), asked
+            commands += 1
     assert commands > 8
+
+
+def tells(out, said):
+    """Whether these are the lines of an output, in their order, none left out but where … stands."""
+    parts = "\n".join(said).split("…\n") if said[-1] != "…" else [*"\n".join(said[:-1]).split("…\n"), ""]
+    pattern = r"(?:.*\n)*?".join(re.escape(part if not part or part.endswith("\n") else part + "\n") for part in parts)
+    return re.fullmatch(pattern, out) is not None
+
+
+def test_a_line_that_is_left_out_is_found():
+    out = "a\n\nb\nc\n"
+    assert all(tells(out, said) for said in (["a", "", "b", "c"], ["a", "…", "c"], ["…", "b", "…"]))
+    assert not any(tells(out, said) for said in (["a", "b", "c"], ["a", "…", "b"], ["b", "…"], ["…", "c", "b"]))
 
 
 def guide_words(line):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
+import math
 import re
 import zlib
 from pathlib import Path
@@ -419,6 +420,31 @@ def test_mistakes_are_named(name: str) -> None:
     subject, options, kind, says = WRONG[name]
     with pytest.raises(kind, match=re.escape(says)):
         View(subject(), **options).html()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, view = tmp_path / "page.html", regard.weights(torch.randn(4, 3)).show()
+    page.write_text("the old one")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        view.save(page)
+    assert page.read_text() == "the old one"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    monkeypatch.undo()
+    view.save(page)
+    assert "<html" in page.read_text()
+
+
+@pytest.mark.parametrize("length", [3, 400])
+def test_a_page_says_that_weights_are_not_numbers(length: int) -> None:
+    x = torch.randn(length, 4)
+    x[0] = math.nan
+    assert any("not numbers (NaN)" in note for note in Read(regard.weights(x).show().html()).header["notes"])
+    assert Read(regard.weights(torch.randn(length, 4)).show().html()).header["notes"] == []
 
 
 def test_a_file_is_a_page_or_a_picture(tmp_path: Path) -> None:

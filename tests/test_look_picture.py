@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from pathlib import Path
@@ -88,6 +89,25 @@ def test_without_a_word_the_strongest_head_is_shown():
     assert not list(root.iter(f"{NAME}path"))
     assert any(re.fullmatch(r"layer \d, head \d: rows look at columns", text) for text in texts(root))
     assert "layer 1, head 2: rows look at columns" in texts(read(svg(made(), layer=1, head=2)))
+
+
+@pytest.mark.parametrize("word", [None, 0])
+def test_weights_that_are_not_numbers_are_shown_as_such(word):
+    for x in (torch.tensor([[math.nan, 1.0], [1.0, 1.0]]), torch.full((60, 4), 1e20)):
+        text = svg(regard.weights(x), word=word)
+        ElementTree.fromstring(text)
+        assert "are not numbers (NaN)" in text
+        assert not re.search(r'="[^"]*nan', text)
+
+
+def test_of_a_batch_it_is_said_which_sequence_is_shown():
+    assert "Sequence 1 of a batch of 2." in svg(regard.weights(torch.randn(2, 3, 4, 8)), item=1)
+
+
+def test_a_training_that_diverged_is_shown():
+    text = svg([(0, {"a/entropy/0": 0.5, "b/entropy/0": 0.4}), (1, {"a/entropy/0": math.nan, "b/entropy/0": 0.3})])
+    assert "a 0 ends at NaN" in text
+    assert not re.search(r'="[^"]*nan', text)
 
 
 def test_a_long_input_becomes_tiles():

@@ -179,9 +179,10 @@ def test_a_long_input_is_never_written_out():
 
 def test_a_batch_shows_the_sequence_that_was_asked_for():
     x = torch.randn(2, 1, 3, 5, 4)
-    assert draw(regard.weights(x), word=0) == draw(regard.weights(x[0, 0]), word=0)
-    assert draw(regard.weights(x), word=0, item=1) == draw(regard.weights(x[1, 0]), word=0)
-    assert str(regard.weights(x).show(0, item=1)) == str(regard.weights(x[1, 0]).show(0))
+    for item in (0, 1):
+        alone = f"Sequence {item} of a batch of 2.\n\n{draw(regard.weights(x[item, 0]), word=0)}"
+        assert draw(regard.weights(x), word=0, item=item) == alone
+        assert str(regard.weights(x).show(0, item=item)) == alone
     with pytest.raises(IndexError, match="item 2 is out of range for 2 sequences"):
         draw(regard.weights(x), word=0, item=2)
     with pytest.raises(IndexError, match="item 2 is out of range for 2 sequences"):
@@ -212,6 +213,70 @@ def test_the_shortest_sentences_can_be_looked_at(count):
     weights = regard.weights(torch.randn(2, count, 4)).label(list("ab")[:count])
     assert "»a«" in draw(weights, word="a")
     assert draw(weights)
+
+
+NONE = float("nan")
+NO_NUMBERS = {
+    "nan": torch.tensor([[NONE, 1.0], [1.0, 1.0]]),
+    "overflow": torch.full((3, 4), 1e20),
+    "long": torch.cat([torch.full((1, 4), NONE), torch.randn(400, 4)]),
+}
+
+
+@pytest.mark.parametrize("name", NO_NUMBERS)
+def test_weights_that_are_not_numbers_are_shown_as_such(name):
+    x = NO_NUMBERS[name]
+    weights = regard.weights(x)
+    for colour in (False, True):
+        for word in (None, 0):
+            assert "are not numbers (NaN)" in draw(weights, word=word, colour=colour)
+    rows = [line for line in draw(weights, word=0).splitlines() if line.startswith(("0 ", "1 "))]
+    assert [row.split()[-1] for row in rows] == ["NaN", "NaN"]
+    assert not set("".join(rows)) & set("▏▎▍▌▋▊▉█")
+    steps = regard.walk(weights, x, 1)
+    assert "are not numbers (NaN)" in str(steps)
+    assert "their sum 1" not in str(steps)
+    assert steps.y.isnan().all()
+    assert (weights @ x)[1].isnan().all()
+
+
+def test_a_row_that_is_not_a_number_leaves_the_others_as_they_are():
+    x = torch.randn(6, 4)
+    whole = spot.spotlight(regard.weights(x, mask=regard.causal()), 3)
+    x[5] = NONE
+    broken = regard.weights(x, mask=regard.causal())
+    lit = spot.spotlight(broken, 3)
+    assert lit.weights == whole.weights
+    assert lit.notes == []
+    assert {link.word for link in spot.overview(broken).links} == set(range(5))
+    assert spot.spotlight(broken, 5).notes != []
+
+
+def test_a_training_that_diverged_is_shown():
+    told = [(0, {"a/entropy/0": 0.5, "a/max_score/0": 2.0}), (1, {"a/entropy/0": NONE, "a/max_score/0": math.inf})]
+    assert "0.5 → NaN" in draw(told)
+    assert "2 → inf" in draw(told)
+
+
+def test_of_a_batch_it_is_said_which_sequence_is_shown():
+    weights = regard.weights(torch.randn(2, 3, 4, 8))
+    for word in (None, 0):
+        assert "Sequence 1 of a batch of 2." in draw(weights, word=word, item=1)
+        assert "batch" not in draw(weights[0], word=word)
+
+
+def test_words_that_are_written_the_same_are_told_apart():
+    w = torch.eye(5).roll(1, -1) * 0.5 + 0.1
+    out = draw(regard.Weights.from_dense(w).label(["the", "cat", "saw", "the", "dog"]))
+    assert re.search(r"^  the:1 +→ cat", out, re.M)
+    assert re.search(r"^  the:2 +→ dog", out, re.M)
+    assert re.search(r"^  saw +→ the:2", out, re.M)
+
+
+def test_nothing_is_told_to_be_nothing():
+    for word in (None, 0):
+        with pytest.raises(ValueError, match=r"nothing to see in weights of shape \(0, 0\)"):
+            draw(regard.weights(torch.randn(0, 8)), word=word)
 
 
 def test_what_cannot_be_looked_at_is_told():

@@ -302,3 +302,68 @@ MISTAKES = [
 def test_every_mistake_has_its_sentence(mistake, told):
     with pytest.raises(ValueError, match=told):
         mistake()
+
+
+# Mistakes, and what they leave behind.
+
+
+def test_a_call_that_fails_leaves_the_cache_as_it_was():
+    x, memory = torch.randn(B, T, DIM), torch.randn(B, 4, DIM)
+    own, cross = SelfAttention(DIM, H), CrossAttention(DIM, H)
+    calls = [
+        lambda cache, mask: own(x, mask, cache),
+        lambda cache, mask: own.see(x, "entropy", mask=mask, cache=cache),
+        lambda cache, mask: cross(x, memory, mask, cache),
+        lambda cache, mask: cross.see(x, memory, "entropy", mask=mask, cache=cache),
+    ]
+    for call in calls:
+        cache = Cache()
+        with pytest.raises((ValueError, TypeError)):
+            call(cache, torch.ones(2, 3, 5, 11, dtype=torch.bool))
+        assert (cache.k, cache.v, cache.memory) == (None, None, None)
+        call(cache, None)
+        assert cache.k is not None
+
+
+def test_a_filled_cache_is_given_no_other_memory():
+    layer, cache = CrossAttention(DIM, H), Cache()
+    x, memory = torch.randn(B, T, DIM), torch.randn(B, 4, DIM)
+    want = layer(x, memory, cache=cache)
+    for same in (memory, memory.clone(), None):
+        torch.testing.assert_close(layer(x, same, cache=cache), want)
+    for other in (memory + 1, memory[:, :3], torch.randn(B, 5, DIM)):
+        with pytest.raises(ValueError, match="filled from another memory: pass memory=None"):
+            layer(x, other, cache=cache)
+    order = torch.tensor([2, 0, 1])
+    cache.reorder(order)
+    torch.testing.assert_close(layer(x[order], memory[order], cache=cache), want[order])
+
+
+@pytest.mark.parametrize("options", [{"key_size": 0}, {"key_size": -1}, {"value_size": 0}])
+def test_sizes_are_at_least_one(options):
+    for kind in (SelfAttention, CrossAttention):
+        with pytest.raises(ValueError, match="must be at least 1; 16, "):
+            kind(16, 2, **options)
+
+
+def test_rotary_positions_want_even_heads_from_the_start():
+    with pytest.raises(ValueError, match="key_size must be even; 3 came"):
+        SelfAttention(6, 2, positions="rotary")
+
+
+def test_nothing_can_be_told_of_a_pass_that_was_not():
+    asked = Asked("entropy")
+    with pytest.raises(ValueError, match="call the model with asked=… first"):
+        asked.heads("entropy")
+    with pytest.raises(ValueError, match="'max_score' was not asked"):
+        asked.heads("max_score")
+
+
+def test_positions_are_as_exact_as_their_input():
+    far = 10**6
+    x = torch.zeros(1, 1, 4, dtype=torch.float64)
+    want = torch.tensor([math.sin(far), math.cos(far), math.sin(far / 100), math.cos(far / 100)], dtype=torch.float64)
+    torch.testing.assert_close(Sinusoidal().added(x, far)[0, 0], want, atol=1e-9, rtol=0)
+    turned = Rotary().turned(torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64), far)[0]
+    want = torch.tensor([math.cos(far), math.cos(far / 100), math.sin(far), math.sin(far / 100)], dtype=torch.float64)
+    torch.testing.assert_close(turned, want, atol=1e-9, rtol=0)

@@ -113,6 +113,58 @@ def test_what_does_not_fit_is_said(mistake, told):
         mistake()
 
 
+@pytest.mark.parametrize("layer", [nn.TransformerDecoderLayer(DIM, H), nn.Linear(3, 3)])
+def test_a_layer_that_is_no_encoder_layer_is_refused(layer):
+    with pytest.raises(TypeError, match=rf"takes an nn\.TransformerEncoderLayer; {type(layer).__name__} came"):
+        Block.from_torch(layer)
+
+
+def test_a_causal_block_gives_its_mask_at_every_call_of_torch():
+    block = Block(DIM, H, causal=True).eval()
+    x, mask = torch.randn(B, T, DIM), nn.Transformer.generate_square_subsequent_mask(T)
+    theirs = block.to_torch()
+    torch.testing.assert_close(theirs(x, src_mask=mask, is_causal=True), block(x), atol=2e-5, rtol=1e-4)
+    assert "causal mask is given at every call" in Block.to_torch.__doc__
+
+
+def test_float64_weights_come_and_go_as_they_are():
+    theirs = nn.TransformerEncoderLayer(DIM, H, 31, batch_first=True, dtype=torch.float64).eval()
+    theirs.norm1.eps, theirs.norm2.eps = 1e-3, 0.1
+    block = Block.from_torch(theirs)
+    assert torch.equal(block.feed_forward.inner.weight, theirs.linear1.weight)
+    assert torch.equal(block.attention.query.weight, theirs.self_attn.in_proj_weight[:DIM])
+    back = block.to_torch()
+    assert (back.norm1.eps, back.norm2.eps) == (1e-3, 0.1)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
+    x = torch.randn(B, T, DIM, dtype=torch.float64)
+    torch.testing.assert_close(block(x), theirs(x), atol=1e-13, rtol=1e-13)
+    cross = nn.MultiheadAttention(DIM, H, kdim=9, vdim=9, dtype=torch.float64)
+    again = CrossAttention.from_torch(cross).to_torch()
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in cross.state_dict().items())
+
+
+def test_cross_attention_of_a_block_has_the_options_of_its_self_attention():
+    block = Block(10, heads=3, key_size=4, cross=True, causal=True, positions="rotary")
+    assert block.cross.key_size == 4
+    assert block(torch.randn(2, 5, 10), torch.randn(2, 7, 10)).shape == (2, 5, 10)
+    block = Decoder(12, heads=4, layers=1, key_heads=2, score="bilinear").blocks[0]
+    assert block.cross.key_heads == 2
+    assert type(block.cross.score()) is regard.Bilinear
+    own, other = (list(part.score.parameters()) for part in (block.attention, block.cross))
+    assert len(own) == len(other) == 1
+    assert own[0] is not other[0], "each learns its own"
+
+
+def test_what_fills_up_is_what_comes_after_the_last_token():
+    model = Translator(31, dim=DIM, heads=2, layers=1).eval()
+    assert model.lengths(torch.tensor([[3, 0, 5, 0], [0, 0, 0, 0], [1, 2, 3, 4]])).tolist() == [3, 0, 4]
+    target = torch.tensor([[1, 4]])
+    last = [model(torch.tensor([[3, 0, word, 0]]), target) for word in (5, 6)]
+    assert not torch.allclose(*last), "the last real token is seen, whatever stands before it"
+    torch.testing.assert_close(model(torch.tensor([[3, 0, 5]]), target), last[0])
+
+
 def test_an_unknown_option_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword"):
         Block(DIM, H, headz=3)

@@ -135,9 +135,18 @@ def test_a_row_that_sees_nothing_gives_nothing():
     assert steps.y.abs().sum() == 0
 
 
+def test_a_row_that_sees_nothing_does_not_claim_to_sum_to_one():
+    x = made(T, D)
+    text = str(regard.walk(regard.weights(x, mask=torch.zeros(T, T, dtype=torch.bool)), x, 2))
+    assert "nothing may be looked at" in text
+    assert "their sum 1" not in text
+
+
 def test_no_graph_is_kept():
     q = made(T, D).requires_grad_()
     steps = regard.walk(regard.weights(q), q, 0)
+    assert not steps.q.requires_grad
+    assert str(steps)
     assert not steps.y.requires_grad
 
 

@@ -66,10 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `regard look … | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, LookupError, OSError, ImportError, MemoryError) as wrong:
+    except (ValueError, LookupError, OSError, ImportError, MemoryError, RuntimeError, TypeError) as wrong:
         if os.environ.get("REGARD_TRACEBACK"):
             raise
-        print(f"regard: {_one_line(wrong)}", file=sys.stderr)
+        # The last two are how torch reports a wrong size; they may as well be a fault of ours.
+        more = " (REGARD_TRACEBACK=1 tells where)" if isinstance(wrong, RuntimeError | TypeError) else ""
+        print(f"regard: {_one_line(wrong)}{more}", file=sys.stderr)
         return 2
 
 

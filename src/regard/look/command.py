@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -121,7 +122,7 @@ def run_look(asked: argparse.Namespace) -> int:
             seen.save(asked.save)
         _say(f"recording written to {shown(asked.save)}")
     if asked.json:
-        _print(json.dumps(_look_json(asked, subject), allow_nan=False))
+        _print(_as_json(_look_json(asked, subject)))
     if asked.out:
         _write(asked, subject)
     elif not asked.json:
@@ -153,7 +154,9 @@ def _reading(asked: argparse.Namespace) -> dict[str, Any]:
 def _overview_hint(asked: argparse.Namespace, seen: Any) -> str:
     from .words import named
 
-    word = named(seen.rows.labels, seen.links[0].word) if seen.links else "WORD"
+    plain = [n for n, label in enumerate(seen.rows.labels) if not is_special(label)]
+    first = seen.links[0].word if seen.links else next(iter(plain), 0)
+    word = named(seen.rows.labels, first)
     merged = " --merge" if asked.merge else ""
     return f"Next, one word: regard look {_again(asked)} --word {_quoted(word)}{merged}"
 
@@ -175,7 +178,8 @@ def _write(asked: argparse.Namespace, subject: Subject) -> None:
     where = Path(asked.out)
     with _progress(f"writing {shown(where.name)}"), _file_errors(asked.out):
         embedded = None if where.suffix.lower() == ".svg" else _embedded(asked, subject)
-        View(subject.seen, word=asked.word, title=title, embedded=embedded, **_reading(asked)).save(where)
+        told: dict[str, Any] = {"title": title, "embedded": embedded, "notes": subject.notes}
+        View(subject.seen, word=asked.word, to=asked.to, **told, **_reading(asked)).save(where)
     _say(f"written to {shown(asked.out)} ({where.stat().st_size / 1000:,.0f} kB)")
 
 
@@ -208,11 +212,16 @@ def _look_json(asked: argparse.Namespace, subject: Subject) -> dict[str, Any]:
             for one, weights, hidden in zip(lit.shown, lit.weights, lit.hidden, strict=True)
         ]
         heads = [_tie_json(one, lit.cols.labels) for one in lit.heads[: asked.top]]
-        if asked.to is not None:  # ranked by weight: habit was not asked for
+        if asked.to is not None or lit.alone:  # ranked by weight: habit was not asked for, or there is no other word
             heads = [{name: x for name, x in one.items() if name != "beyond_habit"} for one in heads]
         told = {"tokens": list(lit.rows.labels), "keys": list(lit.cols.labels)}
-        told |= {"word": {"text": lit.word, "position": lit.at}, "heads": heads, "rows": rows}
-    return {"subject": subject.name, "special_hidden": asked.no_special, "merged": asked.merge, **told}
+        told |= {"word": {"text": lit.word, "position": lit.at}, "alone": lit.alone, "heads": heads, "rows": rows}
+    named = {"subject": subject.name, "special_hidden": asked.no_special, "merged": asked.merge}
+    return {**named, **_cut_json(subject), **told}
+
+
+def _cut_json(subject: Subject) -> dict[str, Any]:
+    return {"cut": {"tokens": subject.cut[0], "of": subject.cut[1]}} if subject.cut else {}
 
 
 def _tie_json(one: Any, labels: Any, **more: int) -> dict[str, Any]:
@@ -226,11 +235,10 @@ def _tie_json(one: Any, labels: Any, **more: int) -> dict[str, Any]:
 def run_walk(asked: argparse.Namespace) -> int:
     """Show the six steps for one word."""
     _check(asked)
-    if asked.word is None:
-        raise ValueError("which word? regard walk TEXT --word WORD")
+    _check_walk(asked)
     made, told = _walk_embeddings(asked) if asked.basic or asked.projected else _walk_recorded(asked)
     if asked.json:
-        _print(json.dumps(_walk_json(made, told)))
+        _print(_as_json(_walk_json(made, told)))
         return 0
     from .lines import wrapped
     from .terminal import draw_walk
@@ -254,9 +262,12 @@ def _walk_recorded(asked: argparse.Namespace) -> tuple[Walk, str]:
         raise ValueError("this recording has no values, which the last steps need: record(model, values=True).")
     made = walk(sheet.weights[best.head], values, lit.at)
     why = (
-        "" if asked.head is not None else f", where “{shown(lit.word)}” is tied to “{shown(lit.cols.labels[best.key])}”"
+        ""
+        if asked.head is not None or lit.alone
+        else f", where “{shown(lit.word)}” is tied to “{shown(lit.cols.labels[best.key])}”"
     )
-    return made, f"{shown(subject.name)} · {sheet.place(best.head)}{why}"
+    told = [f"{shown(subject.name)} · {sheet.place(best.head)}{why}", *subject.notes]
+    return made, " · ".join(told)
 
 
 def _walk_embeddings(asked: argparse.Namespace) -> tuple[Walk, str]:
@@ -273,14 +284,18 @@ def _walk_embeddings(asked: argparse.Namespace) -> tuple[Walk, str]:
     with _progress("opening the model"):
         model = as_opened(asked.model)
         x = embedded(text, model, cut=asked.cut)
+    notes = _cut_notes(_cut(asked, model, text))
     # [CLS] and its like are marks of the model: the textbook's sentence is words alone.
     kept = [n for n, token in enumerate(x.tokens) if not is_special(token)]
     q, k, v = (getattr(x, name if name in on else "x")[kept] for name in "qkv")
-    # The basic form is x·x as it is; trained queries and keys are scaled, as they were when they were trained.
+    # The basic form is x·x as it is. Trained queries and keys are all heads joined as one: scaled by the whole size, so
+    # that scores stay as large as those of a head, though no head of the model sees these.
     score = "scaled_dot" if {"q", "k"} & on else "dot"
     weights = regard.weights(q, k, score=score).label([x.tokens[n] for n in kept])
     named = ", ".join(f"{name} = {f'x W_{name}' if name in on else 'x'}" for name in "qkv")
-    return walk(weights, v, asked.word), f"{shown(model.name)} · word embeddings x, no positions · {named}"
+    joined = ["all heads joined as one"] if on else []
+    told = [shown(model.name), "word embeddings x, no positions", named, *joined, *notes]
+    return walk(weights, v, asked.word), " · ".join(told)
 
 
 def _switched_on(given: str | None) -> set[str]:
@@ -293,10 +308,22 @@ def _switched_on(given: str | None) -> set[str]:
 def _walk_json(made: Walk, told: str) -> dict[str, Any]:
     numbers = ("q", "product", "scaled", "masked", "weights", "weighted", "y")
     found = {name: x.tolist() for name in numbers if (x := getattr(made, name)) is not None}
-    found["masked"] = [None if x == -float("inf") else x for x in found.get("masked", [])]
     shapes = {name: list(shape) for name, shape in made.shapes.items()}
     named = {"subject": told, "word": {"text": made.word, "position": made.position}, "keys": list(made.words)}
     return {**named, "formula": made.formula, "scaling": made.scaling, "sink": made.sink, "shapes": shapes, **found}
+
+
+def _as_json(told: dict[str, Any]) -> str:
+    """JSON knows no infinity and no NaN: what is masked, and what is not a number, is null."""
+
+    def known(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {name: known(part) for name, part in x.items()}
+        if isinstance(x, list | tuple):
+            return [known(part) for part in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(known(told), allow_nan=False)
 
 
 def _walk_hint(asked: argparse.Namespace) -> str:
@@ -319,6 +346,22 @@ class Subject:
     name: str
     text: str | None = None
     model: Opened | None = None
+    cut: tuple[int, int] | None = None  # how many tokens are shown, and of how many, where some are not
+
+    @property
+    def notes(self) -> list[str]:
+        return _cut_notes(self.cut)
+
+
+def _cut_notes(cut: tuple[int, int] | None) -> list[str]:
+    return [f"The first {cut[0]:,} of {cut[1]:,} tokens are shown, the rest is cut."] if cut else []
+
+
+def _cut(asked: argparse.Namespace, model: Opened, text: str) -> tuple[int, int] | None:
+    if not asked.cut:
+        return None
+    kept, total = model.kept_of(text)
+    return (kept, total) if kept < total else None
 
 
 def _subject(asked: argparse.Namespace) -> Subject:
@@ -330,14 +373,15 @@ def _subject(asked: argparse.Namespace) -> Subject:
     with _progress("opening the model"):
         model = as_opened(asked.model)
     with _progress(f"looking at {len(text):,} letters" if len(text) > 1000 else "looking"):
-        return Subject(model.look_at(text, target=asked.target, cut=asked.cut), model.name, text, model)
+        seen = model.look_at(text, target=asked.target, cut=asked.cut)
+        return Subject(seen, model.name, text, model, _cut(asked, model, text))
 
 
 def _text(asked: argparse.Namespace) -> tuple[str, Recording | None]:
     """The text that was given, read from a file where it names one; or a recording."""
     given = asked.text
     if given == "-":
-        return sys.stdin.read(), None
+        return _checked(sys.stdin.read(), "what was piped in"), None
     path = Path(given)
     if not given.strip() or not _exists(path):
         if path.suffix in (".regard", ".txt", ".md") and not any(letter.isspace() for letter in given):
@@ -369,8 +413,12 @@ def _read(path: Path) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
         raise ValueError(f"{shown(str(path))} is not a text file: byte {wrong.start} is not UTF-8.") from None
+    return _checked(text, shown(str(path)))
+
+
+def _checked(text: str, whose: str) -> str:
     if "\0" in text:
-        raise ValueError(f"{shown(str(path))} is not a text file: there is a null byte at {text.index(chr(0))}.")
+        raise ValueError(f"{whose} is not a text: there is a null byte at {text.index(chr(0))}.")
     return text
 
 
@@ -383,10 +431,10 @@ def _check(asked: argparse.Namespace) -> None:
         raise ValueError(f"--top takes a number from 1 on; {asked.top} came.")
     if getattr(asked, "to", None) is not None and asked.word is None:
         raise ValueError("--to goes with --word: the heads by the weight from one word to another.")
-    if getattr(asked, "out", None) is not None and asked.to is not None:
-        raise ValueError(
-            "--to ranks the heads in the terminal and in --json; name one with --layer and --head for --out."
-        )
+    for option in ("word", "to"):
+        given = getattr(asked, option, None)
+        if given is not None and not given.strip():
+            raise ValueError(f"--{option} takes a word of the text, or its position counted from 0; nothing came.")
     for option in ("out", "save"):
         path = getattr(asked, option, None)
         if path is None:
@@ -398,6 +446,18 @@ def _check(asked: argparse.Namespace) -> None:
         folder = Path(path).parent
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {shown(str(folder))} to write {shown(Path(path).name)} in.")
+
+
+def _check_walk(asked: argparse.Namespace) -> None:
+    if asked.word is None:
+        raise ValueError("which word? regard walk TEXT --word WORD")
+    if asked.basic and asked.projected is not None:
+        raise ValueError("--basic is without W_q, W_k and W_v, and --with switches them on: leave one of them out.")
+    if asked.basic or asked.projected is not None:
+        for option in ("layer", "head", "target"):
+            if getattr(asked, option) is not None:
+                how = "--basic" if asked.basic else "--with"
+                raise ValueError(f"{how} walks on word embeddings, before any layer: leave out --{option}.")
 
 
 @contextlib.contextmanager
@@ -414,7 +474,8 @@ def _file_errors(path: str) -> Iterator[None]:
 def _title(subject: Subject, width: int) -> str:
     from .lines import wrapped
 
-    return wrapped(f"{shown(subject.name)} · {subject.seen._title()}", width)
+    lines = [f"{shown(subject.name)} · {subject.seen._title()}", *subject.notes]
+    return "\n".join(wrapped(line, width) for line in lines)
 
 
 def _again(asked: argparse.Namespace) -> str:

@@ -89,13 +89,15 @@ def trimmed(line: Line) -> Line:
 def number(x: float) -> str:
     """A number with three decimals, fewer where it is large; −∞ for what may not be seen."""
     if x != x or x in (float("inf"), float("-inf")):
-        return "nan" if x != x else "∞" if x > 0 else "−∞"
+        return "NaN" if x != x else "∞" if x > 0 else "−∞"
     text = f"{x:.3f}" if abs(x) < 1000 else f"{x:.3g}"
     return text.replace("-", "−") if float(text) else text.lstrip("-")
 
 
 def bar(weight: float, room: int) -> str:
-    """A weight between 0 and 1 as a bar of at most so many cells, in eighths."""
+    """A weight between 0 and 1 as a bar of at most so many cells, in eighths; none for what is not a number."""
+    if weight != weight:
+        return ""
     eighths = round(min(max(weight, 0.0), 1.0) * room * 8)
     whole, rest = divmod(eighths, 8)
     return "█" * whole + (_EIGHTHS[rest] if rest else "")
@@ -106,7 +108,7 @@ def bar(weight: float, room: int) -> str:
 
 def shade(weight: float, hue: int) -> str:
     """The style of a word that is given this weight."""
-    if weight < FAINT:
+    if not weight >= FAINT:  # NaN is not either
         return ""
     return f"black on {mixed(min(1.0, weight) ** 0.5, hue)}"
 

@@ -105,6 +105,11 @@ class Opened:
             )
         return self._cut(ids, text)
 
+    def kept_of(self, text: str) -> tuple[int, int]:
+        """How many tokens of a text are looked at when it is cut, and how many it has."""
+        total = self._ids(text).shape[1]
+        return total if self.limit is None else min(total, self.limit), total
+
     def tokens(self, ids: Tensor) -> list[str]:
         """The words of token numbers (1, t); a piece that continues a word begins with ##."""
         raise NotImplementedError
@@ -158,11 +163,11 @@ class FromTransformers(Opened):
             if target is not None:
                 raise ValueError(f"{words.shown(self.name)} has no decoder, so it takes no target sentence.")
             return self._recorded(lambda: self.model(input_ids=source), self.tokens(source))
-        written = self._target(source, target)
+        written = self._target(source, target, cut)
         run = lambda: self.model(input_ids=source, decoder_input_ids=written)  # noqa: E731
         return self._recorded(run, (self.tokens(source), self.tokens(written)))
 
-    def _target(self, source: Tensor, target: str | None) -> Tensor:
+    def _target(self, source: Tensor, target: str | None, cut: bool) -> Tensor:
         """What the decoder reads, (1, t): its start and the target sentence, or what the model writes itself."""
         if target is None:
             with torch.no_grad(), _quiet(), _enough_memory():
@@ -172,7 +177,13 @@ class FromTransformers(Opened):
         config: Any = self.model.config
         start = config.decoder_start_token_id
         start = config.pad_token_id if start is None else start
-        return torch.cat([written.new_tensor([[start]]), written], 1)[:, : self.limit]
+        whole = torch.cat([written.new_tensor([[start]]), written], 1)
+        if self.limit is not None and whole.shape[1] > self.limit and not cut:
+            raise ValueError(
+                f"the target is {whole.shape[1]:,} tokens long and {words.shown(self.name)} takes {self.limit:,}: "
+                "shorten it, or look at its beginning with --cut (cut=True)."
+            )
+        return whole[:, : self.limit]
 
 
 class FromLearn(Opened):

@@ -102,6 +102,7 @@ function mix(row, v) {
 // Numbers as text: a real minus sign, always so many digits.
 function fixed(x, digits = 3) {
   if (x === -Infinity) return "−∞";
+  if (Number.isNaN(x)) return "NaN";
   if (!Number.isFinite(x)) return "–";
   const text = Math.abs(x) >= 1e5 ? Math.abs(x).toExponential(2) : Math.abs(x).toFixed(digits);
   return (x < 0 && Number(text) !== 0 ? "−" : "") + text;
@@ -295,7 +296,7 @@ class Sheet {
     const { w } = this, [m, n] = [w.length, this.cols.labels.length], zeros = (size) => new Float64Array(size);
     const to = zeros(n), seen = zeros(n), far = zeros(m + n), met = zeros(m + n);
     w.forEach((row, i) => row.forEach((x, j) => {
-      if (x <= 0) return;
+      if (!(x > 0)) return;
       to[j] += x; seen[j]++; far[j - i + m] += x; met[j - i + m]++;
     }));
     return (this._habits = { to, seen, far, met });
@@ -745,7 +746,7 @@ function toldOfWords(own) {
       + "A word is most like itself; switch the projections on and see that change.";
   }
   return "The model’s own word vectors, before positions, through its first layer’s projections: "
-    + `${["q", "k", "v"].map(name).join(", ")}.`;
+    + `${["q", "k", "v"].map(name).join(", ")}, all heads joined as one.`;
 }
 
 function stepsOfHead(head, i) {
@@ -1072,7 +1073,7 @@ function names(labels, { left, top, cell }, upright) {
 function rowSums(w, { left, top, cell, width }) {
   const x = left + width + 8, step = Math.max(1, Math.ceil(11 / cell));
   const bar = (total, i) => svg("rect", { class: "sum", x, y: top + (i + 0.2) * cell, height: Math.max(1, 0.6 * cell),
-    width: 26 * Math.min(1, total) });
+    width: 26 * Math.min(1, total || 0) });
   const number = (total, i) => svg("text", { class: "tiny", x: x + 30, y: top + (i + 0.5) * cell,
     "dominant-baseline": "central", text: fixed(total, 2) });
   return [svg("text", { class: "tiny", x, y: top - 8, text: "row sums" }),

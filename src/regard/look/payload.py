@@ -23,8 +23,8 @@ from ..block import Block
 from ..index import At
 from ..matrix import Weights
 from ..score import Dot, Given, ScaledDot
-from .ranking import beyond_habit, beyond_received
-from .spot import place_of
+from .ranking import beyond_habit, beyond_received, unknown_in
+from .spot import Spot, place_of, sequence_of, spotlight
 from .words import is_special, joined, reading, shown, words
 
 __all__ = ["LONG", "Packed", "pack"]
@@ -137,16 +137,21 @@ def pack(
     item: int = 0,
     hide_special: bool = False,
     merge: bool = False,
+    to: str | int | None = None,
+    notes: Sequence[str] = (),
 ) -> Packed:
     """Everything a page needs to show this subject."""
     if isinstance(subject, list):
         return _training(subject, title)
-    sheets, refused, notes = _sheets(subject, values, item)
+    sheets, refused, said = _sheets(subject, values, item)
     there = [sheet for sheet in sheets if sheet.weights is not None]
     if not there:
         raise ValueError(_nothing(subject, refused))
-    content = _Content(there, refused, notes)
+    content = _Content(there, refused, [*said, *notes])
     start = _start(subject, content, word, layer, head, merge)
+    if to is not None:
+        lit = spotlight(subject, word, to=to, layer=layer, head=head, hide_special=hide_special, merge=merge, item=item)
+        start["asked"] = _of_spot(subject, content, lit)
     start |= {"hide": hide_special, "merge": merge}
     content.hold(start)
     header = content.header(start)
@@ -178,11 +183,7 @@ def _sheets(subject: Any, values: Tensor | None, item: int) -> tuple[list[Sheet]
             "a view shows a Recording, a Weights or a training history (a list of (step, numbers)); "
             f"{type(subject).__name__} came."
         )
-    notes: list[str] = []
-    batch = max((layer.shape[0] for layer in subject.layers), default=1)
-    if batch > 1:
-        notes.append(f"Sequence {item % batch} of a batch of {batch}.")
-    return [_of_layer(layer, item) for layer in subject.layers], list(subject.refused), notes
+    return [_of_layer(layer, item) for layer in subject.layers], list(subject.refused), sequence_of(subject, item)
 
 
 def _of_layer(layer: Any, item: int) -> Sheet:
@@ -199,21 +200,18 @@ def _of_layer(layer: Any, item: int) -> Sheet:
 
 
 def _of_weights(weights: Weights, values: Tensor | None, item: int) -> tuple[list[Sheet], list[Any], list[str]]:
-    notes = []
     one = weights.detach()
     if one._one_head:
         one = one._with(one._factors, one_head=False)
     v = None if values is None else one._laid_values(values, one.shape[-1], "values")
     batch = one.shape[:-3]
-    if batch.numel() > 1:
-        notes.append(f"Sequence {item % batch.numel()} of a batch of {batch.numel()}.")
     for place in place_of(item, batch):
         v = v if v is None or v.ndim < one.ndim else v[place if v.shape[0] > 1 else 0]
         one = one[place]
     if 0 in one.shape:
         return [], [], []
     kind = "self" if one.shape[-1] == one.shape[-2] else "cross"
-    return [Sheet("", 0, kind, one, v)], [], notes
+    return [Sheet("", 0, kind, one, v)], [], sequence_of(weights, item)
 
 
 # What is held of them.
@@ -225,6 +223,7 @@ class _Content:
     def __init__(self, sheets: list[Sheet], refused: list[Any], notes: list[str]) -> None:
         self.sheets, self.refused, self.notes = sheets, refused, notes
         self.packer = Packer()
+        self.unknown = 0  # held heads with weights that are not numbers
         self.sequences: list[dict[str, Any]] = []
         self._known: dict[Any, int] = {}
         self.stacks: list[dict[str, Any]] = []
@@ -318,11 +317,13 @@ class _Content:
 
     def header(self, start: dict[str, Any]) -> dict[str, Any]:
         exact = 2 * (VECTORS - self._room_for(self.walked)[1]) <= EXACT
+        layers = [self._layer(n, exact, start) for n in range(len(self.sheets))]
+        self.notes += unknown_in(self.unknown, sum(map(len, self.held)))
         return {
             "kind": "attention",
             "sequences": self.sequences,
             "stacks": self.stacks,
-            "layers": [self._layer(n, exact, start) for n in range(len(self.sheets))],
+            "layers": layers,
             "refused": [[name or "(model)", reason] for name, reason in self.refused],
             "notes": self.notes,
             "start": start,
@@ -343,7 +344,7 @@ class _Content:
             word = start["word"] if start["stack"] == self.stack_of[n] else None
             layer["long"] = _long(sheet.pick(held), word, self)
         elif held:
-            layer |= _short(sheet, held, self.packer)
+            layer |= _short(sheet, held, self)
             if self.walked[n]:
                 layer |= _vectors(sheet, self.walked[n], exact, self.packer)
         return layer
@@ -400,6 +401,14 @@ def _start(subject: Any, content: _Content, word: Any, layer: Any, head: int | N
     return {"stack": stack, "word": row, "chosen": word is not None, "layer": place, "asked": asked}
 
 
+def _of_spot(subject: Any, content: _Content, lit: Spot) -> list[tuple[int, int]]:
+    """The heads of a spotlight, as the page counts layers."""
+    if isinstance(subject, Weights):
+        return [(0, one.head) for one in lit.shown]
+    place = {sheet.index: n for n, sheet in enumerate(content.sheets)}
+    return [(place[subject.layers[one.layer].index], one.head) for one in lit.shown]
+
+
 def _place_of(subject: Any, content: _Content, layer: Any) -> int:
     if isinstance(subject, Weights):
         if layer not in (0, -1):
@@ -445,6 +454,7 @@ def _most_telling(content: _Content, stack: int) -> int:
     if content.stacks[stack]["long"]:
         return int(sheets[0].w[0].peak().weight.argmax())
     beyond = torch.stack([beyond_habit(s.w.dense(), s.special(), s.same).beyond.amax(0) for s in sheets]).amax(0)
+    beyond = beyond.nan_to_num(nan=-9.0)  # a row that is not a number tells nothing
     if tokens:
         beyond = beyond - 2 * torch.tensor([is_special(token) for token in tokens], device=beyond.device)
     return int(beyond.argmax())
@@ -453,13 +463,20 @@ def _most_telling(content: _Content, stack: int) -> int:
 # Arrays of short inputs.
 
 
-def _short(sheet: Sheet, held: list[int], packer: Packer) -> dict[str, Any]:
+def _short(sheet: Sheet, held: list[int], content: _Content) -> dict[str, Any]:
     score = sheet.w._factors.score
+    w = sheet.pick(held).dense()
+    content.unknown += _without_number(w)
     return {
-        "w": packer.add(sheet.pick(held).dense()),
+        "w": content.packer.add(w),
         "score": type(score).__name__,
         "sink": score.sink_logits is not None,
     }
+
+
+def _without_number(x: Tensor) -> int:
+    """How many heads, the first axis, hold something that is not a number."""
+    return int(x.isnan().flatten(1).any(1).sum())
 
 
 def _vectors(sheet: Sheet, heads: list[int], exact: bool, packer: Packer) -> dict[str, Any]:
@@ -518,6 +535,7 @@ def _long(chosen: Weights, word: int | None, content: _Content) -> dict[str, Any
     rows, cols = _tiles(i, j)
     seen = chosen.see("entropy", "peak", "received", pool=(rows, cols))
     add = content.packer.add
+    content.unknown += _without_number(seen.received)
     heads = sum(len(held) for held, sheet in zip(content.held, content.sheets, strict=True) if sheet.long)
     spare = ROOM_LONG / heads - 4 * rows * cols - 12 * i - 4 * j
     count = int(max(1, min(24, spare // (4 * j))))

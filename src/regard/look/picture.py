@@ -2,13 +2,14 @@
 
 Vectors only and text as text, dark on a light ground, with a title and a description for those who cannot see it. Two
 heads are told apart by colour, by side (above and below the words) and by their labels. A long text is shown by its
-strongest words, and its matrix by sums over tiles: never t × t. Imports `spot` and `words`.
+strongest words, and its matrix by sums over tiles: never t × t. Imports `spot`, `lines` and `words`.
 """
 
 from __future__ import annotations
 
+import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -16,6 +17,7 @@ from xml.sax.saxutils import escape, quoteattr
 import torch
 
 from . import spot, words
+from .lines import number
 
 __all__ = ["svg"]
 
@@ -44,13 +46,16 @@ def svg(
     hide_special: bool = False,
     merge: bool = False,
     item: int = 0,
+    to: str | int | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """A recording or a `Weights` as one standalone SVG: the spotlight on a word, where one is given, and the square.
 
     A training history becomes two strips, entropy and largest score of every head over the steps.
 
     Without a layer and a head the spotlight shows the two heads that matter most for the word, and the square the
-    first of them; without a word it shows the head with the strongest tie.
+    first of them; without a word it shows the head with the strongest tie. `to`: the heads by the weight on this word;
+    `notes`: sentences to be written below.
     """
     if spot.is_history(subject):
         return _strips(subject, title or "Attention while training")
@@ -64,7 +69,7 @@ def svg(
         sheet = next(one for one in seen.sheets if one.index == best.layer)
         rows, cols, lit_row = seen.rows, seen.cols, None
     else:
-        lit = spot.spotlight(subject, word, layer=layer, head=head, **reading)  # type: ignore[arg-type]
+        lit = spot.spotlight(subject, word, to=to, layer=layer, head=head, **reading)  # type: ignore[arg-type]
         best, sheet = lit.shown[0], lit.layers[lit.shown[0].layer]
         rows, cols, lit_row = lit.rows, lit.cols, lit.at
         spotlight = _Spotlight(lit, top)
@@ -74,9 +79,15 @@ def svg(
     square = _Square(sheet, best.head, rows, cols, lit_row, top)
     drawn += square.drawn
     told.append(square.told)
+    bottom = square.bottom
+    for note in [*(seen if word is None else lit).notes, *notes]:
+        bottom += 20
+        drawn.append(_text(_MARGIN, bottom, note, 12))
+        told.append(note)
+        right = max(right, _MARGIN + _width(note))
     name = title or (f"Attention of “{words.shown(rows.labels[lit_row])}”" if lit_row is not None else "Attention")
     width = max(right, square.right, 300.0) + _MARGIN
-    return _document(name, " ".join(told), width, square.bottom + _MARGIN, drawn)
+    return _document(name, " ".join(told), width, bottom + _MARGIN, drawn)
 
 
 # The sentence, a word lit.
@@ -131,7 +142,7 @@ class _Spotlight:
         for n, (one, hidden) in enumerate(zip(self.lit.shown, self.lit.hidden, strict=True)):
             place = self.lit.layers[one.layer].place(one.head)
             word, key = (words.clip(words.shown(x), 24) for x in (self.lit.word, self.lit.cols.labels[one.key]))
-            text = f"{place}{': ' if place else ''}“{word}” → “{key}” {one.weight:.3f}"
+            text = f"{place}{': ' if place else ''}“{word}” → “{key}” {number(one.weight)}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
@@ -148,7 +159,7 @@ class _Spotlight:
         least = max(0.01, 0.05 * max(weights, default=0.0))
         for place in sorted(boxes, key=lambda j: weights[j]):
             box, weight = boxes[place], weights[place]
-            if weight < least:
+            if not weight >= least:  # NaN is not either
                 continue
             y = box.y - _SIZE if up else box.y + 5
             height = 3 + 3 * weight
@@ -161,8 +172,8 @@ class _Spotlight:
             else:
                 self.drawn.append(_drop(start, box, n, weight))
             if weight >= 0.1:
-                number = _text(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
-                self.drawn.append(number)
+                written = _text(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
+                self.drawn.append(written)
 
     def _words(self, names: dict[int, str], boxes: dict[int, _Box], lit: int | None) -> None:
         before = None
@@ -256,7 +267,7 @@ class _Square:
         head_room = max(map(_width, across), default=0.0) * 0.85 + 10
         self.drawn.append(_text(_MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
         y0 = top + 24 + head_room
-        most = max((x for row in cells for x in row), default=0.0)
+        most = max((x for row in cells for x in row if x == x), default=0.0)
         for i, row in enumerate(cells):
             y = y0 + i * side
             bold = whole and i == lit
@@ -293,7 +304,7 @@ class _Square:
             return f"A square of {size} tiles{of}: sums of weights over parts of a long text."
         best = [max(range(len(row)), key=lambda j: row[j]) for row in cells] if cols.labels else []
         ties = [
-            f"{words.shown(name)} → {words.shown(cols.labels[j])} {row[j]:.2f}"
+            f"{words.shown(name)} → {words.shown(cols.labels[j])} {f'{row[j]:.2f}' if row[j] == row[j] else 'NaN'}"
             for name, j, row in zip(rows.labels, best, cells, strict=False)
         ]
         return f"A square{of}; the darkest cell of every row: {', '.join(ties)}."
@@ -327,8 +338,13 @@ def _strips(history: spot.History, title: str) -> str:
     for kind, what in spot.WATCHED.items():
         if lines := spot.series(history, kind):
             # The head that is closest to dying: entropy dies at the bottom, scores explode at the top.
-            worst = (min if kind == "entropy" else max)(lines, key=lambda name: lines[name][-1][1])
-            text = f"{what}: {len(lines)} heads; {worst} ends at {lines[worst][-1][1]:.3g}"
+            # One that ends in no number at all is dead.
+            ends = {name: points[-1][1] for name, points in lines.items()}
+            dead = -math.inf if kind == "entropy" else math.inf
+            worst = (min if kind == "entropy" else max)(
+                ends, key=lambda name: ends[name] if ends[name] == ends[name] else dead
+            )
+            text = f"{what}: {len(lines)} heads; {worst} ends at {ends[worst]:.3g}".replace("nan", "NaN")
             drawn += [_text(_MARGIN, top + 10, text, 12), *_strip(lines, worst, top + 22)]
             told.append(f"{text}.")
             top += 22 + _STRIP[1] + 36
@@ -339,7 +355,7 @@ def _strip(lines: dict[str, list[tuple[int, float]]], worst: str, top: float) ->
     """A line a head over the steps, one of them in colour."""
     (width, height), left = _STRIP, _MARGIN + 44
     steps = [step for points in lines.values() for step, _ in points]
-    values = [value for points in lines.values() for _, value in points]
+    values = [value for points in lines.values() for _, value in points if math.isfinite(value)] or [0.0]
     first, last, low, high = min(steps), max(steps), min(values), max(values)
 
     def place(step: int, value: float) -> str:
@@ -349,8 +365,8 @@ def _strip(lines: dict[str, list[tuple[int, float]]], worst: str, top: float) ->
     drawn = []
     for name in sorted(lines, key=lambda name: name == worst):  # the coloured one on top
         ink = f'stroke="{_HUES[0]}" stroke-width="2"' if name == worst else f'stroke="{_PALE}" stroke-opacity="0.45"'
-        path = "M" + "L".join(place(*point) for point in lines[name])
-        drawn.append(f'<path d="{path}" fill="none" stroke-linejoin="round" {ink}/>')
+        if points := [place(*point) for point in lines[name] if math.isfinite(point[1])]:
+            drawn.append(f'<path d="M{"L".join(points)}" fill="none" stroke-linejoin="round" {ink}/>')
     drawn.append(_frame(left, top, width, height, _PALE, 0.75))
     drawn += [_text(left - 6, y, f"{x:.3g}", 10.5, _PALE, "end") for x, y in ((high, top + 9), (low, top + height))]
     ends = ((first, left, "start"), (last, left + width, "end"))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..matrix import Weights
 
-__all__ = ["Best", "beyond_habit", "beyond_received"]
+__all__ = ["Best", "beyond_habit", "beyond_received", "unknown_in"]
 
 
 class Best(NamedTuple):
@@ -32,15 +32,16 @@ def beyond_habit(w: Tensor, special: Sequence[bool], same: bool) -> Best:
     """
     h, i, j = w.shape
     visible = (w > 0).to(w.dtype)
-    habit = _mean_of_others(w.sum(-2, keepdim=True), visible.sum(-2, keepdim=True), w, visible)
+    known = w.nan_to_num()  # one row that is not a number is nobody's habit
+    habit = _mean_of_others(known.sum(-2, keepdim=True), visible.sum(-2, keepdim=True), known, visible)
     if same:
         distance = torch.arange(j, device=w.device) - torch.arange(i, device=w.device).unsqueeze(-1) + i - 1  # i j
         at = distance.flatten().expand(h, -1)
         total, count = (
             w.new_zeros(h, i + j - 1).scatter_add_(1, at, x.flatten(1)).gather(1, at).reshape(h, i, j)
-            for x in (w, visible)
+            for x in (known, visible)
         )
-        habit = torch.maximum(habit, _mean_of_others(total, count, w, visible))
+        habit = torch.maximum(habit, _mean_of_others(total, count, known, visible))
     # A key that may not be chosen counts less than any that may, not nothing: a sentence of one word has no other.
     barred = torch.tensor(list(special), dtype=w.dtype, device=w.device).expand(i, j) * 2
     if same:
@@ -59,5 +60,11 @@ def beyond_received(weights: Weights, row: int, special: Sequence[bool], same: b
     barred = torch.tensor(list(special), dtype=w.dtype, device=w.device) * 2
     if same:
         barred[row] += 2
-    chosen = (w - weights.received() / weights.shape[-2] - barred).max(-1, keepdim=True)
+    chosen = (w - weights.received().nan_to_num() / weights.shape[-2] - barred).max(-1, keepdim=True)
     return Best(chosen.values, chosen.indices)
+
+
+def unknown_in(heads: int, total: int) -> list[str]:
+    """That weights of some heads are not numbers, so that no head could be ranked by them; nothing where all are."""
+    whose = "These weights" if total == 1 else f"Weights of {heads} of {total} heads"
+    return [f"{whose} are not numbers (NaN): NaN came in, or a score overflowed."] if heads else []

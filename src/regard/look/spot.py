@@ -19,10 +19,22 @@ from ..matrix import Weights
 from ..recorder import Recording
 from ..recorder.part import span_of
 from ..recorder.tables import BY
-from .ranking import beyond_habit
+from .ranking import beyond_habit, unknown_in
 from .words import Reading, is_special, reading, resolve, shown
 
-__all__ = ["WATCHED", "Head", "Overview", "Sheet", "Spot", "is_history", "overview", "series", "sheets", "spotlight"]
+__all__ = [
+    "WATCHED",
+    "Head",
+    "Overview",
+    "Sheet",
+    "Spot",
+    "is_history",
+    "overview",
+    "sequence_of",
+    "series",
+    "sheets",
+    "spotlight",
+]
 
 #: Cells of a layer up to which its heads are ranked on the whole matrix.
 DENSE = 2**22
@@ -92,12 +104,16 @@ class Spot:
     weights: list[list[float]]  # of every shown head, one number a word
     hidden: list[float]  # the weight that hidden tokens had, before the rest was renormalised
     to: int | None  # the word that was asked for, among the words of the columns
+    alone: bool  # whether there is no other word; heads are then ranked by the weight they give most
     layers: dict[int, Sheet]
+    notes: list[str]  # what must be said besides
 
 
 def sheets(subject: Any, item: int = 0) -> list[Sheet]:
     """The layers of a recording, or a `Weights` as the only one."""
     if isinstance(subject, Weights):
+        if 0 in subject.shape:
+            raise ValueError(f"there is nothing to see in weights of shape {tuple(subject.shape)}.")
         return [_of_weights(subject, item)]
     if not isinstance(subject, Recording):
         raise TypeError(f"a Recording or a Weights can be looked at; {type(subject).__name__} came.")
@@ -166,19 +182,41 @@ def spotlight(
     rows = reading(chosen[0].rows, hide_special=hide_special, merge=merge)
     cols = reading(chosen[0].cols, hide_special=hide_special, merge=merge)
     target = None if to is None else cols.resolve(to)
+    alone = target is None and not _others(cols, at if chosen[0].same else None)
     ranked: list[Head] = []
     for sheet in chosen:
         check_head(sheet, head)
-        found = _ranked(sheet, rows, cols, at, target)
+        found = _ranked(sheet, rows, cols, at, target, alone)
         ranked += found if head is None else [one for one in found if one.head == head % sheet.heads]
-    ranked.sort(key=lambda one: -(one.beyond if to is None else one.weight))
+    unknown = sum(one.weight != one.weight for one in ranked)
+    ranked.sort(key=lambda one: -_or_least(one.beyond if to is None else one.weight))
     first = ranked[:1] if head is not None else _first(ranked, count, to is None)
     by_index = {sheet.index: sheet for sheet in chosen}
     read = [cols.shares(_row(by_index[one.layer], rows, at)[one.head]) for one in first]
     return Spot(
         rows.labels[at], at, rows, cols, chosen[0].same, ranked, first,
-        [w.tolist() for w, _ in read], [float(took) for _, took in read], target, by_index,
+        [w.tolist() for w, _ in read], [float(took) for _, took in read], target, alone, by_index,
+        [*sequence_of(subject, item), *unknown_in(unknown, len(ranked))],
     )  # fmt: skip
+
+
+def _others(cols: Reading, at: int | None) -> bool:
+    """Whether a word can be tied to another one, which is not special."""
+    return any(j != at and not is_special(label) for j, label in enumerate(cols.labels))
+
+
+def _or_least(x: float) -> float:
+    """A number to order by; what is none comes last."""
+    return x if x == x else -float("inf")
+
+
+def sequence_of(subject: Any, item: int) -> list[str]:
+    """Of a batch, that one sequence is shown, and which."""
+    if isinstance(subject, Weights):
+        batch = subject.shape[:-3].numel()
+    else:
+        batch = max((layer.shape[0] for layer in subject.layers), default=1)
+    return [f"Sequence {item % batch} of a batch of {batch}."] if batch > 1 else []
 
 
 def chosen_layers(all_: list[Sheet], layer: int | str | None) -> list[Sheet]:
@@ -239,13 +277,18 @@ def _row(sheet: Sheet, rows: Reading, at: int) -> Tensor:
     return sheet.weights[..., list(range(group.start, group.stop)), :].mean(-2)
 
 
-def _ranked(sheet: Sheet, rows: Reading, cols: Reading, at: int, target: int | None) -> list[Head]:
-    """Every head of a layer with the key that it gives most to beyond habit, or with the key that was asked for."""
+def _ranked(sheet: Sheet, rows: Reading, cols: Reading, at: int, target: int | None, alone: bool) -> list[Head]:
+    """Every head of a layer with the key that it gives most to beyond habit, or with the key that was asked for.
+
+    alone   there is no other word: the key that is given most, whatever it is
+    """
     special = [is_special(label) for label in cols.labels]
     w, _ = cols.shares(_row(sheet, rows, at))  # h n
     if target is not None:
         return [Head(sheet.index, h, target, float(w[h, target]), float(w[h, target])) for h in range(sheet.heads)]
-    if sheet.small:
+    if alone:
+        beyond, keys = w.max(-1)
+    elif sheet.small:
         best = beyond_habit(_folded(sheet, rows, cols), special, sheet.same)
         keys, beyond = best.key[:, at], best.beyond[:, at]
     else:
@@ -273,7 +316,7 @@ def _beyond_sample(
 ) -> tuple[Tensor, Tensor]:
     """For one row (h, m) of a long input: the key with the most weight beyond habit, and how much that is, (h,)."""
     others = [n for n, other in enumerate(sample[0]) if other != at]
-    looks, m = sample[1][:, others], w.shape[-1]
+    looks, m = sample[1][:, others].nan_to_num(), w.shape[-1]
     habit = looks.sum(1) / (looks > 0).sum(1).clamp(min=1)  # over the rows that may look there
     barred = torch.tensor(special, dtype=w.dtype, device=w.device) * 2
     if sheet.same:
@@ -306,8 +349,9 @@ class Overview:
     sheets: list[Sheet]
     rows: Reading
     cols: Reading
-    links: list[Link]  # strongest first
+    links: list[Link]  # strongest first; none where there is one word only
     measured: dict[str, list[tuple[int, int, float]]]  # measure → (layer, head, number), best first
+    notes: list[str]  # what must be said besides
 
 
 @torch.no_grad()
@@ -329,23 +373,29 @@ def overview(
     main = [sheet for sheet in chosen if (sheet.rows, sheet.cols, sheet.kind) == (first.rows, first.cols, first.kind)]
     rows = reading(first.rows, hide_special=hide_special, merge=merge)
     cols = reading(first.cols, hide_special=hide_special, merge=merge)
-    links = _links(main, rows, cols, head)
-    return Overview(chosen, rows, cols, links, _measured(main))
+    links, unknown = _links(main, rows, cols, head)
+    heads = sum(sheet.heads for sheet in main) if head is None else len(main)
+    notes = [*sequence_of(subject, item), *unknown_in(unknown, heads)]
+    return Overview(chosen, rows, cols, links, _measured(main), notes)
 
 
-def _links(main: list[Sheet], rows: Reading, cols: Reading, head: int | None) -> list[Link]:
-    """The strongest tie of every word, or of some words of a long input, strongest first."""
+def _links(main: list[Sheet], rows: Reading, cols: Reading, head: int | None) -> tuple[list[Link], int]:
+    """The strongest tie of every word, or of some of a long input, strongest first; how many heads are not numbers."""
     special = [is_special(label) for label in cols.labels]
     best: dict[int, Link] = {}
+    unknown: set[tuple[int, int]] = set()
     for sheet in main:
         heads = range(sheet.heads) if head is None else [head % sheet.heads]
         for at, w, keys, beyond in _looks(sheet, rows, cols, special):
+            unknown |= {(sheet.index, h) for h in heads if beyond[h] != beyond[h]}
+            if not _others(cols, at if sheet.same else None):
+                continue
             if is_special(rows.labels[at]) or not any(letter.isalnum() for letter in rows.labels[at]):
                 continue  # marks and signs are no words
-            h = max(heads, key=lambda h: beyond[h])
-            if at not in best or beyond[h] > best[at].head.beyond:
+            h = max(heads, key=lambda h: _or_least(beyond[h]))
+            if beyond[h] == beyond[h] and (at not in best or beyond[h] > best[at].head.beyond):
                 best[at] = Link(at, Head(sheet.index, h, keys[h], float(w[h, keys[h]]), beyond[h]))
-    return sorted(best.values(), key=lambda link: -link.head.beyond)
+    return sorted(best.values(), key=lambda link: -link.head.beyond), len(unknown)
 
 
 def _looks(
@@ -377,7 +427,7 @@ def _measured(main: list[Sheet]) -> dict[str, list[tuple[int, int, float]]]:
                 values = measure(sheet.weights)
             except ValueError:  # no word occurs twice; no positions to compare
                 continue
-            numbers += [(sheet.index, h, x) for h, x in enumerate(values.tolist())]
+            numbers += [(sheet.index, h, x) for h, x in enumerate(values.tolist()) if x == x]
         if numbers:
             found[name] = sorted(numbers, key=lambda row: row[2] if name == "entropy" else -row[2])
     return found

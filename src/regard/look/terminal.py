@@ -5,6 +5,7 @@ Without colour nothing is lost: shading is a bar under the word as well. Imports
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -105,7 +106,12 @@ def _spotlight(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
         lines += _left_out(lit, n, width)
         lines.append([])
     ranked = _heads(lit, width)
-    return [*lines, *_bars(lit, width, top), *([[], *ranked] if ranked else [])]
+    return [*_notes(lit.notes, width), *lines, *_bars(lit, width, top), *([[], *ranked] if ranked else [])]
+
+
+def _notes(notes: list[str], width: int) -> list[Line]:
+    """What must be said besides, before anything is shown."""
+    return [line for note in notes for line in [*paragraph(note, width, "bold"), []]]
 
 
 def _tie(lit: spot.Spot, n: int, width: int) -> str:
@@ -114,7 +120,7 @@ def _tie(lit: spot.Spot, n: int, width: int) -> str:
     if lit.to is None and (len(lit.heads) == 1 or lit.shown[n].beyond <= 0):
         key = max(range(len(lit.weights[n])), key=lambda j: lit.weights[n][j])
     each = (width - 13) // 2
-    return f"{quoted(lit.word, each)} → {quoted(lit.cols.labels[key], each)} {lit.weights[n][key]:.3f}"
+    return f"{quoted(lit.word, each)} → {quoted(lit.cols.labels[key], each)} {number(lit.weights[n][key])}"
 
 
 def _sentence(lit: spot.Spot, n: int, width: int) -> list[Line]:
@@ -130,7 +136,7 @@ def _sentence(lit: spot.Spot, n: int, width: int) -> list[Line]:
         weight, here = lit.weights[n][place], lit.same and place == lit.at
         text = safe(lit.cols.labels[place], width - 6)
         text = f"»{text}«" if here else text
-        under = _LEVELS[min(7, int(weight * 8))] * words.cells(text) if weight >= FAINT else ""
+        under = _LEVELS[int(min(weight, 0.999) * 8)] * words.cells(text) if weight >= FAINT else ""
         style = "bold reverse" if here else shade(weight, n)
         parts.append((Span(text, style), Span(under, tint(n))))
     return _wrapped(parts, width)
@@ -196,13 +202,17 @@ def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
         here = lit.same and j == lit.at
         line = [Span(to_left(name, first), "bold" if here else "")]
         for n, weights in enumerate(lit.weights):
-            line += [Span("  "), Span(to_left(bar(weights[j], room), room), tint(n)), Span(f" {weights[j]:.3f} ")]
+            line += [
+                Span("  "),
+                Span(to_left(bar(weights[j], room), room), tint(n)),
+                Span(f" {number(weights[j]):>5} "),
+            ]
         lines.append(trimmed(line))
     if numbered:
         rest = [sum(w) - sum(w[j] for j in chosen) for w in lit.weights]
         line = [Span(to_left(f"{len(labels) - len(chosen):,} more", first), "dim")]
         for part in rest:
-            line += [Span("  " + " " * room + f" {max(part, 0.0):.3f} ", "dim")]
+            line += [Span("  " + " " * room + f" {number(max(part, 0.0)):>5} ", "dim")]
         lines.append(trimmed(line))
     return lines
 
@@ -212,7 +222,7 @@ def _strongest(weights: list[list[float]], total: int, top: int | None) -> list[
     count = top or (total if total <= ALL_WORDS else STRONGEST)
     if count >= total:
         return list(range(total))
-    order = sorted(range(total), key=lambda j: -max(w[j] for w in weights))
+    order = sorted(range(total), key=lambda j: -max((w[j] for w in weights if w[j] == w[j]), default=0.0))
     return sorted(order[:count])
 
 
@@ -222,19 +232,23 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
         return []
     if lit.to is not None:
         title = f"Heads by the weight that {quoted(lit.word)} gives to {quoted(lit.cols.labels[lit.to])}"
+    elif lit.alone:
+        title = f"There is no other word that {quoted(lit.word)} could be tied to; heads by the weight they give most"
     else:
         title = f"Heads that tie {quoted(lit.word)} to another word, most telling first"
     lines = paragraph(title, width, "bold")
     named = any(sheet.name for sheet in lit.layers.values())
-    keys = [safe(lit.cols.labels[one.key], 12) for one in lit.heads[:count]]
+    keys = [_told_apart(lit.cols.labels, one.key, 12) for one in lit.heads[:count]]
     first = max([words.cells(key) for key in keys] + [8])
-    beyond = "" if lit.to is not None else "  beyond"
+    beyond = "" if lit.to is not None or lit.alone else "  beyond"
     start = f"  {'layer  ' if named else ''}head  {to_left('looks at', first)}  weight{beyond}"
     lines.append([Span(start, "dim")])
     room = min(24, width - len(start) - 2)
     for key, one in zip(keys, lit.heads, strict=False):
         place = f"{one.layer:>5}  {one.head:>4}" if named else f"{one.head:>4}"
-        text = f"  {place}  {to_left(key, first)}  {one.weight:6.3f}" + (f"  {number(one.beyond):>6}" if beyond else "")
+        text = f"  {place}  {to_left(key, first)}  {number(one.weight):>6}" + (
+            f"  {number(one.beyond):>6}" if beyond else ""
+        )
         style = tint(lit.shown.index(one)) if one in lit.shown else "dim"
         lines.append([Span(text), Span(f"  {bar(one.weight, room)}" if room >= 4 else "", style)])
     if beyond:
@@ -243,11 +257,17 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
     return lines
 
 
+def _told_apart(labels: Sequence[str], place: int, width: int) -> str:
+    """A word, with its number where it stands in the sentence several times: the:2."""
+    nth = words.numbered(labels, place)
+    return safe(labels[place], width - len(nth)) + nth
+
+
 # The whole.
 
 
 def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
-    lines: list[Line] = []
+    lines = _notes(seen.notes, width)
     shown = [safe(label, 24) for label in seen.rows.labels[:120]]
     parts = [(Span(text), Span("")) for text in shown]
     parts += [(Span(f"… {len(seen.rows.labels) - 120:,} more"), Span(""))] if len(seen.rows.labels) > 120 else []
@@ -265,21 +285,20 @@ def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
 def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     """The strongest tie of each word."""
     some = _varied(seen)[:top]
+    if not some:
+        return paragraph("No word is tied to another: there is no other word, or no weight to tell by.", width, "bold")
     named = any(sheet.name for sheet in seen.sheets)
-    left = max([words.cells(safe(seen.rows.labels[link.word], 14)) for link in some] + [4])
-    right = max([words.cells(safe(seen.cols.labels[link.head.key], 14)) for link in some] + [8])
+    rows = [_told_apart(seen.rows.labels, link.word, 14) for link in some]
+    cols = [_told_apart(seen.cols.labels, link.head.key, 14) for link in some]
+    left, right = max([*map(words.cells, rows), 4]), max([*map(words.cells, cols), 8])
     lines = paragraph("Which word is tied to which, most telling first", width, "bold")
     start = f"  {to_left('word', left)}    {to_left('looks at', right)}  weight  {'layer.head' if named else 'head'}"
     lines.append([Span(start if len(start) <= width else start.replace("layer.head", "head"), "dim")])
     room = min(24, width - len(start) - 2)
-    for link in some:
+    for link, word, key in zip(some, rows, cols, strict=True):
         one = link.head
         place = f"{one.layer}.{one.head}" if named else str(one.head)
-        texts = (
-            to_left(safe(seen.rows.labels[link.word], 14), left),
-            to_left(safe(seen.cols.labels[one.key], 14), right),
-        )
-        line = [Span(f"  {texts[0]}  → {texts[1]}  {one.weight:6.3f}  {place:<10}")]
+        line = [Span(f"  {to_left(word, left)}  → {to_left(key, right)}  {one.weight:6.3f}  {place:<10}")]
         lines.append(trimmed([*line, Span("  " + bar(one.weight, room), tint(0))] if room >= 4 else line))
     return lines
 
@@ -331,17 +350,19 @@ def _history(history: Sequence[tuple[int, dict[str, float]]], width: int) -> lis
         for name, points in list(mine.items())[:48]:
             values = [value for _, value in points]
             room = max(4, width - first - 20)
-            ends = f"{values[0]:7.3g} → {values[-1]:<7.3g}"
+            ends = f"{values[0]:7.3g} → {values[-1]:<7.3g}".replace("nan", "NaN")
             lines.append([Span(f"{to_left(name, first)}  {to_left(_spark(values, room), room)} {ends}".rstrip())])
         lines += [[Span(f"… {len(mine) - 48} more heads", "dim")]] if len(mine) > 48 else []
     return lines
 
 
 def _spark(values: Sequence[float], room: int) -> str:
-    """A line of bars from the least to the most, as many as there is room for."""
+    """A line of bars from the least to the most, as many as there is room for; a gap where there is no number."""
     picked = [values[n * len(values) // room] for n in range(room)] if len(values) > room else values
-    low, high = min(picked), max(picked)
-    return "".join(_LEVELS[int((x - low) / (high - low) * 7.999) if high > low else 0] for x in picked)
+    known = [x for x in picked if math.isfinite(x)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    step = 7.999 / (high - low) if high > low else 0.0
+    return "".join(_LEVELS[int((x - low) * step)] if math.isfinite(x) else " " for x in picked)
 
 
 # The walk.
@@ -354,7 +375,14 @@ def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: 
     if steps.position not in chosen and steps.words[steps.position : steps.position + 1] == (steps.word,):
         chosen = sorted([*chosen, steps.position])
     lines = paragraph(f"Attention for {quoted(steps.word)}, step by step", width, "bold")
-    lines += [*_shapes(steps, width), [], *_to_weights(steps, chosen, width), [], *_to_sum(steps, chosen, width)]
+    lines += [
+        *_shapes(steps, width),
+        [],
+        *_notes(steps.notes, width),
+        *_to_weights(steps, chosen, width),
+        [],
+        *_to_sum(steps, chosen, width),
+    ]
     return rendered(lines, colour)
 
 
@@ -381,9 +409,9 @@ def _to_weights(steps: Walk, chosen: list[int], width: int) -> list[Line]:
     lines += _table(steps, chosen, columns, width)
     if rest := len(steps.words) - len(chosen):
         left = 1 - steps.sink - sum(float(steps.weights[j]) for j in chosen)
-        lines += paragraph(f"{rest:,} more: {max(left, 0.0):.3f} in all", width, "dim")
+        lines += paragraph(f"{rest:,} more: {number(max(left, 0.0))} in all", width, "dim")
     if steps.sink:
-        lines += paragraph(f"a sink takes {steps.sink:.3f} and gives nothing", width, "dim")
+        lines += paragraph(f"a sink takes {number(steps.sink)} and gives nothing", width, "dim")
     return lines
 
 
@@ -397,6 +425,10 @@ def _explained(steps: Walk, hides: bool, width: int) -> list[Line]:
     lines += _one_product(steps, width)
     lines += paragraph(f"2 {scaled}{then}", width)
     lines += paragraph(f"3 mask: {told}", width)
+    if unseen == len(steps.words) and not steps.sink:
+        return lines + paragraph("4 softmax: nothing may be looked at, so all weights are 0, and their sum is", width)
+    if steps.notes:
+        return lines + paragraph("4 softmax: weights that are not numbers", width)
     return lines + paragraph(f"4 softmax: weights, none negative, their sum {1 - steps.sink:.4g}", width)
 
 
@@ -426,7 +458,10 @@ def _to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
     for j in chosen:
         numbers = "".join(f"{number(x):>9}" for x in steps.weighted[j, :fit].tolist())
         lines.append(
-            [Span(to_left(safe(steps.words[j], first), first)), Span(f"  {float(steps.weights[j]):6.3f} {numbers}")]
+            [
+                Span(to_left(safe(steps.words[j], first), first)),
+                Span(f"  {number(float(steps.weights[j])):>6} {numbers}"),
+            ]
         )
     if rest := len(steps.words) - len(chosen):
         others = steps.weighted.sum(0) - steps.weighted[chosen].sum(0)

@@ -1,7 +1,7 @@
 """A view: one value with every face. `str()` for the terminal, `_repr_html_` for a notebook, `save` for a file.
 
-`Recording.show` and `Weights.show` make one. Nothing is computed before a face is asked for. Imports `words` and, when
-they are used, the rooms of the faces.
+`Recording.show` and `Weights.show` make one. Nothing is computed before a face is asked for. Imports the recorder's
+`file`, which writes all or nothing, and, when they are used, the rooms of the faces.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from ..index import At
+from ..recorder.file import write
 
 __all__ = ["View"]
 
@@ -27,10 +30,12 @@ class View:
     subject   a Recording, a Weights, or a training history: the (step, numbers) pairs that
               regard.watch(model, to=lambda numbers, step: history.append((step, numbers))) collects
     word      the word to begin with: "it", "the:1" for the first of several, or a position
+    to        with `word`: begin with the heads that give this word the most weight
     layer     with `head`: the head to begin with
     embedded  word vectors and their projections, for the steps from word vectors to a head (`regard.look.model`)
     values    the value vectors of a `Weights`, (..., h, j, e) or (j, e), for the steps after softmax
     item      which sequence of a batch
+    notes     sentences to be written below, such as what was left out of the text
     hide_special, merge   begin without special tokens, with pieces merged to words
     """
 
@@ -39,18 +44,24 @@ class View:
         subject: Any,
         *,
         word: Any = None,
+        to: str | int | None = None,
         title: str | None = None,
         layer: int | str | None = None,
         head: int | None = None,
         embedded: Any = None,
         values: Tensor | None = None,
         item: int = 0,
+        notes: Sequence[str] = (),
         hide_special: bool = False,
         merge: bool = False,
     ) -> None:
+        if to is not None and word is None:
+            raise ValueError("to=… goes with word=…: the heads by the weight from one word to another.")
         self.subject = as_history(subject) if is_history(subject) else subject
+        word = f"{word.word}:{word.nth}" if isinstance(word, At) else word
         self.word, self.title, self.layer, self.head = word, title, layer, head
         self.embedded, self.values, self.item = embedded, values, item
+        self.to, self.notes = to, list(notes)
         self.hide_special, self.merge = hide_special, merge
 
     @property
@@ -58,6 +69,7 @@ class View:
         """What every face is told."""
         return {
             "word": self.word,
+            "to": self.to,
             "layer": self.layer,
             "head": self.head,
             "item": self.item,
@@ -75,6 +87,7 @@ class View:
             title=self.title,
             embedded=self.embedded,
             values=self.values,
+            notes=self.notes,
             **self._begin,
         )
         return frame(html(packed)) if fragment else html(packed)
@@ -88,10 +101,10 @@ class View:
         elif kind == ".svg":
             from .picture import svg
 
-            text = svg(self.subject, title=self.title, **self._begin)
+            text = svg(self.subject, title=self.title, notes=self.notes, **self._begin)
         else:
             raise ValueError(f"save(path) writes .html or .svg, by the end of the name; {where.name!r} came.")
-        where.write_text(text, encoding="utf-8", errors="replace")
+        write(where, iter([text.encode("utf-8", errors="replace")]))
 
     def _repr_html_(self) -> str:
         return self.html(fragment=True)

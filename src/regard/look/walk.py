@@ -20,6 +20,7 @@ from ..index import At
 from ..matrix import Weights
 from ..score import Additive, Bilinear, Cosine, Dot, Gaussian, Given, ScaledDot, Score, wide
 from ..tree import change
+from .ranking import unknown_in
 from .words import resolve
 
 __all__ = ["Walk", "walk"]
@@ -52,6 +53,11 @@ class Walk:
         names = ("q", "k", "v", "product", "scaled", "masked", "weights", "weighted", "y")
         return {name: tuple(x.shape) for name in names if (x := getattr(self, name)) is not None}
 
+    @property
+    def notes(self) -> list[str]:
+        """What must be said besides."""
+        return unknown_in(int(bool(self.weights.isnan().any())), 1)
+
     def __str__(self) -> str:
         from .terminal import draw_walk
 
@@ -80,14 +86,14 @@ def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *,
     if not isinstance(weights, Weights):
         came = type(weights).__name__
         raise TypeError(f"walk(W, v, word): W is a Weights, of regard.weights or of a recording; {came} came.")
-    weights, v = _one_head(weights, v, head)
+    weights, v = _one_head(weights.detach(), v, head)
     v = _values(weights, v)
     at = _position(weights, word)
     rows, cols = weights.tokens
     names = tuple(cols) if cols else tuple(map(str, range(weights.shape[1])))
     steps = _steps(weights._factors.folded(), at)
     w = steps["weights"].unsqueeze(-1)
-    weighted = torch.where(w > 0, w * wide(v), 0)  # 0 · nan is nan, and what is not looked at may be anything
+    weighted = torch.where(w == 0, 0, w * wide(v))  # 0 · nan is nan, and what is not looked at may be anything
     y = weighted.sum(0).to(v.dtype)
     return Walk(rows[at] if rows else str(at), at, names, v=v, weighted=weighted, y=y, **steps)
 

@@ -15,7 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Reading", "bare", "cells", "clip", "is_special", "joined", "named", "reading", "resolve", "shown", "words"]
+__all__ = [
+    "Reading",
+    "bare",
+    "cells",
+    "clip",
+    "is_special",
+    "joined",
+    "named",
+    "numbered",
+    "reading",
+    "resolve",
+    "shown",
+    "words",
+]
 
 #: Marks of where a text begins and ends, not words of it. [MASK] and [UNK] stand for words and are kept.
 _SPECIAL = re.compile(
@@ -107,6 +120,8 @@ def resolve(tokens: Sequence[str], word: str | int) -> int:
     """The position of a word: "it", "the:1" for the first of several, a number for a position."""
     if isinstance(word, int):
         return _in_range(tokens, word)
+    if not word.strip() and word not in tokens:
+        raise LookupError("no word was named: give one of the text, or its position counted from 0.")
     places = _places(tokens, word)
     if len(places) == 1:
         return places[0]
@@ -138,6 +153,12 @@ def named(tokens: Sequence[str], position: int) -> str:
     if position not in places or word != shown(word):
         return str(position)
     return word if len(places) == 1 else f"{word}:{places.index(position) + 1}"
+
+
+def numbered(tokens: Sequence[str], position: int) -> str:
+    """What tells a token from others that are written the same: ":2" for the second, nothing for the only one."""
+    places = [n for n, token in enumerate(tokens) if token == tokens[position]]
+    return f":{places.index(position) + 1}" if len(places) > 1 else ""
 
 
 def _places(tokens: Sequence[str], word: str) -> list[int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..door import attend, weights
 from ..mask import Mask, as_mask, causal
 from ..matrix import NAMES, Seen, Weights
-from .positions import as_positions
+from .positions import Rotary, as_positions
 from .scoring import as_scoring
 
 __all__ = ["Asked", "Cache", "CrossAttention", "SelfAttention"]
@@ -27,6 +27,7 @@ class Cache:
     def __init__(self) -> None:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
+        self.memory: Tensor | None = None  # what cross-attention filled it from
 
     def __len__(self) -> int:
         return 0 if self.k is None else self.k.shape[-2]
@@ -41,6 +42,8 @@ class Cache:
         """Keep these sequences of the batch, in this order: beams that go on."""
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k.index_select(0, sequences), self.v.index_select(0, sequences)
+        if self.memory is not None:
+            self.memory = self.memory.index_select(0, sequences)
 
 
 class Asked:
@@ -70,6 +73,10 @@ class Asked:
 
     def heads(self, name: str) -> Tensor:
         """One number a head of every layer, (layers, h), detached."""
+        if name not in self.names:
+            raise ValueError(f"{name!r} was not asked; Asked({', '.join(map(repr, self.names))}) knows what it names.")
+        if not self.seen:
+            raise ValueError("nothing was told yet: call the model with asked=… first.")
         rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
         flat = [row.transpose(-1, -2).flatten(0, -2) for row in rows]  # layers × (·, h)
         return torch.stack([row.amax(0) if name == "max_score" else row.mean(0) for row in flat])
@@ -93,6 +100,11 @@ class _Attention(nn.Module):
                 raise ValueError(f"dim {dim} does not split into {heads} heads of one size; say key_size=....")
             key_size = dim // heads
         value_size = key_size if value_size is None else value_size
+        if min(dim, memory, key_size, value_size) < 1:
+            raise ValueError(
+                "dim, key_size and value_size must be at least 1; "
+                f"{min(dim, memory)}, {key_size} and {value_size} came."
+            )
         self.dim, self.heads, self.key_heads = dim, heads, key_heads
         self.key_size, self.value_size = key_size, value_size
         self.query = nn.Linear(dim, heads * key_size, bias) if parameters else nn.Identity()
@@ -153,14 +165,17 @@ class SelfAttention(_Attention):
         if positions == "learned" and not parameters:
             raise ValueError('parameters=False leaves nothing to learn; positions="sinusoidal" or "rotary" have none.')
         self.positions = as_positions(positions, dim)
+        if isinstance(self.positions, Rotary):
+            self.positions.check(self.key_size)
         self.causal = causal
 
     def forward(self, x: Tensor, mask: Any = None, cache: Cache | None = None, asked: Asked | None = None) -> Tensor:
         """The output, (..., t, dim). The keys and values of a cache come first, and x's are added to it."""
         q, k, v = self._made(x, cache)
-        if cache is not None:
+        y = self._joined(self._attended(q, k, v, *self._visible(mask, q, k), asked))
+        if cache is not None:  # a call that failed has added nothing
             cache.k, cache.v = k, v
-        return self._joined(self._attended(q, k, v, *self._visible(mask, q, k), asked))
+        return y
 
     def weights(self, x: Tensor, mask: Any = None, cache: Cache | None = None) -> Weights:
         """The weights that `forward` would use, (..., h, t, n); a cache is looked at and left as it is."""
@@ -171,10 +186,10 @@ class SelfAttention(_Attention):
     def see(self, x: Tensor, *names: str, mask: Any = None, cache: Cache | None = None, **more: Any) -> Seen:
         """The output as `y` and statistics of its weights, in one fused pass; see `Weights.see`."""
         q, k, v = self._made(x, cache)
-        if cache is not None:
-            cache.k, cache.v = k, v
         visible, align = self._visible(mask, q, k)
         seen = weights(q, k, score=self.score(), mask=visible, align=align).see(*names, values=v, **more)
+        if cache is not None:
+            cache.k, cache.v = k, v
         return Seen(**{**vars(seen), "y": self._joined(seen.y)})
 
     def _made(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,11 +250,11 @@ class CrossAttention(_Attention):
     def forward(
         self, x: Tensor, memory: Tensor | None, mask: Any = None, cache: Cache | None = None, asked: Asked | None = None
     ) -> Tensor:
-        """The output, (..., t, dim). A cache is filled from the memory once; after that the memory may be None."""
+        """The output, (..., t, dim). A cache is filled from the memory once; after that it is the same, or None."""
         q, k, v = self._made(x, memory, cache)
-        if cache is not None:
-            cache.k, cache.v = k, v
-        return self._joined(self._attended(q, k, v, None if mask is None else as_mask(mask), None, asked))
+        y = self._joined(self._attended(q, k, v, None if mask is None else as_mask(mask), None, asked))
+        _fill(cache, k, v, memory)
+        return y
 
     def weights(self, x: Tensor, memory: Tensor | None, mask: Any = None, cache: Cache | None = None) -> Weights:
         """The weights that `forward` would use, (..., h, t, n)."""
@@ -251,15 +266,15 @@ class CrossAttention(_Attention):
     ) -> Seen:
         """The output as `y` and statistics of its weights, in one fused pass; see `Weights.see`."""
         q, k, v = self._made(x, memory, cache)
-        if cache is not None:
-            cache.k, cache.v = k, v
         seen = weights(q, k, score=self.score(), mask=mask).see(*names, values=v, **more)
+        _fill(cache, k, v, memory)
         return Seen(**{**vars(seen), "y": self._joined(seen.y)})
 
     def _made(self, x: Tensor, memory: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         _check_input(x, self.dim, "x")
         q = self._split(self.query(x), self.heads)
         if cache is not None and cache.k is not None and cache.v is not None:
+            _check_memory(cache, memory)
             return q, cache.k, cache.v
         if memory is None:
             raise ValueError("cross-attention needs a memory: pass memory=..., or a cache that was filled from one.")
@@ -285,6 +300,25 @@ def _check_input(x: Any, dim: int, name: str) -> None:
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != dim:
         came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must be (..., length, {dim}); {came} came.")
+
+
+def _fill(cache: Cache | None, k: Tensor, v: Tensor, memory: Tensor | None) -> None:
+    """Keys and values of a memory into an empty cache."""
+    if cache is not None and cache.k is None:
+        cache.k, cache.v, cache.memory = k, v, memory
+
+
+def _check_memory(cache: Cache, memory: Tensor | None) -> None:
+    """That a filled cache is not given another memory, which it would pass over in silence."""
+    if memory is None or memory is cache.memory:
+        return
+    was = cache.memory
+    alike = was is not None and (was.shape, was.dtype, was.device) == (memory.shape, memory.dtype, memory.device)
+    if was is None or not alike or not torch.equal(memory, was):
+        raise ValueError(
+            "this cache was filled from another memory: pass memory=None to go on with that one, "
+            "or an empty Cache() for the new one."
+        )
 
 
 def _refuse_parameters(

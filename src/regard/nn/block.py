@@ -44,7 +44,8 @@ class Block(nn.Module):
     hidden      width of the feed-forward network; 4 · dim where not given
     norm        "layer" or "rms"; norm_first=False puts it after the sum, as the first Transformer had it
     dropout     on the residual branches, while training
-    attention   what else SelfAttention takes: key_heads, score, positions, causal, …
+    attention   what else SelfAttention takes: key_heads, score, positions, causal, …; cross-attention takes the same,
+                but for positions and causal, which the memory does not have
 
     >>> Block(16, heads=4, causal=True)(torch.randn(2, 5, 16)).shape
     torch.Size([2, 5, 16])
@@ -57,7 +58,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention = SelfAttention(dim, heads, bias=bias, **attention)
         self.attention_norm = norm_of(norm, dim, bias)
-        self.cross = CrossAttention(dim, heads, bias=bias) if cross else None
+        other = {name: value for name, value in attention.items() if name not in ("positions", "causal")}
+        self.cross = CrossAttention(dim, heads, bias=bias, **other) if cross else None
         self.cross_norm = norm_of(norm, dim, bias) if cross else None
         self.feed_forward = FeedForward(dim, hidden, activation=activation, bias=bias)
         self.feed_forward_norm = norm_of(norm, dim, bias)
@@ -91,7 +93,10 @@ class Block(nn.Module):
         return block(layer, causal)
 
     def to_torch(self) -> nn.TransformerEncoderLayer:
-        """The same block as an `nn.TransformerEncoderLayer`, batch first."""
+        """The same block as an `nn.TransformerEncoderLayer`, batch first; its causal mask is given at every call:
+
+        layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(t), is_causal=True)
+        """
         from .exchange import encoder_layer
 
         return encoder_layer(self)

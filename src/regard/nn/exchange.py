@@ -46,12 +46,17 @@ def cross_attention(mha: nn.MultiheadAttention) -> CrossAttention:
 
 
 def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
+    if not isinstance(layer, nn.TransformerEncoderLayer):
+        raise TypeError(
+            f"from_torch takes an nn.TransformerEncoderLayer; {type(layer).__name__} came. The attentions of another "
+            "layer are taken one by one, by SelfAttention.from_torch and CrossAttention.from_torch."
+        )
     hidden, dim = layer.linear1.weight.shape
     bias = layer.linear1.bias is not None
     made = Block(
         dim, layer.self_attn.num_heads, hidden=hidden, activation=_activation_name(layer.activation),
         norm_first=layer.norm_first, dropout=layer.dropout1.p, bias=bias, causal=causal,
-    )  # fmt: skip
+    ).to(layer.linear1.weight)  # fmt: skip  # before the weights come: float64 must not pass through float32
     made.attention = self_attention(layer.self_attn, causal)
     pairs = [
         (made.attention_norm, layer.norm1),
@@ -62,7 +67,7 @@ def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
     for ours, theirs in pairs:
         ours.load_state_dict(theirs.state_dict())
     made.attention_norm.eps, made.feed_forward_norm.eps = layer.norm1.eps, layer.norm2.eps  # type: ignore[assignment]
-    return made.to(layer.linear1.weight).train(layer.training)
+    return made.train(layer.training)
 
 
 def _filled(layer: Any, mha: nn.MultiheadAttention) -> Any:
@@ -70,12 +75,13 @@ def _filled(layer: Any, mha: nn.MultiheadAttention) -> Any:
         matrices = mha.in_proj_weight.chunk(3)
     else:
         matrices = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
+    layer.to(mha.out_proj.weight)
     biases: Any = (None,) * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
     parts = [*zip((layer.query, layer.key, layer.value), matrices, biases, strict=True)]
     parts.append((layer.output, mha.out_proj.weight, mha.out_proj.bias))
     for linear, weight, bias in parts:
         _set(linear, weight, bias)
-    return layer.to(mha.out_proj.weight).train(mha.training)
+    return layer.train(mha.training)
 
 
 def _check_multihead(mha: Any) -> None:
@@ -111,6 +117,7 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
     memory = getattr(layer, "memory_dim", layer.dim)
     bias = layer.query.bias is not None
     mha = nn.MultiheadAttention(layer.dim, layer.heads, bias=bias, kdim=memory, vdim=memory, batch_first=True)
+    mha.to(layer.query.weight)  # type: ignore[arg-type]
     parts: list[Any] = [layer.query, layer.key, layer.value]
     with torch.no_grad():
         if mha._qkv_same_embed_dim:
@@ -121,7 +128,7 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
         if bias:
             mha.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
     _set(mha.out_proj, layer.output.weight, layer.output.bias)  # type: ignore[arg-type]
-    return mha.to(layer.query.weight).train(layer.training)  # type: ignore[arg-type]
+    return mha.train(layer.training)
 
 
 def encoder_layer(made: Block) -> nn.TransformerEncoderLayer:
@@ -132,15 +139,16 @@ def encoder_layer(made: Block) -> nn.TransformerEncoderLayer:
     layer = nn.TransformerEncoderLayer(
         made.attention.dim, made.attention.heads, feed.inner.out_features, made.dropout.p, batch_first=True,
         activation=FUNCTIONS[type(feed.activation)],
-        norm_first=made.norm_first, bias=feed.inner.bias is not None, layer_norm_eps=made.attention_norm.eps,  # type: ignore[arg-type]
-    )  # fmt: skip
+        norm_first=made.norm_first, bias=feed.inner.bias is not None,
+    ).to(feed.inner.weight)  # fmt: skip
     mha = multihead(made.attention)
     layer.self_attn.load_state_dict(mha.state_dict())
     layer.norm1.load_state_dict(made.attention_norm.state_dict())
     layer.norm2.load_state_dict(made.feed_forward_norm.state_dict())
+    layer.norm1.eps, layer.norm2.eps = made.attention_norm.eps, made.feed_forward_norm.eps  # type: ignore[assignment]
     layer.linear1.load_state_dict(feed.inner.state_dict())
     layer.linear2.load_state_dict(feed.outer.state_dict())
-    return layer.to(feed.inner.weight).train(made.training)
+    return layer.train(made.training)
 
 
 def _need(holds: bool, what: str, layer: nn.Module) -> None:

@@ -39,9 +39,7 @@ class Sinusoidal(Positions):
 
     def added(self, x: Tensor, start: int = 0) -> Tensor:
         t, dim = x.shape[-2:]
-        at = torch.arange(start, start + t, device=x.device, dtype=torch.float32)
-        rates = self.base ** (-torch.arange(0, dim, 2, device=x.device, dtype=torch.float32) / dim)
-        angles = at[:, None] * rates  # t ⌈dim/2⌉
+        angles = _angles(self.base, start, t, dim, x)  # t ⌈dim/2⌉
         waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[:, :dim]
         return x + waves.to(x.dtype)
 
@@ -76,21 +74,31 @@ class Rotary(Positions):
         super().__init__()
         self.base = base
 
+    def check(self, key_size: int) -> None:
+        """That heads of this size can be turned."""
+        if key_size % 2:
+            raise ValueError(f"rotary positions turn pairs of numbers: key_size must be even; {key_size} came.")
+
     def turned(self, q: Tensor, start: int = 0) -> Tensor:
         t, d = q.shape[-2:]
-        if d % 2:
-            raise ValueError(f"rotary positions turn pairs of numbers: key_size must be even; {d} came.")
-        at = torch.arange(start, start + t, device=q.device, dtype=torch.float32)
-        rates = self.base ** (-torch.arange(0, d, 2, device=q.device, dtype=torch.float32) / d)
-        angles = at[:, None] * rates  # t d/2
-        # Narrow types cannot tell position 300 from 301: turn in float32, or float64 where q is.
-        wide = q if q.dtype == torch.float64 else q.float()
-        cos, sin = angles.cos().to(wide.dtype), angles.sin().to(wide.dtype)
+        self.check(d)
+        angles = _angles(self.base, start, t, d, q)  # t d/2
+        wide = q.to(angles.dtype)
+        cos, sin = angles.cos(), angles.sin()
         left, right = wide.chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(q.dtype)
 
     def extra_repr(self) -> str:
         return f"base={self.base:g}"
+
+
+def _angles(base: float, start: int, count: int, size: int, like: Tensor) -> Tensor:
+    """position · base^(−2n/size), (count, ⌈size/2⌉)."""
+    # Narrow types cannot tell position 300 from 301: float32, or float64 where it is asked for.
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    at = torch.arange(start, start + count, device=like.device, dtype=dtype)
+    rates = base ** (-torch.arange(0, size, 2, device=like.device, dtype=dtype) / size)
+    return at[:, None] * rates
 
 
 def as_positions(positions: Any, dim: int, length: int = LENGTH) -> Positions | None:
