@@ -37,10 +37,10 @@ look: $(if $(wildcard $(READY)),$(READY),$(LOOKING))
 	@echo "Open it in a browser: file://$(CURDIR)/look.html"
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # Real models of other libraries, in a folder of their own: torchvision has no CPU build, and would trip transformers.
 test-libraries: $(READY)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,3 +45,27 @@ def engine(request: pytest.FixtureRequest, tiles: Callable[[int, int], None]) ->
     if cut:
         tiles(3, 4)
     return name
+
+
+CHROMIUM = os.environ.get("REGARD_CHROMIUM") or "/usr/bin/chromium"
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """One Chromium for all tests of a process: its driver runs once at a time."""
+    why = None if shutil.which(CHROMIUM) else f"no Chromium at {CHROMIUM}; set REGARD_CHROMIUM to where it is"
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        why = "playwright is not installed"
+    if why:
+        # Where everything is checked, a check that does not run is a failure.
+        (pytest.fail if os.environ.get("CI") or os.environ.get("REGARD_CI") else pytest.skip)(why)
+    with sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield running
+        running.close()

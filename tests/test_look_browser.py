@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,30 +17,6 @@ from regard.look import View, payload
 from regard.look.page import frame
 from regard.look.ranking import beyond_habit
 from regard.look.words import reading
-
-CHROMIUM = os.environ.get("REGARD_CHROMIUM") or "/usr/bin/chromium"
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    why = None
-    if not (Path(CHROMIUM).exists() or shutil.which(CHROMIUM)):
-        why = f"no Chromium at {CHROMIUM}; set REGARD_CHROMIUM to where it is"
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        why = "playwright is not installed"
-    if why:
-        # Where everything is checked, a check that does not run is a failure.
-        (pytest.fail if os.environ.get("CI") or os.environ.get("REGARD_CI") else pytest.skip)(why)
-    with sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield running
-        running.close()
 
 
 class Shown:

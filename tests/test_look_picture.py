@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +16,6 @@ from regard.look.picture import svg
 from test_look_terminal import HISTORY, TOKENS, WIDE, made
 
 NAME = "{http://www.w3.org/2000/svg}"
-CHROMIUM = os.environ.get("REGARD_CHROMIUM") or "/usr/bin/chromium"
 
 
 def read(picture):
@@ -146,31 +143,24 @@ def test_no_token_is_more_than_text(start):
             assert all(words.clip(words.shown(token), 24).replace("\uffff", "\ufffd").replace("\ufffe", "\ufffd") in shown for token in tokens)  # fmt: skip
 
 
-def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(tmp_path):
-    if not Path(CHROMIUM).exists():
-        # Where everything is checked, a check that does not run is a failure.
-        (pytest.fail if os.environ.get("REGARD_CI") else pytest.skip)(f"no Chromium at {CHROMIUM}")
-    driver = pytest.importorskip("playwright.sync_api")
+def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path):
     asked = []
-    with driver.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        for n, tokens in enumerate((TOKENS, WIDE, HOSTILE[:30])):
-            picture = svg(made(tokens), word=1, title=tokens[2], hide_special=n == 1)
-            (tmp_path / f"{n}.svg").write_text(picture, encoding="utf-8")
-            tab = browser.new_page()
-            tab.on("dialog", lambda dialog: asked.append(dialog.message))
-            tab.on("request", lambda request: asked.append(request.url))
-            tab.goto(f"file://{tmp_path}/{n}.svg")
-            assert tab.evaluate("window.bad === undefined")
-            frame, parts = tab.evaluate(
-                "() => { const at = e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom] };"
-                " return [at(document.documentElement), [...document.querySelectorAll('text, path')].map(at)] }"
-            )
-            assert len(parts) > len(tokens)
-            for left, top, right, bottom in parts:
-                assert left >= frame[0] - 1
-                assert top >= frame[1] - 1
-                assert right <= frame[2] + 1
-                assert bottom <= frame[3] + 1
-        browser.close()
+    for n, tokens in enumerate((TOKENS, WIDE, HOSTILE[:30])):
+        picture = svg(made(tokens), word=1, title=tokens[2], hide_special=n == 1)
+        (tmp_path / f"{n}.svg").write_text(picture, encoding="utf-8")
+        tab = browser.new_page()
+        tab.on("dialog", lambda dialog: asked.append(dialog.message))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(f"file://{tmp_path}/{n}.svg")
+        assert tab.evaluate("window.bad === undefined")
+        frame, parts = tab.evaluate(
+            "() => { const at = e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom] };"
+            " return [at(document.documentElement), [...document.querySelectorAll('text, path')].map(at)] }"
+        )
+        assert len(parts) > len(tokens)
+        for left, top, right, bottom in parts:
+            assert left >= frame[0] - 1
+            assert top >= frame[1] - 1
+            assert right <= frame[2] + 1
+            assert bottom <= frame[3] + 1
     assert [url for url in asked if not url.startswith("file:")] == []
