@@ -6,6 +6,7 @@ arguments). Triton is imported when the engine first computes, never before.
 
 Served: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
 fp16 and fp32; d and e up to 256; top n up to 64. Not served, and computed by `blockwise`: float64, users' functions.
+A finite score below −1e22 counts as hidden here: a row that has no other sees nothing.
 Imports `factors`, `statistics`, `blockwise`.
 """
 
