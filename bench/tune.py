@@ -37,7 +37,9 @@ CANDIDATES = {
         C(64, 128, 4, 3), C(64, 128, 8, 3), C(128, 128, 8, 3), C(64, 64, 4, 3), C(128, 64, 4, 3),
     ],
     "top": [C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)],
-    "ballot": [C(64, 128, 4, 3), C(64, 64, 4, 3), C(64, 64, 4, 4), C(128, 64, 8, 3), C(128, 128, 8, 3), C(64, 32, 4, 4)],
+    "ballot": [
+        C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 64, 8, 3), C(128, 128, 8, 3), C(128, 128, 8, 2), C(128, 64, 4, 3),
+    ],
     "keys": [
         C(64, 128, 8, 2), C(32, 128, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 64, 8, 2), C(64, 64, 8, 3),
     ],
@@ -63,8 +65,8 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
         return lambda: launch.reread(problem, ("received", "pool"), found["norm"], None, tiling)
     c = (dy.float() * found["y"].float()).sum(-1)
     gradient = Gradient(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
-    flowing = launch._flowing(problem, v, found["norm"], gradient)
-    return (lambda: launch.keys_pass(*flowing)) if kernel == "keys" else (lambda: launch.rows_pass(*flowing))
+    flowing = launch.flowing(problem, v, found["norm"], gradient)
+    return (lambda: launch.keys_pass(flowing)) if kernel == "keys" else (lambda: launch.rows_pass(flowing))
 
 
 def flat(found) -> list[torch.Tensor]:

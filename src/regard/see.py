@@ -62,7 +62,8 @@ def pull_back(
     engine = serving(engine, clean, asked)
     gradient = _gradient(clean, asked, engine, answers, flowing)
     _, tensors = flatten((problem, question))
-    count = len(flatten(problem)[1])
+    of_question = [x for x in (question.v, question.u, question.keys) if x is not None]
+    count = len(tensors) - len(of_question)
     of_problem, dv, du = engine.backward(clean, asked, answers["norm"], gradient, needs[:count])
     of_problem = list(of_problem)
     for score, index in PICKED:
@@ -94,18 +95,19 @@ def _gradient(problem: Problem, question: Question, engine: Engine, answers: Ans
     b, h, i, j = problem.shape
     # An engine that computes in narrow types takes the output's gradient as it came: a wide copy is slow.
     flowing = {name: g if engine.narrow and name == "y" else g.to(problem.wide) for name, g in flowing.items()}
-    row = torch.zeros(b, h, i, dtype=problem.wide, device=problem.q.device)
-    c, pairs, unfinished = row, [], []
+    pairs, unfinished = [], []
     if (g := flowing.get("y")) is not None:
-        c = c + engine.row_dot(g, answers["y"])
+        c = engine.row_dot(g, answers["y"])
         pairs.append((g, given(question.v) if engine.narrow else wide(given(question.v))))
+    else:
+        c = problem.q.new_zeros(b, h, i, dtype=problem.wide)
     if (g := flowing.get("mass")) is not None:
         c = c + g * answers["mass"]
         pairs.append((g.unsqueeze(-1), wide(given(question.keys)).view(1, 1, j, 1)))
     if (g := flowing.get("z")) is not None:
         unfinished.append((wide(given(question.u)), g))
     if (g := flowing.get("received")) is not None:
-        unfinished.append((torch.ones_like(row).unsqueeze(-1), g.unsqueeze(-1)))
+        unfinished.append((torch.ones_like(c).unsqueeze(-1), g.unsqueeze(-1)))
     if (g := flowing.get("pool")) is not None:
         unfinished.append(_pool_factors(g, given(question.tiling), i, j))
     if unfinished:
@@ -125,7 +127,7 @@ def _gradient(problem: Problem, question: Question, engine: Engine, answers: Ans
     left, right = (
         _side_by_side([*pairs, *unfinished], b, h)
         if pairs or unfinished
-        else (row[..., None], row.new_zeros(1, 1, j, 1))
+        else (torch.zeros_like(c).unsqueeze(-1), c.new_zeros(1, 1, j, 1))
     )
     return Gradient(left, right, c, eta, rho, dy=flowing.get("y"), dz=flowing.get("z"))
 

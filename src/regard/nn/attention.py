@@ -77,9 +77,10 @@ class Asked:
             raise ValueError(f"{name!r} was not asked; Asked({', '.join(map(repr, self.names))}) knows what it names.")
         if not self.seen:
             raise ValueError("nothing was told yet: call the model with asked=… first.")
-        rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
-        flat = [row.transpose(-1, -2).flatten(0, -2) for row in rows]  # layers × (·, h)
-        return torch.stack([row.amax(0) if name == "max_score" else row.mean(0) for row in flat])
+        with torch.no_grad():  # and not only detached: some compilers would still send zeros back through it
+            rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
+            flat = [row.transpose(-1, -2).flatten(0, -2) for row in rows]  # layers × (·, h)
+            return torch.stack([row.amax(0) if name == "max_score" else row.mean(0) for row in flat])
 
 
 class _Attention(nn.Module):

@@ -68,25 +68,55 @@ class Learned(Positions):
 
 
 class Rotary(Positions):
-    """Pairs of q and k turned by position · base^(−2n/d): the product depends on the distance alone."""
+    """Pairs of q and k turned by position · base^(−2n/d): the product depends on the distance alone.
+
+    Sines and cosines are kept for the first positions and for more as they come (in float32, in no checkpoint): a compiler
+    would make them anew in every layer, which costs more than all else in it.
+    """
+
+    turns: Tensor | None  # 2 n d/2 : cos and sin
 
     def __init__(self, base: float = 10_000.0) -> None:
         super().__init__()
         self.base = base
+        self.register_buffer("turns", None, persistent=False)
 
     def check(self, key_size: int) -> None:
-        """That heads of this size can be turned."""
+        """That heads of this size can be turned; makes ready for it."""
         if key_size % 2:
             raise ValueError(f"rotary positions turn pairs of numbers: key_size must be even; {key_size} came.")
+        if self.turns is None:
+            self.turns = self._made(LENGTH, key_size, torch.empty(0))
 
     def turned(self, q: Tensor, start: int = 0) -> Tensor:
-        t, d = q.shape[-2:]
-        self.check(d)
-        angles = _angles(self.base, start, t, d, q)  # t d/2
-        wide = q.to(angles.dtype)
-        cos, sin = angles.cos(), angles.sin()
-        left, right = wide.chunk(2, -1)
+        cos, sin = self._from(start, q)
+        left, right = q.to(cos.dtype).chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(q.dtype)
+
+    def _from(self, start: int, q: Tensor) -> Tensor:
+        """cos and sin of the positions of q, (2, t, d/2)."""
+        end, size = start + q.shape[-2], q.shape[-1]
+        if q.dtype == torch.float64:
+            return self._made(end, size, q)[:, start:]
+        kept = self.turns
+        if kept is None or kept.shape[1] < end or 2 * kept.shape[2] != size or kept.device != q.device:
+            self.check(size)
+            kept = self._made(max(LENGTH, 1 << (end - 1).bit_length()), size, q)
+            if not torch.compiler.is_compiling():
+                self.turns = kept
+        return kept[:, start:end]
+
+    def _made(self, count: int, size: int, like: Tensor) -> Tensor:
+        angles = _angles(self.base, 0, count, size, like)
+        return torch.stack([angles.cos(), angles.sin()])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
+        """Moved with the model, but never made narrow with it."""
+        super()._apply(fn, recurse)
+        if self.turns is not None and self.turns.dtype != torch.float32:
+            _, count, half = self.turns.shape
+            self.turns = self._made(count, 2 * half, torch.empty(0, device=self.turns.device))
+        return self
 
     def extra_repr(self) -> str:
         return f"base={self.base:g}"

@@ -24,7 +24,6 @@ from torch import Tensor
 from ...factors import Problem
 from ...score import Alibi, Bias, Function, Modify, TanhSum
 from ...statistics import ONE_PASS, SECOND_PASS, Answers, Question
-from ...tree import flatten, rebuild
 from .. import blockwise
 from ..gradient import Gradient, Gradients
 
@@ -67,7 +66,7 @@ def _too_many_flags(problem: Problem) -> str | None:
         return isinstance(mask, kind) or any(any_of(part, kind) for part in parts)
 
     _, _, i, j = problem.shape
-    if any_of(problem.mask, Predicate) and not any_of(problem.mask, Dense) and i * j > 2**28:
+    if i * j > 2**28 and any_of(problem.mask, Predicate) and not any_of(problem.mask, Dense):
         return f"a mask function would be written out as {i} × {j} flags"
     return None
 
@@ -173,19 +172,16 @@ def _backward(problem: Problem, question: Question, norm: Tensor, gradient: Grad
     from . import launch
 
     dq, dk, dv = launch.backward(problem, question.v, norm, gradient)
-    flags: list[Any] = list(needs)
-    needed = rebuild(flatten(problem)[0], flags)  # the tree of the problem, with a flag for every tensor
-    steps = []
-    for n, (step, wanted) in enumerate(zip(problem.steps, needed.steps, strict=True)):
+    # In the order of `flatten`: q, k, one tensor a step that has one, the sink; masks have no gradients.
+    grads: list[Tensor | None] = [dq if needs[0] else None, dk if needs[1] else None]
+    for n, step in enumerate(problem.steps):
         if isinstance(step, Bias | Alibi):
-            (field,) = dataclasses.fields(step)
-            flag = getattr(wanted, field.name)
-            grad = launch.step_gradient(problem, n, question.v, norm, gradient) if flag else getattr(step, field.name)
-            step = type(step)(grad)
-        steps.append(step)
-    sink = None if problem.sink is None else gradient.of_sink(problem.sink, norm)
-    grads = flatten(dataclasses.replace(problem, q=dq, k=dk, steps=tuple(steps), sink=sink))[1]
+            wanted = needs[len(grads)]
+            grads.append(launch.step_gradient(problem, n, question.v, norm, gradient) if wanted else None)
+    if problem.sink is not None:
+        grads.append(gradient.of_sink(problem.sink, norm) if needs[len(grads)] else None)
+    grads += [None] * (len(needs) - len(grads))
     du = None
     if gradient.dz is not None:
         du = _compute(problem, Question(("y",), v=gradient.dz), ("y",), {})["y"]
-    return Gradients([g if flag else None for g, flag in zip(grads, needs, strict=True)], dv, du)
+    return Gradients(grads, dv, du)

@@ -7,6 +7,7 @@ Imports only torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -80,9 +81,9 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
     if not p.product:
         chosen = TANH
     elif p.exact or (v is not None and v.dtype == torch.float32) or not _hopper(p.q.device):
-        chosen = _first(PLAIN, "any", size)
+        chosen = _plain(size)
     else:
-        chosen = _first(HOPPER, kernel, size)
+        chosen = _on_hopper(kernel, size)
         parted = PARTED.get((kernel, 128)) if size > 64 else None
         if parted is not None and size <= 128 and not whole_warps and p.one_loop(parted) and _parts_warps():
             return parted
@@ -95,15 +96,23 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
     return Config(height, min(chosen.block_j, 64), 4, chosen.stages, chosen.tma and height >= 64, False)
 
 
-def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Config:
-    return next(config for (name, most), config in table.items() if name == kernel and size <= most)
+@lru_cache
+def _plain(size: int) -> Config:
+    return next(config for (_, most), config in PLAIN.items() if size <= most)
 
 
+@lru_cache
+def _on_hopper(kernel: str, size: int) -> Config:
+    return next(config for (name, most), config in HOPPER.items() if name == kernel and size <= most)
+
+
+@lru_cache
 def _parts_warps() -> bool:
     import triton
 
     return triton.__version__.startswith(PARTED_VERSIONS)
 
 
+@lru_cache
 def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -85,7 +84,8 @@ def cells(x: Tensor) -> Cells:
 
 def rows_of(x: Tensor) -> Cells:
     """One number a row, (b, h, i)."""
-    return cells(x.unsqueeze(-1))
+    b, h, i = (0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return Cells(x, b, h, i, 0)
 
 
 NOWHERE = Map(0, 0, 0)
@@ -115,17 +115,6 @@ def described(x: Tensor, block: tuple[int, int]) -> tuple[Any, Map] | None:
     if rows >= 2**31:
         return None
     return TensorDescriptor(x, [rows, cols], [si, 1], list(block)), where
-
-
-def launch_on(x: Tensor) -> Any:
-    """A guard: kernels start on the device of their tensors, whichever is current."""
-    return torch.cuda.device(x.device) if x.is_cuda else _Anywhere()
-
-
-class _Anywhere:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: Any) -> None: ...
 
 
 # Where things are.

@@ -1,0 +1,113 @@
+"""Starting a kernel: what a call prepares is kept, and the next one only says where its tensors lie.
+
+By Triton's own door every argument of every call is looked at, to find the compiled kernel that serves: 0.1 ms of Python, as
+long as a short sequence takes to compute. Here the first call of a form goes through that door; the compiled kernel is
+kept with its arguments, and later calls put the addresses of their tensors into them. Imports only torch and triton.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["INTERPRETED", "start"]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+#: Kept launches. Lengths that grow from call to call would keep one each: beyond this many, all are forgotten.
+KEPT: dict[Hashable, Launch] = {}
+MOST = 4096
+
+Prepare = Callable[[], tuple[int, dict[str, Any]]]
+
+
+def start(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prepare: Prepare) -> None:
+    """Run a kernel with the arguments that `prepare` makes, and with as many programs as it says.
+
+    `key`: all that they depend on, but for `tensors` (every one that the kernel is given, the first not None). With the key
+    None, nothing is kept.
+    """
+    first = tensors[0]
+    assert first is not None
+    with on_device_of(first):
+        if key is None or INTERPRETED:
+            programs, arguments = prepare()
+            kernel[(programs,)](**arguments)
+            return
+        # A kernel is compiled for aligned addresses; and which tensors are one decides where their address goes.
+        at = [0 if x is None else x.data_ptr() for x in tensors]
+        forms = [x if x is None else (x.shape, x.stride(), x.dtype, at[n] % 16) for n, x in enumerate(tensors)]
+        whole = (kernel.__name__, key, *forms, *map(at.index, at), first.device)
+        if (kept := KEPT.get(whole)) is not None:
+            kept(at)
+            return
+        programs, arguments = prepare()
+        compiled = kernel[(programs,)](**arguments)
+        if len(KEPT) >= MOST:
+            KEPT.clear()
+        KEPT[whole] = Launch(compiled, programs, [arguments[name] for name in kernel.arg_names], tensors)
+
+
+class Launch:
+    """A compiled kernel with all its arguments, but for where its tensors lie; those themselves are not kept."""
+
+    def __init__(self, compiled: Any, programs: int, arguments: list[Any], tensors: list[Tensor | None]) -> None:
+        self.run = compiled[(programs, 1, 1)]
+        places = {id(x): n for n, x in enumerate(tensors) if x is not None}
+        movers = [_mover(x, places) for x in arguments]
+        self.fixed = [x if mover is None else None for x, mover in zip(arguments, movers, strict=True)]
+        self.moving = [(n, mover) for n, mover in enumerate(movers) if mover is not None]
+
+    def __call__(self, at: list[int]) -> None:
+        """Start it on tensors of the same forms at these addresses."""
+        arguments = self.fixed.copy()
+        for n, moved in self.moving:
+            arguments[n] = moved(at)
+        self.run(*arguments)
+
+
+def _mover(x: Any, places: dict[int, int]) -> Callable[[list[int]], Any] | None:
+    """What makes an argument anew from the addresses of the tensors; None for one that holds none.
+
+    A tensor without a place would stay where it was when the launch was kept: that is an error (KeyError).
+    """
+    if isinstance(x, Tensor):
+        return operator.itemgetter(places[id(x)])
+    if isinstance(x, tuple):
+        movers = [_mover(part, places) for part in x]
+        if any(movers[1:]):
+            parts = [part if mover is None else None for part, mover in zip(x, movers, strict=True)]
+            return lambda at: tuple([p if m is None else m(at) for p, m in zip(parts, movers, strict=True)])
+        if movers and movers[0] is not None:  # as nearly all are: where it is, and strides
+            head, rest = movers[0], tuple(x[1:])
+            return lambda at: (head(at), *rest)
+        return None
+    if isinstance(getattr(x, "base", None), Tensor):  # what the copy engine is told
+        kind, place, told = type(x), places[id(x.base)], {**vars(x), "base": None}
+
+        def described(at: list[int]) -> Any:
+            moved = object.__new__(kind)
+            vars(moved).update(told, base=Address(at[place]))
+            return moved
+
+        return described
+    return None
+
+
+class Address(int):
+    """Where a tensor lies, for those who would ask a tensor."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def on_device_of(x: Tensor) -> Any:
+    """A guard: kernels start on the device of their tensors, whichever is current."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return nullcontext()
