@@ -489,14 +489,24 @@ def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:
 # Backward.
 
 
-def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk and dv."""
+def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient, fast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk and dv; `fast` adds dq up in any order."""
     flowing = _flowing(problem, v, norm, gradient)
+    if fast:
+        return fused_pass(*flowing)
     dk, dv = keys_pass(*flowing)
     return rows_pass(*flowing), dk, dv
 
 
-def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Tensor | None, dy: Tensor | None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def fused_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Tensor | None, dy: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    total = torch.zeros(p.b, p.h, p.i, p.d, dtype=torch.float32, device=p.q.device)
+    dk, dv = keys_pass(p, flow, constants, e, v, dy, total)
+    dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype)
+    return torch.mul(total, p.scale, out=dq), dk, dv  # one pass: multiplied in float32, written in q's type
+
+
+def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Tensor | None, dy: Tensor | None, dq: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """dk and dv. Adds to `dq`, where it is given, its gradient without the scale."""
     nothing = Cells(p.q, 0, 0, 0, 0)
     g, hv = p.k.shape[1], 1 if v is None else v.shape[1]
     # Keys and values that are shared by the same query heads are added up where they are computed.
@@ -504,15 +514,18 @@ def keys_pass(p: Prepared, flow: Flow, constants: dict[str, Any], e: int, v: Ten
     dk = empty(p.b, heads, p.j, p.d, like=p.q, dtype=p.k.dtype if heads == g else torch.float32)
     dv = None if v is None else empty(p.b, heads, p.j, e, like=p.q, dtype=v.dtype if heads == hv else torch.float32)
     block_d, block_e = padded(p.d, p.q), padded(e, p.q)
-    config = configured("keys", p, e, v)
+    config = configured("keys" if dq is None else "fused", p, e, v)
     tma = _copied_pair(config, p.q, dy, config.block_i, block_d, block_e)
+    # The interpreter's copy engine cannot add.
+    sums = None if dq is None or INTERPRETED else copied(config, (dq, (config.block_i, block_d)))
     with launch_on(p.q):
         keys_kernel[(triton.cdiv(p.j, config.block_j) * p.b * heads,)](
             q=cells(p.q), k=cells(p.k), v=nothing if v is None else cells(v), dy=nothing if dy is None else cells(dy),
-            q_desc=tma[0], dy_desc=tma[1], q_map=tma[2], dy_map=tma[3], table=p.table(config), flow=flow,
+            dq=nothing if dq is None else cells(dq), q_desc=tma[0], dy_desc=tma[1], dq_desc=sums[0] if sums else p.q,
+            q_map=tma[2], dy_map=tma[3], dq_map=sums[1] if sums else NOWHERE, table=p.table(config), flow=flow,
             out_dk=cells(dk), out_dv=nothing if dv is None else cells(dv), heads=heads, group=p.h // heads, batch=p.b, per_group=min(p.per_group(e), p.b * heads),
-            FOLD=p.fold, TMA=tma[4], EDGES=p.edges(config), WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e,
-            **constants, **p.common, **config.launch,
+            FOLD=p.fold, FUSED=dq is not None, TMA=tma[4] and (dq is None or sums is not None), EDGES=p.edges(config),
+            WHOLE=p.whole(config), BLOCK_D=block_d, BLOCK_E=block_e, **constants, **p.common, **config.launch,
         )  # fmt: skip
     return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
 
