@@ -46,6 +46,10 @@ CANDIDATES = {
     "rows": [
         C(128, 64, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 128, 8, 2), C(64, 128, 4, 2),
     ],
+    "fused": [
+        C(64, 64, 4, 2), C(32, 128, 8, 2), C(32, 128, 8, 3), C(64, 128, 8, 1), C(64, 128, 8, 2), C(64, 64, 8, 2),
+        C(128, 64, 8, 2), C(64, 128, 4, 2), C(128, 128, 8, 2),
+    ],
 }  # fmt: skip
 
 
@@ -66,7 +70,8 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     c = (dy.float() * found["y"].float()).sum(-1)
     gradient = Gradient(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
     flowing = launch.flowing(problem, v, found["norm"], gradient)
-    return (lambda: launch.keys_pass(flowing)) if kernel == "keys" else (lambda: launch.rows_pass(flowing))
+    passes = {"keys": launch.keys_pass, "rows": launch.rows_pass, "fused": launch.fused_pass}
+    return lambda: passes[kernel](flowing)
 
 
 def flat(found) -> list[torch.Tensor]:

@@ -17,8 +17,9 @@ from .gradient import Gradient, Gradients
 
 __all__ = ["ENGINES", "Engine", "named", "serving"]
 
-#: What users may name. `auto` picks the first that serves; `reference` is t × t and is never picked.
-ENGINES = ("auto", "triton", "blockwise", "reference")
+#: What users may name. `auto` picks `triton` or `blockwise`; `triton-fast`, whose gradients differ in their last bits
+#: between runs, and `reference`, which is t × t, are never picked.
+ENGINES = ("auto", "triton", "triton-fast", "blockwise", "reference")
 
 
 class Engine(Protocol):
@@ -74,7 +75,7 @@ def serving(engine: Engine, problem: Problem, question: Question) -> Engine:
 
 def named(name: str) -> Engine:
     """The engine of that name."""
-    by_name: dict[str, Engine] = {"auto": AUTO, "triton": triton.ENGINE}
+    by_name: dict[str, Engine] = {"auto": AUTO, "triton": triton.ENGINE, "triton-fast": triton.FAST}
     return by_name.get(name, blockwise.ENGINE)
 
 

@@ -70,8 +70,8 @@ class Learned(Positions):
 class Rotary(Positions):
     """Pairs of q and k turned by position · base^(−2n/d): the product depends on the distance alone.
 
-    Sines and cosines are kept for the first positions and for more as they come (in float32, in no checkpoint): a compiler
-    would make them anew in every layer, which costs more than all else in it.
+    Sines and cosines are kept for the first positions and for more as they come, in float32 and in no checkpoint: a
+    compiler would make them anew in every layer, which costs more than all else in it.
     """
 
     turns: Tensor | None  # 2 n d/2 : cos and sin

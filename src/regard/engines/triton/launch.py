@@ -22,7 +22,7 @@ from .configuration import Config, configured
 from .forward import Outputs, forward_kernel
 from .prepared import Prepared, copied, empty, padded
 from .reread import Pool, pool_kernel, reread_kernel
-from .start import start
+from .start import INTERPRETED, start
 from .tiles import Map, cells, rows_of
 from .top import ballot_kernel, search_kernel, settle_kernel
 
@@ -303,35 +303,50 @@ def flowing(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient
     return Flowing(p, v, dy, flow, constants)
 
 
-def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk and dv."""
+def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient, fast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk and dv; `fast` adds dq up in any order."""
     f = flowing(problem, v, norm, gradient)
+    if fast:
+        return fused_pass(f)
     dk, dv = keys_pass(f)
     return rows_pass(f), dk, dv
 
 
-def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
-    """dk and dv."""
+def fused_pass(f: Flowing) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dq, dk and dv."""
+    p = f.p
+    total = torch.zeros(p.b, p.h, p.i, p.d, dtype=torch.float32, device=p.q.device)
+    dk, dv = keys_pass(f, total)
+    dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype)
+    return torch.mul(total, p.scale, out=dq), dk, dv  # one pass: multiplied in float32, written in q's type
+
+
+def keys_pass(f: Flowing, dq: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """dk and dv. Adds to `dq`, where it is given, its gradient without the scale."""
     p, v, dy = f.p, f.v, f.dy
     g, hv = p.k.shape[1], 1 if v is None else v.shape[1]
     # Keys and values that are shared by the same query heads are added up where they are computed.
     heads = g if v is None or hv == g else p.h
     dk = empty(p.b, heads, p.j, p.d, like=p.q, dtype=p.k.dtype if heads == g else torch.float32)
     dv = None if v is None else empty(p.b, heads, p.j, f.e, like=p.q, dtype=v.dtype if heads == hv else torch.float32)
-    config = configured("keys", p, f.e, v)
+    config = configured("keys" if dq is None else "fused", p, f.e, v)
     table = p.table(config)
 
     def arguments() -> Arguments:
-        back = (p.q, (config.block_i, padded(p.d, p.q))) if dy is None else (dy, (config.block_i, padded(f.e, p.q)))
-        tma, descriptors, maps = copied(p, config, (p.q, (config.block_i, padded(p.d, p.q))), back)
+        rows = p.q, (config.block_i, padded(p.d, p.q))
+        back = rows if dy is None else (dy, (config.block_i, padded(f.e, p.q)))
+        sums = rows if dq is None else (dq, (config.block_i, padded(p.d, p.q)))
+        tma, descriptors, maps = copied(p, config, rows, back, sums)
         return triton.cdiv(p.j, config.block_j) * p.b * heads, {
-            "q_desc": descriptors[0], "dy_desc": descriptors[1], "q_map": maps[0], "dy_map": maps[1], "table": table,
+            "dq": p.nothing if dq is None else cells(dq), "q_desc": descriptors[0], "dy_desc": descriptors[1], "dq_desc": descriptors[2],
+            "q_map": maps[0], "dy_map": maps[1], "dq_map": maps[2], "table": table,
             "out_dk": cells(dk), "out_dv": p.nothing if dv is None else cells(dv), "heads": heads, "group": p.h // heads,
-            "batch": p.b, "per_group": min(p.per_group(f.e), p.b * heads), "TMA": tma, "EDGES": p.edges(config),
-            "WHOLE": p.whole(config), **f.common(), **config.launch,
+            "batch": p.b, "per_group": min(p.per_group(f.e), p.b * heads), "FUSED": dq is not None,
+            # The interpreter's copy engine cannot add.
+            "TMA": tma and not (INTERPRETED and dq is not None), "EDGES": p.edges(config), "WHOLE": p.whole(config), **f.common(), **config.launch,
         }  # fmt: skip
 
-    start(keys_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dk, dv], arguments)
+    start(keys_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dk, dv, dq], arguments)
     return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
 
 
