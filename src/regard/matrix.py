@@ -47,7 +47,11 @@ class Seen:
     """The answers to one `see`, as attributes. What was not asked for is not there."""
 
     def __init__(self, **answers: Any) -> None:
-        self.__dict__.update(answers)
+        for (
+            name,
+            answer,
+        ) in answers.items():  # one by one: torch.compile follows this, and not all of it `vars(self).update`
+            setattr(self, name, answer)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name!r} was not asked for; here are {', '.join(self.__dict__)}. Ask see({name!r}).")

@@ -46,13 +46,13 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
-def in_order(rows, heads, PER_GROUP):
-    """Which block of rows and which head this program owns.
+def in_order(rows, heads, PER_GROUP, first=0):
+    """Which block of rows and which head this program owns; `first` programs ran before.
 
     Heads come in groups whose keys and values fit the cache together; within a group the last rows start first,
     since under a causal mask they take longest.
     """
-    pid = tl.program_id(0)
+    pid = tl.program_id(0) + first
     group = pid // (PER_GROUP * rows)
     here = tl.minimum(PER_GROUP, heads - group * PER_GROUP)
     n = pid - group * PER_GROUP * rows

@@ -24,10 +24,12 @@ from .prepared import Prepared, copied, empty, padded
 from .reread import Pool, pool_kernel, reread_kernel
 from .start import INTERPRETED, start
 from .tiles import Map, cells, rows_of
-from .top import ballot_kernel, search_kernel, settle_kernel
+from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settle_kernel
 
 #: Of how many groups of tiles the largest product is noted, at most.
 MOST_GROUPS = 128
+#: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
+MOST_MARKS = 2**29
 
 Arguments = tuple[int, dict[str, Any]]
 
@@ -140,21 +142,30 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
     # Of fewer groups than this the n-th largest is no good bound.
     enough = (n + n // 4 + 1) * configured("forward", p, p.d, None).block_j
     room = triton.next_power_of_2(3 * n + 8)
+    bounds = _bounds(bests, n)
     found = empty(p.b, p.h, p.i, room, like=p.q, dtype=torch.int32)
-    counts = torch.zeros(p.b, p.h, p.i, dtype=torch.int32, device=p.q.device)
+    counts = empty(p.b, p.h, p.i, like=p.q, dtype=torch.int32)
     blocks, heads = triton.cdiv(p.i, config.block_i), p.b * p.h
-    flags = empty(heads * blocks, like=p.q, dtype=torch.int32)
+    flags = torch.zeros(heads * blocks, dtype=torch.int32, device=p.q.device)
+    words = triton.cdiv(triton.cdiv(p.j, config.block_j), 32) * config.block_j  # of a row
+    together = max(1, min(blocks * heads, MOST_MARKS // (4 * words * config.block_i)))
+    marks = empty(together, config.block_i, words, like=p.q, dtype=torch.int32)
     table = p.row_table(config)
+    told = {"heads": heads, "per_group": p.per_group(0), "row_table": table, "bounds": bounds, "words": marks, "N": n, "WORDS": words}  # fmt: skip
 
-    def ballot() -> Arguments:
-        block_d, groups = padded(p.d, p.q), bests.shape[-1]
+    def ballot(program: int, programs: int) -> Arguments:
+        block_d = padded(p.d, p.q)
         tma, descriptors, maps = copied(p, config, (p.k, (config.block_j, block_d)))
-        return blocks * heads, {
-            "q": cells(p.q), "k": cells(p.k), "k_desc": descriptors[0], "k_map": maps[0], "row_table": table, "bests": cells(bests),
-            "found": cells(found), "counts": rows_of(counts), "flags": flags, "heads": heads, "per_group": p.per_group(0),
-            "FOLD": p.fold, "TMA": tma, "N": n, "ROOM": room, "GROUPS": groups, "BLOCK_GROUPS": triton.next_power_of_2(groups),
-            "ENOUGH": enough, "BLOCK_D": block_d, **p.common, **config.launch,
+        return programs, {
+            "q": cells(p.q), "k": cells(p.k), "k_desc": descriptors[0], "k_map": maps[0], "program": program, "FOLD": p.fold,
+            "TMA": tma, "ENOUGH": enough, "BLOCK_D": block_d, **told, **p.common, **config.launch,
         }  # fmt: skip
+
+    def count(program: int, programs: int) -> Arguments:
+        common = {name: p.common[name] for name in ("seen", "sizes", "MASK")}
+        blocks = {"BLOCK_I": config.block_i, "BLOCK_J": config.block_j}
+        rows = {"found": found, "counts": counts, "flags": flags, "program": program, "ROOM": room, "ROWS": 16}
+        return programs * (config.block_i // 16), {**told, **common, **blocks, **rows}
 
     def settle() -> Arguments:
         return triton.cdiv(p.i, 16) * heads, {
@@ -163,14 +174,24 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
             "num_warps": 4, **p.common,
         }  # fmt: skip
 
-    start(
-        ballot_kernel,
-        p.key and (p.key, n, enough, config),
-        [*p.tensors, table.ptr, bests, found, counts, flags],
-        ballot,
-    )
+    for program in range(0, blocks * heads, together):
+        programs = min(together, blocks * heads - program)
+        key = p.key and (p.key, n, enough, config, program, programs)
+        start(ballot_kernel, key, [*p.tensors, table.ptr, bounds, marks], lambda: ballot(program, programs))  # noqa: B023
+        given = [*p.tensors, table.ptr, bounds, marks, found, counts, flags]
+        start(count_kernel, key, given, lambda: count(program, programs))  # noqa: B023
     start(settle_kernel, p.key and (p.key, n), [*p.tensors, found, counts, score, index], settle)
     return flags, config.block_i
+
+
+def _bounds(bests: Tensor, n: int) -> Tensor:
+    """For every row a score that its n best reach, and hardly more keys than those."""
+    groups, rows = bests.shape[-1], bests.numel() // bests.shape[-1]
+    bounds = empty(*bests.shape[:3], like=bests, dtype=torch.float32)
+    blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32}
+    arguments = {"bests": bests, "out": bounds, "rows": rows, "N": n, "GROUPS": groups, **blocks}
+    start(bound_kernel, n, [bests, bounds], lambda: (triton.cdiv(rows, 32), arguments))
+    return bounds
 
 
 def by_ballot(problem: Problem, n: int) -> bool:

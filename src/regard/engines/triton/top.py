@@ -1,10 +1,11 @@
 """The largest scores of every row.
 
-In three steps, each with little to do: the forward pass notes the largest score of every few tiles (`bests`), whose
-N-th largest is a bound that hardly more than N keys of a row reach; `ballot_kernel` walks the tiles once more and only
-marks who reaches it, a bit for each tile, so that no tile waits for a search; `settle_kernel` computes those few scores
-and sorts them. Rows where this fails, since too many keys are equal or too few tiles are seen, are named in `flags`
-and searched tile by tile in `search_kernel`, which serves everything. Imports `tiles`.
+In steps that each have little to do: the forward pass notes the largest score of every few tiles (`bests`), whose
+N-th largest is a bound that hardly more than N keys of a row reach (`bound_kernel`); `ballot_kernel` walks the tiles once
+more and only marks who reaches it, a bit for each tile, so that no tile waits for a search; `count_kernel` writes the
+marked keys down; `settle_kernel` computes those few scores and sorts them. Rows where this fails, since too many keys
+are equal or too few tiles are seen, are named in `flags` and searched tile by tile in `search_kernel`, which serves
+everything. Imports `tiles`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .tiles import (
     LN2,
     fetch,
     key_blocks,
+    of_rows,
     place,
     product,
     put_tile,
@@ -62,55 +64,45 @@ def products(
 
 
 @triton.jit
-def taken_down(ballot, found, counts, i, b, h, first, sizes, ROOM: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Write down the keys that the bits of `ballot` stand for: bit n of column c is key c of tile first + n.
-
-    Every word asks for its places among those of its row; their order is nobody's matter.
-    """
-    column = tl.arange(0, BLOCK_J)[None, :] + i[:, None] * 0
-    row = i.to(tl.int64)[:, None] + column * 0
-    some = (ballot != 0) & (row < sizes.i)
-    slot = tl.atomic_add(place(counts, b, h) + row * counts.i, bits_in(ballot), mask=some, sem="relaxed")
-    line = place(found, b, h) + row * found.i
-    while tl.max(tl.max(some.to(tl.int32), 1), 0) > 0:
-        j = (first + places_of_bits(ballot)) * BLOCK_J + column
-        tl.store(line + slot, j, mask=some & (slot < ROOM))
-        slot += 1
-        ballot = ballot & (ballot - 1)
-        some = some & (ballot != 0)
+def bound_kernel(bests, out, rows, N: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """A bound for every row from the largest products of its groups of tiles."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    g = tl.arange(0, BLOCK_GROUPS)
+    inside = (row[:, None] < rows) & (g[None, :] < GROUPS)
+    largest = tl.load(bests + row[:, None] * GROUPS + g[None, :], mask=inside, other=FLOOR)
+    tl.store(out + row, least_wanted(largest, N), mask=row < rows)
 
 
 @triton.jit
 def ballot_kernel(
-    q, k, k_desc, k_map, steps, strides, caps, seen, row_table, bests, found, counts, flags, sizes, heads, per_group, scale, scale2,
+    q, k, k_desc, k_map, steps, strides, caps, seen, row_table, bounds, words, program, sizes, heads, per_group, scale, scale2,
     D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
-    N: tl.constexpr, ROOM: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, ENOUGH: tl.constexpr,
+    N: tl.constexpr, WORDS: tl.constexpr, ENOUGH: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The keys of BLOCK_I rows that may be among the N best, in no order.
+    """Which keys of BLOCK_I rows may be among the N best: bit n of word (row, column) of the t-th 32 tiles that these rows see
+    is key `column` of tile 32 t + n. `program`: the number of the first one of this launch.
 
-    ENOUGH: with as many keys, `bests` give a good bound; with fewer the tiles are walked once more for one.
+    ENOUGH: with as many keys, `bounds` are good; with fewer the tiles are walked once more for one.
     """
-    blocks = tl.cdiv(sizes.i, BLOCK_I)
-    block, head = in_order(blocks, heads, per_group)
+    block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group, program)
     b, h = head // sizes.h, head % sizes.h
     start = block * BLOCK_I
     i = start + tl.arange(0, BLOCK_I)
-    d, g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_GROUPS)
+    d = tl.arange(0, BLOCK_D)
     first, full_from, full_to, past = key_blocks(start, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
     rows = tile(q, b, h, i, d, sizes.i, D, True)
-    if (past - first) * BLOCK_J >= ENOUGH:
-        at = place(bests, b, h) + i.to(tl.int64)[:, None] * bests.i + g[None, :]
-        inside = (i[:, None] < sizes.i) & (g[None, :] < GROUPS)
-        bound = least_wanted(tl.load(at, mask=inside, other=FLOOR), N)
-    else:
+    bound = of_rows(bounds, b, h, i, sizes, FLOOR)
+    if (past - first) * BLOCK_J < ENOUGH:
         largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
         for n in range(first, past):
             s = products(rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
                          D, STEPS, MASK, FOLD, EXACT, TMA, BLOCK_J, MASK != "none")  # fmt: skip
             largest = tl.maximum(largest, s)
         bound = least_wanted(largest, N)
-    count = tl.zeros([BLOCK_I], tl.int32)
+        tl.store(bounds + head.to(tl.int64) * sizes.i + i, bound, mask=i < sizes.i)
+    own = words + (tl.program_id(0) * BLOCK_I).to(tl.int64) * WORDS
+    at = tl.arange(0, BLOCK_I)[:, None] * WORDS + tl.arange(0, BLOCK_J)[None, :]
     for begin in range(first, past, 32):
         end = tl.minimum(begin + 32, past)
         ballot = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
@@ -126,11 +118,42 @@ def ballot_kernel(
                 s = products(rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
                              D, STEPS, MASK, FOLD, EXACT, TMA, BLOCK_J, True)  # fmt: skip
                 ballot = ballot | tl.where(s > bound[:, None], 1 << (n - begin), 0)
-        count += tl.sum(bits_in(ballot), 1)
-        taken_down(ballot, found, counts, i, b, h, begin, sizes, ROOM, BLOCK_J)
+        tl.store(own + (begin - first) // 32 * BLOCK_J + at, ballot)
+
+
+@triton.jit
+def count_kernel(
+    words, bounds, found, counts, flags, row_table, seen, program, sizes, heads, per_group, MASK: tl.constexpr,
+    N: tl.constexpr, ROOM: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """Write down the keys that were marked, and how many a row has; a flag for blocks of rows where they are no answer."""
+    parts: tl.constexpr = BLOCK_I // ROWS
+    blocks = tl.cdiv(sizes.i, BLOCK_I)
+    owner = tl.program_id(0) // parts
+    block, head = in_order(blocks, heads, per_group, program + owner - tl.program_id(0))
+    b, h = head // sizes.h, head % sizes.h
+    local = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
+    i = block * BLOCK_I + local
+    first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+    row = head.to(tl.int64) * sizes.i + i
+    column = tl.arange(0, BLOCK_J)[None, :]
+    own = words + (owner * BLOCK_I).to(tl.int64) * WORDS
+    count = tl.zeros([ROWS], tl.int32)
+    for begin in range(first, past, 32):
+        ballot = tl.load(own + (begin - first) // 32 * BLOCK_J + local[:, None] * WORDS + column)
+        bits = bits_in(ballot)
+        slot = count[:, None] + tl.cumsum(bits, 1) - bits
+        count += tl.sum(bits, 1)
+        for n in range(0, tl.max(tl.max(bits, 1), 0)):
+            j = (begin + places_of_bits(ballot)) * BLOCK_J + column
+            here = (bits > n) & (slot + n < ROOM) & (i[:, None] < sizes.i)
+            tl.store(found + row[:, None] * ROOM + slot + n, j, mask=here)
+            ballot = ballot & (ballot - 1)
+    tl.store(counts + row, count, mask=i < sizes.i)
     # Too many keys, or fewer than N although there are more: the search decides.
-    lost = (count > ROOM) | ((count < N) & (bound > FLOOR))
-    tl.store(flags + head * blocks + block, tl.max((lost & (i < sizes.i)).to(tl.int32), 0))
+    bound = of_rows(bounds, b, h, i, sizes, FLOOR)
+    lost = (i < sizes.i) & ((count > ROOM) | ((count < N) & (bound > FLOOR)))
+    tl.store(flags + head * blocks + block, 1, mask=tl.max(lost.to(tl.int32), 0) > 0)
 
 
 @triton.jit
