@@ -46,7 +46,6 @@ CANDIDATES = {
     "rows": [
         C(128, 64, 8, 2), C(128, 64, 8, 3), C(64, 64, 4, 2), C(64, 64, 4, 3), C(128, 128, 8, 2), C(64, 128, 4, 2),
     ],
-    "fused": [C(64, 64, 4, 2), C(32, 128, 8, 3), C(64, 128, 8, 2), C(64, 128, 8, 1)],
 }  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     if kernel == "top":
         return lambda: launch.top(problem, 8)
     if kernel == "ballot":
-        bests = launch.forward(problem, (), None, None, best=True)["bests"]
+        bests = launch.forward(problem, (), None, None, best=8)["bests"]
         return lambda: launch.top(problem, 8, bests)
     found = launch.forward(problem, STATISTICS, v, None)
     if kernel == "reread":
@@ -67,8 +66,7 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     c = (dy.float() * found["y"].float()).sum(-1)
     gradient = Gradient(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
     flowing = launch.flowing(problem, v, found["norm"], gradient)
-    passes = {"keys": launch.keys_pass, "rows": launch.rows_pass, "fused": launch.fused_pass}
-    return lambda: passes[kernel](flowing)
+    return (lambda: launch.keys_pass(flowing)) if kernel == "keys" else (lambda: launch.rows_pass(flowing))
 
 
 def flat(found) -> list[torch.Tensor]:

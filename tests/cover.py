@@ -101,29 +101,6 @@ def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[Case]:
     return cases
 
 
-def fused(dtypes: tuple[torch.dtype, ...]) -> list[Case]:
-    """What reaches every line of the backward that adds dq up in any order, in each of the types."""
-    everything, grouped, uneven = ("y", "lse", "entropy", "received"), (1, 4, 2, 40, 8), (2, 2, 2, 8, 24)
-    rows = [
-        ("scaled_dot", "none", everything, (17, 17, None), (1, 2, 1, 16, 16)),
-        ("scaled_dot", "none", everything, (64, 64, None), (2, 1, 1, 64, 32)),
-        ("scaled_dot", "causal", everything, (63, 63, None), grouped),
-        ("scaled_dot", "causal", ("norm", "received", "pool"), (64, 64, None), (2, 1, 1, 64, 32)),
-        ("gaussian", "causal", everything, (111, 130, "end"), uneven),
-        ("scaled_dot", "window", ("y", "norm", "reach", "mass"), (130, 130, None), grouped),
-        ("sink", "padding", everything, (63, 63, None), uneven),
-        ("bias", "documents", everything, (17, 17, None), uneven),
-        ("all", "or", ("norm", "z", "entropy"), (63, 63, None), grouped),
-        ("alibi", "dense", everything, (130, 111, "start"), (1, 2, 1, 16, 16)),
-        ("softcap", "nothing", everything, (17, 17, None), grouped),
-    ]
-    return [
-        Case(score, mask, asked, dtype, lengths, sizes, seed=n)
-        for n, (score, mask, asked, lengths, sizes) in enumerate(rows)
-        for dtype in dtypes
-    ]
-
-
 def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) -> Case:
     """One configuration out of all, lengths and sizes too."""
     rng = random.Random(seed)
@@ -201,11 +178,11 @@ def _mask(name: str, b: int, i: int, j: int, make: torch.Generator, device: str)
     return makers[name]()
 
 
-def judged(case: Case, device: str = "cpu", gradients: bool = True, engine: str = "triton") -> None:
-    """Ask an engine, triton if none is named, and float64; every answer and every gradient within its bound."""
+def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
+    """Ask the triton engine and float64; every answer and every gradient within its bound."""
     problem, question = laid(case, device)
     gradients = gradients and not case.asked[-1].startswith("top")
-    found, found_grads = _asked(problem, question, engine, gradients)
+    found, found_grads = _asked(problem, question, "triton", gradients)
     double = change_all((problem, question), lambda t: t.double() if t.is_floating_point() else t)
     truth, true_grads = _asked(*double, "blockwise", gradients)
     bounds = _bounds(*double, truth, case.dtype)

@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter: python tests/interpreted.py <part> <of>, or fast. Prints what is wrong; exit code 1 if anything.
+"""Kernels in Triton's interpreter: python tests/interpreted.py <part> <of>. Prints what is wrong; exit code 1 if anything.
 
 A process of its own, since Triton asks once, when it is imported, whether it is to interpret. bfloat16 is silently
 wrong there, and races never show: those are for tests/gpu.
@@ -26,24 +26,19 @@ def poisoned(*shape: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
     return torch.full(shape, torch.nan if dtype.is_floating_point else -9, dtype=dtype, device=like.device)
 
 
-def judged(cases: list[cover.Case], engine: str) -> int:
-    """How many are wrong."""
+def main(part: int, of: int) -> int:
+    launch.empty = prepared.empty = poisoned
     wrong = 0
-    for n, case in enumerate(cases):
+    for n, case in enumerate(cover.pairwise((torch.float32, torch.float16))[part::of]):
         # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.
         configuration.forced["any"] = (
             configuration.Config(32, 32, 4, 1) if n % 2 else configuration.Config(16, 32, 4, 1)
         )
         try:
-            cover.judged(case, engine=engine)
+            cover.judged(case)
         except Exception as error:
             wrong += 1
             print(f"{type(error).__name__}: {error} [{case}]")
-    return wrong
-
-
-def main(part: int, of: int) -> int:
-    wrong = judged(cover.pairwise((torch.float32, torch.float16))[part::of], "triton")
     if part == 1:
         configuration.forced["any"] = configuration.Config(32, 32, 4, 1)
         wrong += cover.judged_by_ballot((torch.float16,))
@@ -54,7 +49,4 @@ def main(part: int, of: int) -> int:
 
 
 if __name__ == "__main__":
-    launch.empty = prepared.empty = poisoned
-    if sys.argv[1] == "fast":
-        sys.exit(judged(cover.fused((torch.float32, torch.float16)), "triton-fast") > 0)
     sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "no key heads": (lambda: weights(x(1, 2, 5, 2), x(1, 0, 5, 2)), ValueError, ["q has 2 heads and k has 0"]),
     "batches do not broadcast": (lambda: weights(x(2, 1, 5, 2), x(3, 1, 5, 2)), ValueError, ["batch axes of q (2,) and k (3,)", "do not broadcast"]),
     # Options.
-    "engine is unknown": (lambda: weights(x(3, 2), engine="cuda"), ValueError, ["unknown engine 'cuda'", "'auto'", "'triton-fast'", "'blockwise'", "'reference'"]),
+    "engine is unknown": (lambda: weights(x(3, 2), engine="cuda"), ValueError, ["unknown engine 'cuda'", "'auto'", "'blockwise'", "'reference'"]),
     "attend's engine is unknown": (lambda: attend(x(3, 2), engine="flash"), ValueError, ["unknown engine 'flash'", "'blockwise'"]),
     "a keyword is unknown": (lambda: weights(x(3, 2), maks=causal()), TypeError, ["maks"]),
     "attend's keyword is unknown": (lambda: attend(x(3, 2), is_causal=True), TypeError, ["is_causal"]),

@@ -17,9 +17,8 @@ from .gradient import Gradient, Gradients
 
 __all__ = ["ENGINES", "Engine", "named", "serving"]
 
-#: What users may name. `auto` picks `triton` or `blockwise`; `triton-fast`, whose gradients differ in their last bits
-#: between runs, and `reference`, which is t × t, are never picked.
-ENGINES = ("auto", "triton", "triton-fast", "blockwise", "reference")
+#: What users may name. `auto` picks the first that serves; `reference` is t × t and is never picked.
+ENGINES = ("auto", "triton", "blockwise", "reference")
 
 
 class Engine(Protocol):
@@ -75,7 +74,7 @@ def serving(engine: Engine, problem: Problem, question: Question) -> Engine:
 
 def named(name: str) -> Engine:
     """The engine of that name."""
-    by_name: dict[str, Engine] = {"auto": AUTO, "triton": triton.ENGINE, "triton-fast": triton.FAST}
+    by_name: dict[str, Engine] = {"auto": AUTO, "triton": triton.ENGINE}
     return by_name.get(name, blockwise.ENGINE)
 
 

@@ -27,7 +27,7 @@ from ...statistics import ONE_PASS, SECOND_PASS, Answers, Question
 from .. import blockwise
 from ..gradient import Gradient, Gradients
 
-__all__ = ["ENGINE", "FAST", "why_not"]
+__all__ = ["ENGINE", "why_not"]
 
 LARGEST = 256
 MOST_TOP = 64
@@ -81,17 +81,11 @@ def _installed() -> bool:
 
 
 class Triton:
-    """The engine of this folder: the same bits every time.
+    """The engine of this folder."""
 
-    `fast` differs in backward alone: gradients of q are added up in any order, so that their last bits differ between
-    runs. What it costs and gains is in docs/speed.md.
-    """
-
+    name = "triton"
     #: The gradient of y is taken in its own type, and `row_dot` makes its share of c.
     narrow = True
-
-    def __init__(self, fast: bool = False) -> None:
-        self.name, self.fast = "triton-fast" if fast else "triton", fast
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Σ_e a b of every row in float32: (b, h, i, e) twice to (b, h, i)."""
@@ -100,7 +94,7 @@ class Triton:
         return launch.row_dot(a, b)
 
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-        _check(self.name, problem, question)
+        _check(problem, question)
         if 0 in (*problem.shape, problem.q.shape[-1]):
             return blockwise.ENGINE.compute(problem, question, names, known)
         return _compute(problem, question, names, known)
@@ -108,13 +102,13 @@ class Triton:
     def backward(
         self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
-        _check(self.name, problem, question)
+        _check(problem, question)
         if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.pair, TanhSum):
             return blockwise.ENGINE.backward(problem, question, norm, _widened(gradient, problem.wide), needs)
-        return _backward(problem, question, norm, gradient, needs, self.fast)
+        return _backward(problem, question, norm, gradient, needs)
 
 
-ENGINE, FAST = Triton(), Triton(fast=True)
+ENGINE = Triton()
 
 
 def _widened(gradient: Gradient, wide: torch.dtype) -> Gradient:
@@ -123,9 +117,9 @@ def _widened(gradient: Gradient, wide: torch.dtype) -> Gradient:
     return dataclasses.replace(gradient, left=gradient.left.to(wide), right=gradient.right.to(wide), dy=dy)
 
 
-def _check(name: str, problem: Problem, question: Question) -> None:
+def _check(problem: Problem, question: Question) -> None:
     if (reason := why_not(problem, question)) is not None:
-        raise CannotServe(f'engine="{name}" cannot serve this: {reason}. engine="blockwise" can.')
+        raise CannotServe(f'engine="triton" cannot serve this: {reason}. engine="blockwise" can.')
 
 
 def _compute(problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
@@ -137,7 +131,7 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     if second and "norm" not in known and "norm" not in first:
         first = (*first, "norm")
     top = question.top if any(n.startswith("top") for n in names) else 0
-    best = top > 0 and launch.by_ballot(problem, top)
+    best = top if top and launch.by_ballot(problem, top) else 0
     if first or best:
         answers |= _first_pass(problem, question, first, best)
     if top:
@@ -147,7 +141,7 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     return answers
 
 
-def _first_pass(problem: Problem, question: Question, names: tuple[str, ...], best: bool = False) -> Answers:
+def _first_pass(problem: Problem, question: Question, names: tuple[str, ...], best: int = 0) -> Answers:
     from . import launch
 
     keys = None if question.keys is None else question.keys.float().view(1, 1, 1, -1)
@@ -174,12 +168,10 @@ def _one_a_key(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return v.mT
 
 
-def _backward(
-    problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool], fast: bool
-) -> Gradients:
+def _backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
     from . import launch
 
-    dq, dk, dv = launch.backward(problem, question.v, norm, gradient, fast)
+    dq, dk, dv = launch.backward(problem, question.v, norm, gradient)
     # In the order of `flatten`: q, k, one tensor a step that has one, the sink; masks have no gradients.
     grads: list[Tensor | None] = [dq if needs[0] else None, dk if needs[1] else None]
     for n, step in enumerate(problem.steps):

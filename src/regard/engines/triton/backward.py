@@ -3,8 +3,7 @@
 In every cell  ds = w ∘ (left · right + ρ |distance| − c − η log w),  as `gradient.Gradient` writes it: the output's
 part of left · right is a product of tensor cores, the few further columns (received, mass, …) are added one by one.
 `keys_kernel` owns a block of keys and gives dk and dv; `rows_kernel` owns a block of rows and gives dq; each adds in
-one fixed order. FUSED, `keys_kernel` gives dq as well, in five products instead of seven: every block of keys adds its
-share to dq, in whatever order they come. `steps_kernel` gives the gradient of one modifier. Imports `tiles`.
+one fixed order. `steps_kernel` gives the gradient of one modifier. Imports `tiles`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from .forward import in_order
 from .tiles import (
     LN2,
     across,
-    add_by_copy,
     add_product,
-    add_tile,
     down,
     fetch,
     key_blocks,
@@ -102,11 +99,11 @@ def into_scores(
 
 @triton.jit
 def keys_of(
-    near, values, q, dy, dq, q_desc, dy_desc, dq_desc, q_map, dy_map, dq_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h,
-    dk, dv, scale, scale2, begin, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
+    near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+    scale, scale2, begin, end, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr,
     FOLD: tl.constexpr, EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr,
-    RHO: tl.constexpr, EXTRAS: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr,
-    EDGE: tl.constexpr, WHOLE: tl.constexpr,
+    RHO: tl.constexpr, EXTRAS: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Add what some blocks of rows send to these keys and values."""
     ahead = begin * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -136,30 +133,19 @@ def keys_of(
         else:
             inside = tl.zeros_like(s)
         ds = into_scores(inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes, ETA, RHO, EXTRAS, True)
-        if FUSED:
-            # As dqᵀ: tensor cores want 64 rows on the left, and tiles may have fewer rows than that, but not fewer components.
-            share = product(near.T, ds.to(near.dtype), EXACT).T  # i d
         dk = add_product(ds.to(rows.dtype), rows, dk, EXACT)
-        if FUSED:  # while the product before runs
-            if TMA and (WHOLE or not EDGE):
-                add_by_copy(dq_desc, dq_map, b, h, n * BLOCK_I, share)
-            else:
-                add_tile(dq, b, h, i, d, share, sizes.i, D)
     return dk, dv
 
 
 @triton.jit
 def keys_kernel(
-    q, k, v, dy, dq, q_desc, dy_desc, dq_desc, q_map, dy_map, dq_map, steps, strides, caps, seen, table, flow, out_dk, out_dv, sizes, heads,
-    group, batch, per_group, scale, scale2, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
+    q, k, v, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, table, flow, out_dk, out_dv, sizes, heads, group, batch, per_group,
+    scale, scale2, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, Y: tl.constexpr, ETA: tl.constexpr, RHO: tl.constexpr,
-    EXTRAS: tl.constexpr, FUSED: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
+    EXTRAS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_J keys of one of `heads` output heads, each the sum of `group` query heads.
-
-    FUSED: adds to dq, in float32 and without the scale, what these keys send to their rows.
-    """
+    """dk and dv of BLOCK_J keys of one of `heads` output heads, each the sum of `group` query heads."""
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     block, head = in_order(blocks, heads * batch, per_group)
     b, own = head // heads, head % heads
@@ -175,19 +161,19 @@ def keys_kernel(
         h = own * group + n
         if EDGES:
             dk, dv = keys_of(
-                near, values, q, dy, dq, q_desc, dy_desc, dq_desc, q_map, dy_map, dq_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-                scale, scale2, first, full_from, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, FUSED, TMA,
+                near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+                scale, scale2, first, full_from, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
                 BLOCK_I, True, WHOLE,
             )  # fmt: skip
         dk, dv = keys_of(
-            near, values, q, dy, dq, q_desc, dy_desc, dq_desc, q_map, dy_map, dq_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-            scale, scale2, full_from, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, FUSED, TMA,
+            near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+            scale, scale2, full_from, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
             BLOCK_I, False, WHOLE,
         )  # fmt: skip
         if EDGES:
             dk, dv = keys_of(
-                near, values, q, dy, dq, q_desc, dy_desc, dq_desc, q_map, dy_map, dq_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-                scale, scale2, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, FUSED, TMA,
+                near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+                scale, scale2, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
                 BLOCK_I, True, WHOLE,
             )  # fmt: skip
     put_tile(out_dk, b, own, j, d, dk * scale, sizes.j, D)

@@ -22,22 +22,20 @@ from .configuration import Config, configured
 from .forward import Outputs, forward_kernel
 from .prepared import Prepared, copied, empty, padded
 from .reread import Pool, pool_kernel, reread_kernel
-from .start import INTERPRETED, start
+from .start import start
 from .tiles import Map, cells, rows_of
 from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settle_kernel
 
-#: Of how many groups of tiles the largest product is noted, at most.
-MOST_GROUPS = 128
 #: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
 MOST_MARKS = 2**29
 
 Arguments = tuple[int, dict[str, Any]]
 
 
-def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, best: bool = False) -> dict[str, Tensor]:  # fmt: skip
+def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, best: int = 0) -> dict[str, Tensor]:  # fmt: skip
     """What one pass tells: y, lse, norm, max_score, argmax, entropy, reach, mass. `keys` is (b|1, h|1, 1, j).
 
-    For `top` also, if `best`, `bests`: the largest product of every few tiles.
+    For the `best` largest scores of `top` also `bests`: the largest product of every few tiles.
     """
     p = Prepared(problem, 1 if v is None else v.shape[1])
     e = 16 if v is None else v.shape[-1]
@@ -49,7 +47,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     per_best = 1
     if best:
         visits = triton.cdiv(p.j, config.block_j) + 2  # at most: an edge on either side
-        per_best = triton.cdiv(visits, MOST_GROUPS)
+        per_best = triton.cdiv(visits, max(64, 4 * best))  # the fewer groups, the less to sort for a bound
         found["bests"] = empty(p.b, p.h, p.i, triton.cdiv(visits, per_best), like=p.q, dtype=torch.float32)
     table = p.row_table(config)
     if config.apart:
@@ -74,7 +72,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "per_best": per_best, "groups": found["bests"].shape[-1] if best else 0, "heads": heads, "per_group": p.per_group(e),
             "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "EXACT_V": v is not None and v.dtype == torch.float32,
             "SINK": problem.sink is not None, "SAME": same, "Y": v is not None, "MAX": "max_score" in names, **told,
-            "TMA": tma, "APART": config.apart, "BESTS": best, "EDGES": p.form.kind != "none" or p.j % config.block_j != 0,
+            "TMA": tma, "APART": config.apart, "BESTS": best > 0, "EDGES": p.form.kind != "none" or p.j % config.block_j != 0,
             "WHOLE": p.j % config.block_j == 0, "BLOCK_D": block_d, "BLOCK_E": block_e, **p.common, **config.launch,
         }  # fmt: skip
 
@@ -89,8 +87,8 @@ def _row_output(p: Prepared, name: str) -> Tensor:
 
 
 def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
-    """Warps are parted only where the copy engine loads everything."""
-    config = configured("forward", p, e, v)
+    """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
+    config = configured("forward", p, e, v, whole_warps=v is None)
     if config.apart and not (p.one_loop(config) and _forward_copies(p, config, v, e)[0]):
         config = dataclasses.replace(configured("forward", p, e, v, whole_warps=True), apart=False)
     return config
@@ -140,7 +138,7 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
     """Write the n best of nearly all rows; returns flags for blocks of rows that must be searched, and their height."""
     config = configured("ballot", p, 0, None)
     # Of fewer groups than this the n-th largest is no good bound.
-    enough = (n + n // 4 + 1) * configured("forward", p, p.d, None).block_j
+    enough = (n + n // 4 + 2) * triton.cdiv(p.j, bests.shape[-1])
     room = triton.next_power_of_2(3 * n + 8)
     bounds = _bounds(bests, n)
     found = empty(p.b, p.h, p.i, room, like=p.q, dtype=torch.int32)
@@ -151,14 +149,14 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
     together = max(1, min(blocks * heads, MOST_MARKS // (4 * words * config.block_i)))
     marks = empty(together, config.block_i, words, like=p.q, dtype=torch.int32)
     table = p.row_table(config)
-    told = {"heads": heads, "per_group": p.per_group(0), "row_table": table, "bounds": bounds, "words": marks, "N": n, "WORDS": words}  # fmt: skip
+    told = {"heads": heads, "per_group": p.per_group(0), "row_table": table, "bounds": bounds, "marks": marks, "words": words, "N": n}  # fmt: skip
 
     def ballot(program: int, programs: int) -> Arguments:
         block_d = padded(p.d, p.q)
         tma, descriptors, maps = copied(p, config, (p.k, (config.block_j, block_d)))
         return programs, {
             "q": cells(p.q), "k": cells(p.k), "k_desc": descriptors[0], "k_map": maps[0], "program": program, "FOLD": p.fold,
-            "TMA": tma, "ENOUGH": enough, "BLOCK_D": block_d, **told, **p.common, **config.launch,
+            "TMA": tma, "enough": enough, "BLOCK_D": block_d, **told, **p.common, **config.launch,
         }  # fmt: skip
 
     def count(program: int, programs: int) -> Arguments:
@@ -189,7 +187,7 @@ def _bounds(bests: Tensor, n: int) -> Tensor:
     groups, rows = bests.shape[-1], bests.numel() // bests.shape[-1]
     bounds = empty(*bests.shape[:3], like=bests, dtype=torch.float32)
     blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32}
-    arguments = {"bests": bests, "out": bounds, "rows": rows, "N": n, "GROUPS": groups, **blocks}
+    arguments = {"bests": bests, "out": bounds, "rows": rows, "groups": groups, "N": n, **blocks}
     start(bound_kernel, n, [bests, bounds], lambda: (triton.cdiv(rows, 32), arguments))
     return bounds
 
@@ -324,50 +322,35 @@ def flowing(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient
     return Flowing(p, v, dy, flow, constants)
 
 
-def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient, fast: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk and dv; `fast` adds dq up in any order."""
+def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: Gradient) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """dq, dk and dv."""
     f = flowing(problem, v, norm, gradient)
-    if fast:
-        return fused_pass(f)
     dk, dv = keys_pass(f)
     return rows_pass(f), dk, dv
 
 
-def fused_pass(f: Flowing) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dq, dk and dv."""
-    p = f.p
-    total = torch.zeros(p.b, p.h, p.i, p.d, dtype=torch.float32, device=p.q.device)
-    dk, dv = keys_pass(f, total)
-    dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype)
-    return torch.mul(total, p.scale, out=dq), dk, dv  # one pass: multiplied in float32, written in q's type
-
-
-def keys_pass(f: Flowing, dq: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """dk and dv. Adds to `dq`, where it is given, its gradient without the scale."""
+def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
+    """dk and dv."""
     p, v, dy = f.p, f.v, f.dy
     g, hv = p.k.shape[1], 1 if v is None else v.shape[1]
     # Keys and values that are shared by the same query heads are added up where they are computed.
     heads = g if v is None or hv == g else p.h
     dk = empty(p.b, heads, p.j, p.d, like=p.q, dtype=p.k.dtype if heads == g else torch.float32)
     dv = None if v is None else empty(p.b, heads, p.j, f.e, like=p.q, dtype=v.dtype if heads == hv else torch.float32)
-    config = configured("keys" if dq is None else "fused", p, f.e, v)
+    config = configured("keys", p, f.e, v)
     table = p.table(config)
 
     def arguments() -> Arguments:
-        rows = p.q, (config.block_i, padded(p.d, p.q))
-        back = rows if dy is None else (dy, (config.block_i, padded(f.e, p.q)))
-        sums = rows if dq is None else (dq, (config.block_i, padded(p.d, p.q)))
-        tma, descriptors, maps = copied(p, config, rows, back, sums)
+        back = (p.q, (config.block_i, padded(p.d, p.q))) if dy is None else (dy, (config.block_i, padded(f.e, p.q)))
+        tma, descriptors, maps = copied(p, config, (p.q, (config.block_i, padded(p.d, p.q))), back)
         return triton.cdiv(p.j, config.block_j) * p.b * heads, {
-            "dq": p.nothing if dq is None else cells(dq), "q_desc": descriptors[0], "dy_desc": descriptors[1], "dq_desc": descriptors[2],
-            "q_map": maps[0], "dy_map": maps[1], "dq_map": maps[2], "table": table,
+            "q_desc": descriptors[0], "dy_desc": descriptors[1], "q_map": maps[0], "dy_map": maps[1], "table": table,
             "out_dk": cells(dk), "out_dv": p.nothing if dv is None else cells(dv), "heads": heads, "group": p.h // heads,
-            "batch": p.b, "per_group": min(p.per_group(f.e), p.b * heads), "FUSED": dq is not None,
-            # The interpreter's copy engine cannot add.
-            "TMA": tma and not (INTERPRETED and dq is not None), "EDGES": p.edges(config), "WHOLE": p.whole(config), **f.common(), **config.launch,
+            "batch": p.b, "per_group": min(p.per_group(f.e), p.b * heads), "TMA": tma, "EDGES": p.edges(config),
+            "WHOLE": p.whole(config), **f.common(), **config.launch,
         }  # fmt: skip
 
-    start(keys_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dk, dv, dq], arguments)
+    start(keys_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dk, dv], arguments)
     return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
 
 

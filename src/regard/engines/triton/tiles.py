@@ -144,13 +144,6 @@ def put_tile(x, b, h, i, d, value, I, D: tl.constexpr):
 
 
 @triton.jit
-def add_tile(x, b, h, i, d, value, I, D: tl.constexpr):
-    """Add to what others add to as well, in any order."""
-    at = place(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
-    tl.atomic_add(at, value, mask=(i[:, None] < I) & (d[None, :] < D), sem="relaxed")
-
-
-@triton.jit
 def put_row(x, b, h, i, value, I):
     tl.store(place(x, b, h) + i.to(tl.int64) * x.i, value.to(x.ptr.dtype.element_ty), mask=i < I)
 
@@ -159,12 +152,6 @@ def put_row(x, b, h, i, value, I):
 def fetch(desc, where, b, h, start):
     """Rows from `start` on of one head, by the copy engine. Only for whole blocks: past the end lies the next head."""
     return desc.load([(b * where.row_b + h * where.row_h + start).to(tl.int32), (h * where.col_h).to(tl.int32)])
-
-
-@triton.jit
-def add_by_copy(desc, where, b, h, start, value):
-    """The same as `add_tile` by the copy engine, for whole blocks."""
-    desc.atomic_add([(b * where.row_b + h * where.row_h + start).to(tl.int32), (h * where.col_h).to(tl.int32)], value)
 
 
 @triton.jit

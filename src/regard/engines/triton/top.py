@@ -64,26 +64,27 @@ def products(
 
 
 @triton.jit
-def bound_kernel(bests, out, rows, N: tl.constexpr, GROUPS: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def bound_kernel(bests, out, rows, groups, N: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """A bound for every row from the largest products of its groups of tiles."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.arange(0, BLOCK_GROUPS)
-    inside = (row[:, None] < rows) & (g[None, :] < GROUPS)
-    largest = tl.load(bests + row[:, None] * GROUPS + g[None, :], mask=inside, other=FLOOR)
+    inside = (row[:, None] < rows) & (g[None, :] < groups)
+    largest = tl.load(bests + row[:, None] * groups + g[None, :], mask=inside, other=FLOOR)
     tl.store(out + row, least_wanted(largest, N), mask=row < rows)
 
 
 @triton.jit
 def ballot_kernel(
-    q, k, k_desc, k_map, steps, strides, caps, seen, row_table, bounds, words, program, sizes, heads, per_group, scale, scale2,
-    D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, TMA: tl.constexpr,
-    N: tl.constexpr, WORDS: tl.constexpr, ENOUGH: tl.constexpr,
+    q, k, k_desc, k_map, steps, strides, caps, seen, row_table, bounds, marks, words, enough, program, sizes, heads, per_group,
+    scale, scale2, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr,
+    TMA: tl.constexpr, N: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Which keys of BLOCK_I rows may be among the N best: bit n of word (row, column) of the t-th 32 tiles that these rows see
-    is key `column` of tile 32 t + n. `program`: the number of the first one of this launch.
+    """Which keys of BLOCK_I rows may be among the N best. Each row has `words` in `marks`: bit n of word t · BLOCK_J + column
+    is key `column` of the tile 32 t + n of those that these rows see.
 
-    ENOUGH: with as many keys, `bounds` are good; with fewer the tiles are walked once more for one.
+    `enough`: with as many keys, `bounds` are good; with fewer the tiles are walked once more for one. `program`: the number
+    of the first one of this launch.
     """
     block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group, program)
     b, h = head // sizes.h, head % sizes.h
@@ -93,7 +94,7 @@ def ballot_kernel(
     first, full_from, full_to, past = key_blocks(start, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
     rows = tile(q, b, h, i, d, sizes.i, D, True)
     bound = of_rows(bounds, b, h, i, sizes, FLOOR)
-    if (past - first) * BLOCK_J < ENOUGH:
+    if (past - first) * BLOCK_J < enough:
         largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
         for n in range(first, past):
             s = products(rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
@@ -101,8 +102,8 @@ def ballot_kernel(
             largest = tl.maximum(largest, s)
         bound = least_wanted(largest, N)
         tl.store(bounds + head.to(tl.int64) * sizes.i + i, bound, mask=i < sizes.i)
-    own = words + (tl.program_id(0) * BLOCK_I).to(tl.int64) * WORDS
-    at = tl.arange(0, BLOCK_I)[:, None] * WORDS + tl.arange(0, BLOCK_J)[None, :]
+    own = marks + (tl.program_id(0) * BLOCK_I).to(tl.int64) * words
+    at = tl.arange(0, BLOCK_I)[:, None] * words + tl.arange(0, BLOCK_J)[None, :]
     for begin in range(first, past, 32):
         end = tl.minimum(begin + 32, past)
         ballot = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
@@ -123,8 +124,8 @@ def ballot_kernel(
 
 @triton.jit
 def count_kernel(
-    words, bounds, found, counts, flags, row_table, seen, program, sizes, heads, per_group, MASK: tl.constexpr,
-    N: tl.constexpr, ROOM: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
+    marks, words, bounds, found, counts, flags, row_table, seen, program, sizes, heads, per_group, MASK: tl.constexpr,
+    N: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
     """Write down the keys that were marked, and how many a row has; a flag for blocks of rows where they are no answer."""
     parts: tl.constexpr = BLOCK_I // ROWS
@@ -135,21 +136,22 @@ def count_kernel(
     local = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     i = block * BLOCK_I + local
     first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-    row = head.to(tl.int64) * sizes.i + i
     column = tl.arange(0, BLOCK_J)[None, :]
-    own = words + (owner * BLOCK_I).to(tl.int64) * WORDS
+    own = marks + (owner * BLOCK_I).to(tl.int64) * words
+    # Within a head places are counted in 32 bits: wide addresses for every word would take all registers.
+    written = found + head.to(tl.int64) * sizes.i * ROOM
     count = tl.zeros([ROWS], tl.int32)
     for begin in range(first, past, 32):
-        ballot = tl.load(own + (begin - first) // 32 * BLOCK_J + local[:, None] * WORDS + column)
+        ballot = tl.load(own + (begin - first) // 32 * BLOCK_J + local[:, None] * words + column)
         bits = bits_in(ballot)
         slot = count[:, None] + tl.cumsum(bits, 1) - bits
         count += tl.sum(bits, 1)
         for n in range(0, tl.max(tl.max(bits, 1), 0)):
             j = (begin + places_of_bits(ballot)) * BLOCK_J + column
             here = (bits > n) & (slot + n < ROOM) & (i[:, None] < sizes.i)
-            tl.store(found + row[:, None] * ROOM + slot + n, j, mask=here)
+            tl.store(written + (i[:, None] * ROOM + slot + n), j, mask=here)
             ballot = ballot & (ballot - 1)
-    tl.store(counts + row, count, mask=i < sizes.i)
+    tl.store(counts + head.to(tl.int64) * sizes.i + i, count, mask=i < sizes.i)
     # Too many keys, or fewer than N although there are more: the search decides.
     bound = of_rows(bounds, b, h, i, sizes, FLOOR)
     lost = (i < sizes.i) & ((count > ROOM) | ((count < N) & (bound > FLOOR)))
