@@ -184,14 +184,19 @@ def steps(small: bool = False, mode: str = "default") -> Row:
 
 def main() -> None:
     what, data = sys.argv[1], Path(sys.argv[2])
-    out = Path(sys.argv[3] if len(sys.argv) > 3 else tempfile.mkdtemp())
+    said = dict(pair.split("=", 1) for pair in sys.argv[3:] if "=" in pair)  # settings to try, as lr=5e-4
+    where = [name for name in sys.argv[3:] if "=" not in name]
+    out = Path(where[0] if where else tempfile.mkdtemp())
     if what == "step":
         put([steps()])
         put([steps(mode="reduce-overhead")])
     elif what == "cpu":
         put([shakespeare(data, out / "bard", NANOGPT_CPU, 1.88, 1.75, device="cpu")])
     elif what == "gpu":
-        put([shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **SHAKESPEARE)])
+        settings = SHAKESPEARE | {name: float(value) for name, value in said.items()}
+        put([shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)])
+        if said:  # a trial
+            return
         files = [data / f"multi30k.{part}.{language}" for part in ("train", "val") for language in ("en", "de")]
         translate(*files[:2], out / "ende", held=tuple(files[2:]), progress=Plain(), **MULTI30K)
         put([judged(data, out / "ende")])

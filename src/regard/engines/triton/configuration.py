@@ -18,7 +18,8 @@ __all__ = ["Config", "configured", "forced"]
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and keys of a tile, warps, stages of the pipeline; by the copy engine; loading warps apart from computing ones."""
+    """Rows and keys of a tile, warps, stages of the pipeline; by the copy engine; loading warps apart from computing ones;
+    how many registers a thread may take, where fewer of them let more programs run side by side."""
 
     block_i: int
     block_j: int
@@ -26,17 +27,19 @@ class Config:
     stages: int
     tma: bool = True
     apart: bool = False
+    registers: int | None = None
 
     @property
     def launch(self) -> dict[str, Any]:
         return {
             "BLOCK_I": self.block_i, "BLOCK_J": self.block_j, "num_warps": self.warps, "num_stages": self.stages,
+            "maxnreg": self.registers,
         }  # fmt: skip
 
 
 #: (kernel, largest of d and e up to) → configuration, for 16-bit types on Hopper.
 HOPPER: dict[tuple[str, int], Config] = {
-    ("forward", 64): Config(128, 64, 8, 3),
+    ("forward", 64): Config(128, 64, 8, 3, registers=128),
     ("forward", 128): Config(128, 128, 8, 3),
     ("forward", 256): Config(128, 64, 8, 2),
     ("top", 64): Config(64, 64, 4, 3),

@@ -102,7 +102,7 @@ def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
 def noted(bests, per_best, best, largest, visit, b, h, i, sizes):
     """The largest product of `per_best` tiles of every row, written down as it grows; any tiles may share a place."""
     best = tl.where(visit % per_best == 0, largest, tl.maximum(best, largest))
-    tl.store(place(bests, b, h) + i.to(tl.int64) * bests.i + visit // per_best, best, mask=i < sizes.i)
+    tl.store(place(bests, b, h) + visit // per_best * bests.i + i, best, mask=i < sizes.i)
     return best
 
 
@@ -228,11 +228,8 @@ def forward_kernel(
         visits += left + past - full_to
     if BESTS:
         for group in range(tl.cdiv(visits, per_best), groups):
-            tl.store(
-                place(bests, b, h) + i.to(tl.int64) * bests.i + group,
-                tl.full([BLOCK_I], FLOOR, tl.float32),
-                mask=i < sizes.i,
-            )
+            lowest = tl.full([BLOCK_I], FLOOR, tl.float32)
+            tl.store(place(bests, b, h) + group * bests.i + i, lowest, mask=i < sizes.i)
 
     nothing = m <= NOTHING
     if MAX:

@@ -48,7 +48,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     if best:
         visits = triton.cdiv(p.j, config.block_j) + 2  # at most: an edge on either side
         per_best = triton.cdiv(visits, max(64, 4 * best))  # the fewer groups, the less to sort for a bound
-        found["bests"] = empty(p.b, p.h, p.i, triton.cdiv(visits, per_best), like=p.q, dtype=torch.float32)
+        found["bests"] = empty(p.b, p.h, triton.cdiv(visits, per_best), p.i, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
     if config.apart:
         triton.set_allocator(_room)
@@ -69,7 +69,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "q_map": maps[0], "k_map": maps[1], "v_map": maps[2],
             "sink": p.nothing if problem.sink is None else cells(problem.sink),
             "keys": p.nothing if keys is None else cells(keys), "row_table": table, "out": Outputs(**rows), "bests": bests,
-            "per_best": per_best, "groups": found["bests"].shape[-1] if best else 0, "heads": heads, "per_group": p.per_group(e),
+            "per_best": per_best, "groups": found["bests"].shape[2] if best else 0, "heads": heads, "per_group": p.per_group(e),
             "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "EXACT_V": v is not None and v.dtype == torch.float32,
             "SINK": problem.sink is not None, "SAME": same, "Y": v is not None, "MAX": "max_score" in names, **told,
             "TMA": tma, "APART": config.apart, "BESTS": best > 0, "EDGES": p.form.kind != "none" or p.j % config.block_j != 0,
@@ -138,7 +138,7 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
     """Write the n best of nearly all rows; returns flags for blocks of rows that must be searched, and their height."""
     config = configured("ballot", p, 0, None)
     # Of fewer groups than this the n-th largest is no good bound.
-    enough = (n + n // 4 + 2) * triton.cdiv(p.j, bests.shape[-1])
+    enough = (n + n // 4 + 2) * triton.cdiv(p.j, bests.shape[2])
     room = triton.next_power_of_2(3 * n + 8)
     bounds = _bounds(bests, n)
     found = empty(p.b, p.h, p.i, room, like=p.q, dtype=torch.int32)
@@ -183,12 +183,12 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
 
 
 def _bounds(bests: Tensor, n: int) -> Tensor:
-    """For every row a score that its n best reach, and hardly more keys than those."""
-    groups, rows = bests.shape[-1], bests.numel() // bests.shape[-1]
-    bounds = empty(*bests.shape[:3], like=bests, dtype=torch.float32)
+    """For every row a score that its n best reach, and hardly more keys than those; from bests (b, h, groups, i)."""
+    b, h, groups, rows = bests.shape
+    bounds = empty(b, h, rows, like=bests, dtype=torch.float32)
     blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32}
-    arguments = {"bests": bests, "out": bounds, "rows": rows, "groups": groups, "N": n, **blocks}
-    start(bound_kernel, n, [bests, bounds], lambda: (triton.cdiv(rows, 32), arguments))
+    arguments = {"bests": bests, "out": bounds, "I": rows, "groups": groups, "N": n, **blocks}
+    start(bound_kernel, n, [bests, bounds], lambda: (b * h * triton.cdiv(rows, 32), arguments))
     return bounds
 
 

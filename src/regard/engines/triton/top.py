@@ -64,13 +64,15 @@ def products(
 
 
 @triton.jit
-def bound_kernel(bests, out, rows, groups, N: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """A bound for every row from the largest products of its groups of tiles."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def bound_kernel(bests, out, I, groups, N: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    """A bound for BLOCK rows of a head from the largest products of their groups of tiles, (b, h, groups, i)."""
+    blocks = tl.cdiv(I, BLOCK)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     g = tl.arange(0, BLOCK_GROUPS)
-    inside = (row[:, None] < rows) & (g[None, :] < groups)
-    largest = tl.load(bests + row[:, None] * groups + g[None, :], mask=inside, other=FLOOR)
-    tl.store(out + row, least_wanted(largest, N), mask=row < rows)
+    inside = (i[:, None] < I) & (g[None, :] < groups)
+    largest = tl.load(bests + head * groups * I + g[None, :] * I + i[:, None], mask=inside, other=FLOOR)
+    tl.store(out + head * I + i, least_wanted(largest, N), mask=i < I)
 
 
 @triton.jit
