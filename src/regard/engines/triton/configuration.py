@@ -6,7 +6,7 @@ Imports only torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -41,6 +41,7 @@ class Config:
 HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(128, 64, 8, 3, registers=128),
     ("forward", 128): Config(128, 128, 8, 3),
+    ("self", 64): Config(64, 64, 4, 4, registers=128),
     ("forward", 256): Config(128, 64, 8, 2),
     ("top", 64): Config(64, 64, 4, 3),
     ("top", 128): Config(64, 64, 4, 3),
@@ -48,7 +49,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("ballot", 64): Config(64, 64, 4, 3),
     ("ballot", 128): Config(64, 64, 4, 3),
     ("ballot", 256): Config(64, 64, 4, 2),
-    ("reread", 64): Config(64, 128, 4, 3),
+    ("reread", 64): Config(64, 128, 4, 3, registers=128),
     ("reread", 128): Config(64, 128, 4, 3),
     ("reread", 256): Config(64, 64, 4, 2),
     ("keys", 64): Config(64, 64, 4, 2),
@@ -90,6 +91,8 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
         parted = PARTED.get((kernel, 128)) if size > 64 else None
         if parted is not None and size <= 128 and not whole_warps and p.one_loop(parted) and _parts_warps():
             return parted
+        if kernel == "rows" and size <= 64 and p.form.kind != "none":  # edges take registers that the rest does not need
+            chosen = replace(chosen, registers=168)
     if "bias" in p.kinds:  # its tiles take room beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
     # A few rows need no tall tile.

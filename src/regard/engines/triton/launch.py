@@ -88,6 +88,8 @@ def _row_output(p: Prepared, name: str) -> Tensor:
 
 def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
+    if v is not None and max(p.d, e) <= 64 and _same(v, p.k):
+        return configured("self", p, e, v)
     config = configured("forward", p, e, v, whole_warps=v is None)
     if config.apart and not (p.one_loop(config) and _forward_copies(p, config, v, e)[0]):
         config = dataclasses.replace(configured("forward", p, e, v, whole_warps=True), apart=False)
