@@ -98,7 +98,7 @@ BUGS = [
     Bug("m and log l become one number", "engines/gradient.py", "return above.exp() / l, above - l.log()", "return (s - (m + l.log())).exp(), above - l.log()", ("edges",)),
     # see.py: the one backward.
     Bug("the gradient of lse has the wrong sign", "see.py", "c = c - g[..., 0]", "c = c + g[..., 0]", ("gradients",)),
-    Bug("the gradient of the output lacks its row's share", "see.py", 'engine.row_dot(g, answers["y"])', "0", ("gradients",)),
+    Bug("the gradient of the output lacks its row's share", "see.py", 'engine.row_dot(g, answers["y"])', 'engine.row_dot(g, answers["y"]) * 0', ("gradients",)),
     Bug("the gradient of received lacks its row's share", "see.py", "c = c + (left * mixed).sum(-1)", "c = c + 0", ("gradients",)),
     Bug("the gradient of the reach lacks its row's share", "see.py", 'c = c + rho * answers["reach"]', "c = c + 0", ("gradients",)),
     # memory.py and index.py.

@@ -351,6 +351,25 @@ def test_an_encoder_and_decoder_is_looked_at_across(run, folders):
     assert run("walk", "The cat sat.", "--model", folders / "t5", "--target", "The dog", "--word", "dog")[0] == 0
 
 
+def test_a_target_that_is_too_long_is_refused_cut_or_not(run, folders, monkeypatch):
+    from regard.look import model
+
+    made = model.as_opened
+
+    def short(what):
+        found = made(what)
+        found.limit = 8
+        return found
+
+    monkeypatch.setattr(model, "as_opened", short)
+    asked = ("look", "The cat.", "--model", folders / "t5", "--target", "The dog was very tired and so it slept.")
+    for more in ((), ("--cut",)):
+        code, _, err = run(*asked, *more)
+        assert code == 2
+        assert "the target is" in err
+        assert "shorten it" in err
+
+
 def test_a_model_trained_here_is_looked_into(run, tmp_path):
     learn = pytest.importorskip("regard.learn")
     (tmp_path / "text.txt").write_text("to be or not to be that is the question\n" * 40)

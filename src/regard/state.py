@@ -117,8 +117,9 @@ class State:
         whole = self if sink is None else self.merge(State.of_sink(sink.to(self.m.dtype), question, self.m.shape))
         l = whole.l
         share = torch.where(l == 0, 0, 1 / l)  # a row with no key has weights 0, not 0/0
+        norm = torch.stack([whole.m, l], -1)
         found: dict[str, Tensor | None] = {
-            "norm": torch.stack([whole.m, l], -1),
+            "norm": norm,
             # A sink takes weight but is no key: the maximum is that of the keys.
             "max_score": self.m,
             "argmax": self.argmax,
@@ -129,7 +130,7 @@ class State:
             "mass": None if whole.mass is None else whole.mass * share,
         }
         if question.wants("lse"):
-            found["lse"] = lse_of(torch.stack([whole.m, l], -1))
+            found["lse"] = lse_of(norm)
         if whole.t is not None:
             found["entropy"] = torch.where(l == 0, 0, l.log() - whole.t * share).clamp(min=0)
         return {name: value for name in question.names if (value := found.get(name)) is not None}

@@ -157,16 +157,11 @@ class _Training:
         self.weights = dict(self.model.named_parameters())
         self.optimizer = self._made_optimizer()
         self.averaged = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.average else {}
-        self.loss_of: Any = self._compiled() if self.settings.compile else task.loss
+        self.loss_of: Any = torch.compile(task.loss) if self.settings.compile else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
         self.history: list[dict[str, Any]] = []
         if resume and (out / disk.LAST).exists():  # without it the run was killed before its first checkpoint
             self._restore()
-
-    def _compiled(self) -> Any:
-        """The loss through torch.compile; as CUDA graphs where every batch has one shape: then the host has nothing to do."""
-        graphs = self.device.type == "cuda" and self.task.kind == "lm"
-        return torch.compile(self.task.loss, mode="reduce-overhead" if graphs else None)
 
     def _made_optimizer(self) -> torch.optim.AdamW:
         matrices = [p for p in self.weights.values() if p.ndim >= 2]
@@ -219,7 +214,6 @@ class _Training:
 
     def _step(self, batch: tuple[Tensor, ...], looking: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
         torch.manual_seed(drawn(self.settings.seed, self.step))  # what is dropped in this step
-        torch.compiler.cudagraph_mark_step_begin()  # what the last step gave may be written over
         self.model.train()
         heads: dict[str, Any] = {}
         with self._precision():

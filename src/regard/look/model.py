@@ -163,11 +163,11 @@ class FromTransformers(Opened):
             if target is not None:
                 raise ValueError(f"{words.shown(self.name)} has no decoder, so it takes no target sentence.")
             return self._recorded(lambda: self.model(input_ids=source), self.tokens(source))
-        written = self._target(source, target, cut)
+        written = self._target(source, target)
         run = lambda: self.model(input_ids=source, decoder_input_ids=written)  # noqa: E731
         return self._recorded(run, (self.tokens(source), self.tokens(written)))
 
-    def _target(self, source: Tensor, target: str | None, cut: bool) -> Tensor:
+    def _target(self, source: Tensor, target: str | None) -> Tensor:
         """What the decoder reads, (1, t): its start and the target sentence, or what the model writes itself."""
         if target is None:
             with torch.no_grad(), _quiet(), _enough_memory():
@@ -178,12 +178,10 @@ class FromTransformers(Opened):
         start = config.decoder_start_token_id
         start = config.pad_token_id if start is None else start
         whole = torch.cat([written.new_tensor([[start]]), written], 1)
-        if self.limit is not None and whole.shape[1] > self.limit and not cut:
-            raise ValueError(
-                f"the target is {whole.shape[1]:,} tokens long and {words.shown(self.name)} takes {self.limit:,}: "
-                "shorten it, or look at its beginning with --cut (cut=True)."
-            )
-        return whole[:, : self.limit]
+        if self.limit is not None and whole.shape[1] > self.limit:
+            long = f"the target is {whole.shape[1]:,} tokens long"
+            raise ValueError(f"{long} and {words.shown(self.name)} takes {self.limit:,}: shorten it.")
+        return whole
 
 
 class FromLearn(Opened):

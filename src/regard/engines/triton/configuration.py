@@ -91,7 +91,9 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
         parted = PARTED.get((kernel, 128)) if size > 64 else None
         if parted is not None and size <= 128 and not whole_warps and p.one_loop(parted) and _parts_warps():
             return parted
-        if kernel == "rows" and size <= 64 and p.form.kind != "none":  # edges take registers that the rest does not need
+        if (
+            kernel == "rows" and size <= 64 and p.form.kind != "none"
+        ):  # edges take registers that the rest does not need
             chosen = replace(chosen, registers=168)
     if "bias" in p.kinds:  # its tiles take room beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)

@@ -27,7 +27,7 @@ from .tiles import Map, cells, rows_of
 from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settle_kernel
 
 #: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
-MOST_MARKS = 2**29
+MOST_MARKS = 2**30
 
 Arguments = tuple[int, dict[str, Any]]
 
