@@ -15,7 +15,7 @@ import regard
 from regard import cli
 from regard.learn import is_checkpoint, lm, open_model, translate
 from regard.learn.generate import Beam, beam_search, bleu, sample
-from regard.learn.progress import Plain, Rich, open_progress
+from regard.learn.progress import Plain, Rich, _table, open_progress
 from regard.learn.text import bpe, characters, ids_of, pairs_bpe
 from regard.nn import LanguageModel, Learned, Translator
 
@@ -404,6 +404,20 @@ def test_what_is_not_installed_is_said_before_anything_is_done(
     assert cli.main(words[verb]) == 2
     assert "pip install 'regard[learn]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 8, 9, 12, 40])
+@pytest.mark.parametrize("width", [80, 40])
+def test_no_number_of_the_training_panel_is_cut(heads, width):
+    from rich.console import Console
+
+    of = {"entropy": [0.5 + n for n in range(heads)], "max_score": [1000.5 - n for n in range(heads)]}
+    console = Console(width=width, force_terminal=False, record=True, file=io.StringIO())
+    console.print(_table({f"body.blocks.{n}.attention": of for n in range(2)}, width))
+    text = console.export_text()
+    assert "…" not in text
+    assert "0.50" in text
+    assert "1000.5" in text or "1e+03" in text
 
 
 def test_without_rich_or_a_terminal_progress_is_plain(monkeypatch):

@@ -70,7 +70,7 @@ class Rich(Silent):
 
         self.known |= numbers
         self.bar.update(self.task, completed=step, description=_numbers(self.known))
-        self.live.update(Group(self.bar, _table(self.known.get("heads", {}))))
+        self.live.update(Group(self.bar, _table(self.known.get("heads", {}), self.live.console.width)))
 
     def note(self, text: str) -> None:
         self.console.print(text.rstrip(), markup=False, highlight=False)
@@ -107,17 +107,27 @@ def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
     return text
 
 
-def _table(heads: dict[str, dict[str, list[float]]]) -> Any:
+def _table(heads: dict[str, dict[str, list[float]]], width: int) -> Any:
+    """Every head where there is room for it, in one line a layer or in two; else the head at either end."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1), title="entropy / largest score, head by head", title_style="dim")
-    table.add_column("layer", style="dim")
-    for n in range(max((len(of["entropy"]) for of in heads.values()), default=0)):
-        table.add_column(str(n), justify="right")
+    count = max((len(of["entropy"]) for of in heads.values()), default=0)
+    together, apart = 8 + 12 * count <= width, 16 + 7 * count <= width
+    title = "entropy / largest score, head by head" if together or apart else None
+    table = Table(box=None, padding=(0, 1), title=title, title_style="dim")
+    table.add_column("layer", style="dim", no_wrap=True)
+    for title in map(str, range(count)) if together or apart else ("lowest entropy", "largest score"):
+        table.add_column(title, justify="right", no_wrap=True)
     for name, of in heads.items():
-        scores = of.get("max_score", [float("nan")] * len(of["entropy"]))
-        cells = [f"{e:.2f}/{s:.1f}" for e, s in zip(of["entropy"], scores, strict=True)]
-        table.add_row(_short(name), *cells)
+        entropy, scores = of["entropy"], of.get("max_score", [float("nan")] * len(of["entropy"]))
+        if together:
+            table.add_row(_short(name), *[f"{e:.2f}/{s:.1f}" for e, s in zip(entropy, scores, strict=True)])
+        elif apart:
+            table.add_row(f"{_short(name)} entropy", *[f"{e:.2f}" for e in entropy])
+            table.add_row("score", *[f"{s:.3g}" for s in scores])
+        else:
+            low, high = min(range(count), key=entropy.__getitem__), max(range(count), key=scores.__getitem__)
+            table.add_row(_short(name), f"{entropy[low]:.2f} head {low}", f"{scores[high]:.1f} head {high}")
     return table
 
 

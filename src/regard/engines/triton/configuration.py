@@ -41,7 +41,9 @@ class Config:
 HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(128, 64, 8, 3, registers=128),
     ("forward", 128): Config(128, 128, 8, 3),
+    # Keys and values in one tile leave room for more of them; at d = 128 that pays under a mask.
     ("self", 64): Config(64, 64, 4, 4, registers=128),
+    ("self", 128): Config(128, 64, 8, 3, registers=128),
     ("forward", 256): Config(128, 64, 8, 2),
     ("top", 64): Config(64, 64, 4, 3),
     ("top", 128): Config(64, 64, 4, 3),

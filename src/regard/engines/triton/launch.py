@@ -88,7 +88,7 @@ def _row_output(p: Prepared, name: str) -> Tensor:
 
 def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
-    if v is not None and max(p.d, e) <= 64 and _same(v, p.k):
+    if v is not None and _same(v, p.k) and (e <= 64 or (e <= 128 and p.form.kind != "none")):
         return configured("self", p, e, v)
     config = configured("forward", p, e, v, whole_warps=v is None)
     if config.apart and not (p.one_loop(config) and _forward_copies(p, config, v, e)[0]):
