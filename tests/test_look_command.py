@@ -688,7 +688,9 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 
 def test_an_interrupt_from_outside_leaves_130():
-    with _process("look", "-", stdin=-1) as done:
+    # Tests that a shell runs in the background have interrupts ignored, and so would what they start.
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    with _process("look", "-", stdin=-1, preexec_fn=heard) as done:
         for _ in range(200):  # until it waits for its input: read (0) of file 0
             time.sleep(0.1)
             try:
