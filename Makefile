@@ -15,7 +15,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-libraries test-planted test-gpu lint bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-libraries test-planted test-gpu test-gpu-checked lint bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -73,6 +73,13 @@ clean:
 # Kernels on a real GPU, with the machine's own PyTorch and Triton.
 test-gpu:
 	PYTHONPATH=src:tests $(PYTHON) -m pytest tests/gpu -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q
+	PYTHONPATH=src:tests $(PYTHON) tests/gpu/configurations.py 0 320
+
+# The same kernels under CUDA's memory and race checkers, every allocation on its own.
+test-gpu-checked: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
+test-gpu-checked:
+	PYTHONPATH=src:tests compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py
+	PYTHONPATH=src:tests compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m bench.gpu

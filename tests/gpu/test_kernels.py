@@ -1,8 +1,9 @@
-"""The triton engine on a real GPU: random configurations, traps that others fell into, repeats, graphs, compilation."""
+"""The triton engine on a real GPU: traps that others fell into, repeats, graphs, compilation.
+
+Random configurations are in `configurations.py`, which runs many of them at a time.
+"""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 import torch
@@ -11,8 +12,6 @@ import cover
 import regard
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-#: Which random configurations: "300" for the first, "300:600" for others.
-CONFIGURATIONS = range(*map(int, os.environ.get("REGARD_CONFIGURATIONS", "0:300").split(":")))
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, times: float = 1.0) -> torch.Tensor:
@@ -27,9 +26,38 @@ def dense(q, k, v, mask=None):
     return s.softmax(-1), s.softmax(-1) @ v.double(), s.logsumexp(-1)
 
 
-@pytest.mark.parametrize("seed", CONFIGURATIONS)
-def test_a_random_configuration_is_within_the_bound(seed: int) -> None:
-    cover.judged(cover.at_random(seed, TYPES), "cuda")
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_kept_launch_serves_other_tensors(d: int) -> None:
+    """The second call of a form, one at an odd address, one whose keys are its values."""
+    for turn in range(4):
+        q, k, v = (
+            draw(1, 2, 257 * d + 8)[:, :, turn % 2 : 257 * d + turn % 2].unflatten(-1, (257, d)) for _ in range(3)
+        )
+        k = v if turn == 3 else k
+        q, k, v = (x.requires_grad_() for x in (q.detach(), k.detach(), v.detach()))
+        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", "received", top=4, values=v)
+        w, y, _ = dense(q, k, v, torch.ones(257, 257, dtype=torch.bool, device="cuda").tril())
+        assert (seen.y.double() - y).abs().max() < 0.02
+        assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
+        assert (seen.top.weight.double() - w.topk(4, -1).values).abs().max() < 1e-4
+        found = torch.autograd.grad((seen.y.double() * y.detach()).sum(), (q, k, v))
+        truth = torch.autograd.grad((y * y.detach()).sum(), (q, k, v))
+        for mine, right in zip(found, truth, strict=True):
+            assert (mine.double() - right.double()).norm() < 0.02 * right.double().norm()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
+    from regard.engines.triton import launch
+
+    q, k = draw(2, 4, 4096, d), draw(2, 4, 4096, d)
+    problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
+    for names in ((), ("norm",)):
+        p, bests = launch.Prepared(problem), launch.forward(problem, names, None, None, best=8)["bests"]
+        score, index = torch.empty(2, 4, 4096, 8, device="cuda"), torch.empty(2, 4, 4096, 8, device="cuda").long()
+        flags, _ = launch._balloted(p, 8, bests, score, index)
+        assert int(flags.sum()) < 0.01 * flags.numel()
 
 
 def test_the_largest_by_ballot() -> None:
