@@ -193,10 +193,12 @@ def main() -> None:
     elif what == "cpu":
         put([shakespeare(data, out / "bard", NANOGPT_CPU, 1.88, 1.75, device="cpu")])
     elif what == "gpu":
-        settings = SHAKESPEARE | {name: float(value) for name, value in said.items()}
-        put([shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)])
-        if said:  # a trial
+        settings = SHAKESPEARE | {name: type(SHAKESPEARE[name])(value) for name, value in said.items()}
+        found = shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)
+        if said:  # a trial, which leaves the measured row alone
+            print(found.what, said)
             return
+        put([found])
         files = [data / f"multi30k.{part}.{language}" for part in ("train", "val") for language in ("en", "de")]
         translate(*files[:2], out / "ende", held=tuple(files[2:]), progress=Plain(), **MULTI30K)
         put([judged(data, out / "ende")])

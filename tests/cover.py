@@ -222,6 +222,23 @@ def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile:
     return wrong
 
 
+def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: int = 300) -> None:
+    """More columns than a tile holds: of values, of what is sent back, of a pooled map, and their gradients."""
+    q, k, v, u = (torch.randn(1, 2, n, size, device=device).to(dtype) for n, size in ((7, 16), (columns + 9, 16), (columns + 9, columns), (7, columns)))  # fmt: skip
+    leaves = [x.requires_grad_() for x in (q, k, v, u)]
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    answers = []
+    for (q, k, v, u), engine in ((leaves, "triton"), (doubles, "blockwise")):
+        W = regard.weights(q, k, engine=engine)
+        seen = W.see("entropy", pool=(2, columns), values=v)
+        found = (seen.y, seen.pool, W.mT @ u)
+        total = sum((x.double() * torch.linspace(-1, 1, x.shape[-1], device=device)).sum() for x in found)
+        answers.append([*found, *torch.autograd.grad(total, (q, k, v, u))])
+    for mine, right in zip(*answers, strict=True):
+        close = 3 * columns**0.5 * ROUNDOFF[dtype] * right.detach().abs().max()  # each adds up as many terms
+        assert (mine.detach().double() - right.detach()).abs().max() <= close
+
+
 def judged_where_all_scores_are_huge(dtype: torch.dtype, device: str = "cpu") -> None:
     """A row with the same huge bias everywhere has even weights: in lse = m + log l the second part would be lost."""
     q = torch.zeros(1, 2, 37, 16, dtype=dtype, device=device)

@@ -42,6 +42,9 @@ def main(part: int, of: int) -> int:
     if part == 1:
         configuration.forced["any"] = configuration.Config(32, 32, 4, 1)
         wrong += cover.judged_by_ballot((torch.float16,))
+    if part == 2:
+        configuration.forced["any"] = configuration.Config(16, 32, 4, 1)
+        cover.judged_with_many_columns(torch.float32)
     if part == 0:
         cover.judged_where_all_scores_are_huge(torch.float32)
         cover.judged_where_all_scores_are_huge(torch.float16)

@@ -367,3 +367,54 @@ def test_positions_are_as_exact_as_their_input():
     turned = Rotary().turned(torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64), far)[0]
     want = torch.tensor([math.cos(far), math.cos(far / 100), math.sin(far), math.sin(far / 100)], dtype=torch.float64)
     torch.testing.assert_close(turned, want, atol=1e-9, rtol=0)
+
+
+# Rotary positions are kept, and are no state.
+
+
+def rotary(dim: int = 16) -> SelfAttention:
+    return SelfAttention(dim, heads=2, positions="rotary")
+
+
+def test_a_rotary_layer_filled_after_it_was_made_on_no_device_is_the_same_layer():
+    layer, x = rotary(), torch.randn(2, 5, 16)
+    with torch.device("meta"):
+        empty = rotary()
+    empty.to_empty(device="cpu")
+    for _ in range(3):
+        torch.full((1, 1024, 4), 7.0)  # what lay where an uninitialised table would be
+    empty.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(empty(x), layer(x))
+    assert not list(layer.buffers())
+
+
+def test_positions_met_in_inference_can_be_trained_afterwards():
+    with torch.inference_mode():
+        layer = rotary()
+        layer(torch.randn(1, 1100, 16))
+    layer = rotary()
+    with torch.inference_mode():
+        layer(torch.randn(1, 1100, 16))
+    layer(torch.randn(1, 1100, 16)).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+@pytest.mark.parametrize("start", [0, 3, 1020, 70_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_kept_rotations_are_those_of_the_formula(start, dtype):
+    turning, q = Rotary(), torch.randn(2, 6, 8, dtype=dtype)
+    at = torch.arange(start, start + 6, dtype=dtype)[:, None] * 10_000.0 ** (-torch.arange(0, 8, 2, dtype=dtype) / 8)
+    left, right = q.chunk(2, -1)
+    truth = torch.cat([left * at.cos() - right * at.sin(), right * at.cos() + left * at.sin()], -1)
+    for _ in range(2):
+        torch.testing.assert_close(turning.turned(q, start), truth, atol=0, rtol=0)
+    assert turning.turns.shape[1] <= 2048
+    assert turning.turns.dtype == torch.float32
+
+
+def test_rotations_follow_the_layer_and_stay_wide():
+    layer = rotary().half()
+    assert layer.positions.turns.dtype == torch.float32
+    assert layer.to("meta").positions.turns.device.type == "meta"
+    with pytest.raises(ValueError, match="must be even"):
+        Rotary().turned(torch.randn(1, 2, 3, dtype=torch.float64))

@@ -47,10 +47,8 @@ class Seen:
     """The answers to one `see`, as attributes. What was not asked for is not there."""
 
     def __init__(self, **answers: Any) -> None:
-        for (
-            name,
-            answer,
-        ) in answers.items():  # one by one: torch.compile follows this, and not all of it `vars(self).update`
+        # One by one: torch.compile of PyTorch 2.11 does not follow `vars(self).update`.
+        for name, answer in answers.items():
             setattr(self, name, answer)
 
     def __getattr__(self, name: str) -> Any:

@@ -78,6 +78,11 @@ def test_the_largest_of_long_rows_are_those_of_dense_weights(d: int, causal: boo
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+def test_more_columns_than_a_tile_holds(dtype: torch.dtype) -> None:
+    cover.judged_with_many_columns(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 def test_rows_whose_scores_are_all_huge_are_rows_like_any_other(dtype: torch.dtype) -> None:
     cover.judged_where_all_scores_are_huge(dtype, "cuda")
 

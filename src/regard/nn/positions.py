@@ -16,6 +16,8 @@ __all__ = ["Learned", "Positions", "Rotary", "Sinusoidal", "as_positions"]
 
 #: How many positions `positions="learned"` makes room for; `Learned(length, dim)` says it.
 LENGTH = 1024
+#: Positions up to which rotary ones are kept.
+LONGEST = 2**16
 
 
 class Positions(nn.Module):
@@ -70,23 +72,22 @@ class Learned(Positions):
 class Rotary(Positions):
     """Pairs of q and k turned by position · base^(−2n/d): the product depends on the distance alone.
 
-    Sines and cosines are kept for the first positions and for more as they come, in float32 and in no checkpoint: a
-    compiler would make them anew in every layer, which costs more than all else in it.
+    Sines and cosines of the first positions are kept, and of more as they come: a compiler would make them anew in
+    every layer, which costs more than all else in it. They are no buffer: they are no state, and their number grows.
     """
 
-    turns: Tensor | None  # 2 n d/2 : cos and sin
+    turns: Tensor | None = None  # 2 n d/2 : cos and sin, in float32
 
     def __init__(self, base: float = 10_000.0) -> None:
         super().__init__()
         self.base = base
-        self.register_buffer("turns", None, persistent=False)
 
     def check(self, key_size: int) -> None:
         """That heads of this size can be turned; makes ready for it."""
         if key_size % 2:
             raise ValueError(f"rotary positions turn pairs of numbers: key_size must be even; {key_size} came.")
         if self.turns is None:
-            self.turns = self._made(LENGTH, key_size, torch.empty(0))
+            self.turns = self._made(0, LENGTH, key_size, torch.empty(0, dtype=torch.float32))
 
     def turned(self, q: Tensor, start: int = 0) -> Tensor:
         cos, sin = self._from(start, q)
@@ -95,27 +96,28 @@ class Rotary(Positions):
 
     def _from(self, start: int, q: Tensor) -> Tensor:
         """cos and sin of the positions of q, (2, t, d/2)."""
-        end, size = start + q.shape[-2], q.shape[-1]
-        if q.dtype == torch.float64:
-            return self._made(end, size, q)[:, start:]
-        kept = self.turns
+        self.check(q.shape[-1])
+        end, size, kept = start + q.shape[-2], q.shape[-1], self.turns
+        if q.dtype == torch.float64 or end > LONGEST:
+            return self._made(start, end, size, q)
         if kept is None or kept.shape[1] < end or 2 * kept.shape[2] != size or kept.device != q.device:
-            self.check(size)
-            kept = self._made(max(LENGTH, 1 << (end - 1).bit_length()), size, q)
-            if not torch.compiler.is_compiling():
+            kept = self._made(0, max(LENGTH, 1 << (end - 1).bit_length()), size, q)
+            if type(kept) is Tensor and not torch.compiler.is_compiling():  # and no tensor that only stands for one
                 self.turns = kept
         return kept[:, start:end]
 
-    def _made(self, count: int, size: int, like: Tensor) -> Tensor:
-        angles = _angles(self.base, 0, count, size, like)
-        return torch.stack([angles.cos(), angles.sin()])
+    def _made(self, start: int, end: int, size: int, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # what is kept may be differentiated through later
+            angles = _angles(self.base, start, end - start, size, like)
+            return torch.stack([angles.cos(), angles.sin()])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
-        """Moved with the model, but never made narrow with it."""
+        """Made anew where the model is moved to, so that a compiler finds it there."""
         super()._apply(fn, recurse)
-        if self.turns is not None and self.turns.dtype != torch.float32:
+        device = fn(torch.empty(0)).device
+        if self.turns is not None and self.turns.device != device:
             _, count, half = self.turns.shape
-            self.turns = self._made(count, 2 * half, torch.empty(0, device=self.turns.device))
+            self.turns = self._made(0, count, 2 * half, torch.empty(0, dtype=torch.float32, device=device))
         return self
 
     def extra_repr(self) -> str:

@@ -1,11 +1,13 @@
 """NVIDIA GPUs: the statistics of the weights at the speed of fused attention.
 
-Rooms: `tiles` (words for tile operations), `forward` (one pass over the keys), `reread` (a second pass over the
-columns), `backward`, `additive`, `configuration` (tile sizes by shape), `launch` (from a problem to the kernels'
-arguments). Triton is imported when the engine first computes, never before.
+Rooms of kernels: `tiles` (words for tile operations), `forward` (one pass over the keys), `reread` (a second pass over the
+columns), `top` (the largest of a row), `backward`, `additive`. Rooms that call them: `form` (the mask), `prepared` (a
+problem as kernels take it), `configuration` (tile sizes by shape), `launch` (the passes), `start` (one launch). Triton is
+imported when the engine first computes, never before.
 
 Served: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
-fp16 and fp32; d and e up to 256; top n up to 64. Not served, and computed by `blockwise`: float64, users' functions.
+fp16 and fp32; d up to 256 and any e; top n up to 64. Not served, and computed by `blockwise`: float64, users' functions,
+gradients of additive scores and of values with e above 256.
 A finite score below −1e22 counts as hidden here: a row that has no other sees nothing.
 Imports `factors`, `statistics`, `blockwise`.
 """
@@ -51,8 +53,6 @@ def why_not(problem: Problem, question: Question) -> str | None:
         return "modify(f) is a Python function, and its kernels take none"
     if not isinstance(problem.pair, TanhSum) and problem.q.shape[-1] > LARGEST:
         return f"its tiles hold sizes up to {LARGEST}, and q and k have {problem.q.shape[-1]}"
-    if question.v is not None and question.v.shape[-1] > LARGEST:
-        return f"its tiles hold sizes up to {LARGEST}, and v has {question.v.shape[-1]}"
     if question.top > MOST_TOP:
         return f"it keeps up to {MOST_TOP} keys a row, and top({question.top}) was asked"
     return _too_many_flags(problem)
@@ -103,7 +103,8 @@ class Triton:
         self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
     ) -> Gradients:
         _check(problem, question)
-        if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.pair, TanhSum):
+        wide = gradient.dy is not None and gradient.dy.shape[-1] > LARGEST
+        if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.pair, TanhSum) or wide:
             return blockwise.ENGINE.backward(problem, question, norm, _widened(gradient, problem.wide), needs)
         return _backward(problem, question, norm, gradient, needs)
 
@@ -137,7 +138,7 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     if top:
         answers |= launch.top(problem, top, answers.pop("bests", None))
     if second:
-        answers |= launch.reread(problem, second, answers["norm"], question.u, question.tiling)
+        answers |= _second_pass(problem, question, second, answers["norm"])
     return answers
 
 
@@ -159,6 +160,18 @@ def _first_pass(problem: Problem, question: Question, names: tuple[str, ...], be
         for n, part in enumerate(v.split(LARGEST, -1))
     ]
     return {**parts[0], "y": torch.cat([part["y"] for part in parts], -1) if len(parts) > 1 else parts[0]["y"]}
+
+
+def _second_pass(problem: Problem, question: Question, names: tuple[str, ...], norm: Tensor) -> Answers:
+    from . import launch
+
+    if "z" not in names or question.u is None:
+        return launch.reread(problem, names, norm, None, question.tiling)
+    parts = [
+        launch.reread(problem, *((names, norm, part, question.tiling) if n == 0 else (("z",), norm, part, None)))
+        for n, part in enumerate(question.u.split(LARGEST, -1))
+    ]
+    return {**parts[0], "z": torch.cat([part["z"] for part in parts], -1) if len(parts) > 1 else parts[0]["z"]}
 
 
 def _one_a_key(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

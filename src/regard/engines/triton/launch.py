@@ -88,11 +88,11 @@ def _row_output(p: Prepared, name: str) -> Tensor:
 
 def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
-    if v is not None and _same(v, p.k) and (e <= 64 or (e <= 128 and p.form.kind != "none")):
-        return configured("self", p, e, v)
-    config = configured("forward", p, e, v, whole_warps=v is None)
+    same = v is not None and _same(v, p.k) and (e <= 64 or (e <= 128 and p.form.kind != "none"))
+    name = "self" if same else "forward"
+    config = configured(name, p, e, v, whole_warps=v is None)
     if config.apart and not (p.one_loop(config) and _forward_copies(p, config, v, e)[0]):
-        config = dataclasses.replace(configured("forward", p, e, v, whole_warps=True), apart=False)
+        config = dataclasses.replace(configured(name, p, e, v, whole_warps=True), apart=False)
     return config
 
 
@@ -119,6 +119,7 @@ def top(problem: Problem, n: int, bests: Tensor | None = None) -> dict[str, Tens
     index = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
     flags, flagged = (None, 0) if bests is None else _balloted(p, n, bests, score, index)
     config = configured("top", p, 0, None)
+    assert not flagged or flagged % config.block_i == 0, "one flag for each block of rows"
     table = p.row_table(config)
 
     def arguments() -> Arguments:
@@ -176,7 +177,8 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
 
     for program in range(0, blocks * heads, together):
         programs = min(together, blocks * heads - program)
-        key = p.key and (p.key, n, enough, config, program, programs)
+        # Turns are many and long: each is started the slow way, and none is kept.
+        key = p.key and (p.key, n, enough, config) if programs == blocks * heads else None
         start(ballot_kernel, key, [*p.tensors, table.ptr, bounds, marks], lambda: ballot(program, programs))  # noqa: B023
         given = [*p.tensors, table.ptr, bounds, marks, found, counts, flags]
         start(count_kernel, key, given, lambda: count(program, programs))  # noqa: B023

@@ -2,7 +2,7 @@
 
 By Triton's own door every argument of every call is looked at, to find the compiled kernel that serves: 0.1 ms of Python, as
 long as a short sequence takes to compute. Here the first call of a form goes through that door; the compiled kernel is
-kept with its arguments, and later calls put the addresses of their tensors into them. Imports only torch and triton.
+kept with its arguments, and later calls put the addresses of their tensors into them. Imports only torch.
 """
 
 from __future__ import annotations

@@ -341,4 +341,4 @@ def search_kernel(
     put_tile(index, b, h, i, n, at, sizes.i, N)
 
 
-__all__ = ["ballot_kernel", "search_kernel", "settle_kernel"]
+__all__ = ["ballot_kernel", "bound_kernel", "count_kernel", "search_kernel", "settle_kernel"]
