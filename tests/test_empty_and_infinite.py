@@ -6,6 +6,7 @@ the judge is shown the same tensors without the poison: it must not matter.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -317,6 +318,20 @@ def test_attend_never_lets_poison_through() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(q, k[..., :6, :], v[..., :6, :])
     got = regard.attend(q, k, v, mask=regard.padding([6]))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF, 3e38])
+@pytest.mark.parametrize("where", ["k", "v"])
+def test_attend_lets_no_single_poisoned_number_through(where: str, poison: float) -> None:
+    lengths = torch.tensor([3, 5])
+    q, k, v = (draw(2, 2, n, 3, dtype=torch.float32) for n in (4, 6, 6))
+    clean = regard.attend(q, k, v, mask=regard.padding(lengths))
+    for b, h, j, c in itertools.product(range(2), range(2), range(6), range(3)):
+        if j >= lengths[b]:
+            spoiled = {"k": k.clone(), "v": v.clone()}
+            spoiled[where][b, h, j, c] = poison
+            got = regard.attend(q, spoiled["k"], spoiled["v"], mask=regard.padding(lengths))
+            torch.testing.assert_close(got, clean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
