@@ -100,15 +100,8 @@ def _by_pytorch(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
         return None
     attention = torch.nn.functional.scaled_dot_product_attention
     y = attention(q, k, v, attn_mask=flags, is_causal=causal, scale=scale, enable_gqa=grouped)
-    return y if flags is None or _finite(y.detach(), mask) else None
-
-
-def _finite(y: Tensor, mask: Any) -> bool:
-    """Whether nan or inf at a hidden key left the output alone; there it is not hidden, and we compute it ourselves."""
-    if type(mask) is Padding:
-        # A value of nan spoils a column in every row, a key of inf a whole row: one row and one column show either.
-        return bool((y[..., 0, :].sum() + y[..., 0].sum()).isfinite())
-    return bool(y.sum().isfinite())
+    # There nan or inf at a hidden key is not hidden: it makes the output nan, and we compute it ourselves.
+    return y if flags is None or bool(y.detach().sum().isfinite()) else None
 
 
 def _flags(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
