@@ -69,7 +69,7 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     if kernel == "top":
         return lambda: launch.top(problem, 8)
     if kernel == "ballot":
-        bests = launch.forward(problem, (), None, None, best=8)["bests"]
+        bests = launch.forward(problem, (), None, None, best=True)["bests"]
         return lambda: launch.top(problem, 8, bests)
     found = launch.forward(problem, STATISTICS, v, None)
     if kernel == "reread":

@@ -54,7 +54,7 @@ def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
     q, k = draw(2, 4, 4096, d), draw(2, 4, 4096, d)
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
     for names in ((), ("norm",)):
-        p, bests = launch.Prepared(problem), launch.forward(problem, names, None, None, best=8)["bests"]
+        p, bests = launch.Prepared(problem), launch.forward(problem, names, None, None, best=True)["bests"]
         score, index = torch.empty(2, 4, 4096, 8, device="cuda"), torch.empty(2, 4, 4096, 8, device="cuda").long()
         flags, _ = launch._balloted(p, 8, bests, score, index)
         assert int(flags.sum()) < 0.01 * flags.numel()

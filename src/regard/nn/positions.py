@@ -72,8 +72,8 @@ class Learned(Positions):
 class Rotary(Positions):
     """Pairs of q and k turned by position · base^(−2n/d): the product depends on the distance alone.
 
-    Sines and cosines of the first positions are kept, and of more as they come: a compiler would make them anew in
-    every layer, which costs more than all else in it. They are no buffer: they are no state, and their number grows.
+    Sines and cosines of the first positions are kept, and of more as they come: a compiler would make them anew for
+    every number that is turned (bench/LOG.md). They are no buffer: they are no state, and their number grows.
     """
 
     turns: Tensor | None = None  # 2 n d/2 : cos and sin, in float32

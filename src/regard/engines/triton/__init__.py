@@ -132,7 +132,7 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     if second and "norm" not in known and "norm" not in first:
         first = (*first, "norm")
     top = question.top if any(n.startswith("top") for n in names) else 0
-    best = top if top and launch.by_ballot(problem, top) else 0
+    best = top > 0 and launch.by_ballot(problem, top)
     if first or best:
         answers |= _first_pass(problem, question, first, best)
     if top:
@@ -142,7 +142,7 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     return answers
 
 
-def _first_pass(problem: Problem, question: Question, names: tuple[str, ...], best: int = 0) -> Answers:
+def _first_pass(problem: Problem, question: Question, names: tuple[str, ...], best: bool = False) -> Answers:
     from . import launch
 
     keys = None if question.keys is None else question.keys.float().view(1, 1, 1, -1)

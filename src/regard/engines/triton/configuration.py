@@ -41,10 +41,10 @@ class Config:
 HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(128, 64, 8, 3, registers=128),
     ("forward", 128): Config(128, 128, 8, 3),
-    # Keys and values in one tile leave room for more of them; at d = 128 that pays under a mask.
+    ("forward", 256): Config(128, 64, 8, 2),
+    # The forward pass where keys are values: one tile for both leaves room for more; at d = 128 that pays under a mask.
     ("self", 64): Config(64, 64, 4, 4, registers=128),
     ("self", 128): Config(128, 64, 8, 3, registers=128),
-    ("forward", 256): Config(128, 64, 8, 2),
     ("top", 64): Config(64, 64, 4, 3),
     ("top", 128): Config(64, 64, 4, 3),
     ("top", 256): Config(64, 64, 4, 2),
@@ -93,10 +93,8 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
         parted = PARTED.get((kernel, 128)) if size > 64 else None
         if parted is not None and size <= 128 and not whole_warps and p.one_loop(parted) and _parts_warps():
             return parted
-        if (
-            kernel == "rows" and size <= 64 and p.form.kind != "none"
-        ):  # edges take registers that the rest does not need
-            chosen = replace(chosen, registers=168)
+        if kernel == "rows" and size <= 64 and p.form.kind != "none":
+            chosen = replace(chosen, registers=168)  # edges would take more, which the rest does not need
     if "bias" in p.kinds:  # its tiles take room beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
     # A few rows need no tall tile.

@@ -26,16 +26,19 @@ from .start import start
 from .tiles import Map, cells, rows_of
 from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settle_kernel
 
+#: Of how many groups of tiles the largest product is noted: four times as many as a ballot is asked for (`by_ballot`), and no
+#: more, since all are sorted for a bound.
+MOST_GROUPS = 64
 #: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
 MOST_MARKS = 2**30
 
 Arguments = tuple[int, dict[str, Any]]
 
 
-def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, best: int = 0) -> dict[str, Tensor]:  # fmt: skip
+def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, best: bool = False) -> dict[str, Tensor]:  # fmt: skip
     """What one pass tells: y, lse, norm, max_score, argmax, entropy, reach, mass. `keys` is (b|1, h|1, 1, j).
 
-    For the `best` largest scores of `top` also `bests`: the largest product of every few tiles.
+    For `top` also, if `best`, `bests`: the largest product of every few tiles.
     """
     p = Prepared(problem, 1 if v is None else v.shape[1])
     e = 16 if v is None else v.shape[-1]
@@ -47,7 +50,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     per_best = 1
     if best:
         visits = triton.cdiv(p.j, config.block_j) + 2  # at most: an edge on either side
-        per_best = triton.cdiv(visits, max(64, 4 * best))  # the fewer groups, the less to sort for a bound
+        per_best = triton.cdiv(visits, MOST_GROUPS)
         found["bests"] = empty(p.b, p.h, triton.cdiv(visits, per_best), p.i, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
     if config.apart:
@@ -72,7 +75,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "per_best": per_best, "groups": found["bests"].shape[2] if best else 0, "heads": heads, "per_group": p.per_group(e),
             "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "EXACT_V": v is not None and v.dtype == torch.float32,
             "SINK": problem.sink is not None, "SAME": same, "Y": v is not None, "MAX": "max_score" in names, **told,
-            "TMA": tma, "APART": config.apart, "BESTS": best > 0, "EDGES": p.form.kind != "none" or p.j % config.block_j != 0,
+            "TMA": tma, "APART": config.apart, "BESTS": best, "EDGES": p.form.kind != "none" or p.j % config.block_j != 0,
             "WHOLE": p.j % config.block_j == 0, "BLOCK_D": block_d, "BLOCK_E": block_e, **p.common, **config.launch,
         }  # fmt: skip
 
