@@ -21,7 +21,6 @@ from .tiles import (
     add_product,
     fetch,
     key_blocks,
-    own_descriptor,
     place,
     product,
     put_row,
@@ -60,12 +59,12 @@ def in_order(rows, heads, PER_GROUP, first=0):
 
 
 @triton.jit
-def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
-           Y: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr,
-           FOLD: tl.constexpr, EXACT: tl.constexpr):  # fmt: skip
+def weighed(s, m, l, t, reach, mass, argmax, i, j, keys, scale2, offset,
+            ENTROPY: tl.constexpr, REACH: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
     """The state of the rows with one more tile of keys in it: `State.merge` of the plain engine, in registers.
 
-    Also the largest product of the tile in every row, before any folded scale.
+    Also, for the output, the tile's weights and what is left of those before it; and the largest product of the tile in
+    every row, before any folded scale.
     """
     top = tl.max(s, 1)
     largest = top
@@ -80,9 +79,6 @@ def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
         x = s - higher[:, None]
     p = tl.exp2(x)
     a = tl.exp2(m - higher)
-    if Y:
-        y = y * a[:, None]
-        y = add_product(p.to(v.dtype), v, y, EXACT)
     if ENTROPY:
         # A higher maximum shifts every s − m by the same amount, once for each unit of l.
         t = a * (t + (m - higher) * l) + tl.sum(p * x, 1)
@@ -95,7 +91,7 @@ def merged(s, v, m, l, t, reach, mass, argmax, y, i, j, keys, scale2, offset,
         tie = tl.where(top == m, tl.minimum(first, argmax), argmax)
         argmax = tl.where(top > m, first, tie)
     l = l * a + tl.sum(p, 1)
-    return higher, l, t, reach, mass, argmax, y, largest
+    return higher, l, t, reach, mass, argmax, p, a, largest
 
 
 @triton.jit
@@ -107,16 +103,52 @@ def noted(bests, per_best, best, largest, visit, b, h, i, sizes):
 
 
 @triton.jit
+def told(out, sink, m, l, t, reach, mass, argmax, b, h, i, sizes, SINK: tl.constexpr,
+         LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
+         MASS: tl.constexpr, ARGMAX: tl.constexpr):  # fmt: skip
+    """Write what finished rows tell. Returns what their output must be multiplied by, and which rows see nothing."""
+    nothing = m <= NOTHING
+    if MAX:
+        put_row(out.max_score, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
+    if ARGMAX:
+        put_row(out.argmax, b, h, i, tl.where(nothing, -1, argmax), sizes.i)
+    a = 1.0
+    if SINK:  # one more key, which gives nothing
+        drain = tl.maximum(tl.load(place(sink, b, h)).to(tl.float32) * LOG2E, FLOOR)
+        higher = tl.maximum(m, drain)
+        a, its = tl.exp2(m - higher), tl.exp2(drain - higher)
+        t = a * (t + (m - higher) * l) + its * (drain - higher)
+        l = a * l + its
+        m = higher
+        nothing = m <= NOTHING
+    share = tl.where(nothing, 0.0, a / l)
+    if LSE:
+        put_row(out.lse, b, h, i, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
+    if NORM:
+        put_row(out.norm, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
+        tl.store(place(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(nothing, 0.0, l), mask=i < sizes.i)
+    if ENTROPY:
+        h2 = tl.log2(l) - tl.where(nothing, 0.0, t / l)
+        # Written so that nan stays: rounding may put a certain row a hair below 0.
+        put_row(out.entropy, b, h, i, tl.where(nothing | (h2 < 0), 0.0, h2 * LN2), sizes.i)
+    if REACH:
+        put_row(out.reach, b, h, i, tl.where(nothing, 0.0, reach * share), sizes.i)
+    if MASS:
+        put_row(out.mass, b, h, i, tl.where(nothing, 0.0, mass * share), sizes.i)
+    return share, nothing
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, pair, q_desc, k_desc, v_desc, q_map, k_map, v_map, steps, strides, caps, sink,
     keys, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
     EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
     Y: tl.constexpr, LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
-    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, APART: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr, BESTS: tl.constexpr,
+    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr, BESTS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """All that one pass can tell of BLOCK_I rows. APART: one warp group loads while the others compute.
+    """All that one pass can tell of BLOCK_I rows.
 
     EDGES: there are tiles that rows see in part. WHOLE: the keys fill their last block. BESTS: note the largest product of
     every few tiles, for `top`.
@@ -128,18 +160,7 @@ def forward_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     hk, hv = h // sizes.k_group, h // sizes.v_group
     if PAIR == "product":
-        if APART:
-            # Where the compiler parts the warps, descriptors from the host make the program wait for ever.
-            own_k = own_descriptor(k, b, hk, sizes.j, D, BLOCK_J, BLOCK_D)
-            own_v = own_descriptor(v, b, hv, sizes.j, E, BLOCK_J, BLOCK_E) if Y and not SAME else own_k
-            # Counted from the first sequence: the compiler shifts the row that is loaded for the second group of warps, and
-            # where that row were `start` itself it would shift the rows that are written as well.
-            first_row = b * q_map.row_b
-            all_rows = tl.make_tensor_descriptor(
-                q.ptr + h.to(tl.int64) * q.h, [first_row + sizes.i, D], [q.i, 1], [BLOCK_I, BLOCK_D]
-            )
-            rows = all_rows.load([first_row + start, 0])
-        elif TMA:  # rows past the end may be another head's: they are computed and never written
+        if TMA:  # rows past the end may be another head's: they are computed and never written
             rows = fetch(q_desc, q_map, b, h, start)
         else:
             rows = tile(q, b, h, i, d, sizes.i, D, True)
@@ -157,14 +178,10 @@ def forward_kernel(
 
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-        if APART and EDGES:  # the compiler parts the warps of one loop only: it takes all tiles, edges or not
-            full_from, full_to = first, past
-        for n in tl.range(full_from, full_to, warp_specialize=APART):
+        for n in range(full_from, full_to):
             j = n * BLOCK_J + tl.arange(0, BLOCK_J)
             if PAIR == "product":
-                if APART:
-                    near = own_k.load([n * BLOCK_J, 0])
-                elif TMA:
+                if TMA:
                     near = fetch(k_desc, k_map, b, hk, n * BLOCK_J)
                 else:
                     near = tile(k, b, hk, j, d, sizes.j, D, False)
@@ -172,14 +189,10 @@ def forward_kernel(
             else:
                 s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
             s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
-            if APART and EDGES:
-                s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
             if not Y:
                 values = s
             elif SAME:
                 values = near
-            elif APART:
-                values = own_v.load([n * BLOCK_J, 0])
             elif TMA:
                 values = fetch(v_desc, v_map, b, hv, n * BLOCK_J)
             else:
@@ -187,15 +200,16 @@ def forward_kernel(
             chosen = mass
             if MASS:
                 chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j)
-            m, l, t, reach, mass, argmax, y, largest = merged(
-                s, values, m, l, t, reach, mass, argmax, y, i, j, chosen, scale2, sizes.offset,
-                Y, ENTROPY, REACH, MASS, ARGMAX, FOLD, EXACT_V,
-            )  # fmt: skip
+            m, l, t, reach, mass, argmax, p, a, largest = weighed(
+                s, m, l, t, reach, mass, argmax, i, j, chosen, scale2, sizes.offset, ENTROPY, REACH, MASS, ARGMAX, FOLD
+            )
+            if Y:
+                y = add_product(p.to(values.dtype), values, y * a[:, None], EXACT_V)
             if BESTS:
                 best = noted(bests, per_best, best, largest, visits + n - full_from, b, h, i, sizes)
         visits += full_to - full_from
         left = full_from - first
-        for n in range(0, left + past - full_to if EDGES and not APART else 0):
+        for n in range(0, left + past - full_to if EDGES else 0):
             at = tl.where(n < left, first + n, full_to + n - left)
             j = at * BLOCK_J + tl.arange(0, BLOCK_J)
             if PAIR == "product":
@@ -219,10 +233,11 @@ def forward_kernel(
             chosen = mass
             if MASS:
                 chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
-            m, l, t, reach, mass, argmax, y, largest = merged(
-                s, values, m, l, t, reach, mass, argmax, y, i, j, chosen, scale2, sizes.offset,
-                Y, ENTROPY, REACH, MASS, ARGMAX, FOLD, EXACT_V,
-            )  # fmt: skip
+            m, l, t, reach, mass, argmax, p, a, largest = weighed(
+                s, m, l, t, reach, mass, argmax, i, j, chosen, scale2, sizes.offset, ENTROPY, REACH, MASS, ARGMAX, FOLD
+            )
+            if Y:
+                y = add_product(p.to(values.dtype), values, y * a[:, None], EXACT_V)
             if BESTS:
                 best = noted(bests, per_best, best, largest, visits + n, b, h, i, sizes)
         visits += left + past - full_to
@@ -231,36 +246,11 @@ def forward_kernel(
             lowest = tl.full([BLOCK_I], FLOOR, tl.float32)
             tl.store(place(bests, b, h) + group * bests.i + i, lowest, mask=i < sizes.i)
 
-    nothing = m <= NOTHING
-    if MAX:
-        put_row(out.max_score, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
-    if ARGMAX:
-        put_row(out.argmax, b, h, i, tl.where(nothing, -1, argmax), sizes.i)
-    if SINK:  # one more key, which gives nothing
-        drain = tl.maximum(tl.load(place(sink, b, h)).to(tl.float32) * LOG2E, FLOOR)
-        higher = tl.maximum(m, drain)
-        a, its = tl.exp2(m - higher), tl.exp2(drain - higher)
-        t = a * (t + (m - higher) * l) + its * (drain - higher)
-        l = a * l + its
-        y, reach, mass = y * a[:, None], reach * a, mass * a
-        m = higher
-        nothing = m <= NOTHING
-    share = tl.where(nothing, 0.0, 1.0 / l)
-    if LSE:
-        put_row(out.lse, b, h, i, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
-    if NORM:
-        put_row(out.norm, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
-        tl.store(place(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(nothing, 0.0, l), mask=i < sizes.i)
-    if ENTROPY:
-        h2 = tl.log2(l) - t * share
-        # Written so that nan stays: rounding may put a certain row a hair below 0.
-        put_row(out.entropy, b, h, i, tl.where(nothing | (h2 < 0), 0.0, h2 * LN2), sizes.i)
-    if REACH:
-        put_row(out.reach, b, h, i, tl.where(nothing, 0.0, reach * share), sizes.i)
-    if MASS:
-        put_row(out.mass, b, h, i, tl.where(nothing, 0.0, mass * share), sizes.i)
+    share, nothing = told(
+        out, sink, m, l, t, reach, mass, argmax, b, h, i, sizes, SINK, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX
+    )
     if Y:
         put_tile(out.y, b, h, i, e, tl.where(nothing[:, None], 0.0, y * share[:, None]), sizes.i, E)
 
 
-__all__ = ["Outputs", "forward_kernel", "in_order"]
+__all__ = ["Outputs", "forward_kernel", "in_order", "noted", "told", "weighed"]

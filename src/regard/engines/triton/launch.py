@@ -23,7 +23,7 @@ from .forward import Outputs, forward_kernel
 from .prepared import Prepared, copied, empty, padded
 from .reread import Pool, pool_kernel, reread_kernel
 from .start import start
-from .tiles import Map, cells, rows_of
+from .tiles import Map, cells, described, rows_of
 from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settle_kernel
 
 #: Of how many groups of tiles the largest product is noted: four times as many as a ballot is asked for (`by_ballot`), and no
@@ -53,34 +53,36 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         per_best = triton.cdiv(visits, MOST_GROUPS)
         found["bests"] = empty(p.b, p.h, triton.cdiv(visits, per_best), p.i, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
-    if config.apart:
-        triton.set_allocator(_room)
+    kernel = _parted_kernel() if config.apart else forward_kernel
 
     def arguments() -> Arguments:
-        block_d, block_e, heads = padded(p.d, p.q), padded(e, p.q), p.b * p.h
-        same = v is not None and p.product and _same(v, p.k)
-        tma, descriptors, maps = _forward_copies(p, config, v, e)
         rows = {
             name: p.nothing if name not in found else cells(found[name]) if found[name].ndim == 4 else rows_of(found[name])
             for name in (*Outputs._fields, "bests")
         }  # fmt: skip
-        bests = rows.pop("bests")
-        told = {name.upper(): name in names for name in ("lse", "norm", "entropy", "reach", "mass", "argmax")}
-        return triton.cdiv(p.i, config.block_i) * heads, {
+        bests, common = rows.pop("bests"), p.common
+        told: dict[str, Any] = {name.upper(): name in names for name in ("lse", "norm", "entropy", "reach", "mass", "argmax")}
+        told |= {
+            "out": Outputs(**rows), "bests": bests, "per_best": per_best, "groups": found["bests"].shape[2] if best else 0,
+            "keys": p.nothing if keys is None else cells(keys), "sink": p.nothing if problem.sink is None else cells(problem.sink),
+            "row_table": table, "heads": p.b * p.h, "per_group": p.per_group(e), "MAX": "max_score" in names, "BESTS": best,
+            "SINK": problem.sink is not None, "SAME": v is not None and p.product and _same(v, p.k), **config.launch,
+        }  # fmt: skip
+        if config.apart and v is not None:
+            common = {name: common[name] for name in ("seen", "sizes", "scale2", "D", "MASK")}
+            return _parted_arguments(p, config, v, found["y"], told | common)
+        tma, descriptors, maps = _forward_copies(p, config, v, e)
+        return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
             "q": cells(p.q), "k": cells(p.k), "v": p.nothing if v is None else cells(v), "pair": p.pair,
             "q_desc": descriptors[0], "k_desc": descriptors[1], "v_desc": descriptors[2],
-            "q_map": maps[0], "k_map": maps[1], "v_map": maps[2],
-            "sink": p.nothing if problem.sink is None else cells(problem.sink),
-            "keys": p.nothing if keys is None else cells(keys), "row_table": table, "out": Outputs(**rows), "bests": bests,
-            "per_best": per_best, "groups": found["bests"].shape[2] if best else 0, "heads": heads, "per_group": p.per_group(e),
-            "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "EXACT_V": v is not None and v.dtype == torch.float32,
-            "SINK": problem.sink is not None, "SAME": same, "Y": v is not None, "MAX": "max_score" in names, **told,
-            "TMA": tma, "APART": config.apart, "BESTS": best, "EDGES": p.form.kind != "none" or p.j % config.block_j != 0,
-            "WHOLE": p.j % config.block_j == 0, "BLOCK_D": block_d, "BLOCK_E": block_e, **p.common, **config.launch,
+            "q_map": maps[0], "k_map": maps[1], "v_map": maps[2], "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "Y": v is not None,
+            "EXACT_V": v is not None and v.dtype == torch.float32, "TMA": tma,
+            "EDGES": p.form.kind != "none" or p.j % config.block_j != 0, "WHOLE": p.j % config.block_j == 0,
+            "BLOCK_D": padded(p.d, p.q), "BLOCK_E": padded(e, p.q), **told, **common,
         }  # fmt: skip
 
     given = [*p.tensors, v, keys, problem.sink, table.ptr, *found.values()]
-    start(forward_kernel, p.key and (p.key, names, best, config), given, arguments)
+    start(kernel, p.key and (p.key, names, best, config), given, arguments)
     return found
 
 
@@ -91,11 +93,12 @@ def _row_output(p: Prepared, name: str) -> Tensor:
 
 def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
-    same = v is not None and _same(v, p.k) and (e <= 64 or (e <= 128 and p.form.kind != "none"))
-    name = "self" if same else "forward"
+    name = "self" if v is not None and e <= 128 and _same(v, p.k) else "forward"
     config = configured(name, p, e, v, whole_warps=v is None)
-    if config.apart and not (p.one_loop(config) and _forward_copies(p, config, v, e)[0]):
-        config = dataclasses.replace(configured(name, p, e, v, whole_warps=True), apart=False)
+    if config.apart:
+        alike = v is not None and v.shape[-1] == p.d and v.dtype == p.q.dtype == p.k.dtype
+        if not (alike and p.one_loop(config) and _forward_copies(p, config, v, e)[0]):
+            config = dataclasses.replace(configured(name, p, e, v, whole_warps=True), apart=False)
     return config
 
 
@@ -105,9 +108,21 @@ def _forward_copies(p: Prepared, config: Config, v: Tensor | None, e: int) -> tu
     return copied(p, config, (p.q, (config.block_i, padded(p.d, p.q))), keys, values)
 
 
-def _room(size: int, alignment: int, stream: Any) -> Tensor:
-    """Where programs write the descriptors they make."""
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+def _parted_kernel() -> Any:
+    from .parted import parted_kernel
+
+    return parted_kernel
+
+
+def _parted_arguments(p: Prepared, config: Config, v: Tensor, y: Tensor, told: dict[str, Any]) -> Arguments:
+    """As many programs as multiprocessors, each for blocks of rows one after the other."""
+    from .parted import in_shared_memory
+
+    half, blocks = config.block_i // 2, p.i // config.block_i * p.b * p.h
+    for name, x, rows in (("q", p.q, half), ("k", p.k, config.block_j), ("v", v, config.block_j), ("y", y, half)):
+        told[f"{name}_desc"], told[f"{name}_map"] = in_shared_memory(described(x, (rows, p.d)))
+    programs = min(blocks, torch.cuda.get_device_properties(p.q.device).multi_processor_count)
+    return programs, {"blocks": blocks, "STAGES": config.stages, **told}
 
 
 def _same(v: Tensor, k: Tensor) -> bool:

@@ -125,8 +125,9 @@ class Prepared:
         return self.i % config.block_i == 0 and self.j % config.block_j == 0
 
     def one_loop(self, config: Config) -> bool:
-        """Whether one loop by the copy engine can take all tiles."""
-        return self.whole(config) and self.form.kind in ("none", "causal") and not self.problem.steps
+        """Whether one loop by the copy engine can take all tiles, and at least one for every row."""
+        plain = self.fold and self.form.kind in ("none", "causal") and self.problem.offset >= 0
+        return plain and self.whole(config) and self.j > 0
 
     def table(self, config: Config) -> Cells:
         """Which blocks of rows see a block of keys."""

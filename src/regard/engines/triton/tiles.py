@@ -154,12 +154,6 @@ def fetch(desc, where, b, h, start):
     return desc.load([(b * where.row_b + h * where.row_h + start).to(tl.int32), (h * where.col_h).to(tl.int32)])
 
 
-@triton.jit
-def own_descriptor(x, b, h, n, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A descriptor of one head, made by the program itself; (n, D) is the head's size."""
-    return tl.make_tensor_descriptor(place(x, b, h), [n, D], [x.i, 1], [ROWS, BLOCK_D])
-
-
 # Who is seen.
 
 

@@ -1,0 +1,232 @@
+"""The forward pass with its warps parted by hand, for Hopper's 16-bit products of 128 components.
+
+One warp loads: rows, keys and values come by the copy engine, a few tiles ahead. Two groups of four warps compute, 64 rows
+each, and both products of a tile run beside the arithmetic on the tile before it: while the tensor cores add tile n − 1 to the
+output, the weights of tile n are made. The groups take turns in giving the tensor cores work, so that one computes
+weights while the other multiplies. As many programs run as there are multiprocessors; each takes block after block.
+
+What a tile does to the state of a row, and what finished rows tell, are the words of `forward`. Written in Gluon, Triton's own
+lower language; imported only where `configuration` says that the compiler at hand was tested with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .forward import in_order, noted, told, weighed
+from .tiles import FLOOR, NOTHING, Map, key_blocks, place, visible
+
+#: Registers of a thread that computes, and of one that loads; together with the first group's they fill a multiprocessor.
+COMPUTING, LOADING = gl.constexpr(240), gl.constexpr(24)
+
+
+def in_shared_memory(told: tuple[Any, Map] | None) -> tuple[TensorDescriptor, Map]:
+    """What the copy engine is told of a tensor, and in which order its tiles lie in shared memory."""
+    assert told is not None, "asked for where the copy engine serves"
+    desc, where = told
+    layout = gl.NVMMASharedLayout.get_default_for(desc.block_shape, gl.bfloat16)  # float16 lies alike
+    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), where
+
+
+@gluon.jit
+def copy(desc, where, b, h, row, ready, to):
+    """Rows of one head into shared memory; `ready` is told when they are there."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    at = [(b * where.row_b + h * where.row_h + row).to(gl.int32), (h * where.col_h).to(gl.int32)]
+    tma.async_copy_global_to_shared(desc, at, ready, to)
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free,
+         seen, row_table, sizes, heads, per_group, blocks,
+         MASK: gl.constexpr, SAME: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """The warp that loads: for every block of rows, their keys and values from the last to the first."""
+    count, turn = 0, 0
+    for n in range(gl.program_id(0), blocks, gl.num_programs(0)):
+        block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
+        b, h = head // sizes.h, head % sizes.h
+        first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        for w in gl.static_range(2):
+            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
+            copy(q_desc, q_map, b, h, block * BLOCK_I + w * (BLOCK_I // 2), q_ready.index(w), q_tiles.index(w))
+        for back in range(0, past - first):
+            row, slot, odd = (past - 1 - back) * BLOCK_J, count % STAGES, (count // STAGES) & 1
+            mbarrier.wait(k_free.index(slot), odd ^ 1)
+            copy(k_desc, k_map, b, h // sizes.k_group, row, k_ready.index(slot), k_tiles.index(slot))
+            if not SAME:
+                mbarrier.wait(v_free.index(slot), odd ^ 1)
+                copy(v_desc, v_map, b, h // sizes.v_group, row, v_ready.index(slot), v_tiles.index(slot))
+            count += 1
+        turn += 1
+
+
+@gluon.jit
+def weights_of(s, m, l, t, reach, mass, argmax, best, i, j, visit, b, h, keys, seen, bests, per_best, sizes, scale2, MASK: gl.constexpr,
+               ENTROPY: gl.constexpr, REACH: gl.constexpr, MASS: gl.constexpr, ARGMAX: gl.constexpr, BESTS: gl.constexpr,
+               EDGE: gl.constexpr):  # fmt: skip
+    """The state with one more tile in it, as `weighed`. EDGE: some rows do not see all of the tile."""
+    if EDGE:
+        s = gl.where(visible(i[:, None], j[None, :], b, h, 0, seen, sizes, MASK), s, FLOOR)
+    chosen = mass
+    if MASS:
+        chosen = gl.load(place(keys, b, h) + j.to(gl.int64) * keys.j)
+    m, l, t, reach, mass, argmax, p, a, largest = weighed(
+        s, m, l, t, reach, mass, argmax, i, j, chosen, scale2, sizes.offset, ENTROPY, REACH, MASS, ARGMAX, True
+    )
+    if BESTS:
+        best = noted(bests, per_best, best, largest, visit, b, h, i, sizes)
+    return m, l, t, reach, mass, argmax, best, p, a
+
+
+@gluon.jit
+def compute(
+    y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
+    keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
+    W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
+    LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, REACH: gl.constexpr, MASS: gl.constexpr,
+    ARGMAX: gl.constexpr, SINK: gl.constexpr, BESTS: gl.constexpr,
+    BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """One of the two groups that compute: rows W · BLOCK_I/2 and on of every block."""
+    HALF: gl.constexpr = BLOCK_I // 2
+    dtype: gl.constexpr = q_tiles.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_J, 16])
+    Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
+    rows = q_tiles.index(W)
+    blank = gl.zeros([HALF, BLOCK_J], gl.float32, S)
+    zeros = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
+    column = gl.arange(0, BLOCK_J, gl.SliceLayout(0, S))
+    count, mine, step = 0, 0, 0
+    for n in range(gl.program_id(0), blocks, gl.num_programs(0)):
+        block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
+        b, h = head // sizes.h, head % sizes.h
+        start = block * BLOCK_I + W * HALF
+        i = start + gl.arange(0, HALF, gl.SliceLayout(1, S))
+        first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        m, l, t, reach, mass, best = zeros + NOTHING, zeros, zeros, zeros, zeros, zeros
+        argmax = gl.full([HALF], 2147483647, gl.int32, gl.SliceLayout(1, S))
+        y = gl.zeros([HALF, D], gl.float32, Y)
+        mbarrier.wait(q_ready.index(W), mine & 1)
+
+        # The last tile has nothing before it.
+        slot, odd = count % STAGES, (count // STAGES) & 1
+        mbarrier.wait(k_ready.index(slot), odd)
+        s = warpgroup_mma(rows, k_tiles.index(slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(s,))
+        if not SAME:
+            mbarrier.arrive(k_free.index(slot))
+        m, l, t, reach, mass, argmax, best, p, a = weights_of(
+            s, m, l, t, reach, mass, argmax, best, i, (past - 1) * BLOCK_J + column, 0, b, h, keys, seen, bests, per_best, sizes,
+            scale2, MASK, ENTROPY, REACH, MASS, ARGMAX, BESTS, MASK != "none",
+        )  # fmt: skip
+        p = gl.convert_layout(p.to(dtype), P)
+        for EDGE in gl.static_range(1 if MASK != "none" else 0, -1, -1):  # the tiles at the mask's edge, then those seen in full
+            edges = gl.maximum(past - full_to, 1)
+            for back in range(1 if EDGE or MASK == "none" else edges, edges if EDGE else past - first):
+                before, odd_before = slot, odd
+                count += 1
+                slot, odd = count % STAGES, (count // STAGES) & 1
+                mbarrier.wait(k_ready.index(slot), odd)
+                mbarrier.wait(turns.index(W), (step & 1) ^ (1 - W))
+                s = warpgroup_mma(rows, k_tiles.index(slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+                if not SAME:
+                    mbarrier.wait(v_ready.index(before), odd_before)
+                y = warpgroup_mma(p, v_tiles.index(before), y, is_async=True)
+                mbarrier.arrive(turns.index(1 - W))
+                step += 1
+                s = warpgroup_mma_wait(1, deps=(s,))
+                if not SAME:
+                    mbarrier.arrive(k_free.index(slot))
+                m, l, t, reach, mass, argmax, best, weights, a = weights_of(
+                    s, m, l, t, reach, mass, argmax, best, i, (past - 1 - back) * BLOCK_J + column, back, b, h, keys, seen, bests,
+                    per_best, sizes, scale2, MASK, ENTROPY, REACH, MASS, ARGMAX, BESTS, EDGE == 1,
+                )  # fmt: skip
+                y, p = warpgroup_mma_wait(0, deps=(y, p))
+                mbarrier.arrive(v_free.index(before))
+                y = y * gl.convert_layout(a, gl.SliceLayout(1, Y))[:, None]
+                p = gl.convert_layout(weights.to(dtype), P)
+
+        mbarrier.arrive(q_free.index(W))
+        if not SAME:
+            mbarrier.wait(v_ready.index(slot), odd)
+        y = warpgroup_mma(p, v_tiles.index(slot), y, is_async=True)
+        y, p = warpgroup_mma_wait(0, deps=(y, p))
+        mbarrier.arrive(v_free.index(slot))
+        count += 1
+        mine += 1
+        if BESTS:
+            for group in range(gl.cdiv(past - first, per_best), groups):
+                gl.store(place(bests, b, h) + group * bests.i + i, zeros + FLOOR)
+        share, nothing = told(
+            out, sink, m, l, t, reach, mass, argmax, b, h, i, sizes, SINK, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX
+        )
+        share = gl.convert_layout(gl.where(nothing, 0.0, share), gl.SliceLayout(1, Y))
+        tma.store_wait(0)
+        gl.thread_barrier()
+        y_tiles.index(W).store((y * share[:, None]).to(dtype))
+        fence_async_shared()
+        at = [(b * y_map.row_b + h * y_map.row_h + start).to(gl.int32), (h * y_map.col_h).to(gl.int32)]
+        tma.async_copy_shared_to_global(y_desc, at, y_tiles.index(W))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def parted_kernel(
+    q_desc, k_desc, v_desc, y_desc, q_map, k_map, v_map, y_map, keys, sink, seen, row_table, out, bests, per_best, groups,
+    sizes, heads, per_group, blocks, scale2, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
+    LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, REACH: gl.constexpr, MASS: gl.constexpr,
+    ARGMAX: gl.constexpr, SINK: gl.constexpr, BESTS: gl.constexpr,
+    BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """All that one pass tells of blocks of BLOCK_I rows; whole blocks, and at least one key for each."""
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
+    y_tiles = gl.allocate_shared_memory(y_desc.dtype, [2] + y_desc.block_type.shape, y_desc.layout)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_tiles = k_tiles
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    v_ready, v_free = k_ready, k_free
+    if not SAME:
+        v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    for n in gl.static_range(2):
+        mbarrier.init(q_ready.index(n), count=1)
+        mbarrier.init(q_free.index(n), count=1)
+        mbarrier.init(turns.index(n), count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(n), count=1)
+        mbarrier.init(k_free.index(n), count=2)
+        if not SAME:
+            mbarrier.init(v_ready.index(n), count=1)
+            mbarrier.init(v_free.index(n), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (compute, (y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
+                       keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
+                       0, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS, BLOCK_I, BLOCK_J, STAGES)),
+            (compute, (y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
+                       keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
+                       1, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS, BLOCK_I, BLOCK_J, STAGES)),
+            (load, (q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles, q_ready, q_free, k_ready, k_free, v_ready,
+                    v_free, seen, row_table, sizes, heads, per_group, blocks, MASK, SAME, BLOCK_I, BLOCK_J, STAGES)),
+        ],
+        [4, 1], [COMPUTING, LOADING],
+    )  # fmt: skip
