@@ -70,7 +70,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         }  # fmt: skip
         if config.apart and v is not None:
             common = {name: common[name] for name in ("seen", "sizes", "scale2", "D", "MASK")}
-            return _parted_arguments(p, config, v, found["y"], told | common)
+            return _parted_arguments(p, config, v, found["y"], {"drawer": drawer, **told, **common})
         tma, descriptors, maps = _forward_copies(p, config, v, e)
         return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
             "q": cells(p.q), "k": cells(p.k), "v": p.nothing if v is None else cells(v), "pair": p.pair,
@@ -81,7 +81,8 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "BLOCK_D": padded(p.d, p.q), "BLOCK_E": padded(e, p.q), **told, **common,
         }  # fmt: skip
 
-    given = [*p.tensors, v, keys, problem.sink, table.ptr, *found.values()]
+    drawer = torch.zeros(1, dtype=torch.int32, device=p.q.device) if config.apart else None
+    given = [*p.tensors, v, keys, problem.sink, table.ptr, *found.values(), drawer]
     start(kernel, p.key and (p.key, names, best, config), given, arguments)
     return found
 

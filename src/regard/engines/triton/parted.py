@@ -3,7 +3,8 @@
 One warp loads: rows, keys and values come by the copy engine, a few tiles ahead. Two groups of four warps compute, 64 rows
 each, and both products of a tile run beside the arithmetic on the tile before it: while the tensor cores add tile n − 1 to the
 output, the weights of tile n are made. The groups take turns in giving the tensor cores work, so that one computes
-weights while the other multiplies. As many programs run as there are multiprocessors; each takes block after block.
+weights while the other multiplies. As many programs run as there are multiprocessors; each draws block after block, since under a
+mask some take far longer than others.
 
 What a tile does to the state of a row, and what finished rows tell, are the words of `forward`. Written in Gluon, Triton's own
 lower language; imported only where `configuration` says that the compiler at hand was tested with it.
@@ -49,11 +50,14 @@ def copy(desc, where, b, h, row, ready, to):
 
 @gluon.jit
 def load(q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free,
-         seen, row_table, sizes, heads, per_group, blocks,
+         next_block, next_ready, next_free, drawer, seen, row_table, sizes, heads, per_group, blocks,
          MASK: gl.constexpr, SAME: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The warp that loads: for every block of rows, their keys and values from the last to the first."""
-    count, turn = 0, 0
-    for n in range(gl.program_id(0), blocks, gl.num_programs(0)):
+    """The warp that loads: for every block of rows, their keys and values from the last to the first. It also draws the next
+    block, and says which it is once it has loaded all for this one."""
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    n, count, turn = gl.program_id(0), 0, 0
+    while n < blocks:
+        drawn = gl.num_programs(0) + gl.atomic_add(drawer, 1)
         block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
         first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
@@ -68,6 +72,10 @@ def load(q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles,
                 mbarrier.wait(v_free.index(slot), odd ^ 1)
                 copy(v_desc, v_map, b, h // sizes.v_group, row, v_ready.index(slot), v_tiles.index(slot))
             count += 1
+        mbarrier.wait(next_free, (turn & 1) ^ 1)
+        next_block.store(gl.full([1], drawn, gl.int32, single))
+        mbarrier.arrive(next_ready)
+        n = drawn
         turn += 1
 
 
@@ -92,7 +100,7 @@ def weights_of(s, m, l, t, reach, mass, argmax, best, i, j, visit, b, h, keys, s
 @gluon.jit
 def compute(
     y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
-    keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
+    next_block, next_ready, next_free, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
     W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
     LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, REACH: gl.constexpr, MASS: gl.constexpr,
     ARGMAX: gl.constexpr, SINK: gl.constexpr, BESTS: gl.constexpr,
@@ -108,8 +116,9 @@ def compute(
     blank = gl.zeros([HALF, BLOCK_J], gl.float32, S)
     zeros = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
     column = gl.arange(0, BLOCK_J, gl.SliceLayout(0, S))
-    count, mine, step = 0, 0, 0
-    for n in range(gl.program_id(0), blocks, gl.num_programs(0)):
+    single: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    n, count, turn, step = gl.program_id(0), 0, 0, 0
+    while n < blocks:
         block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
         start = block * BLOCK_I + W * HALF
@@ -118,7 +127,7 @@ def compute(
         m, l, t, reach, mass, best = zeros + NOTHING, zeros, zeros, zeros, zeros, zeros
         argmax = gl.full([HALF], 2147483647, gl.int32, gl.SliceLayout(1, S))
         y = gl.zeros([HALF, D], gl.float32, Y)
-        mbarrier.wait(q_ready.index(W), mine & 1)
+        mbarrier.wait(q_ready.index(W), turn & 1)
 
         # The last tile has nothing before it.
         slot, odd = count % STAGES, (count // STAGES) & 1
@@ -164,8 +173,11 @@ def compute(
         y = warpgroup_mma(p, v_tiles.index(slot), y, is_async=True)
         y, p = warpgroup_mma_wait(0, deps=(y, p))
         mbarrier.arrive(v_free.index(slot))
+        mbarrier.wait(next_ready, turn & 1)
+        n = gl.max(next_block.load(single), 0)
+        mbarrier.arrive(next_free)
         count += 1
-        mine += 1
+        turn += 1
         if BESTS:
             for group in range(gl.cdiv(past - first, per_best), groups):
                 gl.store(place(bests, b, h) + group * bests.i + i, zeros + FLOOR)
@@ -185,7 +197,7 @@ def compute(
 @gluon.jit
 def parted_kernel(
     q_desc, k_desc, v_desc, y_desc, q_map, k_map, v_map, y_map, keys, sink, seen, row_table, out, bests, per_best, groups,
-    sizes, heads, per_group, blocks, scale2, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
+    sizes, heads, per_group, blocks, drawer, scale2, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
     LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, REACH: gl.constexpr, MASS: gl.constexpr,
     ARGMAX: gl.constexpr, SINK: gl.constexpr, BESTS: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
@@ -206,6 +218,11 @@ def parted_kernel(
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
         v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    next_block = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    next_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
+    next_free = gl.allocate_shared_memory(gl.int64, [1], bar)
+    mbarrier.init(next_ready, count=1)
+    mbarrier.init(next_free, count=2)
     for n in gl.static_range(2):
         mbarrier.init(q_ready.index(n), count=1)
         mbarrier.init(q_free.index(n), count=1)
@@ -220,13 +237,13 @@ def parted_kernel(
     gl.warp_specialize(
         [
             (compute, (y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
-                       keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
+                       next_block, next_ready, next_free, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
                        0, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS, BLOCK_I, BLOCK_J, STAGES)),
             (compute, (y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
-                       keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
+                       next_block, next_ready, next_free, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
                        1, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS, BLOCK_I, BLOCK_J, STAGES)),
             (load, (q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles, q_ready, q_free, k_ready, k_free, v_ready,
-                    v_free, seen, row_table, sizes, heads, per_group, blocks, MASK, SAME, BLOCK_I, BLOCK_J, STAGES)),
+                    v_free, next_block, next_ready, next_free, drawer, seen, row_table, sizes, heads, per_group, blocks, MASK, SAME, BLOCK_I, BLOCK_J, STAGES)),
         ],
         [4, 1], [COMPUTING, LOADING],
     )  # fmt: skip
