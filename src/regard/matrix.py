@@ -273,10 +273,10 @@ class Weights:
         found: dict[str, Any] = {}
         for statistic in asked:
             if statistic == "peak":
-                weight = self._weight_of(answers["max_score"], answers["argmax"], answers["norm"])
+                weight = self._weight_of(answers["max_score"], answers["norm"])
                 found["peak"] = Peak(weight, answers["argmax"])
             elif statistic == "top":
-                weight = self._weight_of(answers["top_score"], answers["top_index"], answers["norm"].unsqueeze(-2))
+                weight = self._weight_of(answers["top_score"], answers["norm"].unsqueeze(-2))
                 found["top"] = Top(weight, answers["top_index"])
             elif statistic == "values":
                 found["y"] = answers["y"].squeeze(-1) if vector else answers["y"]
@@ -284,12 +284,11 @@ class Weights:
                 found[statistic] = answers[statistic].to(self.dtype)
         return Seen(**found)
 
-    def _weight_of(self, score: Tensor, index: Tensor, norm: Tensor) -> Tensor:
-        """The weight of a score, 0 where there is no key; −inf scores of such rows stay out of the graph."""
-        there = index >= 0
+    def _weight_of(self, score: Tensor, norm: Tensor) -> Tensor:
+        """The weight of a score; where there is no key, the score is −inf and its weight 0, also in rows that see nothing."""
         m, l = norm.unbind(-1)
-        above = torch.where(there, score, 0) - torch.where(there, m, 0)
-        return torch.where(there, above.exp() / torch.where(l == 0, 1, l), 0)
+        nothing = l == 0
+        return (score - m.masked_fill(nothing, 0)).exp() / l.masked_fill(nothing, 1)
 
     def _ask(self, question: Question) -> Answers:
         """The engines' answers, with this matrix's batch and head axes."""

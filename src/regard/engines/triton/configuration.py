@@ -66,7 +66,9 @@ HOPPER: dict[tuple[str, int], Config] = {
 #: d = 128. Written in a language that is young and still changes: used with the versions it was tested with, and no others.
 PARTED: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(128, 128, 4, 2, apart=True, registers=168),
+    ("forward", 64): Config(128, 128, 4, 2, apart=True, registers=168),
     ("self", 128): Config(128, 128, 4, 4, apart=True, registers=168),
+    ("keys", 128): Config(64, 128, 4, 3, apart=True, registers=168),
 }
 PARTED_VERSIONS = ("3.6.",)
 #: For float32, whose exact products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.

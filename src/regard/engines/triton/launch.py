@@ -7,6 +7,7 @@ Imports `prepared` and the kernels; loaded only when the engine computes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settl
 MOST_GROUPS = 64
 #: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
 MOST_MARKS = 2**30
+#: Rows of one program that writes down marked keys, and of one that scores and sorts them. One warp each: what several
+#: share must wait for all of them, in every round.
+COUNTED, SETTLED = 4, 4
 
 Arguments = tuple[int, dict[str, Any]]
 
@@ -81,7 +85,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "BLOCK_D": padded(p.d, p.q), "BLOCK_E": padded(e, p.q), **told, **common,
         }  # fmt: skip
 
-    drawer = torch.zeros(1, dtype=torch.int32, device=p.q.device) if config.apart else None
+    drawer = _drawer(p) if config.apart else None
     given = [*p.tensors, v, keys, problem.sink, table.ptr, *found.values(), drawer]
     start(kernel, p.key and (p.key, names, best, config), given, arguments)
     return found
@@ -116,14 +120,29 @@ def _parted_kernel() -> Any:
 
 
 def _parted_arguments(p: Prepared, config: Config, v: Tensor, y: Tensor, told: dict[str, Any]) -> Arguments:
-    """As many programs as multiprocessors, each for blocks of rows one after the other."""
+    half, blocks = config.block_i // 2, p.i // config.block_i * p.b * p.h
+    copies = _into_shared_memory(q=(p.q, half), k=(p.k, config.block_j), v=(v, config.block_j), y=(y, half))
+    return min(blocks, _multiprocessors(p.q.device)), {"blocks": blocks, "STAGES": config.stages, **copies, **told}
+
+
+def _into_shared_memory(**tensors: tuple[Tensor, int]) -> dict[str, Any]:
+    """What the copy engine is told of each tensor, for tiles of so many rows."""
     from .parted import in_shared_memory
 
-    half, blocks = config.block_i // 2, p.i // config.block_i * p.b * p.h
-    for name, x, rows in (("q", p.q, half), ("k", p.k, config.block_j), ("v", v, config.block_j), ("y", y, half)):
-        told[f"{name}_desc"], told[f"{name}_map"] = in_shared_memory(described(x, (rows, p.d)))
-    programs = min(blocks, torch.cuda.get_device_properties(p.q.device).multi_processor_count)
-    return programs, {"blocks": blocks, "STAGES": config.stages, **told}
+    told = {}
+    for name, (x, rows) in tensors.items():
+        told[f"{name}_desc"], told[f"{name}_map"] = in_shared_memory(described(x, (rows, x.shape[-1])))
+    return told
+
+
+@functools.lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _drawer(p: Prepared) -> Tensor:
+    """From which the programs of a parted kernel, as many as multiprocessors, draw one block of work after the other."""
+    return torch.zeros(1, dtype=torch.int32, device=p.q.device)
 
 
 def _same(v: Tensor, k: Tensor) -> bool:
@@ -159,8 +178,8 @@ def top(problem: Problem, n: int, bests: Tensor | None = None) -> dict[str, Tens
 def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) -> tuple[Tensor, int]:
     """Write the n best of nearly all rows; returns flags for blocks of rows that must be searched, and their height."""
     config = configured("ballot", p, 0, None)
-    # Of fewer groups than this the n-th largest is no good bound.
-    enough = (n + n // 4 + 2) * triton.cdiv(p.j, bests.shape[2])
+    # Of fewer groups than twice as many as are wanted, the n-th largest is no good bound: too many keys would reach it.
+    enough = 2 * n * triton.cdiv(p.j, bests.shape[2])
     room = triton.next_power_of_2(3 * n + 8)
     bounds = _bounds(bests, n)
     found = empty(p.b, p.h, p.i, room, like=p.q, dtype=torch.int32)
@@ -184,14 +203,14 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
     def count(program: int, programs: int) -> Arguments:
         common = {name: p.common[name] for name in ("seen", "sizes", "MASK")}
         blocks = {"BLOCK_I": config.block_i, "BLOCK_J": config.block_j}
-        rows = {"found": found, "counts": counts, "flags": flags, "program": program, "ROOM": room, "ROWS": 16}
-        return programs * (config.block_i // 16), {**told, **common, **blocks, **rows}
+        rows = {"found": found, "counts": counts, "flags": flags, "program": program, "ROOM": room, "ROWS": COUNTED}
+        return programs * (config.block_i // COUNTED), {"num_warps": 1, **told, **common, **blocks, **rows}
 
     def settle() -> Arguments:
-        return triton.cdiv(p.i, 16) * heads, {
+        return triton.cdiv(p.i, SETTLED) * heads, {
             "q": cells(p.q), "k": cells(p.k), "found": cells(found), "counts": rows_of(counts), "score": cells(score),
-            "index": cells(index), "heads": heads, "FOLD": p.fold, "N": n, "ROOM": room, "ROWS": 16, "SLOTS": 16, "PART": 32,
-            "num_warps": 4, **p.common,
+            "index": cells(index), "heads": heads, "FOLD": p.fold, "N": n, "ROOM": room, "ROWS": SETTLED, "SLOTS": 16, "PART": 32,
+            "num_warps": 1, **p.common,
         }  # fmt: skip
 
     for program in range(0, blocks * heads, together):
@@ -209,7 +228,7 @@ def _bounds(bests: Tensor, n: int) -> Tensor:
     """For every row a score that its n best reach, and hardly more keys than those; from bests (b, h, groups, i)."""
     b, h, groups, rows = bests.shape
     bounds = empty(b, h, rows, like=bests, dtype=torch.float32)
-    blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32}
+    blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32, "num_warps": 1}
     arguments = {"bests": bests, "out": bounds, "I": rows, "groups": groups, "N": n, **blocks}
     start(bound_kernel, n, [bests, bounds], lambda: (b * h * triton.cdiv(rows, 32), arguments))
     return bounds
@@ -360,8 +379,11 @@ def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
     heads = g if v is None or hv == g else p.h
     dk = empty(p.b, heads, p.j, p.d, like=p.q, dtype=p.k.dtype if heads == g else torch.float32)
     dv = None if v is None else empty(p.b, heads, p.j, f.e, like=p.q, dtype=v.dtype if heads == hv else torch.float32)
-    config = configured("keys", p, f.e, v)
+    config = _keys_config(f, heads)
     table = p.table(config)
+    if config.apart and v is not None and dy is not None and dv is not None:
+        _parted_keys(f, config, v, dy, dk, dv)
+        return dk, dv
 
     def arguments() -> Arguments:
         back = (p.q, (config.block_i, padded(p.d, p.q))) if dy is None else (dy, (config.block_i, padded(f.e, p.q)))
@@ -375,6 +397,39 @@ def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
 
     start(keys_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dk, dv], arguments)
     return _per_key_head(dk, g), None if dv is None else _per_key_head(dv, hv)
+
+
+def _keys_config(f: Flowing, heads: int) -> Config:
+    """Warps are parted where the copy engine takes everything in and out, and nothing but products and rows' terms flows."""
+    p, v = f.p, f.v
+    config = configured("keys", p, f.e, v)
+    if config.apart:
+        told = [] if v is None or f.dy is None else [(p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)]
+        alike = all(x.dtype == p.q.dtype and x.shape[-1] == p.d and described(x, (rows, p.d)) for x, rows in told)
+        same_heads = v is not None and heads == p.k.shape[1] == v.shape[1]
+        if not (told and alike and same_heads and p.one_loop(config)) or f.constants["EXTRAS"]:
+            config = dataclasses.replace(configured("keys", p, f.e, v, whole_warps=True), apart=False)
+    return config
+
+
+def _parted_keys(f: Flowing, config: Config, v: Tensor, dy: Tensor, dk: Tensor, dv: Tensor) -> None:
+    from .parted_keys import parted_keys_kernel
+
+    p, heads, half = f.p, dk.shape[1], config.block_j // 2
+    drawer, table = _drawer(p), p.table(config)
+
+    def arguments() -> Arguments:
+        rows, keys = config.block_i, p.j // config.block_j
+        copies = _into_shared_memory(q=(p.q, rows), dy=(dy, rows), k=(p.k, half), v=(v, half), dk=(dk, half), dv=(dv, half))
+        common = {name: p.common[name] for name in ("seen", "sizes", "scale", "scale2", "D", "MASK")}
+        return min(keys * p.b * heads, _multiprocessors(p.q.device)), {
+            "drawer": drawer, "flow": f.flow, "table": table, "heads": heads, "group": p.h // heads, "batch": p.b,
+            "per_group": min(p.per_group(f.e), p.b * heads), "ETA": f.constants["ETA"], "RHO": f.constants["RHO"],
+            "STAGES": config.stages, **copies, **common, **config.launch,
+        }  # fmt: skip
+
+    given = [*f.tensors, table.ptr, dk, dv, drawer]
+    start(parted_keys_kernel, f.key and (f.key, config), given, arguments)
 
 
 def rows_pass(f: Flowing) -> Tensor:
