@@ -24,7 +24,7 @@ from .index import At, Pick, Tokens, parse, positions_of, runs, where, word_at
 from .memory import Memory, as_bytes, need_room
 from .score import Given
 from .see import see
-from .statistics import Answers, Question
+from .statistics import AT_HAND, Answers, Question
 
 __all__ = ["Peak", "Seen", "Top", "Transposed", "Weights"]
 
@@ -276,7 +276,9 @@ class Weights:
                 weight = self._weight_of(answers["max_score"], answers["norm"])
                 found["peak"] = Peak(weight, answers["argmax"])
             elif statistic == "top":
-                weight = self._weight_of(answers["top_score"], answers["norm"].unsqueeze(-2))
+                weight = answers.get("top_weight")
+                if weight is None:
+                    weight = self._weight_of(answers["top_score"], answers["norm"].unsqueeze(-2))
                 found["top"] = Top(weight, answers["top_index"])
             elif statistic == "values":
                 found["y"] = answers["y"].squeeze(-1) if vector else answers["y"]
@@ -302,7 +304,7 @@ class Weights:
         v, u = _fold(question.v, batch), _fold(question.u, batch)
         asked = dataclasses.replace(question, names=names, v=v, u=u)
         answers = self._computed(factors, asked, live, remember=batch == self._factors.batch)
-        return {name: self._unfolded(answers[name], batch) for name in question.names}
+        return {name: self._unfolded(answers[name], batch) for name in (*question.names, *AT_HAND) if name in answers}
 
     def _computed(self, factors: Factors, question: Question, live: bool, remember: bool) -> Answers:
         if self._engine == "reference":

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .statistics import Answers, Question
+from .statistics import AT_HAND, Answers, Question
 
 __all__ = ["Memory", "as_bytes", "need_room"]
 
@@ -53,8 +53,8 @@ class Memory:
 
 
 def _key(name: str, question: Question) -> Any:
-    """Under what a number is remembered; None for what depends on tensors of the question."""
-    if name in ("y", "z", "mass"):
+    """Under what a number is remembered; None for what depends on tensors of the question, and for what is told unasked."""
+    if name in ("y", "z", "mass", *AT_HAND):
         return None
     if name in ("top_score", "top_index"):
         return name, question.top

@@ -21,7 +21,7 @@ from .engines import Engine, named, serving
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
 from .score import wide
-from .statistics import NOT_DIFFERENTIATED, PICKED, Answers, Question, Tiling, given
+from .statistics import AT_HAND, NOT_DIFFERENTIATED, PICKED, Answers, Question, Tiling, given
 from .tree import flatten, rebuild
 
 __all__ = ["see"]
@@ -51,7 +51,7 @@ def compute(problem: Problem, question: Question, engine: Engine, known: Answers
         answers |= engine.compute(problem, question, missing, known)
     if "y" in missing and question.v is not None:
         answers["y"] = answers["y"].to(question.v.dtype)
-    return {name: answers[name] for name in question.names}
+    return {name: answers[name] for name in (*question.names, *AT_HAND) if name in answers}
 
 
 def pull_back(

@@ -24,6 +24,8 @@ __all__ = ["ONE_PASS", "SECOND_PASS", "Answers", "Question", "Tiling", "given", 
 ONE_PASS = ("y", "lse", "norm", "max_score", "argmax", "entropy", "reach", "mass", "top_score", "top_index")
 #: Column by column, from the finished rows.
 SECOND_PASS = ("received", "pool", "z")
+#: What an engine may tell unasked, where it has it at hand; outside of graphs, since it is not differentiated.
+AT_HAND = ("top_weight",)
 #: Indices have no gradient.
 NOT_DIFFERENTIATED = ("argmax", "top_index")
 #: Scores at places that were found: their gradient is that of the score at the place.

@@ -136,7 +136,7 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     if first or best:
         answers |= _first_pass(problem, question, first, best)
     if top:
-        answers |= launch.top(problem, top, answers.pop("bests", None))
+        answers |= launch.top(problem, top, answers.pop("bests", None), answers.get("norm"))
     if second:
         answers |= _second_pass(problem, question, second, answers["norm"])
     return answers

@@ -68,6 +68,7 @@ PARTED: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(128, 128, 4, 2, apart=True, registers=168),
     ("forward", 64): Config(128, 128, 4, 2, apart=True, registers=168),
     ("self", 128): Config(128, 128, 4, 4, apart=True, registers=168),
+    ("keys", 64): Config(64, 128, 4, 3, apart=True, registers=168),
     ("keys", 128): Config(64, 128, 4, 3, apart=True, registers=168),
 }
 PARTED_VERSIONS = ("3.6.",)

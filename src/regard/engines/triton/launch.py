@@ -32,9 +32,9 @@ from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settl
 MOST_GROUPS = 64
 #: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
 MOST_MARKS = 2**30
-#: Rows of one program that writes down marked keys, and of one that scores and sorts them. One warp each: what several
-#: share must wait for all of them, in every round.
-COUNTED, SETTLED = 4, 4
+#: Rows of one program that writes down marked keys, and of one that scores and sorts them (with slots and components at a
+#: time, and warps). One warp: what several share must wait for all of them, in every round.
+COUNTED, SETTLED = 4, (4, 8, 64, 1)
 
 Arguments = tuple[int, dict[str, Any]]
 
@@ -53,7 +53,8 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     config = _forward_config(p, v, e)
     per_best = 1
     if best:
-        visits = triton.cdiv(p.j, config.block_j) + 2  # at most: an edge on either side
+        ragged = 0 if p.form.kind in ("none", "causal") else 2  # at most: an edge on either side
+        visits = triton.cdiv(p.j, config.block_j) + ragged
         per_best = triton.cdiv(visits, MOST_GROUPS)
         found["bests"] = empty(p.b, p.h, triton.cdiv(visits, per_best), p.i, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
@@ -150,12 +151,15 @@ def _same(v: Tensor, k: Tensor) -> bool:
     return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
 
 
-def top(problem: Problem, n: int, bests: Tensor | None = None) -> dict[str, Tensor]:
-    """The n largest scores of every row. With `bests` of a forward pass: by ballot, else by search."""
+def top(problem: Problem, n: int, bests: Tensor | None = None, norm: Tensor | None = None) -> dict[str, Tensor]:
+    """The n largest scores of every row, and with `norm` their weights. With `bests` of a forward pass: by ballot, else by
+    search."""
     p = Prepared(problem)
-    score = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
-    index = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
-    flags, flagged = (None, 0) if bests is None else _balloted(p, n, bests, score, index)
+    found = {"top_score": empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)}
+    found["top_index"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
+    if norm is not None:
+        norm, found["top_weight"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
+    flags, flagged = (None, 0) if bests is None else _balloted(p, n, bests, norm, found)
     config = configured("top", p, 0, None)
     assert not flagged or flagged % config.block_i == 0, "one flag for each block of rows"
     table = p.row_table(config)
@@ -165,21 +169,26 @@ def top(problem: Problem, n: int, bests: Tensor | None = None) -> dict[str, Tens
         tma, descriptors, maps = copied(p, config, (p.k, (config.block_j, block_d)))
         return triton.cdiv(p.i, config.block_i) * heads, {
             "q": cells(p.q), "k": cells(p.k), "pair": p.pair, "k_desc": descriptors[0], "k_map": maps[0], "row_table": table,
-            "score": cells(score), "index": cells(index), "flags": p.q if flags is None else flags, "heads": heads,
+            "flags": p.q if flags is None else flags, "heads": heads, **_told_of_top(p, norm, found),
             "per_group": p.per_group(0), "PAIR": p.pair_kind, "FOLD": p.fold, "TMA": tma, "N": n,
             "BLOCK_N": triton.next_power_of_2(n), "BLOCK_D": block_d, "FLAGGED": flagged, **p.common, **config.launch,
         }  # fmt: skip
 
-    given = [*p.tensors, table.ptr, score, index, flags]
+    given = [*p.tensors, table.ptr, norm, *found.values(), flags]
     start(search_kernel, p.key and (p.key, flagged, config), given, arguments)
-    return {"top_score": score, "top_index": index}
+    return found
 
 
-def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) -> tuple[Tensor, int]:
+def _told_of_top(p: Prepared, norm: Tensor | None, found: dict[str, Tensor]) -> dict[str, Any]:
+    told = {name.removeprefix("top_"): cells(x) for name, x in found.items()}
+    return {"weight": p.nothing, **told, "norm": p.nothing if norm is None else cells(norm), "WEIGHT": norm is not None}
+
+
+def _balloted(p: Prepared, n: int, bests: Tensor, norm: Tensor | None, best: dict[str, Tensor]) -> tuple[Tensor, int]:
     """Write the n best of nearly all rows; returns flags for blocks of rows that must be searched, and their height."""
     config = configured("ballot", p, 0, None)
-    # Of fewer groups than twice as many as are wanted, the n-th largest is no good bound: too many keys would reach it.
-    enough = 2 * n * triton.cdiv(p.j, bests.shape[2])
+    # Of fewer groups than this the n-th largest is no good bound: too many keys would reach it, one row in a million.
+    enough = (n + 3 * n // 4) * triton.cdiv(p.j, bests.shape[2])
     room = triton.next_power_of_2(3 * n + 8)
     bounds = _bounds(bests, n)
     found = empty(p.b, p.h, p.i, room, like=p.q, dtype=torch.int32)
@@ -207,10 +216,11 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
         return programs * (config.block_i // COUNTED), {"num_warps": 1, **told, **common, **blocks, **rows}
 
     def settle() -> Arguments:
-        return triton.cdiv(p.i, SETTLED) * heads, {
-            "q": cells(p.q), "k": cells(p.k), "found": cells(found), "counts": rows_of(counts), "score": cells(score),
-            "index": cells(index), "heads": heads, "FOLD": p.fold, "N": n, "ROOM": room, "ROWS": SETTLED, "SLOTS": 16, "PART": 32,
-            "num_warps": 1, **p.common,
+        rows, slots, part, warps = SETTLED
+        return triton.cdiv(p.i, rows) * heads, {
+            "q": cells(p.q), "k": cells(p.k), "found": cells(found), "counts": rows_of(counts), **_told_of_top(p, norm, best),
+            "heads": heads, "FOLD": p.fold, "N": n, "ROOM": room, "ROWS": rows, "SLOTS": slots,
+            "PART": min(part, padded(p.d)), "num_warps": warps, **p.common,
         }  # fmt: skip
 
     for program in range(0, blocks * heads, together):
@@ -220,7 +230,7 @@ def _balloted(p: Prepared, n: int, bests: Tensor, score: Tensor, index: Tensor) 
         start(ballot_kernel, key, [*p.tensors, table.ptr, bounds, marks], lambda: ballot(program, programs))  # noqa: B023
         given = [*p.tensors, table.ptr, bounds, marks, found, counts, flags]
         start(count_kernel, key, given, lambda: count(program, programs))  # noqa: B023
-    start(settle_kernel, p.key and (p.key, n), [*p.tensors, found, counts, score, index], settle)
+    start(settle_kernel, p.key and (p.key, n), [*p.tensors, found, counts, norm, *best.values()], settle)
     return flags, config.block_i
 
 
@@ -260,12 +270,13 @@ def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | N
     if "pool" in names and tiling is not None:
         n = tiling.i1 - tiling.i0
         aligned = n > 0 and n % (tiling.rows * config.block_i) == 0 and tiling.i0 % config.block_i == 0
-        # Where every block of rows sees every key, each sum is written; else those that nobody sees stay 0.
-        blank = torch.empty if aligned and p.form.kind == "none" else torch.zeros
-        sums = blank(p.b, p.h, tiling.rows, p.j, dtype=torch.float32, device=p.q.device)
+        shape = p.b, p.h, tiling.rows, p.j
+        if aligned and p.form.kind in ("none", "causal"):
+            sums = empty(*shape, like=p.q, dtype=torch.float32)
+        else:  # what nobody sees is never written
+            sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
         pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1, n // (tiling.rows * config.block_i) if aligned else 1)
     norm2, table = p.in_base_2(norm), p.table(config)
-
     def arguments() -> Arguments:
         block_d, heads = padded(p.d, p.q), p.b * p.h
         tma, descriptors, maps = copied(p, config, (p.q, (config.block_i, block_d)))

@@ -41,30 +41,45 @@ class Pool(NamedTuple):
 
 
 @triton.jit
-def add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I: tl.constexpr, ALIGNED: tl.constexpr):
+def start_of_parts(pool, b, h, j, sizes):
+    """Where the first tile row of a pooled map keeps the sums of columns j."""
+    return pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * sizes.j + j
+
+
+@triton.jit
+def blank_parts(pool, b, h, j, first, past, sizes, BLOCK_I: tl.constexpr):
+    """Write the tile rows of the pooled map that end before the first block of rows that sees these keys."""
+    until = tl.maximum(first - pool.i0 // BLOCK_I, 0) // pool.blocks
+    until = tl.where(first < past, tl.minimum(until, pool.rows), pool.rows)
+    for r in range(0, until):
+        tl.store(start_of_parts(pool, b, h, j, sizes) + tl.cast(r, tl.int64) * sizes.j, j * 0.0, mask=j < sizes.j)
+
+
+@triton.jit
+def add_block_to_parts(column, part, pool, b, h, n, j, sizes, BLOCK_I: tl.constexpr):
+    """Add the columns of block n to the sums of its tile row, where every block of rows lies in one; written when it ends."""
+    block = n + tl.program_id(0) * 0 - pool.i0 // BLOCK_I  # counted from the first pooled row
+    inside = (block >= 0) & (block < pool.blocks * pool.rows)
+    part += tl.where(inside, column, 0.0)
+    ends = inside & ((block + 1) % pool.blocks == 0)
+    at = start_of_parts(pool, b, h, j, sizes) + (block // pool.blocks).to(tl.int64) * sizes.j
+    tl.store(at, part, mask=j < tl.where(ends, sizes.j, 0))
+    return tl.where(ends, 0.0, part)
+
+
+@triton.jit
+def add_rows_to_parts(w, pool, b, h, i, j, sizes):
     """Add the columns of a tile (j, i) to those tile rows of the pooled map that its rows fall into."""
-    zero = j.to(tl.int64) * 0  # rows times keys may pass 2³¹
-    base = pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * sizes.j + j
-    if ALIGNED:
-        # Every block of rows lies in one tile row: add up, and write when the tile row ends.
-        block = n + tl.program_id(0) * 0 - pool.i0 // BLOCK_I  # counted from the first pooled row
-        inside = (block >= 0) & (block < pool.blocks * pool.rows)
-        part += tl.where(inside, tl.sum(w, 1), 0.0)
-        ends = inside & ((block + 1) % pool.blocks == 0)
-        tl.store(base + (zero + block // pool.blocks) * sizes.j, part, mask=j < tl.where(ends, sizes.j, 0))
-        part = tl.where(ends, 0.0, part)
-    else:
-        inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
-        position = (i - pool.i0).to(tl.int64)
-        row = tl.where(inside, ((position + 1) * pool.rows - 1) // (pool.i1 - pool.i0), -1)
-        last = tl.max(row, 0)
-        first = tl.min(tl.where(inside, row, last), 0)
-        for r in range(tl.maximum(first, 0), last + 1):
-            column = tl.sum(tl.where((row == r)[None, :], w, 0.0), 1)
-            at = base + (zero + r) * sizes.j
-            tl.store(at, tl.load(at, mask=j < sizes.j, other=0.0) + column, mask=j < sizes.j)
-            tl.debug_barrier()  # the next block of rows may add to the same tile row
-    return part
+    inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
+    position = (i - pool.i0).to(tl.int64)
+    row = tl.where(inside, ((position + 1) * pool.rows - 1) // (pool.i1 - pool.i0), -1)
+    last = tl.max(row, 0)
+    first = tl.min(tl.where(inside, row, last), 0)
+    for r in range(tl.maximum(first, 0), last + 1):
+        column = tl.sum(tl.where((row == r)[None, :], w, 0.0), 1)
+        at = start_of_parts(pool, b, h, j, sizes) + (j.to(tl.int64) * 0 + r) * sizes.j  # rows times keys may pass 2³¹
+        tl.store(at, tl.load(at, mask=j < sizes.j, other=0.0) + column, mask=j < sizes.j)
+        tl.debug_barrier()  # the next block of rows may add to the same tile row
 
 
 @triton.jit
@@ -94,10 +109,13 @@ def columns_of(
         w = tl.exp2(log_weight(s, m2[None, :], log2l[None, :], scale2, FOLD))
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
-        if RECEIVED:
-            received += tl.sum(w, 1)
-        if PARTS:
-            part = add_to_parts(w, part, pool, b, h, n, i, j, sizes, BLOCK_I, ALIGNED)
+        if RECEIVED or (PARTS and ALIGNED):
+            column = tl.sum(w, 1)
+            received += column
+        if PARTS and ALIGNED:
+            part = add_block_to_parts(column, part, pool, b, h, n, j, sizes, BLOCK_I)
+        elif PARTS:
+            add_rows_to_parts(w, pool, b, h, i, j, sizes)
         if Z:
             mixed = tile(u, b, h, i, e, sizes.i, E, True)
             z = add_product(w.to(mixed.dtype), mixed, z, EXACT_U)
@@ -127,6 +145,8 @@ def reread_kernel(
     part = tl.zeros([BLOCK_J], tl.float32)
     z = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
     first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+    if PARTS and ALIGNED and MASK == "causal":
+        blank_parts(pool, b, h, j, first, past, sizes, BLOCK_I)
     # In the order of the rows, since the tile rows of a pooled map are written as they end.
     if EDGES:
         received, part, z = columns_of(
@@ -150,7 +170,7 @@ def reread_kernel(
         block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
         inside = (block >= 0) & (block < pool.blocks * pool.rows) & (block + pool.i0 // BLOCK_I >= first)
         open_row = inside & ((block + 1) % pool.blocks != 0)
-        at = pool.sums + ((b * sizes.h + h).to(tl.int64) * pool.rows + block // pool.blocks) * sizes.j + j
+        at = start_of_parts(pool, b, h, j, sizes) + (block // pool.blocks).to(tl.int64) * sizes.j
         tl.store(at, part, mask=j < tl.where(open_row, sizes.j, 0))
     if RECEIVED:
         put_row(out_received, b, h, j, received, sizes.j)
@@ -168,4 +188,4 @@ def pool_kernel(sums, out, tiles, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + tile_row, tl.sum(x, 1), mask=tile_row < tiles)
 
 
-__all__ = ["Pool", "pool_kernel", "reread_kernel"]
+__all__ = ["Pool", "add_block_to_parts", "blank_parts", "pool_kernel", "reread_kernel"]

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from .additive import tanh_sum
 from .forward import in_order
+from .start import INTERPRETED
 from .tiles import (
     FLOOR,
     LN2,
+    LOG2E,
     fetch,
     key_blocks,
     of_rows,
@@ -30,9 +33,15 @@ from .tiles import (
 )
 
 
+#: The interpreter knows no instructions of the device.
+PLAIN = tl.constexpr(INTERPRETED)
+
+
 @triton.jit
 def places_of_bits(word):
     """Which is the lowest bit of each word: its place stands in the exponent of a float."""
+    if not PLAIN:
+        return libdevice.ffs(word) - 1
     low = (word & -word).to(tl.float32)
     return ((low.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
@@ -40,6 +49,8 @@ def places_of_bits(word):
 @triton.jit
 def bits_in(word):
     """How many bits of each word are set."""
+    if not PLAIN:
+        return libdevice.popc(word)
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -72,7 +83,7 @@ def bound_kernel(bests, out, I, groups, N: tl.constexpr, BLOCK_GROUPS: tl.conste
     g = tl.arange(0, BLOCK_GROUPS)
     inside = (i[:, None] < I) & (g[None, :] < groups)
     largest = tl.load(bests + head * groups * I + g[None, :] * I + i[:, None], mask=inside, other=FLOOR)
-    tl.store(out + head * I + i, least_wanted(largest, N), mask=i < I)
+    tl.store(out + head * I + i, least_wanted(largest, g, N), mask=i < I)
 
 
 @triton.jit
@@ -102,7 +113,7 @@ def ballot_kernel(
             s = products(rows, k, k_desc, k_map, steps, strides, caps, seen, sizes, n, i, d, b, h, scale,
                          D, STEPS, MASK, FOLD, EXACT, TMA, BLOCK_J, MASK != "none")  # fmt: skip
             largest = tl.maximum(largest, s)
-        bound = least_wanted(largest, N)
+        bound = least_wanted(largest, tl.arange(0, BLOCK_J), N)
         tl.store(bounds + head.to(tl.int64) * sizes.i + i, bound, mask=i < sizes.i)
     own = marks + (tl.program_id(0) * BLOCK_I).to(tl.int64) * words
     at = tl.arange(0, BLOCK_I)[:, None] * words + tl.arange(0, BLOCK_J)[None, :]
@@ -138,7 +149,9 @@ def count_kernel(
     local = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     i = block * BLOCK_I + local
     first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-    column = tl.arange(0, BLOCK_J)[None, :]
+    # Zero, which the compiler does not know: were the columns neighbours to it, it would load four at a time, and then carry every
+    # key through shared memory to the thread that writes it.
+    column = tl.arange(0, BLOCK_J)[None, :] ^ (sizes.i >> 31)
     own = marks + (owner * BLOCK_I).to(tl.int64) * words
     # Within a head places are counted in 32 bits: wide addresses for every word would take all registers.
     written = found + head.to(tl.int64) * sizes.i * ROOM
@@ -161,12 +174,21 @@ def count_kernel(
 
 
 @triton.jit
+def norm_of(norm, b, h, i, sizes):
+    """m in base 2 and l of rows, such that 2^(s − m) / l is a weight, and 0 where s is hidden."""
+    at = place(norm, b, h) + i.to(tl.int64) * norm.i
+    m = tl.load(at, mask=i < sizes.i, other=0.0) * LOG2E
+    l = tl.load(at + 1, mask=i < sizes.i, other=1.0)
+    return tl.where(l == 0.0, 0.0, m), tl.where(l == 0.0, 1.0, l)
+
+
+@triton.jit
 def settle_kernel(
-    q, k, found, counts, steps, strides, caps, seen, score, index, sizes, heads, scale, scale2,
+    q, k, found, counts, steps, strides, caps, seen, norm, score, index, weight, sizes, heads, scale, scale2,
     D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr,
-    N: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PART: tl.constexpr,
+    N: tl.constexpr, WEIGHT: tl.constexpr, ROOM: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The N best of the keys that were taken down, largest first, ties to the lower key."""
+    """The N best of the keys that were taken down, largest first, ties to the lower key. WEIGHT: their weights as well."""
     blocks = tl.cdiv(sizes.i, ROWS)
     head = tl.program_id(0) // blocks
     b, h = head // sizes.h, head % sizes.h
@@ -183,14 +205,14 @@ def settle_kernel(
             there = slot < count[:, None]
             j = tl.load(written + slot, mask=there, other=0)
             near = place(k, b, h // sizes.k_group) + j.to(tl.int64) * k.i
-            part = tl.zeros([ROWS, SLOTS], tl.float32)
-            for begin in range(0, D, PART):
+            terms = tl.zeros([ROWS, SLOTS, PART], tl.float32)
+            for begin in tl.static_range(0, D, PART):
                 d = begin + tl.arange(0, PART)
                 x = tl.load(far[:, None] + d[None, :] * q.j, mask=(i[:, None] < sizes.i) & (d[None, :] < D), other=0.0)
                 inside = there[:, :, None] & (d[None, None, :] < D)
                 y = tl.load(near[:, :, None] + d[None, None, :] * k.j, mask=inside, other=0.0)
-                part += tl.sum(x[:, None, :].to(tl.float32) * y.to(tl.float32), 2)
-            part, slope = scored(part, i[:, None], j, b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+                terms += x[:, None, :].to(tl.float32) * y.to(tl.float32)
+            part, slope = scored(tl.sum(terms, 2), i[:, None], j, b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
             part = tl.where(there, part, FLOOR)
             own = tl.arange(0, ROOM // SLOTS)[None, :, None] == n
             s = tl.where(own, part[:, None, :], s)
@@ -198,14 +220,19 @@ def settle_kernel(
     slot = tl.arange(0, ROOM)[None, :]
     there = slot < count[:, None]
     j = tl.load(written + slot, mask=there, other=-1)
-    factor = scale2 * LN2 if FOLD else LN2
+    factor = scale2 if FOLD else 1.0
+    m, l = i * 0.0, i * 0.0
+    if WEIGHT:
+        m, l = norm_of(norm, b, h, i, sizes)
     for rank in tl.static_range(N):
         top = tl.max(s, 1)
         key = tl.min(tl.where((s == top[:, None]) & there, j, 2147483647), 1)
         some = key < 2147483647
         out = i.to(tl.int64) * score.i + rank
-        tl.store(place(score, b, h) + out, tl.where(some, top * factor, float("-inf")), mask=i < sizes.i)
+        tl.store(place(score, b, h) + out, tl.where(some, top * factor * LN2, float("-inf")), mask=i < sizes.i)
         tl.store(place(index, b, h) + out, tl.where(some, key, -1), mask=i < sizes.i)
+        if WEIGHT:
+            tl.store(place(weight, b, h) + out, tl.where(some, tl.exp2(top * factor - m) / l, 0.0), mask=i < sizes.i)
         there = there & (j != key[:, None])
         s = tl.where(there, s, FLOOR)
 
@@ -263,10 +290,9 @@ def looked_through(
 
 
 @triton.jit
-def least_wanted(largest, N: tl.constexpr):
+def least_wanted(largest, places, N: tl.constexpr):
     """A bound just below the N-th largest of every row: of the largest of some groups of keys, the N-th is no better
-    than the N-th of all."""
-    places = tl.arange(0, largest.shape[1])
+    than the N-th of all. `places` numbers the groups."""
     nth = tl.max(largest, 1)
     for _ in range(1, N):
         column = tl.min(tl.where(largest == nth[:, None], places[None, :], 2147483647), 1)
@@ -277,12 +303,13 @@ def least_wanted(largest, N: tl.constexpr):
 
 @triton.jit
 def search_kernel(
-    q, k, pair, k_desc, k_map, steps, strides, caps, seen, row_table, score, index, flags, sizes, heads, per_group, scale, scale2,
+    q, k, pair, k_desc, k_map, steps, strides, caps, seen, row_table, norm, score, index, weight, flags, sizes, heads, per_group,
+    scale, scale2,
     PAIR: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
-    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
+    EXACT: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The N largest scores of BLOCK_I rows with their keys, largest first, ties to the lower key.
+    """The N largest scores of BLOCK_I rows with their keys, largest first, ties to the lower key. WEIGHT: their weights as well.
 
     FLAGGED: only where a flag is set; each stands for as many rows as this says, 0 where there are none.
     """
@@ -318,7 +345,7 @@ def search_kernel(
             full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
         )  # fmt: skip
     if N <= BLOCK_J:
-        threshold = least_wanted(largest, N)
+        threshold = least_wanted(largest, tl.arange(0, BLOCK_J), N)
     best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
@@ -335,10 +362,13 @@ def search_kernel(
             rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
             full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
         )  # fmt: skip
-    factor = scale2 * LN2 if FOLD else LN2
+    factor = scale2 if FOLD else 1.0
     n = tl.arange(0, BLOCK_N)
-    put_tile(score, b, h, i, n, tl.where(at >= 0, best * factor, float("-inf")), sizes.i, N)
+    put_tile(score, b, h, i, n, tl.where(at >= 0, best * factor * LN2, float("-inf")), sizes.i, N)
     put_tile(index, b, h, i, n, at, sizes.i, N)
+    if WEIGHT:
+        m, l = norm_of(norm, b, h, i, sizes)
+        put_tile(weight, b, h, i, n, tl.where(at >= 0, tl.exp2(best * factor - m[:, None]) / l[:, None], 0.0), sizes.i, N)
 
 
 __all__ = ["ballot_kernel", "bound_kernel", "count_kernel", "search_kernel", "settle_kernel"]
