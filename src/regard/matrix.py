@@ -276,10 +276,9 @@ class Weights:
                 weight = self._weight_of(answers["max_score"], answers["norm"])
                 found["peak"] = Peak(weight, answers["argmax"])
             elif statistic == "top":
-                weight = answers.get("top_weight")
-                if weight is None:
-                    weight = self._weight_of(answers["top_score"], answers["norm"].unsqueeze(-2))
-                found["top"] = Top(weight, answers["top_index"])
+                if (weights := answers.get("top_weight")) is None:
+                    weights = self._weight_of(answers["top_score"], answers["norm"].unsqueeze(-2))
+                found["top"] = Top(weights, answers["top_index"])
             elif statistic == "values":
                 found["y"] = answers["y"].squeeze(-1) if vector else answers["y"]
             else:
@@ -287,7 +286,7 @@ class Weights:
         return Seen(**found)
 
     def _weight_of(self, score: Tensor, norm: Tensor) -> Tensor:
-        """The weight of a score; where there is no key, the score is −inf and its weight 0, also in rows that see nothing."""
+        """The weight of a score; without a key the score is −inf and the weight 0, also in rows that see nothing."""
         m, l = norm.unbind(-1)
         nothing = l == 0
         return (score - m.masked_fill(nothing, 0)).exp() / l.masked_fill(nothing, 1)

@@ -53,7 +53,7 @@ class Memory:
 
 
 def _key(name: str, question: Question) -> Any:
-    """Under what a number is remembered; None for what depends on tensors of the question, and for what is told unasked."""
+    """Under what a number is remembered; None for what depends on tensors of the question or is told unasked."""
     if name in ("y", "z", "mass", *AT_HAND):
         return None
     if name in ("top_score", "top_index"):

@@ -55,8 +55,9 @@ def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
     for names in ((), ("norm",)):
         p, bests = launch.Prepared(problem), launch.forward(problem, names, None, None, best=True)["bests"]
-        score, index = torch.empty(2, 4, 4096, 8, device="cuda"), torch.empty(2, 4, 4096, 8, device="cuda").long()
-        flags, _ = launch._balloted(p, 8, bests, score, index)
+        found = {"top_score": torch.empty(2, 4, 4096, 8, device="cuda")}
+        found["top_index"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
+        flags, _ = launch._balloted(p, 8, bests, None, found)
         assert int(flags.sum()) < 0.01 * flags.numel()
 
 

@@ -96,7 +96,7 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
     else:
         chosen = _on_hopper(kernel, size)
         parted = PARTED.get((kernel, size))
-        if parted is not None and not whole_warps and p.one_loop(parted) and _parts_warps():
+        if parted is not None and not whole_warps and p.one_loop(parted) and _parts_warps(p.q.device):
             return parted
         if kernel == "rows" and size <= 64 and p.form.kind != "none":
             chosen = replace(chosen, registers=168)  # edges would take more, which the rest does not need
@@ -120,12 +120,17 @@ def _on_hopper(kernel: str, size: int) -> Config:
 
 
 @lru_cache
-def _parts_warps() -> bool:
+def _parts_warps(device: torch.device) -> bool:
+    """Its products are instructions of Hopper alone: those after it have others."""
     import triton
 
-    return triton.__version__.startswith(PARTED_VERSIONS)
+    return triton.__version__.startswith(PARTED_VERSIONS) and _capability(device) == 9
 
 
 @lru_cache
 def _hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return _capability(device) >= 9
+
+
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0

@@ -34,7 +34,7 @@ MOST_GROUPS = 64
 MOST_MARKS = 2**30
 #: Rows of one program that writes down marked keys, and of one that scores and sorts them (with slots and components at a
 #: time, and warps). One warp: what several share must wait for all of them, in every round.
-COUNTED, SETTLED = 4, (4, 8, 64, 1)
+COUNTED, SETTLED = 4, (8, 8, 32, 1)
 
 Arguments = tuple[int, dict[str, Any]]
 
@@ -66,7 +66,9 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             for name in (*Outputs._fields, "bests")
         }  # fmt: skip
         bests, common = rows.pop("bests"), p.common
-        told: dict[str, Any] = {name.upper(): name in names for name in ("lse", "norm", "entropy", "reach", "mass", "argmax")}
+        told: dict[str, Any] = {
+            name.upper(): name in names for name in ("lse", "norm", "entropy", "reach", "mass", "argmax")
+        }
         told |= {
             "out": Outputs(**rows), "bests": bests, "per_best": per_best, "groups": found["bests"].shape[2] if best else 0,
             "keys": p.nothing if keys is None else cells(keys), "sink": p.nothing if problem.sink is None else cells(problem.sink),
@@ -277,6 +279,7 @@ def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | N
             sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
         pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1, n // (tiling.rows * config.block_i) if aligned else 1)
     norm2, table = p.in_base_2(norm), p.table(config)
+
     def arguments() -> Arguments:
         block_d, heads = padded(p.d, p.q), p.b * p.h
         tma, descriptors, maps = copied(p, config, (p.q, (config.block_i, block_d)))
@@ -431,7 +434,9 @@ def _parted_keys(f: Flowing, config: Config, v: Tensor, dy: Tensor, dk: Tensor, 
 
     def arguments() -> Arguments:
         rows, keys = config.block_i, p.j // config.block_j
-        copies = _into_shared_memory(q=(p.q, rows), dy=(dy, rows), k=(p.k, half), v=(v, half), dk=(dk, half), dv=(dv, half))
+        copies = _into_shared_memory(
+            q=(p.q, rows), dy=(dy, rows), k=(p.k, half), v=(v, half), dk=(dk, half), dv=(dv, half)
+        )
         common = {name: p.common[name] for name in ("seen", "sizes", "scale", "scale2", "D", "MASK")}
         return min(keys * p.b * heads, _multiprocessors(p.q.device)), {
             "drawer": drawer, "flow": f.flow, "table": table, "heads": heads, "group": p.h // heads, "batch": p.b,

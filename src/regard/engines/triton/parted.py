@@ -40,6 +40,26 @@ def in_shared_memory(told: tuple[Any, Map] | None) -> tuple[TensorDescriptor, Ma
     return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), where
 
 
+# Words for kernels whose warps are parted.
+
+
+@gluon.jit
+def room(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT tiles."""
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = desc.block_type.shape[1]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, ROWS, COLUMNS], desc.layout)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers, each of which opens after so many arrivals."""
+    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(COUNT):
+        mbarrier.init(found.index(n), count=ARRIVALS)
+    return found
+
+
 @gluon.jit
 def copy(desc, where, b, h, row, ready, to):
     """Rows of one head into shared memory; `ready` is told when they are there."""
@@ -49,18 +69,61 @@ def copy(desc, where, b, h, row, ready, to):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free,
-         next_block, next_ready, next_free, drawer, seen, row_table, sizes, heads, per_group, blocks,
+def copy_out(desc, where, b, h, row, tile):
+    """A tile that is written to shared memory into the rows of one head."""
+    fence_async_shared()
+    at = [(b * where.row_b + h * where.row_h + row).to(gl.int32), (h * where.col_h).to(gl.int32)]
+    tma.async_copy_shared_to_global(desc, at, tile)
+
+
+@gluon.jit
+def draw(drawer):
+    """The next block of work that nobody has."""
+    return gl.num_programs(0) + gl.atomic_add(drawer, 1)
+
+
+@gluon.jit
+def lot():
+    """Where the warp that loads says which block was drawn, and the barriers on both sides of it."""
+    number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return number, barriers(1, 1), barriers(1, 2)
+
+
+@gluon.jit
+def announce(drawn, number, ready, free, turn):
+    mbarrier.wait(free.index(0), (turn & 1) ^ 1)
+    number.store(gl.full([1], drawn, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(ready.index(0))
+
+
+@gluon.jit
+def heard(number, ready, free, turn):
+    mbarrier.wait(ready.index(0), turn & 1)
+    drawn = gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(free.index(0))
+    return drawn
+
+
+# The forward pass.
+
+
+@gluon.jit
+def load(q_desc, k_desc, v_desc, q_map, k_map, v_map, tiles, ready, free, lots, drawer, seen, row_table, sizes, heads, per_group, blocks,
          MASK: gl.constexpr, SAME: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp that loads: for every block of rows, their keys and values from the last to the first. It also draws the next
     block, and says which it is once it has loaded all for this one."""
-    single: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    q_tiles, k_tiles, v_tiles = tiles
+    q_ready, k_ready, v_ready = ready
+    q_free, k_free, v_free = free
+    number, lot_ready, lot_free = lots
     n, count, turn = gl.program_id(0), 0, 0
     while n < blocks:
-        drawn = gl.num_programs(0) + gl.atomic_add(drawer, 1)
+        drawn = draw(drawer)
         block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
-        first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        first, full_from, full_to, past = key_blocks(
+            block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J
+        )
         for w in gl.static_range(2):
             mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
             copy(q_desc, q_map, b, h, block * BLOCK_I + w * (BLOCK_I // 2), q_ready.index(w), q_tiles.index(w))
@@ -72,9 +135,7 @@ def load(q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles,
                 mbarrier.wait(v_free.index(slot), odd ^ 1)
                 copy(v_desc, v_map, b, h // sizes.v_group, row, v_ready.index(slot), v_tiles.index(slot))
             count += 1
-        mbarrier.wait(next_free, (turn & 1) ^ 1)
-        next_block.store(gl.full([1], drawn, gl.int32, single))
-        mbarrier.arrive(next_ready)
+        announce(drawn, number, lot_ready, lot_free, turn)
         n = drawn
         turn += 1
 
@@ -99,16 +160,19 @@ def weights_of(s, m, l, t, reach, mass, argmax, best, i, j, visit, b, h, keys, s
 
 @gluon.jit
 def compute(
-    y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
-    next_block, next_ready, next_free, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
+    y_desc, y_map, tiles, y_tiles, ready, free, turns, lots, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
     W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
     LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, REACH: gl.constexpr, MASS: gl.constexpr,
     ARGMAX: gl.constexpr, SINK: gl.constexpr, BESTS: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute: rows W · BLOCK_I/2 and on of every block."""
+    q_tiles, k_tiles, v_tiles = tiles
+    q_ready, k_ready, v_ready = ready
+    q_free, k_free, v_free = free
+    number, lot_ready, lot_free = lots
     HALF: gl.constexpr = BLOCK_I // 2
-    dtype: gl.constexpr = q_tiles.dtype
+    dtype: gl.constexpr = y_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_J, 16])
     Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
@@ -116,14 +180,15 @@ def compute(
     blank = gl.zeros([HALF, BLOCK_J], gl.float32, S)
     zeros = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
     column = gl.arange(0, BLOCK_J, gl.SliceLayout(0, S))
-    single: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     n, count, turn, step = gl.program_id(0), 0, 0, 0
     while n < blocks:
         block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
         start = block * BLOCK_I + W * HALF
         i = start + gl.arange(0, HALF, gl.SliceLayout(1, S))
-        first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        first, full_from, full_to, past = key_blocks(
+            block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J
+        )
         m, l, t, reach, mass, best = zeros + NOTHING, zeros, zeros, zeros, zeros, zeros
         argmax = gl.full([HALF], 2147483647, gl.int32, gl.SliceLayout(1, S))
         y = gl.zeros([HALF, D], gl.float32, Y)
@@ -141,7 +206,9 @@ def compute(
             scale2, MASK, ENTROPY, REACH, MASS, ARGMAX, BESTS, MASK != "none",
         )  # fmt: skip
         p = gl.convert_layout(p.to(dtype), P)
-        for EDGE in gl.static_range(1 if MASK != "none" else 0, -1, -1):  # the tiles at the mask's edge, then those seen in full
+        for EDGE in gl.static_range(
+            1 if MASK != "none" else 0, -1, -1
+        ):  # the tiles at the mask's edge, then those seen in full
             edges = gl.maximum(past - full_to, 1)
             for back in range(1 if EDGE or MASK == "none" else edges, edges if EDGE else past - first):
                 before, odd_before = slot, odd
@@ -173,9 +240,7 @@ def compute(
         y = warpgroup_mma(p, v_tiles.index(slot), y, is_async=True)
         y, p = warpgroup_mma_wait(0, deps=(y, p))
         mbarrier.arrive(v_free.index(slot))
-        mbarrier.wait(next_ready, turn & 1)
-        n = gl.max(next_block.load(single), 0)
-        mbarrier.arrive(next_free)
+        n = heard(number, lot_ready, lot_free, turn)
         count += 1
         turn += 1
         if BESTS:
@@ -188,9 +253,7 @@ def compute(
         tma.store_wait(0)
         gl.thread_barrier()
         y_tiles.index(W).store((y * share[:, None]).to(dtype))
-        fence_async_shared()
-        at = [(b * y_map.row_b + h * y_map.row_h + start).to(gl.int32), (h * y_map.col_h).to(gl.int32)]
-        tma.async_copy_shared_to_global(y_desc, at, y_tiles.index(W))
+        copy_out(y_desc, y_map, b, h, start, y_tiles.index(W))
     tma.store_wait(0)
 
 
@@ -203,47 +266,40 @@ def parted_kernel(
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """All that one pass tells of blocks of BLOCK_I rows; whole blocks, and at least one key for each."""
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
-    y_tiles = gl.allocate_shared_memory(y_desc.dtype, [2] + y_desc.block_type.shape, y_desc.layout)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_tiles = k_tiles
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    v_ready, v_free = k_ready, k_free
+    q_tiles, y_tiles, k_tiles = room(q_desc, 2), room(y_desc, 2), room(k_desc, STAGES)
+    q_ready, q_free, k_ready, k_free = barriers(2, 1), barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2)
+    v_tiles, v_ready, v_free = k_tiles, k_ready, k_free
     if not SAME:
-        v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    next_block = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    next_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
-    next_free = gl.allocate_shared_memory(gl.int64, [1], bar)
-    mbarrier.init(next_ready, count=1)
-    mbarrier.init(next_free, count=2)
-    for n in gl.static_range(2):
-        mbarrier.init(q_ready.index(n), count=1)
-        mbarrier.init(q_free.index(n), count=1)
-        mbarrier.init(turns.index(n), count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(n), count=1)
-        mbarrier.init(k_free.index(n), count=2)
-        if not SAME:
-            mbarrier.init(v_ready.index(n), count=1)
-            mbarrier.init(v_free.index(n), count=2)
+        v_tiles, v_ready, v_free = room(v_desc, STAGES), barriers(STAGES, 1), barriers(STAGES, 2)
+    turns, lots = barriers(2, 1), lot()
     fence_async_shared()
+    tiles, ready, free = (q_tiles, k_tiles, v_tiles), (q_ready, k_ready, v_ready), (q_free, k_free, v_free)
     gl.warp_specialize(
         [
-            (compute, (y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
-                       next_block, next_ready, next_free, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
-                       0, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS, BLOCK_I, BLOCK_J, STAGES)),
-            (compute, (y_desc, y_map, q_tiles, k_tiles, v_tiles, y_tiles, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns,
-                       next_block, next_ready, next_free, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
-                       1, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS, BLOCK_I, BLOCK_J, STAGES)),
-            (load, (q_desc, k_desc, v_desc, q_map, k_map, v_map, q_tiles, k_tiles, v_tiles, q_ready, q_free, k_ready, k_free, v_ready,
-                    v_free, next_block, next_ready, next_free, drawer, seen, row_table, sizes, heads, per_group, blocks, MASK, SAME, BLOCK_I, BLOCK_J, STAGES)),
+            (compute, (y_desc, y_map, tiles, y_tiles, ready, free, turns, lots, keys, sink, seen, row_table, out, bests, per_best, groups,
+                       sizes, heads, per_group, blocks, scale2, 0, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS,
+                       BLOCK_I, BLOCK_J, STAGES)),
+            (compute, (y_desc, y_map, tiles, y_tiles, ready, free, turns, lots, keys, sink, seen, row_table, out, bests, per_best, groups,
+                       sizes, heads, per_group, blocks, scale2, 1, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX, SINK, BESTS,
+                       BLOCK_I, BLOCK_J, STAGES)),
+            (load, (q_desc, k_desc, v_desc, q_map, k_map, v_map, tiles, ready, free, lots, drawer, seen, row_table, sizes, heads, per_group,
+                    blocks, MASK, SAME, BLOCK_I, BLOCK_J, STAGES)),
         ],
         [4, 1], [COMPUTING, LOADING],
     )  # fmt: skip
+
+
+__all__ = [
+    "COMPUTING",
+    "LOADING",
+    "announce",
+    "barriers",
+    "copy",
+    "copy_out",
+    "draw",
+    "heard",
+    "in_shared_memory",
+    "lot",
+    "parted_kernel",
+    "room",
+]

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .forward import in_order
-from .parted import COMPUTING, LOADING, copy
+from .parted import COMPUTING, LOADING, announce, barriers, copy, copy_out, draw, heard, lot, room
 from .tiles import LN2, row_blocks, visible_at_all
 
 
@@ -32,17 +32,18 @@ def nth_block(n, first, full_from, full_to, past):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, q_tiles, k_tiles, v_tiles, dy_tiles, terms,
-         q_ready, q_free, dy_ready, dy_free, own_ready, own_free, next_block, next_ready, next_free, drawer, flow, seen, table, sizes,
+def load(q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, tiles, terms, ready, free, lots, drawer, flow, seen, table, sizes,
          heads, group, batch, per_group, MASK: gl.constexpr, ETA: gl.constexpr, RHO: gl.constexpr,
          BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp that loads: keys and values once, then block after block of rows with all that is the same along a row."""
-    single: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    row: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    q_tiles, dy_tiles, k_tiles, v_tiles = tiles
+    q_ready, dy_ready, own_ready = ready
+    q_free, dy_free, own_free = free
+    number, lot_ready, lot_free = lots
     columns = sizes.j // BLOCK_J
     n, count, turn = gl.program_id(0), 0, 0
     while n < columns * heads * batch:
-        drawn = gl.num_programs(0) + gl.atomic_add(drawer, 1)
+        drawn = draw(drawer)
         block, head = in_order(columns, heads * batch, per_group, n - gl.program_id(0))
         b, own = head // heads, head % heads
         start = (columns - 1 - block) * BLOCK_J
@@ -60,8 +61,12 @@ def load(q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, q_tiles, 
             copy(q_desc, q_map, b, h, i, q_ready.index(slot), q_tiles.index(slot))
             mbarrier.wait(dy_free.index(slot), odd ^ 1)
             copy(dy_desc, dy_map, b, h, i, dy_ready.index(slot), dy_tiles.index(slot))
-            at = (b * sizes.h + h).to(gl.int64) * sizes.i + i + gl.arange(0, BLOCK_I, row)
-            terms.index(4 * slot + 0).store(gl.load(flow.norm + at))
+            at = (
+                (b * sizes.h + h).to(gl.int64) * sizes.i
+                + i
+                + gl.arange(0, BLOCK_I, gl.BlockedLayout([2], [32], [1], [0]))
+            )
+            terms.index(4 * slot).store(gl.load(flow.norm + at))
             terms.index(4 * slot + 1).store(gl.load(flow.c + at))
             if ETA:
                 terms.index(4 * slot + 2).store(gl.load(flow.eta + at) * LN2)
@@ -69,28 +74,28 @@ def load(q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, q_tiles, 
                 terms.index(4 * slot + 3).store(gl.load(flow.rho + at))
             mbarrier.arrive(q_ready.index(slot))
             count += 1
-        mbarrier.wait(next_free, (turn & 1) ^ 1)
-        next_block.store(gl.full([1], drawn, gl.int32, single))
-        mbarrier.arrive(next_ready)
+        announce(drawn, number, lot_ready, lot_free, turn)
         n = drawn
         turn += 1
 
 
 @gluon.jit
 def compute(
-    dk_desc, dv_desc, dk_map, dv_map, q_tiles, k_tiles, v_tiles, dy_tiles, terms, q_ready, q_free, dy_ready, dy_free,
-    own_ready, own_free, next_block, next_ready, next_free, seen, table, sizes, heads, group, batch, per_group, scale, scale2,
+    dk_desc, dv_desc, dk_map, dv_map, tiles, terms, ready, free, lots, seen, table, sizes, heads, group, batch, per_group, scale, scale2,
     W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, ETA: gl.constexpr, RHO: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute: keys W · BLOCK_J/2 and on of every block."""
+    q_tiles, dy_tiles, k_tiles, v_tiles = tiles
+    q_ready, dy_ready, own_ready = ready
+    q_free, dy_free, own_free = free
+    number, lot_ready, lot_free = lots
     HALF: gl.constexpr = BLOCK_J // 2
     dtype: gl.constexpr = q_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_I, 16])
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, G, 2)
     ALONG: gl.constexpr = gl.SliceLayout(0, S)
-    single: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     near, values = k_tiles.index(W), v_tiles.index(W)
     blank = gl.zeros([HALF, BLOCK_I], gl.float32, S)
     columns = sizes.j // BLOCK_J
@@ -137,23 +142,21 @@ def compute(
                     steps -= 1
                     count += gl.where(steps > 0, 1, 0)
                     mbarrier.wait(q_ready.index(count % STAGES), (count // STAGES) & 1)
-                    s = warpgroup_mma(near, q_tiles.index(count % STAGES).permute((1, 0)), blank, use_acc=False, is_async=True)
+                    s = warpgroup_mma(
+                        near, q_tiles.index(count % STAGES).permute((1, 0)), blank, use_acc=False, is_async=True
+                    )
                     dk = warpgroup_mma(ds, q_tiles.index(slot), dk, is_async=True)
                     s, dk, ds, dv, p = warpgroup_mma_wait(0, deps=(s, dk, ds, dv, p))
                     mbarrier.arrive(q_free.index(slot))
                     mbarrier.arrive(dy_free.index(slot))
         count += gl.where(past > first, 1, 0)
-        mbarrier.wait(next_ready, turn & 1)
-        n = gl.max(next_block.load(single), 0)
-        mbarrier.arrive(next_free)
+        n = heard(number, lot_ready, lot_free, turn)
         turn += 1
         # Keys and values are done with: their places take what goes out.
         near.store((dk * scale).to(dtype))
         values.store(dv.to(dtype))
-        fence_async_shared()
-        at = start + W * HALF
-        tma.async_copy_shared_to_global(dk_desc, [(b * dk_map.row_b + own * dk_map.row_h + at).to(gl.int32), 0], near)
-        tma.async_copy_shared_to_global(dv_desc, [(b * dv_map.row_b + own * dv_map.row_h + at).to(gl.int32), 0], values)
+        copy_out(dk_desc, dk_map, b, own, start + W * HALF, near)
+        copy_out(dv_desc, dv_map, b, own, start + W * HALF, values)
         tma.store_wait(0)
         mbarrier.arrive(own_free.index(W))
 
@@ -165,44 +168,24 @@ def parted_keys_kernel(
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of blocks of BLOCK_J keys of `heads` heads, each the sum of `group` query heads; whole blocks only."""
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    dy_tiles = gl.allocate_shared_memory(dy_desc.dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [2] + v_desc.block_type.shape, v_desc.layout)
-    terms = gl.allocate_shared_memory(gl.float32, [4 * STAGES, BLOCK_I], plain)
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    dy_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    dy_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    own_ready = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    own_free = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    next_block = gl.allocate_shared_memory(gl.int32, [1], plain)
-    next_ready = gl.allocate_shared_memory(gl.int64, [1], bar)
-    next_free = gl.allocate_shared_memory(gl.int64, [1], bar)
-    mbarrier.init(next_ready, count=1)
-    mbarrier.init(next_free, count=2)
-    for n in gl.static_range(2):
-        mbarrier.init(own_ready.index(n), count=2)  # keys, values
-        mbarrier.init(own_free.index(n), count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(n), count=2)  # rows, and what is the same along them
-        mbarrier.init(q_free.index(n), count=2)
-        mbarrier.init(dy_ready.index(n), count=1)
-        mbarrier.init(dy_free.index(n), count=2)
+    q_tiles, dy_tiles, k_tiles, v_tiles = room(q_desc, STAGES), room(dy_desc, STAGES), room(k_desc, 2), room(v_desc, 2)
+    terms = gl.allocate_shared_memory(gl.float32, [4 * STAGES, BLOCK_I], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # Rows come with what is the same along them, keys with their values.
+    ready = barriers(STAGES, 2), barriers(STAGES, 1), barriers(2, 2)
+    free = barriers(STAGES, 2), barriers(STAGES, 2), barriers(2, 1)
+    tiles, lots = (q_tiles, dy_tiles, k_tiles, v_tiles), lot()
     fence_async_shared()
     gl.warp_specialize(
         [
-            (compute, (dk_desc, dv_desc, dk_map, dv_map, q_tiles, k_tiles, v_tiles, dy_tiles, terms, q_ready, q_free, dy_ready, dy_free,
-                       own_ready, own_free, next_block, next_ready, next_free, seen, table, sizes, heads, group, batch, per_group, scale,
-                       scale2, 0, D, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
-            (compute, (dk_desc, dv_desc, dk_map, dv_map, q_tiles, k_tiles, v_tiles, dy_tiles, terms, q_ready, q_free, dy_ready, dy_free,
-                       own_ready, own_free, next_block, next_ready, next_free, seen, table, sizes, heads, group, batch, per_group, scale,
-                       scale2, 1, D, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
-            (load, (q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, q_tiles, k_tiles, v_tiles, dy_tiles, terms,
-                    q_ready, q_free, dy_ready, dy_free, own_ready, own_free, next_block, next_ready, next_free, drawer, flow, seen,
-                    table, sizes, heads, group, batch, per_group, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
+            (compute, (dk_desc, dv_desc, dk_map, dv_map, tiles, terms, ready, free, lots, seen, table, sizes, heads, group, batch, per_group,
+                       scale, scale2, 0, D, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
+            (compute, (dk_desc, dv_desc, dk_map, dv_map, tiles, terms, ready, free, lots, seen, table, sizes, heads, group, batch, per_group,
+                       scale, scale2, 1, D, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
+            (load, (q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, tiles, terms, ready, free, lots, drawer, flow, seen, table,
+                    sizes, heads, group, batch, per_group, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
         ],
         [4, 1], [COMPUTING, LOADING],
     )  # fmt: skip
+
+
+__all__ = ["parted_keys_kernel"]

@@ -32,7 +32,6 @@ from .tiles import (
     visible,
 )
 
-
 #: The interpreter knows no instructions of the device.
 PLAIN = tl.constexpr(INTERPRETED)
 
@@ -212,7 +211,9 @@ def settle_kernel(
                 inside = there[:, :, None] & (d[None, None, :] < D)
                 y = tl.load(near[:, :, None] + d[None, None, :] * k.j, mask=inside, other=0.0)
                 terms += x[:, None, :].to(tl.float32) * y.to(tl.float32)
-            part, slope = scored(tl.sum(terms, 2), i[:, None], j, b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+            part, slope = scored(
+                tl.sum(terms, 2), i[:, None], j, b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0
+            )
             part = tl.where(there, part, FLOOR)
             own = tl.arange(0, ROOM // SLOTS)[None, :, None] == n
             s = tl.where(own, part[:, None, :], s)
@@ -368,7 +369,9 @@ def search_kernel(
     put_tile(index, b, h, i, n, at, sizes.i, N)
     if WEIGHT:
         m, l = norm_of(norm, b, h, i, sizes)
-        put_tile(weight, b, h, i, n, tl.where(at >= 0, tl.exp2(best * factor - m[:, None]) / l[:, None], 0.0), sizes.i, N)
+        put_tile(
+            weight, b, h, i, n, tl.where(at >= 0, tl.exp2(best * factor - m[:, None]) / l[:, None], 0.0), sizes.i, N
+        )
 
 
 __all__ = ["ballot_kernel", "bound_kernel", "count_kernel", "search_kernel", "settle_kernel"]
