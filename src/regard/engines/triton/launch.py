@@ -24,7 +24,7 @@ from .forward import Outputs, forward_kernel
 from .prepared import Prepared, copied, empty, padded
 from .reread import Pool, pool_kernel, reread_kernel
 from .start import start
-from .tiles import Map, cells, described, rows_of
+from .tiles import Map, cells, copies_serve, described, rows_of
 from .top import ballot_kernel, bound_kernel, count_kernel, search_kernel, settle_kernel
 
 #: Of how many groups of tiles the largest product is noted: four times as many as a ballot is asked for (`by_ballot`), and no
@@ -105,7 +105,8 @@ def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
     config = configured(name, p, e, v, whole_warps=v is None)
     if config.apart:
         alike = v is not None and v.shape[-1] == p.d and v.dtype == p.q.dtype == p.k.dtype
-        if not (alike and p.one_loop(config) and _forward_copies(p, config, v, e)[0]):
+        tiles = [] if v is None else [(p.q, config.block_i // 2), (p.k, config.block_j), (v, config.block_j)]
+        if not (alike and p.one_loop(config) and copies_serve(p.d, *tiles)):
             config = dataclasses.replace(configured(name, p, e, v, whole_warps=True), apart=False)
     return config
 
@@ -418,10 +419,10 @@ def _keys_config(f: Flowing, heads: int) -> Config:
     p, v = f.p, f.v
     config = configured("keys", p, f.e, v)
     if config.apart:
-        told = [] if v is None or f.dy is None else [(p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)]
-        alike = all(x.dtype == p.q.dtype and x.shape[-1] == p.d and described(x, (rows, p.d)) for x, rows in told)
-        same_heads = v is not None and heads == p.k.shape[1] == v.shape[1]
-        if not (told and alike and same_heads and p.one_loop(config)) or f.constants["EXTRAS"]:
+        tiles = [] if v is None or f.dy is None else [(p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)]
+        alike = len(tiles) > 0 and all(x.dtype == p.q.dtype for x, _ in tiles)
+        own_heads = v is not None and heads == p.k.shape[1] == v.shape[1]
+        if f.constants["EXTRAS"] or not (alike and own_heads and p.one_loop(config) and copies_serve(p.d, *tiles)):
             config = dataclasses.replace(configured("keys", p, f.e, v, whole_warps=True), apart=False)
     return config
 

@@ -11,6 +11,7 @@ Imports only torch and triton.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import triton
@@ -96,10 +97,27 @@ def described(x: Tensor, block: tuple[int, int]) -> tuple[Any, Map] | None:
     in one 2-D view, every stride a multiple of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    b, h, i, d = x.shape
-    sb, sh, si, sd = x.stride()
-    per_16 = 16 // x.element_size()
-    if sd != 1 or d != block[1] or i < block[0] or si <= 0 or si % per_16 or x.data_ptr() % 16:
+    if (view := _in_two_axes(x, block)) is None:
+        return None
+    rows, cols, where = view
+    return TensorDescriptor(x, [rows, cols], [x.stride(2), 1], list(block)), where
+
+
+def copies_serve(d: int, *wanted: tuple[Tensor, int]) -> bool:
+    """Whether the copy engine takes tiles of so many rows and d components of each of these tensors."""
+    return all(_in_two_axes(x, (rows, d)) is not None for x, rows in wanted)
+
+
+def _in_two_axes(x: Tensor, block: tuple[int, int]) -> tuple[int, int, Map] | None:
+    return None if x.data_ptr() % 16 else _two_axes(x.shape, x.stride(), x.element_size(), block)
+
+
+@lru_cache(4096)
+def _two_axes(shape: Any, stride: Any, bytes_each: int, block: tuple[int, int]) -> tuple[int, int, Map] | None:
+    """Rows and columns of the 2-D view, and where heads lie in it."""
+    (b, h, i, d), (sb, sh, si, sd) = shape, stride
+    per_16 = 16 // bytes_each
+    if sd != 1 or d != block[1] or i < block[0] or si <= 0 or si % per_16:
         return None
     if b > 1 and (sb % si or sb <= 0):
         return None
@@ -112,9 +130,7 @@ def described(x: Tensor, block: tuple[int, int]) -> tuple[Any, Map] | None:
         rows, cols = (b - 1) * row_b + i, (h - 1) * sh + d
     else:
         return None
-    if rows >= 2**31:
-        return None
-    return TensorDescriptor(x, [rows, cols], [si, 1], list(block)), where
+    return None if rows >= 2**31 else (rows, cols, where)
 
 
 # Where things are.
