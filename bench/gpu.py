@@ -128,7 +128,8 @@ def training(shape: tuple[int, ...], causal: bool) -> None:
 
     backend, peer = best_backend(theirs)
     name = [*shape, "causal" if causal else "full"]
-    note("forward + backward, row statistics (deterministic)", name, f"SDPA forward + backward ({backend})", timed(ours), peer, 1.6, 1.25)  # fmt: skip
+    # There is one mode, which adds in a fixed order: it is held to what a fast one must reach, and to a deterministic one's goal.
+    note("forward + backward, row statistics (deterministic)", name, f"SDPA forward + backward ({backend})", timed(ours), peer, 1.35, 1.25)  # fmt: skip
 
 
 def flex(shape: tuple[int, ...], causal: bool) -> None:

@@ -95,15 +95,20 @@ def read(name: str) -> list[Row]:
     ]
 
 
+def unit(r: Row) -> str:
+    """What the number counts: how many times the peer's, unless the question names something else."""
+    return " s" if r.what.endswith(": seconds") else " GB" if ": GB " in r.what else "×"
+
+
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
     lines = ["| what | shape | against | ratio | must | goal | |", "|---|---|---|---|---|---|---|"]
     for r in rows:
         sign = "≤" if r.better == "lower" else "≥"
-        bounds = [f"{sign} {b:g}×" if b is not None else "" for b in (r.must, r.goal)]
+        bounds = [f"{sign} {b:g}{unit(r)}" if b is not None else "" for b in (r.must, r.goal)]
         shape = r.shape if isinstance(r.shape, str) else "×".join(map(str, r.shape))
         lines.append(
-            f"| {r.what} | {shape} | {r.against} | {r.ratio:.3g}× | {bounds[0]} | {bounds[1]} | {r.verdict()} |"
+            f"| {r.what} | {shape} | {r.against} | {r.ratio:.3g}{unit(r)} | {bounds[0]} | {bounds[1]} | {r.verdict()} |"
         )
     return "\n".join(lines)
 
@@ -117,10 +122,10 @@ def summary(rows: list[Row]) -> str:
     lines = ["| what | against | ratio | shapes | must missed |", "|---|---|---|---|---|"]
     for (name, against, better), found in groups.items():
         low, high = min(r.ratio for r in found), max(r.ratio for r in found)
-        span = f"{low:.3g}×" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g}–{high:.3g}×"
+        span = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g}–{high:.3g}"
         sign = "" if better == "lower" else ", more is better"
         missed = sum(r.verdict() == "missed" for r in found)
-        lines.append(f"| {name} | {against} | {span}{sign} | {len(found)} | {missed or ''} |")
+        lines.append(f"| {name} | {against} | {span}{unit(found[0])}{sign} | {len(found)} | {missed or ''} |")
     return "\n".join(lines)
 
 
