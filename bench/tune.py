@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
 from regard.engines.gradient import Gradient
-from regard.engines.triton import configuration, launch
+from regard.engines.triton import configuration, flow, largest, launch
 from regard.engines.triton.configuration import Config as C
 from regard.statistics import Tiling
 
@@ -66,18 +66,18 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
         own = regard.weights(q, mask=regard.causal() if causal else None)._factors.problem()
         return lambda: launch.forward(own, ("y", "norm", "entropy"), q, None)
     if kernel == "top":
-        return lambda: launch.top(problem, 8)
+        return lambda: largest.top(problem, 8)
     if kernel == "ballot":
         bests = launch.forward(problem, (), None, None, best=True)["bests"]
-        return lambda: launch.top(problem, 8, bests)
+        return lambda: largest.top(problem, 8, bests)
     found = launch.forward(problem, STATISTICS, v, None)
     if kernel == "reread":
         tiling = Tiling(64, 64, 0, t, 0, t)
         return lambda: launch.reread(problem, ("received", "pool"), found["norm"], None, tiling)
     c = (dy.float() * found["y"].float()).sum(-1)
     gradient = Gradient(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
-    flowing = launch.flowing(problem, v, found["norm"], gradient)
-    return (lambda: launch.keys_pass(flowing)) if kernel == "keys" else (lambda: launch.rows_pass(flowing))
+    flowing = flow.flowing(problem, v, found["norm"], gradient)
+    return (lambda: flow.keys_pass(flowing)) if kernel == "keys" else (lambda: flow.rows_pass(flowing))
 
 
 def flat(found) -> list[torch.Tensor]:

@@ -200,7 +200,7 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
 
 def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile: int = 32) -> int:
     """The largest of long rows: as they come, with ties, and where all keys are equal. Returns how many are wrong."""
-    from regard.engines.triton import launch
+    from regard.engines.triton import largest
 
     wrong = 0
     asked = ((8 if device == "cuda" else 2, "none"), (3, "causal"), (1, "window"))
@@ -211,7 +211,7 @@ def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile:
             q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (problem.q, problem.k))
             problem = dataclasses.replace(problem, q=q, k=k)
         question = Question(("top_score", "top_index"), top=n)
-        launch.MOST_MARKS = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
+        largest.MOST_MARKS = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
         found = see(problem, question, named("triton"), {}, False)
         double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)
         truth = see(double, question, named("blockwise"), {}, False)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import cover
-from regard.engines.triton import configuration, launch, prepared
+from regard.engines.triton import configuration, flow, largest, launch, prepared
 
 torch.set_num_threads(1)
 np.seterr(all="ignore")  # empty rows divide by 0, and are told so; what comes out is judged
@@ -27,7 +27,7 @@ def poisoned(*shape: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def main(part: int, of: int) -> int:
-    launch.empty = prepared.empty = poisoned
+    flow.empty = largest.empty = launch.empty = prepared.empty = poisoned
     wrong = 0
     for n, case in enumerate(cover.pairwise((torch.float32, torch.float16))[part::of]):
         # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.

@@ -34,7 +34,7 @@ class Memory:
         if not self._numbers or torch.compiler.is_compiling() or self._versions != _versions(factors):
             return {}
         found = {}
-        for name in question.names:
+        for name in (*question.names, *AT_HAND):
             number, version = self._numbers.get(_key(name, question), (None, 0))
             if number is not None and number._version == version:
                 found[name] = number
@@ -53,10 +53,10 @@ class Memory:
 
 
 def _key(name: str, question: Question) -> Any:
-    """Under what a number is remembered; None for what depends on tensors of the question or is told unasked."""
-    if name in ("y", "z", "mass", *AT_HAND):
+    """Under what a number is remembered; None for what depends on tensors of the question."""
+    if name in ("y", "z", "mass"):
         return None
-    if name in ("top_score", "top_index"):
+    if name in ("top_score", "top_index", "top_weight"):
         return name, question.top
     if name == "pool" and question.tiling is not None:
         return name, *vars(question.tiling).values()

@@ -49,7 +49,7 @@ def test_a_kept_launch_serves_other_tensors(d: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
-    from regard.engines.triton import launch
+    from regard.engines.triton import largest, launch
 
     q, k = draw(2, 4, 4096, d), draw(2, 4, 4096, d)
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
@@ -57,7 +57,7 @@ def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
         p, bests = launch.Prepared(problem), launch.forward(problem, names, None, None, best=True)["bests"]
         found = {"top_score": torch.empty(2, 4, 4096, 8, device="cuda")}
         found["top_index"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
-        flags, _ = launch._balloted(p, 8, bests, None, found)
+        flags, _ = largest._balloted(p, 8, bests, None, found)
         assert int(flags.sum()) < 0.01 * flags.numel()
 
 

@@ -3,7 +3,7 @@
 Rooms of kernels: `tiles` (words for tile operations), `forward` (one pass over the keys), `reread` (a second pass over the
 columns), `top` (the largest of a row), `backward`, `additive`; `parted` and `parted_keys` are the forward pass and the gradient
 of keys once more, for Hopper and what is asked most. Rooms that call them: `form` (the mask), `prepared` (a problem as
-kernels take it), `configuration` (tile sizes by shape), `launch` (the passes), `start` (one launch). Triton is imported
+kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and `flow` (the passes), `start` (one launch). Triton is imported
 when the engine first computes, never before.
 
 Served: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
@@ -90,9 +90,9 @@ class Triton:
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Σ_e a b of every row in float32: (b, h, i, e) twice to (b, h, i)."""
-        from . import launch
+        from . import flow
 
-        return launch.row_dot(a, b)
+        return flow.row_dot(a, b)
 
     def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
         _check(problem, question)
@@ -125,7 +125,7 @@ def _check(problem: Problem, question: Question) -> None:
 
 
 def _compute(problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-    from . import launch
+    from . import largest
 
     answers = dict(known)
     first = tuple(n for n in names if n in ONE_PASS and not n.startswith("top"))
@@ -133,11 +133,11 @@ def _compute(problem: Problem, question: Question, names: tuple[str, ...], known
     if second and "norm" not in known and "norm" not in first:
         first = (*first, "norm")
     top = question.top if any(n.startswith("top") for n in names) else 0
-    best = top > 0 and launch.by_ballot(problem, top)
+    best = top > 0 and largest.by_ballot(problem, top)
     if first or best:
         answers |= _first_pass(problem, question, first, best)
     if top:
-        answers |= launch.top(problem, top, answers.pop("bests", None), answers.get("norm"))
+        answers |= largest.top(problem, top, answers.pop("bests", None), answers.get("norm"))
     if second:
         answers |= _second_pass(problem, question, second, answers["norm"])
     return answers
@@ -183,15 +183,15 @@ def _one_a_key(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 
 
 def _backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
-    from . import launch
+    from . import flow
 
-    dq, dk, dv = launch.backward(problem, question.v, norm, gradient)
+    dq, dk, dv = flow.backward(problem, question.v, norm, gradient)
     # In the order of `flatten`: q, k, one tensor a step that has one, the sink; masks have no gradients.
     grads: list[Tensor | None] = [dq if needs[0] else None, dk if needs[1] else None]
     for n, step in enumerate(problem.steps):
         if isinstance(step, Bias | Alibi):
             wanted = needs[len(grads)]
-            grads.append(launch.step_gradient(problem, n, question.v, norm, gradient) if wanted else None)
+            grads.append(flow.step_gradient(problem, n, question.v, norm, gradient) if wanted else None)
     if problem.sink is not None:
         grads.append(gradient.of_sink(problem.sink, norm) if needs[len(grads)] else None)
     grads += [None] * (len(needs) - len(grads))

@@ -249,10 +249,13 @@ def compute(
         share, nothing = told(
             out, sink, m, l, t, reach, mass, argmax, b, h, i, sizes, SINK, LSE, NORM, MAX, ENTROPY, REACH, MASS, ARGMAX
         )
-        share = gl.convert_layout(gl.where(nothing, 0.0, share), gl.SliceLayout(1, Y))
+        share, nothing = (
+            gl.convert_layout(share, gl.SliceLayout(1, Y)),
+            gl.convert_layout(nothing, gl.SliceLayout(1, Y)),
+        )
         tma.store_wait(0)
         gl.thread_barrier()
-        y_tiles.index(W).store((y * share[:, None]).to(dtype))
+        y_tiles.index(W).store(gl.where(nothing[:, None], 0.0, y * share[:, None]).to(dtype))
         copy_out(y_desc, y_map, b, h, start, y_tiles.index(W))
     tma.store_wait(0)
 

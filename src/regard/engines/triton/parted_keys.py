@@ -96,6 +96,8 @@ def compute(
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, G, 2)
     ALONG: gl.constexpr = gl.SliceLayout(0, S)
+    # A small weight in float16 has few digits or none: it is multiplied 1024 times as large.
+    TIMES: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
     near, values = k_tiles.index(W), v_tiles.index(W)
     blank = gl.zeros([HALF, BLOCK_I], gl.float32, S)
     columns = sizes.j // BLOCK_J
@@ -122,7 +124,7 @@ def compute(
                     i = nth_block(step, first, full_from, full_to, past) * BLOCK_I + gl.arange(0, BLOCK_I, ALONG)
                     slot, odd = count % STAGES, (count // STAGES) & 1
                     log2w = s * scale2 - terms.index(4 * slot).load(ALONG)[None, :]
-                    w = gl.exp2(log2w)
+                    w = gl.exp2(log2w) * TIMES
                     if EDGE:
                         w = gl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
                     inside = blank - terms.index(4 * slot + 1).load(ALONG)[None, :]
@@ -137,7 +139,7 @@ def compute(
                     inside = warpgroup_mma(values, dy_tiles.index(slot).permute((1, 0)), inside, is_async=True)
                     dv = warpgroup_mma(p, dy_tiles.index(slot), dv, is_async=True)
                     inside = warpgroup_mma_wait(1, deps=(inside,))
-                    ds = gl.convert_layout((w.to(gl.float32) * inside).to(dtype), A)
+                    ds = gl.convert_layout((w.to(gl.float32) * inside * (1.0 / TIMES)).to(dtype), A)
                     # The next scores beside this gradient; after the last block of rows the same once more, and unused.
                     steps -= 1
                     count += gl.where(steps > 0, 1, 0)
@@ -154,10 +156,11 @@ def compute(
         turn += 1
         # Keys and values are done with: their places take what goes out.
         near.store((dk * scale).to(dtype))
-        values.store(dv.to(dtype))
+        values.store((dv * (1.0 / TIMES)).to(dtype))
         copy_out(dk_desc, dk_map, b, own, start + W * HALF, near)
         copy_out(dv_desc, dv_map, b, own, start + W * HALF, values)
         tma.store_wait(0)
+        gl.thread_barrier()  # each thread waits for its own copies
         mbarrier.arrive(own_free.index(W))
 
 

@@ -6,7 +6,7 @@ Imports `form`, `tiles`, `start`, `configuration`.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -21,11 +21,14 @@ from .form import Form, form_of, key_table, row_table
 from .start import INTERPRETED, start
 from .tiles import NOWHERE, Cells, Map, Sizes, cells, described, norm_kernel
 
-__all__ = ["Prepared", "copied", "empty", "padded"]
+__all__ = ["Arguments", "Prepared", "copied", "empty", "into_shared_memory", "lots", "multiprocessors", "padded"]
 
 #: Keys and values of as many heads as fit here are worked on together (bytes; half the cache of an H200).
 CACHE = 24 * 2**20
 LOG2E = 1.4426950408889634
+
+#: How many programs run, and the arguments of their kernel.
+Arguments = tuple[int, dict[str, Any]]
 
 
 def empty(*shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -171,3 +174,26 @@ def copied(p: Prepared, config: Config, *wanted: tuple[Tensor, tuple[int, int]])
     if any(f is None for f in found):
         return False, [x for x, _ in wanted], [NOWHERE] * len(wanted)
     return True, [f[0] for f in found if f], [f[1] for f in found if f]
+
+
+# For kernels whose warps are parted.
+
+
+def into_shared_memory(**tensors: tuple[Tensor, int]) -> dict[str, Any]:
+    """What the copy engine is told of each tensor, for tiles of so many rows."""
+    from .parted import in_shared_memory
+
+    told = {}
+    for name, (x, rows) in tensors.items():
+        told[f"{name}_desc"], told[f"{name}_map"] = in_shared_memory(described(x, (rows, x.shape[-1])))
+    return told
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def lots(p: Prepared) -> Tensor:
+    """From which the programs of a parted kernel, as many as multiprocessors, draw one block of work after the other."""
+    return torch.zeros(1, dtype=torch.int32, device=p.q.device)

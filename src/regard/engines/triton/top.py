@@ -174,9 +174,9 @@ def count_kernel(
 
 @triton.jit
 def norm_of(norm, b, h, i, sizes):
-    """m in base 2 and l of rows, such that 2^(s − m) / l is a weight, and 0 where s is hidden."""
+    """m and l of rows, such that e^(s − m) / l is a weight, and 0 where s is −inf."""
     at = place(norm, b, h) + i.to(tl.int64) * norm.i
-    m = tl.load(at, mask=i < sizes.i, other=0.0) * LOG2E
+    m = tl.load(at, mask=i < sizes.i, other=0.0)
     l = tl.load(at + 1, mask=i < sizes.i, other=1.0)
     return tl.where(l == 0.0, 0.0, m), tl.where(l == 0.0, 1.0, l)
 
@@ -230,10 +230,11 @@ def settle_kernel(
         key = tl.min(tl.where((s == top[:, None]) & there, j, 2147483647), 1)
         some = key < 2147483647
         out = i.to(tl.int64) * score.i + rank
-        tl.store(place(score, b, h) + out, tl.where(some, top * factor * LN2, float("-inf")), mask=i < sizes.i)
+        told = tl.where(some, top * factor * LN2, float("-inf"))
+        tl.store(place(score, b, h) + out, told, mask=i < sizes.i)
         tl.store(place(index, b, h) + out, tl.where(some, key, -1), mask=i < sizes.i)
-        if WEIGHT:
-            tl.store(place(weight, b, h) + out, tl.where(some, tl.exp2(top * factor - m) / l, 0.0), mask=i < sizes.i)
+        if WEIGHT:  # from the score as it is told: where both are large, each was rounded on its way there
+            tl.store(place(weight, b, h) + out, tl.exp2((told - m) * LOG2E) / l, mask=i < sizes.i)
         there = there & (j != key[:, None])
         s = tl.where(there, s, FLOOR)
 
@@ -365,13 +366,12 @@ def search_kernel(
         )  # fmt: skip
     factor = scale2 if FOLD else 1.0
     n = tl.arange(0, BLOCK_N)
-    put_tile(score, b, h, i, n, tl.where(at >= 0, best * factor * LN2, float("-inf")), sizes.i, N)
+    told = tl.where(at >= 0, best * factor * LN2, float("-inf"))
+    put_tile(score, b, h, i, n, told, sizes.i, N)
     put_tile(index, b, h, i, n, at, sizes.i, N)
     if WEIGHT:
         m, l = norm_of(norm, b, h, i, sizes)
-        put_tile(
-            weight, b, h, i, n, tl.where(at >= 0, tl.exp2(best * factor - m[:, None]) / l[:, None], 0.0), sizes.i, N
-        )
+        put_tile(weight, b, h, i, n, tl.exp2((told - m[:, None]) * LOG2E) / l[:, None], sizes.i, N)
 
 
 __all__ = ["ballot_kernel", "bound_kernel", "count_kernel", "search_kernel", "settle_kernel"]
