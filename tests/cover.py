@@ -188,6 +188,14 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
     bounds = _bounds(*double, truth, case.dtype)
     for name in dict.fromkeys(("lse", *(name for name in question.names if name != "norm"))):
         _compare(f"{case}: {name}", found[name], truth[name], bounds[name])
+    if "top_weight" in found:
+        right = _weights_of_top(truth)
+        _compare(
+            f"{case}: top_weight",
+            found["top_weight"],
+            right,
+            right * (bounds["top_score"] + bounds["lse"][..., None]) + 1e-6,
+        )
     u = ROUNDOFF[case.dtype]
     for n, (mine, right) in enumerate(zip(found_grads, true_grads, strict=True)):
         if right is None:
@@ -196,6 +204,11 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
         size = float(right.abs().max()) if right.numel() else 0.0
         slack = (8 * u + 2e-5 * (1 + case.times**2)) * (right.abs() + size) + 1e-5
         _compare(f"{case}: gradient {n} of {tuple(right.shape)}", mine, right, slack)
+
+
+def _weights_of_top(answers: dict[str, Tensor]) -> Tensor:
+    lse = answers["lse"] if "lse" in answers else lse_of(answers["norm"])
+    return torch.where(answers["top_index"] >= 0, (answers["top_score"] - lse.unsqueeze(-1)).exp(), 0)
 
 
 def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile: int = 32) -> int:
@@ -210,13 +223,15 @@ def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile:
         if kind != "plain":
             q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (problem.q, problem.k))
             problem = dataclasses.replace(problem, q=q, k=k)
-        question = Question(("top_score", "top_index"), top=n)
+        question = Question(("top_score", "top_index", "norm"), top=n)
         largest.MOST_MARKS = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
         found = see(problem, question, named("triton"), {}, False)
         double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)
         truth = see(double, question, named("blockwise"), {}, False)
         same = kind == "plain" or torch.equal(found["top_index"], truth["top_index"])
-        if not same or not torch.allclose(found["top_score"].double(), truth["top_score"], rtol=1e-4, atol=1e-5):
+        truth["top_weight"] = _weights_of_top(truth)
+        close = (torch.allclose(found[n].double(), truth[n], rtol=1e-4, atol=1e-5) for n in ("top_score", "top_weight"))
+        if not same or not all(close):
             wrong += 1
             print(f"top {n} by ballot, {mask}, {kind}, {dtype}: {found} for {truth}")
     return wrong
