@@ -331,39 +331,22 @@ def search_kernel(
     threshold = tl.full([BLOCK_I], FLOOR, tl.float32)
     # Twice over the keys: first for a bound that few keys pass, then for those that do. Searching without a bound finds
     # something in nearly every tile, and a find costs more than a tile.
-    largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
-    for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-        largest, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
-            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
-        )  # fmt: skip
-        largest, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
-            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, False,
-        )  # fmt: skip
-        largest, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, largest, at, threshold, scale,
-            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, False,
-        )  # fmt: skip
-    if N <= BLOCK_J:
-        threshold = least_wanted(largest, tl.arange(0, BLOCK_J), N)
-    best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
-    for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-        # In the order of the keys: then an equal score never displaces one that was found.
-        best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            first, full_from, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
-        )  # fmt: skip
-        best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            full_from, full_to, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, False, True,
-        )  # fmt: skip
-        best, at, threshold = looked_through(
-            rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
-            full_to, past, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, True, True,
-        )  # fmt: skip
+    best = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
+    for SEARCH in tl.static_range(2):
+        if SEARCH:
+            if N <= BLOCK_J:
+                threshold = least_wanted(best, tl.arange(0, BLOCK_J), N)
+            best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
+        for r in range(0, seen.spans):
+            first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+            # In the order of the keys, an edge of the mask on either side: so an equal score never displaces one that was found.
+            for PART in tl.static_range(3):
+                begin = first if PART == 0 else full_from if PART == 1 else full_to
+                end = full_from if PART == 0 else full_to if PART == 1 else past
+                best, at, threshold = looked_through(
+                    rows, k, pair, k_desc, k_map, steps, strides, caps, seen, sizes, i, d, b, h, r, best, at, threshold, scale,
+                    begin, end, PAIR, D, STEPS, MASK, FOLD, EXACT, TMA, N, BLOCK_J, PART != 1, SEARCH == 1,
+                )  # fmt: skip
     factor = scale2 if FOLD else 1.0
     n = tl.arange(0, BLOCK_N)
     told = tl.where(at >= 0, best * factor * LN2, float("-inf"))
