@@ -159,23 +159,15 @@ def keys_kernel(
     first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
     for n in range(0, group):
         h = own * group + n
-        if EDGES:
-            dk, dv = keys_of(
-                near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-                scale, scale2, first, full_from, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-                BLOCK_I, True, WHOLE,
-            )  # fmt: skip
-        dk, dv = keys_of(
-            near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-            scale, scale2, full_from, full_to, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-            BLOCK_I, False, WHOLE,
-        )  # fmt: skip
-        if EDGES:
-            dk, dv = keys_of(
-                near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
-                scale, scale2, full_to, past, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
-                BLOCK_I, True, WHOLE,
-            )  # fmt: skip
+        for PART in tl.static_range(3):  # an edge of the mask, rows that see all of these keys, an edge
+            if EDGES or PART == 1:
+                begin = first if PART == 0 else full_from if PART == 1 else full_to
+                end = full_from if PART == 0 else full_to if PART == 1 else past
+                dk, dv = keys_of(
+                    near, values, q, dy, q_desc, dy_desc, q_map, dy_map, steps, strides, caps, seen, flow, sizes, j, d, e, b, h, dk, dv,
+                    scale, scale2, begin, end, D, E, STEPS, MASK, FOLD, EXACT, EXACT_V, Y, ETA, RHO, EXTRAS, TMA,
+                    BLOCK_I, PART != 1, WHOLE,
+                )  # fmt: skip
     put_tile(out_dk, b, own, j, d, dk * scale, sizes.j, D)
     if Y:
         put_tile(out_dv, b, own, j, e, dv, sizes.j, E)

@@ -147,24 +147,16 @@ def reread_kernel(
     first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
     if PARTS and ALIGNED and MASK == "causal":
         blank_parts(pool, b, h, j, first, past, sizes, BLOCK_I)
-    # In the order of the rows, since the tile rows of a pooled map are written as they end.
-    if EDGES:
-        received, part, z = columns_of(
-            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
-            scale, scale2, first, full_from, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, WHOLE,
-        )  # fmt: skip
-    received, part, z = columns_of(
-        keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
-        scale, scale2, full_from, full_to, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-        BLOCK_I, False, WHOLE,
-    )  # fmt: skip
-    if EDGES:
-        received, part, z = columns_of(
-            keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
-            scale, scale2, full_to, past, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
-            BLOCK_I, True, WHOLE,
-        )  # fmt: skip
+    # In the order of the rows, since the tile rows of a pooled map are written as they end; an edge of the mask on either side.
+    for PART in tl.static_range(3):
+        if EDGES or PART == 1:
+            begin = first if PART == 0 else full_from if PART == 1 else full_to
+            end = full_from if PART == 0 else full_to if PART == 1 else past
+            received, part, z = columns_of(
+                keys, q, pair, q_desc, q_map, norm, u, steps, strides, caps, seen, pool, sizes, j, d, e, b, h, received, part, z,
+                scale, scale2, begin, end, PAIR, D, E, STEPS, MASK, FOLD, EXACT, EXACT_U, RECEIVED, PARTS, ALIGNED, Z, TMA,
+                BLOCK_I, PART != 1, WHOLE,
+            )  # fmt: skip
     if PARTS and ALIGNED:
         # A window ends in the middle of a tile row: what was added up since is not written yet.
         block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
