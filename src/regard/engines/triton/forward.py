@@ -178,69 +178,59 @@ def forward_kernel(
 
     for r in range(0, seen.spans):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
-        for n in range(full_from, full_to):
-            j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-            if PAIR == "product":
-                if TMA:
-                    near = fetch(k_desc, k_map, b, hk, n * BLOCK_J)
-                else:
-                    near = tile(k, b, hk, j, d, sizes.j, D, False)
-                s = product(rows, near.T, EXACT)
-            else:
-                s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
-            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
-            if not Y:
-                values = s
-            elif SAME:
-                values = near
-            elif TMA:
-                values = fetch(v_desc, v_map, b, hv, n * BLOCK_J)
-            else:
-                values = tile(v, b, hv, j, e, sizes.j, E, False)
-            chosen = mass
-            if MASS:
-                chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j)
-            m, l, t, reach, mass, argmax, p, a, largest = weighed(
-                s, m, l, t, reach, mass, argmax, i, j, chosen, scale2, sizes.offset, ENTROPY, REACH, MASS, ARGMAX, FOLD
-            )
-            if Y:
-                y = add_product(p.to(values.dtype), values, y * a[:, None], EXACT_V)
-            if BESTS:
-                best = noted(bests, per_best, best, largest, visits + n - full_from, b, h, i, sizes)
-        visits += full_to - full_from
         left = full_from - first
-        for n in range(0, left + past - full_to if EDGES else 0):
-            at = tl.where(n < left, first + n, full_to + n - left)
-            j = at * BLOCK_J + tl.arange(0, BLOCK_J)
-            if PAIR == "product":
-                if TMA and WHOLE:
-                    near = fetch(k_desc, k_map, b, hk, at * BLOCK_J)
+        for EDGE in tl.static_range(2 if EDGES else 1):  # tiles seen in full, then those at the edges of the mask
+            for n in range(0 if EDGE else full_from, left + past - full_to if EDGE else full_to):
+                at = tl.where(n < left, first + n, full_to + n - left) if EDGE else n
+                j = at * BLOCK_J + tl.arange(0, BLOCK_J)
+                if PAIR == "product":
+                    if TMA and (WHOLE or not EDGE):
+                        near = fetch(k_desc, k_map, b, hk, at * BLOCK_J)
+                    else:
+                        near = tile(k, b, hk, j, d, sizes.j, D, EDGE == 1)
+                    s = product(rows, near.T, EXACT)
                 else:
-                    near = tile(k, b, hk, j, d, sizes.j, D, True)
-                s = product(rows, near.T, EXACT)
-            else:
-                s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
-            s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
-            s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
-            if not Y:
-                values = s
-            elif SAME:
-                values = near
-            elif TMA and WHOLE:
-                values = fetch(v_desc, v_map, b, hv, at * BLOCK_J)
-            else:
-                values = tile(v, b, hv, j, e, sizes.j, E, True)
-            chosen = mass
-            if MASS:
-                chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
-            m, l, t, reach, mass, argmax, p, a, largest = weighed(
-                s, m, l, t, reach, mass, argmax, i, j, chosen, scale2, sizes.offset, ENTROPY, REACH, MASS, ARGMAX, FOLD
-            )
-            if Y:
-                y = add_product(p.to(values.dtype), values, y * a[:, None], EXACT_V)
-            if BESTS:
-                best = noted(bests, per_best, best, largest, visits + n, b, h, i, sizes)
-        visits += left + past - full_to
+                    s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
+                s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+                if EDGE:
+                    s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
+                if not Y:
+                    values = s
+                elif SAME:
+                    values = near
+                elif TMA and (WHOLE or not EDGE):
+                    values = fetch(v_desc, v_map, b, hv, at * BLOCK_J)
+                else:
+                    values = tile(v, b, hv, j, e, sizes.j, E, EDGE == 1)
+                chosen = mass
+                if MASS:
+                    chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
+                m, l, t, reach, mass, argmax, p, a, largest = weighed(
+                    s,
+                    m,
+                    l,
+                    t,
+                    reach,
+                    mass,
+                    argmax,
+                    i,
+                    j,
+                    chosen,
+                    scale2,
+                    sizes.offset,
+                    ENTROPY,
+                    REACH,
+                    MASS,
+                    ARGMAX,
+                    FOLD,
+                )
+                if Y:
+                    y = add_product(p.to(values.dtype), values, y * a[:, None], EXACT_V)
+                if BESTS:
+                    best = noted(
+                        bests, per_best, best, largest, visits + n if EDGE else visits + n - full_from, b, h, i, sizes
+                    )
+            visits += left + past - full_to if EDGE else full_to - full_from
     if BESTS:
         for group in range(tl.cdiv(visits, per_best), groups):
             lowest = tl.full([BLOCK_I], FLOOR, tl.float32)
