@@ -206,30 +206,13 @@ def forward_kernel(
                 if MASS:
                     chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
                 m, l, t, reach, mass, argmax, p, a, largest = weighed(
-                    s,
-                    m,
-                    l,
-                    t,
-                    reach,
-                    mass,
-                    argmax,
-                    i,
-                    j,
-                    chosen,
-                    scale2,
-                    sizes.offset,
-                    ENTROPY,
-                    REACH,
-                    MASS,
-                    ARGMAX,
-                    FOLD,
-                )
+                    s, m, l, t, reach, mass, argmax, i, j, chosen, scale2, sizes.offset, ENTROPY, REACH, MASS, ARGMAX, FOLD
+                )  # fmt: skip
                 if Y:
                     y = add_product(p.to(values.dtype), values, y * a[:, None], EXACT_V)
                 if BESTS:
-                    best = noted(
-                        bests, per_best, best, largest, visits + n if EDGE else visits + n - full_from, b, h, i, sizes
-                    )
+                    visit = visits + (n if EDGE else n - full_from)
+                    best = noted(bests, per_best, best, largest, visit, b, h, i, sizes)
             visits += left + past - full_to if EDGE else full_to - full_from
     if BESTS:
         for group in range(tl.cdiv(visits, per_best), groups):
