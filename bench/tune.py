@@ -53,10 +53,6 @@ CANDIDATES = {
 }  # fmt: skip
 
 
-#: Questions that look up configurations by two names.
-NAMES = {"self": ("self", "forward")}
-
-
 def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     q, k, v, dy = (torch.randn(b, h, t, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
@@ -93,7 +89,7 @@ def compile_one(job) -> tuple:
     configuration.forced.clear()
     try:
         ask = call(kernel, 2, 4, 2048, d, causal)
-        configuration.forced.update(dict.fromkeys(NAMES.get(kernel, (kernel,)), config))
+        configuration.forced[kernel] = config
         ask()
         torch.cuda.synchronize()
         return job, ""
@@ -150,7 +146,7 @@ def main(kernels: list[str], patience: float = 45.0) -> None:
                 for config in CANDIDATES[kernel]:
                     if (kernel, config, shape[3], causal) not in good:
                         continue
-                    configuration.forced.update(dict.fromkeys(NAMES.get(kernel, (kernel,)), config))
+                    configuration.forced[kernel] = config
                     try:
                         found = [x.float() for x in flat(ask())]
                         first = found if first is None else first

@@ -42,7 +42,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(128, 64, 8, 3, registers=128),
     ("forward", 128): Config(128, 128, 8, 3),
     ("forward", 256): Config(128, 64, 8, 2),
-    # The forward pass where keys are values: one tile for both leaves room for more; at d = 128 that pays under a mask.
+    # The forward pass where keys are values: one tile for both leaves room for more.
     ("self", 64): Config(64, 64, 4, 4, registers=128),
     ("self", 128): Config(128, 64, 8, 3, registers=128),
     ("top", 64): Config(64, 64, 4, 3),
@@ -62,8 +62,8 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("rows", 256): Config(64, 32, 8, 1),
     ("steps", 256): Config(64, 32, 4, 1),
 }
-#: The same where the warps that load are parted from those that compute (`parted`): whole tiles of products, 10–20 % faster at
-#: d = 128. Written in a language that is young and still changes: used with the versions it was tested with, and no others.
+#: The same where the warps that load are parted from those that compute (`parted`, `parted_keys`): whole tiles of
+#: products. Written in a language that is young and still changes: used with the versions it was tested with, and no others.
 PARTED: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(128, 128, 4, 2, apart=True, registers=168),
     ("forward", 64): Config(128, 128, 4, 2, apart=True, registers=168),

@@ -46,7 +46,9 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         per_best = triton.cdiv(visits, MOST_GROUPS)
         found["bests"] = empty(p.b, p.h, triton.cdiv(visits, per_best), p.i, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
-    kernel = _parted_kernel() if config.apart else forward_kernel
+    kernel = forward_kernel
+    if config.apart:
+        from .parted import parted_kernel as kernel
 
     def arguments() -> Arguments:
         rows = {
@@ -103,12 +105,6 @@ def _forward_copies(p: Prepared, config: Config, v: Tensor | None, e: int) -> tu
     keys = p.k, (config.block_j, padded(p.d, p.q))
     values = keys if v is None or _same(v, p.k) else (v, (config.block_j, padded(e, p.q)))
     return copied(p, config, (p.q, (config.block_i, padded(p.d, p.q))), keys, values)
-
-
-def _parted_kernel() -> Any:
-    from .parted import parted_kernel
-
-    return parted_kernel
 
 
 def _parted_arguments(p: Prepared, config: Config, v: Tensor, y: Tensor, told: dict[str, Any]) -> Arguments:

@@ -32,7 +32,7 @@ from .tiles import FLOOR, NOTHING, Map, key_blocks, place, visible
 COMPUTING, LOADING = gl.constexpr(240), gl.constexpr(24)
 
 
-def in_shared_memory(told: tuple[Any, Map] | None) -> tuple[TensorDescriptor, Map]:
+def laid_out(told: tuple[Any, Map] | None) -> tuple[TensorDescriptor, Map]:
     """What the copy engine is told of a tensor, and in which order its tiles lie in shared memory."""
     assert told is not None, "asked for where the copy engine serves"
     desc, where = told
@@ -301,7 +301,7 @@ __all__ = [
     "copy_out",
     "draw",
     "heard",
-    "in_shared_memory",
+    "laid_out",
     "lot",
     "parted_kernel",
     "room",

@@ -181,11 +181,11 @@ def copied(p: Prepared, config: Config, *wanted: tuple[Tensor, tuple[int, int]])
 
 def into_shared_memory(**tensors: tuple[Tensor, int]) -> dict[str, Any]:
     """What the copy engine is told of each tensor, for tiles of so many rows."""
-    from .parted import in_shared_memory
+    from .parted import laid_out
 
     told = {}
     for name, (x, rows) in tensors.items():
-        told[f"{name}_desc"], told[f"{name}_map"] = in_shared_memory(described(x, (rows, x.shape[-1])))
+        told[f"{name}_desc"], told[f"{name}_map"] = laid_out(described(x, (rows, x.shape[-1])))
     return told
 
 
