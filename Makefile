@@ -78,8 +78,8 @@ test-gpu:
 # The same kernels under CUDA's memory and race checkers, every allocation on its own.
 test-gpu-checked: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 test-gpu-checked:
-	PYTHONPATH=src:tests compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py
-	PYTHONPATH=src:tests compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py
+	seq 0 9 | PYTHONPATH=src:tests xargs -P 10 -I{} compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py {} 10
+	seq 0 9 | PYTHONPATH=src:tests xargs -P 10 -I{} compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py {} 10 whole
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m bench.gpu

@@ -16,6 +16,7 @@ ROOT = Path(regard.__file__).parent
 #: Each room and the rooms it may import from. A room below never knows one above.
 ARROWS: dict[str, set[str]] = {
     "tree": set(),
+    "again": set(),
     "block": set(),
     "index": set(),
     "score": {"block", "tree"},
@@ -23,8 +24,8 @@ ARROWS: dict[str, set[str]] = {
     "factors": {"score", "mask", "block", "tree"},
     "statistics": {"factors", "block", "tree"},
     "state": {"block", "factors", "statistics"},
-    "engines": {"factors", "statistics", "state", "block", "mask", "score", "tree"},
-    "see": {"engines", "factors", "score", "statistics", "tree"},
+    "engines": {"again", "factors", "statistics", "state", "block", "mask", "score", "tree"},
+    "see": {"again", "engines", "factors", "score", "statistics", "tree"},
     "memory": {"factors", "statistics", "tree"},
     "asking": {"index", "score", "statistics"},
     "matrix": {"see", "asking", "memory", "engines", "factors", "index", "score", "statistics", "tree"},

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .again import again
 from .engines import Engine, named, serving
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
@@ -26,15 +28,17 @@ from .tree import flatten, rebuild
 
 __all__ = ["see"]
 
+Whole = Callable[[], tuple[Problem, Question]]  # that which tensors and constants were taken from
+
 
 def see(problem: Problem, question: Question, engine: Engine, known: Answers, live: bool) -> Answers:
     """Every answer that the question names; `known` are numbers that need not be computed again.
 
     `live` says whether autograd is to know of it.
     """
-    if not live and not torch.compiler.is_compiling():
-        return compute(problem, question, engine, known)
     spec, tensors = flatten((problem, question))
+    if not live and not torch.compiler.is_compiling():
+        return _answers((spec, engine.name), tensors, lambda: (problem, question), engine, known)
     if torch.compiler.is_compiling():
         outputs = torch.ops.regard.see(tensors, repr((spec, engine.name)))
     else:
@@ -150,18 +154,38 @@ def _pool_factors(g: Tensor, tiling: Tiling, i: int, j: int) -> tuple[Tensor, Te
     return left, right
 
 
+def _names(spec: Any) -> tuple[str, ...]:
+    """What the question names, in what `flatten` made of problem and question."""
+    return spec[2][1][1:]  # ("tuple", problem, ("Question", ("tuple", *names), ...))
+
+
+# Thought through once a form.
+
+
+def _answers(key: Any, tensors: list[Tensor], whole: Whole, engine: Engine, known: Answers) -> Answers:
+    return again(("see", key, *known), [*tensors, *known.values()], lambda: compute(*whole(), engine, known))
+
+
+def _gradients(
+    key: Any, tensors: list[Tensor], whole: Whole, engine: Engine, answers: Answers, flowing: Answers, needs: list[bool]
+) -> list[Tensor | None]:
+    given = [*tensors, *answers.values(), *flowing.values()]
+    key = ("pull back", key, *flowing, *needs)
+    return again(key, given, lambda: pull_back(*whole(), engine, answers, flowing, needs))
+
+
 class _See(torch.autograd.Function):
     """The node of the graph in eager code."""
 
     @staticmethod
     def forward(ctx: Any, spec: Any, engine: Engine, known: Answers, *tensors: Tensor) -> tuple[Tensor, ...]:
-        problem, question = rebuild(spec, list(tensors))
-        answers = compute(problem, question, engine, known)
+        names = _names(spec)
+        answers = _answers((spec, engine.name), list(tensors), lambda: rebuild(spec, list(tensors)), engine, known)
         # A remembered number must not become this node's output: it may be another node's too.
-        outputs = tuple(answers[n].detach() if n in known else answers[n] for n in question.names)
-        ctx.spec, ctx.engine, ctx.names = spec, engine, question.names
+        outputs = tuple(answers[n].detach() if n in known else answers[n] for n in names)
+        ctx.spec, ctx.engine, ctx.names = spec, engine, names
         ctx.save_for_backward(*tensors, *outputs)
-        ctx.mark_non_differentiable(*(answers[n] for n in question.names if n in NOT_DIFFERENTIATED))
+        ctx.mark_non_differentiable(*(answers[n] for n in names if n in NOT_DIFFERENTIATED))
         ctx.set_materialize_grads(False)
         return outputs
 
@@ -169,18 +193,14 @@ class _See(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         _refuse_second_derivative()
         count = len(ctx.saved_tensors) - len(ctx.names)
-        tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        problem, question = rebuild(ctx.spec, list(tensors))
+        tensors, outputs = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         flowing = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         if not flowing:
             return (None,) * (3 + count)
         answers = dict(zip(ctx.names, outputs, strict=True))
-        return (
-            None,
-            None,
-            None,
-            *pull_back(problem, question, ctx.engine, answers, flowing, list(ctx.needs_input_grad[3:])),
-        )
+        key, needs = (ctx.spec, ctx.engine.name), list(ctx.needs_input_grad[3:])
+        found = _gradients(key, tensors, lambda: rebuild(ctx.spec, tensors), ctx.engine, answers, flowing, needs)
+        return None, None, None, *found
 
 
 def _refuse_second_derivative() -> None:
@@ -203,9 +223,8 @@ def _read(call: str) -> tuple[Any, str]:
 @torch.library.custom_op("regard::see", mutates_args=())
 def _see_op(tensors: list[Tensor], call: str) -> list[Tensor]:
     spec, engine = _read(call)
-    problem, question = rebuild(spec, tensors)
-    answers = compute(problem, question, named(engine), {})
-    return [answers[name].contiguous() for name in question.names]
+    answers = _answers(call, tensors, lambda: rebuild(spec, tensors), named(engine), {})
+    return [answers[name].contiguous() for name in _names(spec)]
 
 
 @_see_op.register_fake
@@ -240,11 +259,10 @@ def _see_backward_op(
     tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str
 ) -> list[Tensor]:
     spec, engine = _read(call)
-    problem, question = rebuild(spec, tensors)
-    answers = dict(zip(question.names, outputs, strict=True))
+    answers = dict(zip(_names(spec), outputs, strict=True))
     flowing = dict(zip(names.split(), grads, strict=True))
     needs = [t.is_floating_point() for t in tensors]
-    found = pull_back(problem, question, named(engine), answers, flowing, needs)
+    found = _gradients(call, tensors, lambda: rebuild(spec, tensors), named(engine), answers, flowing, needs)
     return [
         torch.zeros_like(t) if g is None else g.contiguous()
         for g, t in zip(found, tensors, strict=True)
@@ -266,15 +284,10 @@ def _keep(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
 
 def _op_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     tensors, outputs = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
-    names = _question_names(ctx.call)
+    names = _names(_read(ctx.call)[0])
     flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None and n not in NOT_DIFFERENTIATED}
     found = iter(torch.ops.regard.see_backward(tensors, outputs, list(flowing.values()), " ".join(flowing), ctx.call))
     return [next(found) if t.is_floating_point() else None for t in tensors], None
-
-
-def _question_names(call: str) -> tuple[str, ...]:
-    spec, _ = _read(call)
-    return tuple(spec[2][1][1:])  # ("tuple", problem, ("Question", ("tuple", *names), ...))
 
 
 _see_op.register_autograd(_op_backward, setup_context=_keep)

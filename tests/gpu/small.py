@@ -1,6 +1,14 @@
-"""A little of everything on small shapes, for the memory and race checkers of `make test-gpu-checked`."""
+"""A little of everything on small shapes, for the memory and race checkers of `make test-gpu-checked`.
+
+`small.py part parts [whole]`: one part of so many, so that they can run side by side. With `whole`, no kernel parts its warps:
+what such a kernel's warps are told at their beginning lies in shared memory, and the race checker takes the compiler's way
+of passing it for a race.
+"""
 
 from __future__ import annotations
+
+import sys
+from functools import partial
 
 import torch
 
@@ -20,15 +28,20 @@ def everything(t: int, d: int, mask: regard.Mask | None) -> None:
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-def main() -> None:
+def main(part: int, parts: int, whole: str = "") -> None:
+    if whole:
+        from regard.engines.triton import configuration
+
+        configuration.PARTED.clear()
     torch.manual_seed(0)
-    for case in cover.pairwise(TYPES)[::6]:
-        cover.judged(case, "cuda")
-    for t, d, mask in ((1024, 64, None), (1024, 128, regard.causal()), (1000, 64, regard.causal()), (257, 40, None)):
-        everything(t, d, mask)
+    shapes = ((512, 64, None), (512, 128, regard.causal()), (500, 64, regard.causal()), (257, 40, None))
+    asked = [partial(everything, *shape) for shape in shapes]
+    asked += [partial(cover.judged, case, "cuda") for case in cover.pairwise(TYPES)[::6]]
+    for ask in asked[part::parts]:
+        ask()
     torch.cuda.synchronize()
-    print("all answers are right")
+    print(f"part {part} of {parts}: all answers are right")
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -79,8 +79,15 @@ class Asked:
             raise ValueError("nothing was told yet: call the model with asked=… first.")
         with torch.no_grad():  # and not only detached: some compilers would still send zeros back through it
             rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
-            flat = [row.transpose(-1, -2).flatten(0, -2) for row in rows]  # layers × (·, h)
-            return torch.stack([row.amax(0) if name == "max_score" else row.mean(0) for row in flat])
+            if len({row.shape for row in rows}) == 1:  # one pass over all layers, not one each
+                return _of_heads(torch.stack(rows), name)
+            return torch.stack([_of_heads(row.unsqueeze(0), name).squeeze(0) for row in rows])
+
+
+def _of_heads(rows: Tensor, name: str) -> Tensor:
+    """One number a head, (layers, h), of rows (layers, ..., h, i)."""
+    others = [n for n in range(1, rows.ndim) if n != rows.ndim - 2]
+    return rows.amax(others) if name == "max_score" else rows.mean(others)
 
 
 class _Attention(nn.Module):

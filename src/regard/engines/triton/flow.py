@@ -23,6 +23,10 @@ from .tiles import cells, copies_serve, rows_of
 
 __all__ = ["Flowing", "backward", "flowing", "keys_pass", "row_dot", "rows_pass", "step_gradient"]
 
+#: For sums along rows of what was multiplied just before. Threads that share a row each add the others' products to their own;
+#: were one's own product fused into that sum, and so never rounded, their sums would differ, and any of them may be written.
+ALIKE = {"enable_fp_fusion": False}
+
 
 @dataclasses.dataclass
 class Flowing:
@@ -177,7 +181,7 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
 
     def arguments() -> Arguments:
         told = {"a": cells(a), "b": cells(b), "out": rows_of(out), "heads": outer[1], "I": n, "E": e}
-        return outer[0] * outer[1] * triton.cdiv(n, 32), told | {"BLOCK_I": 32, "BLOCK_E": padded(e)}
+        return outer[0] * outer[1] * triton.cdiv(n, 32), told | {"BLOCK_I": 32, "BLOCK_E": padded(e)} | ALIKE
 
     start(row_dot_kernel, (), [a, b, out], arguments)
     return out
@@ -204,7 +208,7 @@ def step_gradient(problem: Problem, n: int, v: Tensor | None, norm: Tensor, grad
         del told["FOLD"]
         return programs, {
             "table": table, "row_table": row_table, "out": cells(out) if along == "cells" else rows_of(out),
-            "out_heads": like[1], "batch": p.b, "TARGET": n, "ALONG": along, **told, **config.launch,
+            "out_heads": like[1], "batch": p.b, "TARGET": n, "ALONG": along, **told, **config.launch, **ALIKE,
         }  # fmt: skip
 
     start(

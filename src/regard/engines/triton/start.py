@@ -2,7 +2,7 @@
 
 By Triton's own door every argument of every call is looked at, to find the compiled kernel that serves: 0.1 ms of Python, as
 long as a short sequence takes to compute. Here the first call of a form goes through that door; the compiled kernel is
-kept with its arguments, and later calls put the addresses of their tensors into them. Imports only torch.
+kept with its arguments, and later calls put the addresses of their tensors into them. Imports `again`, which notes launches down.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from ...again import on_device_of, started
 
 __all__ = ["INTERPRETED", "start"]
 
@@ -22,6 +22,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 #: Kept launches. Lengths that grow from call to call would keep one each: beyond this many, all are forgotten.
 KEPT: dict[Hashable, Launch] = {}
 MOST = 4096
+#: Arguments of one kept launch for addresses that it met.
+MOST_BEFORE = 128
 
 Prepare = Callable[[], tuple[int, dict[str, Any]]]
 
@@ -38,6 +40,7 @@ def start(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prepa
         if key is None or INTERPRETED:
             programs, arguments = prepare()
             kernel[(programs,)](**arguments)
+            started(None, tensors)
             return
         # A kernel is compiled for aligned addresses; and which tensors are one decides where their address goes.
         at = [0 if x is None else x.data_ptr() for x in tensors]
@@ -45,12 +48,13 @@ def start(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prepa
         whole = (kernel.__name__, key, *forms, *map(at.index, at), first.device)
         if (kept := KEPT.get(whole)) is not None:
             kept(at)
-            return
-        programs, arguments = prepare()
-        compiled = kernel[(programs,)](**arguments)
-        if len(KEPT) >= MOST:
-            KEPT.clear()
-        KEPT[whole] = Launch(compiled, programs, [arguments[name] for name in kernel.arg_names], tensors)
+        else:
+            programs, arguments = prepare()
+            compiled = kernel[(programs,)](**arguments)
+            if len(KEPT) >= MOST:
+                KEPT.clear()
+            kept = KEPT[whole] = Launch(compiled, programs, [arguments[name] for name in kernel.arg_names], tensors)
+        started(kept, tensors)
 
 
 class Launch:
@@ -62,12 +66,18 @@ class Launch:
         movers = [_mover(x, places) for x in arguments]
         self.fixed = [x if mover is None else None for x, mover in zip(arguments, movers, strict=True)]
         self.moving = [(n, mover) for n, mover in enumerate(movers) if mover is not None]
+        self.before: dict[tuple[int, ...], list[Any]] = {}
 
     def __call__(self, at: list[int]) -> None:
         """Start it on tensors of the same forms at these addresses."""
-        arguments = self.fixed.copy()
-        for n, moved in self.moving:
-            arguments[n] = moved(at)
+        where = tuple(at)
+        if (arguments := self.before.get(where)) is None:
+            # A model that trains meets the same addresses in every step, a few in each layer.
+            if len(self.before) >= MOST_BEFORE:
+                self.before.clear()
+            arguments = self.before[where] = self.fixed.copy()
+            for n, moved in self.moving:
+                arguments[n] = moved(at)
         self.run(*arguments)
 
 
@@ -104,10 +114,3 @@ class Address(int):
 
     def data_ptr(self) -> int:
         return self
-
-
-def on_device_of(x: Tensor) -> Any:
-    """A guard: kernels start on the device of their tensors, whichever is current."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return nullcontext()
