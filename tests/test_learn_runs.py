@@ -470,7 +470,7 @@ def test_mixed_precision_and_compilation_learn_too(text, tmp_path, monkeypatch):
     assert narrow.best == pytest.approx(plain.best, abs=0.05)
     assert narrow.best != plain.best
     own = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f: own(f, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda f, mode: own(f, backend="aot_eager"))
     torch._dynamo.reset()
     fast = lm(text, tmp_path / "fast", **{**TINY, "compile": True, "dropout": 0.0})
     slow = lm(text, tmp_path / "slow", **{**TINY, "dropout": 0.0})

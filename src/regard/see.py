@@ -3,7 +3,7 @@
 The engines compute numbers; here those numbers become part of PyTorch's autograd. All that is asked of a
 matrix at once is one node of the graph: its backward makes the weights once more and answers for every output
 together, in linear memory. Eager code goes through `torch.autograd.Function`; inside `torch.compile` the same
-two functions are the custom operators `regard::see` and `regard::see_backward`.
+two functions are the operators `regard::see` and `regard::see_backward`, with `regard::ask` for autograd.
 Imports `engines` and what is below them.
 """
 
@@ -40,7 +40,7 @@ def see(problem: Problem, question: Question, engine: Engine, known: Answers, li
     if not live and not torch.compiler.is_compiling():
         return _answers((spec, engine.name), tensors, lambda: (problem, question), engine, known)
     if torch.compiler.is_compiling():
-        outputs = torch.ops.regard.see(tensors, repr((spec, engine.name)))
+        outputs = torch.ops.regard.ask(tensors, repr((spec, engine.name)))
     else:
         outputs = _See.apply(spec, engine, known, *tensors)
     return dict(zip(question.names, outputs, strict=True))
@@ -211,7 +211,20 @@ def _refuse_second_derivative() -> None:
         )
 
 
-# The same two functions as operators that torch.compile can put into a graph.
+# The same two functions as operators that torch.compile can put into a graph. They are defined by hand: the decorator
+# `custom_op` takes a dozen Python calls more for each of theirs, in every layer of every step.
+
+_OPERATORS = torch.library.Library("regard", "FRAGMENT")
+
+
+def _operator(schema: str, *keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        _OPERATORS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in keys:
+            _OPERATORS.impl(schema.split("(")[0], function, key)
+        return function
+
+    return define
 
 
 @lru_cache(maxsize=1024)
@@ -220,14 +233,14 @@ def _read(call: str) -> tuple[Any, str]:
     return ast.literal_eval(call)
 
 
-@torch.library.custom_op("regard::see", mutates_args=())
+@_operator("see(Tensor[] tensors, str call) -> Tensor[]", "CompositeExplicitAutograd")
 def _see_op(tensors: list[Tensor], call: str) -> list[Tensor]:
     spec, engine = _read(call)
     answers = _answers(call, tensors, lambda: rebuild(spec, tensors), named(engine), {})
     return [answers[name].contiguous() for name in _names(spec)]
 
 
-@_see_op.register_fake
+@torch.library.register_fake("regard::see", lib=_OPERATORS)
 def _(tensors: list[Tensor], call: str) -> list[Tensor]:
     problem, question = rebuild(_read(call)[0], tensors)
     return [problem.q.new_empty(shape, dtype=dtype) for shape, dtype in _forms(problem, question)]
@@ -254,7 +267,10 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
     return [(shapes.get(name, (b, h, i)), types.get(name, problem.wide)) for name in question.names]
 
 
-@torch.library.custom_op("regard::see_backward", mutates_args=())
+@_operator(
+    "see_backward(Tensor[] tensors, Tensor[] outputs, Tensor[] grads, str names, str call) -> Tensor[]",
+    "CompositeExplicitAutograd",
+)
 def _see_backward_op(
     tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str
 ) -> list[Tensor]:
@@ -270,24 +286,39 @@ def _see_backward_op(
     ]
 
 
-@_see_backward_op.register_fake
+@torch.library.register_fake("regard::see_backward", lib=_OPERATORS)
 def _(tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in tensors if t.is_floating_point()]
 
 
-def _keep(ctx: Any, inputs: Any, output: list[Tensor]) -> None:
-    tensors, ctx.call = inputs
-    ctx.count = len(tensors)
-    ctx.set_materialize_grads(False)  # zeros for statistics that nobody differentiates cost as much as real gradients
-    ctx.save_for_backward(*tensors, *output)
+@_operator("ask(Tensor[] tensors, str call) -> Tensor[]", "Autograd", "CompositeExplicitAutograd")
+def _ask_op(tensors: list[Tensor], call: str) -> list[Tensor]:
+    """`see` that autograd knows of. A compiled graph holds only what it calls."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return list(_Ask.apply(call, *tensors))
+    return torch.ops.regard.see(tensors, call)
 
 
-def _op_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
-    tensors, outputs = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
-    names = _names(_read(ctx.call)[0])
-    flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None and n not in NOT_DIFFERENTIATED}
-    found = iter(torch.ops.regard.see_backward(tensors, outputs, list(flowing.values()), " ".join(flowing), ctx.call))
-    return [next(found) if t.is_floating_point() else None for t in tensors], None
+class _Ask(torch.autograd.Function):
+    """The node of the graph in compiled code."""
 
+    @staticmethod
+    def forward(ctx: Any, call: str, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = torch.ops.regard.see(tensors, call)
+        ctx.call, ctx.count = call, len(tensors)
+        ctx.set_materialize_grads(False)  # zeros for what nobody differentiates cost as much as real gradients
+        ctx.save_for_backward(*tensors, *outputs)
+        names = _names(_read(call)[0])
+        ctx.mark_non_differentiable(*(x for x, n in zip(outputs, names, strict=True) if n in NOT_DIFFERENTIATED))
+        return tuple(outputs)
 
-_see_op.register_autograd(_op_backward, setup_context=_keep)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors, outputs = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+        names = _names(_read(ctx.call)[0])
+        flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None}
+        if not flowing:
+            return (None,) * (1 + ctx.count)
+        told = list(flowing.values()), " ".join(flowing), ctx.call
+        found = iter(torch.ops.regard.see_backward(tensors, outputs, *told))
+        return None, *(next(found) if t.is_floating_point() else None for t in tensors)

@@ -50,7 +50,9 @@ class Settings:
     precision: str = choice(
         "auto", "of products; auto is bfloat16 on a GPU and float32 elsewhere", ("auto", "float32", "bfloat16")
     )
-    compile: bool = choice(False, "run the training step through torch.compile")
+    compile: bool = choice(
+        False, "run the training step through torch.compile; on a GPU a language model's is replayed as CUDA graphs"
+    )
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):

@@ -26,6 +26,8 @@ class Task(Protocol):
     settings: Any
     tokenizer: Any
     digest: str
+    #: Whether all batches have one form, so that a step can be replayed.
+    steady: bool
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         """The data of one step."""
@@ -56,6 +58,7 @@ class LMTask:
     """Guess the next token of a text."""
 
     kind = "lm"
+    steady = True
 
     def __init__(
         self, path: Any, settings: LMSettings, tokenizer: Any, device: torch.device, digest: str | None = None
@@ -100,6 +103,7 @@ class TranslateTask:
     """Write a sentence in another language."""
 
     kind = "translate"
+    steady = False
 
     def __init__(
         self, files: tuple[Any, Any], held: tuple[Any, Any] | None, settings: TranslateSettings, tokenizer: Any,

@@ -157,11 +157,16 @@ class _Training:
         self.weights = dict(self.model.named_parameters())
         self.optimizer = self._made_optimizer()
         self.averaged = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.average else {}
-        self.loss_of: Any = torch.compile(task.loss) if self.settings.compile else task.loss
+        self.loss_of: Any = self._compiled() if self.settings.compile else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
         self.history: list[dict[str, Any]] = []
         if resume and (out / disk.LAST).exists():  # without it the run was killed before its first checkpoint
             self._restore()
+
+    def _compiled(self) -> Any:
+        """A GPU computes a small model faster than the host starts its kernels: where it can, they are replayed."""
+        replayed = self.device.type == "cuda" and self.task.steady
+        return torch.compile(self.task.loss, mode="reduce-overhead" if replayed else "default")
 
     def _made_optimizer(self) -> torch.optim.AdamW:
         matrices = [p for p in self.weights.values() if p.ndim >= 2]
@@ -215,6 +220,7 @@ class _Training:
     def _step(self, batch: tuple[Tensor, ...], looking: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
         torch.manual_seed(drawn(self.settings.seed, self.step))  # what is dropped in this step
         self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)  # first: what is replayed writes where the last gradients lie
         heads: dict[str, Any] = {}
         with self._precision():
             if looking:  # captured code cannot be overheard: this one pass runs as it is written
@@ -225,8 +231,8 @@ class _Training:
                     for name, found in watching.layers.items()
                 }
             else:
+                torch.compiler.cudagraph_mark_step_begin()
                 loss = self.loss_of(self.model, batch)
-        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
         for group in self.optimizer.param_groups:
