@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ KEPT: dict[Hashable, Steps | str] = {}
 MOST, ASKED, NEVER = 1024, "asked", "never"
 
 CONSTANTS = frozenset((type(None), bool, int, float, str))
-PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 Place = tuple[int, int]  # a tensor's number, and how many bytes from where it begins
 Start = Callable[[list[int]], None]
 _here = threading.local()
@@ -39,17 +40,21 @@ def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> A
 
     `key`: all that it depends on, but for `tensors`; of those it may ask the form, but not the numbers.
     """
-    plain = tensors and tensors[0].device.type in DEVICES and all(type(x) in PLAIN for x in tensors)
-    if not plain or noting() is not None:  # a question inside a question belongs to the outer one
+    # A question inside a question belongs to the outer one.
+    if not tensors or tensors[0].device.type not in DEVICES or not PLAIN.issuperset(map(type, tensors)) or noting():
         return compute()
     at = [x.data_ptr() for x in tensors]
     # Kernels are compiled for aligned addresses; and tensors in one place may be read once.
+    shared = None if len({*at}) == len(at) else tuple(map(at.index, at))
     forms = [(x.shape, x.stride(), x.dtype, a % 16) for x, a in zip(tensors, at, strict=True)]
-    whole = (key, tensors[0].device, *forms, *map(at.index, at))
-    kept = KEPT.get(whole) if _constant(key) else NEVER
-    if isinstance(kept, Steps):
+    whole = (key, tensors[0].device, shared, *forms)
+    try:
+        kept = KEPT.get(whole)
+    except TypeError:  # a key that cannot be looked up
+        return compute()
+    if type(kept) is Steps:
         return kept(tensors, at)
-    if kept is None:
+    if kept is None and _constant(key):
         if len(KEPT) >= MOST:
             KEPT.clear()
         KEPT[whole] = ASKED
@@ -164,8 +169,11 @@ class Notes(TorchDispatchMode):
         return Steps(self.taken, len(self.tensors), numbers, names) if self.whole and -1 not in numbers else None
 
 
-#: Shorter ways to the same.
-SHORTER = {torch.ops.aten.empty.memory_format: torch.empty, torch.ops.aten.zeros.default: torch.zeros}
+#: Shorter ways to the same, where only type and device are said.
+SHORTER: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.empty.memory_format: torch.empty,
+    torch.ops.aten.zeros.default: torch.zeros,
+}
 
 
 class Started:
@@ -185,18 +193,21 @@ class Ran:
     """An operator that ran, with holes in its arguments where tensors stood."""
 
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], reads: list[int]) -> None:
-        self.func = SHORTER.get(func, func)
         self.args, self.kwargs, self.reads, self.used = args, kwargs, reads, set(reads)
+        self.func = func
+        said = {name: x for name, x in kwargs.items() if x not in (None, False, torch.strided)}
+        if func in SHORTER and said.keys() <= {"dtype", "device"}:
+            self.func, self.args, self.kwargs = partial(SHORTER[func], tuple(args[0]), **said), [], {}
         self.makes: list[tuple[int, int]] = []  # which of its results is which tensor
         self.view = self.several = False
 
     def __call__(self, tensors: list[Any], at: list[int]) -> None:
-        args, kwargs = self.args, self.kwargs
         if self.reads:
             read = iter(self.reads)
-            args = [_filled(x, tensors, read) for x in args]
-            kwargs = {name: _filled(x, tensors, read) for name, x in kwargs.items()}
-        out = self.func(*args, **kwargs)
+            args = [_filled(x, tensors, read) for x in self.args]
+            out = self.func(*args, **{name: _filled(x, tensors, read) for name, x in self.kwargs.items()})
+        else:
+            out = self.func(*self.args, **self.kwargs)
         for n, number in self.makes:
             made = out[n] if self.several else out
             tensors[number], at[number] = made, made.data_ptr()

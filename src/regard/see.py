@@ -28,8 +28,6 @@ from .tree import flatten, rebuild
 
 __all__ = ["see"]
 
-Whole = Callable[[], tuple[Problem, Question]]  # that which tensors and constants were taken from
-
 
 def see(problem: Problem, question: Question, engine: Engine, known: Answers, live: bool) -> Answers:
     """Every answer that the question names; `known` are numbers that need not be computed again.
@@ -38,7 +36,8 @@ def see(problem: Problem, question: Question, engine: Engine, known: Answers, li
     """
     spec, tensors = flatten((problem, question))
     if not live and not torch.compiler.is_compiling():
-        return _answers((spec, engine.name), tensors, lambda: (problem, question), engine, known)
+        key, given = ("see", spec, engine.name, *known), [*tensors, *known.values()]
+        return again(key, given, lambda: compute(problem, question, engine, known))
     if torch.compiler.is_compiling():
         outputs = torch.ops.regard.ask(tensors, repr((spec, engine.name)))
     else:
@@ -154,24 +153,14 @@ def _pool_factors(g: Tensor, tiling: Tiling, i: int, j: int) -> tuple[Tensor, Te
     return left, right
 
 
+def _whole(spec: Any, tensors: list[Tensor]) -> tuple[Problem, Question]:
+    """Problem and question, put together again."""
+    return rebuild(spec, tensors)
+
+
 def _names(spec: Any) -> tuple[str, ...]:
     """What the question names, in what `flatten` made of problem and question."""
     return spec[2][1][1:]  # ("tuple", problem, ("Question", ("tuple", *names), ...))
-
-
-# Thought through once a form.
-
-
-def _answers(key: Any, tensors: list[Tensor], whole: Whole, engine: Engine, known: Answers) -> Answers:
-    return again(("see", key, *known), [*tensors, *known.values()], lambda: compute(*whole(), engine, known))
-
-
-def _gradients(
-    key: Any, tensors: list[Tensor], whole: Whole, engine: Engine, answers: Answers, flowing: Answers, needs: list[bool]
-) -> list[Tensor | None]:
-    given = [*tensors, *answers.values(), *flowing.values()]
-    key = ("pull back", key, *flowing, *needs)
-    return again(key, given, lambda: pull_back(*whole(), engine, answers, flowing, needs))
 
 
 class _See(torch.autograd.Function):
@@ -179,8 +168,8 @@ class _See(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, spec: Any, engine: Engine, known: Answers, *tensors: Tensor) -> tuple[Tensor, ...]:
-        names = _names(spec)
-        answers = _answers((spec, engine.name), list(tensors), lambda: rebuild(spec, list(tensors)), engine, known)
+        names, key, given = _names(spec), ("see", spec, engine.name, *known), [*tensors, *known.values()]
+        answers = again(key, given, lambda: compute(*_whole(spec, list(tensors)), engine, known))
         # A remembered number must not become this node's output: it may be another node's too.
         outputs = tuple(answers[n].detach() if n in known else answers[n] for n in names)
         ctx.spec, ctx.engine, ctx.names = spec, engine, names
@@ -198,9 +187,13 @@ class _See(torch.autograd.Function):
         if not flowing:
             return (None,) * (3 + count)
         answers = dict(zip(ctx.names, outputs, strict=True))
-        key, needs = (ctx.spec, ctx.engine.name), list(ctx.needs_input_grad[3:])
-        found = _gradients(key, tensors, lambda: rebuild(ctx.spec, tensors), ctx.engine, answers, flowing, needs)
-        return None, None, None, *found
+        needs = list(ctx.needs_input_grad[3:])
+
+        def gradients() -> list[Tensor | None]:
+            return pull_back(*_whole(ctx.spec, tensors), ctx.engine, answers, flowing, needs)
+
+        key = ("pull back", ctx.spec, ctx.engine.name, *flowing, *needs)
+        return None, None, None, *again(key, [*tensors, *outputs, *flowing.values()], gradients)
 
 
 def _refuse_second_derivative() -> None:
@@ -235,9 +228,12 @@ def _read(call: str) -> tuple[Any, str]:
 
 @_operator("see(Tensor[] tensors, str call) -> Tensor[]", "CompositeExplicitAutograd")
 def _see_op(tensors: list[Tensor], call: str) -> list[Tensor]:
-    spec, engine = _read(call)
-    answers = _answers(call, tensors, lambda: rebuild(spec, tensors), named(engine), {})
-    return [answers[name].contiguous() for name in _names(spec)]
+    def answer() -> list[Tensor]:
+        spec, engine = _read(call)
+        answers = compute(*_whole(spec, tensors), named(engine), {})
+        return [answers[name].contiguous() for name in _names(spec)]
+
+    return again(("see", call), tensors, answer)
 
 
 @torch.library.register_fake("regard::see", lib=_OPERATORS)
@@ -274,16 +270,15 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
 def _see_backward_op(
     tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str
 ) -> list[Tensor]:
-    spec, engine = _read(call)
-    answers = dict(zip(_names(spec), outputs, strict=True))
-    flowing = dict(zip(names.split(), grads, strict=True))
-    needs = [t.is_floating_point() for t in tensors]
-    found = _gradients(call, tensors, lambda: rebuild(spec, tensors), named(engine), answers, flowing, needs)
-    return [
-        torch.zeros_like(t) if g is None else g.contiguous()
-        for g, t in zip(found, tensors, strict=True)
-        if t.is_floating_point()
-    ]
+    def gradients() -> list[Tensor]:
+        spec, engine = _read(call)
+        answers = dict(zip(_names(spec), outputs, strict=True))
+        flowing = dict(zip(names.split(), grads, strict=True))
+        needs = [t.is_floating_point() for t in tensors]
+        found = zip(pull_back(*_whole(spec, tensors), named(engine), answers, flowing, needs), tensors, strict=True)
+        return [torch.zeros_like(t) if g is None else g.contiguous() for g, t in found if t.is_floating_point()]
+
+    return again(("pull back", call, names), [*tensors, *outputs, *grads], gradients)
 
 
 @torch.library.register_fake("regard::see_backward", lib=_OPERATORS)
