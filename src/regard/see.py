@@ -28,6 +28,9 @@ from .tree import flatten, rebuild
 
 __all__ = ["see"]
 
+#: Answers that stand in their own gradients.
+OWN_SHARE = ("y", "mass", "entropy", "reach")
+
 
 def see(problem: Problem, question: Question, engine: Engine, known: Answers, live: bool) -> Answers:
     """Every answer that the question names; `known` are numbers that need not be computed again.
@@ -163,6 +166,12 @@ def _names(spec: Any) -> tuple[str, ...]:
     return spec[2][1][1:]  # ("tuple", problem, ("Question", ("tuple", *names), ...))
 
 
+def _taken(answers: Answers, flowing: Answers) -> Answers:
+    """Those answers whose numbers the gradient of what flows takes."""
+    picked = {index for score, index in PICKED if score in flowing}
+    return {n: x for n, x in answers.items() if n == "norm" or n in picked or (n in OWN_SHARE and n in flowing)}
+
+
 class _See(torch.autograd.Function):
     """The node of the graph in eager code."""
 
@@ -186,14 +195,14 @@ class _See(torch.autograd.Function):
         flowing = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         if not flowing:
             return (None,) * (3 + count)
-        answers = dict(zip(ctx.names, outputs, strict=True))
+        answers = _taken(dict(zip(ctx.names, outputs, strict=True)), flowing)
         needs = list(ctx.needs_input_grad[3:])
 
         def gradients() -> list[Tensor | None]:
             return pull_back(*_whole(ctx.spec, tensors), ctx.engine, answers, flowing, needs)
 
         key = ("pull back", ctx.spec, ctx.engine.name, *flowing, *needs)
-        return None, None, None, *again(key, [*tensors, *outputs, *flowing.values()], gradients)
+        return None, None, None, *again(key, [*tensors, *answers.values(), *flowing.values()], gradients)
 
 
 def _refuse_second_derivative() -> None:
@@ -264,25 +273,24 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
 
 
 @_operator(
-    "see_backward(Tensor[] tensors, Tensor[] outputs, Tensor[] grads, str names, str call) -> Tensor[]",
+    "see_backward(Tensor[] tensors, Tensor[] answers, Tensor[] grads, str taken, str flowing, str call) -> Tensor[]",
     "CompositeExplicitAutograd",
 )
 def _see_backward_op(
-    tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str
+    tensors: list[Tensor], answers: list[Tensor], grads: list[Tensor], taken: str, flowing: str, call: str
 ) -> list[Tensor]:
     def gradients() -> list[Tensor]:
         spec, engine = _read(call)
-        answers = dict(zip(_names(spec), outputs, strict=True))
-        flowing = dict(zip(names.split(), grads, strict=True))
+        known, flow = (dict(zip(n.split(), x, strict=True)) for n, x in ((taken, answers), (flowing, grads)))
         needs = [t.is_floating_point() for t in tensors]
-        found = zip(pull_back(*_whole(spec, tensors), named(engine), answers, flowing, needs), tensors, strict=True)
+        found = zip(pull_back(*_whole(spec, tensors), named(engine), known, flow, needs), tensors, strict=True)
         return [torch.zeros_like(t) if g is None else g.contiguous() for g, t in found if t.is_floating_point()]
 
-    return again(("pull back", call, names), [*tensors, *outputs, *grads], gradients)
+    return again(("pull back", call, flowing), [*tensors, *answers, *grads], gradients)
 
 
 @torch.library.register_fake("regard::see_backward", lib=_OPERATORS)
-def _(tensors: list[Tensor], outputs: list[Tensor], grads: list[Tensor], names: str, call: str) -> list[Tensor]:
+def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in tensors if t.is_floating_point()]
 
 
@@ -314,6 +322,7 @@ class _Ask(torch.autograd.Function):
         flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None}
         if not flowing:
             return (None,) * (1 + ctx.count)
-        told = list(flowing.values()), " ".join(flowing), ctx.call
-        found = iter(torch.ops.regard.see_backward(tensors, outputs, *told))
+        taken = _taken(dict(zip(names, outputs, strict=True)), flowing)
+        numbers = list(taken.values()), list(flowing.values())
+        found = iter(torch.ops.regard.see_backward(tensors, *numbers, " ".join(taken), " ".join(flowing), ctx.call))
         return None, *(next(found) if t.is_floating_point() else None for t in tensors)
