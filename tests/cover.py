@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard import again
 from regard.block import Block
 from regard.engines import named
 from regard.factors import Problem
@@ -230,6 +231,7 @@ def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile:
             problem = dataclasses.replace(problem, q=q, k=k)
         question = Question(("top_score", "top_index", "norm"), top=n)
         largest.MOST_MARKS = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
+        again.KEPT.clear()
         found = see(problem, question, named("triton"), {}, False)
         double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)
         truth = see(double, question, named("blockwise"), {}, False)

@@ -109,6 +109,44 @@ def test_tensors_of_one_storage_may_come_apart():
     assert told == [[q.data_ptr(), k.data_ptr() + 4, k.data_ptr()]]
 
 
+def test_a_part_of_one_tensor_where_another_lies_is_not_taken_for_it():
+    """Keys that are the end of the values: in the next question they may be a tensor of their own."""
+    ask = Asked(lambda k, v: [v[:, 4:] * 2, k + 1])
+    for _ in range(3):
+        v = torch.randn(3, 8)
+        same(ask(v[:, 4:], v), [v[:, 4:] * 2, v[:, 4:] + 1])
+        k, v = torch.randn(3, 8)[:, 4:], torch.randn(3, 8)
+        same(ask(k, v), [v[:, 4:] * 2, k + 1])
+
+
+def test_parts_without_numbers_have_no_address():
+    told = []
+    ask = Asked(lambda x: [started(lambda at: told.append(at), [x[2:2], x]), x + 1])
+    for _ in range(3):
+        x = torch.randn(3)
+        ask(x)
+    assert told == [[0, x.data_ptr()]]
+
+
+def test_autocast_changes_nothing():
+    """What a question is computed in follows from its tensors; not from where it was asked first."""
+    ask = Asked(lambda x: [x @ x.T])
+    for n in range(6):
+        x = torch.randn(16, 16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=n % 2 == 0):
+            found = ask(x)
+        same(found, [x @ x.T])
+    assert ask.times == 2
+
+
+def test_what_functorch_wraps_is_computed():
+    ask = Asked(lambda x: [x * 2])
+    for _ in range(4):
+        x = torch.randn(5, 3)
+        same([torch.vmap(lambda row: ask(row)[0])(x)], [x * 2])
+    assert not room.KEPT
+
+
 elsewhere = torch.randn(4, 6)
 
 
@@ -124,7 +162,10 @@ elsewhere = torch.randn(4, 6)
         lambda x, y: [started(None, [x]), x + 1],
         lambda x, y: [started(print, [elsewhere]), x + 1],
         lambda x, y: [elsewhere],
-        lambda x, y: [sum(x + n for n in range(99))],
+        lambda x, y: [sum(x + n for n in range(199))],
+        lambda x, y: [x.detach()],
+        lambda x, y: [y * 2, x.detach()],
+        lambda x, y: [x.to_sparse().to_dense()],
     ],
 )
 def test_what_depends_on_more_than_forms_is_computed_each_time(how):
@@ -256,6 +297,13 @@ def test_threads_note_only_their_own():
         ask(torch.randn(3))
         thread.join()
     assert ask.times == 2
+
+
+def test_signs_that_are_not_written_out_yet_are_kept():
+    ask = Asked(lambda x: [torch._neg_view(x) + 1, x.conj() * 2])
+    for _ in range(4):
+        x = torch.randn(3, dtype=torch.complex64)
+        same(ask(x), [1 - x, x.conj() * 2])
 
 
 def test_an_error_leaves_nothing_behind():

@@ -329,6 +329,49 @@ def test_compiled_by_inductor_it_gives_the_same() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_compiled_values_that_get_no_gradient_may_lie_in_any_order() -> None:
+    q, k, v = (draw(1, 7, 2, 4, dtype=torch.float32).transpose(1, 2).requires_grad_() for _ in range(3))
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def entropy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return regard.weights(q, k).see("entropy", values=v).entropy
+
+    entropy(q, k, v).sum().backward()
+    (dq,) = torch.autograd.grad(regard.weights(q, k).entropy().sum(), q)
+    torch.testing.assert_close(q.grad, dq, rtol=1e-4, atol=1e-5)
+    assert v.grad is None or not v.grad.any()
+
+
+def test_compiled_a_second_derivative_is_refused() -> None:
+    q = draw(1, 2, 7, 4).requires_grad_()
+    ask = torch.compile(lambda q: regard.weights(q).entropy(), backend="eager")
+    with pytest.raises(NotImplementedError, match=r"second.*reference"):
+        torch.autograd.grad(ask(q).sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_computed_again_for_the_backward_it_gives_the_same(compiled: bool) -> None:
+    """Checkpoints that compute anew let what was saved be looked at only once."""
+    q, k, v = (draw(1, 2, 7, 4).requires_grad_() for _ in range(3))
+    ask = lambda q, k, v: regard.weights(q, k, mask=regard.causal()).see("entropy", values=v).y  # noqa: E731
+    want = torch.autograd.grad(ask(q, k, v).square().sum(), (q, k, v))
+    ask = torch.compile(ask, backend="eager") if compiled else ask
+    y = torch.utils.checkpoint.checkpoint(ask, q, k, v, use_reentrant=False)
+    for a, b in zip(torch.autograd.grad(y.square().sum(), (q, k, v)), want, strict=True):
+        torch.testing.assert_close(a, b, **TIGHT)
+
+
+def test_autocast_takes_nothing_from_the_exactness_of_answers() -> None:
+    q, k = (draw(1, 2, 33, 16, dtype=torch.float32) for _ in range(2))
+    W = regard.weights(q, k)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = W.lse, W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]
+    W = regard.weights(q, k)
+    for a, b in zip(found, (W.lse, W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
 # Callers with threads and forks.
 
 

@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "block": set(),
     "index": set(),
     "score": {"block", "tree"},
-    "mask": {"block", "tree"},
+    "mask": {"again", "block", "tree"},
     "factors": {"score", "mask", "block", "tree"},
     "statistics": {"factors", "block", "tree"},
     "state": {"block", "factors", "statistics"},

@@ -22,7 +22,7 @@ __all__ = ["again", "noting", "started"]
 #: Where kernels run beside the host, so that its time counts. (The CPU's kernels write where no operator is seen.)
 DEVICES = ("cuda",)
 #: More steps, or more memory held while they are noted, and the work itself takes longer than the host does.
-MOST_STEPS, MOST_BYTES = 48, 2**28
+MOST_STEPS, MOST_BYTES = 64, 2**28
 #: What is known of a form: that it was asked (many come once: noted down is the second time), its steps, or that it has
 #: none that can be done again. Beyond so many forms, all are forgotten.
 KEPT: dict[Hashable, Steps | str] = {}
@@ -33,6 +33,7 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 Place = tuple[int, int]  # a tensor's number, and how many bytes from where it begins
 Start = Callable[[list[int]], None]
 _here = threading.local()
+_peek = torch._C._functorch.peek_interpreter_stack
 
 
 def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> Any:
@@ -40,14 +41,18 @@ def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> A
 
     `key`: all that it depends on, but for `tensors`; of those it may ask the form, but not the numbers.
     """
-    # A question inside a question belongs to the outer one.
-    if not tensors or tensors[0].device.type not in DEVICES or not PLAIN.issuperset(map(type, tensors)) or noting():
+    kind = tensors[0].device.type if tensors else "cpu"
+    if torch.is_autocast_enabled(kind):  # tensors say how exactly they are to be computed with
+        with torch.autocast(kind, enabled=False):
+            return again(key, tensors, compute)
+    # A question inside a question belongs to the outer one; and what functorch wraps has no address.
+    if kind not in DEVICES or not PLAIN.issuperset(map(type, tensors)) or noting() or _peek() is not None:
         return compute()
     at = [x.data_ptr() for x in tensors]
     # Kernels are compiled for aligned addresses; and tensors in one place may be read once.
     shared = None if len({*at}) == len(at) else tuple(map(at.index, at))
-    forms = [(x.shape, x.stride(), x.dtype, a % 16) for x, a in zip(tensors, at, strict=True)]
-    whole = (key, tensors[0].device, shared, *forms)
+    forms = [(x.shape, x.stride(), x.dtype, x.get_device(), a % 16) for x, a in zip(tensors, at, strict=True)]
+    whole = (key, shared, *forms)
     try:
         kept = KEPT.get(whole)
     except TypeError:  # a key that cannot be looked up
@@ -87,7 +92,7 @@ class Notes(TorchDispatchMode):
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.given = len(tensors)
+        self.given, self.device = len(tensors), tensors[0].device
         self.tensors: list[Tensor] = []  # held, so that no two are ever in one place
         self.numbers: dict[Hashable, int] = {}
         self.places: list[Place] = []
@@ -107,31 +112,40 @@ class Notes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.whole:
-            self._ran(func, args, kwargs or {}, out)
+            try:
+                self._ran(func, args, kwargs or {}, out)
+            except Exception:  # kinds of tensors that have no place, for one: what was computed is right all the same
+                self._give_up()
         return out
 
     def started(self, start: Start | None, tensors: list[Tensor | None]) -> None:
-        numbers = [None if x is None else self._known(x) for x in tensors]
+        numbers = [self._known(x) if x is not None and x.numel() else None for x in tensors]
         if not self.whole or start is None or -1 in numbers:
             self._give_up()
         else:
             self._take(Started(start, [None if n is None else self.places[n] for n in numbers]))
 
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """One operator. What answers with a number, or in a size that depends on numbers, cannot be done blindly."""
+        """One operator. To be done blindly, it must tell the host no number and come in a size that depends on none."""
         read: list[Tensor] = []
         told = [_hollow(x, read) for x in args], {name: _hollow(x, read) for name, x in kwargs.items()}
         outs = out if isinstance(out, list | tuple) else [out]
         reads = [self._known(x) for x in read]
-        if -1 in reads or not all(isinstance(x, Tensor) for x in outs) or torch.Tag.dynamic_output_shape in func.tags:
+        stays = all(isinstance(x, Tensor) and (not read or x.device == self.device) for x in outs)
+        if -1 in reads or not stays or torch.Tag.dynamic_output_shape in func.tags:
             self._give_up()
             return
         step = Ran(func, *told, reads)
         for n, x in enumerate(outs):
-            if self._known(x) < 0:
-                of = next((at for r, at in zip(read, reads, strict=True) if _one_storage(r, x)), None)
+            known = self._known(x)
+            of = next((at for r, at in zip(read, reads, strict=True) if _one_storage(r, x)), None)
+            if known < 0:
                 step.makes.append((n, self._number(x, of)))
                 step.view = of is not None
+            elif of is None or self._place_in(x, of) != self.places[known]:
+                # A part of one tensor that lies where another does: in the next question they may lie apart.
+                self._give_up()
+                return
         step.several = outs is out
         if step.makes or func._schema.is_mutable:  # else it gave back what it was given
             self._take(step)
@@ -149,9 +163,12 @@ class Notes(TorchDispatchMode):
             self.places.append((number, 0))
             self.bytes += x.untyped_storage().nbytes() if number >= self.given else 0
         else:
-            root, offset = self.places[of]
-            self.places.append((root, offset + x.data_ptr() - self.tensors[of].data_ptr()))
+            self.places.append(self._place_in(x, of))
         return number
+
+    def _place_in(self, x: Tensor, of: int) -> Place:
+        root, offset = self.places[of]
+        return root, offset + x.data_ptr() - self.tensors[of].data_ptr()
 
     def _take(self, step: Ran | Started) -> None:
         self.taken.append(step)
@@ -166,7 +183,15 @@ class Notes(TorchDispatchMode):
         """All that was noted, ready to be done again; None if that cannot be."""
         names, answers = (list(found), found.values()) if isinstance(found, dict) else (None, found)
         numbers = [None if x is None else self._known(x) for x in answers]
-        return Steps(self.taken, len(self.tensors), numbers, names) if self.whole and -1 not in numbers else None
+        own = [x for x in answers if x is not None]
+        there = [n for n in numbers if n is not None]
+        # Another tensor of the same numbers (one that is detached) cannot be told from the first.
+        alike = len({*map(id, own)}) == len({*there}) and all(
+            n >= self.given or self.tensors[n] is x for n, x in zip(there, own, strict=True) if n >= 0
+        )
+        return (
+            Steps(self.taken, len(self.tensors), numbers, names) if self.whole and -1 not in there and alike else None
+        )
 
 
 #: Shorter ways to the same, where only type and device are said.
@@ -260,7 +285,7 @@ def _filled(x: Any, tensors: list[Any], read: Any) -> Any:
 
 def _place(x: Tensor) -> Hashable:
     """What two tensors share only if they are the same numbers in the same form."""
-    return x.untyped_storage()._cdata, x.data_ptr(), x.shape, x.stride(), x.dtype
+    return x.untyped_storage()._cdata, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
 def _one_storage(a: Tensor, b: Tensor) -> bool:

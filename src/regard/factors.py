@@ -195,11 +195,12 @@ class Problem:
         """Which keys at least one row may see, (b|1, j); None where that is all of them."""
         if self.mask is None or self.mask.covers(self.layout()):
             return None
-        spans = self.spans
-        seen = spans.seen(self.shape[3])
+        exact, seen = True, self.mask.seen(self.layout())
+        if seen is None:
+            exact, seen = self.spans.exact, self.spans.seen(self.shape[3])
         # To be told that all is seen, or nothing, would save work; but a GPU would have to be waited for.
         may_ask = self.q.device.type == "cpu"
-        if not spans.exact and not (may_ask and not bool(seen.any())):
+        if not exact and not (may_ask and not bool(seen.any())):
             seen = self._looked_up(seen)
         return None if may_ask and bool(seen.all()) else seen
 
@@ -228,7 +229,10 @@ class Problem:
 
     def _blanked(self, seen: Tensor) -> Problem:
         steps = change(self.steps, lambda t: blank(t, seen, -1))
-        return dataclasses.replace(self, k=blank(self.k, seen, -2), steps=steps)
+        blanked = dataclasses.replace(self, k=blank(self.k, seen, -2), steps=steps)
+        if "spans" in vars(self):  # found out already, and the same
+            vars(blanked)["spans"] = self.spans
+        return blanked
 
     def _all_finite(self, v: Tensor | None) -> bool:
         per_key = [t for t in flatten(self.steps)[1] if t.ndim == 4 and t.shape[-1] > 1]

@@ -5,7 +5,7 @@ themselves when printed. The engines ask a mask two things: which cells of a blo
 (`visible`), and, for every row, a few intervals of keys outside which nothing is (`spans`). For all
 masks built from `causal`, `window`, `padding` and `documents` the intervals are the whole truth, so
 empty blocks are never visited; a tensor or a function is evaluated block by block.
-Imports `block` and `tree`.
+Imports `again`, `block` and `tree`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .again import noting
 from .block import Block
 from .tree import node
 
@@ -94,8 +95,9 @@ class Layout:
 
 def _around(layout: Layout, before: int | None, after: int | None) -> Spans:
     """The interval from `before` keys before each position to `after` keys after it; None for no limit."""
-    if layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _made_around(layout, before, after)  # what is made while a graph is captured is the graph's alone
+    # What is made while a graph is captured is the graph's alone, and steps that are noted take nothing that is kept.
+    if noting() or (layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _made_around(layout, before, after)
     return _kept_around(layout, before, after)
 
 
@@ -124,6 +126,10 @@ class Mask:
     def spans(self, layout: Layout) -> Spans:
         """Intervals of keys that hold all that is visible; nothing better known: all of them."""
         return layout.interval(0, layout.keys, exact=False)
+
+    def seen(self, layout: Layout) -> Tensor | None:
+        """Which keys at least one row sees, (b|1, j), where the mask knows it at once."""
+        return None
 
     def masks(self) -> tuple[Mask, ...]:
         """The masks this one is combined from."""
@@ -224,6 +230,9 @@ class Padding(Mask):
 
     def spans(self, layout: Layout) -> Spans:
         return layout.interval(0, self.lengths.reshape(-1, 1, 1))
+
+    def seen(self, layout: Layout) -> Tensor | None:
+        return torch.arange(layout.keys, device=layout.device) < self.lengths.reshape(-1, 1) if layout.rows else None
 
     def size(self) -> tuple[int, int] | None:
         longest = self.ends[1] + 1 if self.lengths.numel() else 1

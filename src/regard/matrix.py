@@ -330,7 +330,8 @@ class Weights:
         for run in runs(rows):
             narrow = problem.narrow(run.start, run.stop)
             norm = self._norm_of(narrow, run)
-            s = narrow.scores(narrow.block(slice(0, len(run)), where(cols, problem.q.device)))
+            with torch.autocast(self.device.type, enabled=False):  # as exactly as the norm
+                s = narrow.scores(narrow.block(slice(0, len(run)), where(cols, problem.q.device)))
             parts.append(weights_and_logs(s, norm)[0])
         w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
         return w.reshape(*self._factors.batch, *w.shape[1:])

@@ -3,7 +3,7 @@
 The engines compute numbers; here those numbers become part of PyTorch's autograd. All that is asked of a
 matrix at once is one node of the graph: its backward makes the weights once more and answers for every output
 together, in linear memory. Eager code goes through `torch.autograd.Function`; inside `torch.compile` the same
-two functions are the operators `regard::see` and `regard::see_backward`, with `regard::ask` for autograd.
+two functions are the operators `regard::see` and `regard::pull_back`, with `regard::ask` for autograd.
 Imports `engines` and what is below them.
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import zlib
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def see(problem: Problem, question: Question, engine: Engine, known: Answers, li
         key, given = ("see", spec, engine.name, *known), [*tensors, *known.values()]
         return again(key, given, lambda: compute(problem, question, engine, known))
     if torch.compiler.is_compiling():
-        outputs = torch.ops.regard.ask(tensors, repr((spec, engine.name)))
+        outputs = torch.ops.regard.ask(tensors, repr((spec, engine.name, STAMP)))
     else:
         outputs = _See.apply(spec, engine, known, *tensors)
     return dict(zip(question.names, outputs, strict=True))
@@ -190,8 +192,9 @@ class _See(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         _refuse_second_derivative()
-        count = len(ctx.saved_tensors) - len(ctx.names)
-        tensors, outputs = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: whoever packs what is saved may unpack it only once
+        count = len(saved) - len(ctx.names)
+        tensors, outputs = list(saved[:count]), saved[count:]
         flowing = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         if not flowing:
             return (None,) * (3 + count)
@@ -219,6 +222,17 @@ def _refuse_second_derivative() -> None:
 _OPERATORS = torch.library.Library("regard", "FRAGMENT")
 
 
+def _stamp() -> int:
+    try:
+        return zlib.crc32(Path(__file__).read_bytes())
+    except OSError:  # no file of its own
+        return 0
+
+
+#: Part of every question in a graph: PyTorch keeps compiled graphs on disk, and one of another version calls others.
+STAMP = _stamp()
+
+
 def _operator(schema: str, *keys: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         _OPERATORS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -232,7 +246,7 @@ def _operator(schema: str, *keys: str) -> Callable[[Callable[..., Any]], Callabl
 @lru_cache(maxsize=1024)
 def _read(call: str) -> tuple[Any, str]:
     """The constants of a question and the name of an engine; a graph asks the same ones again and again."""
-    return ast.literal_eval(call)
+    return ast.literal_eval(call)[:2]
 
 
 @_operator("see(Tensor[] tensors, str call) -> Tensor[]", "CompositeExplicitAutograd")
@@ -273,10 +287,10 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
 
 
 @_operator(
-    "see_backward(Tensor[] tensors, Tensor[] answers, Tensor[] grads, str taken, str flowing, str call) -> Tensor[]",
+    "pull_back(Tensor[] tensors, Tensor[] answers, Tensor[] grads, str taken, str flowing, str call) -> Tensor[]",
     "CompositeExplicitAutograd",
 )
-def _see_backward_op(
+def _pull_back_op(
     tensors: list[Tensor], answers: list[Tensor], grads: list[Tensor], taken: str, flowing: str, call: str
 ) -> list[Tensor]:
     def gradients() -> list[Tensor]:
@@ -284,12 +298,12 @@ def _see_backward_op(
         known, flow = (dict(zip(n.split(), x, strict=True)) for n, x in ((taken, answers), (flowing, grads)))
         needs = [t.is_floating_point() for t in tensors]
         found = zip(pull_back(*_whole(spec, tensors), named(engine), known, flow, needs), tensors, strict=True)
-        return [torch.zeros_like(t) if g is None else g.contiguous() for g, t in found if t.is_floating_point()]
+        return [t.new_zeros(t.shape) if g is None else g.contiguous() for g, t in found if t.is_floating_point()]
 
-    return again(("pull back", call, flowing), [*tensors, *answers, *grads], gradients)
+    return again(("pull back", call, taken, flowing), [*tensors, *answers, *grads], gradients)
 
 
-@torch.library.register_fake("regard::see_backward", lib=_OPERATORS)
+@torch.library.register_fake("regard::pull_back", lib=_OPERATORS)
 def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in tensors if t.is_floating_point()]
 
@@ -317,12 +331,14 @@ class _Ask(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tensors, outputs = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
+        _refuse_second_derivative()
+        saved = ctx.saved_tensors
+        tensors, outputs = list(saved[: ctx.count]), saved[ctx.count :]
         names = _names(_read(ctx.call)[0])
         flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None}
         if not flowing:
             return (None,) * (1 + ctx.count)
         taken = _taken(dict(zip(names, outputs, strict=True)), flowing)
         numbers = list(taken.values()), list(flowing.values())
-        found = iter(torch.ops.regard.see_backward(tensors, *numbers, " ".join(taken), " ".join(flowing), ctx.call))
+        found = iter(torch.ops.regard.pull_back(tensors, *numbers, " ".join(taken), " ".join(flowing), ctx.call))
         return None, *(next(found) if t.is_floating_point() else None for t in tensors)

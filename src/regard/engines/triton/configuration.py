@@ -1,7 +1,7 @@
 """Which tile sizes, warps and stages a kernel runs with: a small table by shape, measured on one H200.
 
 No autotuning: it would compile for minutes at the first call, and on a kernel that accumulates it leaves garbage.
-Imports only torch.
+Imports `again`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...again import started
 
 __all__ = ["Config", "configured", "forced"]
 
@@ -87,6 +89,7 @@ forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurat
 def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool = False) -> Config:
     """The configuration of a kernel for a prepared problem with values of size e; `whole_warps`: none set apart."""
     if kernel in forced or "any" in forced:
+        started(None, [])  # not to be done again once it is another
         return forced.get(kernel) or forced["any"]
     size = max(p.d if p.product else 0, e)
     if not p.product:

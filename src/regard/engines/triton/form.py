@@ -1,19 +1,23 @@
 """How the kernels are told who is seen: nothing hidden, a band, intervals of every row, or flags of every cell.
 
 Also the tables by which they skip tiles: which blocks of keys a block of rows sees, and the other way round.
-Imports `tiles` for the groups of arguments.
+Imports `tables`, `start`, and `tiles` for the groups of arguments.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from ...block import Block
 from ...factors import Problem
 from ...mask import And, Causal, Mask, Window
+from .start import start
+from .tables import keys_table_kernel, rows_table_kernel
 from .tiles import Cells, Seen, cells
 
 __all__ = ["Form", "band_of", "form_of", "key_table", "row_table"]
@@ -82,61 +86,39 @@ def _ends_of_rows(flags: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(there, first, 0).int().contiguous(), torch.where(there, last, 0).int().contiguous()
 
 
-def _by_block(form: Form, block_i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For every block of rows and each interval: the keys that some row sees, and those that all see. (b|1, r, blocks)"""
-    assert form.spans is not None
-    lo, hi = form.spans
-    pad, big = -lo.shape[-1] % block_i, torch.iinfo(torch.int32).max
-    filled = lo < hi
-
-    def blocks(x: Tensor, value: int) -> Tensor:
-        return torch.nn.functional.pad(x, (0, pad), value=value).unflatten(-1, (-1, block_i))
-
-    touch_lo, touch_hi = blocks(torch.where(filled, lo, big), big).amin(-1), blocks(hi * filled, 0).amax(-1)
-    full_lo, full_hi = blocks(lo, 0).amax(-1), blocks(hi, big).amin(-1)
-    if form.kind == "flags":  # inside the intervals anything may be hidden
-        full_hi = torch.zeros_like(full_hi)
-    return touch_lo, touch_hi, full_lo, full_hi
-
-
 def row_table(form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
     """For every block of rows and each interval: first block of keys, those seen in full from and to, past the last.
 
     (b|1, r, blocks, 4)
     """
-    touch_lo, touch_hi, full_lo, full_hi = _by_block(form, block_i)
-    some = touch_lo < touch_hi
-    first = torch.where(some, touch_lo, 0) // block_j
-    past = torch.where(some, (touch_hi + block_j - 1) // block_j, first)
-    full_from, full_to = (full_lo + block_j - 1) // block_j, full_hi.clamp(0, keys) // block_j
-    return torch.stack([first, full_from, full_to, past], -1).int().contiguous()
+    return _table(rows_table_kernel, form, block_i, block_j, keys)
 
 
 def key_table(form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
     """For every block of keys: the first block of rows that sees it, those that see all of it from and to, past the last.
 
-    (b|1, blocks, 4). Rows have intervals, columns have none: so it is looked up, block by block.
+    (b|1, blocks, 4)
     """
+    return _table(keys_table_kernel, form, block_i, block_j, keys)
+
+
+def _table(kernel: Any, form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
     assert form.spans is not None
-    rows = form.spans[0].shape[-1]
-    touch_lo, touch_hi, full_lo, full_hi = _by_block(form, block_i)
-    begin = torch.arange(0, keys, block_j, device=touch_lo.device, dtype=torch.int32)
-    end = (begin + block_j).clamp(max=keys)
-    touched = ((touch_lo[..., None] < end) & (touch_hi[..., None] > begin)).any(1)  # b I J
-    full = ((full_lo[..., None] <= begin) & (full_hi[..., None] >= end)).any(1) & touched
-    # Tiles at the end of the rows or of the keys are edges: nothing is read past an end.
-    full[:, rows // block_i :] = False
-    full[:, :, keys // block_j :] = False
-    first, past = _run(touched)
-    full_from, full_to = _run(full)
-    unbroken = full.sum(1) == full_to - full_from
-    full_from, full_to = torch.where(unbroken, full_from, first), torch.where(unbroken, full_to, first)
-    return torch.stack([first, full_from, full_to, past], -1).int().contiguous()
-
-
-def _run(there: Tensor) -> tuple[Tensor, Tensor]:
-    """First and past-the-last true place along axis 1; (0, 0) where there is none."""
-    flags, some = there.int(), there.any(1)
-    first = flags.argmax(1)
-    past = there.shape[1] - flags.flip(1).argmax(1)
-    return torch.where(some, first, 0), torch.where(some, past, 0)
+    lo, hi = form.spans
+    b, spans, rows = lo.shape
+    by_keys = kernel is keys_table_kernel
+    outer = (b,) if by_keys else (b, spans)
+    blocks = triton.cdiv(keys, block_j) if by_keys else triton.cdiv(rows, block_i)
+    out = torch.empty(*outer, blocks, 4, dtype=torch.int32, device=lo.device)
+    told = {
+        "lo": lo,
+        "hi": hi,
+        "out": out,
+        "I": rows,
+        "J": keys,
+        "blocks": blocks,
+        **({"spans": spans} if by_keys else {}),
+    }
+    told |= {"FLAGS": form.kind == "flags", "BLOCK_I": block_i, "BLOCK_J": block_j, "num_warps": 1}
+    start(kernel, (form.kind, block_i, block_j, keys), [lo, hi, out], lambda: (out.numel() // 4, told))
+    return out

@@ -24,8 +24,9 @@ KEPT: dict[Hashable, Launch] = {}
 MOST = 4096
 #: Versions of Triton whose way from a compiled kernel to the GPU is known.
 KNOWN = ("3.6.",)
-#: Arguments of one kept launch for addresses that it met.
-MOST_BEFORE = 128
+#: Arguments of kept launches for addresses that they met: a model that trains meets the same ones in every step.
+PACKED: dict[tuple[Any, ...], list[Any]] = {}
+MOST_PACKED = 8192
 
 Prepare = Callable[[], tuple[int, dict[str, Any]]]
 
@@ -55,6 +56,7 @@ def start(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prepa
             compiled = kernel[(programs,)](**arguments)
             if len(KEPT) >= MOST:
                 KEPT.clear()
+                PACKED.clear()
             kept = KEPT[whole] = Launch(compiled, programs, [arguments[name] for name in kernel.arg_names], tensors)
         started(kept, tensors)
 
@@ -68,19 +70,17 @@ class Launch:
         movers = [_mover(x, places) for x in arguments]
         self.fixed = [x if mover is None else None for x, mover in zip(arguments, movers, strict=True)]
         self.moving = [(n, mover) for n, mover in enumerate(movers) if mover is not None]
-        self.before: dict[tuple[int, ...], list[Any]] = {}
 
     def __call__(self, at: list[int]) -> None:
         """Start it on tensors of the same forms at these addresses."""
         if self.way is None or self.way.watched():
             self.run(*self.arguments(at))
             return
-        where = tuple(at)
-        if (packed := self.before.get(where)) is None:
-            # A model that trains meets the same addresses in every step, a few in each layer.
-            if len(self.before) >= MOST_BEFORE:
-                self.before.clear()
-            packed = self.before[where] = self.way.packed(self.arguments(at))
+        where = (self, *at)
+        if (packed := PACKED.get(where)) is None:
+            if len(PACKED) >= MOST_PACKED:
+                PACKED.clear()
+            packed = PACKED[where] = self.way.packed(self.arguments(at))
         self.way.run(packed)
 
     def arguments(self, at: list[int]) -> list[Any]:
