@@ -40,6 +40,7 @@ TESTS = {
     "gradients in float32": ("test_bound.py", "three_times and dtype0"),
     "inputs": ("test_inputs.py", "not compiled and not forked and not spawned"),
     "errors": ("test_errors.py", ""),
+    "again": ("test_again.py", ""),
 }  # fmt: skip
 
 
@@ -109,6 +110,14 @@ BUGS = [
     Bug("a pooled map is remembered whatever its tiles", "memory.py", "return name, *vars(question.tiling).values()", "return name", ("memory of numbers",)),
     Bug("a word that occurs twice is its first", "index.py", "            if len(places) > 1:\n", "            if len(places) > 99:\n", ("errors",)),
     Bug("negative numbers count from the wrong end", "index.py", "return n % size if size else n", "return abs(n) % size if size else n", ("indexing",)),
+    # again.py: answers that are done again.
+    Bug("again: done on tensors of another form", "again.py", "whole = (key, shared, *forms)", "whole = (key, shared)", ("again",)),
+    Bug("again: nobody asks which tensors are one", "again.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("again",)),
+    Bug("again: a part is taken for the tensor that lies there", "again.py", "elif of is None or self._place_in(x, of) != self.places[known]:", "elif False:", ("again",)),
+    Bug("again: a view begins where its tensor does", "again.py", "at[place[0]] + place[1]", "at[place[0]]", ("again",)),
+    Bug("again: what is still needed is dropped", "again.py", "sorted(step.used - needed)", "sorted(step.used)", ("again",)),
+    Bug("again: a number that was read back is taken for constant", "again.py", "if -1 in reads or not stays or", "if", ("again",)),
+    Bug("again: users' functions are done again", "again.py", "if kept is None and _constant(key):", "if kept is None:", ("again",)),
     # engines/cpu: compiled tiles.
     Bug("compiled: a new maximum does not shrink the sum", "engines/cpu/forward.py", "    l[r] *= alpha\n", "    pass\n", ("bound",)),
     Bug("compiled: a new maximum does not shift the entropy", "engines/cpu/forward.py", "t[r] = alpha * (t[r] + shift * l[r])", "t[r] = alpha * t[r]", ("bound",)),
