@@ -76,7 +76,7 @@ BUGS = [
     Bug("the opposite of unsure intervals is taken", "mask.py", "return spans.complement(layout.keys) if spans.exact else layout.interval(0, layout.keys, exact=False)", "return spans.complement(layout.keys)", ("masks",)),
     Bug("align end counts from the wrong corner", "door.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
     # score.py.
-    Bug("scaled by d, not its root", "score.py", "return 1 / math.sqrt(max(size, 1)) if self.scale is None else float(self.scale)", "return 1 / max(size, 1) if self.scale is None else float(self.scale)", ("scores",)),
+    Bug("scaled by d, not its root", "score.py", "return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)", "return 1 / max(size, 1) if self.scale is None else float(self.scale)", ("scores",)),
     Bug("a Gaussian without its key's length", "score.py", "(Bias(row), Bias(key), *self.steps)", "(Bias(row), *self.steps)", ("scores",)),
     Bug("a soft cap that forgets to multiply back", "score.py", "return self.cap * torch.tanh(s / self.cap)", "return torch.tanh(s / self.cap)", ("scores",)),
     Bug("alibi signed", "score.py", "(block.i - block.j).abs()\n", "(block.i - block.j)\n", ("scores",)),

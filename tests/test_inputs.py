@@ -329,6 +329,35 @@ def test_compiled_by_inductor_it_gives_the_same() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+GROWING = {
+    "a cache": lambda q, k, v: regard.weights(q, k, mask=regard.causal(), align="end").see("entropy", "lse", values=v),
+    "the largest": lambda q, k, v: regard.weights(q, k, align="start").see("received", top=2, values=v),
+    "a map": lambda q, k, v: regard.weights(q, k, mask=regard.window(3, 0), align="end").see(pool=(2, 3), values=v),
+    "lengths": lambda q, k, v: regard.weights(q, k, score="cosine", mask=regard.padding(torch.tensor([3, 5]))).see("entropy", values=v),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", GROWING)
+def test_compiled_lengths_may_change(name: str, dynamic: bool | None) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ask = GROWING[name]
+    graph = torch.compile(ask, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    q = draw(2, 2, 5, 4, dtype=torch.float32).requires_grad_()
+    for length in (7, 9, 12, 20):
+        k, v = (draw(2, 2, length, 4, dtype=torch.float32) for _ in range(2))
+        got, want = graph(q, k, v), ask(q, k, v)
+        for x in vars(want):
+            pairs = zip(want.top, got.top, strict=True) if x == "top" else [(getattr(want, x), getattr(got, x))]
+            for a, b in pairs:
+                torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+        (mine,), (right,) = (torch.autograd.grad(seen.y.square().sum(), q) for seen in (got, want))
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+    if name != "a map":  # whose tiles are laid out for one length
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
 def test_compiled_values_that_get_no_gradient_may_lie_in_any_order() -> None:
     q, k, v = (draw(1, 7, 2, 4, dtype=torch.float32).transpose(1, 2).requires_grad_() for _ in range(3))
     torch._dynamo.reset()

@@ -334,7 +334,8 @@ def _per_head(tensor: Tensor, full: tuple[int, ...], what: str, device: torch.de
 
 def _check_broadcast(shape: Any, onto: Any, what: str, axes: str) -> None:
     shape, onto = tuple(shape), tuple(onto)
-    fits = len(shape) <= len(onto) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(onto), strict=False))
+    pairs = zip(reversed(shape), reversed(onto), strict=False)
+    fits = len(shape) <= len(onto) and all(a == 1 or a == b for a, b in pairs)  # a symbol is in no tuple
     if not fits:
         raise ValueError(f"{what} of shape {shape} does not broadcast to {onto}: {axes} is needed.")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .block import Block, Picked, take
 from .mask import Layout, Mask, Spans
 from .score import Function, Given, Product, Score, Step, TanhSum, wide
-from .tree import change, flatten, node, rebuild
+from .tree import change, flatten, node, numbered, rebuild
 
 __all__ = ["Factors", "Problem", "blank", "given", "hide", "per_query_head"]
 
@@ -95,7 +95,8 @@ class Factors:
         bare = Problem(self.q.detach(), self.k.detach(), Product(1.0), (), None, self.mask, self.offset or 0)
         if torch.compiler.is_compiling():  # in a graph nobody can ask whether all keys are seen
             spec, tensors = flatten(bare)
-            return blank(self.k, torch.ops.regard.seen(tensors, repr(spec)), -2)
+            spec, numbers = numbered(spec)
+            return blank(self.k, torch.ops.regard.seen(tensors, numbers, repr(spec)), -2)
         seen = bare.seen()
         return self.k if seen is None else blank(self.k, seen, -2)
 
@@ -241,17 +242,17 @@ class Problem:
 
 
 @torch.library.custom_op("regard::seen", mutates_args=())
-def _seen_op(tensors: list[Tensor], spec: str) -> Tensor:
+def _seen_op(tensors: list[Tensor], numbers: list[int], spec: str) -> Tensor:
     """Which keys at least one row may see, (b, j), as an operator that torch.compile can put into a graph."""
-    problem = rebuild(ast.literal_eval(spec), tensors)
+    problem = rebuild(ast.literal_eval(spec), tensors, numbers)
     b, _, _, j = problem.shape
     seen = problem.seen()
     return torch.ones(b, j, dtype=torch.bool, device=problem.q.device) if seen is None else seen.expand(b, j).clone()
 
 
 @_seen_op.register_fake
-def _(tensors: list[Tensor], spec: str) -> Tensor:
-    problem = rebuild(ast.literal_eval(spec), tensors)
+def _(tensors: list[Tensor], numbers: list[int], spec: str) -> Tensor:
+    problem = rebuild(ast.literal_eval(spec), tensors, numbers)
     return problem.q.new_empty(problem.shape[0], problem.shape[3], dtype=torch.bool)
 
 

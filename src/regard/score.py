@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -230,7 +231,8 @@ class ScaledDot(Score):
             _need_finite(self.scale, "ScaledDot(scale)")
 
     def factor(self, size: int) -> float:
-        return 1 / math.sqrt(max(size, 1)) if self.scale is None else float(self.scale)
+        # While compiling, a size may be a symbol: `index` makes it a number.
+        return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT * self.factor(q.shape[-1])

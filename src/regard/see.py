@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
 from .score import wide
 from .statistics import AT_HAND, NOT_DIFFERENTIATED, PICKED, Answers, Question, Tiling, given
-from .tree import flatten, rebuild
+from .tree import flatten, numbered, rebuild
 
 __all__ = ["see"]
 
@@ -44,7 +44,8 @@ def see(problem: Problem, question: Question, engine: Engine, known: Answers, li
         key, given = ("see", spec, engine.name, *known), [*tensors, *known.values()]
         return again(key, given, lambda: compute(problem, question, engine, known))
     if torch.compiler.is_compiling():
-        outputs = torch.ops.regard.ask(tensors, repr((spec, engine.name, STAMP)))
+        spec, numbers = numbered(spec)
+        outputs = torch.ops.regard.ask(tensors, numbers, repr((spec, engine.name, STAMP)))
     else:
         outputs = _See.apply(spec, engine, known, *tensors)
     return dict(zip(question.names, outputs, strict=True))
@@ -158,9 +159,9 @@ def _pool_factors(g: Tensor, tiling: Tiling, i: int, j: int) -> tuple[Tensor, Te
     return left, right
 
 
-def _whole(spec: Any, tensors: list[Tensor]) -> tuple[Problem, Question]:
+def _whole(spec: Any, tensors: list[Tensor], numbers: Sequence[int] = ()) -> tuple[Problem, Question]:
     """Problem and question, put together again."""
-    return rebuild(spec, tensors)
+    return rebuild(spec, tensors, numbers)
 
 
 def _names(spec: Any) -> tuple[str, ...]:
@@ -249,19 +250,19 @@ def _read(call: str) -> tuple[Any, str]:
     return ast.literal_eval(call)[:2]
 
 
-@_operator("see(Tensor[] tensors, str call) -> Tensor[]", "CompositeExplicitAutograd")
-def _see_op(tensors: list[Tensor], call: str) -> list[Tensor]:
+@_operator("see(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]", "CompositeExplicitAutograd")
+def _see_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
     def answer() -> list[Tensor]:
         spec, engine = _read(call)
-        answers = compute(*_whole(spec, tensors), named(engine), {})
+        answers = compute(*_whole(spec, tensors, numbers), named(engine), {})
         return [answers[name].contiguous() for name in _names(spec)]
 
-    return again(("see", call), tensors, answer)
+    return again(("see", call, *numbers), tensors, answer)
 
 
 @torch.library.register_fake("regard::see", lib=_OPERATORS)
-def _(tensors: list[Tensor], call: str) -> list[Tensor]:
-    problem, question = rebuild(_read(call)[0], tensors)
+def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
+    problem, question = _whole(_read(call)[0], tensors, numbers)
     return [problem.q.new_empty(shape, dtype=dtype) for shape, dtype in _forms(problem, question)]
 
 
@@ -287,20 +288,23 @@ def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], 
 
 
 @_operator(
-    "pull_back(Tensor[] tensors, Tensor[] answers, Tensor[] grads, str taken, str flowing, str call) -> Tensor[]",
+    "pull_back(Tensor[] tensors, Tensor[] answers, Tensor[] grads, SymInt[] numbers, str taken, str flowing, str call)"
+    " -> Tensor[]",
     "CompositeExplicitAutograd",
 )
 def _pull_back_op(
-    tensors: list[Tensor], answers: list[Tensor], grads: list[Tensor], taken: str, flowing: str, call: str
-) -> list[Tensor]:
+    tensors: list[Tensor], answers: list[Tensor], grads: list[Tensor], numbers: list[int], taken: str, flowing: str,
+    call: str,
+) -> list[Tensor]:  # fmt: skip
     def gradients() -> list[Tensor]:
         spec, engine = _read(call)
         known, flow = (dict(zip(n.split(), x, strict=True)) for n, x in ((taken, answers), (flowing, grads)))
         needs = [t.is_floating_point() for t in tensors]
-        found = zip(pull_back(*_whole(spec, tensors), named(engine), known, flow, needs), tensors, strict=True)
+        whole = _whole(spec, tensors, numbers)
+        found = zip(pull_back(*whole, named(engine), known, flow, needs), tensors, strict=True)
         return [t.new_zeros(t.shape) if g is None else g.contiguous() for g, t in found if t.is_floating_point()]
 
-    return again(("pull back", call, taken, flowing), [*tensors, *answers, *grads], gradients)
+    return again(("pull back", call, taken, flowing, *numbers), [*tensors, *answers, *grads], gradients)
 
 
 @torch.library.register_fake("regard::pull_back", lib=_OPERATORS)
@@ -308,21 +312,21 @@ def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in tensors if t.is_floating_point()]
 
 
-@_operator("ask(Tensor[] tensors, str call) -> Tensor[]", "Autograd", "CompositeExplicitAutograd")
-def _ask_op(tensors: list[Tensor], call: str) -> list[Tensor]:
+@_operator("ask(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]", "Autograd", "CompositeExplicitAutograd")
+def _ask_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
     """`see` that autograd knows of. A compiled graph holds only what it calls."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return list(_Ask.apply(call, *tensors))
-    return torch.ops.regard.see(tensors, call)
+        return list(_Ask.apply(call, numbers, *tensors))
+    return torch.ops.regard.see(tensors, numbers, call)
 
 
 class _Ask(torch.autograd.Function):
     """The node of the graph in compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, call: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = torch.ops.regard.see(tensors, call)
-        ctx.call, ctx.count = call, len(tensors)
+    def forward(ctx: Any, call: str, numbers: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = torch.ops.regard.see(tensors, numbers, call)
+        ctx.call, ctx.numbers, ctx.count = call, numbers, len(tensors)
         ctx.set_materialize_grads(False)  # zeros for what nobody differentiates cost as much as real gradients
         ctx.save_for_backward(*tensors, *outputs)
         names = _names(_read(call)[0])
@@ -337,8 +341,8 @@ class _Ask(torch.autograd.Function):
         names = _names(_read(ctx.call)[0])
         flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None}
         if not flowing:
-            return (None,) * (1 + ctx.count)
+            return (None,) * (2 + ctx.count)
         taken = _taken(dict(zip(names, outputs, strict=True)), flowing)
-        numbers = list(taken.values()), list(flowing.values())
-        found = iter(torch.ops.regard.pull_back(tensors, *numbers, " ".join(taken), " ".join(flowing), ctx.call))
-        return None, *(next(found) if t.is_floating_point() else None for t in tensors)
+        given = list(taken.values()), list(flowing.values()), ctx.numbers
+        found = iter(torch.ops.regard.pull_back(tensors, *given, " ".join(taken), " ".join(flowing), ctx.call))
+        return None, None, *(next(found) if t.is_floating_point() else None for t in tensors)

@@ -8,12 +8,12 @@ Imports nothing of regard.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 from torch import Tensor
 
-__all__ = ["change", "flatten", "node", "rebuild"]
+__all__ = ["change", "flatten", "node", "numbered", "rebuild"]
 
 T = TypeVar("T")
 
@@ -51,14 +51,31 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     return value
 
 
-def rebuild(spec: Any, tensors: list[Tensor]) -> Any:
-    """The tree that `flatten` took apart, over these tensors."""
+def numbered(spec: Any) -> tuple[Any, list[int]]:
+    """The constants without whole numbers, and those in order: in a graph they may be symbols, which no text holds."""
+    numbers: list[int] = []
+    return _without_numbers(spec, numbers), numbers
+
+
+def _without_numbers(spec: Any, numbers: list[int]) -> Any:
+    if type(spec) is int:
+        numbers.append(spec)
+        return ("number", len(numbers) - 1)
+    if type(spec) is not tuple or spec[0] == "tensor":
+        return spec
+    return (spec[0], *[_without_numbers(part, numbers) for part in spec[1:]])
+
+
+def rebuild(spec: Any, tensors: list[Tensor], numbers: Sequence[int] = ()) -> Any:
+    """The tree that `flatten` took apart, over these tensors; and over these numbers, if it is `numbered`."""
     if not isinstance(spec, tuple):
         return spec
     kind, *parts = spec
     if kind == "tensor":
         return tensors[parts[0]]
-    built = [rebuild(part, tensors) for part in parts]
+    if kind == "number":
+        return numbers[parts[0]]
+    built = [rebuild(part, tensors, numbers) for part in parts]
     if kind == "tuple":
         return tuple(built)
     cls: Any = _NODES[kind]
