@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
     "see": {"again", "engines", "factors", "score", "statistics", "tree"},
     "memory": {"factors", "statistics", "tree"},
     "asking": {"index", "score", "statistics"},
-    "matrix": {"see", "asking", "memory", "engines", "factors", "index", "score", "statistics", "tree"},
+    "matrix": {"again", "see", "asking", "memory", "engines", "factors", "index", "score", "statistics", "tree"},
     "door": {"block", "matrix", "engines", "factors", "mask", "score"},
     "recorder": {"door", "factors", "index", "mask", "matrix", "score", "tree"},
     "nn": {"door", "mask", "matrix", "score", "tree"},

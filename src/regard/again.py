@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["again", "noting", "started"]
+__all__ = ["again", "exactly", "kept", "noting", "on_device_of", "started"]
 
 #: Where kernels run beside the host, so that its time counts. (The CPU's kernels write where no operator is seen.)
 DEVICES = ("cuda",)
@@ -37,16 +37,14 @@ _peek = torch._C._functorch.peek_interpreter_stack
 
 
 def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> Any:
-    """What `compute` returns, a list or a dict of tensors (None may stand among them).
+    """What `compute` returns, a list or a dict of tensors (None may stand among them), for at least one tensor.
 
     `key`: all that it depends on, but for `tensors`; of those it may ask the form, but not the numbers.
     """
-    kind = tensors[0].device.type if tensors else "cpu"
-    if torch.is_autocast_enabled(kind):  # tensors say how exactly they are to be computed with
-        with torch.autocast(kind, enabled=False):
-            return again(key, tensors, compute)
+    if torch.is_autocast_enabled(tensors[0].device.type):
+        return exactly(tensors[0], lambda: again(key, tensors, compute))
     # A question inside a question belongs to the outer one; and what functorch wraps has no address.
-    if kind not in DEVICES or not PLAIN.issuperset(map(type, tensors)) or noting() or _peek() is not None:
+    if not kept(tensors[0]) or not PLAIN.issuperset(map(type, tensors)) or noting() or _peek() is not None:
         return compute()
     at = [x.data_ptr() for x in tensors]
     # Kernels are compiled for aligned addresses; and tensors in one place may be read once.
@@ -54,21 +52,35 @@ def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> A
     forms = [(x.shape, x.stride(), x.dtype, x.get_device(), a % 16) for x, a in zip(tensors, at, strict=True)]
     whole = (key, shared, *forms)
     try:
-        kept = KEPT.get(whole)
+        known = KEPT.get(whole)
     except TypeError:  # a key that cannot be looked up
         return compute()
-    if type(kept) is Steps:
-        return kept(tensors, at)
-    if kept is None and _constant(key):
+    if type(known) is Steps:
+        return known(tensors, at)
+    if known is None and _constant(key):
         if len(KEPT) >= MOST:
             KEPT.clear()
         KEPT[whole] = ASKED
-    if kept != ASKED:
+    if known != ASKED:
         return compute()
     with Notes(tensors) as notes:
         found = compute()
     KEPT[whole] = notes.steps(found) or NEVER
     return found
+
+
+def kept(x: Tensor) -> bool:
+    """Whether answers about such a tensor are done again."""
+    return x.device.type in DEVICES
+
+
+def exactly(x: Tensor, compute: Callable[[], Any]) -> Any:
+    """Without autocast: the tensors of a question say in which type it is computed."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return compute()
+    with torch.autocast(kind, enabled=False):
+        return compute()
 
 
 def _constant(key: Any) -> bool:

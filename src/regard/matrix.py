@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import engines
+from .again import exactly
 from .asking import as_tiling, as_tokens, as_values, at_least_one, chosen_keys
 from .engines import reference
 from .engines.gradient import weights as weights_and_logs
@@ -330,8 +332,8 @@ class Weights:
         for run in runs(rows):
             narrow = problem.narrow(run.start, run.stop)
             norm = self._norm_of(narrow, run)
-            with torch.autocast(self.device.type, enabled=False):  # as exactly as the norm
-                s = narrow.scores(narrow.block(slice(0, len(run)), where(cols, problem.q.device)))
+            block = narrow.block(slice(0, len(run)), where(cols, problem.q.device))
+            s = exactly(problem.q, partial(narrow.scores, block))  # as exactly as the norm
             parts.append(weights_and_logs(s, norm)[0])
         w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
         return w.reshape(*self._factors.batch, *w.shape[1:])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import again
+from .again import again, exactly, kept
 from .engines import Engine, named, serving
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
@@ -39,8 +39,11 @@ def see(problem: Problem, question: Question, engine: Engine, known: Answers, li
 
     `live` says whether autograd is to know of it.
     """
+    plain = not live and not torch.compiler.is_compiling()
+    if plain and not kept(problem.q):
+        return exactly(problem.q, lambda: compute(problem, question, engine, known))
     spec, tensors = flatten((problem, question))
-    if not live and not torch.compiler.is_compiling():
+    if plain:
         key, given = ("see", spec, engine.name, *known), [*tensors, *known.values()]
         return again(key, given, lambda: compute(problem, question, engine, known))
     if torch.compiler.is_compiling():
