@@ -358,6 +358,54 @@ def test_compiled_lengths_may_change(name: str, dynamic: bool | None) -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
+@pytest.mark.parametrize(
+    "score",
+    [regard.ScaledDot().softcap(3.0), regard.Dot().alibi(torch.ones(2)), regard.ScaledDot().bias(torch.ones(5))],
+)
+def test_compiled_attend_takes_modifiers(score: regard.Score) -> None:
+    x = draw(1, 2, 5, 4, dtype=torch.float32)
+    ask = lambda x: regard.attend(x, score=score)  # noqa: E731
+    torch.testing.assert_close(compiled(ask)(x), ask(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_graph_that_make_fx_draws_computes_the_same(mode: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mask = regard.causal() & regard.window(2, 1)
+
+    def ask(x: Tensor) -> Tensor:
+        return regard.weights(x, score="cosine", mask=mask).see("entropy", values=x).y
+
+    x, y = (draw(1, 2, 6, 4, dtype=torch.float32) for _ in range(2))
+    graph = make_fx(ask, tracing_mode=mode)(x)
+    torch.testing.assert_close(graph(y), ask(y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_model_with_a_growing_cache_can_be_exported(strict: bool) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return regard.weights(q, k, mask=regard.causal(), align="end").see("entropy", values=k).y
+
+    q, k, longer = (draw(2, 2, n, 4, dtype=torch.float32) for n in (6, 9, 23))
+    n = torch.export.Dim("n", min=8, max=64)
+    model = torch.export.export(Model(), (q, k), dynamic_shapes={"q": None, "k": {2: n}}, strict=strict).module()
+    torch.testing.assert_close(model(q, longer), Model()(q, longer), rtol=1e-5, atol=1e-5)
+
+
+def test_torch_func_is_served_where_it_can_be_and_refused_by_name() -> None:
+    x = draw(3, 2, 6, 4, dtype=torch.float32)
+    each = torch.vmap(lambda x: regard.weights(x).entropy())(x)
+    torch.testing.assert_close(each, regard.weights(x).entropy(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*reference"):
+        torch.func.grad(lambda x: regard.weights(x).entropy().sum())(x)
+    found = torch.func.grad(lambda x: regard.weights(x, engine="reference").entropy().sum())(x)
+    x.requires_grad_()
+    (right,) = torch.autograd.grad(regard.weights(x).entropy().sum(), x)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
 def test_compiled_values_that_get_no_gradient_may_lie_in_any_order() -> None:
     q, k, v = (draw(1, 7, 2, 4, dtype=torch.float32).transpose(1, 2).requires_grad_() for _ in range(3))
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["again", "exactly", "kept", "noting", "on_device_of", "started"]
+__all__ = ["again", "constant", "exactly", "in_graph", "kept", "noting", "on_device_of", "started", "transformed"]
 
 #: Where kernels run beside the host, so that its time counts. (The CPU's kernels write where no operator is seen.)
 DEVICES = ("cuda",)
@@ -28,12 +28,13 @@ MOST_STEPS, MOST_BYTES = 64, 2**28
 KEPT: dict[Hashable, Steps | str] = {}
 MOST, ASKED, NEVER = 1024, "asked", "never"
 
-CONSTANTS = frozenset((type(None), bool, int, float, str))
+CONSTANTS = frozenset((type(None), bool, int, float, str, torch.SymInt, torch.SymFloat))
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 Place = tuple[int, int]  # a tensor's number, and how many bytes from where it begins
 Start = Callable[[list[int]], None]
 _here = threading.local()
 _peek = torch._C._functorch.peek_interpreter_stack
+_FOLLOWING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
 
 
 def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> Any:
@@ -43,8 +44,8 @@ def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> A
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
         return exactly(tensors[0], lambda: again(key, tensors, compute))
-    # A question inside a question belongs to the outer one; and what functorch wraps has no address.
-    if not kept(tensors[0]) or not PLAIN.issuperset(map(type, tensors)) or noting() or _peek() is not None:
+    # A question inside a question belongs to the outer one.
+    if not kept(tensors[0]) or not PLAIN.issuperset(map(type, tensors)) or noting() or transformed():
         return compute()
     at = [x.data_ptr() for x in tensors]
     # Kernels are compiled for aligned addresses; and tensors in one place may be read once.
@@ -57,7 +58,7 @@ def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> A
         return compute()
     if type(known) is Steps:
         return known(tensors, at)
-    if known is None and _constant(key):
+    if known is None and constant(key):
         if len(KEPT) >= MOST:
             KEPT.clear()
         KEPT[whole] = ASKED
@@ -74,6 +75,16 @@ def kept(x: Tensor) -> bool:
     return x.device.type in DEVICES
 
 
+def in_graph() -> bool:
+    """Whether what is asked becomes part of a graph: while torch.compile, torch.export or make_fx follow the code."""
+    return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(mode) is not None for mode in _FOLLOWING)
+
+
+def transformed() -> bool:
+    """Whether tensors may be those of torch.func (vmap, grad, …), which have no address."""
+    return _peek() is not None
+
+
 def exactly(x: Tensor, compute: Callable[[], Any]) -> Any:
     """Without autocast: the tensors of a question say in which type it is computed."""
     kind = x.device.type
@@ -83,9 +94,9 @@ def exactly(x: Tensor, compute: Callable[[], Any]) -> Any:
         return compute()
 
 
-def _constant(key: Any) -> bool:
+def constant(key: Any) -> bool:
     """Whether nothing in it can change: a function of a user's may do another thing each time."""
-    return all(map(_constant, key)) if type(key) is tuple else type(key) in CONSTANTS
+    return all(map(constant, key)) if type(key) is tuple else type(key) in CONSTANTS
 
 
 def noting() -> Notes | None:

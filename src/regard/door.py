@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import engines
+from .again import in_graph
 from .block import Block
 from .factors import Factors
 from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask
@@ -79,7 +80,7 @@ def _by_pytorch(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
         plain = score in ("scaled_dot", "dot")
         scale = 1.0 if score == "dot" else None
     else:
-        plain = type(score) in (Dot, ScaledDot) and not score.steps and score.sink_logits is None
+        plain = type(score) in (Dot, ScaledDot) and len(score.steps) == 0 and score.sink_logits is None
         scale = 1.0 if type(score) is Dot else getattr(score, "scale", None)
     if not plain or not all(isinstance(x, Tensor) and x.ndim >= 3 and x.is_floating_point() for x in (q, k, v)):
         return None
@@ -106,7 +107,7 @@ def _by_pytorch(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
 
 def _flags(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
     """A mask as flags for PyTorch's attention, where it treats them as we do."""
-    if torch.compiler.is_compiling() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+    if in_graph() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return None
     if not isinstance(mask, Tensor) and type(mask) is not Padding:
         return None
@@ -133,7 +134,9 @@ def lay(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
     k = k.expand(*batch, *k.shape[-3:])
     full = (*batch, h, i, j)
     score = _laid_score(score, full, q.device)
-    return Factors(q, k, score, None if mask is None else _laid_mask(mask, full, offset or 0, q.device), offset)
+    return Factors(
+        q, k, score, None if mask is None else _laid_mask(mask, full, 0 if offset is None else offset, q.device), offset
+    )
 
 
 # Checks.
@@ -288,7 +291,7 @@ def _laid_padding(mask: Padding, full: tuple[int, ...], device: torch.device) ->
     *batch, _, _, j = full
     lengths = mask.lengths.to(device)
     _check_broadcast(lengths.shape, batch, "padding(lengths)", "one length a sequence")
-    if not torch.compiler.is_compiling() and lengths.numel():
+    if not in_graph() and lengths.numel():
         least, most = mask.ends
         if least < 0 or most > j:
             raise ValueError(f"padding(lengths) must lie between 0 and the {j} keys there are; {least} … {most} came.")

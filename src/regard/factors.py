@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .again import in_graph
 from .block import Block, Picked, take
 from .mask import Layout, Mask, Spans
 from .score import Function, Given, Product, Score, Step, TanhSum, wide
@@ -41,6 +42,11 @@ class Factors:
     @property
     def heads(self) -> int:
         return self.q.shape[-3]
+
+    @property
+    def place(self) -> int:
+        """The key position of query 0, or 0 where nobody said."""
+        return 0 if self.offset is None else self.offset  # not `or`: a symbol would be asked whether it is 0
 
     def tensors(self) -> list[Tensor]:
         return flatten(self)[1]
@@ -83,7 +89,7 @@ class Factors:
         """Fold the batch axes into one and lower the score."""
         folded = self.folded()
         low = folded.score.lower(folded.q, folded._keys_to_lower())
-        return Problem(low.q, low.k, low.pair, low.steps, folded.score.sink_logits, folded.mask, self.offset or 0)
+        return Problem(low.q, low.k, low.pair, low.steps, folded.score.sink_logits, folded.mask, self.place)
 
     def _keys_to_lower(self) -> Tensor:
         """Keys of one batch axis; zeros where no row may see them if the score makes something else of keys.
@@ -92,8 +98,8 @@ class Factors:
         """
         if self.mask is None or not self.score.remakes_keys:
             return self.k
-        bare = Problem(self.q.detach(), self.k.detach(), Product(1.0), (), None, self.mask, self.offset or 0)
-        if torch.compiler.is_compiling():  # in a graph nobody can ask whether all keys are seen
+        bare = Problem(self.q.detach(), self.k.detach(), Product(1.0), (), None, self.mask, self.place)
+        if in_graph():  # there nobody can ask whether all keys are seen
             spec, tensors = flatten(bare)
             spec, numbers = numbered(spec)
             return blank(self.k, torch.ops.regard.seen(tensors, numbers, repr(spec)), -2)

@@ -413,6 +413,8 @@ def window(before: int, after: int) -> Mask:
 def padding(lengths: Any) -> Mask:
     """Of sequence b the first lengths[b] keys are real; the rest is padding that nobody sees.
 
+    That lengths fit the keys is checked, but inside a compiled graph they are cut to what fits.
+
     >>> print(padding([2]).draw(2, 4))
     ■ ■ · ·
     ■ ■ · ·

@@ -1,7 +1,7 @@
 """What is remembered, and what fits.
 
 `Memory` holds the numbers that were found out on the way about one matrix: detached, and valid only as long as
-neither the factors nor the numbers themselves were changed in place. Imports `statistics`.
+neither the factors nor the numbers themselves were changed in place. Imports `again` and `statistics`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .again import in_graph
 from .statistics import AT_HAND, Answers, Question
 
 __all__ = ["Memory", "as_bytes", "need_room"]
@@ -31,7 +32,7 @@ class Memory:
 
     def recall(self, factors: list[Tensor], question: Question) -> Answers:
         """Those of the question's answers that are known and still true."""
-        if not self._numbers or torch.compiler.is_compiling() or self._versions != _versions(factors):
+        if not self._numbers or in_graph() or self._versions != _versions(factors):
             return {}
         found = {}
         for name in (*question.names, *AT_HAND):
@@ -42,7 +43,7 @@ class Memory:
 
     def remember(self, factors: list[Tensor], question: Question, answers: Answers) -> None:
         """Keep detached numbers: a statistic that needs gradients is a new node each time, over the same number."""
-        if torch.compiler.is_compiling() or (versions := _versions(factors)) is None:
+        if in_graph() or (versions := _versions(factors)) is None:
             return
         if versions != self._versions:
             self._numbers, self._versions = {}, versions
@@ -70,7 +71,7 @@ def _versions(tensors: list[Tensor]) -> tuple[int, ...] | None:
 
 def need_room(need: int, device: torch.device) -> None:
     """Refuse to write out what would not fit."""
-    room = None if torch.compiler.is_compiling() else _free(device)
+    room = None if in_graph() else _free(device)
     if room is not None and need > room:
         raise MemoryError(
             f"these weights written out would take {as_bytes(need)} and {as_bytes(room)} are free. Ask for what you "

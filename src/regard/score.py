@@ -469,7 +469,7 @@ def _brief(value: Any) -> str:
 
 
 def _need_finite(value: Any, name: str) -> None:
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number; {value!r} came.")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import again, exactly, kept
+from .again import again, constant, exactly, in_graph, kept, transformed
 from .engines import Engine, named, serving
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head
@@ -39,17 +39,18 @@ def see(problem: Problem, question: Question, engine: Engine, known: Answers, li
 
     `live` says whether autograd is to know of it.
     """
-    plain = not live and not torch.compiler.is_compiling()
-    if plain and not kept(problem.q):
+    followed = in_graph()
+    if not live and not followed and not kept(problem.q):
         return exactly(problem.q, lambda: compute(problem, question, engine, known))
     spec, tensors = flatten((problem, question))
-    if plain:
-        key, given = ("see", spec, engine.name, *known), [*tensors, *known.values()]
-        return again(key, given, lambda: compute(problem, question, engine, known))
-    if torch.compiler.is_compiling():
+    if followed and constant(spec):
         spec, numbers = numbered(spec)
         outputs = torch.ops.regard.ask(tensors, numbers, repr((spec, engine.name, STAMP)))
+    elif not live:
+        key, given = ("see", spec, engine.name, *known), [*tensors, *known.values()]
+        return again(key, given, lambda: compute(problem, question, engine, known))
     else:
+        _refuse_transforms()
         outputs = _See.apply(spec, engine, known, *tensors)
     return dict(zip(question.names, outputs, strict=True))
 
@@ -210,6 +211,14 @@ class _See(torch.autograd.Function):
 
         key = ("pull back", ctx.spec, ctx.engine.name, *flowing, *needs)
         return None, None, None, *again(key, [*tensors, *answers.values(), *flowing.values()], gradients)
+
+
+def _refuse_transforms() -> None:
+    if transformed():
+        raise NotImplementedError(
+            "torch.func differentiates what it can follow, and regard's engines compute beside it. "
+            'engine="reference" is plain PyTorch, in quadratic memory; or take torch.autograd.grad.'
+        )
 
 
 def _refuse_second_derivative() -> None:

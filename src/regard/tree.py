@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor
 
 __all__ = ["change", "flatten", "node", "numbered", "rebuild"]
 
@@ -57,10 +57,12 @@ def numbered(spec: Any) -> tuple[Any, list[int]]:
     return _without_numbers(spec, numbers), numbers
 
 
-def _without_numbers(spec: Any, numbers: list[int]) -> Any:
-    if type(spec) is int:
+def _without_numbers(spec: Any, numbers: list[Any]) -> Any:
+    if isinstance(spec, int | SymInt) and not isinstance(spec, bool):
         numbers.append(spec)
         return ("number", len(numbers) - 1)
+    if isinstance(spec, SymFloat):
+        return float(spec)
     if type(spec) is not tuple or spec[0] == "tensor":
         return spec
     return (spec[0], *[_without_numbers(part, numbers) for part in spec[1:]])

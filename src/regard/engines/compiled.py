@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..again import transformed
 from ..factors import Problem, per_query_head
 from ..mask import And, Dense, Mask
 from ..score import Alibi, Bias, Product, Softcap
@@ -82,6 +83,7 @@ def serves(problem: Problem) -> bool:
     """Whether these scores and this mask are among those the kernels know."""
     return (
         enabled
+        and not transformed()
         and problem.q.device.type == "cpu"
         and problem.q.dtype != torch.float64
         and isinstance(problem.pair, Product)

@@ -26,7 +26,7 @@ def answer(factors: Factors, question: Question) -> Answers:
     s, w, norm, sink = dense(factors)
     if question.v is not None and (seen := _seen(factors)) is not None:
         question = dataclasses.replace(question, v=blank(question.v, seen, -2))
-    answers = of_dense(w, s, question, factors.offset or 0, sink)
+    answers = of_dense(w, s, question, factors.place, sink)
     answers |= {"norm": norm, "lse": lse_of(norm)}
     if question.v is not None:
         answers["y"] = answers["y"].to(question.v.dtype)
@@ -47,7 +47,7 @@ def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     k, steps = factors.k, score.steps
     if (seen := _seen(factors)) is not None:  # what no row may see may be anything, also nan
         k, steps = blank(k, seen, -2), change(steps, lambda t: blank(t, seen, -1))
-    block = Block(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.offset or 0, k.device)
+    block = Block(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.place, k.device)
     s = score.similarity(wide(factors.q), per_query_head(wide(k), factors.heads))
     for step in steps:
         s = step.apply(s, block)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...again import transformed
 from ...factors import Problem
 from ...score import Alibi, Bias, Function, Modify, TanhSum
 from ...statistics import ONE_PASS, SECOND_PASS, Answers, Question
@@ -46,6 +47,8 @@ def why_not(problem: Problem, question: Question) -> str | None:
         return "Triton is not installed (it comes with PyTorch's CUDA builds for Linux)"
     if problem.q.device.type != "cuda" and not _interpreted():
         return f"it needs tensors on an NVIDIA GPU, and these are on {problem.q.device}"
+    if transformed():
+        return "inside torch.func tensors have no address"
     if problem.wide == torch.float64:
         return "it computes bfloat16, float16 and float32, and these are float64"
     if isinstance(problem.pair, Function):
