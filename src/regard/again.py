@@ -1,15 +1,16 @@
-"""The same question again: what the host did for the first answer is done once more, on other tensors.
+"""The same question again: what the host did for an answer is done once more, on other tensors.
 
 Which mask, which tiles, which passes: all that Python decides for an answer depends on the constants of the question
 and on the forms of its tensors, not on the numbers in them; and on a GPU that computes in 50 µs it is most of the time.
 So an answer is noted down step by step: what was allocated, which operators of PyTorch ran, which kernels were started.
-The next one of that form takes these steps and decides nothing. Imports only torch.
+The next one of that form takes these steps and decides nothing. Imports `around`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["again", "constant", "exactly", "in_graph", "kept", "noting", "on_device_of", "started", "transformed"]
+from .around import exactly, transformed
+
+__all__ = ["again", "constant", "kept", "noting", "on_device_of", "started"]
 
 #: Where kernels run beside the host, so that its time counts. (The CPU's kernels write where no operator is seen.)
 DEVICES = ("cuda",)
@@ -33,8 +36,7 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter))
 Place = tuple[int, int]  # a tensor's number, and how many bytes from where it begins
 Start = Callable[[list[int]], None]
 _here = threading.local()
-_peek = torch._C._functorch.peek_interpreter_stack
-_FOLLOWING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+_nothing = nullcontext()
 
 
 def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> Any:
@@ -73,25 +75,6 @@ def again(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> A
 def kept(x: Tensor) -> bool:
     """Whether answers about such a tensor are done again."""
     return x.device.type in DEVICES
-
-
-def in_graph() -> bool:
-    """Whether what is asked becomes part of a graph: while torch.compile, torch.export or make_fx follow the code."""
-    return torch.compiler.is_compiling() or any(torch._C._get_dispatch_mode(mode) is not None for mode in _FOLLOWING)
-
-
-def transformed() -> bool:
-    """Whether tensors may be those of torch.func (vmap, grad, …), which have no address."""
-    return _peek() is not None
-
-
-def exactly(x: Tensor, compute: Callable[[], Any]) -> Any:
-    """Without autocast: the tensors of a question say in which type it is computed."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return compute()
-    with torch.autocast(kind, enabled=False):
-        return compute()
 
 
 def constant(key: Any) -> bool:
@@ -227,8 +210,6 @@ SHORTER: dict[Any, Callable[..., Tensor]] = {
 class Started:
     """A kernel that was started."""
 
-    view = False
-
     def __init__(self, start: Start, places: list[Place | None]) -> None:
         self.start, self.places = start, places
         self.used = {place[0] for place in places if place is not None}
@@ -319,15 +300,4 @@ def on_device_of(x: Tensor) -> Any:
     """A guard: kernels start on the device of their tensors, whichever is current."""
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
-    return _NOTHING
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *raised: Any) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+    return _nothing

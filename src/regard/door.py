@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import engines
-from .again import in_graph
+from .around import in_graph
 from .block import Block
 from .factors import Factors
 from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask

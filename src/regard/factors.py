@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import in_graph
+from .around import in_graph
 from .block import Block, Picked, take
 from .mask import Layout, Mask, Spans
 from .score import Function, Given, Product, Score, Step, TanhSum, wide

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import engines
-from .again import exactly
+from .around import exactly
 from .asking import as_tiling, as_tokens, as_values, at_least_one, chosen_keys
 from .engines import reference
 from .engines.gradient import weights as weights_and_logs

@@ -1,7 +1,7 @@
 """What is remembered, and what fits.
 
 `Memory` holds the numbers that were found out on the way about one matrix: detached, and valid only as long as
-neither the factors nor the numbers themselves were changed in place. Imports `again` and `statistics`.
+neither the factors nor the numbers themselves were changed in place. Imports `around` and `statistics`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import in_graph
+from .around import in_graph
 from .statistics import AT_HAND, Answers, Question
 
 __all__ = ["Memory", "as_bytes", "need_room"]

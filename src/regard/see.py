@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .again import again, constant, exactly, in_graph, kept, transformed
+from .again import again, constant, kept
+from .around import exactly, in_graph, transformed
 from .engines import Engine, named, serving
 from .engines.gradient import Gradient
 from .factors import Problem, per_query_head

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..again import transformed
+from ..around import transformed
 from ..factors import Problem, per_query_head
 from ..mask import And, Dense, Mask
 from ..score import Alibi, Bias, Product, Softcap

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...again import transformed
+from ...around import transformed
 from ...factors import Problem
 from ...score import Alibi, Bias, Function, Modify, TanhSum
 from ...statistics import ONE_PASS, SECOND_PASS, Answers, Question
