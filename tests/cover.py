@@ -121,15 +121,20 @@ def laid(case: Case, device: str = "cpu") -> tuple[Problem, Question]:
     def draw(*shape: int, times: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=make) * times).to(case.dtype).to(device)
 
-    q, k = draw(b, h, i, d, times=case.times), draw(b, g, j, d, times=case.times)
+    def heads(h: int, n: int, e: int, times: float = 1.0) -> Tensor:
+        """Every third one with its heads within positions."""
+        x = draw(b, h, n, e, times=times)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if case.seed % 3 == 1 else x
+
+    q, k = heads(h, i, d, case.times), heads(g, j, d, case.times)
     score = _score(case.score, draw, h, d, i, j)
     mask = _mask(case.mask, b, i, j, make, device)
     W = regard.weights(q, k, score=score, mask=mask, align=align or "start")
     extra: dict[str, Any] = {}
     if "y" in case.asked:
-        extra["v"] = draw(b, g, j, e)
+        extra["v"] = heads(g, j, e)
     if "z" in case.asked:
-        extra["u"] = draw(b, h, i, e)
+        extra["u"] = heads(h, i, e)
     if "mass" in case.asked:
         extra["keys"] = (torch.rand(j, generator=make) > 0.5).float().to(device)
     if "pool" in case.asked:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .mask import Layout, Mask, Spans
 from .score import Function, Given, Product, Score, Step, TanhSum, wide
 from .tree import change, flatten, node, numbered, rebuild
 
-__all__ = ["Factors", "Problem", "blank", "given", "hide", "per_query_head"]
+__all__ = ["Factors", "Problem", "blank", "given", "hide", "lying_as", "per_query_head"]
 
 
 @node
@@ -271,6 +271,13 @@ def blank(x: Tensor, seen: Tensor, axis: int) -> Tensor:
 
 def hide(s: Tensor, mask: Mask | None, block: Block) -> Tensor:
     return s if mask is None else s.masked_fill(~mask.visible(block), -torch.inf)
+
+
+def lying_as(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides for something new of this shape: its heads lie within its positions where those of x do, as models have
+    them, which lay the heads of a position side by side when they are done."""
+    _, h, n, e = shape
+    return (n * h * e, e, h * e, 1) if x.stride(1) < x.stride(2) else (h * n * e, n * e, e, 1)
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:

@@ -24,7 +24,7 @@ from .again import again, constant, kept
 from .around import exactly, in_graph, transformed
 from .engines import Engine, named, serving
 from .engines.gradient import Gradient
-from .factors import Problem, per_query_head
+from .factors import Problem, lying_as, per_query_head
 from .score import wide
 from .statistics import AT_HAND, NOT_DIFFERENTIATED, PICKED, Answers, Question, Tiling, given
 from .tree import flatten, numbered, rebuild
@@ -267,8 +267,9 @@ def _read(call: str) -> tuple[Any, str]:
 def _see_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
     def answer() -> list[Tensor]:
         spec, engine = _read(call)
-        answers = compute(*_whole(spec, tensors, numbers), named(engine), {})
-        return [answers[name].contiguous() for name in _names(spec)]
+        problem, question = _whole(spec, tensors, numbers)
+        answers = compute(problem, question, named(engine), {})
+        return [_lying(answers[name], problem.q if name == "y" else None) for name in _names(spec)]
 
     return again(("see", call, *numbers), tensors, answer)
 
@@ -276,7 +277,25 @@ def _see_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor
 @torch.library.register_fake("regard::see", lib=_OPERATORS)
 def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
     problem, question = _whole(_read(call)[0], tensors, numbers)
-    return [problem.q.new_empty(shape, dtype=dtype) for shape, dtype in _forms(problem, question)]
+    forms = zip(question.names, _forms(problem, question), strict=True)
+    return [_room(problem.q, shape, dtype, name == "y") for name, (shape, dtype) in forms]
+
+
+def _room(x: Tensor, shape: Sequence[int], dtype: torch.dtype, lying: bool = True) -> Tensor:
+    """Something new, as outputs and gradients lie: `lying` as x does, if that has heads and positions."""
+    if lying and x.ndim == 4:
+        return x.new_empty_strided(shape, lying_as(x, shape), dtype=dtype)
+    return x.new_empty(shape, dtype=dtype)
+
+
+def _lying(found: Tensor, x: Tensor | None) -> Tensor:
+    """What an engine found, in the place that `_room` promised."""
+    if x is None or x.ndim != 4:
+        return found.contiguous()
+    promised = zip(found.shape, found.stride(), lying_as(x, found.shape), strict=True)
+    if all(n == 1 or has == wanted for n, has, wanted in promised):
+        return found
+    return _room(x, found.shape, found.dtype).copy_(found)
 
 
 def _forms(problem: Problem, question: Question) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -315,14 +334,15 @@ def _pull_back_op(
         needs = [t.is_floating_point() for t in tensors]
         whole = _whole(spec, tensors, numbers)
         found = zip(pull_back(*whole, named(engine), known, flow, needs), tensors, strict=True)
-        return [t.new_zeros(t.shape) if g is None else g.contiguous() for g, t in found if t.is_floating_point()]
+        live = [(g, t) for g, t in found if t.is_floating_point()]
+        return [_room(t, t.shape, t.dtype).zero_() if g is None else _lying(g, t) for g, t in live]
 
     return again(("pull back", call, taken, flowing, *numbers), [*tensors, *answers, *grads], gradients)
 
 
 @torch.library.register_fake("regard::pull_back", lib=_OPERATORS)
 def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in tensors if t.is_floating_point()]
+    return [_room(t, t.shape, t.dtype) for t in tensors if t.is_floating_point()]
 
 
 @_operator("ask(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]", "Autograd", "CompositeExplicitAutograd")

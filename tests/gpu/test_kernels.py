@@ -93,7 +93,7 @@ def test_rows_whose_scores_are_all_huge_are_rows_like_any_other(dtype: torch.dty
     ("b", "h", "g", "t", "d"), [(1, 1, 1, 256, 128), (2, 4, 2, 640, 128), (3, 2, 2, 384, 64), (1, 3, 1, 512, 96)]
 )
 def test_whole_tiles_by_the_copy_engine_are_right(b: int, h: int, g: int, t: int, d: int, causal: bool) -> None:
-    """The fast paths: loading warps parted from computing ones at d = 64 and 128, tiles copied by descriptors."""
+    """The fast paths: loading warps parted from computing ones at d = 128, tiles copied by descriptors."""
     q, k, v = draw(b, h, t, d), draw(b, g, t, d), draw(b, g, t, d)
     mask = torch.ones(t, t, dtype=torch.bool, device="cuda").tril() if causal else None
     w, y, lse = dense(q, k.repeat_interleave(h // g, 1), v.repeat_interleave(h // g, 1), mask)
@@ -107,12 +107,36 @@ def test_whole_tiles_by_the_copy_engine_are_right(b: int, h: int, g: int, t: int
     assert (seen.top.weight.double() - w.topk(4, -1).values).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_mask_of_cells_leaves_room_for_tiles_and_gradients(size: int) -> None:
+    """Of long rows, whose tiles are tall: a tile of the mask takes shared memory beside those of keys and values."""
+    q, k, v = (x.requires_grad_() for x in (draw(1, 2, 512, size), draw(1, 2, 512, size), draw(1, 2, 512, size)))
+    mask = torch.rand(512, 512, device="cuda") < 0.7
+    w, y, lse = dense(*(x.detach() for x in (q, k, v)), mask)
+    seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", "received", top=4, values=v)
+    assert (seen.y.double() - y).abs().max() < 0.02
+    assert (seen.lse.double() - lse).abs().max() < 1e-4
+    assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
+    assert (seen.top.weight.double() - w.topk(4, -1).values).abs().max() < 1e-4
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    right = torch.autograd.grad((dense(*exact, mask)[1] * y).sum(), exact)
+    for mine, theirs in zip(torch.autograd.grad((seen.y.double() * y).sum(), (q, k, v)), right, strict=True):
+        assert (mine.double() - theirs).norm() < 0.02 * theirs.norm()
+
+
 def test_transposed_layouts_are_right_by_the_copy_engine() -> None:
     """(b, t, h, d) seen as (b, h, t, d), as models have it, and packed q, k, v."""
     packed = draw(2, 512, 3, 4, 128)
     q, k, v = (x.transpose(1, 2) for x in packed.unbind(2))
-    _, y, _ = dense(q, k, v)
-    assert (regard.weights(q, k, engine="triton").see("lse", values=v).y.double() - y).abs().max() < 0.02
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    _, y, _ = dense(*exact)
+    found = regard.weights(q, k, engine="triton").see("lse", values=v).y
+    assert (found.double() - y).abs().max() < 0.02
+    grads = torch.autograd.grad((found.double() * y.detach()).sum(), (q, k, v))
+    for mine, right in zip(grads, torch.autograd.grad((y * y.detach()).sum(), exact), strict=True):
+        assert (mine.double() - right).norm() < 0.02 * right.norm()
+    assert all(x.transpose(1, 2).is_contiguous() for x in (found, *grads)), "they lie as what was given"
 
 
 def test_the_error_is_at_most_twice_that_of_plain_attention_in_the_same_type() -> None:

@@ -67,7 +67,9 @@ def test_rows_tell_the_truth(sizes, d: int, causal: bool) -> None:
     W = regard.weights(q, k, mask=regard.causal() if causal else None, align=align, engine="triton")
     keys = torch.arange(j, device="cuda") % 3 == 0
     seen, true = W.see(*STATISTICS, mass=keys, values=v), truth(q, k, v, causal, align)
-    assert "parted_kernel" in used()
+    assert (
+        "parted_kernel" if d == 128 else "forward_kernel"
+    ) in used()  # smaller products leave room for programs side by side
     assert (seen.y.double() - true["y"]).norm() < 0.005 * true["y"].norm()
     for name in ("lse", "entropy"):
         assert (getattr(seen, name).double() - true[name]).abs().max() < 1e-5, name

@@ -6,7 +6,7 @@ Imports `again`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -41,11 +41,14 @@ class Config:
 
 #: (kernel, largest of d and e up to) → configuration, for 16-bit types on Hopper.
 HOPPER: dict[tuple[str, int], Config] = {
-    ("forward", 64): Config(128, 64, 8, 3, registers=128),
-    ("forward", 128): Config(128, 128, 8, 3),
+    ("forward", 64): Config(64, 128, 4, 2, registers=168),  # three programs at a time
+    ("forward", 128): Config(128, 64, 8, 2, registers=128),  # two
     ("forward", 256): Config(128, 64, 8, 2),
+    # The same over two wide tiles or fewer, which are no pipeline; and with more to remember of a row than those registers hold.
+    ("short", 64): Config(64, 64, 4, 3, registers=128),
+    ("laden", 64): Config(128, 64, 8, 3, registers=128),
     # The forward pass where keys are values: one tile for both leaves room for more.
-    ("self", 64): Config(64, 64, 4, 4, registers=128),
+    ("self", 64): Config(64, 128, 4, 3, registers=168),
     ("self", 128): Config(128, 64, 8, 3, registers=128),
     ("top", 64): Config(64, 64, 4, 3),
     ("top", 128): Config(64, 64, 4, 3),
@@ -59,7 +62,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("keys", 64): Config(64, 64, 4, 2),
     ("keys", 128): Config(32, 128, 8, 3),
     ("keys", 256): Config(32, 64, 8, 1),
-    ("rows", 64): Config(64, 64, 4, 3),
+    ("rows", 64): Config(64, 64, 4, 2, registers=168),
     ("rows", 128): Config(64, 64, 4, 2),
     ("rows", 256): Config(64, 32, 8, 1),
     ("steps", 256): Config(64, 32, 4, 1),
@@ -68,7 +71,6 @@ HOPPER: dict[tuple[str, int], Config] = {
 #: products. Written in a language that is young and still changes: used with the versions it was tested with, and no others.
 PARTED: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(128, 128, 4, 2, apart=True, registers=168),
-    ("forward", 64): Config(128, 128, 4, 2, apart=True, registers=168),
     ("self", 128): Config(128, 128, 4, 4, apart=True, registers=168),
     ("keys", 64): Config(64, 128, 4, 3, apart=True, registers=168),
     ("keys", 128): Config(64, 128, 4, 3, apart=True, registers=168),
@@ -101,8 +103,6 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
         parted = PARTED.get((kernel, size))
         if parted is not None and not whole_warps and p.one_loop(parted) and _parts_warps(p.q.device):
             return parted
-        if kernel == "rows" and size <= 64 and p.form.kind != "none":
-            chosen = replace(chosen, registers=168)  # edges would take more, which the rest does not need
     if "bias" in p.kinds:  # its tiles take room beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
     # A few rows need no tall tile.

@@ -95,8 +95,10 @@ def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
     g, hv = p.k.shape[1], 1 if v is None else v.shape[1]
     # Keys and values that are shared by the same query heads are added up where they are computed.
     heads = g if v is None or hv == g else p.h
-    dk = empty(p.b, heads, p.j, p.d, like=p.q, dtype=p.k.dtype if heads == g else torch.float32)
-    dv = None if v is None else empty(p.b, heads, p.j, f.e, like=p.q, dtype=v.dtype if heads == hv else torch.float32)
+    dk = empty(p.b, heads, p.j, p.d, like=p.k, dtype=p.k.dtype if heads == g else torch.float32, lying=True)
+    dv = None
+    if v is not None:
+        dv = empty(p.b, heads, p.j, f.e, like=v, dtype=v.dtype if heads == hv else torch.float32, lying=True)
     config = _keys_config(f, heads)
     table = p.table(config)
     if config.apart and v is not None and dy is not None and dv is not None:
@@ -155,7 +157,7 @@ def _parted_keys(f: Flowing, config: Config, v: Tensor, dy: Tensor, dk: Tensor, 
 def rows_pass(f: Flowing) -> Tensor:
     """dq."""
     p, v = f.p, f.v
-    dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype)
+    dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype, lying=True)
     config = configured("rows", p, f.e, v)
     table = p.row_table(config)
 

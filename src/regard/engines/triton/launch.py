@@ -37,8 +37,8 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     found = {name: _row_output(p, name) for name in names if name != "y"}
     if v is not None:
         v = v.expand(p.b, -1, -1, -1)
-        found["y"] = empty(p.b, p.h, p.i, e, like=p.q, dtype=v.dtype)
-    config = _forward_config(p, v, e)
+        found["y"] = empty(p.b, p.h, p.i, e, like=p.q, dtype=v.dtype, lying=True)
+    config = _forward_config(p, names, v, e)
     per_best = 1
     if best:
         ragged = 0 if p.form.kind in ("none", "causal") else 2  # at most: an edge on either side
@@ -89,9 +89,9 @@ def _row_output(p: Prepared, name: str) -> Tensor:
     return empty(*shape, like=p.q, dtype=torch.int64 if name == "argmax" else torch.float32)
 
 
-def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
+def _forward_config(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
-    name = "self" if v is not None and e <= 128 and _same(v, p.k) else "forward"
+    name = _forward_name(p, names, v, e)
     config = configured(name, p, e, v, whole_warps=v is None)
     if config.apart:
         alike = v is not None and v.shape[-1] == p.d and v.dtype == p.q.dtype == p.k.dtype
@@ -99,6 +99,16 @@ def _forward_config(p: Prepared, v: Tensor | None, e: int) -> Config:
         if not (alike and p.one_loop(config) and copies_serve(p.d, *tiles)):
             config = dataclasses.replace(configured(name, p, e, v, whole_warps=True), apart=False)
     return config
+
+
+def _forward_name(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> str:
+    """Which configuration a forward pass wants."""
+    small = max(p.d, e) <= 64
+    if small and ("argmax" in names or p.form.kind == "flags"):
+        return "laden"
+    if small and p.j <= 256:
+        return "short"
+    return "self" if v is not None and e <= 128 and _same(v, p.k) else "forward"
 
 
 def _forward_copies(p: Prepared, config: Config, v: Tensor | None, e: int) -> tuple[bool, list[Any], list[Map]]:

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...factors import Problem
+from ...factors import Problem, lying_as
 from ...score import Alibi, Bias, Product, Softcap
 from .additive import TAME, TanhPair
 from .configuration import Config
@@ -31,8 +31,11 @@ LOG2E = 1.4426950408889634
 Arguments = tuple[int, dict[str, Any]]
 
 
-def empty(*shape: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a kernel writes. Tests fill it with nan, to see that all of it is written."""
+def empty(*shape: int, like: Tensor, dtype: torch.dtype, lying: bool = False) -> Tensor:
+    """Where a kernel writes; `lying`: in the order in which `like` lies. Tests fill it with nan, to see that all of it is
+    written."""
+    if lying:
+        return torch.empty_strided(shape, lying_as(like, shape), dtype=dtype, device=like.device)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
