@@ -269,7 +269,7 @@ def _see_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor
         spec, engine = _read(call)
         problem, question = _whole(spec, tensors, numbers)
         answers = compute(problem, question, named(engine), {})
-        return [_lying(answers[name], problem.q if name == "y" else None) for name in _names(spec)]
+        return [_lying(answers[name], question.v if name == "y" else None) for name in _names(spec)]
 
     return again(("see", call, *numbers), tensors, answer)
 
@@ -277,13 +277,15 @@ def _see_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor
 @torch.library.register_fake("regard::see", lib=_OPERATORS)
 def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
     problem, question = _whole(_read(call)[0], tensors, numbers)
-    forms = zip(question.names, _forms(problem, question), strict=True)
-    return [_room(problem.q, shape, dtype, name == "y") for name, (shape, dtype) in forms]
+    return [
+        _room(given(question.v), shape, dtype) if name == "y" else problem.q.new_empty(shape, dtype=dtype)
+        for name, (shape, dtype) in zip(question.names, _forms(problem, question), strict=True)
+    ]
 
 
-def _room(x: Tensor, shape: Sequence[int], dtype: torch.dtype, lying: bool = True) -> Tensor:
-    """Something new, as outputs and gradients lie: `lying` as x does, if that has heads and positions."""
-    if lying and x.ndim == 4:
+def _room(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Something new that lies as x does, if that has heads and positions."""
+    if x.ndim == 4:
         return x.new_empty_strided(shape, lying_as(x, shape), dtype=dtype)
     return x.new_empty(shape, dtype=dtype)
 

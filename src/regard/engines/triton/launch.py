@@ -37,7 +37,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     found = {name: _row_output(p, name) for name in names if name != "y"}
     if v is not None:
         v = v.expand(p.b, -1, -1, -1)
-        found["y"] = empty(p.b, p.h, p.i, e, like=p.q, dtype=v.dtype, lying=True)
+        found["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, lying=True)
     config = _forward_config(p, names, v, e)
     per_best = 1
     if best:
