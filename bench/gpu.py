@@ -57,7 +57,8 @@ def note(
         samples = [o / theirs for o in ours]
     else:
         samples = [theirs / o for o in ours]
-    found: Row = row(what, shape, against, samples[:50], must, goal, better, torch.cuda.get_device_name())
+    samples = samples[:: -(-len(samples) // 50)]  # of all turns alike
+    found: Row = row(what, shape, against, samples, must, goal, better, torch.cuda.get_device_name())
     ROWS.append({**asdict(found), "error": error, "ms": statistics.median(ours)})
     print(f"{time.time() - BEGIN:5.0f}s {what:44s} {shape!s:28s} {found.ratio:8.3f} {found.verdict():8s} {statistics.median(ours):8.3f} ms {error or ''}", flush=True)  # fmt: skip
 
@@ -71,7 +72,7 @@ def best_backend(run, ms: int = 30) -> str:
     return min(times, key=times.get)
 
 
-def in_turns(ours, theirs, backend: str | None = None, ms: int = 80, turns: int = 4) -> tuple[list[float], float]:
+def in_turns(ours, theirs, backend: str | None = None, ms: int = 160, turns: int = 8) -> tuple[list[float], float]:
     """Our times, and the peer's median; in turns, for a GPU that is hot is slow for both."""
     mine, peer = [], []
     for _ in range(turns):
@@ -179,15 +180,16 @@ def additive() -> None:
 
     score = regard.Additive(A, B, u)
     run = lambda: regard.weights(q, k, score=score, engine="triton").see("lse", "entropy", values=v)  # noqa: E731
-    ours, y = timed(run), run().y
+    y = run().y
     truth = eager_block((q[:, :, :64].double() @ A.double()), k.double() @ B.double(), u.double(), v.double())
     rough = eager_block(q[:, :, :64] @ A, k @ B, u, v)
     error = {n: float(f"{float((x[:, :, :64].double() - truth).norm() / truth.norm()):.2e}") for n, x in (("ours", y), ("theirs", rough))}  # fmt: skip
     shape = [b, h, t, d, "a = 64"]
-    note("additive forward", shape, "eager in blocks", ours, statistics.median(timed(eager(eager_block), 120)), 10, None, "higher", error)  # fmt: skip
+    ours, theirs = in_turns(run, eager(eager_block), ms=640)
+    note("additive forward", shape, "eager in blocks", ours, theirs, 10, None, "higher", error)
     if not QUICK:
         compiled = torch.compile(eager_block)
-        note("additive forward", shape, "torch.compile", ours, statistics.median(timed(eager(compiled), 120)), 2.5, None, "higher")  # fmt: skip
+        note("additive forward", shape, "torch.compile", *in_turns(run, eager(compiled), ms=320), 2.5, None, "higher")
     clock, sms = 1.755e9, torch.cuda.get_device_properties(0).multi_processor_count
     limit = b * h * t * t * a / (16 * sms * clock) * 1e3
     note(
@@ -213,7 +215,7 @@ def window() -> None:
         regard.weights(q, k, mask=regard.window(1023, 0), engine="triton").see("lse", "max_score", "entropy", values=v)
 
     backend = best_backend(theirs)
-    pair = in_turns(ours, theirs, backend, 120)
+    pair = in_turns(ours, theirs, backend)
     note("window 1024, y + lse + max + entropy", [*shape], f"SDPA causal ({backend})", *pair, 0.06, 0.04)
 
 

@@ -117,6 +117,7 @@ BUGS = [
     Bug("again: a view begins where its tensor does", "again.py", "at[place[0]] + place[1]", "at[place[0]]", ("again",)),
     Bug("again: what is still needed is dropped", "again.py", "sorted(step.used - needed)", "sorted(step.used)", ("again",)),
     Bug("again: a number that was read back is taken for constant", "again.py", "if -1 in reads or not stays or", "if", ("again",)),
+    Bug("again: new room lies in another order", "again.py", "partial(make, tuple(out.shape), out.stride(), out.dtype)", "partial(torch.empty, tuple(out.shape), dtype=out.dtype)", ("again",)),
     Bug("again: users' functions are done again", "again.py", "if known is None and constant(key):", "if known is None:", ("again",)),
     # engines/cpu: compiled tiles.
     Bug("compiled: a new maximum does not shrink the sum", "engines/cpu/forward.py", "    l[r] *= alpha\n", "    pass\n", ("bound",)),

@@ -50,6 +50,13 @@ def several(x, y):
     return [where, torch.stack([largest, x.amin(-1)]), y.unflatten(0, (4, 2)).unbind(1)[1]]
 
 
+def new_room(x, y):
+    lying = torch.empty_strided((4, 6), (1, 4), dtype=torch.float64).copy_(x)
+    plain = torch.empty(8, 2, dtype=torch.float16)
+    plain.copy_(y[:, None])
+    return [lying, plain, torch.zeros(3, dtype=torch.int32), torch.empty(0, 5)]
+
+
 def same(a, b):
     a, b = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
     assert [n for n, _ in a] == [n for n, _ in b]
@@ -58,7 +65,7 @@ def same(a, b):
         assert p is None or (torch.equal(p, q) and p.stride() == q.stride() and p.dtype == q.dtype)
 
 
-@pytest.mark.parametrize("how", [views, in_place, several])
+@pytest.mark.parametrize("how", [views, in_place, several, new_room])
 def test_the_third_answer_is_played_and_right(how):
     ask = Asked(how)
     for n in range(5):

@@ -102,7 +102,7 @@ class Notes(TorchDispatchMode):
         self.tensors: list[Tensor] = []  # held, so that no two are ever in one place
         self.numbers: dict[Hashable, int] = {}
         self.places: list[Place] = []
-        self.taken: list[Ran | Started] = []
+        self.taken: list[Step] = []
         self.bytes, self.whole = 0, True
         for x in tensors:
             self._number(x, None)
@@ -141,6 +141,9 @@ class Notes(TorchDispatchMode):
         if -1 in reads or not stays or torch.Tag.dynamic_output_shape in func.tags:
             self._give_up()
             return
+        if (make := _maker(func, kwargs, out, self.device)) is not None:
+            self._take(Room(make, self._number(out, None)))
+            return
         step = Ran(func, *told, reads)
         for n, x in enumerate(outs):
             known = self._known(x)
@@ -176,7 +179,7 @@ class Notes(TorchDispatchMode):
         root, offset = self.places[of]
         return root, offset + x.data_ptr() - self.tensors[of].data_ptr()
 
-    def _take(self, step: Ran | Started) -> None:
+    def _take(self, step: Step) -> None:
         self.taken.append(step)
         if len(self.taken) > MOST_STEPS or self.bytes > MOST_BYTES:
             self._give_up()
@@ -200,11 +203,36 @@ class Notes(TorchDispatchMode):
         )
 
 
-#: Shorter ways to the same, where only type and device are said.
-SHORTER: dict[Any, Callable[..., Tensor]] = {
-    torch.ops.aten.empty.memory_format: torch.empty,
-    torch.ops.aten.zeros.default: torch.zeros,
-}
+class Room:
+    """Memory that was taken for a new tensor; most steps are such."""
+
+    used: frozenset[int] = frozenset()
+
+    def __init__(self, make: Callable[[], Tensor], number: int) -> None:
+        self.make, self.number = make, number
+
+    def __call__(self, tensors: list[Any], at: list[int]) -> None:
+        tensors[self.number] = made = self.make()
+        at[self.number] = made.data_ptr()
+
+
+def _maker(func: Any, kwargs: dict[str, Any], out: Any, device: torch.device) -> Callable[[], Tensor] | None:
+    """What makes room for a tensor like `out` on this device, if that is all that `func` did."""
+    said = {name for name, x in kwargs.items() if x not in (None, False, torch.strided)}
+    if not said <= {"dtype", "device"} or func not in MAKERS or out.device != device:
+        return None
+    if func is torch.ops.aten.zeros.default:
+        return partial(torch.zeros, tuple(out.shape), dtype=out.dtype, device=device)
+    # The door that compiled graphs have for it: half the way.
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if make is None:
+        return partial(torch.empty_strided, tuple(out.shape), out.stride(), dtype=out.dtype, device=device)
+    return partial(make, tuple(out.shape), out.stride(), out.dtype)
+
+
+MAKERS = frozenset(
+    (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.zeros.default)
+)
 
 
 class Started:
@@ -222,11 +250,7 @@ class Ran:
     """An operator that ran, with holes in its arguments where tensors stood."""
 
     def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], reads: list[int]) -> None:
-        self.args, self.kwargs, self.reads, self.used = args, kwargs, reads, set(reads)
-        self.func = func
-        said = {name: x for name, x in kwargs.items() if x not in (None, False, torch.strided)}
-        if func in SHORTER and said.keys() <= {"dtype", "device"}:
-            self.func, self.args, self.kwargs = partial(SHORTER[func], tuple(args[0]), **said), [], {}
+        self.func, self.args, self.kwargs, self.reads, self.used = func, args, kwargs, reads, set(reads)
         self.makes: list[tuple[int, int]] = []  # which of its results is which tensor
         self.view = self.several = False
 
@@ -242,14 +266,15 @@ class Ran:
             tensors[number], at[number] = made, made.data_ptr()
 
 
+Step = Room | Started | Ran
+
+
 class Steps:
     """What was done for one answer, without the views that only kernels took: those are told addresses."""
 
-    def __init__(
-        self, taken: list[Ran | Started], count: int, found: list[int | None], names: list[str] | None
-    ) -> None:
+    def __init__(self, taken: list[Step], count: int, found: list[int | None], names: list[str] | None) -> None:
         self.count, self.found, self.names = count, found, names
-        self.taken: list[tuple[Ran | Started, list[int]]] = []  # with the tensors that nobody needs afterwards
+        self.taken: list[tuple[Step, list[int]]] = []  # with the tensors that nobody needs afterwards
         needed = {n for n in found if n is not None}
         for step in reversed(taken):
             if isinstance(step, Ran) and step.view and needed.isdisjoint(number for _, number in step.makes):

@@ -82,12 +82,17 @@ def into_scores(
 ):  # fmt: skip
     """ds of a tile. `inside` is the output's part of left · right."""
     if EXTRAS:
-        for x in range(0, flow.extras):
-            row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
-            left = tl.load(flow.left + row * flow.extras + x, mask=i < sizes.i, other=0.0)
-            head = flow.right + b.to(tl.int64) * flow.right_b + h.to(tl.int64) * flow.right_h
-            right = tl.load(head + j.to(tl.int64) * flow.extras + x, mask=j < sizes.j, other=0.0)
-            inside += down(left, KEYS_FIRST) * across(right, KEYS_FIRST)
+        row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
+        head = flow.right + b.to(tl.int64) * flow.right_b + h.to(tl.int64) * flow.right_h
+        for begin in range(
+            0, flow.extras, 16
+        ):  # sums of sums: of hundreds, one after the other, the last digits would be lost
+            some = tl.zeros_like(inside)
+            for x in range(begin, tl.minimum(begin + 16, flow.extras)):
+                left = tl.load(flow.left + row * flow.extras + x, mask=i < sizes.i, other=0.0)
+                right = tl.load(head + j.to(tl.int64) * flow.extras + x, mask=j < sizes.j, other=0.0)
+                some += down(left, KEYS_FIRST) * across(right, KEYS_FIRST)
+            inside += some
     inside -= down(c, KEYS_FIRST)
     if RHO:
         far = tl.abs(down(i + sizes.offset, KEYS_FIRST) - across(j, KEYS_FIRST)).to(tl.float32)

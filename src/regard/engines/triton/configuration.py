@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...again import started
 
-__all__ = ["Config", "configured", "forced"]
+__all__ = ["Config", "configured", "forced", "short"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(64, 128, 4, 2, registers=168),  # three programs at a time
     ("forward", 128): Config(128, 64, 8, 2, registers=128),  # two
     ("forward", 256): Config(128, 64, 8, 2),
-    # The same over two wide tiles or fewer, which are no pipeline; and with more to remember of a row than those registers hold.
+    # The same over few keys (`short`), and with more to remember of a row than those registers hold.
     ("short", 64): Config(64, 64, 4, 3, registers=128),
     ("laden", 64): Config(128, 64, 8, 3, registers=128),
     # The forward pass where keys are values: one tile for both leaves room for more.
@@ -86,6 +86,11 @@ PLAIN: dict[tuple[str, int], Config] = {
 TANH = Config(64, 64, 8, 1, tma=False)
 
 forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurations here
+
+
+def short(p: Any, e: int) -> bool:
+    """Two wide tiles or fewer are no pipeline: narrow ones are as fast or faster, and warps are not worth parting."""
+    return p.j <= 256 and max(p.d, e) <= 64
 
 
 def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool = False) -> Config:

@@ -16,7 +16,7 @@ from ...factors import Problem
 from ...score import Alibi
 from ..gradient import Gradient
 from .backward import Flow, keys_kernel, row_dot_kernel, rows_kernel, steps_kernel
-from .configuration import Config, configured
+from .configuration import Config, configured, short
 from .prepared import Arguments, Prepared, copied, empty, into_shared_memory, lots, multiprocessors, padded
 from .start import start
 from .tiles import cells, copies_serve, rows_of
@@ -122,7 +122,7 @@ def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
 def _keys_config(f: Flowing, heads: int) -> Config:
     """Warps are parted where the copy engine takes everything in and out, and nothing but products and rows' terms flows."""
     p, v = f.p, f.v
-    config = configured("keys", p, f.e, v)
+    config = configured("keys", p, f.e, v, whole_warps=short(p, f.e))
     if config.apart:
         tiles = [] if v is None or f.dy is None else [(p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)]
         alike = len(tiles) > 0 and all(x.dtype == p.q.dtype for x, _ in tiles)

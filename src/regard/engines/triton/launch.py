@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...factors import Problem
 from ...statistics import Tiling
-from .configuration import Config, configured
+from .configuration import Config, configured, short
 from .forward import Outputs, forward_kernel
 from .prepared import Arguments, Prepared, copied, empty, into_shared_memory, lots, multiprocessors, padded
 from .reread import Pool, pool_kernel, reread_kernel
@@ -103,10 +103,9 @@ def _forward_config(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: in
 
 def _forward_name(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> str:
     """Which configuration a forward pass wants."""
-    small = max(p.d, e) <= 64
-    if small and ("argmax" in names or p.form.kind == "flags"):
+    if max(p.d, e) <= 64 and ("argmax" in names or p.form.kind == "flags"):
         return "laden"
-    if small and p.j <= 256:
+    if short(p, e):
         return "short"
     return "self" if v is not None and e <= 128 and _same(v, p.k) else "forward"
 
