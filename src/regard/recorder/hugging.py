@@ -75,14 +75,9 @@ def _overheard(own: Callable[..., Any], read: Callable[..., Attention]) -> Calla
         if torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
             frame = sys._getframe(0)
             for listener in listeners:
-                at = listener.place(frame)
-                if at is None:
-                    continue
-                try:
-                    with tap.quiet(), torch.no_grad():
+                if (at := listener.place(frame)) is not None:
+                    with tap.beside(listener, frame):
                         listener.attention(at, read(module, query, key, value, attention_mask, **more))
-                except Exception as error:  # what goes wrong beside the model must not reach it
-                    listener.refuse(at.name, f"recording it failed: {type(error).__name__}: {error}")
         return out
 
     return heard

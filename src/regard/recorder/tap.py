@@ -89,6 +89,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def beside(listener: Any, frame: FrameType) -> Iterator[None]:
+    """For what a listener makes of a call: unheard, without gradients; what goes wrong must not reach the model."""
+    try:
+        with quiet(), torch.no_grad():
+            yield
+    except Exception as error:
+        listener.failed(frame, f"recording it failed: {type(error).__name__}: {error}")
+
+
 def is_quiet() -> bool:
     """Whether this thread is inside `quiet`."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_key(HEAR))
@@ -155,11 +165,8 @@ def _tell(handler: Handler, call: dict[str, Any], out: Any, frame: FrameType) ->
         if strange:
             listener.failed(frame, f"its tensors are {strange}, which cannot be read here")
             continue
-        try:
-            with torch._C._ExcludeDispatchKeyGuard(_BOTH), torch.no_grad():
-                handler(listener, call, out, frame)
-        except Exception as error:  # whatever goes wrong beside the model must not reach the model
-            listener.failed(frame, f"recording it failed: {type(error).__name__}: {error}")
+        with beside(listener, frame):
+            handler(listener, call, out, frame)
 
 
 def _strange(values: list[Any]) -> str | None:
