@@ -41,6 +41,7 @@ TESTS = {
     "inputs": ("test_inputs.py", "not compiled and not forked and not spawned"),
     "errors": ("test_errors.py", ""),
     "again": ("test_again.py", ""),
+    "layouts": ("test_inputs.py", "lies_as or lies_in_no_order"),
 }  # fmt: skip
 
 
@@ -110,6 +111,9 @@ BUGS = [
     Bug("a pooled map is remembered whatever its tiles", "memory.py", "return name, *vars(question.tiling).values()", "return name", ("memory of numbers",)),
     Bug("a word that occurs twice is its first", "index.py", "            if len(places) > 1:\n", "            if len(places) > 99:\n", ("errors",)),
     Bug("negative numbers count from the wrong end", "index.py", "return n % size if size else n", "return abs(n) % size if size else n", ("indexing",)),
+    # What lies where, in a graph and outside it.
+    Bug("layouts: the stride of a single head counts", "factors.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
+    Bug("layouts: an operator returns another one than its fake", "see.py", "return _room(x, found.shape, found.dtype).copy_(found)", "return found", ("layouts",)),
     # again.py: answers that are done again.
     Bug("again: done on tensors of another form", "again.py", "whole = (key, shared, *forms)", "whole = (key, shared)", ("again",)),
     Bug("again: nobody asks which tensors are one", "again.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("again",)),

@@ -314,6 +314,10 @@ def test_an_answer_changed_in_place_does_not_change_the_memory(ask) -> None:
     kept = first.clone()
     first.fill_(7)
     assert torch.equal(ask(W), kept)
+    ask(W).unsqueeze_(0)  # which counts as no change
+    ask(W).requires_grad_()
+    assert not ask(W).requires_grad
+    assert torch.equal(ask(W), kept)
 
 
 @pytest.mark.parametrize("ask", REMEMBERED.values(), ids=REMEMBERED.keys())

@@ -425,6 +425,24 @@ def test_compiled_what_comes_back_lies_as_what_was_given(backend: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("keys", [7, 1])
+def test_compiled_a_single_head_or_key_lies_in_no_order(keys: int, backend: str, dynamic: bool) -> None:
+    # The stride of an axis of size 1 is not the same in a graph and outside it.
+    packed = draw(2, 7, 5, 4, dtype=torch.float32)
+    q, k, v = (x.transpose(1, 2) for x in packed.split([3, 1, 1] if keys > 1 else [1, 2, 2], 2))
+    q, k, v = q.expand(2, 2 if keys == 1 else 3, 7, 4), k[:, :, -keys:], v[:, :, -keys:]
+    torch._dynamo.reset()
+
+    def ask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        v = v.reshape(v.shape)
+        return regard.weights(q, k, align="end").see("entropy", values=v).y.transpose(1, 2).flatten(2) * 3
+
+    found = torch.compile(ask, fullgraph=True, backend=backend, dynamic=dynamic)(q, k, v)
+    torch.testing.assert_close(found, ask(q, k, v), rtol=1e-4, atol=1e-5)
+
+
 def test_compiled_values_that_get_no_gradient_may_lie_in_any_order() -> None:
     q, k, v = (draw(1, 7, 2, 4, dtype=torch.float32).transpose(1, 2).requires_grad_() for _ in range(3))
     torch._dynamo.reset()

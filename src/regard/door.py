@@ -130,8 +130,7 @@ def lay(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
     _check_sizes(q, k, score)
     h, i, j = q.shape[-3], q.shape[-2], k.shape[-2]
     offset = _offset(i, j, align, score, mask)
-    q = q.expand(*batch, *q.shape[-3:])
-    k = k.expand(*batch, *k.shape[-3:])
+    q, k = (x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:]) for x in (q, k))
     full = (*batch, h, i, j)
     score = _laid_score(score, full, q.device)
     return Factors(

@@ -277,7 +277,9 @@ def lying_as(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides for something new of this shape: its heads lie within its positions where those of x do, as models have
     them, which lay the heads of a position side by side when they are done."""
     _, h, n, e = shape
-    return (n * h * e, e, h * e, 1) if x.stride(1) < x.stride(2) else (h * n * e, n * e, e, 1)
+    # The stride of a single head or position says nothing, and in a graph it is another. (A symbol stands for several.)
+    several = all(not isinstance(size, int) or size > 1 for size in x.shape[1:3])
+    return (n * h * e, e, h * e, 1) if several and x.stride(1) < x.stride(2) else (h * n * e, n * e, e, 1)
 
 
 def per_query_head(x: Tensor, heads: int) -> Tensor:

@@ -421,7 +421,8 @@ class Weights:
                 f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide "
                 "those of the weights. If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."
             )
-        return v.reshape(*[1] * (len(self._factors.batch) + 3 - v.ndim), *v.shape)
+        missing = len(self._factors.batch) + 3 - v.ndim
+        return v.reshape(*[1] * missing, *v.shape) if missing > 0 else v
 
     def _batch_with(self, question: Question) -> torch.Size:
         others = [t.shape[:-3] for t in (question.v, question.u) if t is not None]
@@ -436,7 +437,7 @@ class Weights:
             ) from None
 
     def _unfolded(self, x: Tensor, batch: torch.Size) -> Tensor:
-        x = x.reshape(*batch, *x.shape[1:])
+        x = x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:])
         return x.squeeze(len(batch)) if self._one_head else x
 
 

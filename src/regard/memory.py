@@ -38,7 +38,7 @@ class Memory:
         for name in (*question.names, *AT_HAND):
             number, version = self._numbers.get(_key(name, question), (None, 0))
             if number is not None and number._version == version:
-                found[name] = number
+                found[name] = number.detach()  # whoever turns it round in place turns round their own
         return found
 
     def remember(self, factors: list[Tensor], question: Question, answers: Answers) -> None:

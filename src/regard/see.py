@@ -238,7 +238,7 @@ _OPERATORS = torch.library.Library("regard", "FRAGMENT")
 
 def _stamp() -> int:
     try:
-        return zlib.crc32(Path(__file__).read_bytes())
+        return zlib.crc32(b"".join(Path(__file__).with_name(name).read_bytes() for name in ("see.py", "factors.py")))
     except OSError:  # no file of its own
         return 0
 

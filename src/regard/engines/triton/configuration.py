@@ -95,9 +95,9 @@ def short(p: Any, e: int) -> bool:
 
 def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool = False) -> Config:
     """The configuration of a kernel for a prepared problem with values of size e; `whole_warps`: none set apart."""
-    if kernel in forced or "any" in forced:
+    if (own := forced.get("forward" if kernel in ("short", "laden") else kernel) or forced.get("any")) is not None:
         started(None, [])  # not to be done again once it is another
-        return forced.get(kernel) or forced["any"]
+        return own
     size = max(p.d if p.product else 0, e)
     if not p.product:
         chosen = TANH
