@@ -76,23 +76,33 @@ def row_terms(flow, i, b, h, sizes, FOLD: tl.constexpr, ETA: tl.constexpr, RHO: 
 
 
 @triton.jit
+def extra(flow, row, head, x, i, j, sizes, KEYS_FIRST: tl.constexpr):
+    """What column x of left · right adds to a tile."""
+    left = tl.load(flow.left + row * flow.extras + x, mask=i < sizes.i, other=0.0)
+    right = tl.load(head + j.to(tl.int64) * flow.extras + x, mask=j < sizes.j, other=0.0)
+    return down(left, KEYS_FIRST) * across(right, KEYS_FIRST)
+
+
+@triton.jit
 def into_scores(
     inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes,
-    ETA: tl.constexpr, RHO: tl.constexpr, EXTRAS: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    ETA: tl.constexpr, RHO: tl.constexpr, EXTRAS: tl.constexpr, EXACT: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """ds of a tile. `inside` is the output's part of left · right."""
     if EXTRAS:
         row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
         head = flow.right + b.to(tl.int64) * flow.right_b + h.to(tl.int64) * flow.right_h
-        for begin in range(
-            0, flow.extras, 16
-        ):  # sums of sums: of hundreds, one after the other, the last digits would be lost
-            some = tl.zeros_like(inside)
-            for x in range(begin, tl.minimum(begin + 16, flow.extras)):
-                left = tl.load(flow.left + row * flow.extras + x, mask=i < sizes.i, other=0.0)
-                right = tl.load(head + j.to(tl.int64) * flow.extras + x, mask=j < sizes.j, other=0.0)
-                some += down(left, KEYS_FIRST) * across(right, KEYS_FIRST)
-            inside += some
+        if EXACT:
+            # Sums of sums: of hundreds, one after the other, the last digits would be lost. (Narrow types have none to lose, and
+            # large tiles, which leave no registers for a second sum.)
+            for begin in range(0, flow.extras, 16):
+                some = tl.zeros_like(inside)
+                for x in range(begin, tl.minimum(begin + 16, flow.extras)):
+                    some += extra(flow, row, head, x, i, j, sizes, KEYS_FIRST)
+                inside += some
+        else:
+            for x in range(0, flow.extras):
+                inside += extra(flow, row, head, x, i, j, sizes, KEYS_FIRST)
     inside -= down(c, KEYS_FIRST)
     if RHO:
         far = tl.abs(down(i + sizes.offset, KEYS_FIRST) - across(j, KEYS_FIRST)).to(tl.float32)
@@ -137,7 +147,7 @@ def keys_of(
             inside = product(values, back.T, EXACT_V)
         else:
             inside = tl.zeros_like(s)
-        ds = into_scores(inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes, ETA, RHO, EXTRAS, True)
+        ds = into_scores(inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes, ETA, RHO, EXTRAS, EXACT, True)
         dk = add_product(ds.to(rows.dtype), rows, dk, EXACT)
     return dk, dv
 
@@ -210,7 +220,7 @@ def rows_of_keys(
             inside = product(back, values.T, EXACT_V)
         else:
             inside = tl.zeros_like(s)
-        ds = into_scores(inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes, ETA, RHO, EXTRAS, False)
+        ds = into_scores(inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes, ETA, RHO, EXTRAS, EXACT, False)
         dq = add_product(ds.to(near.dtype), near, dq, EXACT)
     return dq
 
@@ -271,7 +281,7 @@ def step_tile(
         inside = product(back, values.T, EXACT_V)
     else:
         inside = tl.zeros_like(s)
-    return into_scores(inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes, ETA, RHO, EXTRAS, False)
+    return into_scores(inside, w, log2w, slope, c, eta2, rho, flow, i, j, b, h, sizes, ETA, RHO, EXTRAS, EXACT, False)
 
 
 @triton.jit
