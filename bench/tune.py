@@ -31,7 +31,8 @@ STATISTICS = ("y", "norm", "max_score", "entropy")
 
 CANDIDATES = {
     "forward": [
-        C(128, 128, 4, 2, apart=True, registers=168), C(128, 64, 8, 3, registers=128),
+        C(128, 128, 4, 2, apart=True, registers=168), C(128, 64, 8, 3, registers=128), C(64, 128, 4, 2, registers=168),
+        C(128, 64, 8, 2, registers=128),
     ],
     "reread": [
         C(64, 128, 4, 3), C(64, 128, 4, 3, registers=168), C(64, 128, 4, 3, registers=128), C(64, 128, 4, 2, registers=168),
@@ -48,7 +49,7 @@ CANDIDATES = {
         C(64, 64, 4, 2), C(64, 64, 4, 3), C(64, 64, 4, 3, registers=168), C(64, 64, 4, 2, registers=168),
     ],
     "self": [
-        C(128, 64, 8, 3, registers=128), C(128, 128, 4, 4, apart=True, registers=168), C(64, 64, 4, 4, registers=128),
+        C(128, 64, 8, 3, registers=128), C(128, 128, 4, 4, apart=True, registers=168), C(64, 128, 4, 3, registers=168),
     ],
 }  # fmt: skip
 

@@ -54,7 +54,9 @@ def new_room(x, y):
     lying = torch.empty_strided((4, 6), (1, 4), dtype=torch.float64).copy_(x)
     plain = torch.empty(8, 2, dtype=torch.float16)
     plain.copy_(y[:, None])
-    return [lying, plain, torch.zeros(3, dtype=torch.int32), torch.empty(0, 5)]
+    added = torch.empty(4, 6)
+    torch.add(x, x, out=added)
+    return [lying, plain, torch.zeros(3, dtype=torch.int32), torch.empty(0, 5), added]
 
 
 def same(a, b):

@@ -203,6 +203,11 @@ class Notes(TorchDispatchMode):
         )
 
 
+MAKERS = frozenset(
+    (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.zeros.default)
+)
+
+
 class Room:
     """Memory that was taken for a new tensor; most steps are such."""
 
@@ -218,8 +223,10 @@ class Room:
 
 def _maker(func: Any, kwargs: dict[str, Any], out: Any, device: torch.device) -> Callable[[], Tensor] | None:
     """What makes room for a tensor like `out` on this device, if that is all that `func` did."""
+    if func not in MAKERS or out.device != device:
+        return None
     said = {name for name, x in kwargs.items() if x not in (None, False, torch.strided)}
-    if not said <= {"dtype", "device"} or func not in MAKERS or out.device != device:
+    if not said <= {"dtype", "device"}:
         return None
     if func is torch.ops.aten.zeros.default:
         return partial(torch.zeros, tuple(out.shape), dtype=out.dtype, device=device)
@@ -228,11 +235,6 @@ def _maker(func: Any, kwargs: dict[str, Any], out: Any, device: torch.device) ->
     if make is None:
         return partial(torch.empty_strided, tuple(out.shape), out.stride(), dtype=out.dtype, device=device)
     return partial(make, tuple(out.shape), out.stride(), out.dtype)
-
-
-MAKERS = frozenset(
-    (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.zeros.default)
-)
 
 
 class Started:
