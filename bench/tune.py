@@ -31,25 +31,25 @@ STATISTICS = ("y", "norm", "max_score", "entropy")
 
 CANDIDATES = {
     "forward": [
-        C(128, 128, 4, 2, apart=True, registers=168), C(128, 64, 8, 3, registers=128), C(64, 128, 4, 2, registers=168),
+        C(128, 128, 4, 2, gluon=True, registers=168), C(128, 64, 8, 3, registers=128), C(64, 128, 4, 2, registers=168),
         C(128, 64, 8, 2, registers=128),
     ],
     "reread": [
         C(64, 128, 4, 3), C(64, 128, 4, 3, registers=168), C(64, 128, 4, 3, registers=128), C(64, 128, 4, 2, registers=168),
-        C(64, 64, 4, 3, registers=128),
+        C(128, 128, 4, 3, gluon=True), C(128, 128, 4, 3, gluon=True, registers=168),
     ],
     "top": [C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)],
     "ballot": [
         C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 64, 8, 3), C(128, 128, 8, 3), C(128, 128, 8, 2), C(64, 128, 4, 2),
     ],
     "keys": [
-        C(32, 128, 8, 3), C(64, 128, 4, 3, apart=True, registers=168), C(64, 128, 4, 2, apart=True, registers=168), C(64, 64, 4, 2),
+        C(32, 128, 8, 3), C(64, 128, 4, 3, gluon=True, registers=168), C(64, 128, 4, 2, gluon=True, registers=168), C(64, 64, 4, 2),
     ],
     "rows": [
         C(64, 64, 4, 2), C(64, 64, 4, 3), C(64, 64, 4, 3, registers=168), C(64, 64, 4, 2, registers=168),
     ],
     "self": [
-        C(128, 64, 8, 3, registers=128), C(128, 128, 4, 4, apart=True, registers=168), C(64, 128, 4, 3, registers=168),
+        C(128, 64, 8, 3, registers=128), C(128, 128, 4, 4, gluon=True, registers=168), C(64, 128, 4, 3, registers=168),
     ],
 }  # fmt: skip
 
@@ -163,7 +163,7 @@ def main(kernels: list[str], patience: float = 45.0) -> None:
                 results.sort(key=lambda r: r[0])
                 for ms, config, error in results:
                     c = config
-                    mark = "apart" if c.apart else ""
+                    mark = "gluon" if c.gluon else ""
                     print(f"   {kernel:8s} {ms:7.3f} ms {ms / base['cudnn']:.3f}x  {c.block_i},{c.block_j} w{c.warps} s{c.stages} r{c.registers} {mark} err {error:.1e}", flush=True)  # fmt: skip
                 del ask, first, found
                 torch.cuda.empty_cache()

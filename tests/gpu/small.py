@@ -32,7 +32,7 @@ def main(part: int, parts: int, whole: str = "") -> None:
     if whole:
         from regard.engines.triton import configuration
 
-        configuration.PARTED.clear()
+        configuration.GLUON.clear()
     torch.manual_seed(0)
     shapes = ((512, 64, None), (512, 128, regard.causal()), (500, 64, regard.causal()), (257, 40, None))
     asked = [partial(everything, *shape) for shape in shapes]

@@ -1,8 +1,8 @@
 """NVIDIA GPUs: the statistics of the weights at the speed of fused attention.
 
 Rooms of kernels: `tiles` (words for tile operations), `tables` (which tiles are seen), `forward` (one pass over the keys),
-`reread` (a second pass over the columns), `top` (the largest of a row), `backward`, `additive`; `parted` and `parted_keys` are
-the forward pass and the gradient of keys once more, for Hopper and what is asked most. Rooms that call them: `form` (the mask),
+`reread` (a second pass over the columns), `top` (the largest of a row), `backward`, `additive`; `parted`, `parted_keys` and
+`ahead` are the forward pass, the gradient of keys and the second pass once more, for Hopper and what is asked most. Rooms that call them: `form` (the mask),
 `prepared` (a problem as kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and `flow` (the passes),
 `start` (one launch). Triton is imported when the engine first computes, never before.
 

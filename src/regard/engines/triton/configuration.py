@@ -20,7 +20,7 @@ __all__ = ["Config", "configured", "forced", "short"]
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and keys of a tile, warps, stages of the pipeline; by the copy engine; loading warps apart from computing ones;
+    """Rows and keys of a tile, warps, stages of the pipeline; by the copy engine; as the kernel in Gluon that does the same;
     how many registers a thread may take, where fewer of them let more programs run side by side."""
 
     block_i: int
@@ -28,7 +28,7 @@ class Config:
     warps: int
     stages: int
     tma: bool = True
-    apart: bool = False
+    gluon: bool = False
     registers: int | None = None
 
     @property
@@ -67,15 +67,17 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("rows", 256): Config(64, 32, 8, 1),
     ("steps", 256): Config(64, 32, 4, 1),
 }
-#: The same where the warps that load are parted from those that compute (`parted`, `parted_keys`): whole tiles of
-#: products. Written in a language that is young and still changes: used with the versions it was tested with, and no others.
-PARTED: dict[tuple[str, int], Config] = {
-    ("forward", 128): Config(128, 128, 4, 2, apart=True, registers=168),
-    ("self", 128): Config(128, 128, 4, 4, apart=True, registers=168),
-    ("keys", 64): Config(64, 128, 4, 3, apart=True, registers=168),
-    ("keys", 128): Config(64, 128, 4, 3, apart=True, registers=168),
+#: The same for kernels in Gluon, where products run beside arithmetic by plan (`parted`, `parted_keys`, `ahead`): whole tiles of
+#: products. The language is young and still changes: used with the versions it was tested with, and no others.
+GLUON: dict[tuple[str, int], Config] = {
+    ("forward", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
+    ("self", 128): Config(128, 128, 4, 4, gluon=True, registers=168),
+    ("reread", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
+    ("reread", 128): Config(128, 128, 4, 3, gluon=True),
+    ("keys", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
+    ("keys", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
 }
-PARTED_VERSIONS = ("3.6.",)
+GLUON_VERSIONS = ("3.6.",)
 #: For float32, whose exact products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
     ("any", 64): Config(32, 32, 4, 2, tma=False),
@@ -93,8 +95,8 @@ def short(p: Any, e: int) -> bool:
     return p.j <= 256 and max(p.d, e) <= 64
 
 
-def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool = False) -> Config:
-    """The configuration of a kernel for a prepared problem with values of size e; `whole_warps`: none set apart."""
+def configured(kernel: str, p: Any, e: int, v: Tensor | None, plain: bool = False) -> Config:
+    """The configuration of a kernel for a prepared problem with values of size e; `plain`: none in Gluon."""
     if (own := forced.get("forward" if kernel in ("short", "laden") else kernel) or forced.get("any")) is not None:
         started(None, [])  # not to be done again once it is another
         return own
@@ -105,9 +107,9 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, whole_warps: bool 
         chosen = _plain(size)
     else:
         chosen = _on_hopper(kernel, size)
-        parted = PARTED.get((kernel, size))
-        if parted is not None and not whole_warps and p.one_loop(parted) and _parts_warps(p.q.device):
-            return parted
+        planned = GLUON.get((kernel, size))
+        if planned is not None and not plain and p.one_loop(planned) and _runs_gluon(p.q.device):
+            return planned
     if "bias" in p.kinds:  # its tiles take room beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
     # A few rows need no tall tile.
@@ -128,11 +130,11 @@ def _on_hopper(kernel: str, size: int) -> Config:
 
 
 @lru_cache
-def _parts_warps(device: torch.device) -> bool:
+def _runs_gluon(device: torch.device) -> bool:
     """Its products are instructions of Hopper alone: those after it have others."""
     import triton
 
-    return triton.__version__.startswith(PARTED_VERSIONS) and _capability(device) == 9
+    return triton.__version__.startswith(GLUON_VERSIONS) and _capability(device) == 9
 
 
 @lru_cache

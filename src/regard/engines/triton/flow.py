@@ -101,7 +101,7 @@ def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
         dv = empty(p.b, heads, p.j, f.e, like=v, dtype=v.dtype if heads == hv else torch.float32, lying=True)
     config = _keys_config(f, heads)
     table = p.table(config)
-    if config.apart and v is not None and dy is not None and dv is not None:
+    if config.gluon and v is not None and dy is not None and dv is not None:
         _parted_keys(f, config, v, dy, dk, dv)
         return dk, dv
 
@@ -122,13 +122,13 @@ def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
 def _keys_config(f: Flowing, heads: int) -> Config:
     """Warps are parted where the copy engine takes everything in and out, and nothing but products and rows' terms flows."""
     p, v = f.p, f.v
-    config = configured("keys", p, f.e, v, whole_warps=short(p, f.e))
-    if config.apart:
+    config = configured("keys", p, f.e, v, plain=short(p, f.e))
+    if config.gluon:
         tiles = [] if v is None or f.dy is None else [(p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)]
         alike = len(tiles) > 0 and all(x.dtype == p.q.dtype for x, _ in tiles)
         own_heads = v is not None and heads == p.k.shape[1] == v.shape[1]
         if f.constants["EXTRAS"] or not (alike and own_heads and p.one_loop(config) and copies_serve(p.d, *tiles)):
-            config = dataclasses.replace(configured("keys", p, f.e, v, whole_warps=True), apart=False)
+            config = dataclasses.replace(configured("keys", p, f.e, v, plain=True), gluon=False)
     return config
 
 

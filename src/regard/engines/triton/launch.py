@@ -25,6 +25,8 @@ from .tiles import Map, cells, copies_serve, rows_of
 #: Of how many groups of tiles the largest product is noted: four times as many as a ballot is asked for (`by_ballot`), and no
 #: more, since all are sorted for a bound.
 MOST_GROUPS = 64
+#: What kernels in Gluon take of that which all are told: they know no steps, only products.
+PRODUCTS = ("seen", "sizes", "scale2", "D", "MASK")
 
 
 def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, best: bool = False) -> dict[str, Tensor]:  # fmt: skip
@@ -47,7 +49,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         found["bests"] = empty(p.b, p.h, triton.cdiv(visits, per_best), p.i, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
     kernel = forward_kernel
-    if config.apart:
+    if config.gluon:
         from .parted import parted_kernel as kernel
 
     def arguments() -> Arguments:
@@ -65,9 +67,9 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "row_table": table, "heads": p.b * p.h, "per_group": p.per_group(e), "MAX": "max_score" in names, "BESTS": best,
             "SINK": problem.sink is not None, "SAME": v is not None and p.product and _same(v, p.k), **config.launch,
         }  # fmt: skip
-        if config.apart and v is not None:
-            common = {name: common[name] for name in ("seen", "sizes", "scale2", "D", "MASK")}
-            return _parted_arguments(p, config, v, found["y"], {"drawer": drawer, **told, **common})
+        if config.gluon and v is not None:
+            told |= {"drawer": drawer, **{name: common[name] for name in PRODUCTS}}
+            return _parted_arguments(p, config, v, found["y"], told)
         tma, descriptors, maps = _forward_copies(p, config, v, e)
         return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
             "q": cells(p.q), "k": cells(p.k), "v": p.nothing if v is None else cells(v), "pair": p.pair,
@@ -78,7 +80,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "BLOCK_D": padded(p.d, p.q), "BLOCK_E": padded(e, p.q), **told, **common,
         }  # fmt: skip
 
-    drawer = lots(p) if config.apart else None
+    drawer = lots(p) if config.gluon else None
     given = [*p.tensors, v, keys, problem.sink, table.ptr, *found.values(), drawer]
     start(kernel, p.key and (p.key, names, best, config), given, arguments)
     return found
@@ -92,12 +94,12 @@ def _row_output(p: Prepared, name: str) -> Tensor:
 def _forward_config(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
     name = _forward_name(p, names, v, e)
-    config = configured(name, p, e, v, whole_warps=v is None)
-    if config.apart:
+    config = configured(name, p, e, v, plain=v is None)
+    if config.gluon:
         alike = v is not None and v.shape[-1] == p.d and v.dtype == p.q.dtype == p.k.dtype
         tiles = [] if v is None else [(p.q, config.block_i // 2), (p.k, config.block_j), (v, config.block_j)]
         if not (alike and p.one_loop(config) and copies_serve(p.d, *tiles)):
-            config = dataclasses.replace(configured(name, p, e, v, whole_warps=True), apart=False)
+            config = dataclasses.replace(configured(name, p, e, v, plain=True), gluon=False)
     return config
 
 
@@ -137,37 +139,80 @@ def reread(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | N
     if "z" in names and u is not None:
         u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
         found["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
-    config = configured("reread", p, e if "z" in names else 0, u)
-    pool, aligned = Pool(p.q, 1, 0, 1, 1), False
-    if "pool" in names and tiling is not None:
-        n = tiling.i1 - tiling.i0
-        aligned = n > 0 and n % (tiling.rows * config.block_i) == 0 and tiling.i0 % config.block_i == 0
-        shape = p.b, p.h, tiling.rows, p.j
-        if aligned and p.form.kind in ("none", "causal"):
-            sums = empty(*shape, like=p.q, dtype=torch.float32)
-        else:  # what nobody sees is never written
-            sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
-        pool = Pool(sums, tiling.rows, tiling.i0, tiling.i1, n // (tiling.rows * config.block_i) if aligned else 1)
+    config = _reread_config(p, names, e, u, tiling)
+    pool, aligned = _pool(p, config, tiling if "pool" in names else None)
     norm2, table = p.in_base_2(norm), p.table(config)
+    kernel = reread_kernel
+    if config.gluon:
+        from .ahead import ahead_kernel as kernel
 
     def arguments() -> Arguments:
         block_d, heads = padded(p.d, p.q), p.b * p.h
+        told: dict[str, Any] = {
+            "heads": heads, "per_group": p.per_group(0), "table": table, "pool": pool, "RECEIVED": "received" in names,
+            "PARTS": "pool" in names, "out_received": rows_of(found["received"]) if "received" in found else p.nothing,
+            **config.launch,
+        }  # fmt: skip
+        if config.gluon:
+            return p.j // config.block_j * heads, told | _ahead_arguments(p, config, norm2)
         tma, descriptors, maps = copied(p, config, (p.q, (config.block_i, block_d)))
         return triton.cdiv(p.j, config.block_j) * heads, {
-            "q": cells(p.q), "k": cells(p.k), "pair": p.pair, "q_desc": descriptors[0], "q_map": maps[0], "heads": heads,
-            "per_group": p.per_group(0), "norm": norm2, "u": p.nothing if u is None else cells(u), "table": table, "pool": pool,
-            "out_received": rows_of(found["received"]) if "received" in found else p.nothing,
-            "out_z": cells(found["z"]) if "z" in found else p.nothing, "PAIR": p.pair_kind, "E": e, "FOLD": p.fold,
-            "EXACT_U": u is not None and u.dtype == torch.float32, "RECEIVED": "received" in names, "PARTS": "pool" in names,
+            "q": cells(p.q), "k": cells(p.k), "pair": p.pair, "q_desc": descriptors[0], "q_map": maps[0], "norm": norm2,
+            "u": p.nothing if u is None else cells(u), "out_z": cells(found["z"]) if "z" in found else p.nothing,
+            "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "EXACT_U": u is not None and u.dtype == torch.float32,
             "ALIGNED": aligned, "Z": "z" in names, "TMA": tma, "EDGES": p.edges(config), "WHOLE": p.whole(config),
-            "BLOCK_D": block_d, "BLOCK_E": padded(e, p.q), **p.common, **config.launch,
+            "BLOCK_D": block_d, "BLOCK_E": padded(e, p.q), **p.common, **told,
         }  # fmt: skip
 
     given = [*p.tensors, norm2, u, table.ptr, pool.sums, *found.values()]
-    start(reread_kernel, p.key and (p.key, names, pool[1:], aligned, config), given, arguments)
+    start(kernel, p.key and (p.key, names, pool[1:], aligned, config), given, arguments)
     if "pool" in names and tiling is not None:
         found["pool"] = _columns_pooled(pool.sums, tiling)
     return found
+
+
+def _ahead_arguments(p: Prepared, config: Config, norm2: Tensor) -> dict[str, Any]:
+    from .parted import in_lines
+
+    copies = into_shared_memory(q=(p.q, config.block_i), k=(p.k, config.block_j))
+    copies["lse2_desc"], copies["lse2_map"] = in_lines(norm2, p.h, config.block_i, p.i // config.block_i)
+    return {"STAGES": config.stages, **copies, **{name: p.common[name] for name in PRODUCTS}}
+
+
+def _pool(p: Prepared, config: Config, tiling: Tiling | None) -> tuple[Pool, bool]:
+    """Where columns are added up for a pooled map, and whether each tile of weights lies within one of its tile rows."""
+    if tiling is None:
+        return Pool(p.q, 1, 0, 1, 1), False
+    block_i = _tile_rows(config)
+    aligned, shape = _aligned(tiling, block_i), (p.b, p.h, tiling.rows, p.j)
+    if aligned and p.form.kind in ("none", "causal"):
+        sums = empty(*shape, like=p.q, dtype=torch.float32)
+    else:  # what nobody sees is never written
+        sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
+    blocks = (tiling.i1 - tiling.i0) // (tiling.rows * block_i) if aligned else 1
+    return Pool(sums, tiling.rows, tiling.i0, tiling.i1, blocks), aligned
+
+
+def _reread_config(p: Prepared, names: tuple[str, ...], e: int, u: Tensor | None, tiling: Tiling | None) -> Config:
+    """Products run ahead only where the copy engine loads everything, and where a tile falls into one tile row."""
+    config = configured("reread", p, e if "z" in names else 0, u, plain="z" in names)
+    if config.gluon:
+        aligned = "pool" not in names or tiling is None or _aligned(tiling, _tile_rows(config))
+        served = p.q.dtype == p.k.dtype and copies_serve(p.d, (p.q, config.block_i), (p.k, config.block_j))
+        if not (aligned and served and p.one_loop(config)):
+            config = dataclasses.replace(configured("reread", p, 0, u, plain=True), gluon=False)
+    return config
+
+
+def _tile_rows(config: Config) -> int:
+    """Rows of a tile: where products run ahead, a block of rows is two."""
+    return config.block_i // 2 if config.gluon else config.block_i
+
+
+def _aligned(tiling: Tiling, block_i: int) -> bool:
+    """Whether every block of rows lies within one tile row of a pooled map."""
+    n = tiling.i1 - tiling.i0
+    return n > 0 and n % (tiling.rows * block_i) == 0 and tiling.i0 % block_i == 0
 
 
 def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -40,7 +41,13 @@ def laid_out(told: tuple[Any, Map] | None) -> tuple[TensorDescriptor, Map]:
     return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), where
 
 
-# Words for kernels whose warps are parted.
+def in_lines(x: Tensor, heads: int, length: int, lines: int) -> tuple[TensorDescriptor, Map]:
+    """Numbers of rows, (b, h, i) without gaps, as the copy engine takes them: `lines` of a `length` for each head."""
+    desc = TensorDescriptor(x, [x.numel() // length, length], [length, 1], [1, length], gl.NVMMASharedLayout(0, 32))
+    return desc, Map(heads * lines, lines, 0)
+
+
+# Words for kernels in Gluon.
 
 
 @gluon.jit
@@ -206,11 +213,11 @@ def compute(
             scale2, MASK, ENTROPY, REACH, MASS, ARGMAX, BESTS, MASK != "none",
         )  # fmt: skip
         p = gl.convert_layout(p.to(dtype), P)
-        for EDGE in gl.static_range(
-            1 if MASK != "none" else 0, -1, -1
-        ):  # the tiles at the mask's edge, then those seen in full
-            edges = gl.maximum(past - full_to, 1)
-            for back in range(1 if EDGE or MASK == "none" else edges, edges if EDGE else past - first):
+        # The tiles at one edge of the mask, those seen in full, those at the other edge.
+        begins = 1, gl.maximum(past - full_to, 1), past - full_from
+        ends = begins[1], begins[2], past - first
+        for PART in gl.static_range(0 if MASK != "none" else 1, 3 if MASK == "band" else 2):
+            for back in range(begins[PART], ends[PART]):
                 before, odd_before = slot, odd
                 count += 1
                 slot, odd = count % STAGES, (count // STAGES) & 1
@@ -227,7 +234,7 @@ def compute(
                     mbarrier.arrive(k_free.index(slot))
                 m, l, t, reach, mass, argmax, best, weights, a = weights_of(
                     s, m, l, t, reach, mass, argmax, best, i, (past - 1 - back) * BLOCK_J + column, back, b, h, keys, seen, bests,
-                    per_best, sizes, scale2, MASK, ENTROPY, REACH, MASS, ARGMAX, BESTS, EDGE == 1,
+                    per_best, sizes, scale2, MASK, ENTROPY, REACH, MASS, ARGMAX, BESTS, PART != 1,
                 )  # fmt: skip
                 y, p = warpgroup_mma_wait(0, deps=(y, p))
                 mbarrier.arrive(v_free.index(before))
@@ -301,6 +308,7 @@ __all__ = [
     "copy_out",
     "draw",
     "heard",
+    "in_lines",
     "laid_out",
     "lot",
     "parted_kernel",

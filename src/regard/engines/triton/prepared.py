@@ -132,8 +132,9 @@ class Prepared:
 
     def one_loop(self, config: Config) -> bool:
         """Whether one loop by the copy engine can take all tiles, and at least one for every row."""
-        plain = self.fold and self.form.kind in ("none", "causal") and self.problem.offset >= 0
-        return plain and self.whole(config) and self.j > 0
+        kind, offset = self.form.kind, self.problem.offset
+        see_some = kind in ("none", "causal") or (kind == "band" and self.i + offset <= self.j)
+        return self.fold and see_some and offset >= 0 and self.whole(config) and self.j > 0
 
     def table(self, config: Config) -> Cells:
         """Which blocks of rows see a block of keys."""
@@ -179,7 +180,7 @@ def copied(p: Prepared, config: Config, *wanted: tuple[Tensor, tuple[int, int]])
     return True, [f[0] for f in found if f], [f[1] for f in found if f]
 
 
-# For kernels whose warps are parted.
+# For kernels in Gluon.
 
 
 def into_shared_memory(**tensors: tuple[Tensor, int]) -> dict[str, Any]:

@@ -68,6 +68,16 @@ def add_block_to_parts(column, part, pool, b, h, n, j, sizes, BLOCK_I: tl.conste
 
 
 @triton.jit
+def close_parts(part, pool, b, h, j, first, past, sizes, BLOCK_I: tl.constexpr):
+    """Write the sums of a tile row that a window leaves in its middle."""
+    block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
+    inside = (block >= 0) & (block < pool.blocks * pool.rows) & (block + pool.i0 // BLOCK_I >= first)
+    open_row = inside & ((block + 1) % pool.blocks != 0)
+    at = start_of_parts(pool, b, h, j, sizes) + (block // pool.blocks).to(tl.int64) * sizes.j
+    tl.store(at, part, mask=j < tl.where(open_row, sizes.j, 0))
+
+
+@triton.jit
 def add_rows_to_parts(w, pool, b, h, i, j, sizes):
     """Add the columns of a tile (j, i) to those tile rows of the pooled map that its rows fall into."""
     inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
@@ -158,12 +168,7 @@ def reread_kernel(
                 BLOCK_I, PART != 1, WHOLE,
             )  # fmt: skip
     if PARTS and ALIGNED:
-        # A window ends in the middle of a tile row: what was added up since is not written yet.
-        block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
-        inside = (block >= 0) & (block < pool.blocks * pool.rows) & (block + pool.i0 // BLOCK_I >= first)
-        open_row = inside & ((block + 1) % pool.blocks != 0)
-        at = start_of_parts(pool, b, h, j, sizes) + (block // pool.blocks).to(tl.int64) * sizes.j
-        tl.store(at, part, mask=j < tl.where(open_row, sizes.j, 0))
+        close_parts(part, pool, b, h, j, first, past, sizes, BLOCK_I)
     if RECEIVED:
         put_row(out_received, b, h, j, received, sizes.j)
     if Z:
@@ -180,4 +185,4 @@ def pool_kernel(sums, out, tiles, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + tile_row, tl.sum(x, 1), mask=tile_row < tiles)
 
 
-__all__ = ["Pool", "add_block_to_parts", "blank_parts", "pool_kernel", "reread_kernel"]
+__all__ = ["Pool", "add_block_to_parts", "blank_parts", "close_parts", "pool_kernel", "reread_kernel"]
