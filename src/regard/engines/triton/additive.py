@@ -25,7 +25,8 @@ TAME = 10.0
 
 
 class TanhPair(NamedTuple):
-    """Projected queries and keys with positions last, (b, h, a, i) and (b, g, a, j): as they are, and e^2x. No gaps."""
+    """Projected queries and keys with positions last, (b, h, a, rows) and (b, g, a, keys), without gaps; and e^2x of two
+    components together in 64 bits, (b, h, a / 2, rows) and (b, g, a / 2, keys)."""
 
     q: Any
     k: Any
@@ -36,6 +37,8 @@ class TanhPair(NamedTuple):
     v_h: int
     tame: Any  # one int: 1 where the paired form serves
     a: int  # even
+    rows: int  # as many as there are, filled up to whole tiles: no load has to ask whether it is past the end
+    keys: int
 
 
 @triton.jit
@@ -49,29 +52,33 @@ def reciprocal(x, PAIR: tl.constexpr):
 
 
 @triton.jit
+def both(at):
+    """Two numbers of every position in one load: loads are what this waits for."""
+    two = tl.load(at)
+    return two.to(tl.int32).to(tl.float32, bitcast=True), (two >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def tanh_sum(pair, i, j, b, h, hk, sizes, PAIR: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Σ_a v_a tanh(q_a + k_a) of a tile, (i, j) or (j, i)."""
     v = pair.v + b.to(tl.int64) * pair.v_b + h.to(tl.int64) * pair.v_h
     # Pointers of whole rows of components, not of every position: one addition a component.
-    head_q = (b * sizes.h + h).to(tl.int64) * pair.a * sizes.i
-    head_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * pair.a * sizes.j
+    head_q = (b * sizes.h + h).to(tl.int64) * pair.a * pair.rows
+    head_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * pair.a * pair.keys
     s = tl.zeros((down(i, KEYS_FIRST) + across(j, KEYS_FIRST)).shape, tl.float32)
-    i, j = tl.minimum(i, sizes.i - 1), tl.minimum(j, sizes.j - 1)  # past the end anything may stand
     if tl.load(pair.tame) != 0:
         total = 0.0
-        a0_ptr, b0_ptr = pair.grown_q + head_q, pair.grown_k + head_k
-        a1_ptr, b1_ptr = a0_ptr + sizes.i, b0_ptr + sizes.j
+        a_ptr, b_ptr = pair.grown_q + head_q // 2, pair.grown_k + head_k // 2
         for n in tl.range(0, pair.a, 2):
             v0, v1 = tl.load(v + n), tl.load(v + n + 1)
-            a0, a1 = down(tl.load(a0_ptr + i), KEYS_FIRST), down(tl.load(a1_ptr + i), KEYS_FIRST)
-            b0, b1 = across(tl.load(b0_ptr + j), KEYS_FIRST), across(tl.load(b1_ptr + j), KEYS_FIRST)
-            d0, d1 = a0 * b0 + 1.0, a1 * b1 + 1.0
+            a0, a1 = both(a_ptr + i)
+            b0, b1 = both(b_ptr + j)
+            d0 = down(a0, KEYS_FIRST) * across(b0, KEYS_FIRST) + 1.0
+            d1 = down(a1, KEYS_FIRST) * across(b1, KEYS_FIRST) + 1.0
             s += (v0 * d1 + v1 * d0) * reciprocal(d0 * d1, PAIR)
             total += v0 + v1
-            a0_ptr += 2 * sizes.i
-            a1_ptr += 2 * sizes.i
-            b0_ptr += 2 * sizes.j
-            b1_ptr += 2 * sizes.j
+            a_ptr += pair.rows
+            b_ptr += pair.keys
         s = total - 2.0 * s
     else:
         q_ptr, k_ptr = pair.q + head_q, pair.k + head_k
@@ -79,8 +86,8 @@ def tanh_sum(pair, i, j, b, h, hk, sizes, PAIR: tl.constexpr, KEYS_FIRST: tl.con
             x = down(tl.load(q_ptr + i), KEYS_FIRST) + across(tl.load(k_ptr + j), KEYS_FIRST)
             # e^2x may overflow to inf: then the fraction is 0, and tanh is 1.
             s += tl.load(v + n) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, PAIR))
-            q_ptr += sizes.i
-            k_ptr += sizes.j
+            q_ptr += pair.rows
+            k_ptr += pair.keys
     return s
 
 

@@ -85,7 +85,7 @@ PLAIN: dict[tuple[str, int], Config] = {
     ("any", 256): Config(16, 32, 4, 1, tma=False),
 }
 #: Additive scores: no product to feed, all arithmetic.
-TANH = Config(64, 64, 8, 1, tma=False)
+TANH = Config(32, 128, 8, 1, tma=False, registers=128)
 
 forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurations here
 

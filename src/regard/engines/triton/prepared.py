@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ...factors import Problem, lying_as
 from ...score import Alibi, Bias, Product, Softcap
@@ -93,15 +94,17 @@ class Prepared:
         """Additive scores: what is in front of tanh, and its exponentials."""
         if self.product:
             unused = self.q
-            return TanhPair(unused, unused, unused, unused, unused, 0, 0, unused, 0)
+            return TanhPair(unused, unused, unused, unused, unused, 0, 0, unused, 0, 0, 0)
         v = self.problem.pair.v  # type: ignore[union-attr]
-        a = self.d + self.d % 2
-        q, k = (torch.nn.functional.pad(x.float(), (0, a - self.d)).mT.contiguous() for x in (self.q, self.k))
-        v = torch.nn.functional.pad(v.float(), (0, a - self.d)).mT.contiguous()  # b h a 1
+        a, rows, keys = self.d + self.d % 2, _whole(self.i), _whole(self.j)
+        q, k, v = (
+            pad(x.float(), (0, a - self.d, 0, n - x.shape[2])).mT.contiguous()
+            for x, n in ((self.q, rows), (self.k, keys), (v, v.shape[2]))
+        )
         tame = ((q.abs().amax() <= TAME) & (k.abs().amax() <= TAME)).int() if q.numel() and k.numel() else q.new_ones(1)
-        grown = [(2 * x.clamp(-TAME, TAME)).exp() for x in (q, k)]
-        at = cells(v)
-        return TanhPair(q, k, grown[0], grown[1], v, at.b, at.h, tame, a)
+        grown = [_in_pairs((2 * x.clamp(-TAME, TAME)).exp()) for x in (q, k)]
+        at = cells(v)  # b h a 1
+        return TanhPair(q, k, grown[0], grown[1], v, at.b, at.h, tame, a, rows, keys)
 
     @property
     def pair_kind(self) -> str:
@@ -149,6 +152,16 @@ class Prepared:
             return self.nothing
         table = row_table(self.form, config.block_i, config.block_j, self.j)
         return Cells(table, table.stride(0) if len(table) > 1 else 0, table.stride(1), 4, 1)
+
+
+def _whole(n: int) -> int:
+    """Positions filled up to whole tiles, however tall."""
+    return triton.cdiv(n, 128) * 128
+
+
+def _in_pairs(x: Tensor) -> Tensor:
+    """(b, h, a, i) with two neighbours along a in 64 bits each: (b, h, a / 2, i)."""
+    return x.unflatten(2, (-1, 2)).transpose(3, 4).contiguous().view(torch.int64).squeeze(-1)
 
 
 def _tensor_of(step: Any) -> Tensor | None:
