@@ -151,6 +151,19 @@ def test_the_complement_of_the_complement_is_the_same_set(starts: list[int], siz
     assert torch.equal(inside(spans.complement(6), 1, 6), ~inside(spans, 1, 6))
 
 
+# Drawings.
+
+
+def test_a_large_mask_is_printed_as_its_corner() -> None:
+    small, large = regard.padding(torch.tensor([3])), regard.padding(torch.tensor([4000, 7]))
+    assert str(small) == small.draw()
+    *rows, note = str(large).splitlines()
+    assert len(rows) == 32
+    assert rows[0] == " ".join("■" * 32)
+    assert "first 32 rows and columns" in note
+    assert len(large.draw(40, 50).splitlines()) == 40  # as much as was asked for
+
+
 # Alignment.
 
 

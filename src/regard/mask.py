@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .again import noting
 from .block import Block
-from .tree import node
+from .tree import flatten, node
 
 __all__ = ["Layout", "Mask", "Spans", "as_mask", "causal", "documents", "padding", "window"]
 
@@ -110,6 +110,9 @@ def _made_around(layout: Layout, before: int | None, after: int | None) -> Spans
 #: Layers of a model ask for the same again and again.
 _kept_around = functools.lru_cache(maxsize=8)(_made_around)
 
+#: So many rows and columns of a mask are printed.
+CORNER = 32
+
 
 class Mask:
     """Who may look at whom. Combine masks with `& | ~`; `print` draws one."""
@@ -169,13 +172,16 @@ class Mask:
         known = self.size() or (8, 8)
         i, j = (known[0] if i is None else i), (known[1] if j is None else j)
         offset = j - i if align == "end" else 0
-        block = Block(slice(0, i), slice(0, j), offset, torch.device("cpu"))
-        cells = self.visible(block)
+        device = next((tensor.device for tensor in flatten(self)[1]), torch.device("cpu"))
+        cells = self.visible(Block(slice(0, i), slice(0, j), offset, device))
         cells = cells.reshape(-1, *cells.shape[-2:])[0].expand(i, j)  # of a batch, the first
         return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in cells.tolist())
 
     def __str__(self) -> str:
-        return self.draw()
+        """The drawing; of a large mask its first corner."""
+        i, j = self.size() or (8, 8)
+        shown = self.draw(min(i, CORNER), min(j, CORNER))
+        return shown if max(i, j) <= CORNER else f"{shown}\n(the first {CORNER} rows and columns; draw() shows all)"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__.lower()}()"

@@ -301,3 +301,7 @@ def test_what_it_cannot_serve_is_refused_and_auto_serves_it(make, reason: str) -
     with pytest.raises(NotImplementedError, match=reason):
         W.entropy()
     regard.weights(draw(1, 5, 512)).entropy()
+
+
+def test_masks_on_a_gpu_are_drawn() -> None:
+    assert regard.padding(torch.tensor([2, 1], device="cuda")).draw(1, 3) == "■ ■ ·"
