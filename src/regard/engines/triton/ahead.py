@@ -74,8 +74,8 @@ def ahead_kernel(
     mbarrier.wait(own_ready.index(0), 0)
     keys = own.index(0).load(gl.DotOperandLayout(0, S, 2))
     gl.thread_barrier()
-    # From here on the place of the keys and of their barrier is free. One that is not ended comes back: the hardware keeps it
-    # beside shared memory and writes it there whenever it likes.
+    # From here on the place of the keys and of their barrier is free. A barrier must be ended before: left as it was, its bytes came
+    # back among the rows that lie there now, when another program began beside this one.
     mbarrier.invalidate(own_ready.index(0))
     slots = room(q_desc, STAGES), room(lse2_desc, STAGES), ready
     for n in gl.static_range(STAGES):
