@@ -283,6 +283,29 @@ def judged_where_all_scores_are_huge(dtype: torch.dtype, device: str = "cpu") ->
         torch.testing.assert_close(dv.float(), torch.full_like(dv, 37 / 70).float(), rtol=1e-2, atol=0)
 
 
+def judged_where_numbers_are_nan(dtype: torch.dtype, device: str = "cpu") -> None:
+    """What is nan stays nan, in the rows and columns that see it and nowhere else: a broken query is no row that sees nothing."""
+    scores = (
+        regard.ScaledDot(),
+        regard.ScaledDot().alibi(torch.ones(2, device=device)),
+        regard.ScaledDot().sink(torch.zeros(2, device=device)),
+    )
+    for score, broken, mask in itertools.product(
+        scores, ("query", "key"), (None, regard.causal(), regard.window(3, 0))
+    ):
+        q, k, v = (torch.randn(1, 2, 37, 16, device=device).to(dtype) for _ in range(3))
+        (q if broken == "query" else k)[0, 1, 5] = torch.nan
+        seen, truth = (
+            regard.weights(q, k, score=score, mask=mask, engine=engine).see(
+                "lse", "max_score", "entropy", "reach", "received", values=v
+            )
+            for engine in ("triton", "blockwise")
+        )
+        for name in ("y", "lse", "max_score", "entropy", "reach", "received"):
+            same = torch.equal(getattr(seen, name).isnan(), getattr(truth, name).isnan())
+            assert same, f"{name} of a broken {broken}, {mask!r}, {dtype}"
+
+
 def change_all(tree: Any, how: Any) -> Any:
     spec, tensors = flatten(tree)
     return rebuild(spec, [how(t) for t in tensors])

@@ -103,6 +103,7 @@ def main(part: int, of: int) -> int:
     if part == 0:
         cover.judged_where_all_scores_are_huge(torch.float32)
         cover.judged_where_all_scores_are_huge(torch.float16)
+        cover.judged_where_numbers_are_nan(torch.float32)
     return int(wrong > 0)
 
 

@@ -265,6 +265,7 @@ def test_nan_at_a_visible_key_is_not_hidden(engine: str, dtype: torch.dtype, nan
     W = regard.weights(q, k, align="end", engine=engine)
     for got in (
         W.lse,
+        W.max_score(),
         W @ draw(70, 2, dtype=dtype),
         W.entropy(),
         W.received(),
@@ -281,6 +282,15 @@ def test_nan_at_a_key_that_one_row_sees_reaches_that_row(dtype: torch.dtype) -> 
     k[2] = NAN
     W = regard.weights(q, k, mask=regard.causal())
     assert W.lse.isnan().tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_query_of_nan_is_no_row_that_sees_nothing(engine: str, dtype: torch.dtype) -> None:
+    q, k = draw(3, 2, dtype=dtype), draw(70, 2, dtype=dtype)
+    q[1] = NAN
+    W = regard.weights(q, k, align="end", engine=engine)
+    for got in (W.lse, W.max_score(), W @ draw(70, 1, dtype=dtype), W.entropy(), W.reach()):
+        assert got.isnan().flatten().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -164,6 +164,14 @@ def test_a_large_mask_is_printed_as_its_corner() -> None:
     assert len(large.draw(40, 50).splitlines()) == 40  # as much as was asked for
 
 
+def test_masks_that_are_not_laid_over_a_matrix_yet_are_drawn() -> None:
+    assert str(documents([0, 1], [0, 1, 1])).splitlines() == ["■ · ·", "· ■ ■"]
+    assert str(documents(torch.tensor([[0, 0, 1], [1, 1, 1]]))).splitlines() == ["■ ■ ·", "■ ■ ·", "· · ■"]
+    assert str(padding([100]) & documents([0, 1, 1])).splitlines() == ["■ · ·", "· ■ ■", "· ■ ■"]
+    assert str(documents(torch.tensor([], dtype=torch.long))) == ""
+    assert str(padding(torch.tensor([], dtype=torch.long))) == "■"
+
+
 # Alignment.
 
 

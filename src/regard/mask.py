@@ -140,7 +140,8 @@ class Mask:
 
     def size(self) -> tuple[int, int] | None:
         """The (i, j) this mask is made for, if its tensors tell."""
-        return next((size for mask in self.masks() if (size := mask.size())), None)
+        known = [size for mask in self.masks() if (size := mask.size())]
+        return (min(i for i, _ in known), min(j for _, j in known)) if known else None
 
     def covers(self, layout: Layout) -> bool:
         """Whether it is plain, without looking at tensors, that every key is seen by some row."""
@@ -174,7 +175,8 @@ class Mask:
         offset = j - i if align == "end" else 0
         device = next((tensor.device for tensor in flatten(self)[1]), torch.device("cpu"))
         cells = self.visible(Block(slice(0, i), slice(0, j), offset, device))
-        cells = cells.reshape(-1, *cells.shape[-2:])[0].expand(i, j)  # of a batch, the first
+        cells = cells.expand(*cells.shape[:-2], i, j).flatten(0, -3) if cells.ndim > 2 else cells.expand(1, i, j)
+        cells = cells[0] if len(cells) else cells.new_ones(i, j)  # of a batch, the first
         return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in cells.tolist())
 
     def __str__(self) -> str:
@@ -263,9 +265,10 @@ class Documents(Mask):
         )
 
     def visible(self, block: Block) -> Tensor:
-        if self.key_ids is None:  # not laid over a matrix yet: only drawn
-            ids = self.ids.reshape(-1, self.ids.shape[-1])[:1, None]
-            return block.take(ids.mT) == block.take(ids)
+        if self.key_ids is None or self.ids.ndim < 3:  # not laid over a matrix yet: only drawn
+            both = self.ids, self.ids if self.key_ids is None else self.key_ids
+            ids, key_ids = (x.unsqueeze(0).flatten(0, -2)[:1, None] for x in both)
+            return block.take(ids.mT) == block.take(key_ids)
         return block.take(self.ids) == block.take(self.key_ids)
 
     def spans(self, layout: Layout) -> Spans:

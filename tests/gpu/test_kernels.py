@@ -88,6 +88,11 @@ def test_rows_whose_scores_are_all_huge_are_rows_like_any_other(dtype: torch.dty
     cover.judged_where_all_scores_are_huge(dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_what_is_nan_stays_nan(dtype: torch.dtype) -> None:
+    cover.judged_where_numbers_are_nan(dtype, "cuda")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("b", "h", "g", "t", "d"), [(1, 1, 1, 256, 128), (2, 4, 2, 640, 128), (3, 2, 2, 384, 64), (1, 3, 1, 512, 96)]

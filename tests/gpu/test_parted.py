@@ -141,11 +141,12 @@ def test_columns_tell_the_truth(sizes, d: int, mask: str) -> None:
     W = regard.weights(q, k, mask=MASKS[mask], align=align, engine="triton")
     w = truth(q, k, k, mask, align)["w"]
     start.KEPT.clear()
-    seen = W.see("received", pool=(i // 128, j // 64))
-    assert "ahead_kernel" in used()
-    pooled = w.unflatten(2, (i // 128, 128)).unflatten(-1, (j // 64, 64)).sum((3, 5))
-    assert (seen.received.double() - w.sum(2)).abs().max() < 1e-5 * w.sum(2).max()
-    assert (seen.pool.double() - pooled).abs().max() < 1e-5 * pooled.max()
+    for tall in (64, 128):  # of one tile, and of two
+        seen = W.see("received", pool=(i // tall, j // 64))
+        assert "ahead_kernel" in used()
+        pooled = w.unflatten(2, (i // tall, tall)).unflatten(-1, (j // 64, 64)).sum((3, 5))
+        assert (seen.received.double() - w.sum(2)).abs().max() < 1e-5 * w.sum(2).max()
+        assert (seen.pool.double() - pooled).abs().max() < 1e-5 * pooled.max()
     assert torch.equal(W.received(), seen.received)  # alone as together
     # Tile rows that end within a tile are another kernel's.
     start.KEPT.clear()
@@ -156,6 +157,17 @@ def test_columns_tell_the_truth(sizes, d: int, mask: str) -> None:
         for c in range(3):
             tile = w[:, :, at[0][r] : at[0][r + 1], at[1][c] : at[1][c + 1]].sum((2, 3))
             assert (uneven[:, :, r, c].double() - tile).abs().max() < 1e-4
+
+
+def test_a_window_ends_within_a_tile_row_that_begins_late() -> None:
+    q, k = draw(1, 2, 1024, 64), draw(1, 2, 1024, 64)
+    W = regard.weights(q, k, mask=MASKS["window"], engine="triton")
+    w = truth(q, k, k, "window", "end")["w"][:, :, 256:]
+    start.KEPT.clear()
+    found = W.pool(3, 16, i=slice(256, None))  # 256 rows each, four tiles
+    assert "ahead_kernel" in used()
+    pooled = w.unflatten(2, (3, 256)).unflatten(-1, (16, 64)).sum((3, 5))
+    assert (found.double() - pooled).abs().max() < 1e-5 * pooled.max()
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -168,7 +168,8 @@ def finish_rows(T, b, h, first, rows, m, l, t, untouched):
     for r in range(rows):
         out = first + r
         if T.m != 0:
-            carray(floats_at(T.m + 4 * out), 1)[0] = m[r]
+            # A score that is nan leaves no trace in the maximum, but in the sum.
+            carray(floats_at(T.m + 4 * out), 1)[0] = m[r] if l[r] == l[r] else l[r]
         alpha = f32(1)
         if T.sink != 0:
             alpha = merge_sink(carray(floats_at(T.sink + 4 * (b * T.sink_b + h * T.sink_h)), 1)[0], r, m, l, t)

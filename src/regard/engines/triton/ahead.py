@@ -77,6 +77,7 @@ def ahead_kernel(
     # From here on the place of the keys and of their barrier is free. A barrier must be ended before: left as it was, its bytes came
     # back among the rows that lie there now, when another program began beside this one.
     mbarrier.invalidate(own_ready.index(0))
+    fence_async_shared()
     slots = room(q_desc, STAGES), room(lse2_desc, STAGES), ready
     for n in gl.static_range(STAGES):
         fill(q_desc, q_map, lse2_desc, lse2_map, b, h, first + n, past, slots, n, BLOCK_I)

@@ -107,11 +107,13 @@ def told(out, sink, m, l, t, reach, mass, argmax, b, h, i, sizes, SINK: tl.const
          LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, REACH: tl.constexpr,
          MASS: tl.constexpr, ARGMAX: tl.constexpr):  # fmt: skip
     """Write what finished rows tell. Returns what their output must be multiplied by, and which rows see nothing."""
-    nothing = m <= NOTHING
+    # A score that is nan leaves no trace in the maximum, but in the sum.
+    nothing, unseen = (m <= NOTHING) & (l == 0.0), m <= NOTHING
     if MAX:
-        put_row(out.max_score, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
+        highest = tl.where(l == l, m * LN2, float("nan"))
+        put_row(out.max_score, b, h, i, tl.where(nothing, float("-inf"), highest), sizes.i)
     if ARGMAX:
-        put_row(out.argmax, b, h, i, tl.where(nothing, -1, argmax), sizes.i)
+        put_row(out.argmax, b, h, i, tl.where(unseen, -1, argmax), sizes.i)
     a = 1.0
     if SINK:  # one more key, which gives nothing
         drain = tl.maximum(tl.load(place(sink, b, h)).to(tl.float32) * LOG2E, FLOOR)
@@ -120,7 +122,7 @@ def told(out, sink, m, l, t, reach, mass, argmax, b, h, i, sizes, SINK: tl.const
         t = a * (t + (m - higher) * l) + its * (drain - higher)
         l = a * l + its
         m = higher
-        nothing = m <= NOTHING
+        nothing = (m <= NOTHING) & (l == 0.0)
     share = tl.where(nothing, 0.0, a / l)
     if LSE:
         put_row(out.lse, b, h, i, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)

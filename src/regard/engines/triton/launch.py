@@ -199,7 +199,7 @@ def _reread_config(p: Prepared, names: tuple[str, ...], e: int, u: Tensor | None
     if config.gluon:
         aligned = "pool" not in names or tiling is None or _aligned(tiling, _tile_rows(config))
         served = p.q.dtype == p.k.dtype and copies_serve(p.d, (p.q, config.block_i), (p.k, config.block_j))
-        if not (aligned and served and p.one_loop(config)):
+        if "z" in names or not (aligned and served and p.one_loop(config)):
             config = dataclasses.replace(configured("reread", p, 0, u, plain=True), gluon=False)
     return config
 

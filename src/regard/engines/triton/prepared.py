@@ -155,7 +155,7 @@ class Prepared:
 
 
 def _whole(n: int) -> int:
-    """Positions filled up to whole tiles, however tall."""
+    """Positions filled up to whole tiles, none of which is longer than 128."""
     return triton.cdiv(n, 128) * 128
 
 
