@@ -305,6 +305,37 @@ def test_a_learning_rate_beyond_all_measure_is_told_on_the_command_line(text, tm
     told = capsys.readouterr().err
     assert "Try a smaller --lr" in told
     assert "nothing was saved yet" in told
+    assert not list((tmp_path / "run").iterdir())  # the same folder is free for another attempt
+
+
+def test_a_model_beyond_all_memory_leaves_its_folder_free(text, tmp_path, capsys):
+    words = ["learn", "lm", str(text), "--out", str(tmp_path / "run"), "--device", "cpu"]
+    assert cli.main([*words, "--hidden", str(10**13)]) == 2
+    assert "does not fit into memory" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_without_a_name_is_no_folder(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["learn", "lm", str(text), "--out", ""]) == 2
+    assert "argument --out: a name is needed" in capsys.readouterr().err
+    assert not (tmp_path / "settings.json").exists()
+
+
+def test_a_short_run_reaches_its_learning_rate(text, tmp_path):
+    lm(text, tmp_path / "run", **{**TINY, "steps": 10, "check": 1, "warmup": 1000})
+    rates = [row["lr"] for row in checkpoint.read_json(tmp_path / "run" / "history.json") if "lr" in row]
+    assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
+    assert max(rates) == rates[1] == 3e-3
+
+
+def test_what_a_killed_run_left_half_written_is_swept_away(text, tmp_path):
+    lm(text, tmp_path / "run", **TINY)
+    left, other = (tmp_path / "run" / name for name in (".last.safetensors.12-ab.part", ".notes.part"))
+    left.write_bytes(b"half"), other.write_bytes(b"somebody's")
+    lm(text, tmp_path / "run", resume=True)
+    assert not left.exists()
+    assert other.exists()
 
 
 @pytest.mark.parametrize(("change", "told"), [
@@ -357,6 +388,12 @@ def test_what_is_no_text_is_said(tmp_path):
     (tmp_path / "x").write_bytes(b"abc\xff\xfe")
     with pytest.raises(ValueError, match="is not UTF-8 text: byte 3"):
         lm(tmp_path / "x", tmp_path / "run", **TINY)
+
+
+def test_an_empty_last_line_is_a_line(tmp_path):
+    (tmp_path / "en").write_text("a b\nc d\ne f\n\n")
+    (tmp_path / "de").write_text("a b\nc d\ne f\ng\n")
+    assert translate(tmp_path / "en", tmp_path / "de", tmp_path / "run", **{**PAIRS, "vocabulary": 13}).finished
 
 
 def test_files_that_are_no_pairs_are_counted(pairs, tmp_path):

@@ -112,6 +112,14 @@ def test_a_window_that_is_full_goes_on_with_its_later_half():
         past.append(number)
 
 
+def test_what_is_printed_token_by_token_is_what_all_of_it_decodes_to(bard, capsys):
+    trained, prompt = open_model(bard), SENTENCE * 30
+    ids = trained.ids(prompt)
+    wanted = trained.tokenizer.decode([*ids[0].tolist(), *sample(trained.model, ids, 40, temperature=0.0)])
+    assert cli.main(["generate", str(bard), "--prompt", prompt, "--count", "40", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == wanted + "\n"
+
+
 def test_what_it_never_saw_is_said(bard, capsys):
     assert cli.main(["generate", str(bard), "--prompt", "é"]) == 2
     assert "the model never saw 'é'" in capsys.readouterr().err
@@ -189,6 +197,46 @@ def test_it_is_judged(ende, capsys):
     assert "lower-cased" in told
     assert cli.main(["translate", str(ende), "x", *files]) == 2
     assert cli.main(["translate", str(ende), "x", *files[2:]]) == 2
+
+
+def test_texts_may_stand_anywhere_among_options(ende, capsys):
+    for words in (["--beam", "2", "red cat"], ["red cat", "--beam", "2"]):
+        assert cli.main(["translate", str(ende), *words]) == 0
+        assert capsys.readouterr().out == "rot Katze\n"
+    assert cli.main(["translate", str(ende), "red cat", "--beam", "2", "blue dog"]) == 0
+    assert capsys.readouterr().out == "rot Katze\nblau Hund\n"
+    assert cli.main(["translate", str(ende), "--file", "some", "red cat"]) == 2
+    assert "give sentences or --file, not both" in capsys.readouterr().err
+    assert cli.main(["translate", str(ende), "red cat", "--bean", "2"]) == 2
+    assert "unrecognized arguments: --bean 2; regard translate --help tells more" in capsys.readouterr().err
+
+
+def test_every_line_is_answered_by_a_line(ende, capsys, monkeypatch):
+    for given, lines in (("red cat\n\nblue dog\n\n\n", 5), ("red cat", 1), ("\n", 1), ("", 0)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        assert cli.main(["translate", str(ende)]) == 0
+        assert capsys.readouterr().out.count("\n") == lines
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"red \xff"), errors="surrogateescape"))
+    assert cli.main(["translate", str(ende)]) == 2
+    assert "stdin is not UTF-8 text: byte 4" in capsys.readouterr().err
+
+
+def test_references_are_counted_before_the_work(ende, tmp_path, capsys, monkeypatch):
+    (tmp_path / "en").write_text("red cat\nblue dog\n")
+    (tmp_path / "de").write_text("rot Katze\n")
+    (tmp_path / "nothing").write_text("")
+    told = {
+        "de": "has 2 lines and",
+        "nothing": "is empty; a translation is needed",
+        "nowhere": "cannot be read",
+        "": "a name is needed",
+    }
+    for name, said in told.items():
+        reference = str(tmp_path / name) if name else ""
+        assert cli.main(["translate", str(ende), "--file", str(tmp_path / "en"), "--reference", reference]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert said in printed.err
 
 
 def test_its_three_kinds_of_attention_are_looked_into(ende):

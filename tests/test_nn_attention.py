@@ -134,6 +134,16 @@ def test_a_cache_gives_the_numbers_of_the_full_pass(positions, cuts, key_heads):
     torch.testing.assert_close(torch.cat(parts, 1), layer(x))
 
 
+def test_a_cache_is_of_one_batch():
+    layer, cache = SelfAttention(8, 2, causal=True), Cache()
+    layer(torch.randn(2, 3, 8), cache=cache)
+    with pytest.raises(
+        ValueError, match=r"holds keys of \(batch, heads\) \(2, 2\), and \(3, 2\) came: begin a new one"
+    ):
+        layer(torch.randn(3, 1, 8), cache=cache)
+    assert len(cache) == 3
+
+
 def test_a_cache_can_be_reordered():
     x = torch.randn(B, T, DIM)
     layer, cache = SelfAttention(DIM, H, causal=True), Cache()

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 #: Rooms with verbs. Each has `add(verbs)`: one parser a verb, with `set_defaults(run=…)`, run(arguments) → exit code.
 ROOMS = ("regard.look.command", "regard.learn.command")
@@ -28,10 +28,25 @@ Exit codes: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other mistake is told."""
+    """Says what is wrong in one line, as every other mistake is told. A verb of many words names them `more`."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; {self.prog} --help tells more")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Notes which verb was meant: the innermost parser is the first to come back."""
+        asked, left = super().parse_known_args(args, namespace)
+        asked.verb = getattr(asked, "verb", self)
+        return asked, left
+
+    def parsed(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """All arguments. Texts may stand after options, too: argparse takes such only where they stand together."""
+        asked, left = self.parse_known_args(arguments)
+        if left and hasattr(asked, "more") and not any(word.startswith("-") for word in left):
+            getattr(asked, asked.more).extend(left)
+        elif left:
+            asked.verb.error(f"unrecognized arguments: {' '.join(left)}")
+        return asked
 
 
 def parser() -> Parser:
@@ -54,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. A user's mistake is one line on stderr and exit code 2, never a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        asked = parser().parse_args(arguments or ["--help"])
+        asked = parser().parsed(arguments or ["--help"])
         done = int(asked.run(asked) or 0)
         sys.stdout.flush()  # a reader that has gone shows here, not when Python ends
         return done

@@ -40,6 +40,7 @@ __all__ = [
     "read_tensors",
     "save",
     "save_json",
+    "sweep",
 ]
 
 FORMAT = "regard model 1"
@@ -86,6 +87,13 @@ def _written(path: Path, data: bytes) -> None:
         raise OSError(
             f"{path} ({len(data):,} bytes) could not be written: {why}{stands}. Make room, {then}."
         ) from None  # fmt: skip
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a run that was killed while it wrote has left half written."""
+    for name in FILES:
+        for part in folder.glob(f".{name}.*.part"):
+            part.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> Any:
@@ -167,6 +175,12 @@ class Trained:
         self.need("translate")
         full = [n for n, line in enumerate(lines) if line.strip()]
         encoded = {n: self.ids(lines[n])[0].tolist() for n in full}
+        room = self.model.room
+        if room is not None and (over := next((n for n in full if len(encoded[n]) > room), None)) is not None:
+            raise ValueError(
+                f"line {over + 1} has {len(encoded[over])} tokens, and this model has learned {room} positions: "
+                "shorten it, or train with --positions rotary or sinusoidal."
+            )
         order = sorted(full, key=lambda n: len(encoded[n]))
         written = [""] * len(lines)
         start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 from .settings import LMSettings, Settings, TranslateSettings
@@ -53,7 +52,7 @@ def _add_translate(kinds: Any) -> None:
 
 def _add_settings(parser: argparse.ArgumentParser, among: type[Settings]) -> None:
     parser.add_argument(
-        "--out", required=True, metavar="DIR", help="the folder of the run: model, checkpoints, history"
+        "--out", required=True, type=_named, metavar="DIR", help="the folder of the run: model, checkpoints, history"
     )
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
     for one in dataclasses.fields(among):
@@ -74,6 +73,13 @@ def _add_settings(parser: argparse.ArgumentParser, among: type[Settings]) -> Non
             flag, type=kind, default=argparse.SUPPRESS, choices=among_these, help=told + shown,
             metavar=None if among_these else "N" if kind is int else "X",
         )  # fmt: skip
+
+
+def _named(text: str) -> str:
+    """A file or folder on the command line: `--out "$UNSET"` is no wish for the folder one stands in."""
+    if not text:
+        raise argparse.ArgumentTypeError("a name is needed, and nothing came")
+    return text
 
 
 def _given(asked: argparse.Namespace, among: type[Settings]) -> dict[str, Any]:
@@ -120,7 +126,8 @@ def _learned(asked: argparse.Namespace, train: Any) -> int:
             f"Try: regard {next_verb} {result.folder} {rest}"
         )
         return 0
-    progress.note(f"stopped at step {result.step:,} of {result.steps:,}, saved. Go on with:\n{_again(asked)}")
+    none = "" if math.isfinite(result.best) else " (no model to use yet: the first validation keeps one)"
+    progress.note(f"stopped at step {result.step:,} of {result.steps:,}, saved{none}. Go on with:\n{_again(asked)}")
     return 130
 
 
@@ -167,9 +174,8 @@ def _generate(asked: argparse.Namespace) -> int:
     trained = open_model(asked.model, chosen_device(asked.device))
     trained.need("lm")
     ids = trained.beginning() if asked.prompt is None else trained.ids(asked.prompt)
-    written = ids[0].tolist()
-    shown = trained.tokenizer.decode(written)
-    sys.stdout.write(shown)
+    recent = ids[0].tolist()
+    sys.stdout.write(trained.tokenizer.decode(recent))
     tokens = sample(
         trained.model,
         ids,
@@ -179,11 +185,12 @@ def _generate(asked: argparse.Namespace) -> int:
         seed=asked.seed,
     )
     for number in tokens:
-        written.append(number)
-        text = trained.tokenizer.decode(written)
-        sys.stdout.write(text[len(shown) :])
+        # What a token adds depends on its neighbours, but not on all of the text.
+        recent = recent[-32:]
+        before, text = (trained.tokenizer.decode(part) for part in (recent, [*recent, number]))
+        sys.stdout.write(text[len(before) :])
         sys.stdout.flush()
-        shown = text
+        recent.append(number)
     sys.stdout.write("\n")
     return 0
 
@@ -201,8 +208,10 @@ def _add_translation(verbs: Any) -> None:
     )
     translate.add_argument("model", metavar="DIR", help="a folder made by `regard learn translate`")
     translate.add_argument("text", nargs="*", metavar="TEXT", help="sentences; none: the lines of --file, or of stdin")
-    translate.add_argument("--file", metavar="EN", help="translate the lines of a file")
-    translate.add_argument("--reference", metavar="DE", help="its translations by people: report BLEU on stderr")
+    translate.add_argument("--file", type=_named, metavar="EN", help="translate the lines of a file")
+    translate.add_argument(
+        "--reference", type=_named, metavar="DE", help="its translations by people: report BLEU on stderr"
+    )
     translate.add_argument("--beam", type=int, default=5, metavar="N", help="beginnings kept in the search (default 5)")
     translate.add_argument(
         "--penalty",
@@ -214,13 +223,13 @@ def _add_translation(verbs: Any) -> None:
     translate.add_argument(
         "--device", default="auto", choices=("auto", "cpu", "cuda"), help="where it runs (default auto)"
     )
-    translate.set_defaults(run=_translate)
+    translate.set_defaults(run=_translate, more="text")
 
 
 def _translate(asked: argparse.Namespace) -> int:
     from .checkpoint import open_model
     from .generate import Beam, bleu
-    from .text import read
+    from .text import lines_of, read
     from .training import chosen_device
 
     trained = open_model(asked.model, chosen_device(asked.device))
@@ -229,14 +238,26 @@ def _translate(asked: argparse.Namespace) -> int:
         raise ValueError("give sentences or --file, not both.")
     if asked.reference and not asked.file:
         raise ValueError("--reference goes with --file: line by line.")
-    lines = asked.text or (read(asked.file) if asked.file else sys.stdin.read()).rstrip("\n").split("\n")
+    lines = asked.text or lines_of(read(asked.file, "a text to translate") if asked.file else _from_stdin())
+    wanted = lines_of(read(asked.reference, "a translation")) if asked.reference else lines
+    if len(wanted) != len(lines):  # before the work, not after it
+        raise ValueError(
+            f"{asked.file} has {len(lines)} lines and {asked.reference} has {len(wanted)}: one each is needed."
+        )
     written = trained.translate_all(lines, Beam(asked.beam, asked.penalty))
-    print("\n".join(written))
+    for line in written:
+        print(line)
     if asked.reference:
-        wanted = read(Path(asked.reference)).rstrip("\n").split("\n")
         scores = bleu(written, wanted)
         print(
             f"BLEU {scores['cased']:.2f}, lower-cased {scores['lower']:.2f} ({scores['cased_signature']})",
             file=sys.stderr,
         )
     return 0
+
+
+def _from_stdin() -> str:
+    from .text import decoded
+
+    data = getattr(sys.stdin, "buffer", None)
+    return sys.stdin.read() if data is None else decoded(data.read(), "stdin")

@@ -27,6 +27,10 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+#: Said of the warm-up of all kinds.
+RISE = ", at most a fifth of --steps; after them it falls as a cosine"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """What every run has."""
@@ -40,7 +44,7 @@ class Settings:
     positions: str = choice("rotary", "how attention is told where a word stands", ("rotary", "sinusoidal", "learned"))
     dropout: float = choice(0.0, "share of the residual branches dropped while training")
     lr: float = choice(3e-3, "largest learning rate")
-    warmup: int = choice(100, "steps in which the learning rate rises; after them it falls as a cosine")
+    warmup: int = choice(100, f"steps in which the learning rate rises{RISE}")
     weight_decay: float = choice(0.1, "AdamW's weight decay, of matrices only")
     clip: float = choice(1.0, "largest norm of the gradient")
     average: float = choice(0.0, "keep a running average of the weights with this memory, and judge that; 0: none")
@@ -112,7 +116,7 @@ class TranslateSettings(Settings):
         "sinusoidal", "how attention is told where a word stands", ("rotary", "sinusoidal", "learned")
     )
     dropout: float = choice(0.3, "share of the residual branches dropped while training")
-    warmup: int = choice(600, "steps in which the learning rate rises; after them it falls as a cosine")
+    warmup: int = choice(600, f"steps in which the learning rate rises{RISE}")
     average: float = choice(0.999, "keep a running average of the weights with this memory, and judge that; 0: none")
     vocabulary: int = choice(8000, "how many pieces BPE makes of both languages together")
     smoothing: float = choice(0.1, "share of the target's probability spread over all tokens (label smoothing)")

@@ -153,7 +153,7 @@ class TranslateTask:
 
 def _pairs(source: Any, target: Any) -> tuple[list[str], list[str]]:
     """The lines of two files, pair by pair; pairs with an empty side are left out."""
-    sides = [texts.read(path).rstrip("\n").split("\n") for path in (source, target)]
+    sides = [texts.lines_of(texts.read(path)) for path in (source, target)]
     if len(sides[0]) != len(sides[1]):
         raise ValueError(
             f"{source} has {len(sides[0])} lines and {target} has {len(sides[1])}: line n of one must be "

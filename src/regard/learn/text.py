@@ -11,7 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["END", "PAD", "START", "UNKNOWN", "bpe", "characters", "digest", "ids_of", "load", "pairs_bpe", "read"]
+__all__ = [
+    "END", "PAD", "START", "UNKNOWN", "bpe", "characters", "decoded", "digest", "ids_of", "lines_of", "load",
+    "pairs_bpe", "read",
+]  # fmt: skip
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unknown>"
 
@@ -23,20 +26,30 @@ def _library() -> Any:
         raise ImportError("training needs tokenizers and safetensors: pip install 'regard[learn]'.") from None
 
 
-def read(path: Any) -> str:
+def read(path: Any, wanted: str = "a text to learn from") -> str:
     """A text file; what is empty or no text is an error."""
     try:
         data = Path(path).read_bytes()
     except OSError as wrong:
         why = "is a folder" if Path(path).is_dir() else f"cannot be read ({wrong.strerror})"
         raise type(wrong)(f"{path} {why}; a text file is needed.") from None
-    try:
-        text = data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as wrong:
-        raise ValueError(f"{path} is not UTF-8 text: byte {wrong.start} cannot be read. Convert it first.") from None
+    text = decoded(data, path)
     if not text.strip():
-        raise ValueError(f"{path} is empty; a text to learn from is needed.")
+        raise ValueError(f"{path} is empty; {wanted} is needed.")
     return text
+
+
+def decoded(data: bytes, name: Any) -> str:
+    """Bytes as text with line ends as they are here."""
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as wrong:
+        raise ValueError(f"{name} is not UTF-8 text: byte {wrong.start} cannot be read. Convert it first.") from None
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, as `wc -l` counts them, and one more that is not ended; empty ones are lines too."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def digest(*texts: str) -> str:
@@ -54,7 +67,7 @@ def characters(text: str) -> Any:
 
 
 def bpe(text: str, vocabulary: int) -> Any:
-    """Pieces of words and line ends; nothing of the text is lost."""
+    """Pieces of words and line ends; nothing of the text is lost, but "▁", which stands for a space, becomes one."""
     lib = _library()
     made = lib.Tokenizer(lib.models.BPE())
     cuts = [lib.pre_tokenizers.Split("\n", "isolated"), lib.pre_tokenizers.Metaspace(prepend_scheme="never")]

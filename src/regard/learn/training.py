@@ -78,11 +78,31 @@ def _run(
     device = chosen_device(settings.device)
     digest = disk.read_json(out / disk.SETTINGS)["data"] if resume else None
     task = tasks.make(kind, files, held, settings, tokenizer, device, digest)
-    if not resume:
-        _begin(task, out)
     on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
     with _Interrupted() as interrupted, torch.random.fork_rng(on_gpu):  # the caller's chance is not ours to change
-        return _Training(task, out, device, progress or Silent(), interrupted, resume).run()
+        training = _built(task, out, device, progress or Silent(), interrupted, resume)
+        if resume:
+            disk.sweep(out)
+        else:
+            _begin(task, out)
+        try:
+            return training.run()
+        except Diverged:
+            if training.saved < 0 and not resume:  # nothing that is worth keeping, and it would be in the way
+                for name in (disk.SETTINGS, disk.TOKENIZER):
+                    (out / name).unlink(missing_ok=True)
+            raise
+
+
+def _built(task: tasks.Task, out: Path, *more: Any) -> _Training:
+    try:
+        return _Training(task, out, *more)
+    except (RuntimeError, MemoryError) as wrong:
+        if isinstance(wrong, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(wrong):
+            raise MemoryError(
+                "the model does not fit into memory: take a smaller --dim, --hidden, --layers or vocabulary."
+            ) from None
+        raise
 
 
 def _settings(kind: str, out: Path, among: type[Settings], given: dict[str, Any], resume: bool) -> tuple[Settings, Any]:
@@ -210,8 +230,9 @@ class _Training:
                     since, taught = time.perf_counter(), 0
                 self._tell(numbers, heads, keep=looking or due)
             if due:
+                began = time.perf_counter()
                 self._check()
-                since, taught = time.perf_counter(), 0
+                since += time.perf_counter() - began  # nothing is taught meanwhile
             elif self.interrupted:
                 self._save_last()
             if self.interrupted:
@@ -245,11 +266,12 @@ class _Training:
         return loss.detach(), norm.detach(), heads
 
     def _rate(self, step: int) -> float:
-        """Up in a straight line, then down as half a cosine."""
+        """Up in a straight line, then down as half a cosine. A short run would never reach the top: it rises faster."""
         s = self.settings
-        if step < s.warmup:
-            return s.lr * (step + 1) / s.warmup
-        return s.lr * 0.5 * (1 + math.cos(math.pi * (step - s.warmup) / max(1, s.steps - s.warmup)))
+        rise = min(s.warmup, s.steps // 5)
+        if step < rise:
+            return s.lr * (step + 1) / rise
+        return s.lr * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, s.steps - rise)))
 
     def _precision(self) -> Any:
         name = self.settings.precision
@@ -266,7 +288,7 @@ class _Training:
         raise Diverged(
             f"the loss is no number any more at step {self.step}; {stands}. "
             f"Try a smaller --lr (it is {s.lr:g}), a longer --warmup ({s.warmup}), "
-            f"a smaller --clip ({s.clip:g}) or --precision float32, with another --out."
+            f"a smaller --clip ({s.clip:g}) or --precision float32{', with another --out' if self.saved >= 0 else ''}."
         )
 
     def _tell(self, numbers: dict[str, Any], heads: dict[str, Any], keep: bool = True) -> None:

@@ -36,6 +36,11 @@ class Cache:
         """What came before and then these."""
         if self.k is None or self.v is None:
             return k, v
+        if self.k.shape[:-2] != k.shape[:-2]:
+            had, came = (tuple(x.shape[:-2]) for x in (self.k, k))
+            raise ValueError(
+                f"this cache holds keys of (batch, heads) {had}, and {came} came: begin a new one with Cache()."
+            )
         return torch.cat([self.k, k], -2), torch.cat([self.v, v], -2)
 
     def reorder(self, sequences: Tensor) -> None:
@@ -47,7 +52,7 @@ class Cache:
 
 
 class Asked:
-    """What every attention layer is to tell while it computes, in the same fused pass.
+    """What every attention layer is to tell while it computes, in the same fused pass. One for each call: answers are added.
 
     asked = regard.nn.Asked("entropy", "max_score")
     logits = model(ids, asked=asked)
