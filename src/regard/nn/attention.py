@@ -52,7 +52,9 @@ class Cache:
 
 
 class Asked:
-    """What every attention layer is to tell while it computes, in the same fused pass. One for each call: answers are added.
+    """What every attention layer is to tell while it computes, in the same fused pass; one for each call.
+
+    Answers are added to it, layer after layer.
 
     asked = regard.nn.Asked("entropy", "max_score")
     logits = model(ids, asked=asked)
