@@ -644,6 +644,8 @@ def test_help_teaches(run):
         assert "regard look" in out or "regard walk" in out
     assert 'regard look "The animal' in run("--help")[1]
     assert run("--version")[1] == f"regard {regard.__version__}\n"
+    asked = subprocess.run([sys.executable, "-m", "regard", "--version"], capture_output=True, text=True, check=False)
+    assert (asked.returncode, asked.stdout) == (0, f"regard {regard.__version__}\n")
 
 
 def test_unknown_arguments_are_mistakes(run):

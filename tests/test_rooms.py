@@ -36,6 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "learn": {"nn", "recorder"},
     "look": {"block", "factors", "index", "learn", "mask", "matrix", "recorder", "score", "tree"},
     "cli": {"look", "learn"},
+    "__main__": {"cli"},
 }
 
 
