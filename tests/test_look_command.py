@@ -648,6 +648,20 @@ def test_help_teaches(run):
     assert (asked.returncode, asked.stdout) == (0, f"regard {regard.__version__}\n")
 
 
+def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
+    pytest.importorskip("numba")
+    from regard.engines.cpu import told_if_long
+
+    run("--version")
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+        with told_if_long("compiling", seconds=0.01):
+            time.sleep(0.5)
+        with told_if_long("nothing", seconds=60):
+            pass
+        assert capsys.readouterr().err == ("regard: compiling\n" if terminal else "")
+
+
 def test_unknown_arguments_are_mistakes(run):
     for asked in (("see",), ("look",), ("look", "a", "--colour", "x"), ("look", "a", "--head", "one")):
         code, out, err = run(*asked)

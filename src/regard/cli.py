@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -49,6 +50,14 @@ class Parser(argparse.ArgumentParser):
         return asked
 
 
+class Notes(logging.Handler):
+    """What the library says of its work, to whoever waits at a terminal; a progress bar may hold it then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr.isatty():
+            print(f"regard: {record.getMessage()}", file=sys.stderr)
+
+
 def parser() -> Parser:
     from . import __version__
 
@@ -68,6 +77,10 @@ def parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. A user's mistake is one line on stderr and exit code 2, never a traceback."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    log = logging.getLogger("regard")
+    if not any(isinstance(handler, Notes) for handler in log.handlers):
+        log.addHandler(Notes())
+        log.setLevel(logging.INFO)
     try:
         asked = parser().parsed(arguments or ["--help"])
         done = int(asked.run(asked) or 0)

@@ -7,8 +7,12 @@ shared counter, so nobody waits for the slowest. Loaded only by `compiled`; need
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,7 @@ from numba import cfunc, types
 from . import backward, forward, reread
 from .task import ADDED, ADDED_VECTOR, ALIBI, HIDDEN, SOFTCAP, TASK, new_steps, task_record
 
-__all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "kernel", "new_steps", "task_record"]
+__all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "kernel", "new_steps", "task_record", "told_if_long"]
 
 _ENTRIES = {"forward": forward.entry, "reread": reread.entry, "backward": backward.entry}
 
@@ -32,7 +36,20 @@ def kernel(name: str) -> Any:
     for source in sorted(Path(__file__).parent.glob("*.py")):
         stamp = zlib.crc32(source.read_bytes(), stamp)
     signature, entry = types.void(types.CPointer(TASK)), _ENTRIES[name](stamp or 1)
+    with told_if_long(f"compiling the {name} pass for this CPU; it is kept for the next time"):
+        try:
+            return cfunc(signature, cache=True)(entry)
+        except RuntimeError:  # nowhere to keep it: a read-only installation without a home
+            return cfunc(signature)(entry)
+
+
+@contextlib.contextmanager
+def told_if_long(what: str, seconds: float = 1.0) -> Iterator[None]:
+    """Say by the logger "regard" what takes so long; nothing where it is quick, as it is from the second time on."""
+    clock = threading.Timer(seconds, logging.getLogger("regard").info, (what,))
+    clock.daemon = True
+    clock.start()
     try:
-        return cfunc(signature, cache=True)(entry)
-    except RuntimeError:  # nowhere to keep it: a read-only installation without a home
-        return cfunc(signature)(entry)
+        yield
+    finally:
+        clock.cancel()
