@@ -82,16 +82,36 @@ def in_turns(ours, theirs, backend: str | None = None, ms: int = 160, turns: int
     return mine, statistics.median(peer)
 
 
-def error_of(y: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> float:
-    """Of the last 256 rows of one head."""
-    rows = slice(q.shape[2] - 256, q.shape[2])
-    q, k, v = q[0, 0, rows].double(), k[0, 0].double(), v[0, 0].double()
+def scores(q: Tensor, k: Tensor, causal: bool, window: int | None = None) -> Tensor:
+    """Of the last 256 rows of one head, in float64: q (256, d), k (t, d)."""
     s = q @ k.mT / math.sqrt(q.shape[-1])
-    if causal:
-        at = torch.arange(s.shape[1], device=s.device)
-        s = s.masked_fill(at > at[rows, None], -torch.inf)
-    truth = s.softmax(-1) @ v
-    return float(f"{float((y[0, 0, rows].double() - truth).norm() / truth.norm()):.2e}")
+    far = torch.arange(len(k), device=s.device) - torch.arange(len(k) - 256, len(k), device=s.device)[:, None]
+    hidden = (far > 0) & causal if window is None else (far > 0) | (far <= -window)
+    return s.masked_fill(hidden, -torch.inf)
+
+
+def off(found: Tensor, truth: Tensor) -> float:
+    """Relative error of the last 256 rows of one head."""
+    return float(f"{float((found[0, 0, -256:].double() - truth).norm() / truth.norm()):.2e}")
+
+
+def error_of(y: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> float:
+    q, k, v = q[0, 0, -256:].double(), k[0, 0].double(), v[0, 0].double()
+    return off(y, scores(q, k, causal, window).softmax(-1) @ v)
+
+
+def error_of_gradient(
+    dq: Tensor, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, de: Tensor | None, causal: bool
+) -> float:
+    """Of queries, by the output and, with `de`, by entropy and lse."""
+    rows = q.detach()[0, 0, -256:].double().requires_grad_()
+    s, dy = scores(rows, k.detach()[0, 0].double(), causal), dy[0, 0, -256:].double()
+    total = ((s.softmax(-1) @ v.detach()[0, 0].double()) * dy).sum()
+    if de is not None:
+        lse = s.logsumexp(-1)
+        entropy = lse - (s.softmax(-1) * s.clamp(min=-1e9)).sum(-1)  # what is hidden counts 0, and has no slope
+        total = total + ((lse + entropy) * de[0, 0, -256:].double()).sum()
+    return off(dq, torch.autograd.grad(total, rows)[0])
 
 
 def plain(shape: tuple[int, ...], causal: bool) -> None:
@@ -112,22 +132,29 @@ def plain(shape: tuple[int, ...], causal: bool) -> None:
     statistics_of_rows = ask("lse", "max_score", "entropy")
     with sdpa_kernel(BACKENDS[backend]):
         theirs = error_of(sdpa(), q, k, v, causal)
-    error = {"ours": error_of(statistics_of_rows().y, q, k, v, causal), "theirs": theirs}
     columns = ask("lse", "max_score", "entropy", "received", pool=(64, 64))
     largest = ask("lse", "max_score", "entropy", "received", pool=(64, 64), top=8)
-    note("y + lse + max + entropy", name, against, *in_turns(statistics_of_rows, sdpa, backend), 1.2, 1.0, error=error)
-    note("+ received + pool 64²", name, against, *in_turns(columns, sdpa, backend), 2.0, 1.65)
-    note("+ top-8", name, against, *in_turns(largest, sdpa, backend), 3.5, 2.2)
+    for what, run, must, goal in (
+        ("y + lse + max + entropy", statistics_of_rows, 1.2, 1.0),
+        ("+ received + pool 64²", columns, 2.0, 1.65),
+        ("+ top-8", largest, 3.5, 2.2),
+    ):
+        error = {"ours": error_of(run().y, q, k, v, causal), "theirs": theirs}
+        note(what, name, against, *in_turns(run, sdpa, backend), must, goal, error=error)
     x = draw(*shape)
 
     def sdpa_of_one() -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, is_causal=causal)
 
+    def ours_of_one():
+        return regard.weights(x, mask=mask, engine="triton").see("entropy", values=x)
+
     backend = best_backend(sdpa_of_one)
-    pair = in_turns(
-        lambda: regard.weights(x, mask=mask, engine="triton").see("entropy", values=x), sdpa_of_one, backend
-    )
-    note("basic self-attention + entropy", name, f"SDPA(x, x, x) ({backend})", *pair, 1.05, 0.9)
+    with sdpa_kernel(BACKENDS[backend]):
+        theirs = error_of(sdpa_of_one(), x, x, x, causal)
+    error = {"ours": error_of(ours_of_one().y, x, x, x, causal), "theirs": theirs}
+    pair = in_turns(ours_of_one, sdpa_of_one, backend)
+    note("basic self-attention + entropy", name, f"SDPA(x, x, x) ({backend})", *pair, 1.05, 0.9, error=error)
 
 
 def training(shape: tuple[int, ...], causal: bool) -> None:
@@ -136,16 +163,19 @@ def training(shape: tuple[int, ...], causal: bool) -> None:
     de = torch.randn(shape[:3], device="cuda")
 
     def theirs():
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), dy)
+        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), dy)
 
     def ours():
         seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", values=v)
-        torch.autograd.grad((seen.y, seen.entropy, seen.lse), (q, k, v), (dy, de, de))
+        return torch.autograd.grad((seen.y, seen.entropy, seen.lse), (q, k, v), (dy, de, de))
 
     backend = best_backend(theirs)
+    with sdpa_kernel(BACKENDS[backend]):
+        error = {"theirs": error_of_gradient(theirs()[0], q, k, v, dy, None, causal)}
+    error["ours"] = error_of_gradient(ours()[0], q, k, v, dy, de, causal)
     name = [*shape, "causal" if causal else "full"]
     # There is one mode, which adds in a fixed order: it is held to what a fast one must reach, and to a deterministic one's goal.
-    note("forward + backward, row statistics (deterministic)", name, f"SDPA forward + backward ({backend})", *in_turns(ours, theirs, backend), 1.35, 1.25)  # fmt: skip
+    note("forward + backward, row statistics (deterministic)", name, f"SDPA forward + backward ({backend})", *in_turns(ours, theirs, backend), 1.35, 1.25, error=error)  # fmt: skip
 
 
 def flex(shape: tuple[int, ...], causal: bool) -> None:
@@ -157,13 +187,16 @@ def flex(shape: tuple[int, ...], causal: bool) -> None:
     mask = regard.causal() if causal else None
 
     def theirs():
-        compiled(q, k, v, block_mask=block, return_aux=AuxRequest(lse=True, max_scores=True))
+        return compiled(q, k, v, block_mask=block, return_aux=AuxRequest(lse=True, max_scores=True))
 
     def ours():
-        regard.weights(q, k, mask=mask, engine="triton").see("lse", "max_score", "entropy", values=v)
+        return regard.weights(q, k, mask=mask, engine="triton").see("lse", "max_score", "entropy", values=v)
 
     name = [*shape, "causal" if causal else "full"]
-    note("y + lse + max + entropy", name, "FlexAttention with lse + max", *in_turns(ours, theirs), 0.9, 0.7)
+    error = {"ours": error_of(ours().y, q, k, v, causal), "theirs": error_of(theirs()[0], q, k, v, causal)}
+    note(
+        "y + lse + max + entropy", name, "FlexAttention with lse + max", *in_turns(ours, theirs), 0.9, 0.7, error=error
+    )
 
 
 def additive() -> None:
@@ -209,14 +242,19 @@ def window() -> None:
     q, k, v = draw(*shape), draw(*shape), draw(*shape)
 
     def theirs():
-        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def ours():
-        regard.weights(q, k, mask=regard.window(1023, 0), engine="triton").see("lse", "max_score", "entropy", values=v)
+        return regard.weights(q, k, mask=regard.window(1023, 0), engine="triton").see(
+            "lse", "max_score", "entropy", values=v
+        )
 
     backend = best_backend(theirs)
+    with sdpa_kernel(BACKENDS[backend]):
+        error = {"theirs": error_of(theirs(), q, k, v, True)}
+    error["ours"] = error_of(ours().y, q, k, v, True, 1024)
     pair = in_turns(ours, theirs, backend)
-    note("window 1024, y + lse + max + entropy", [*shape], f"SDPA causal ({backend})", *pair, 0.06, 0.04)
+    note("window 1024, y + lse + max + entropy", [*shape], f"SDPA causal ({backend})", *pair, 0.06, 0.04, error=error)
 
 
 def million() -> None:

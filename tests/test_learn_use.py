@@ -184,7 +184,7 @@ def test_a_model_of_pieces_of_words(tmp_path, capsys):
 def test_it_translates(ende, capsys, monkeypatch):
     assert cli.main(["translate", str(ende), "red cat sleeps", "blue bird"]) == 0
     assert capsys.readouterr().out == "rot Katze schläft\nblau Vogel\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO("green dog runs\n\nblue\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"green dog runs\n\nblue\n")))
     assert cli.main(["translate", str(ende), "--beam", "1"]) == 0
     assert capsys.readouterr().out == "grün Hund läuft\n\nblau\n"
 

@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Notes(logging.Handler):
-    """What the library says of its work, to whoever waits at a terminal; a progress bar may hold it then."""
+    """What the library says of its work, to whoever waits at a terminal; a bar may stand in for stderr by then."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr.isatty():

@@ -175,8 +175,9 @@ class Mask:
         offset = j - i if align == "end" else 0
         device = next((tensor.device for tensor in flatten(self)[1]), torch.device("cpu"))
         cells = self.visible(Block(slice(0, i), slice(0, j), offset, device))
-        cells = cells.expand(*cells.shape[:-2], i, j).flatten(0, -3) if cells.ndim > 2 else cells.expand(1, i, j)
-        cells = cells[0] if len(cells) else cells.new_ones(i, j)  # of a batch, the first
+        if 0 in cells.shape[:-2]:
+            return ""
+        cells = cells[(0,) * (cells.ndim - 2)].expand(i, j)  # of a batch, the first
         return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in cells.tolist())
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@
 
 Every file is written under another name, synced, and renamed: whoever is killed, or runs out of disk, leaves the old
 file or the new one. There is no state of random numbers to save: they follow from the seed and the step.
-Imports `settings`, `tasks`, `text`, `generate`; and `write` from the recorder's file.
+Imports `settings`, `tasks`, `text`, `generate`; and writing from the recorder's file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recorder.file import write
+from ..recorder.file import left_behind, write
 from . import text as texts
 from .generate import Beam, beam_search
 from .settings import Settings, from_json
@@ -92,7 +92,7 @@ def _written(path: Path, data: bytes) -> None:
 def sweep(folder: Path) -> None:
     """Remove what a run that was killed while it wrote has left half written."""
     for name in FILES:
-        for part in folder.glob(f".{name}.*.part"):
+        for part in left_behind(folder / name):
             part.unlink(missing_ok=True)
 
 

@@ -259,5 +259,4 @@ def _translate(asked: argparse.Namespace) -> int:
 def _from_stdin() -> str:
     from .text import decoded
 
-    data = getattr(sys.stdin, "buffer", None)
-    return sys.stdin.read() if data is None else decoded(data.read(), "stdin")
+    return decoded(sys.stdin.buffer.read(), "stdin")

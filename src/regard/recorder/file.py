@@ -102,9 +102,18 @@ def save(seen: Recording, path: Any) -> None:
     write(path, _chunks(description, shelf.entries))
 
 
+#: What a file is called while it is written: its name, and whose it is.
+PART = ".{}.{}.part"
+
+
+def left_behind(path: Path) -> Iterator[Path]:
+    """What writers of a file that were killed have left."""
+    return path.parent.glob(PART.format(path.name, "*"))
+
+
 def write(path: Path, chunks: Iterator[bytes]) -> None:
     """Bytes into a file, all of them or none."""
-    part = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
+    part = path.with_name(PART.format(path.name, f"{os.getpid()}-{secrets.token_hex(4)}"))
     try:
         with open(part, "xb") as file:
             for chunk in chunks:

@@ -2,9 +2,9 @@
 
 Rooms of kernels: `tiles` (words for tile operations), `tables` (which tiles are seen), `forward` (one pass over the keys),
 `reread` (a second pass over the columns), `top` (the largest of a row), `backward`, `additive`; `parted`, `parted_keys` and
-`ahead` are the forward pass, the gradient of keys and the second pass once more, for Hopper and what is asked most. Rooms that call them: `form` (the mask),
-`prepared` (a problem as kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and `flow` (the passes),
-`start` (one launch). Triton is imported when the engine first computes, never before.
+`ahead` are the forward pass, the gradient of keys and the second pass once more, for Hopper and what is asked most. Rooms that call
+them: `form` (the mask), `prepared` (a problem as kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and
+`flow` (the passes), `start` (one launch). Triton is imported when the engine first computes, never before.
 
 Served: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
 fp16 and fp32; d up to 256 and any e; top n up to 64. Not served, and computed by `blockwise`: float64, users' functions,

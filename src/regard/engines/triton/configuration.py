@@ -6,7 +6,8 @@ Imports `again`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -95,11 +96,18 @@ def short(p: Any, e: int) -> bool:
     return p.j <= 256 and max(p.d, e) <= 64
 
 
-def configured(kernel: str, p: Any, e: int, v: Tensor | None, plain: bool = False) -> Config:
-    """The configuration of a kernel for a prepared problem with values of size e; `plain`: none in Gluon."""
+def configured(kernel: str, p: Any, e: int, v: Tensor | None, fits: Callable[[Config], bool] | None = None) -> Config:
+    """The configuration of a kernel for a prepared problem with values of size e.
+
+    `fits`: whether the kernel in Gluon, where there is one, takes all that is asked; without it, it is not thought of.
+    """
+
+    def in_gluon(config: Config) -> bool:
+        return fits is not None and p.one_loop(config) and fits(config)
+
     if (own := forced.get("forward" if kernel in ("short", "laden") else kernel) or forced.get("any")) is not None:
         started(None, [])  # not to be done again once it is another
-        return own
+        return own if not own.gluon or in_gluon(own) else replace(own, gluon=False)
     size = max(p.d if p.product else 0, e)
     if not p.product:
         chosen = TANH
@@ -108,7 +116,7 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, plain: bool = Fals
     else:
         chosen = _on_hopper(kernel, size)
         planned = GLUON.get((kernel, size))
-        if planned is not None and not plain and p.one_loop(planned) and _runs_gluon(p.q.device):
+        if planned is not None and _runs_gluon(p.q.device) and in_gluon(planned):
             return planned
     if "bias" in p.kinds:  # its tiles take room beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)

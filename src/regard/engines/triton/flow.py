@@ -122,14 +122,15 @@ def keys_pass(f: Flowing) -> tuple[Tensor, Tensor | None]:
 def _keys_config(f: Flowing, heads: int) -> Config:
     """Warps are parted where the copy engine takes everything in and out, and nothing but products and rows' terms flows."""
     p, v = f.p, f.v
-    config = configured("keys", p, f.e, v, plain=short(p, f.e))
-    if config.gluon:
-        tiles = [] if v is None or f.dy is None else [(p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)]
-        alike = len(tiles) > 0 and all(x.dtype == p.q.dtype for x, _ in tiles)
-        own_heads = v is not None and heads == p.k.shape[1] == v.shape[1]
-        if f.constants["EXTRAS"] or not (alike and own_heads and p.one_loop(config) and copies_serve(p.d, *tiles)):
-            config = dataclasses.replace(configured("keys", p, f.e, v, plain=True), gluon=False)
-    return config
+
+    def fits(_: Config) -> bool:
+        if v is None or f.dy is None or f.constants["EXTRAS"] or short(p, f.e):
+            return False
+        tiles = (p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)
+        own_heads = heads == p.k.shape[1] == v.shape[1]
+        return own_heads and all(x.dtype == p.q.dtype for x, _ in tiles) and copies_serve(p.d, *tiles)
+
+    return configured("keys", p, f.e, v, fits)
 
 
 def _parted_keys(f: Flowing, config: Config, v: Tensor, dy: Tensor, dk: Tensor, dv: Tensor) -> None:

@@ -129,6 +129,6 @@ def by_ballot(problem: Problem, n: int) -> bool:
         return False
     if p.i > 2**25:  # within a head its kernels count places in 32 bits
         return False
-    widest = max(configured(kernel, p, p.d, None).block_j for kernel in ("forward", "ballot"))
+    widest = max(configured(kernel, p, p.d, None, lambda _: True).block_j for kernel in ("forward", "ballot"))
     seen = p.form.seen.before + p.form.seen.after if p.form.kind == "band" else p.j
     return p.j % widest == 0 and min(seen, p.j) >= 2 * n * widest

@@ -6,7 +6,6 @@ of a row are `largest`, gradients are `flow`. Imports `prepared` and the kernels
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -93,14 +92,13 @@ def _row_output(p: Prepared, name: str) -> Tensor:
 
 def _forward_config(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
-    name = _forward_name(p, names, v, e)
-    config = configured(name, p, e, v, plain=v is None)
-    if config.gluon:
-        alike = v is not None and v.shape[-1] == p.d and v.dtype == p.q.dtype == p.k.dtype
-        tiles = [] if v is None else [(p.q, config.block_i // 2), (p.k, config.block_j), (v, config.block_j)]
-        if not (alike and p.one_loop(config) and copies_serve(p.d, *tiles)):
-            config = dataclasses.replace(configured(name, p, e, v, plain=True), gluon=False)
-    return config
+
+    def fits(config: Config) -> bool:
+        if v is None or v.shape[-1] != p.d or not v.dtype == p.q.dtype == p.k.dtype:
+            return False
+        return copies_serve(p.d, (p.q, config.block_i // 2), (p.k, config.block_j), (v, config.block_j))
+
+    return configured(_forward_name(p, names, v, e), p, e, v, fits)
 
 
 def _forward_name(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> str:
@@ -195,13 +193,14 @@ def _pool(p: Prepared, config: Config, tiling: Tiling | None) -> tuple[Pool, boo
 
 def _reread_config(p: Prepared, names: tuple[str, ...], e: int, u: Tensor | None, tiling: Tiling | None) -> Config:
     """Products run ahead only where the copy engine loads everything, and where a tile falls into one tile row."""
-    config = configured("reread", p, e if "z" in names else 0, u, plain="z" in names)
-    if config.gluon:
+
+    def fits(config: Config) -> bool:
+        if "z" in names or p.q.dtype != p.k.dtype:
+            return False
         aligned = "pool" not in names or tiling is None or _aligned(tiling, _tile_rows(config))
-        served = p.q.dtype == p.k.dtype and copies_serve(p.d, (p.q, config.block_i), (p.k, config.block_j))
-        if "z" in names or not (aligned and served and p.one_loop(config)):
-            config = dataclasses.replace(configured("reread", p, 0, u, plain=True), gluon=False)
-    return config
+        return aligned and copies_serve(p.d, (p.q, config.block_i), (p.k, config.block_j))
+
+    return configured("reread", p, e if "z" in names else 0, u, fits)
 
 
 def _tile_rows(config: Config) -> int:
