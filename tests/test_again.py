@@ -10,6 +10,7 @@ import torch
 
 from regard import again as room
 from regard.again import again, started
+from regard.mask import Documents, Layout, causal
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +205,7 @@ def test_much_memory_is_not_held(monkeypatch):
     "change",
     [
         lambda x, y: (x.half(), y),
-        lambda x, y: (x.new_empty(6, 4).T, y),
+        lambda x, y: (torch.randn(6, 4).T, y),
         lambda x, y: (torch.randn(5, 6), y),
         lambda x, y: (torch.randn(25)[1:].view(4, 6), y),  # not aligned any more
         lambda x, y: (x, x.flatten()[:8]),  # two tensors at one address
@@ -337,3 +338,20 @@ def test_growing_lengths_are_not_kept_for_ever(monkeypatch):
         for _ in range(3):
             ask(torch.randn(n))
     assert len(room.KEPT) <= 5
+
+
+@pytest.mark.parametrize("in_runs", [True, None])
+def test_documents_known_to_be_in_runs_are_noted_down(in_runs: bool | None):
+    """Else the host has to ask whether intervals are the whole truth."""
+    layout = Layout(5, 5, 0, torch.device("cpu"))
+
+    def how(ids):
+        laid = Documents(ids[:, None, :, None], ids[:, None, None, :], in_runs, True)
+        spans = (laid & causal()).spans(layout)
+        return [spans.lo, spans.hi]
+
+    ask = Asked(how)
+    for n in range(4):
+        ids = torch.tensor([[0, 0, n, 4, 4], [n, 3, 3, 3, 3]])
+        same(ask(ids), how(ids))
+        assert ask.times == (min(n + 1, 2) if in_runs else n + 1)

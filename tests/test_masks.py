@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +18,7 @@ from regard.block import Block
 from regard.door import lay
 from regard.engines import blockwise
 from regard.factors import Problem
-from regard.mask import Layout, Mask, Spans, as_mask, causal, documents, padding, window
+from regard.mask import Documents, Intervals, Layout, Mask, Spans, as_mask, causal, documents, padding, window
 
 CPU = torch.device("cpu")
 
@@ -23,7 +27,12 @@ def problem(mask: object, b: int = 1, i: int = 7, j: int = 11, h: int = 1, offse
     """The mask laid over a matrix of that size, query 0 at `offset`."""
     align = "start" if offset == 0 else "end"
     assert offset in (0, j - i)
-    return lay(torch.zeros(b, h, i, 2), torch.zeros(b, 1, j, 2), "dot", mask, align).problem()
+    factors = lay(torch.zeros(b, h, i, 2), torch.zeros(b, 1, j, 2), "dot", mask, align)
+    lowered = factors.problem()
+    laid = dataclasses.replace(lowered, mask=factors.mask)
+    if factors.mask is not None and i * j < 2**16:
+        assert torch.equal(cells(lowered), cells(laid)), "as intervals it is another mask"
+    return laid
 
 
 def cells(of: Problem) -> Tensor:
@@ -337,3 +346,86 @@ def test_a_block_of_a_mask_is_that_block_of_the_whole() -> None:
     rows, cols = torch.tensor([5, 0, 2]), slice(3, 9)
     part = laid.mask.visible(Block(rows, cols, 4, CPU)).expand(2, 1, 3, 6)
     assert torch.equal(part, whole[:, :, rows][..., cols])
+
+
+# What is found out about a mask is kept with it.
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Layout]:
+    """Every time that the intervals of documents are made."""
+    asked: list[Layout] = []
+    spans = Documents.spans
+
+    def counted(self: Documents, layout: Layout) -> Spans:
+        asked.append(layout)
+        return spans(self, layout)
+
+    monkeypatch.setattr(Documents, "spans", counted)
+    return asked
+
+
+def test_layers_that_share_a_mask_share_its_intervals(looked_at: list[Layout]) -> None:
+    mask = documents([0, 0, 1, 1, 1])
+    for _ in range(3):
+        q, k, v = (torch.randn(2, 5, 4, requires_grad=True) for _ in range(3))
+        hidden = torch.tensor([[0, 0, 1, 1, 1]]) != torch.tensor([[0], [0], [1], [1], [1]])
+        truth = (q @ k.mT / 2).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+        torch.testing.assert_close(regard.weights(q, k, mask=mask, engine="blockwise") @ v, truth)
+        (regard.weights(q, k, mask=mask) @ v).sum().backward()
+    assert len(looked_at) == 1
+    for _ in range(3):  # a layer that adds a mask of its own
+        regard.weights(torch.randn(2, 5, 4), mask=causal() & mask).lse  # noqa: B018
+    assert len(looked_at) == 2
+    regard.weights(torch.randn(2, 5, 4), mask=documents([0, 0, 1, 1, 1])).lse  # noqa: B018
+    assert len(looked_at) == 3
+
+
+@pytest.mark.parametrize("mode", ["plain", "inference"])
+def test_a_mask_whose_tensors_change_in_place_is_looked_at_anew(mode: str) -> None:
+    with torch.inference_mode(mode == "inference"):
+        lengths, ids = torch.tensor([2]), torch.tensor([0, 0, 1, 1])
+        masks = padding(lengths), documents(ids)
+        q = torch.randn(1, 1, 4, 3)
+        for _ in range(2):
+            assert [int((regard.weights(q, mask=mask)[0, 0, 0] > 0).sum()) for mask in masks] == [2, 2]
+        lengths.fill_(3)
+        ids[2] = 0
+        assert [int((regard.weights(q, mask=mask)[0, 0, 0] > 0).sum()) for mask in masks] == [3, 3]
+
+
+def test_a_mask_first_seen_in_inference_serves_training_too() -> None:
+    mask, q = documents([0, 0, 1]), torch.randn(1, 3, 2)
+    with torch.inference_mode():
+        before = regard.weights(q, mask=mask).entropy()
+    after = regard.weights(q.requires_grad_(), mask=mask).entropy()
+    after.sum().backward()
+    assert torch.equal(before, after.detach())
+
+
+def test_what_is_kept_dies_with_its_mask() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        mask = documents([0, 0, 1, 0])  # not in one run each: no intervals tell it
+        whole = documents([0, 0, 1, 1])
+        for one in (mask, whole, causal() & whole):
+            regard.weights(torch.randn(1, 4, 2), mask=one).lse  # noqa: B018
+        ends = [weakref.ref(mask), weakref.ref(whole), weakref.ref(whole.ids)]
+        del mask, whole, one
+        assert [end() for end in ends] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_masks_of_tensors_reach_the_engines_as_intervals() -> None:
+    def lowered(mask: object) -> Mask | None:
+        return lay(torch.zeros(2, 1, 6, 2), torch.zeros(2, 1, 6, 2), "dot", mask, None).problem().mask
+
+    ids = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+    for mask in (documents(ids), padding([4, 6]), causal() & padding([4, 6]), ~documents(ids) | padding([1, 2])):
+        assert isinstance(lowered(mask), Intervals)
+    assert lowered(documents(ids)).keys_seen is None
+    assert lowered(padding([4, 6])).keys_seen[:, 0, 0].sum(-1).tolist() == [4, 6]
+    for mask in (causal(), causal() & padding([4, 6]) & (torch.rand(6, 6) < 0.5), documents([0, 1, 0, 1, 2, 2])):
+        assert not isinstance(lowered(mask), Intervals)

@@ -7,6 +7,7 @@ door nothing is checked again. Imports `matrix` and what is below it.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from . import engines
 from .around import in_graph
 from .block import Block
 from .factors import Factors
-from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask
+from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask, found_once
 from .matrix import Weights
 from .score import Additive, Alibi, Bias, Bilinear, Dot, ScaledDot, Score, as_score
+from .tree import flatten
 
 __all__ = ["attend", "weights"]
 
@@ -279,14 +281,15 @@ def _laid_mask(mask: Mask, full: tuple[int, ...], offset: int, device: torch.dev
         return Not(_laid_mask(mask.of, full, offset, device))
     if isinstance(mask, Dense):
         return Dense(_over_cells(mask.cells, full, "mask", device))
-    if isinstance(mask, Padding):
-        return _laid_padding(mask, full, device)
-    if isinstance(mask, Documents):
-        return _laid_documents(mask, full, offset, device)
+    if isinstance(mask, Padding | Documents):
+        laid = _laid_padding if isinstance(mask, Padding) else _laid_documents
+        over = full, offset, device
+        return found_once(mask, over, flatten(mask)[1], device, partial(laid, mask, *over))
     return mask
 
 
-def _laid_padding(mask: Padding, full: tuple[int, ...], device: torch.device) -> Padding:
+def _laid_padding(mask: Mask, full: tuple[int, ...], offset: int, device: torch.device) -> Padding:
+    assert isinstance(mask, Padding)
     *batch, _, _, j = full
     lengths = mask.lengths.to(device)
     _check_broadcast(lengths.shape, batch, "padding(lengths)", "one length a sequence")
@@ -297,7 +300,8 @@ def _laid_padding(mask: Padding, full: tuple[int, ...], device: torch.device) ->
     return Padding(_padded(lengths[..., None, None, None], len(batch)))
 
 
-def _laid_documents(mask: Documents, full: tuple[int, ...], offset: int, device: torch.device) -> Documents:
+def _laid_documents(mask: Mask, full: tuple[int, ...], offset: int, device: torch.device) -> Documents:
+    assert isinstance(mask, Documents)
     *batch, _, i, j = full
     ids = mask.ids.to(device)
     keys = ids if mask.key_ids is None else mask.key_ids.to(device)
@@ -316,8 +320,8 @@ def _laid_documents(mask: Documents, full: tuple[int, ...], offset: int, device:
         at = torch.arange(i, device=device) + offset
         inside = (at >= 0) & (at < j)
         ids = torch.where(inside, ids[..., at.clamp(0, max(j - 1, 0))] if j else 0, torch.iinfo(torch.int64).min)
-    n = len(batch)
-    return Documents(_padded(ids[..., None, :, None], n), _padded(keys[..., None, None, :], n))
+    n, own = len(batch), mask.key_ids is None
+    return Documents(_padded(ids[..., None, :, None], n), _padded(keys[..., None, None, :], n), mask.in_runs, own)
 
 
 def _over_cells(tensor: Tensor, full: tuple[int, ...], what: str, device: torch.device) -> Tensor:

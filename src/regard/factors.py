@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .around import in_graph
 from .block import Block, Picked, take
-from .mask import Layout, Mask, Spans
+from .mask import Layout, Mask, Spans, lowered
 from .score import Function, Given, Product, Score, Step, TanhSum, wide
 from .tree import change, flatten, node, numbered, rebuild
 
@@ -86,8 +86,11 @@ class Factors:
         return dataclasses.replace(others, q=_pick(self.q, self.q.ndim - 3, chosen, broadcasts=False), k=k)
 
     def problem(self) -> Problem:
-        """Fold the batch axes into one and lower the score."""
+        """Fold the batch axes into one, lower the mask and the score."""
         folded = self.folded()
+        if self.mask is not None and folded.mask is not None:
+            layout = Layout(self.q.shape[-2], self.k.shape[-2], self.place, self.q.device)
+            folded = dataclasses.replace(folded, mask=lowered(self.mask, self.batch, folded.mask, layout))
         low = folded.score.lower(folded.q, folded._keys_to_lower())
         return Problem(low.q, low.k, low.pair, low.steps, folded.score.sink_logits, folded.mask, self.place)
 

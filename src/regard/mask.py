@@ -5,7 +5,7 @@ themselves when printed. The engines ask a mask two things: which cells of a blo
 (`visible`), and, for every row, a few intervals of keys outside which nothing is (`spans`). For all
 masks built from `causal`, `window`, `padding` and `documents` the intervals are the whole truth, so
 empty blocks are never visited; a tensor or a function is evaluated block by block.
-Imports `again`, `block` and `tree`.
+Imports `again`, `around`, `block` and `tree`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from .again import noting
-from .block import Block
+from .around import in_graph, transformed
+from .block import Block, take
 from .tree import flatten, node
 
-__all__ = ["Layout", "Mask", "Spans", "as_mask", "causal", "documents", "padding", "window"]
+__all__ = ["Layout", "Mask", "Spans", "as_mask", "causal", "documents", "found_once", "lowered", "padding", "window"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +96,13 @@ class Layout:
 
 def _around(layout: Layout, before: int | None, after: int | None) -> Spans:
     """The interval from `before` keys before each position to `after` keys after it; None for no limit."""
-    # What is made while a graph is captured is the graph's alone, and steps that are noted take nothing that is kept.
-    if noting() or (layout.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return _made_around(layout, before, after)
-    return _kept_around(layout, before, after)
+    return _made_around(layout, before, after) if _apart(layout.device) else _kept_around(layout, before, after)
+
+
+def _apart(device: torch.device) -> bool:
+    """Whether nothing kept may be used: what is made while a graph is captured is the graph's alone, and steps that are
+    noted down take only what they were given. Nor may the host ask a GPU for a number then."""
+    return noting() is not None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def _made_around(layout: Layout, before: int | None, after: int | None) -> Spans:
@@ -121,6 +125,8 @@ class Mask:
     positional: ClassVar[bool] = False
     #: Whether `spans` tell everything, for a mask laid over a matrix.
     structured: ClassVar[bool] = True
+    #: Whether every query sees the key at its own position.
+    sees_itself: ClassVar[bool] = False
 
     def visible(self, block: Block) -> Tensor:
         """Which cells of the block are visible: bool, broadcastable to (b, h, i, j)."""
@@ -145,7 +151,7 @@ class Mask:
 
     def covers(self, layout: Layout) -> bool:
         """Whether it is plain, without looking at tensors, that every key is seen by some row."""
-        return False
+        return self.sees_itself and layout.offset <= 0 and layout.rows + layout.offset >= layout.keys
 
     def __and__(self, other: Any) -> Mask:
         return And(self, as_mask(other))
@@ -193,6 +199,7 @@ class Mask:
 @node
 class Causal(Mask):
     positional = True
+    sees_itself = True
 
     def visible(self, block: Block) -> Tensor:
         return block.j <= block.i
@@ -209,6 +216,7 @@ class Window(Mask):
     before: int
     after: int
     positional = True
+    sees_itself = True
 
     def __repr__(self) -> str:
         return f"window({self.before}, {self.after})"
@@ -219,9 +227,6 @@ class Window(Mask):
 
     def spans(self, layout: Layout) -> Spans:
         return _around(layout, self.before, self.after)
-
-    def covers(self, layout: Layout) -> bool:
-        return layout.offset <= 0 and layout.rows + layout.offset >= layout.keys  # every key sees itself
 
 
 @node
@@ -238,7 +243,8 @@ class Padding(Mask):
         return block.j < lengths
 
     def spans(self, layout: Layout) -> Spans:
-        return layout.interval(0, self.lengths.reshape(-1, 1, 1))
+        hi = self.lengths.reshape(-1, 1, 1).clamp(0, layout.keys).expand(-1, -1, layout.rows)
+        return Spans(torch.zeros_like(hi), hi, exact=True)
 
     def seen(self, layout: Layout) -> Tensor | None:
         return torch.arange(layout.keys, device=layout.device) < self.lengths.reshape(-1, 1) if layout.rows else None
@@ -252,6 +258,12 @@ class Padding(Mask):
 class Documents(Mask):
     ids: Tensor  # of the queries: as given; (*batch|1, 1, i, 1) once laid over a matrix
     key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once laid over a matrix
+    in_runs: bool | None = None  # whether each stood in one run of keys when the mask was made; None: not looked at
+    own: bool = False  # laid over a matrix: queries are numbered as the keys at their positions
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.own
 
     @property
     def positional(self) -> bool:  # type: ignore[override]
@@ -286,9 +298,12 @@ class Documents(Mask):
         last = keys.shape[1] - 1
         lo = order.gather(1, begin.clamp(max=last))
         hi = order.gather(1, (end - 1).clamp(min=0)) + 1
-        lo, hi = torch.where(end > begin, lo, 0), torch.where(end > begin, hi, 0)
-        contiguous = bool((hi - lo == end - begin).all())
-        return layout.interval(lo[:, None], hi[:, None], exact=contiguous)
+        some = end > begin
+        lo, hi = torch.where(some, lo, 0), torch.where(some, hi, 0)
+        # Asked, unless the host must not ask: it may have been changed in place.
+        sure = self.in_runs is True and _apart(layout.device)
+        exact = sure or bool((hi - lo == end - begin).all())
+        return Spans(lo[:, None], hi[:, None], exact)
 
     def size(self) -> tuple[int, int] | None:
         rows = self.ids.shape[-1]
@@ -341,6 +356,10 @@ class And(Mask):
     def structured(self) -> bool:  # type: ignore[override]
         return self.left.structured and self.right.structured
 
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.left.sees_itself and self.right.sees_itself
+
     def masks(self) -> tuple[Mask, ...]:
         return self.left, self.right
 
@@ -354,6 +373,10 @@ class And(Mask):
 @node
 class Or(And):
     sign = "|"
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.left.sees_itself or self.right.sees_itself
 
     def visible(self, block: Block) -> Tensor:
         return self.left.visible(block) | self.right.visible(block)
@@ -389,6 +412,84 @@ class Not(Mask):
         spans = self.of.spans(layout)
         # Of the inside of an interval that is not exact nothing is known, nor of its complement.
         return spans.complement(layout.keys) if spans.exact else layout.interval(0, layout.keys, exact=False)
+
+
+@node
+class Intervals(Mask):
+    """A mask as the engines see it, written out as intervals of every row: what padding and documents come to."""
+
+    lo: Tensor  # b|1 1 i r, int32
+    hi: Tensor
+    keys_seen: Tensor | None  # those that some row sees, bool, b|1 1 1 j; None where that is all of them
+
+    def visible(self, block: Block) -> Tensor:
+        lo, hi = take(self.lo, -2, block.rows), take(self.hi, -2, block.rows)
+        inside = [(block.j >= lo[..., r, None]) & (block.j < hi[..., r, None]) for r in range(lo.shape[-1])]
+        return functools.reduce(torch.logical_or, inside)
+
+    def spans(self, layout: Layout) -> Spans:
+        return Spans(self.lo[:, 0].mT, self.hi[:, 0].mT, exact=True)
+
+    def seen(self, layout: Layout) -> Tensor | None:
+        return None if self.keys_seen is None else self.keys_seen[:, 0, 0]
+
+    def covers(self, layout: Layout) -> bool:
+        return self.keys_seen is None
+
+
+def lowered(mask: Mask, batch: torch.Size, folded: Mask, layout: Layout) -> Mask:
+    """A mask laid over a matrix as `Intervals`, where tensors tell them and they are the whole truth; else as it is.
+
+    `folded`: the same with its batch axes as one, as engines take it; kept is what is found out with `mask`.
+    """
+    leaves = _leaves(mask)
+    of_tensors = [leaf for leaf in leaves if isinstance(leaf, Padding | Documents)]
+    known = all(isinstance(leaf, Causal | Window | Padding | Documents) for leaf in leaves)
+    if not known or not of_tensors or in_graph() or transformed() or _apart(layout.device):
+        return folded
+    spec, tensors = flatten(mask)
+    about = spec, batch, layout
+    found = found_once(of_tensors[0], about, tensors, layout.device, lambda: _written_out(folded, layout))
+    return folded if found is None else found
+
+
+def _written_out(mask: Mask, layout: Layout) -> Intervals | None:
+    spans, seen = mask.spans(layout), mask.seen(layout)
+    if not spans.exact:
+        return None
+    seen = spans.seen(layout.keys) if seen is None else seen
+    # On a GPU the host must wait for this, once for all layers; where all keys are seen, none has to be blanked.
+    keys_seen = None if bool(seen.all()) else seen[:, None, None]
+    lo, hi = (x.int().contiguous().mT[:, None] for x in (spans.lo, spans.hi))
+    return Intervals(lo, hi, keys_seen)
+
+
+def _leaves(mask: Mask) -> list[Mask]:
+    parts = mask.masks()
+    return [leaf for part in parts for leaf in _leaves(part)] if parts else [mask]
+
+
+#: So much is kept with a mask: layers ask for the same, those of a decoder for two or three things.
+MOST_FOUND = 8
+
+
+def found_once(keeper: Mask, about: Any, tensors: list[Tensor], device: torch.device, find: Callable[[], Any]) -> Any:
+    """What is found out about these tensors, kept with a mask while they are the same and not changed in place.
+
+    One mask serves all layers of a model, and on a GPU finding out takes longer than attention does.
+    """
+    if in_graph() or transformed() or _apart(device) or any(t.is_inference() for t in tensors):
+        return find()
+    kept: dict[Any, Any] = vars(keeper).setdefault("found", {})
+    now = [*map(id, tensors)], [t._version for t in tensors]
+    when, _, found = kept.get(about, (None, None, None))
+    if when != now:
+        found = find()
+        if not any(t.is_inference() for t in flatten(found)[1]):  # such could not be saved for a backward later on
+            if len(kept) >= MOST_FOUND:
+                kept.clear()
+            kept[about] = now, tensors, found  # held, so that no other tensor can have the name of one of them
+    return found
 
 
 def causal() -> Mask:
@@ -435,13 +536,24 @@ def padding(lengths: Any) -> Mask:
 def documents(ids: Any, key_ids: Any = None) -> Mask:
     """A query sees the keys of its own document. `key_ids` where keys are numbered apart from queries.
 
+    Documents that stood in one run each when the mask was made must stay so in a graph that is replayed with other ids.
+
     >>> print(documents([0, 0, 1]))
     ■ ■ ·
     ■ ■ ·
     · · ■
     """
+    numbers = _whole_numbers(ids, "documents(ids)")
     keys = None if key_ids is None else _whole_numbers(key_ids, "documents(key_ids)")
-    return Documents(_whole_numbers(ids, "documents(ids)"), keys)
+    return Documents(numbers, keys, _in_runs(numbers if keys is None else keys))
+
+
+def _in_runs(ids: Tensor) -> bool | None:
+    """Whether every document is one run of positions; None where the host may not ask."""
+    if in_graph() or transformed() or _apart(ids.device) or ids.ndim == 0:
+        return None
+    changes, documents = ((x[..., 1:] != x[..., :-1]).sum(-1) for x in (ids, ids.sort(-1).values))
+    return bool((changes == documents).all())
 
 
 def _whole_numbers(values: Any, name: str) -> Tensor:

@@ -334,7 +334,7 @@ class Weights:
             norm = self._norm_of(narrow, run)
             block = narrow.block(slice(0, len(run)), where(cols, problem.q.device))
             s = exactly(problem.q, partial(narrow.scores, block))  # as exactly as the norm
-            parts.append(weights_and_logs(s, norm)[0])
+            parts.append(weights_and_logs(s, norm, problem.mask is None)[0])
         w = torch.cat(parts, 2) if parts else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.wide)
         return w.reshape(*self._factors.batch, *w.shape[1:])
 

@@ -93,6 +93,13 @@ def test_what_is_nan_stays_nan(dtype: torch.dtype) -> None:
     cover.judged_where_numbers_are_nan(dtype, "cuda")
 
 
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_additive_scores_leave_registers_for_wide_values(dtype: torch.dtype, size: int) -> None:
+    for asked in (("norm", "z", "received"), ("y", "lse", "entropy")):
+        cover.judged(cover.Case("additive", "dense", asked, dtype, (130, 300, "end"), (1, 2, 1, 24, size)), "cuda")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("b", "h", "g", "t", "d"), [(1, 1, 1, 256, 128), (2, 4, 2, 640, 128), (3, 2, 2, 384, 64), (1, 3, 1, 512, 96)]
@@ -249,11 +256,20 @@ def test_nothing_to_compute() -> None:
     assert (regard.weights(draw(1, 5, 16), draw(1, 0, 16), engine="triton").lse == -torch.inf).all()
 
 
-def test_a_graph_replays() -> None:
-    q, k, v = draw(1, 2, 256, 64), draw(1, 2, 256, 64), draw(1, 2, 256, 64)
+@pytest.mark.parametrize("kind", ["causal", "padding", "documents", "documents of their own"])
+def test_a_graph_replays(kind: str) -> None:
+    """Also over other lengths and documents, which are changed in place."""
+    q, k, v = draw(2, 2, 256, 64), draw(2, 2, 256, 64), draw(2, 2, 256, 64)
+    lengths, ids = torch.tensor([200, 256], device="cuda"), (torch.arange(256, device="cuda") // 100).repeat(2, 1)
+    masks = {
+        "causal": regard.causal(),
+        "padding": regard.padding(lengths),
+        "documents": regard.causal() & regard.documents(ids),
+        "documents of their own": regard.documents(ids, ids),
+    }
 
     def ask():
-        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", "received", values=v)
+        seen = regard.weights(q, k, mask=masks[kind], engine="triton").see("entropy", "received", values=v)
         return seen.y, seen.entropy, seen.received
 
     ask()
@@ -262,9 +278,41 @@ def test_a_graph_replays() -> None:
     with torch.cuda.graph(graph):
         found = ask()
     q.normal_()
+    lengths[0] = 130
+    ids.copy_(torch.arange(256, device="cuda") // 60)
     graph.replay()
     for a, b in zip(found, ask(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["padding", "documents", "documents and causal"])
+def test_a_mask_costs_no_more_than_a_table(kind: str) -> None:
+    """Once it was looked at: what layers of a model share is found out for the first of them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    lengths, ids = torch.tensor([300, 512], device="cuda"), (torch.arange(512, device="cuda") // 100).repeat(2, 1)
+    mask = regard.padding(lengths) if kind == "padding" else regard.documents(ids)
+
+    def ask():
+        own = regard.causal() & mask if kind == "documents and causal" else mask
+        q, k, v = given
+        return regard.weights(q, k, mask=own, engine="triton").see("lse", "entropy", values=v).y
+
+    for turn in range(4):
+        given = [draw(2, 4, 512, 64) for _ in range(3)]
+        with profile(activities=[ProfilerActivity.CUDA]) as told:
+            y = ask()
+            torch.cuda.synchronize()
+        kernels = [event.name for event in told.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        if turn == 3:  # the table and the pass; of padding also keys and values without what nobody sees
+            assert len(kernels) <= (6 if kind == "padding" else 2), kernels
+        i, j = torch.arange(512, device="cuda")[:, None], torch.arange(512, device="cuda")
+        visible = {
+            "padding": j < lengths[:, None, None, None],
+            "documents": i // 100 == j // 100,
+            "documents and causal": (i // 100 == j // 100) & (j <= i),
+        }
+        assert (y.double() - dense(*given, visible[kind])[1]).abs().max() < 0.02
 
 
 def test_compiled_code_gives_the_same() -> None:

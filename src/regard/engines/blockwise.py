@@ -126,7 +126,7 @@ def backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradi
                 return rebuild(spec, list(parts)).bare_scores(block)
 
             s, pull = torch.func.vjp(scored, *live)[:2]
-            w, log_w = weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows])
+            w, log_w = weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows], whole)
             far = (block.i - block.j).abs() if gradient.rho is not None else None
             pulled = pull(gradient.into_scores(w, log_w, rows, cols, far))
             _add_block(rebuild(local_spec, list(pulled)), dataclasses.replace(total, sink=None), block)
@@ -154,7 +154,7 @@ def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, norm: Te
     """The weights of a block and their logarithms: exp(s − m) / l."""
     block = problem.block(rows, cols)
     s = problem.at(block).bare_scores(block)
-    return weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows])
+    return weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows], whole)
 
 
 def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tiling) -> None:

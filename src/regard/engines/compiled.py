@@ -138,7 +138,7 @@ class Task:
         self.set(gemm=tools.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
         self.set(offset=problem.offset, tall=tall, wide=wide, scale=problem.pair.scale)  # type: ignore[union-attr]
         spans = problem.spans
-        lo, hi = spans.lo.contiguous(), spans.hi.contiguous()
+        lo, hi = spans.lo.long().contiguous(), spans.hi.long().contiguous()
         self.set(lo=self.keep(lo), hi=self.keep(hi), spans=lo.shape[1], spans_b=lo.shape[1] * i if len(lo) > 1 else 0)
         self._steps(problem)
 

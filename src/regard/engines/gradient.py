@@ -49,7 +49,7 @@ class Gradient:
 
     def of_sink(self, sink: Tensor, norm: Tensor) -> Tensor:
         """The sink is a key whose value is nothing: left · right and the distance are 0 there."""
-        w, log_w = weights(wide(sink).expand(*norm.shape[:3], 1), norm)
+        w, log_w = weights(wide(sink).expand(*norm.shape[:3], 1), norm, True)
         return (w * self._less_entropy(-self.c.unsqueeze(-1), log_w, slice(None))).sum_to_size(sink.shape)
 
     def _less_entropy(self, inside: Tensor, log_w: Tensor, rows: slice) -> Tensor:
@@ -59,10 +59,15 @@ class Gradient:
         return inside - self.eta[:, :, rows, None] * log_w.clamp(min=-1e5)
 
 
-def weights(s: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and their logarithms from scores (b, h, i, j) and the norm (b, h, i, 2) of their rows."""
+def weights(s: Tensor, norm: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """Weights and their logarithms from scores (b, h, i, j) and the norm (b, h, i, 2) of their rows.
+
+    `whole`: none of them is hidden.
+    """
     m, l = norm.unsqueeze(-2).unbind(-1)
     # A row with no key has m = −inf and scores −inf: pivot on 0, since −inf − −inf is nan; and l = 0.
     above = s - torch.where(m == -torch.inf, 0, m)
     l = torch.where(l == 0, 1, l)
-    return above.exp() / l, above - l.log()
+    w = above.exp() / l
+    # What is hidden weighs 0, also in a row that is nan.
+    return w if whole else w.masked_fill(s == -torch.inf, 0), above - l.log()

@@ -63,10 +63,12 @@ def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor, Tensor | 
     """Weights (b, h, i, j) and the norm (b, h, i, 2) of scores; with a sink's logits also the share it takes."""
     if logits is not None:
         s = torch.cat([s, logits.to(s.dtype).expand(*s.shape[:3], 1)], -1)
-    # softmax of a row of −inf is nan, in its gradient too: such a row is set to 0 before and after.
-    empty = (s == -torch.inf).all(-1, keepdim=True)
+    # softmax of a row of −inf is nan, in its gradient too: such a row is set to 0 before. And what is hidden weighs
+    # 0 also in a row that is nan.
+    hidden = s == -torch.inf
+    empty = hidden.all(-1, keepdim=True)
     flat = s.masked_fill(empty, 0)
-    w = flat.softmax(-1).masked_fill(empty, 0)
+    w = flat.softmax(-1).masked_fill(hidden, 0)
     m = flat.detach().amax(-1, keepdim=True) if s.shape[-1] else flat.sum(-1, keepdim=True)
     l = (flat - m).exp().sum(-1, keepdim=True)
     norm = torch.cat([m.masked_fill(empty, -torch.inf), l.masked_fill(empty, 0)], -1)

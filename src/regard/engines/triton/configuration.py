@@ -60,6 +60,10 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("reread", 64): Config(64, 128, 4, 3, registers=128),
     ("reread", 128): Config(64, 128, 4, 3),
     ("reread", 256): Config(64, 64, 4, 2),
+    # The same where it also multiplies, z = Wᵀ u.
+    ("sent", 64): Config(64, 128, 4, 3, registers=128),
+    ("sent", 128): Config(64, 64, 4, 3),
+    ("sent", 256): Config(64, 64, 4, 2),
     ("keys", 64): Config(64, 64, 4, 2),
     ("keys", 128): Config(32, 128, 8, 3),
     ("keys", 256): Config(32, 64, 8, 1),
@@ -85,9 +89,14 @@ PLAIN: dict[tuple[str, int], Config] = {
     ("any", 128): Config(32, 32, 4, 1, tma=False),
     ("any", 256): Config(16, 32, 4, 1, tma=False),
 }
-#: Additive scores: no product to feed, all arithmetic.
-TANH = Config(32, 128, 8, 1, tma=False, registers=128)
+#: Additive scores, by the size of values: no product to feed, all arithmetic. Columns of wide values leave registers for fewer keys.
+TANH: dict[int, Config] = {
+    64: Config(32, 128, 8, 1, tma=False, registers=128),
+    256: Config(32, 64, 8, 1, tma=False, registers=128),
+}
 
+#: Of which kernel a configuration is, where it has several.
+VARIANTS = {"short": "forward", "laden": "forward", "sent": "reread"}
 forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurations here
 
 
@@ -105,12 +114,12 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, fits: Callable[[Co
     def in_gluon(config: Config) -> bool:
         return fits is not None and p.one_loop(config) and fits(config)
 
-    if (own := forced.get("forward" if kernel in ("short", "laden") else kernel) or forced.get("any")) is not None:
+    if (own := forced.get(VARIANTS.get(kernel, kernel)) or forced.get("any")) is not None:
         started(None, [])  # not to be done again once it is another
         return own if not own.gluon or in_gluon(own) else replace(own, gluon=False)
     size = max(p.d if p.product else 0, e)
     if not p.product:
-        chosen = TANH
+        chosen = next(config for most, config in TANH.items() if size <= most)
     elif p.exact or (v is not None and v.dtype == torch.float32) or not _hopper(p.q.device):
         chosen = _plain(size)
     else:

@@ -195,12 +195,12 @@ def _reread_config(p: Prepared, names: tuple[str, ...], e: int, u: Tensor | None
     """Products run ahead only where the copy engine loads everything, and where a tile falls into one tile row."""
 
     def fits(config: Config) -> bool:
-        if "z" in names or p.q.dtype != p.k.dtype:
+        if p.q.dtype != p.k.dtype:
             return False
         aligned = "pool" not in names or tiling is None or _aligned(tiling, _tile_rows(config))
         return aligned and copies_serve(p.d, (p.q, config.block_i), (p.k, config.block_j))
 
-    return configured("reread", p, e if "z" in names else 0, u, fits)
+    return configured("sent", p, e, u) if "z" in names else configured("reread", p, 0, u, fits)
 
 
 def _tile_rows(config: Config) -> int:
