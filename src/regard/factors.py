@@ -269,7 +269,7 @@ def blank(x: Tensor, seen: Tensor, axis: int) -> Tensor:
     """Zero where no row sees the key; `axis` is that of the keys."""
     if x.ndim != 4 or x.shape[axis] != seen.shape[1]:
         return x
-    return x.masked_fill(~(seen[:, None, :, None] if axis == -2 else seen[:, None, None, :]), 0)
+    return torch.where(seen[:, None, :, None] if axis == -2 else seen[:, None, None, :], x, 0)
 
 
 def hide(s: Tensor, mask: Mask | None, block: Block) -> Tensor:

@@ -304,7 +304,7 @@ def test_a_mask_costs_no_more_than_a_table(kind: str) -> None:
             y = ask()
             torch.cuda.synchronize()
         kernels = [event.name for event in told.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-        if turn == 3:  # the table and the pass; of padding also keys and values without what nobody sees
+        if turn == 3:  # the table and the pass; of padding also keys and values, with 0 where nobody sees them
             assert len(kernels) <= (6 if kind == "padding" else 2), kernels
         i, j = torch.arange(512, device="cuda")[:, None], torch.arange(512, device="cuda")
         visible = {
