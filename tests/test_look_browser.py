@@ -16,7 +16,7 @@ from pages import HOSTILE, SUBJECTS, Read, history, hostile_recording, minilm, t
 from regard.look import View, payload
 from regard.look.page import frame
 from regard.look.ranking import beyond_habit
-from regard.look.words import reading
+from regard.look.reading import reading
 
 
 class Shown:

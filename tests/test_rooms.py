@@ -15,6 +15,7 @@ ROOT = Path(regard.__file__).parent
 
 #: Each room and the rooms it may import from. A room below never knows one above.
 ARROWS: dict[str, set[str]] = {
+    "names": set(),
     "tree": set(),
     "around": set(),
     "again": {"around"},
@@ -33,8 +34,8 @@ ARROWS: dict[str, set[str]] = {
     "door": {"around", "block", "matrix", "engines", "factors", "mask", "score", "tree"},
     "recorder": {"door", "factors", "index", "mask", "matrix", "score", "tree"},
     "nn": {"door", "mask", "matrix", "score", "tree"},
-    "learn": {"nn", "recorder"},
-    "look": {"block", "factors", "index", "learn", "mask", "matrix", "recorder", "score", "tree"},
+    "learn": {"names", "nn", "recorder"},
+    "look": {"block", "factors", "index", "learn", "mask", "matrix", "names", "recorder", "score", "tree"},
     "cli": {"look", "learn"},
     "__main__": {"cli"},
 }
@@ -107,10 +108,32 @@ HEAVY = (
 )
 
 
+def test_the_command_line_explains_itself_before_torch_is_there() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import regard; from regard import cli\n"
+        "sys.exit(sum(cli.main(a.split()) for a in ('--help', 'look --help', 'learn lm --help', '--version')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "regard look" in done.stdout
+
+
+def test_a_name_may_be_used_first_while_torch_compile_follows_the_code() -> None:
+    code = (
+        "import torch, regard\n"
+        "q = torch.randn(2, 5, 4)\n"
+        "ask = torch.compile(lambda q: regard.weights(q, mask=regard.causal()).entropy(), fullgraph=True, backend='eager')\n"
+        "torch.testing.assert_close(ask(q), regard.weights(q, mask=regard.causal()).entropy())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_regard_is_light() -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"
-        "import regard\n"
+        "import regard; regard.weights\n"
         "print('\\n'.join(sorted(set(sys.modules) - before)))"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -139,7 +162,7 @@ def test_public_names_are_those_that_are_exported() -> None:
     public = {
         name for name in vars(regard) if not name.startswith("_") and not isinstance(vars(regard)[name], type(sys))
     }
-    assert public - {"Any", "TYPE_CHECKING", "import_module"} <= set(regard.__all__)
+    assert public - {"TYPE_CHECKING", "later"} <= set(regard.__all__) <= set(dir(regard))
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:
         assert getattr(regard, name) is not None

@@ -7,9 +7,14 @@ Imports `regard.nn`, `regard.watch` and the recorder's way to write files; token
 only when they are used.
 """
 
-from .checkpoint import Trained, history, is_checkpoint, open_model
-from .settings import LMSettings, TranslateSettings
-from .training import Diverged, lm, translate
+from typing import TYPE_CHECKING
+
+from ..names import later
+
+if TYPE_CHECKING:
+    from .checkpoint import Trained, history, is_checkpoint, open_model
+    from .settings import LMSettings, TranslateSettings
+    from .training import Diverged, lm, translate
 
 __all__ = [
     "Diverged",
@@ -22,3 +27,11 @@ __all__ = [
     "open_model",
     "translate",
 ]
+
+_ROOMS = {
+    "checkpoint": ("Trained", "history", "is_checkpoint", "open_model"),
+    "settings": ("LMSettings", "TranslateSettings"),
+    "training": ("Diverged", "lm", "translate"),
+}
+
+__getattr__ = later(__name__, {name: room for room, names in _ROOMS.items() for name in names})

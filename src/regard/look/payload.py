@@ -24,8 +24,9 @@ from ..index import At
 from ..matrix import Weights
 from ..score import Dot, Given, ScaledDot
 from .ranking import beyond_habit, beyond_received, unknown_in
+from .reading import reading
 from .spot import Spot, place_of, sequence_of, spotlight
-from .words import is_special, joined, reading, shown, words
+from .words import is_special, joined, shown, words
 
 __all__ = ["LONG", "Packed", "pack"]
 

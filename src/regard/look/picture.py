@@ -18,6 +18,7 @@ import torch
 
 from . import spot, words
 from .lines import number
+from .reading import Reading
 
 __all__ = ["svg"]
 
@@ -244,9 +245,7 @@ def _stroke(hue: str, weight: float) -> str:
 class _Square:
     """The matrix of one head, rows looking at columns; tiles where it is long."""
 
-    def __init__(
-        self, sheet: spot.Sheet, head: int, rows: words.Reading, cols: words.Reading, lit: int | None, top: float
-    ) -> None:
+    def __init__(self, sheet: spot.Sheet, head: int, rows: Reading, cols: Reading, lit: int | None, top: float) -> None:
         self.drawn: list[str] = []
         whole = len(rows.labels) <= _CELLS and len(cols.labels) <= _CELLS
         cells = _cells(sheet, head, rows, cols) if whole else _tiles(sheet, head)
@@ -297,7 +296,7 @@ class _Square:
         self.drawn.append(_text(left + 106, y + 8, f"0 to {most:.3f}, {what}", 10.5, _PALE))
         self.bottom = y + 12
 
-    def _description(self, place: str, cells: Any, whole: bool, rows: words.Reading, cols: words.Reading) -> str:
+    def _description(self, place: str, cells: Any, whole: bool, rows: Reading, cols: Reading) -> str:
         of = f" of {place}" if place else ""
         if not whole:
             size = f"{len(cells)} by {len(cells[0])}"
@@ -311,7 +310,7 @@ class _Square:
 
 
 @torch.no_grad()
-def _cells(sheet: spot.Sheet, head: int, rows: words.Reading, cols: words.Reading) -> list[list[float]]:
+def _cells(sheet: spot.Sheet, head: int, rows: Reading, cols: Reading) -> list[list[float]]:
     w, _ = cols.shares(sheet.weights[head].dense())
     return rows.rows(w.mT).mT.tolist()
 

@@ -20,7 +20,8 @@ from ..recorder import Recording
 from ..recorder.part import span_of
 from ..recorder.tables import BY
 from .ranking import beyond_habit, unknown_in
-from .words import Reading, is_special, reading, resolve, shown
+from .reading import Reading, reading
+from .words import is_special, resolve, shown
 
 __all__ = [
     "WATCHED",
