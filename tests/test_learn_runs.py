@@ -412,6 +412,20 @@ def test_files_that_are_no_pairs_are_counted(pairs, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_has_one_run_at_a_time(text, tmp_path):
+    pytest.importorskip("fcntl")
+    out, told = tmp_path / "run", []
+
+    def meanwhile() -> None:
+        with pytest.raises(ValueError, match=r"run is in use by a run that goes on") as wrong:
+            lm(text, out, resume=True)
+        told.append(wrong)
+
+    lm(text, out, progress=Stopping(5, meanwhile), **TINY)
+    assert told
+    assert lm(text, out, resume=True).finished
+
+
 def test_a_run_goes_on_only_as_it_began(text, whole, tmp_path):
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         lm(text, whole, **TINY)

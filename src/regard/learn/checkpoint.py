@@ -13,8 +13,10 @@ Imports `settings`, `tasks`, `text`, `generate`; and writing from the recorder's
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -32,6 +34,7 @@ from .tasks import build
 
 __all__ = [
     "Trained",
+    "alone",
     "history",
     "is_checkpoint",
     "open_model",
@@ -94,6 +97,28 @@ def sweep(folder: Path) -> None:
     for name in FILES:
         for part in left_behind(folder / name):
             part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One run at a time in a folder. The system lets go of it, however a run ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ValueError(f"{folder} is in use by a run that goes on: stop that one, or choose another --out.") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def read_json(path: Path) -> Any:

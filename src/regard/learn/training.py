@@ -76,14 +76,20 @@ def _run(
     disk.safetensors()
     settings, tokenizer = _settings(kind, out, among, given, resume)
     device = chosen_device(settings.device)
-    digest = disk.read_json(out / disk.SETTINGS)["data"] if resume else None
-    task = tasks.make(kind, files, held, settings, tokenizer, device, digest)
-    on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
-    with _Interrupted() as interrupted, torch.random.fork_rng(on_gpu):  # the caller's chance is not ours to change
+    with contextlib.ExitStack() as around:
+        if resume:
+            around.enter_context(disk.alone(out))
+        digest = disk.read_json(out / disk.SETTINGS)["data"] if resume else None
+        task = tasks.make(kind, files, held, settings, tokenizer, device, digest)
+        interrupted = around.enter_context(_Interrupted())
+        on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
+        around.enter_context(torch.random.fork_rng(on_gpu))  # the caller's chance is not ours to change
         training = _built(task, out, device, progress or Silent(), interrupted, resume)
         if resume:
             disk.sweep(out)
         else:
+            _made(out)
+            around.enter_context(disk.alone(out))
             _begin(task, out)
         try:
             return training.run()
@@ -140,12 +146,15 @@ def _need_free(out: Path) -> None:
         )
 
 
-def _begin(task: tasks.Task, out: Path) -> None:
-    """The tokenizer and then the settings: a folder with settings is a run."""
+def _made(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as wrong:
         raise OSError(f"the folder {out} could not be made: {wrong.strerror}. Choose another --out.") from None
+
+
+def _begin(task: tasks.Task, out: Path) -> None:
+    """The tokenizer and then the settings: a folder with settings is a run."""
     told = {"format": disk.FORMAT, "kind": task.kind, "settings": task.settings.json(), "data": task.digest}
     try:
         disk.save_json(out / disk.TOKENIZER, json.loads(task.tokenizer.to_str()))
