@@ -235,11 +235,15 @@ def test_a_terminal_without_bars_gets_letters(run, monkeypatch):
 # Where the text comes from.
 
 
+def piped(data: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(data))
+
+
 def test_text_from_a_file_from_a_pipe_and_from_a_recording(run, monkeypatch, tmp_path):
     expected = json.loads(run("look", SENTENCE, "--word", "it", "--json")[1])["rows"]
     (tmp_path / "chapter.txt").write_text(SENTENCE)
     assert json.loads(run("look", "chapter.txt", "--word", "it", "--json")[1])["rows"] == expected
-    monkeypatch.setattr(sys, "stdin", io.StringIO(SENTENCE))
+    monkeypatch.setattr(sys, "stdin", piped(SENTENCE.encode()))
     assert json.loads(run("look", "-", "--word", "it", "--json")[1])["rows"] == expected
     code, _, err = run("look", SENTENCE, "--save", "run.regard")
     assert (code, err) == (0, "recording written to run.regard\n")
@@ -523,7 +527,8 @@ MISTAKES = {
     "no such file": (["look", "chapter.txt"], "there is no file chapter.txt"),
     "no such recording": (["look", "run.regard"], "there is no file run.regard"),
     "folder for a text": (["look", "empty"], "empty is a folder"),
-    "binary file": (["look", "binary.txt"], "binary.txt is not a text file: byte 0 is not UTF-8"),
+    "bytes piped in": (["look", "-"], "what was piped in is not a text: byte 1 is not UTF-8"),
+    "binary file": (["look", "binary.txt"], "binary.txt is not a text: byte 0 is not UTF-8"),
     "null bytes": (["look", "null.txt"], "there is a null byte at 1"),
     "foreign recording": (["look", "foreign.regard"], "foreign.regard"),
     "recording and model": (["look", "foreign.regard", "--model", "x"], "a recording is looked at without a model"),
@@ -560,7 +565,7 @@ def test_a_mistake_is_one_line(run, name, tmp_path, monkeypatch):
     (tmp_path / "foreign.regard").write_bytes(b"not a recording at all")
     if "saved.regard" in MISTAKES[name][0]:
         opened(None).look_at("the cat sat").save("saved.regard")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a\0b"))
+    monkeypatch.setattr(sys, "stdin", piped(b"a\xffb" if name == "bytes piped in" else b"a\0b"))
     arguments, says = MISTAKES[name]
     monkeypatch.setattr(model, "_hub_answers", lambda: False)  # a name that is not here would be asked for there
     code, out, err = run(*arguments)

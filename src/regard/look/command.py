@@ -381,7 +381,7 @@ def _text(asked: argparse.Namespace) -> tuple[str, Recording | None]:
     """The text that was given, read from a file where it names one; or a recording."""
     given = asked.text
     if given == "-":
-        return _checked(sys.stdin.read(), "what was piped in"), None
+        return _decoded(sys.stdin.buffer.read(), "what was piped in"), None
     path = Path(given)
     if not given.strip() or not _exists(path):
         if path.suffix in (".regard", ".txt", ".md") and not any(letter.isspace() for letter in given):
@@ -409,14 +409,14 @@ def _exists(path: Path) -> bool:
 def _read(path: Path) -> str:
     with _file_errors(str(path)):
         data = path.read_bytes()
+    return _decoded(data, shown(str(path)))
+
+
+def _decoded(data: bytes, whose: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as wrong:
-        raise ValueError(f"{shown(str(path))} is not a text file: byte {wrong.start} is not UTF-8.") from None
-    return _checked(text, shown(str(path)))
-
-
-def _checked(text: str, whose: str) -> str:
+        raise ValueError(f"{whose} is not a text: byte {wrong.start} is not UTF-8.") from None
     if "\0" in text:
         raise ValueError(f"{whose} is not a text: there is a null byte at {text.index(chr(0))}.")
     return text
