@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import pickle
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 import regard
 from judge import MASKS, SCORES, MaskCase, Sizes, Truth, draw, named
+from regard import mask as room
 from regard.block import Block
 from regard.door import lay
 from regard.engines import blockwise
@@ -21,6 +25,14 @@ from regard.factors import Problem
 from regard.mask import Documents, Intervals, Layout, Mask, Spans, as_mask, causal, documents, padding, window
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_on_the_cpu() -> Iterator[None]:
+    """What is found out about masks is kept for GPUs; here, so that every test sees what they get."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "KEPT_ON", ("cpu",))
+        yield
 
 
 def problem(mask: object, b: int = 1, i: int = 7, j: int = 11, h: int = 1, offset: int = 0) -> Problem:
@@ -394,13 +406,62 @@ def test_a_mask_whose_tensors_change_in_place_is_looked_at_anew(mode: str) -> No
         assert [int((regard.weights(q, mask=mask)[0, 0, 0] > 0).sum()) for mask in masks] == [3, 3]
 
 
-def test_a_mask_first_seen_in_inference_serves_training_too() -> None:
+def test_a_mask_first_seen_in_inference_serves_training_too(looked_at: list[Layout]) -> None:
     mask, q = documents([0, 0, 1]), torch.randn(1, 3, 2)
     with torch.inference_mode():
         before = regard.weights(q, mask=mask).entropy()
     after = regard.weights(q.requires_grad_(), mask=mask).entropy()
     after.sum().backward()
     assert torch.equal(before, after.detach())
+    assert len(looked_at) == 1
+
+
+def test_the_ends_of_lengths_are_those_they_have_now() -> None:
+    lengths = torch.tensor([4, 4])
+    mask = padding(lengths)
+    regard.weights(torch.randn(2, 1, 4, 2), mask=mask)
+    lengths.fill_(3)
+    regard.weights(torch.randn(2, 1, 3, 2), mask=mask)
+    lengths.fill_(7)
+    with pytest.raises(ValueError, match=r"between 0 and the 4 keys there are; 7 … 7 came"):
+        regard.weights(torch.randn(2, 1, 4, 2), mask=mask)
+
+
+def test_an_array_that_changes_does_not_change_a_mask() -> None:
+    lengths = torch.tensor([2]).numpy()
+    mask = padding(lengths)
+    lengths[:] = 4
+    assert int((regard.weights(torch.randn(1, 1, 4, 3), mask=mask)[0, 0, 0] > 0).sum()) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda mask: pickle.loads(pickle.dumps(mask))])
+def test_what_was_found_out_is_not_copied(copied) -> None:
+    mask = causal() & documents([0, 0, 1, 1])
+    regard.weights(torch.randn(1, 4, 2), mask=mask).lse  # noqa: B018
+    assert "found" in vars(mask.right)
+    other = copied(mask)
+    assert "found" not in vars(copied(mask.right))
+    assert other.draw() == mask.draw()
+
+
+def test_a_few_rows_know_which_keys_they_see() -> None:
+    """A key that others see must not reach their gradients, not even as the nan of 0 · nan."""
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    whole = lay(torch.zeros(2, 1, 6, 4), torch.zeros(2, 1, 6, 4), "dot", documents(ids), None).problem()
+    assert whole.seen() is None
+    assert whole.narrow(1, 2).seen().int().tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]]
+    q, k = (torch.randn(2, 1, 6, 4, dtype=torch.float64) for _ in range(2))
+    k[0, :, 4] = torch.nan
+    q.requires_grad_()
+    regard.weights(q, k, mask=documents(ids), engine="blockwise")[..., 1, :].square().sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_documents_without_a_batch_or_on_no_device() -> None:
+    apart = documents(torch.zeros(1, 3).long(), torch.zeros(0, 3).long())
+    assert regard.weights(torch.randn(0, 1, 3, 4), mask=apart).lse.shape == (0, 1, 3)
+    with torch.device("meta"):
+        assert documents([0, 0, 1]).size() == (3, 3)
 
 
 def test_what_is_kept_dies_with_its_mask() -> None:

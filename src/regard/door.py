@@ -17,7 +17,7 @@ from . import engines
 from .around import in_graph
 from .block import Block
 from .factors import Factors
-from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask, found_once
+from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, apart, as_mask, found_once
 from .matrix import Weights
 from .score import Additive, Alibi, Bias, Bilinear, Dot, ScaledDot, Score, as_score
 from .tree import flatten
@@ -281,27 +281,26 @@ def _laid_mask(mask: Mask, full: tuple[int, ...], offset: int, device: torch.dev
         return Not(_laid_mask(mask.of, full, offset, device))
     if isinstance(mask, Dense):
         return Dense(_over_cells(mask.cells, full, "mask", device))
-    if isinstance(mask, Padding | Documents):
-        laid = _laid_padding if isinstance(mask, Padding) else _laid_documents
-        over = full, offset, device
-        return found_once(mask, over, flatten(mask)[1], device, partial(laid, mask, *over))
+    given = flatten(mask)[1]
+    if isinstance(mask, Padding):
+        return found_once(mask, full, given, device, partial(_laid_padding, mask, full, device))
+    if isinstance(mask, Documents):
+        return found_once(mask, (full, offset), given, device, partial(_laid_documents, mask, full, offset, device))
     return mask
 
 
-def _laid_padding(mask: Mask, full: tuple[int, ...], offset: int, device: torch.device) -> Padding:
-    assert isinstance(mask, Padding)
+def _laid_padding(mask: Padding, full: tuple[int, ...], device: torch.device) -> Padding:
     *batch, _, _, j = full
     lengths = mask.lengths.to(device)
     _check_broadcast(lengths.shape, batch, "padding(lengths)", "one length a sequence")
-    if not in_graph() and lengths.numel():
+    if not in_graph() and not apart(device) and lengths.numel():
         least, most = mask.ends
         if least < 0 or most > j:
             raise ValueError(f"padding(lengths) must lie between 0 and the {j} keys there are; {least} … {most} came.")
     return Padding(_padded(lengths[..., None, None, None], len(batch)))
 
 
-def _laid_documents(mask: Mask, full: tuple[int, ...], offset: int, device: torch.device) -> Documents:
-    assert isinstance(mask, Documents)
+def _laid_documents(mask: Documents, full: tuple[int, ...], offset: int, device: torch.device) -> Documents:
     *batch, _, i, j = full
     ids = mask.ids.to(device)
     keys = ids if mask.key_ids is None else mask.key_ids.to(device)

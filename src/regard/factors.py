@@ -161,7 +161,7 @@ class Problem:
             self,
             q=_rows(self.q, rows),
             steps=change(self.steps, lambda t: take(t, -2, rows)),
-            mask=change(self.mask, lambda t: take(t, -2, rows)),
+            mask=None if self.mask is None else self.mask.narrow(rows),
             offset=self.offset + start,
         )
 

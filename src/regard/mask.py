@@ -21,9 +21,21 @@ from torch import Tensor
 from .again import noting
 from .around import in_graph, transformed
 from .block import Block, take
-from .tree import flatten, node
+from .tree import change, flatten, node
 
-__all__ = ["Layout", "Mask", "Spans", "as_mask", "causal", "documents", "found_once", "lowered", "padding", "window"]
+__all__ = [
+    "Layout",
+    "Mask",
+    "Spans",
+    "apart",
+    "as_mask",
+    "causal",
+    "documents",
+    "found_once",
+    "lowered",
+    "padding",
+    "window",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +108,10 @@ class Layout:
 
 def _around(layout: Layout, before: int | None, after: int | None) -> Spans:
     """The interval from `before` keys before each position to `after` keys after it; None for no limit."""
-    return _made_around(layout, before, after) if _apart(layout.device) else _kept_around(layout, before, after)
+    return _made_around(layout, before, after) if apart(layout.device) else _kept_around(layout, before, after)
 
 
-def _apart(device: torch.device) -> bool:
+def apart(device: torch.device) -> bool:
     """Whether nothing kept may be used: what is made while a graph is captured is the graph's alone, and steps that are
     noted down take only what they were given. Nor may the host ask a GPU for a number then."""
     return noting() is not None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -143,6 +155,14 @@ class Mask:
     def masks(self) -> tuple[Mask, ...]:
         """The masks this one is combined from."""
         return ()
+
+    def narrow(self, rows: slice) -> Mask:
+        """The same for a run of neighbouring rows, of a mask laid over a matrix."""
+        return change(self, lambda t: take(t, -2, rows))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was found out: that belongs to these very tensors."""
+        return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]
 
     def size(self) -> tuple[int, int] | None:
         """The (i, j) this mask is made for, if its tensors tell."""
@@ -233,10 +253,15 @@ class Window(Mask):
 class Padding(Mask):
     lengths: Tensor  # as given; (*batch|1, 1, 1, 1) once laid over a matrix
 
-    @functools.cached_property
+    @property
     def ends(self) -> tuple[int, int]:
         """The shortest and the longest. Kept: one mask serves all layers of a model, and a GPU is waited for once."""
-        return int(self.lengths.min()), int(self.lengths.max())
+        changes = 0 if self.lengths.is_inference() else self.lengths._version
+        kept = vars(self).setdefault("ends_then", {})
+        if changes not in kept:
+            kept.clear()
+            kept[changes] = int(self.lengths.min()), int(self.lengths.max())
+        return kept[changes]
 
     def visible(self, block: Block) -> Tensor:
         lengths = self.lengths if self.lengths.ndim >= 4 else self.lengths.reshape(-1, 1, 1, 1)
@@ -258,7 +283,8 @@ class Padding(Mask):
 class Documents(Mask):
     ids: Tensor  # of the queries: as given; (*batch|1, 1, i, 1) once laid over a matrix
     key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once laid over a matrix
-    in_runs: bool | None = None  # whether each stood in one run of keys when the mask was made; None: not looked at
+    #: Whether each stood in one run of keys when the mask was made, for graphs, which cannot ask; None: not looked at.
+    in_runs: bool | None = None
     own: bool = False  # laid over a matrix: queries are numbered as the keys at their positions
 
     @property
@@ -288,7 +314,7 @@ class Documents(Mask):
         assert self.key_ids is not None, "laid over a matrix"
         keys = self.key_ids.flatten(-3).flatten(0, -2)  # b|1 j
         ids = self.ids.flatten(-3).flatten(0, -2)  # b|1 i
-        batch = max(len(keys), len(ids))
+        (batch,) = torch.broadcast_shapes(keys.shape[:1], ids.shape[:1])
         keys, ids = keys.expand(batch, -1).contiguous(), ids.expand(batch, -1).contiguous()
         if keys.shape[1] == 0:
             return layout.interval(0, 0)
@@ -301,7 +327,7 @@ class Documents(Mask):
         some = end > begin
         lo, hi = torch.where(some, lo, 0), torch.where(some, hi, 0)
         # Asked, unless the host must not ask: it may have been changed in place.
-        sure = self.in_runs is True and _apart(layout.device)
+        sure = self.in_runs is True and apart(layout.device)
         exact = sure or bool((hi - lo == end - begin).all())
         return Spans(lo[:, None], hi[:, None], exact)
 
@@ -421,6 +447,7 @@ class Intervals(Mask):
     lo: Tensor  # b|1 1 i r, int32
     hi: Tensor
     keys_seen: Tensor | None  # those that some row sees, bool, b|1 1 1 j; None where that is all of them
+    keys: int
 
     def visible(self, block: Block) -> Tensor:
         lo, hi = take(self.lo, -2, block.rows), take(self.hi, -2, block.rows)
@@ -436,6 +463,11 @@ class Intervals(Mask):
     def covers(self, layout: Layout) -> bool:
         return self.keys_seen is None
 
+    def narrow(self, rows: slice) -> Mask:
+        lo, hi = take(self.lo, -2, rows), take(self.hi, -2, rows)
+        spans = Spans(lo[:, 0].mT.long(), hi[:, 0].mT.long(), exact=True)
+        return Intervals(lo, hi, spans.seen(self.keys)[:, None, None], self.keys)  # fewer rows see fewer keys
+
 
 def lowered(mask: Mask, batch: torch.Size, folded: Mask, layout: Layout) -> Mask:
     """A mask laid over a matrix as `Intervals`, where tensors tell them and they are the whole truth; else as it is.
@@ -445,9 +477,9 @@ def lowered(mask: Mask, batch: torch.Size, folded: Mask, layout: Layout) -> Mask
     leaves = _leaves(mask)
     of_tensors = [leaf for leaf in leaves if isinstance(leaf, Padding | Documents)]
     known = all(isinstance(leaf, Causal | Window | Padding | Documents) for leaf in leaves)
-    if not known or not of_tensors or in_graph() or transformed() or _apart(layout.device):
-        return folded
     spec, tensors = flatten(mask)
+    if not known or not of_tensors or not _kept(tensors, layout.device):
+        return folded
     about = spec, batch, layout
     found = found_once(of_tensors[0], about, tensors, layout.device, lambda: _written_out(folded, layout))
     return folded if found is None else found
@@ -461,7 +493,7 @@ def _written_out(mask: Mask, layout: Layout) -> Intervals | None:
     # On a GPU the host must wait for this, once for all layers; where all keys are seen, none has to be blanked.
     keys_seen = None if bool(seen.all()) else seen[:, None, None]
     lo, hi = (x.int().contiguous().mT[:, None] for x in (spans.lo, spans.hi))
-    return Intervals(lo, hi, keys_seen)
+    return Intervals(lo, hi, keys_seen, layout.keys)
 
 
 def _leaves(mask: Mask) -> list[Mask]:
@@ -469,26 +501,33 @@ def _leaves(mask: Mask) -> list[Mask]:
     return [leaf for part in parts for leaf in _leaves(part)] if parts else [mask]
 
 
+#: Where finding out about a mask takes longer than attention: one mask serves all layers of a model.
+KEPT_ON = ("cuda",)
 #: So much is kept with a mask: layers ask for the same, those of a decoder for two or three things.
 MOST_FOUND = 8
 
 
-def found_once(keeper: Mask, about: Any, tensors: list[Tensor], device: torch.device, find: Callable[[], Any]) -> Any:
-    """What is found out about these tensors, kept with a mask while they are the same and not changed in place.
+def _kept(tensors: list[Tensor], device: torch.device) -> bool:
+    """Whether something may be kept about these tensors. (Of inference tensors nobody counts the changes.)"""
+    if device.type not in KEPT_ON or in_graph() or transformed() or apart(device):
+        return False
+    return not any(t.is_inference() for t in tensors)
 
-    One mask serves all layers of a model, and on a GPU finding out takes longer than attention does.
-    """
-    if in_graph() or transformed() or _apart(device) or any(t.is_inference() for t in tensors):
+
+def found_once(keeper: Mask, about: Any, tensors: list[Tensor], device: torch.device, find: Callable[[], Any]) -> Any:
+    """What is found out about these tensors, kept with a mask while they are the same and not changed in place."""
+    if not _kept(tensors, device):
         return find()
     kept: dict[Any, Any] = vars(keeper).setdefault("found", {})
+    about = about, device
     now = [*map(id, tensors)], [t._version for t in tensors]
     when, _, found = kept.get(about, (None, None, None))
     if when != now:
-        found = find()
-        if not any(t.is_inference() for t in flatten(found)[1]):  # such could not be saved for a backward later on
-            if len(kept) >= MOST_FOUND:
-                kept.clear()
-            kept[about] = now, tensors, found  # held, so that no other tensor can have the name of one of them
+        with torch.inference_mode(False):  # what is made there could not be saved for a backward later on
+            found = find()
+        if len(kept) >= MOST_FOUND:
+            kept.clear()
+        kept[about] = now, tensors, found  # held, so that no other tensor can have the name of one of them
     return found
 
 
@@ -536,7 +575,8 @@ def padding(lengths: Any) -> Mask:
 def documents(ids: Any, key_ids: Any = None) -> Mask:
     """A query sees the keys of its own document. `key_ids` where keys are numbered apart from queries.
 
-    Documents that stood in one run each when the mask was made must stay so in a graph that is replayed with other ids.
+    Ids may be changed in place; but in a graph that is replayed, documents that stood in one run each when the mask was
+    made must stay so.
 
     >>> print(documents([0, 0, 1]))
     ■ ■ ·
@@ -550,14 +590,14 @@ def documents(ids: Any, key_ids: Any = None) -> Mask:
 
 def _in_runs(ids: Tensor) -> bool | None:
     """Whether every document is one run of positions; None where the host may not ask."""
-    if in_graph() or transformed() or _apart(ids.device) or ids.ndim == 0:
+    if in_graph() or transformed() or apart(ids.device) or ids.is_meta or ids.ndim == 0:
         return None
     changes, documents = ((x[..., 1:] != x[..., :-1]).sum(-1) for x in (ids, ids.sort(-1).values))
     return bool((changes == documents).all())
 
 
 def _whole_numbers(values: Any, name: str) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.as_tensor(values)
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # an array's memory is not ours
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be whole numbers; dtype {tensor.dtype} came. Convert with .long().")
     return tensor.long()
