@@ -490,3 +490,27 @@ def test_masks_of_tensors_reach_the_engines_as_intervals() -> None:
     assert lowered(padding([4, 6])).keys_seen[:, 0, 0].sum(-1).tolist() == [4, 6]
     for mask in (causal(), causal() & padding([4, 6]) & (torch.rand(6, 6) < 0.5), documents([0, 1, 0, 1, 2, 2])):
         assert not isinstance(lowered(mask), Intervals)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("kind", ["padding", "documents", "both and a window", "several intervals", "out of order"])
+def test_a_compiled_graph_writes_the_intervals_out_itself(kind: str, dynamic: bool) -> None:
+    ids = torch.tensor([[0] * 4 + [1] * 5 + [2] * 3, [0] * 10 + [3] * 2])
+    mask = {
+        "padding": padding([7, 12]),
+        "documents": documents(ids) & causal(),
+        "both and a window": documents(ids) & padding([7, 12]) & window(3, 1),
+        "several intervals": ~documents(ids) | padding([1, 2]),
+        "out of order": documents([0, 1, 0, 1, 0, 1, 2, 2, 2, 0, 0, 0]),
+    }[kind]
+
+    def layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for _ in range(2):
+            q = regard.weights(q, k, mask=mask).see("entropy", values=v).y
+        return q.square().sum()
+
+    torch._dynamo.reset()
+    q, k, v = (torch.randn(2, 2, 12, 4, requires_grad=True) for _ in range(3))
+    compiled = torch.compile(layers, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for mine, right in zip(*(torch.autograd.grad(f(q, k, v), (q, k, v)) for f in (compiled, layers)), strict=True):
+        torch.testing.assert_close(mine, right)

@@ -72,13 +72,14 @@ class Spans:
 def _tidy(lo: Tensor, hi: Tensor, exact: bool) -> Spans:
     """Put the intervals in order, the empty ones last, and drop what is empty in every row."""
     empty = lo >= hi
+    if lo.shape[1] == 1:
+        return Spans(lo.masked_fill(empty, 0), hi.masked_fill(empty, 0), exact)
     lo, order = lo.masked_fill(empty, torch.iinfo(lo.dtype).max).sort(dim=1)
     # An empty interval becomes end..end of the one before it, so that gaps stay right.
     hi = hi.masked_fill(empty, 0).gather(1, order).cummax(dim=1).values
     lo = torch.minimum(lo, hi)
-    used = 1
-    if lo.shape[1] > 1:  # asked only where there is something to drop: on a GPU the host must wait for the answer
-        used = max(1, int((lo < hi).flatten(2).any(2).any(0).sum()))
+    # Only several are looked at for what can be dropped: on a GPU the host must wait for the answer.
+    used = max(1, int((lo < hi).flatten(2).any(2).any(0).sum()))
     return Spans(lo[:, :used], hi[:, :used], exact)
 
 
@@ -108,7 +109,8 @@ class Layout:
 
 def _around(layout: Layout, before: int | None, after: int | None) -> Spans:
     """The interval from `before` keys before each position to `after` keys after it; None for no limit."""
-    return _made_around(layout, before, after) if apart(layout.device) else _kept_around(layout, before, after)
+    alone = in_graph() or apart(layout.device)
+    return _made_around(layout, before, after) if alone else _kept_around(layout, before, after)
 
 
 def apart(device: torch.device) -> bool:
@@ -327,7 +329,7 @@ class Documents(Mask):
         some = end > begin
         lo, hi = torch.where(some, lo, 0), torch.where(some, hi, 0)
         # Asked, unless the host must not ask: it may have been changed in place.
-        sure = self.in_runs is True and apart(layout.device)
+        sure = self.in_runs is True and (in_graph() or apart(layout.device))
         exact = sure or bool((hi - lo == end - begin).all())
         return Spans(lo[:, None], hi[:, None], exact)
 
@@ -477,23 +479,38 @@ def lowered(mask: Mask, batch: torch.Size, folded: Mask, layout: Layout) -> Mask
     leaves = _leaves(mask)
     of_tensors = [leaf for leaf in leaves if isinstance(leaf, Padding | Documents)]
     known = all(isinstance(leaf, Causal | Window | Padding | Documents) for leaf in leaves)
-    spec, tensors = flatten(mask)
-    if not known or not of_tensors or not _kept(tensors, layout.device):
+    if not known or not of_tensors or layout.device.type not in KEPT_ON:
         return folded
-    about = spec, batch, layout
-    found = found_once(of_tensors[0], about, tensors, layout.device, lambda: _written_out(folded, layout))
+    if in_graph():  # layers write out the same, and the compiler sees that
+        found = _written_out(folded, layout) if _one_interval(mask) else None
+    else:
+        spec, tensors = flatten(mask)
+        if not _kept(tensors, layout.device):
+            return folded
+        about = spec, batch, layout
+        found = found_once(of_tensors[0], about, tensors, layout.device, lambda: _written_out(folded, layout))
     return folded if found is None else found
+
+
+def _one_interval(mask: Mask) -> bool:
+    """Whether it is plain, without looking at tensors, that a row sees one interval of keys and all of it."""
+    if type(mask) is And:
+        return _one_interval(mask.left) and _one_interval(mask.right)
+    return not isinstance(mask, And | Not) and (not isinstance(mask, Documents) or mask.in_runs is True)
 
 
 def _written_out(mask: Mask, layout: Layout) -> Intervals | None:
     spans, seen = mask.spans(layout), mask.seen(layout)
     if not spans.exact:
         return None
-    seen = spans.seen(layout.keys) if seen is None else seen
-    # On a GPU the host must wait for this, once for all layers; where all keys are seen, none has to be blanked.
-    keys_seen = None if bool(seen.all()) else seen[:, None, None]
+    if mask.covers(layout):
+        seen = None
+    else:
+        seen = spans.seen(layout.keys) if seen is None else seen
+        # On a GPU the host must wait for this, once for all layers; where all keys are seen, none has to be blanked.
+        seen = None if not in_graph() and bool(seen.all()) else seen[:, None, None]
     lo, hi = (x.int().contiguous().mT[:, None] for x in (spans.lo, spans.hi))
-    return Intervals(lo, hi, keys_seen, layout.keys)
+    return Intervals(lo, hi, seen, layout.keys)
 
 
 def _leaves(mask: Mask) -> list[Mask]:
