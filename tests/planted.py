@@ -73,7 +73,12 @@ BUGS = [
     Bug("causal hides the query itself", "mask.py", "return _around(layout, None, 0)", "return _around(layout, None, -1)", ("masks",)),
     Bug("a window ends one early", "mask.py", "return _around(layout, self.before, self.after)", "return _around(layout, self.before, self.after - 1)", ("masks",)),
     Bug("the complement forgets what is before the first interval", "mask.py", "torch.cat([edge, self.hi], 1)", "torch.cat([self.hi[:, :1], self.hi], 1)", ("masks",)),
-    Bug("documents out of order are called exact", "mask.py", "contiguous = bool((hi - lo == end - begin).all())", "contiguous = True", ("masks",)),
+    Bug("documents out of order are called exact", "mask.py", "exact = sure or bool((hi - lo == end - begin).all())", "exact = True", ("masks",)),
+    Bug("what was found out outlives a change of its tensors", "mask.py", "    if when != now:\n", "    if when is None:\n", ("masks",)),
+    Bug("what was found out travels with a copy", "mask.py", "return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]", "return {**vars(self)}", ("masks",)),
+    Bug("a few rows take the keys of all for seen", "mask.py", "return Intervals(lo, hi, spans.seen(self.keys)[:, None, None], self.keys)", "return Intervals(lo, hi, self.keys_seen, self.keys)", ("masks",)),
+    Bug("either of two masks shows a query itself, so both do", "mask.py", "return self.left.sees_itself and self.right.sees_itself", "return True", ("masks",)),
+    Bug("one of several intervals is taken for all", "mask.py", "for r in range(lo.shape[-1])]", "for r in range(1)]", ("masks",)),
     Bug("the opposite of unsure intervals is taken", "mask.py", "return spans.complement(layout.keys) if spans.exact else layout.interval(0, layout.keys, exact=False)", "return spans.complement(layout.keys)", ("masks",)),
     Bug("align end counts from the wrong corner", "door.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
     # score.py.
@@ -97,7 +102,8 @@ BUGS = [
     Bug("the sink gets no gradient", "engines/blockwise.py", "total.sink.add_(gradient.of_sink(problem.sink, norm))", "pass", ("gradients",)),
     Bug("the gradient of the entropy lacks its log", "engines/gradient.py", "return inside - self.eta[:, :, rows, None] * log_w.clamp(min=-1e5)", "return inside - self.eta[:, :, rows, None]", ("gradients",)),
     Bug("weights made again pivot on −inf", "engines/gradient.py", "above = s - torch.where(m == -torch.inf, 0, m)", "above = s - m", ("edges",)),
-    Bug("m and log l become one number", "engines/gradient.py", "return above.exp() / l, above - l.log()", "return (s - (m + l.log())).exp(), above - l.log()", ("edges",)),
+    Bug("m and log l become one number", "engines/gradient.py", "w = above.exp() / l", "w = (s - (m + l.log())).exp()", ("edges",)),
+    Bug("what is hidden is nan in a row that is nan", "engines/gradient.py", "return w if whole else w.masked_fill(s == -torch.inf, 0), above - l.log()", "return w, above - l.log()", ("edges",)),
     # see.py: the one backward.
     Bug("the gradient of lse has the wrong sign", "see.py", "c = c - g[..., 0]", "c = c + g[..., 0]", ("gradients",)),
     Bug("the gradient of the output lacks its row's share", "see.py", 'engine.row_dot(g, answers["y"])', 'engine.row_dot(g, answers["y"]) * 0', ("gradients",)),

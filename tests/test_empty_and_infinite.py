@@ -293,6 +293,16 @@ def test_a_query_of_nan_is_no_row_that_sees_nothing(engine: str, dtype: torch.dt
         assert got.isnan().flatten().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_what_is_hidden_weighs_nothing_in_a_row_of_nan_either(engine: str, dtype: torch.dtype) -> None:
+    q, k = draw(40, 2, dtype=dtype), draw(40, 2, dtype=dtype)
+    q[5] = NAN
+    W = regard.weights(q, k, mask=regard.causal(), engine=engine)
+    seen = [True] * 6 + [False] * 34
+    for got in (W[5], W.received(), W.mT @ torch.ones(40, 1, dtype=dtype)):
+        assert got.isnan().flatten().tolist() == seen
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_inf_in_a_score_is_nan_as_in_plain_softmax(engine: str, dtype: torch.dtype) -> None:
     b = torch.zeros(2, 3, dtype=dtype)
