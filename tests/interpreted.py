@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import cover
-from regard import mask
+from regard import lowered
 from regard.engines.triton import configuration, flow, form, largest, launch, prepared
 
 torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def tables_that_are_wrong(cases: int = 60) -> int:
 
 def main(part: int, of: int) -> int:
     flow.empty = largest.empty = launch.empty = prepared.empty = poisoned
-    mask.KEPT_ON = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
+    lowered.KEPT_ON = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(cover.pairwise((torch.float32, torch.float16))[part::of]):
         # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.

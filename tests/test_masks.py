@@ -17,12 +17,13 @@ from torch import Tensor
 
 import regard
 from judge import MASKS, SCORES, MaskCase, Sizes, Truth, draw, named
-from regard import mask as room
+from regard import lowered as room
 from regard.block import Block
 from regard.door import lay
 from regard.engines import blockwise
 from regard.factors import Problem
-from regard.mask import Documents, Intervals, Layout, Mask, Spans, as_mask, causal, documents, padding, window
+from regard.lowered import Intervals
+from regard.mask import Documents, Layout, Mask, Spans, as_mask, causal, documents, padding, window
 
 CPU = torch.device("cpu")
 

@@ -20,16 +20,17 @@ __all__ = [
     "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
 ]  # fmt: skip
 
-_ROOMS = {
-    "door": ("attend", "weights"),
-    "look.walk": ("walk",),
-    "mask": ("Mask", "causal", "documents", "padding", "window"),
-    "matrix": ("Weights",),
-    "recorder": ("Recording", "load", "record", "watch"),
-    "score": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
-}
-
-__getattr__ = later(__name__, {name: room for room, names in _ROOMS.items() for name in names})
+__getattr__ = later(
+    __name__,
+    {
+        "door": ("attend", "weights"),
+        "look.walk": ("walk",),
+        "mask": ("Mask", "causal", "documents", "padding", "window"),
+        "matrix": ("Weights",),
+        "recorder": ("Recording", "load", "record", "watch"),
+        "score": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,8 @@ from . import engines
 from .around import in_graph
 from .block import Block
 from .factors import Factors
-from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, apart, as_mask, found_once
+from .lowered import found_once
+from .mask import And, Causal, Dense, Documents, Mask, Not, Padding, apart, as_mask
 from .matrix import Weights
 from .score import Additive, Alibi, Bias, Bilinear, Dot, ScaledDot, Score, as_score
 from .tree import flatten

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .around import in_graph
 from .block import Block, Picked, take
-from .mask import Layout, Mask, Spans, lowered
+from .lowered import lowered
+from .mask import Layout, Mask, Spans
 from .score import Function, Given, Product, Score, Step, TanhSum, wide
 from .tree import change, flatten, node, numbered, rebuild
 

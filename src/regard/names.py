@@ -13,12 +13,13 @@ from typing import Any
 __all__ = ["later"]
 
 
-def later(package: str, rooms: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: `rooms` says in which of its rooms a name is; any room is a name, too."""
+def later(package: str, rooms: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package: `rooms` says which names are in which of its rooms; any room is a name, too."""
+    room_of = {name: room for room, names in rooms.items() for name in names}
 
     def find(name: str) -> Any:
-        if name in rooms:
-            found = getattr(import_module(f"{package}.{rooms[name]}"), name)
+        if name in room_of:
+            found = getattr(import_module(f"{package}.{room_of[name]}"), name)
         elif name.startswith("_"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         else:

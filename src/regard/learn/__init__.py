@@ -28,10 +28,11 @@ __all__ = [
     "translate",
 ]
 
-_ROOMS = {
-    "checkpoint": ("Trained", "history", "is_checkpoint", "open_model"),
-    "settings": ("LMSettings", "TranslateSettings"),
-    "training": ("Diverged", "lm", "translate"),
-}
-
-__getattr__ = later(__name__, {name: room for room, names in _ROOMS.items() for name in names})
+__getattr__ = later(
+    __name__,
+    {
+        "checkpoint": ("Trained", "history", "is_checkpoint", "open_model"),
+        "settings": ("LMSettings", "TranslateSettings"),
+        "training": ("Diverged", "lm", "translate"),
+    },
+)

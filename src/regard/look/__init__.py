@@ -15,4 +15,4 @@ if TYPE_CHECKING:
 
 __all__ = ["View"]
 
-__getattr__ = later(__name__, {"View": "view"})
+__getattr__ = later(__name__, {"view": ("View",)})
