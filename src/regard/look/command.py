@@ -413,10 +413,9 @@ def _read(path: Path) -> str:
 
 
 def _decoded(data: bytes, whose: str) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as wrong:
-        raise ValueError(f"{whose} is not a text: byte {wrong.start} is not UTF-8.") from None
+    from ..learn.text import decoded
+
+    text = decoded(data, whose)
     if "\0" in text:
         raise ValueError(f"{whose} is not a text: there is a null byte at {text.index(chr(0))}.")
     return text
