@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from opened import it, show  # noqa: F401
 from regard.engines import blockwise, compiled
 
 # Property tests draw the same examples on every machine; time limits would make them flicker on a busy one.

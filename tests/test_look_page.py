@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
+import itertools
 import math
 import re
 import zlib
@@ -213,6 +214,16 @@ def test_long_pages_hold_exact_rows_sums_and_links() -> None:
     torch.testing.assert_close(held.array(long["entropy"])[0], W.entropy())
     torch.testing.assert_close(held.array(long["received"])[0], W.received())
     assert torch.equal(held.array(long["peak_at"])[0].long(), W.peak().index)
+
+
+def test_exact_rows_are_spread_over_the_whole_text() -> None:
+    for t, heads in ((2048, 4), (440, 12)):
+        held = read(regard.weights(torch.randn(heads, t, 8), mask=regard.causal()), word=t // 3)
+        rows = held.header["layers"][0]["long"]["rows"]
+        assert t // 3 in rows
+        assert (rows[0], rows[-1]) == (0, t - 1)
+        count = len(rows)
+        assert max(b - a for a, b in itertools.pairwise(rows)) <= 1 + (t - 1) // max(1, count // 2 - 3)
 
 
 def test_queries_and_keys_that_do_not_fit_are_left_out_before_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:

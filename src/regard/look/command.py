@@ -174,11 +174,17 @@ def _write(asked: argparse.Namespace, subject: Subject) -> None:
     """A page or a picture."""
     from .view import View
 
-    title = subject.text if subject.text and len(subject.text) <= _HINT else Path(subject.name).name
+    text = subject.text and " ".join(subject.text.split())
+    title = text and (text if len(text) <= _HINT else f"{text[:_HINT]}…")
     where = Path(asked.out)
     with _progress(f"writing {shown(where.name)}"), _file_errors(asked.out):
         embedded = None if where.suffix.lower() == ".svg" else _embedded(asked, subject)
-        told: dict[str, Any] = {"title": title, "embedded": embedded, "notes": subject.notes}
+        told: dict[str, Any] = {
+            "title": title,
+            "embedded": embedded,
+            "notes": subject.notes,
+            "model": Path(subject.name).name,
+        }
         View(subject.seen, word=asked.word, to=asked.to, **told, **_reading(asked)).save(where)
     _say(f"written to {shown(asked.out)} ({where.stat().st_size / 1000:,.0f} kB)")
 
@@ -225,7 +231,8 @@ def _cut_json(subject: Subject) -> dict[str, Any]:
 
 
 def _tie_json(one: Any, labels: Any, **more: int) -> dict[str, Any]:
-    told = {"layer": one.layer, "head": one.head, "looks_at": labels[one.key], "position": one.key}
+    looks_at = None if one.key is None else labels[one.key]
+    told = {"layer": one.layer, "head": one.head, "looks_at": looks_at, "position": one.key}
     return {**more, **told, "weight": one.weight, "beyond_habit": one.beyond}
 
 
@@ -263,7 +270,7 @@ def _walk_recorded(asked: argparse.Namespace) -> tuple[Walk, str]:
     made = walk(sheet.weights[best.head], values, lit.at)
     why = (
         ""
-        if asked.head is not None or lit.alone
+        if asked.head is not None or lit.alone or best.key is None
         else f", where “{shown(lit.word)}” is tied to “{shown(lit.cols.labels[best.key])}”"
     )
     told = [f"{shown(subject.name)} · {sheet.place(best.head)}{why}", *subject.notes]

@@ -165,9 +165,9 @@ function table(caption, head, rows) {
 }
 
 // A bar of a share of the width with its number, and several under one another.
-const lane = (colour, share, text, props) => el("span",
-  { class: "lane", style: { "--colour": colour, "--w": `${100 * share}%` } },
-  el("i"), el("b", { ...props, text }));
+const lane = (colour, share, text, props, before) => el("span",
+  { class: "lane", style: { "--colour": colour, "--w": `${100 * share}%`, "--was": `${100 * (before ?? 0)}%` } },
+  el("i"), before !== undefined && el("span", { class: "ghost" }), el("b", { ...props, text }));
 const lanes = (all) => el("span", { class: "lanes" }, all);
 
 // Colours of the theme, read from the style sheet: one hue for weights, two for signed numbers.
@@ -176,10 +176,11 @@ function palette(root) {
   const stops = range(5).map((n) => read(`--tint-${n}`));
   const [minus, plus] = [read("--minus"), read("--plus")];
   const blend = (a, b, t) => a.map((x, c) => Math.round(x + (b[c] - x) * t));
-  const tint = (x) => {
-    const at = clamp(Number.isFinite(x) ? x : 0, 0, 1) * 4, n = Math.min(3, Math.floor(at));
+  const shades = range(1025).map((m) => {
+    const at = m / 256, n = Math.min(3, Math.floor(at));
     return blend(stops[n], stops[n + 1], at - n);
-  };
+  });
+  const tint = (x) => shades[Math.round(clamp(Number.isFinite(x) ? x : 0, 0, 1) * 1024)];
   const signed = (x) => blend(stops[0], x < 0 ? minus : plus, Math.min(1, Math.abs(x)));
   return { tint, signed, css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
     ink: ([r, g, b]) => (r * 0.299 + g * 0.587 + b * 0.114 > 140 ? "#101418" : "#fbfcfd") };
@@ -193,8 +194,10 @@ function heat(rows, cols, colour) {
   const canvas = el("canvas", { class: "heat", width: cols, height: rows, "aria-hidden": "true" });
   const ctx = canvas.getContext("2d");
   const image = ctx.createImageData(Math.max(1, cols), Math.max(1, rows));
-  for (let r = 0; r < rows; r++) for (let c = 0; c < cols; c++) image.data.set([...colour(r, c), 255],
-    4 * (r * cols + c));
+  for (let r = 0, at = 0; r < rows; r++) for (let c = 0; c < cols; c++, at += 4) {
+    const [red, green, blue] = colour(r, c);
+    image.data[at] = red; image.data[at + 1] = green; image.data[at + 2] = blue; image.data[at + 3] = 255;
+  }
   ctx.putImageData(image, 0, 0);
   return canvas;
 }
@@ -259,6 +262,7 @@ class Head {
     return range(length).map((n) => flat.subarray(n * size, (n + 1) * size));
   }
   get w() { return (this._w ??= this.part("w")); }
+  get stored() { return (this._stored ??= new Stored(this)); }
   at(i, j) { return this.w[i * this.j + j]; }
   row(i) { return this.w.subarray(i * this.j, (i + 1) * this.j); }
   visible(i, j) { const seen = this.part("visible"); return !seen || seen[i * this.j + j] > 0; }
@@ -302,17 +306,26 @@ class Sheet {
     return (this._habits = { to, seen, far, met });
   }
   // The word that a row is tied to beyond habit: more than it gives that word, or that distance, anyway.
-  // Special tokens, and a word itself, count only where there is nothing else.
+  // Special tokens, and a word itself, count only where there is nothing else; a word without weight never does:
+  // the mask may forbid it. The key is null where the row gives no word any weight.
   best(i) {
     if (this.found[i]) return this.found[i];
-    const { to, seen, far, met } = this.habits, m = this.w.length, one = { key: 0, beyond: -Infinity };
-    this.w[i].forEach((x, j) => {
+    const { to, seen, far, met } = this.habits, m = this.w.length, row = this.w[i];
+    const one = { key: row.some(Number.isNaN) ? 0 : null, beyond: -Infinity };
+    row.forEach((x, j) => {
+      if (x === 0) return;
       const own = x > 0 ? 1 : 0, others = (total, count) => (total - x) / Math.max(1, count - own), d = j - i + m;
       const habit = Math.max(others(to[j], seen[j]), this.same ? others(far[d], met[d]) : -Infinity);
       const barred = (this.cols.special[j] ? 2 : 0) + (this.same && i === j ? 2 : 0);
       if (x - habit - barred > one.beyond) Object.assign(one, { key: j, beyond: x - habit - barred });
     });
     return (this.found[i] = one);
+  }
+  // The word that a headline names: the one the row is tied to, or, where no word gets more than habit gives it,
+  // the one it looks at most; null where it looks at nothing.
+  named(i) {
+    const { key, beyond } = this.best(i);
+    return key === null || beyond > 0 ? key : largest(this.w[i]);
   }
 }
 
@@ -330,10 +343,10 @@ function reading(sequence, { hide, merge }) {
 // The heads for a word, the most telling first; two to begin with that look at different words.
 function ranked({ stack, state }) {
   const heads = stack.heads.filter((head) => state.layer === null || head.place === state.layer);
-  return stack.long ? heads : [...heads].sort((a, b) => bestOf(b, state).beyond - bestOf(a, state).beyond
-    || a.id - b.id);
+  return heads.sort((a, b) => bestOf(b, state).beyond - bestOf(a, state).beyond || a.id - b.id);
 }
 function bestOf(head, state) {
+  if (head.stack.long) return head.stored.best(state.word);
   const sheet = head.sheet(state);
   return sheet.best(Math.max(0, sheet.rows.at[state.word]));
 }
@@ -353,21 +366,22 @@ class Page {
     const start = header.start;
     this.state = {
       view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false,
-        merge: start?.merge ?? false, theme: "auto",
+        merge: start?.merge ?? false, target: start?.target ?? null, theme: "auto",
       chosen: start?.asked.length ? start.asked.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
         && x.head === h)) : null,
       layer: start?.asked.length ? null : start?.layer ?? null, cell: null,
     };
     this.views = Object.entries(VIEWS).filter(([, view]) => view.when?.(this) ?? this.book?.stacks.some(view.stack));
     this.state.view = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
+    this.views.sort(([a], [b]) => (b === this.state.view) - (a === this.state.view));
     this.frame();
     this.open(this.state.view);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     new ResizeObserver(() => { const width = root.clientWidth; if (width !== this.width) { this.width = width;
-      this.refresh?.(true); } }).observe(root);
+      this.keepingFocus(() => this.refresh?.(true)); } }).observe(root);
   }
   get stack() { return this.book.stacks[this.state.stack]; }
-  get paint() { return palette(this.root); }
+  get paint() { return (this.colours ??= palette(this.root)); }
   get row() { return this.state.hover ?? this.state.word; }
   // The heads that are shown: those chosen, else those that matter for the word.
   get heads() {
@@ -378,12 +392,22 @@ class Page {
   colour(n) { return `var(--h${n % 4})`; }
   set(changes) {
     if (Object.entries(changes).every(([key, value]) => this.state[key] === value)) return;
+    // The word that was asked for is that of the first lit word alone.
+    if ("word" in changes && changes.word !== this.state.word) this.state.target = null;
     Object.assign(this.state, changes);
-    const key = document.activeElement?.getAttribute("data-key");
     const redraw = ["stack", "hide", "merge", "theme"].some((name) => name in changes);
-    if (redraw) this.draw(); else this.refresh?.();
-    const again = key && this.root.querySelector(`[data-key="${CSS.escape(key)}"]`);
-    if (again && again !== document.activeElement) again.focus({ preventScroll: true });
+    this.keepingFocus(() => (redraw ? this.draw() : this.refresh?.()));
+  }
+  // A control that is drawn anew keeps the focus.
+  keepingFocus(redraw) {
+    const key = document.activeElement?.getAttribute("data-key");
+    redraw();
+    if (key && document.activeElement === document.body) this.root.querySelector(
+      `[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+  }
+  repaint() {
+    this.colours = null;
+    this.keepingFocus(() => this.draw());
   }
   // Another stack: the word and the heads start anew there.
   setStack(n) {
@@ -394,8 +418,9 @@ class Page {
   choose(head, view) {
     this.state.chosen = [head.id];
     if (head.stack.n !== this.state.stack) Object.assign(this.state,
-      { stack: head.stack.n, word: telling(head.stack) });
+      { stack: head.stack.n, word: telling(head.stack), target: null });
     this.open(view);
+    this.main.querySelector('[tabindex="0"], select, button')?.focus({ preventScroll: true });
   }
   frame() {
     const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Views", onkeydown: (e) => this.tabKey(e) },
@@ -406,6 +431,7 @@ class Page {
     this.root.replaceChildren(
       el("header", { class: "top" }, el("p", { class: "mark", text: "regard" }),
         el("h1", {}, el("bdi", { text: this.header.title })),
+        this.header.about && el("p", { class: "about" }, el("bdi", { text: this.header.about })),
         el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark",
           title: "light / dark", onclick: () => this.turn() }, "◐")),
       ...(this.views.length > 1 ? [tabs] : []), this.main, this.foot());
@@ -422,7 +448,8 @@ class Page {
     const now = this.state.theme === "auto" ? (dark ? "dark" : "light") : this.state.theme;
     const theme = now === "dark" ? "light" : "dark";
     this.root.ownerDocument.documentElement.setAttribute("data-theme", theme);
-    this.set({ theme });
+    this.state.theme = theme;
+    this.repaint();
   }
   tabKey(event) {
     const step = { ArrowRight: 1, ArrowLeft: -1, Home: -99, End: 99 }[event.key];
@@ -439,7 +466,7 @@ class Page {
     if (view.stack && !view.stack(this.stack)) {
       const n = this.book.stacks.findIndex(view.stack);
       Object.assign(this.state, { stack: n, word: telling(this.book.stacks[n]), chosen: null, hover: null,
-        layer: null });
+        layer: null, target: null });
     }
     for (const [name] of this.views) {
       const tab = this.root.querySelector(`#tab-${name}`);
@@ -460,7 +487,11 @@ class Page {
 
 // The row of a stack that some head ties most clearly.
 function telling(stack) {
-  if (stack.long) return 0;
+  if (stack.long) {
+    const strength = (i) => Math.max(...stack.heads.map((head) => (i < head.stored.settled ? -Infinity
+      : head.stored.best(i).beyond)));
+    return largest(range(stack.rows.length).map(strength));
+  }
   const rows = range(stack.rows.length).filter((i) => !stack.rows.special.has(i));
   const strength = rows.map((i) =>
     Math.max(...stack.heads.map((head) => head.sheet({ hide: false, merge: false }).best(i).beyond)));
@@ -551,7 +582,8 @@ function sentence(page, read, asks) {
     class: `word${read.special[n] ? " special" : ""}`, "data-n": n, role: asks ? "option" : "listitem",
     ...(asks && {
       "data-key": `word-${start}`, onkeydown: (event) => wordKey(event, page, read),
-      onmouseenter: () => page.set({ hover: start }), onmouseleave: () => page.set({ hover: null }),
+      onpointerenter: (event) => { if (event.pointerType !== "touch") page.set({ hover: start }); },
+      onpointerleave: () => page.set({ hover: null }),
       onclick: () => page.set({ word: start, hover: null }),
     }),
   });
@@ -577,17 +609,22 @@ function wordKey(event, page, read) {
 }
 
 // What the lit word is tied to in every head that is on; and where most of its weight goes, if that is elsewhere.
+// Every entry has two lines of fixed height, whatever is written: what stands below must not move under the pointer.
 function headline(page, hero, sheets, i) {
+  const { hover, target } = page.state;
   hero.replaceChildren(...sheets.map((sheet, n) => {
-    const { rows, cols, w } = sheet, { key } = sheet.best(i), most = largest(w[i]);
+    const { rows, cols, w } = sheet, most = largest(w[i]);
+    const asked = hover === null && target !== null ? cols.at[target] : -1, key = asked >= 0 ? asked : sheet.named(i);
     const who = page.book.total > 1 ? [page.heads[n].name] : [];
-    const rest = most === key ? [] : [who.length ? "; " : "", "most goes to ", word(cols.labels[most]),
+    const rest = key === null || most === key ? [] : [who.length ? "; " : "", "most goes to ", word(cols.labels[most]),
       ` ${fixed(w[i][most], 2)}`];
+    const tie = key === null ? [word(rows.labels[i]), el("span", { class: "nothing", text: " looks at nothing" })]
+      : [word(rows.labels[i]), el("span", { class: "arrow", text: " → " }), word(cols.labels[key]), " ",
+        el("b", { class: "weight", text: fixed(w[i][key], 2) })];
     return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot" }),
-      el("span", {}, word(rows.labels[i]), el("span", { class: "arrow", text: " → " }), word(cols.labels[key])), " ",
-      el("b", { class: "weight", text: fixed(w[i][key], 2) }), " ", el("span", { class: "who" }, who, rest));
+      el("span", { class: "tie" }, tie), " ", el("span", { class: "who" }, who, rest));
   }));
-  if (!sheets.length) hero.append(el("p", { class: "who", text: "No head is on. Choose one below." }));
+  if (!sheets.length) hero.append(el("p", {}, el("span", { class: "who", text: "No head is on. Choose one below." })));
 }
 
 // Shade every word by its weights, a band a head, and write the larger numbers: the first head above, the second below.
@@ -623,7 +660,10 @@ function draw(lines, stage, asking, asked, sheets, i) {
     const end = asked.children[j].getBoundingClientRect();
     const d = same ? arc(begin, end, frame, h % 2 === 0) : link(begin, end, frame, h);
     const style = { stroke: `var(--h${h % 4})` };
-    lines.append(svg("path", { d, "stroke-width": 0.75 + 8 * weight, opacity: 0.2 + 0.7 * weight, style }));
+    // A line to another line of text passes behind words, which must stay readable.
+    const behind = same && Math.abs(begin.top - end.top) > begin.height / 2;
+    lines.append(svg("path", { d, "stroke-width": 0.75 + (behind ? 2 : 8) * weight,
+      opacity: 0.2 + (behind ? 0.3 : 0.7) * weight, style }));
   }));
 }
 
@@ -652,7 +692,8 @@ function headChips(page, heads) {
       class: "chip", "data-key": `chip-${head.id}`, "aria-pressed": String(n >= 0),
         title: `${head.name}${head.layer.name ? ` (${head.layer.name})` : ""}`,
       style: n >= 0 ? { "--colour": page.colour(n) } : {}, onclick: () => toggle(page, head.id),
-    }, el("span", { class: "brief", text: head.brief }), word(cols.labels[j]), el("b", { text: fixed(w[i][j], 2) }));
+    }, el("span", { class: "brief", text: head.brief }), word(j === null ? "–" : cols.labels[j]),
+      el("b", { text: fixed(j === null ? 0 : w[i][j], 2) }));
   });
   if (heads.length > CHIPS) chips.push(el("button", { class: "chip quiet", "data-key": "chip-all", text: open ? "fewer"
     : `all ${heads.length}`, onclick: () => page.set({ all: !open }) }));
@@ -694,7 +735,7 @@ function walk(page, box) {
   const grid = el("div", { class: "scroll" });
   const cells = el("div", { class: "cells", "aria-live": "polite" });
   box.append(bar, told, grid, cells);
-  const again = (change) => { Object.assign(own, change); page.refresh(); };
+  const again = (change) => { Object.assign(own, change); page.keepingFocus(() => page.refresh()); };
   return () => {
     const i = page.state.word;
     const steps = own.source === "head" ? stepsOfHead(page.head, i) : stepsOfWords(page, embedded, own, i);
@@ -837,12 +878,12 @@ function dotProduct(page, steps, i, j) {
   if (j === null) return [el("p",
     { class: "hint", text: "Choose a number of the first row to see its dot product cell by cell." })];
   const a = Array.from(steps.q), b = Array.from(steps.k[j]), products = a.map((x, n) => x * b[n]), total = steps.raw[j];
+  const { paint } = page;
   const line = (name, x, from) => {
     const most = Math.max(...x.map(Math.abs)) || 1;
     const cells = x.slice(from, from + COORDINATES).map((v) => {
-      const colour = page.paint.signed(v / most);
-      return el("td", { style: { background: page.paint.css(colour), color: page.paint.ink(colour) },
-        text: fixed(v, 2) });
+      const colour = paint.signed(v / most);
+      return el("td", { style: { background: paint.css(colour), color: paint.ink(colour) }, text: fixed(v, 2) });
     });
     return el("tr", {}, el("th", { scope: "row", text: name }), cells);
   };
@@ -969,18 +1010,18 @@ function saturation(w, rowAt, power) {
 }
 
 function playBars(page, w, order, place) {
-  const { same, rows, cols } = page.stack, most = Math.max(...w) || 1, name = (j) => (same ? order[j] : j);
+  const { same, rows, cols } = page.stack, name = (j) => (same ? order[j] : j), recorded = page.head.row(order[place]);
   const shown = w.length > 30 ? range(w.length).sort((a, b) => w[b] - w[a]).slice(0, 20) : range(w.length);
   const line = (j) => el("li", { class: same && j === place ? "lit" : "" }, word(cols.label(name(j))),
-    lanes([lane("var(--accent)", w[j] / most, brief(w[j]), { "data-j": name(j) })]));
-  return el("figure", { class: "bars" }, el("figcaption", {}, word(rows.label(order[place])), " looks at"),
+    lanes([lane("var(--accent)", w[j], brief(w[j]), { "data-j": name(j) }, recorded[name(j)])]));
+  return el("figure", { class: "bars" }, el("figcaption", {}, word(rows.label(order[place])),
+    " looks at; a full bar is 1, the mark is the recorded weight"),
     el("ol", { class: "best tight" }, shown.map(line)));
 }
 
 function playMap(page, w) {
-  const { paint } = page, most = Math.max(...w.map((row) => Math.max(...row)));
-  const map = heat(w.length, w[0].length, (r, c) => paint.tint(shade(w[r][c], most)));
-  return el("figure", { class: "map" }, el("figcaption", { text: "all words at once" }), map);
+  const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.tint(shade(w[r][c], 1)));
+  return el("figure", { class: "map" }, el("figcaption", { text: "all words at once" }), map, legend(page, 1));
 }
 
 // Shuffle the words and the outputs are shuffled the same way, unless a mask tells places apart.
@@ -1105,10 +1146,10 @@ function pointAt(page, over, { rows, cols }, { left, top, cell }) {
   });
 }
 
-function legend(page, most, low = 0) {
-  const { paint } = page, [from, to] = low ? [weightText(low), weightText(most)] : ["0", fixed(most, 2)];
+function legend(page, most, low = 0, sign = "") {
+  const { paint } = page, [from, to] = low || sign ? [weightText(low), weightText(most)] : ["0", fixed(most, 2)];
   return el("p", { class: "legend", "aria-hidden": "true" }, from, heat(1, 64, (_, c) => paint.tint(shade(c / 63, 1))),
-    to);
+    `${sign}${to}`);
 }
 
 // ── Overview: all layers and heads by one number, and by two ──────────────────────────────────────────────────────
@@ -1159,7 +1200,8 @@ function overview(page, box) {
 
 function peekAt(page, { name, held, value }, have) {
   const number = (by) => [el("dt", { text: by }), el("dd", { text: value(by) === null ? "–" : fixed(value(by), 2) })];
-  const map = held && !held.stack.long ? [heat(held.i, held.j, (i, j) => page.paint.tint(shade(held.at(i, j), 1)))]
+  const { paint } = page;
+  const map = held && !held.stack.long ? [heat(held.i, held.j, (i, j) => paint.tint(shade(held.at(i, j), 1)))]
     : [];
   const open = held ? el("button", { class: "chip", "data-key": "open-head", text: "open this head",
     onclick: () => openHead(page, held) })
@@ -1186,23 +1228,41 @@ function metricGrid(page, own, heads, look) {
   };
   const reached = own.at ?? heads[0];
   const cell = (one) => {
-    const x = one.value(own.by), colour = paint.tint(x === null ? 0 : 0.04 + 0.96 * part(x));
+    // Strong is what comes first: the sharpest head by entropy, the largest number otherwise.
+    const x = one.value(own.by), rank = own.by === "entropy" ? 1 - part(x) : part(x);
+    const colour = paint.tint(x === null ? 0 : 0.04 + 0.96 * rank);
     return el("td", {}, el("button", {
       class: "headcell", "data-key": `head-${one.row}-${one.head}`, tabindex: one.name === reached.name ? 0 : -1,
       style: { background: paint.css(colour), color: paint.ink(colour) },
-      "aria-label": `${one.name}: ${x === null ? "unknown" : fixed(x, 2)}`, text: x === null ? "–"
-        : fixed(x, x >= 10 ? 0 : x >= 1 ? 1 : 2),
+      "aria-label": `${one.name}: ${x === null ? "unknown" : fixed(x, 2)}`,
       onmouseenter: () => look(one), onfocus: () => look(one), onkeydown: (e) => key(e, one), onclick: () => one.held
         && openHead(page, one.held),
-    }));
+    }, one.held ? thumbnail(one.held, paint) : el("i", { class: "heat" }),
+      el("span", { text: x === null ? "–" : fixed(x, x >= 10 ? 0 : x >= 1 ? 1 : 2) })));
   };
   const widest = Math.max(...all.map(([, , count]) => count));
-  return el("table", { class: "grid" }, el("caption", { class: "hidden", text: `${own.by} of every head` }),
+  return el("table", { class: "grid", style: { "--heads": widest } },
+    el("caption", { class: "hidden", text: `${own.by} of every head` }),
     el("thead", {}, el("tr", {}, el("th", { scope: "col", text: all[0][1] ? "layer" : "" }),
       range(widest).map((h) => el("th", { scope: "col", text: String(h) })))),
     el("tbody", {}, all.map(([index, name], row) => el("tr", {},
       el("th", { scope: "row", title: name, text: String(index) }),
       heads.filter((one) => one.row === row).map(cell)))));
+}
+
+// The pattern of a head in at most so many cells a side. A cell is the largest weight in it: none is lost.
+const THUMBNAIL = 48;
+function thumbnail(head, paint) {
+  const { stored } = head.stack.long ? head : {}, [m, n] = stored ? stored.tiles : [head.i, head.j];
+  const at = stored ? (i, j) => stored.share(i, j) : (i, j) => head.at(i, j), most = stored ? stored.scale : 1;
+  const [rows, cols] = [Math.min(m, THUMBNAIL), Math.min(n, THUMBNAIL)];
+  return heat(rows, cols, (r, c) => {
+    let best = 0;
+    for (let i = edge(r, rows, m); i < edge(r + 1, rows, m); i++) {
+      for (let j = edge(c, cols, n); j < edge(c + 1, cols, n); j++) best = Math.max(best, at(i, j));
+    }
+    return paint.tint(shade(best, most));
+  });
 }
 
 function scatter(page, own, heads, look) {
@@ -1238,7 +1298,26 @@ class Stored {
     Object.assign(this, { head, rows: long.rows, tiles: long.tiles, map: part("pool", r * c),
       exact: part("exact", long.rows.length * head.j) });
     Object.assign(this, { entropy: part("entropy", head.i), peak: part("peak", head.i), peakAt: part("peak_at", head.i),
-      received: part("received", head.j) });
+      received: part("received", head.j), settled: long.settled });
+  }
+  // What the rows of a tile give its columns, a row on average.
+  share(a, b) {
+    const [r, c] = this.tiles, { i } = this.head;
+    return this.map[a * c + b] / Math.max(1, edge(a + 1, r, i) - edge(a, r, i));
+  }
+  // The share that gets the strongest colour. The few tiles above it, such as the first rows of a causal text, which
+  // see hardly anything else, would leave the others pale.
+  get scale() {
+    if (this._scale) return this._scale;
+    const [r, c] = this.tiles, all = Float32Array.from({ length: r * c }, (_, n) => this.share(Math.floor(n / c), n % c));
+    return (this._scale = all.sort()[Math.floor(0.998 * (all.length - 1))] || 1);
+  }
+  // The word that a row looks at most, and how much that is beyond what all rows give that word on average.
+  best(i) {
+    const key = this.peakAt[i], { cols, same } = this.head.stack;
+    const barred = (cols.special.has(key) ? 2 : 0) + (same && key === i ? 2 : 0);
+    const beyond = this.peak[i] - this.received[key] / this.head.i - barred;
+    return { key, beyond: Number.isNaN(beyond) ? -Infinity : beyond };
   }
   // Sums of weights in rows × cols tiles of a part of the matrix; null for a part that is not held.
   async pool(rows, cols, i, j) {
@@ -1259,7 +1338,7 @@ function long(page, box) {
     links = el("div", { class: "links" });
   box.append(bar, told, el("div", { class: "halves" }, map, strips, rows, links));
   return () => {
-    const { head, stack } = page, source = (page.source = new Stored(head));
+    const { head, stack } = page, source = (page.source = head.stored);
     if (!source.rows.includes(own.row)) own.row = source.rows.includes(page.state.word) ? page.state.word
       : source.rows[0];
     bar.replaceChildren(...[stackChoice(page), headChoice(page)].filter(Boolean));
@@ -1277,13 +1356,11 @@ function long(page, box) {
 const edge = (n, tiles, length) => Math.floor((n * length) / tiles);
 const named = (sequence, n) => (sequence.shown ? `${n} ${sequence.label(n).slice(0, 24)}` : count(n));
 
-async function tileMap(page, source, box, told) {
-  const { head, tiles: [r, c] } = source, { paint } = page, pool = await source.pool(r, c, [0, head.i], [0, head.j]);
-  const share = (a, b) => pool[a * c + b] / Math.max(1, edge(a + 1, r, head.i) - edge(a, r, head.i));
-  let [low, most] = [Infinity, 0];
-  for (let a = 0; a < r; a++) for (let b = 0; b < c; b++) [low, most] = [Math.min(low, share(a, b)),
-    Math.max(most, share(a, b))];
-  const canvas = heat(r, c, (a, b) => paint.tint(shade(share(a, b) - low, most - low)));
+function tileMap(page, source, box, told) {
+  const { head, tiles: [r, c], scale } = source, { paint } = page, share = (a, b) => source.share(a, b);
+  let low = Infinity;
+  for (let a = 0; a < r; a++) for (let b = 0; b < c; b++) low = Math.min(low, share(a, b));
+  const canvas = heat(r, c, (a, b) => paint.tint(shade(Math.max(0, share(a, b) - low), scale - low)));
   const span_ = (n, tiles, length) => el("b",
     { text: `${count(edge(n, tiles, length))}–${count(edge(n + 1, tiles, length) - 1)}` });
   canvas.addEventListener("mousemove", (event) => {
@@ -1294,7 +1371,7 @@ async function tileMap(page, source, box, told) {
   const caption = `${r} × ${c} tiles; down: the words that look, across: the words looked at. Colour: the share of a tile’s rows.`;
   box.replaceChildren(el("figure", { role: "img", "aria-label": `Map of the matrix in ${r} by ${c} tiles` }, canvas,
     el("figcaption", { text: caption })),
-    legend(page, most, low));
+    legend(page, scale, low, "≥ "));
 }
 
 // Which of rows × cols cells of a canvas the pointer is over.
@@ -1330,9 +1407,9 @@ async function exactRows(page, source, box, own) {
   });
   const line = (j) => el("li", {}, word(named(cols, j)),
     lanes([lane("var(--accent)", row[j] / row[best[0]], weightText(row[j]), { "data-row": own.row, "data-j": j })]));
-  box.replaceChildren(el("h2", { text: "Exact rows" }),
+  page.keepingFocus(() => box.replaceChildren(el("h2", { text: "Exact rows" }),
     el("div", { class: "chips", role: "group", "aria-label": "Rows this page holds" }, source.rows.map(chip)),
-    profile(`where ${named(rows, own.row)} looks`, row, cols), el("ol", { class: "best" }, best.map(line)));
+    profile(`where ${named(rows, own.row)} looks`, row, cols), el("ol", { class: "best" }, best.map(line))));
 }
 
 // The places of the n largest numbers, in one pass.
@@ -1348,8 +1425,10 @@ function topOf(numbers, n) {
   return best;
 }
 
-function strongest(page, { peak, peakAt }) {
-  const { rows, cols, same } = page.stack, weight = same ? peak.map((w, i) => (peakAt[i] === i ? 0 : w)) : peak;
+function strongest(page, { peak, peakAt, settled }) {
+  const { rows, cols, same } = page.stack;
+  // The first rows of a causal text see few words, and give each of them much.
+  const weight = peak.map((w, i) => (i < settled || (same && peakAt[i] === i) ? 0 : w));
   const best = topOf(weight, 20).filter((i) => weight[i] > 0);
   const caption = same ? "The largest weights between two words, one a row"
     : "The largest weights of the matrix, one a row";
@@ -1449,7 +1528,7 @@ const VIEWS = {
   },
   overview: {
     name: "All heads", build: overview, when: (page) => page.book?.total > 1,
-    look: "Every head in one picture: find the odd one out, and click to open it.",
+    look: "The pattern of every head, rows looking at columns: find the odd one out, and click to open it.",
   },
   training: {
     name: "Training", build: training, when: (page) => page.header.kind === "training",

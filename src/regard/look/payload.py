@@ -8,6 +8,7 @@ of the subject stands in the page outside this block. Imports `words`, `ranking`
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import math
 import struct
@@ -23,9 +24,9 @@ from ..block import Block
 from ..index import At
 from ..matrix import Weights
 from ..score import Dot, Given, ScaledDot
-from .ranking import beyond_habit, beyond_received, unknown_in
+from .ranking import beyond_habit, beyond_received, peaks_beyond_received, unknown_in
 from .reading import reading
-from .spot import Spot, place_of, sequence_of, spotlight
+from .spot import DENSE, Head, overview, place_of, sequence_of, spotlight
 from .words import is_special, joined, shown, words
 
 __all__ = ["LONG", "Packed", "pack"]
@@ -38,6 +39,8 @@ ROOM, ROOM_LONG, VECTORS = 5_000_000, 4_200_000, 2_000_000
 EXACT = 100_000
 #: Coordinates of word vectors that are shown one by one.
 COORDINATES = 16
+#: Keys below which a row of a long input sees so few that each gets much.
+FEW = 64
 
 METRICS = ("entropy", "reach", "sink", "previous", "induction")
 
@@ -83,6 +86,25 @@ class Sheet:
     @property
     def long(self) -> bool:
         return max(self.sizes) > LONG
+
+    @functools.cached_property
+    def statistics_of_long(self) -> Any:
+        """Statistics of rows and columns and the map, of every head: one pass over a long input."""
+        return self.w.see("entropy", "peak", "received", pool=_tiles(*self.sizes))
+
+    @functools.cached_property
+    def settled(self) -> int:
+        """The first row of a long input that sees more than a few keys: a row of few keys gives each of them much."""
+        few = min(FEW, self.sizes[0] // 8, self.sizes[1] // 8)
+        return int(((self.w[..., list(range(few)), :] > 0).sum(-1).amax(0) < few).sum()) if few else 0
+
+    def ties(self) -> Tensor:
+        """How telling every row of a long input is in every head, (h, i); −∞ for rows that are not settled."""
+        peak = self.statistics_of_long.peak
+        received = self.statistics_of_long.received
+        beyond = peaks_beyond_received(peak.weight, peak.index, received, self.special(), self.same)
+        beyond[:, : self.settled] = -math.inf
+        return beyond
 
     def pick(self, heads: list[int]) -> Weights:
         """The weights of some heads."""
@@ -139,6 +161,7 @@ def pack(
     hide_special: bool = False,
     merge: bool = False,
     to: str | int | None = None,
+    model: str | None = None,
     notes: Sequence[str] = (),
 ) -> Packed:
     """Everything a page needs to show this subject."""
@@ -149,19 +172,26 @@ def pack(
     if not there:
         raise ValueError(_nothing(subject, refused))
     content = _Content(there, refused, [*said, *notes])
-    start = _start(subject, content, word, layer, head, merge)
-    if to is not None:
-        lit = spotlight(subject, word, to=to, layer=layer, head=head, hide_special=hide_special, merge=merge, item=item)
-        start["asked"] = _of_spot(subject, content, lit)
-    start |= {"hide": hide_special, "merge": merge}
+    read = {"hide_special": hide_special, "merge": merge, "item": item}
+    start = _start(subject, content, word, layer, head, to, read)
     content.hold(start)
     header = content.header(start)
     header["metrics"] = _metrics(sheets)
     # Layers of which only statistics were kept stand in the overview as well; they have no place among the others.
     header["all"] = [[s.index, s.name, s.heads, there.index(s) if s.weights is not None else None] for s in sheets]
     header["embedded"] = _embedded(embedded, content)
+    header["about"] = " · ".join([*([shown(model)] if model else []), *_sizes(sheets, content.sequences)])
     header["title"] = title if title is not None else content.title()
     return Packed(header["title"], content.packer.bytes(header))
+
+
+def _sizes(sheets: list[Sheet], sequences: list[dict[str, Any]]) -> list[str]:
+    """How many layers, heads and tokens there are, in words."""
+    heads = {sheet.heads for sheet in sheets}
+    many = [f"{len(sheets)} layers × {max(heads)} heads"] if len(heads) == 1 else [f"{len(sheets)} layers"]
+    if len(sheets) == 1:
+        many = [f"{max(heads)} heads"] if max(heads) > 1 else []
+    return [*many, " and ".join(f"{one['length']:,}" for one in sequences) + " tokens"]
 
 
 def _nothing(subject: Any, refused: list[Any]) -> str:
@@ -314,7 +344,8 @@ class _Content:
             beyond = beyond_habit(sheet.w.dense(), sheet.special(), sheet.same).beyond
             strength = beyond[:, row] if mine else beyond.amax(-1)
         # Another stack's heads come after this one's, and a head that was asked for before all.
-        return [(h, s + 10 * (h in asked) + (0 if mine else -5)) for h, s in enumerate(strength.tolist())]
+        least = strength.nan_to_num(nan=-9.0).clamp(min=-9).tolist()
+        return [(h, s + 30 * (h in asked) + (0 if mine else -20)) for h, s in enumerate(least)]
 
     def header(self, start: dict[str, Any]) -> dict[str, Any]:
         exact = 2 * (VECTORS - self._room_for(self.walked)[1]) <= EXACT
@@ -343,7 +374,7 @@ class _Content:
         }
         if held and sheet.long:
             word = start["word"] if start["stack"] == self.stack_of[n] else None
-            layer["long"] = _long(sheet.pick(held), word, self)
+            layer["long"] = _long(sheet, held, word, self)
         elif held:
             layer |= _short(sheet, held, self)
             if self.walked[n]:
@@ -379,35 +410,51 @@ def _cost(sheet: Sheet) -> tuple[float, float]:
 # Where to begin.
 
 
-def _start(subject: Any, content: _Content, word: Any, layer: Any, head: int | None, merge: bool) -> dict[str, Any]:
-    """The stack, the row and the heads that are shown first."""
-    place = None
-    if layer is not None:
-        place = _place_of(subject, content, layer)
-    elif head is not None and len(content.sheets) > 1:
-        raise ValueError(f"head {head} of which layer? show(layer=…, head={head}).")
-    elif head is not None:
-        place = 0
-    if head is not None and place is not None:
-        count = content.sheets[place].heads
-        if not -count <= head < count:
-            raise LookupError(f"head {head} was asked for and the layer has {count}, counted from 0.")
-        head %= count
-    # Of several sentences the one that is written comes first: its words look into the other.
-    stacks = sorted(range(len(content.stacks)), key=lambda n: content.stacks[n]["same"])
-    if place is not None:
-        stacks = [content.stack_of[place]]
-    stack, row = _row(content, stacks, word, merge)
-    asked = [] if place is None or head is None else [(place, head)]
-    return {"stack": stack, "word": row, "chosen": word is not None, "layer": place, "asked": asked}
+def _start(
+    subject: Any, content: _Content, word: Any, layer: Any, head: int | None, to: Any, read: dict[str, Any]
+) -> dict[str, Any]:
+    """Where the page begins: a stack of layers, a word of its rows and, where one is asked for, heads."""
+    if head is not None and layer is None and len(content.sheets) > 1:
+        raise ValueError(f"head {head} of which layer? Give both: show(layer=…, head=…).")
+    place = None if layer is None and head is None else _place_of(subject, content, 0 if layer is None else layer)
+    if place is not None and head is not None:
+        heads = content.sheets[place].heads
+        if not -heads <= head < heads:
+            raise LookupError(f"head {head} was asked for and the layer has {heads}, counted from 0.")
+        head %= heads
+    # As in the terminal, what ties two sentences comes before what ties the words of one.
+    kinds = {n: content.sheets[content.stack_of.index(n)].kind for n in range(len(content.stacks))}
+    stacks = sorted(kinds, key=lambda n: kinds[n] != "cross") if place is None else [content.stack_of[place]]
+    target, best = None, []
+    if word is not None:
+        stack, row = _row(content, stacks, word, read["merge"])
+        many = sum(content.sheets[n].heads for n, one in enumerate(content.stack_of) if one == stack) > 1
+        if to is not None or (content.stacks[stack]["long"] and many):
+            lit = spotlight(subject, word, to=to, layer=layer, head=head, **read)
+            best = _on_page(subject, content, lit.shown)[: 1 if to is None else None]
+            target = None if lit.to is None else lit.cols.groups[lit.to].start
+    else:
+        stack = stacks[0]
+        row, best = _most_telling(subject, content, stack, layer, head, read)
+    asked = [(place, head)] if place is not None and head is not None and to is None else best
+    return {
+        "stack": stack,
+        "word": row,
+        "target": target,
+        "chosen": word is not None,
+        "layer": place,
+        "asked": asked,
+        "hide": read["hide_special"],
+        "merge": read["merge"],
+    }
 
 
-def _of_spot(subject: Any, content: _Content, lit: Spot) -> list[tuple[int, int]]:
-    """The heads of a spotlight, as the page counts layers."""
+def _on_page(subject: Any, content: _Content, heads: list[Head]) -> list[tuple[int, int]]:
+    """Heads as the page counts them: the place of the layer among those it holds, and the head."""
     if isinstance(subject, Weights):
-        return [(0, one.head) for one in lit.shown]
+        return [(0, one.head) for one in heads]
     place = {sheet.index: n for n, sheet in enumerate(content.sheets)}
-    return [(place[subject.layers[one.layer].index], one.head) for one in lit.shown]
+    return [(place[subject.layers[one.layer].index], one.head) for one in heads]
 
 
 def _place_of(subject: Any, content: _Content, layer: Any) -> int:
@@ -423,10 +470,7 @@ def _place_of(subject: Any, content: _Content, layer: Any) -> int:
 
 
 def _row(content: _Content, stacks: list[int], word: Any, merge: bool) -> tuple[int, int]:
-    """The first stack that knows the word, and its row there; without a word the one that is tied most clearly."""
-    if word is None:
-        stack = stacks[0]
-        return stack, _most_telling(content, stack)
+    """The first stack that knows the word, and its row there."""
     if isinstance(word, At):
         word = f"{word.word}:{word.nth}"
     wrong: LookupError | None = None
@@ -449,16 +493,28 @@ def _row(content: _Content, stacks: list[int], word: Any, merge: bool) -> tuple[
     raise wrong
 
 
-def _most_telling(content: _Content, stack: int) -> int:
-    tokens = content.tokens(stack)
-    sheets = [s for s, n in zip(content.sheets, content.stack_of, strict=True) if n == stack]
-    if content.stacks[stack]["long"]:
-        return int(sheets[0].w[0].peak().weight.argmax())
+def _most_telling(
+    subject: Any, content: _Content, stack: int, layer: Any, head: int | None, read: dict[str, Any]
+) -> tuple[int, list[tuple[int, int]]]:
+    """The row that is tied most clearly, and of a long input the head that ties it."""
+    places = [n for n, one in enumerate(content.stack_of) if one == stack]
+    sheets = [content.sheets[n] for n in places]
+    long = bool(content.stacks[stack]["long"])
+    if long and any(sheet.w.shape.numel() > DENSE for sheet in sheets):
+        ties = {place: content.sheets[place].ties() for place in places}
+        place = max(ties, key=lambda place: float(ties[place].max()))
+        best, row = divmod(int(ties[place].argmax()), ties[place].shape[-1])
+        return row, [(place, best)]
+    seen = overview(subject, layer=layer, head=head, measures=False, **read)
+    if seen.links:
+        tie = seen.links[0]
+        return seen.rows.groups[tie.word].start, _on_page(subject, content, [tie.head]) if long else []
+    # There is no word that could be tied to another: marks and signs are left.
     beyond = torch.stack([beyond_habit(s.w.dense(), s.special(), s.same).beyond.amax(0) for s in sheets]).amax(0)
     beyond = beyond.nan_to_num(nan=-9.0)  # a row that is not a number tells nothing
-    if tokens:
+    if tokens := content.tokens(stack):
         beyond = beyond - 2 * torch.tensor([is_special(token) for token in tokens], device=beyond.device)
-    return int(beyond.argmax())
+    return int(beyond.argmax()), []
 
 
 # Arrays of short inputs.
@@ -530,35 +586,35 @@ def _tiles(i: int, j: int) -> tuple[int, int]:
     return min(i, max(64, min(192, i // 4))), min(j, max(64, min(192, j // 4)))
 
 
-def _long(chosen: Weights, word: int | None, content: _Content) -> dict[str, Any]:
+def _long(sheet: Sheet, held: list[int], word: int | None, content: _Content) -> dict[str, Any]:
     """A map, statistics of rows and columns, and some exact rows; linear in the length."""
-    _, i, j = chosen.shape
+    i, j = sheet.sizes
     rows, cols = _tiles(i, j)
-    seen = chosen.see("entropy", "peak", "received", pool=(rows, cols))
-    add = content.packer.add
-    content.unknown += _without_number(seen.received)
+    seen, add = sheet.statistics_of_long, content.packer.add
+    content.unknown += _without_number(seen.received[held])
     heads = sum(len(held) for held, sheet in zip(content.held, content.sheets, strict=True) if sheet.long)
     spare = ROOM_LONG / heads - 4 * rows * cols - 12 * i - 4 * j
     count = int(max(1, min(24, spare // (4 * j))))
-    exact = _chosen_rows(seen.peak.weight, word, count)
+    exact = _chosen_rows(sheet.ties()[held].amax(0), word, count)
     return {
         "tiles": [rows, cols],
-        "pool": add(seen.pool),
-        "entropy": add(seen.entropy),
-        "peak": add(seen.peak.weight),
-        "peak_at": add(seen.peak.index, "u4"),
-        "received": add(seen.received),
+        "pool": add(seen.pool[held]),
+        "entropy": add(seen.entropy[held]),
+        "peak": add(seen.peak.weight[held]),
+        "peak_at": add(seen.peak.index[held], "u4"),
+        "received": add(seen.received[held]),
+        "settled": sheet.settled,
         "rows": exact,
-        "exact": add(torch.stack([chosen.row(row) for row in exact], 1)),  # h row j
+        "exact": add(sheet.pick(held)[..., exact, :]),  # h row j
     }
 
 
-def _chosen_rows(peak: Tensor, word: int | None, count: int) -> list[int]:
-    """The word that was asked for, the rows with the strongest links, and some evenly spread."""
-    rows = [] if word is None else [word]
-    strongest = peak.amax(0).argsort(descending=True).tolist()[: max(1, count // 2)]
-    spread = torch.linspace(0, peak.shape[-1] - 1, count).long().tolist()
-    return sorted(list(dict.fromkeys([*rows, *strongest, *spread]))[:count])
+def _chosen_rows(tie: Tensor, word: int | None, count: int) -> list[int]:
+    """The word that was asked for, rows with the strongest ties, and the rest evenly spread from first to last."""
+    strongest = tie.argsort(descending=True).tolist()[: max(1, count // 2)]
+    rows = list(dict.fromkeys([*([] if word is None else [word]), *strongest]))[:count]
+    spread = torch.linspace(0, len(tie) - 1, count - len(rows)).round().long().tolist()
+    return sorted({*rows, *spread})
 
 
 # The rest of the page.

@@ -142,8 +142,11 @@ class _Spotlight:
     def _legend(self, top: float) -> None:
         for n, (one, hidden) in enumerate(zip(self.lit.shown, self.lit.hidden, strict=True)):
             place = self.lit.layers[one.layer].place(one.head)
-            word, key = (words.clip(words.shown(x), 24) for x in (self.lit.word, self.lit.cols.labels[one.key]))
-            text = f"{place}{': ' if place else ''}“{word}” → “{key}” {number(one.weight)}"
+            text = f"{place}{': ' if place else ''}“{_label(self.lit.word)}” "
+            if (key := self.lit.named(n)) is None:
+                text += "looks at nothing"
+            else:
+                text += f"→ “{_label(self.lit.cols.labels[key])}” {number(self.lit.weights[n][key])}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..matrix import Weights
 
-__all__ = ["Best", "beyond_habit", "beyond_received", "unknown_in"]
+__all__ = ["Best", "beyond_habit", "beyond_received", "beyond_sample", "peaks_beyond_received", "unknown_in"]
 
 
 class Best(NamedTuple):
@@ -27,6 +27,8 @@ class Best(NamedTuple):
 
 def beyond_habit(w: Tensor, special: Sequence[bool], same: bool) -> Best:
     """The best key of every row of dense weights (h, i, j); special keys count only where there is nothing else.
+
+    A key without weight is never the best, since the mask may forbid it; of a row without any weight, `beyond` is −∞.
 
     same    whether rows and columns are one sequence, so that distances mean something and a word is not its own answer
     """
@@ -46,7 +48,12 @@ def beyond_habit(w: Tensor, special: Sequence[bool], same: bool) -> Best:
     barred = torch.tensor(list(special), dtype=w.dtype, device=w.device).expand(i, j) * 2
     if same:
         barred = barred + torch.eye(i, j, dtype=w.dtype, device=w.device) * 2
-    chosen = (w - habit - barred).max(-1)
+    return _best(w, habit + barred)
+
+
+def _best(w: Tensor, less: Tensor) -> Best:
+    """The key with the most weight after `less` is taken from it, among those that have weight, along the last axis."""
+    chosen = torch.where(w == 0, -torch.inf, w - less).max(-1)
     return Best(chosen.values, chosen.indices)
 
 
@@ -60,8 +67,43 @@ def beyond_received(weights: Weights, row: int, special: Sequence[bool], same: b
     barred = torch.tensor(list(special), dtype=w.dtype, device=w.device) * 2
     if same:
         barred[row] += 2
-    chosen = (w - weights.received().nan_to_num() / weights.shape[-2] - barred).max(-1, keepdim=True)
-    return Best(chosen.values, chosen.indices)
+    best = _best(w, weights.received().nan_to_num() / weights.shape[-2] + barred)
+    return Best(best.beyond.unsqueeze(-1), best.key.unsqueeze(-1))
+
+
+def beyond_sample(
+    w: Tensor, row: int, sample: Sequence[int], rows: Tensor, special: Sequence[bool], same: bool
+) -> Best:
+    """The same for one row (h, j) of a long input, with the habits of some other rows.
+
+    sample   the positions of those rows
+    rows     their weights, (h, s, j)
+    """
+    others = [n for n, other in enumerate(sample) if other != row]
+    looks, m = rows[:, others].nan_to_num(), w.shape[-1]
+    habit = looks.sum(1) / (looks > 0).sum(1).clamp(min=1)  # over the rows that may look there
+    barred = torch.tensor(list(special), dtype=w.dtype, device=w.device) * 2
+    if same:
+        # The key at the same distance from each sampled row, where there is one.
+        stand = torch.tensor([sample[n] for n in others], device=w.device).unsqueeze(-1)
+        place = torch.arange(m, device=w.device) - row + stand  # s m
+        there = (place >= 0) & (place < m)
+        near = looks.gather(2, place.clamp(0, m - 1).expand(len(w), -1, -1)) * there
+        habit = torch.maximum(habit, near.sum(1) / (near > 0).sum(1).clamp(min=1))
+        barred[row] += 2
+    return _best(w, habit + barred)
+
+
+def peaks_beyond_received(peak: Tensor, key: Tensor, received: Tensor, special: Sequence[bool], same: bool) -> Tensor:
+    """How much every row's largest weight is beyond what its key receives on average, (h, i), from statistics alone.
+
+    peak, key   the largest weight of every row and where it lies, (h, i)
+    received    what every key receives in all, (h, j)
+    """
+    key = key.clamp(min=0)  # a row that is not a number has none
+    beyond = peak.nan_to_num(nan=-9.0) - received.nan_to_num().gather(-1, key) / peak.shape[-1]
+    beyond = beyond - 2 * torch.tensor(list(special), dtype=peak.dtype, device=peak.device)[key]
+    return beyond - 2 * (key == torch.arange(key.shape[-1], device=key.device)) if same else beyond
 
 
 def unknown_in(heads: int, total: int) -> list[str]:

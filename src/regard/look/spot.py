@@ -8,6 +8,7 @@ Imports `ranking`, `words`, and the recorder's `part` and `tables`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from ..matrix import Weights
 from ..recorder import Recording
 from ..recorder.part import span_of
 from ..recorder.tables import BY
-from .ranking import beyond_habit, unknown_in
+from .ranking import beyond_habit, beyond_sample, unknown_in
 from .reading import Reading, reading
 from .words import is_special, resolve, shown
 
@@ -86,7 +87,7 @@ class Head:
 
     layer: int
     head: int
-    key: int  # among the words of the columns
+    key: int | None  # among the words of the columns; None where the word looks at nothing
     weight: float
     beyond: float  # the weight beyond what the head gives that key, or that distance, anyway
 
@@ -108,6 +109,18 @@ class Spot:
     alone: bool  # whether there is no other word; heads are then ranked by the weight they give most
     layers: dict[int, Sheet]
     notes: list[str]  # what must be said besides
+
+    def named(self, n: int) -> int | None:
+        """The word that a headline names for a shown head: the one that was asked for, or that the lit one is tied to.
+
+        Where no word gets more than habit gives it, the one that gets most; None where the lit word looks at nothing.
+        """
+        if self.to is not None:
+            return self.to
+        one = self.shown[n]
+        if one.key is None or one.beyond > 0:
+            return one.key
+        return max(range(len(self.weights[n])), key=self.weights[n].__getitem__)
 
 
 def sheets(subject: Any, item: int = 0) -> list[Sheet]:
@@ -293,11 +306,16 @@ def _ranked(sheet: Sheet, rows: Reading, cols: Reading, at: int, target: int | N
         best = beyond_habit(_folded(sheet, rows, cols), special, sheet.same)
         keys, beyond = best.key[:, at], best.beyond[:, at]
     else:
-        keys, beyond = _beyond_sample(sheet, _sample(sheet, rows, cols), w, at, special)
+        beyond, keys = beyond_sample(w, at, *_sample(sheet, rows, cols), special, sheet.same)
     return [
-        Head(sheet.index, h, key, float(w[h, key]), more)
+        _head(sheet, h, key, float(w[h, key]), more)
         for h, (key, more) in enumerate(zip(keys.tolist(), beyond.tolist(), strict=True))
     ]
+
+
+def _head(sheet: Sheet, head: int, key: int, weight: float, beyond: float) -> Head:
+    """A head and its key; no key where even the best has no weight: the mask forbids all of them."""
+    return Head(sheet.index, head, key if weight != 0 else None, weight, beyond)
 
 
 def _folded(sheet: Sheet, rows: Reading, cols: Reading) -> Tensor:
@@ -309,27 +327,11 @@ def _folded(sheet: Sheet, rows: Reading, cols: Reading) -> Tensor:
 def _sample(sheet: Sheet, rows: Reading, cols: Reading) -> tuple[list[int], Tensor]:
     """Some words, evenly spread, and how they look, (h, s, m): they tell the habits of a long input's heads."""
     some = torch.linspace(0, len(rows.labels) - 1, SAMPLE).long().unique().tolist()
-    return some, torch.stack([cols.shares(_row(sheet, rows, at))[0] for at in some], 1)
-
-
-def _beyond_sample(
-    sheet: Sheet, sample: tuple[list[int], Tensor], w: Tensor, at: int, special: Sequence[bool]
-) -> tuple[Tensor, Tensor]:
-    """For one row (h, m) of a long input: the key with the most weight beyond habit, and how much that is, (h,)."""
-    others = [n for n, other in enumerate(sample[0]) if other != at]
-    looks, m = sample[1][:, others].nan_to_num(), w.shape[-1]
-    habit = looks.sum(1) / (looks > 0).sum(1).clamp(min=1)  # over the rows that may look there
-    barred = torch.tensor(special, dtype=w.dtype, device=w.device) * 2
-    if sheet.same:
-        # The key at the same distance from each sampled row, where there is one.
-        stand = torch.tensor([sample[0][n] for n in others], device=w.device).unsqueeze(-1)
-        place = torch.arange(m, device=w.device) - at + stand  # s m
-        there = (place >= 0) & (place < m)
-        near = looks.gather(2, place.clamp(0, m - 1).expand(sheet.heads, -1, -1)) * there
-        habit = torch.maximum(habit, near.sum(1) / (near > 0).sum(1).clamp(min=1))
-        barred[at] += 2
-    best = (w - habit - barred).max(-1)
-    return best.indices, best.values
+    tokens = [token for at in some for token in range(len(rows.tokens))[rows.groups[at]]]
+    looks = sheet.weights[..., tokens, :]  # one pass over the keys for all of them
+    ends = torch.tensor([rows.groups[at].stop - rows.groups[at].start for at in some]).cumsum(0).tolist()
+    parts = [looks[:, a:b].mean(-2) for a, b in itertools.pairwise([0, *ends])]
+    return some, cols.shares(torch.stack(parts, 1))[0]
 
 
 # Every word.
@@ -340,6 +342,7 @@ class Link:
     """A word, the word it is tied to most, and the head that ties them."""
 
     word: int
+    key: int
     head: Head
 
 
@@ -364,8 +367,9 @@ def overview(
     hide_special: bool = False,
     merge: bool = False,
     item: int = 0,
+    measures: bool = True,
 ) -> Overview:
-    """The strongest tie of every word, and the heads that stand out."""
+    """The strongest tie of every word, and, with `measures`, the heads that stand out."""
     chosen = chosen_layers(sheets(subject, item), layer)
     for sheet in chosen:
         check_head(sheet, head)
@@ -377,7 +381,7 @@ def overview(
     links, unknown = _links(main, rows, cols, head)
     heads = sum(sheet.heads for sheet in main) if head is None else len(main)
     notes = [*sequence_of(subject, item), *unknown_in(unknown, heads)]
-    return Overview(chosen, rows, cols, links, _measured(main), notes)
+    return Overview(chosen, rows, cols, links, _measured(main) if measures else {}, notes)
 
 
 def _links(main: list[Sheet], rows: Reading, cols: Reading, head: int | None) -> tuple[list[Link], int]:
@@ -394,8 +398,8 @@ def _links(main: list[Sheet], rows: Reading, cols: Reading, head: int | None) ->
             if is_special(rows.labels[at]) or not any(letter.isalnum() for letter in rows.labels[at]):
                 continue  # marks and signs are no words
             h = max(heads, key=lambda h: _or_least(beyond[h]))
-            if beyond[h] == beyond[h] and (at not in best or beyond[h] > best[at].head.beyond):
-                best[at] = Link(at, Head(sheet.index, h, keys[h], float(w[h, keys[h]]), beyond[h]))
+            if beyond[h] > -float("inf") and (at not in best or beyond[h] > best[at].head.beyond):
+                best[at] = Link(at, keys[h], Head(sheet.index, h, keys[h], float(w[h, keys[h]]), beyond[h]))
     return sorted(best.values(), key=lambda link: -link.head.beyond), len(unknown)
 
 
@@ -412,8 +416,8 @@ def _looks(
     sample = _sample(sheet, rows, cols)
     for n, at in enumerate(sample[0]):
         row = sample[1][:, n]
-        keys, beyond = _beyond_sample(sheet, sample, row, at, special)
-        yield at, row, keys.tolist(), beyond.tolist()
+        best = beyond_sample(row, at, *sample, special, sheet.same)
+        yield at, row, best.key.tolist(), best.beyond.tolist()
 
 
 def _measured(main: list[Sheet]) -> dict[str, list[tuple[int, int, float]]]:

@@ -116,10 +116,10 @@ def _notes(notes: list[str], width: int) -> list[Line]:
 
 def _tie(lit: spot.Spot, n: int, width: int) -> str:
     """The word and the one it is tied to; where that tells nothing, the one it looks at most."""
-    key = lit.shown[n].key
-    if lit.to is None and (len(lit.heads) == 1 or lit.shown[n].beyond <= 0):
-        key = max(range(len(lit.weights[n])), key=lambda j: lit.weights[n][j])
+    key = lit.named(n)
     each = (width - 13) // 2
+    if key is None:
+        return f"{quoted(lit.word, each)} looks at nothing"
     return f"{quoted(lit.word, each)} → {quoted(lit.cols.labels[key], each)} {number(lit.weights[n][key])}"
 
 
@@ -148,8 +148,8 @@ def _in_sight(lit: spot.Spot, width: int) -> list[int | None]:
     if total <= 120:
         return list(range(total))
     near = 12 if width >= 60 else 6
-    centres = [one.key for one in lit.shown] + ([lit.at] if lit.same else [])
-    wanted = sorted({place for c in centres for place in range(max(0, c - near), min(total, c + near + 1))})
+    centres = [one.key for one in lit.shown if one.key is not None] + ([lit.at] if lit.same else [])
+    wanted = sorted({place for c in centres or [0] for place in range(max(0, c - near), min(total, c + near + 1))})
     shown: list[int | None] = [] if wanted[0] == 0 else [None]
     for before, place in zip([wanted[0] - 1, *wanted], wanted, strict=False):
         shown += [place] if place == before + 1 else [None, place]
@@ -238,7 +238,7 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
         title = f"Heads that tie {quoted(lit.word)} to another word, most telling first"
     lines = paragraph(title, width, "bold")
     named = any(sheet.name for sheet in lit.layers.values())
-    keys = [_told_apart(lit.cols.labels, one.key, 12) for one in lit.heads[:count]]
+    keys = ["–" if one.key is None else _told_apart(lit.cols.labels, one.key, 12) for one in lit.heads[:count]]
     first = max([words.cells(key) for key in keys] + [8])
     beyond = "" if lit.to is not None or lit.alone else "  beyond"
     start = f"  {'layer  ' if named else ''}head  {to_left('looks at', first)}  weight{beyond}"
@@ -247,7 +247,7 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
     for key, one in zip(keys, lit.heads, strict=False):
         place = f"{one.layer:>5}  {one.head:>4}" if named else f"{one.head:>4}"
         text = f"  {place}  {to_left(key, first)}  {number(one.weight):>6}" + (
-            f"  {number(one.beyond):>6}" if beyond else ""
+            f"  {'–' if one.key is None else number(one.beyond):>6}" if beyond else ""
         )
         style = tint(lit.shown.index(one)) if one in lit.shown else "dim"
         lines.append([Span(text), Span(f"  {bar(one.weight, room)}" if room >= 4 else "", style)])
@@ -289,7 +289,7 @@ def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
         return paragraph("No word is tied to another: there is no other word, or no weight to tell by.", width, "bold")
     named = any(sheet.name for sheet in seen.sheets)
     rows = [_told_apart(seen.rows.labels, link.word, 14) for link in some]
-    cols = [_told_apart(seen.cols.labels, link.head.key, 14) for link in some]
+    cols = [_told_apart(seen.cols.labels, link.key, 14) for link in some]
     left, right = max([*map(words.cells, rows), 4]), max([*map(words.cells, cols), 8])
     lines = paragraph("Which word is tied to which, most telling first", width, "bold")
     start = f"  {to_left('word', left)}    {to_left('looks at', right)}  weight  {'layer.head' if named else 'head'}"
@@ -309,7 +309,7 @@ def _varied(seen: spot.Overview) -> list[spot.Link]:
     of_head: dict[tuple[int, int], int] = {}
     later: list[spot.Link] = []
     for link in seen.links:
-        word, key = seen.rows.labels[link.word], seen.cols.labels[link.head.key]
+        word, key = seen.rows.labels[link.word], seen.cols.labels[link.key]
         place = link.head.layer, link.head.head
         if (word, key) in found:
             continue

@@ -35,6 +35,7 @@ class View:
     embedded  word vectors and their projections, for the steps from word vectors to a head (`regard.look.model`)
     values    the value vectors of a `Weights`, (..., h, j, e) or (j, e), for the steps after softmax
     item      which sequence of a batch
+    model     what the model is called; a page says so
     notes     sentences to be written below, such as what was left out of the text
     hide_special, merge   begin without special tokens, with pieces merged to words
     """
@@ -51,6 +52,7 @@ class View:
         embedded: Any = None,
         values: Tensor | None = None,
         item: int = 0,
+        model: str | None = None,
         notes: Sequence[str] = (),
         hide_special: bool = False,
         merge: bool = False,
@@ -61,7 +63,7 @@ class View:
         word = f"{word.word}:{word.nth}" if isinstance(word, At) else word
         self.word, self.title, self.layer, self.head = word, title, layer, head
         self.embedded, self.values, self.item = embedded, values, item
-        self.to, self.notes = to, list(notes)
+        self.to, self.model, self.notes = to, model, list(notes)
         self.hide_special, self.merge = hide_special, merge
 
     @property
@@ -87,6 +89,7 @@ class View:
             title=self.title,
             embedded=self.embedded,
             values=self.values,
+            model=self.model,
             notes=self.notes,
             **self._begin,
         )
