@@ -12,9 +12,9 @@ import torch
 
 import regard
 from regard.look import View
-from regard.look.page import payload
+from regard.look.page import content
 from regard.look.ranking import beyond_habit
-from regard.look.token_groups import reading
+from regard.look.token_groups import group_tokens
 from support.opened_page import Shown, number
 from support.page_probe import HOSTILE, SUBJECTS, Read, history, hostile_recording, minilm, translation
 
@@ -52,7 +52,7 @@ def test_heads_are_ranked_as_in_python_for_every_word(show: Any, it: View) -> No
     for layer in range(6):
         best = beyond_habit(seen[layer][0].dense(), special, same=True)
         mine = shown.ask(
-            f"page.book.heads.filter((h) => h.place === {layer}).map((h) => page.stack.rows.shown.map((_, i) => h.sheet(page.state).best(i)))"
+            f"page.book.heads.filter((h) => h.place === {layer}).map((h) => page.stack.rows.tokens.map((_, i) => h.sheet(page.state).best(i)))"
         )
         beyond = torch.tensor([[one["beyond"] for one in head] for head in mine])
         torch.testing.assert_close(beyond, best.beyond, atol=1e-5, rtol=1e-4)
@@ -116,13 +116,13 @@ def test_hidden_tokens_leave_their_share_to_the_rest_and_this_is_said(show: Any,
         "too",
         "tired",
     ]
-    read = reading(seen.layers[0].weights.tokens[0], hide_special=True, merge=True)
-    want, _ = read.shares(seen[3, 1].row(IT))
+    read = group_tokens(seen.layers[0].weights.tokens[0], hide_special=True, merge=True)
+    want, _ = read.word_weights(seen[3, 1].row(IT))
     for (_, _, second), w in zip(shown.opened_table(), want.tolist(), strict=True):
         assert number(second) == pytest.approx(w, abs=5.1e-4)
     shown.click("word-3")  # a word of three tokens looks as they do on average
     assert shown.text(".word.lit .token") == "didn't"
-    rows, _ = read.shares(read.rows(seen[3, 1].dense().T).T)
+    rows, _ = read.word_weights(read.mean_rows(seen[3, 1].dense()))
     mine = shown.ask("[...page.book.heads.find((h) => h.name === 'layer 3, head 1').sheet(page.state).w[2]]")
     assert mine == pytest.approx(rows[2].tolist(), abs=1e-5)
 
@@ -148,7 +148,7 @@ def test_weights_that_are_not_numbers_are_shown_as_such_in_every_view(show: Any,
 
 def test_a_page_may_begin_with_the_heads_that_tie_two_words(show: Any) -> None:
     seen, _ = minilm()
-    hero = show(View(seen, word="it", to="animal")).text(".hero")
+    hero = show(View(seen, word="it", target="animal")).text(".hero")
     assert re.findall(r"layer \d+, head \d+", hero) == ["layer 5, head 11", "layer 3, head 1"]
 
 
@@ -298,7 +298,7 @@ def test_before_anything_is_changed_the_page_computes_the_weights_that_were_reco
 
 
 def test_heads_that_share_values_find_them_where_only_some_are_held(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "VECTORS", 2 * 2 * 6 * 24)  # two heads
+    monkeypatch.setattr(content, "VECTOR_BYTES", 2 * 2 * 6 * 24)  # two heads
     q, k, v = torch.randn(8, 6, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
     W = regard.weights(q, k)
     shown = show(W.show(0, values=v, head=5))
@@ -314,7 +314,7 @@ def test_heads_that_share_values_find_them_where_only_some_are_held(show: Any, m
     shown.choose("head", other)
     assert "holds the weights alone" in shown.text(".plays")
     shown.view("walk")
-    assert "holds the weights alone" in shown.text(".told")
+    assert "holds the weights alone" in shown.text(".message")
 
 
 def test_the_scale_saturates_the_row(show: Any, it: View) -> None:

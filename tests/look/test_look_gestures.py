@@ -110,8 +110,8 @@ def test_a_row_that_sees_nothing_names_nothing(show: Any) -> None:
     assert re.sub(r"\s+", " ", shown.text(".hero p")) == "c looks at nothing head 0"
     assert "“c” looks at nothing" in draw(W, word="c")
     assert "“c” looks at nothing" in svg(W, word="c")
-    assert [one.key for one in spotlight.spotlight(W, "c").heads] == [None, None]
-    assert all(link.word != 2 for link in spotlight.overview(W).links)
+    assert [tie.key for tie in spotlight.spotlight(W, "c").ranking] == [None, None]
+    assert all(tie.word != 2 for tie in spotlight.overview(W).ties)
 
 
 def first_of_page(shown: Shown) -> tuple[str, str]:
@@ -122,8 +122,8 @@ def first_of_page(shown: Shown) -> tuple[str, str]:
 
 FACES = {
     **{f"minilm {n}": (lambda: minilm()[0], {"word": n}) for n in range(0, 15, 2)},
-    "minilm, it to animal": (lambda: minilm()[0], {"word": "it", "to": "animal"}),
-    "minilm, it to was": (lambda: minilm()[0], {"word": "it", "to": "was"}),
+    "minilm, it to animal": (lambda: minilm()[0], {"word": "it", "target": "animal"}),
+    "minilm, it to was": (lambda: minilm()[0], {"word": "it", "target": "was"}),
     "minilm, one head": (lambda: minilm()[0], {"word": "it", "layer": 1, "head": 1}),
     **{f"causal {n}": (quick_fox, {"word": n}) for n in range(9)},
     "translation": (translation, {"word": "Haus"}),
@@ -143,12 +143,21 @@ def test_terminal_page_and_picture_name_the_same_head_and_word_first(show: Any, 
 def test_without_a_word_the_page_begins_where_the_terminal_does(show: Any) -> None:
     for subject in (minilm()[0], quick_fox(), translation()):
         seen = spotlight.overview(subject)
-        tie = seen.links[0]
+        tie = seen.ties[0]
         shown = show(View(subject))
         assert shown.text(".word.lit .token") == seen.rows.labels[tie.word]
         place, key = first_of_page(shown)
         assert int(place.rpartition(" ")[2]) == tie.head.head
-        assert key == seen.cols.labels[tie.head.key]
+        assert key == seen.cols.labels[tie.key]
+
+
+def test_a_square_of_two_sentences_is_cross_attention_everywhere(show: Any) -> None:
+    W = regard.weights(torch.randn(3, 4), torch.randn(3, 4)).label(list("abc"), list("xyz"))
+    shown = show(W.show("b"))
+    assert shown.ask("page.state.view") == "cross"
+    assert shown.texts(".sentence ~ .sentence .token") == ["x", "y", "z"]
+    assert "»b« → x y z" in draw(W, word="b")
+    assert "solid" not in svg(regard.weights(torch.randn(3, 4)).label(list("abc")), word="b")
 
 
 # Focus.
@@ -278,8 +287,8 @@ def test_a_thumbnail_of_many_words_shows_its_strongest_weight(show: Any) -> None
 
 
 def test_the_page_says_which_model_it_is_and_how_large(show: Any) -> None:
-    seen, embedded = minilm()
-    shown = show(View(seen, word="it", embedded=embedded, model="all-MiniLM-L6-v2"))
+    seen, vectors = minilm()
+    shown = show(View(seen, word="it", word_vectors=vectors, model="all-MiniLM-L6-v2"))
     for view in shown.ask("page.views.map(([id]) => id)"):
         shown.view(view)
         assert shown.text(".about") == "all-MiniLM-L6-v2 · 6 layers × 12 heads · 15 tokens"

@@ -101,8 +101,8 @@ class Once(View):
 
 @pytest.fixture(scope="module")
 def it() -> View:
-    seen, embedded = minilm()
-    return Once(seen, word="it", embedded=embedded)
+    seen, vectors = minilm()
+    return Once(seen, word="it", word_vectors=vectors)
 
 
 def number(text: str) -> float:

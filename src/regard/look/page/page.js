@@ -25,8 +25,8 @@ function unpack(bytes) {
     offset += count * WIDTH[kind];
     return place;
   });
-  const made = [];
-  header.array = (n) => (made[n] ??= numbers(bytes, places[n]));
+  const decoded = [];
+  header.array = (n) => (decoded[n] ??= numbers(bytes, places[n]));
   header.shape = (n) => places[n].shape;
   return header;
 }
@@ -212,8 +212,8 @@ function strip(vector, most, paint, label) {
 
 function openBook(header) {
   const sequences = header.sequences.map((s) => ({
-    ...s, special: new Set(s.special), label: (n) => (s.shown ? s.shown[n] : String(n)),
-    rtl: s.shown ? rightToLeft(s.shown, s.special) : false,
+    ...s, special: new Set(s.special), label: (n) => (s.tokens ? s.tokens[n] : String(n)),
+    rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false,
   }));
   const stacks = header.stacks.map((s, n) => ({ ...s, n, rows: sequences[s.rows], cols: sequences[s.cols],
     heads: [] }));
@@ -248,8 +248,8 @@ class Head {
   }
   // This head's part of one of its layer's arrays, (heads, a, b); heads may share values and keys.
   part(name) {
-    const { held, walked, per_value: v, per_key: k, [name]: ref } = this.layer;
-    const n = (name === "w" ? held : walked).indexOf(this.head);
+    const { held, with_vectors, per_value: v, per_key: k, [name]: ref } = this.layer;
+    const n = (name === "w" ? held : with_vectors).indexOf(this.head);
     if (ref === undefined || n < 0) return null;
     const [many, a, b] = this.header.shape(ref), sharing = { v, k }[name] ?? 1;
     const at = many === 1 ? 0 : sharing > 1 ? Math.floor(this.head / sharing) : n;
@@ -284,15 +284,15 @@ class Head {
       return total / (to - from);
     };
     const row = Float64Array.from(cols.groups, ([a, b]) => mean(a, b));
-    const kept = sum(row), hidden = sum(cols.hidden.map((j) => mean(j, j + 1)));
-    return hidden && kept ? row.map((x) => (x * (kept + hidden)) / kept) : row;
+    const shown = sum(row), hidden = sum(cols.hidden.map((j) => mean(j, j + 1)));
+    return hidden && shown ? row.map((x) => (x * (shown + hidden)) / shown) : row;
   }
 }
 
 // The weights of one head as they are read, and how much of them is habit.
 class Sheet {
   constructor(rows, cols, w, same) {
-    Object.assign(this, { rows, cols, w, same, most: Math.max(...w.map((row) => row[largest(row)])), found: [] });
+    Object.assign(this, { rows, cols, w, same, most: Math.max(...w.map((row) => row[largest(row)])), bests: [] });
   }
   // Sums and counts of what every word is given, and of what is given at every distance.
   get habits() {
@@ -309,7 +309,7 @@ class Sheet {
   // Special tokens, and a word itself, count only where there is nothing else; a word without weight never does:
   // the mask may forbid it. The key is null where the row gives no word any weight.
   best(i) {
-    if (this.found[i]) return this.found[i];
+    if (this.bests[i]) return this.bests[i];
     const { to, seen, far, met } = this.habits, m = this.w.length, row = this.w[i];
     const one = { key: row.some(Number.isNaN) ? 0 : null, beyond: -Infinity };
     row.forEach((x, j) => {
@@ -319,7 +319,7 @@ class Sheet {
       const barred = (this.cols.special[j] ? 2 : 0) + (this.same && i === j ? 2 : 0);
       if (x - habit - barred > one.beyond) Object.assign(one, { key: j, beyond: x - habit - barred });
     });
-    return (this.found[i] = one);
+    return (this.bests[i] = one);
   }
   // The word that a headline names: the one the row is tied to, or, where no word gets more than habit gives it,
   // the one it looks at most; null where it looks at nothing.
@@ -367,9 +367,9 @@ class Page {
     this.state = {
       view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false,
         merge: start?.merge ?? false, target: start?.target ?? null, theme: "auto",
-      chosen: start?.asked.length ? start.asked.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
+      chosen: start?.heads.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
         && x.head === h)) : null,
-      layer: start?.asked.length ? null : start?.layer ?? null, cell: null,
+      layer: start?.heads.length ? null : start?.layer ?? null, cell: null,
     };
     this.views = Object.entries(VIEWS).filter(([, view]) => view.when?.(this) ?? this.book?.stacks.some(view.stack));
     this.state.view = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
@@ -440,7 +440,7 @@ class Page {
     const { notes, refused } = this.header;
     return el("footer", {}, notes.map((note) => el("p", { text: note })),
       refused.length ? el("details", {},
-        el("summary", { text: `${refused.length} ${refused.length > 1 ? "modules were" : "module was"} not heard` }),
+        el("summary", { text: `${refused.length} ${refused.length > 1 ? "modules were" : "module was"} not recorded` }),
         el("ul", {}, refused.map(([name, why]) => el("li", {}, el("b", { text: name }), `: ${why}`)))) : null);
   }
   turn() {
@@ -538,9 +538,9 @@ function wordChoice(page) {
     (n) => page.set({ word: Number(n), hover: null }));
 }
 
-// A word that occurs twice is told apart by a number.
+// A word that occurs twice is message apart by a number.
 function repeated(rows, n) {
-  const name = rows.label(n), places = rows.shown ? range(rows.length).filter((m) => rows.shown[m] === name) : [n];
+  const name = rows.label(n), places = rows.tokens ? range(rows.length).filter((m) => rows.tokens[m] === name) : [n];
   const short = name.length > 30 ? name.slice(0, 29) + "…" : name;
   return places.length > 1 ? `${short} (${places.indexOf(n) + 1} of ${places.length})` : short;
 }
@@ -554,23 +554,23 @@ function spotlight(page, box) {
   const { rows, cols } = page.head.sheet(page.state), { same } = page.stack, many = page.stack.heads.length > 1;
   const hero = el("div", { class: "hero", "aria-live": "polite" });
   const lines = svg("svg", { class: "lines", "aria-hidden": "true" });
-  const asking = sentence(page, rows, true), asked = same ? asking : sentence(page, cols, false);
+  const queries = sentence(page, rows, true), keys = same ? queries : sentence(page, cols, false);
   const side = (text) => el("p", { class: "side", text });
   const stage = el("div", { class: `stage ${same ? "one" : "two"}` }, lines,
-    same ? asking : [side("these words look"), asking, asked, side("at these")]);
-  const told = el("h2", {}), list = el("div", { class: "bars" });
+    same ? queries : [side("these words look"), queries, keys, side("at these")]);
+  const message = el("h2", {}), list = el("div", { class: "bars" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Heads" });
-  box.append(hero, stage, el("div", { class: "controls" }, readingControls(page)), told,
+  box.append(hero, stage, el("div", { class: "controls" }, readingControls(page)), message,
     ...(many ? [el("p", { class: "hint", text: HOW }), chips] : []), list,
     behind("Weights of the lit word", () => spotlightTable(page)));
   return () => {
     const place = (i) => Math.max(0, rows.at[i]), i = place(page.row);
     const sheets = page.heads.map((head) => head.sheet(page.state));
     headline(page, hero, sheets, i);
-    light(page, asking, asked, sheets, i);
-    draw(lines, stage, asking, asked, sheets, i);
+    light(page, queries, keys, sheets, i);
+    draw(lines, stage, queries, keys, sheets, i);
     const [before, after] = many ? ["Heads that say most about ", ""] : ["Where ", " looks"];
-    told.replaceChildren(before, word(rows.labels[place(page.state.word)] ?? ""), after);
+    message.replaceChildren(before, word(rows.labels[place(page.state.word)] ?? ""), after);
     chips.replaceChildren(...headChips(page, ranked(page)));
     list.replaceChildren(bars(page, sheets, i));
   };
@@ -614,7 +614,8 @@ function headline(page, hero, sheets, i) {
   const { hover, target } = page.state;
   hero.replaceChildren(...sheets.map((sheet, n) => {
     const { rows, cols, w } = sheet, most = largest(w[i]);
-    const asked = hover === null && target !== null ? cols.at[target] : -1, key = asked >= 0 ? asked : sheet.named(i);
+    const aimed = hover === null && target !== null ? cols.at[target] : -1;
+    const key = aimed >= 0 ? aimed : sheet.named(i);
     const who = page.book.total > 1 ? [page.heads[n].name] : [];
     const rest = key === null || most === key ? [] : [who.length ? "; " : "", "most goes to ", word(cols.labels[most]),
       ` ${fixed(w[i][most], 2)}`];
@@ -628,13 +629,13 @@ function headline(page, hero, sheets, i) {
 }
 
 // Shade every word by its weights, a band a head, and write the larger numbers: the first head above, the second below.
-function light(page, asking, asked, sheets, i) {
-  [...asking.children].forEach((node, n) => {
+function light(page, queries, keys, sheets, i) {
+  [...queries.children].forEach((node, n) => {
     node.classList.toggle("lit", n === i);
     node.setAttribute("aria-selected", String(n === i));
     node.setAttribute("tabindex", n === i ? "0" : "-1");
   });
-  [...asked.children].forEach((node, n) => {
+  [...keys.children].forEach((node, n) => {
     const weights = sheets.map(({ w }) => w[i]?.[n] ?? 0), part = 100 / weights.length;
     const band = (w, h) => `color-mix(in srgb, ${page.colour(h)} ${w < 0.02 ? 0 : Math.round(70 * w ** 0.7)}%, transparent) `
       + `${part * h}% ${part * (h + 1)}%`;
@@ -649,15 +650,15 @@ function light(page, asking, asked, sheets, i) {
 }
 
 // Lines from the lit word; the heads take turns above and below the sentence.
-function draw(lines, stage, asking, asked, sheets, i) {
-  const frame = stage.getBoundingClientRect(), begin = asking.children[i]?.getBoundingClientRect(),
-    same = asking === asked;
+function draw(lines, stage, queries, keys, sheets, i) {
+  const frame = stage.getBoundingClientRect(), begin = queries.children[i]?.getBoundingClientRect(),
+    same = queries === keys;
   lines.replaceChildren();
   lines.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
   if (!begin) return;
   sheets.forEach(({ w }, h) => w[i].forEach((weight, j) => {
     if (weight < 0.02 || (same && j === i)) return;
-    const end = asked.children[j].getBoundingClientRect();
+    const end = keys.children[j].getBoundingClientRect();
     const d = same ? arc(begin, end, frame, h % 2 === 0) : link(begin, end, frame, h);
     const style = { stroke: `var(--h${h % 4})` };
     // A line to another line of text passes behind words, which must stay readable.
@@ -731,16 +732,16 @@ function walk(page, box) {
   const own = (page.walk ??= { source: "words", q: false, k: false, v: false, cell: null });
   if (!embedded) own.source = "head";
   const bar = el("div", { class: "controls" });
-  const told = el("p", { class: "told" });
+  const message = el("p", { class: "message" });
   const grid = el("div", { class: "scroll" });
   const cells = el("div", { class: "cells", "aria-live": "polite" });
-  box.append(bar, told, grid, cells);
+  box.append(bar, message, grid, cells);
   const again = (change) => { Object.assign(own, change); page.keepingFocus(() => page.refresh()); };
   return () => {
     const i = page.state.word;
     const steps = own.source === "head" ? stepsOfHead(page.head, i) : stepsOfWords(page, embedded, own, i);
     bar.replaceChildren(...walkControls(page, own, embedded, again));
-    told.textContent = steps.told;
+    message.textContent = steps.message;
     grid.replaceChildren(stepTable(page, steps, i, own.cell, (j) => again({ cell: own.cell === j ? null : j })));
     cells.replaceChildren(...dotProduct(page, steps, i, own.cell));
   };
@@ -775,12 +776,12 @@ function stepsOfWords(page, embedded, own, i) {
   const scale = own.q || own.k ? 1 / Math.sqrt(size) : 1;
   const s = raw.map((x) => x * scale), w = softmax(s), v = vectors("v");
   return {
-    told: toldOfWords(own), what: "q·k", scaleText: scale === 1 ? "by nothing" : `÷ √${size}`, size, values: size,
+    message: describeWords(own), what: "q·k", scaleText: scale === 1 ? "by nothing" : `÷ √${size}`, size, values: size,
     q: vectors("q")[i], k: vectors("k"), v, raw, s, masked: s, hidden: false, w, y: mix(w, v),
   };
 }
 
-function toldOfWords(own) {
+function describeWords(own) {
   const name = (x) => (own[x] ? `${x} = x·W${x}` : `${x} = x`);
   if (!own.q && !own.k && !own.v) {
     return "Basic self-attention on the model’s own word vectors, before positions: no parameters, q = k = v = x. "
@@ -792,20 +793,20 @@ function toldOfWords(own) {
 
 function stepsOfHead(head, i) {
   const { layer } = head, w = Array.from(head.row(i)), keys = range(head.j);
-  const q = head.vectors("q")?.[i], k = head.vectors("k"), v = head.vectors("v"), given = head.part("s");
+  const q = head.vectors("q")?.[i], k = head.vectors("k"), v = head.vectors("v"), scores = head.part("s");
   const raw = q ? keys.map((j) => dot(q, k[j])) : null;
-  const s = given ? keys.map((j) => given[i * head.j + j]) : raw?.map((x) => x * layer.scale);
+  const s = scores ? keys.map((j) => scores[i * head.j + j]) : raw?.map((x) => x * layer.scale);
   const masked = s?.map((x, j) => (head.visible(i, j) ? x : -Infinity));
   return {
-    told: toldOfHead(head, s, v), what: "q·k", scaleText: layer.score_name ?? scaling(layer),
+    message: describeHead(head, s, v), what: "q·k", scaleText: layer.score_name ?? scaling(layer),
     size: layer.d, values: v?.[0].length, mask: layer.mask_name, sink: layer.sink,
     q, k, v, raw, s, masked, hidden: masked?.includes(-Infinity), w, y: v && mix(w, v),
   };
 }
 
-function toldOfHead({ layer, name }, scores, values) {
+function describeHead({ layer, name }, scores, values) {
   const said = [];
-  if (!scores && layer.score === "Given") said.push("These weights came ready-made: only the last three of six steps are known.");
+  if (!scores && layer.score === "Precomputed") said.push("These weights came ready-made: only the last three of six steps are known.");
   else if (!scores) said.push("Of this head the page holds the weights alone.");
   if (!values) said.push("Without values the walk ends at the weights.");
   if (scores && values) said.push(`${layer.name ? `The recorded ${name}` : "One row of these weights"}, number by number.`);
@@ -888,7 +889,7 @@ function dotProduct(page, steps, i, j) {
     return el("tr", {}, el("th", { scope: "row", text: name }), cells);
   };
   const parts = range(Math.ceil(a.length / COORDINATES)).map((n) => n * COORDINATES);
-  const told = a.length < steps.size
+  const message = a.length < steps.size
     ? `The first ${a.length} of ${steps.size} coordinates; the other products sum to ${fixed(total - sum(products), 3)}.`
     : `All ${steps.size} products sum to ${fixed(total, 3)}.`;
   return [
@@ -896,7 +897,7 @@ function dotProduct(page, steps, i, j) {
       ` = ${fixed(total, 3)}`),
     el("div", { class: "scroll" }, el("table", { class: "products" },
       parts.map((from) => el("tbody", {}, line("q", a, from), line("k", b, from), line("q × k", products, from))))),
-    el("p", { class: "hint", text: told }),
+    el("p", { class: "hint", text: message }),
   ];
 }
 
@@ -1050,8 +1051,8 @@ function playTable(page, w, order) {
 
 function square(page, box) {
   const bar = el("div", { class: "controls" }), stage = el("div", { class: "matrix" });
-  const told = el("p", { class: "readout", "aria-live": "polite" });
-  box.append(bar, told, stage, behind("Weights", () => {
+  const message = el("p", { class: "readout", "aria-live": "polite" });
+  box.append(bar, message, stage, behind("Weights", () => {
     const { rows, cols, w } = page.head.sheet(page.state);
     return [["", ...cols.labels.map(word), "sum"], w.map((row, i) => [word(rows.labels[i]), ...row, sum(row)])];
   }));
@@ -1065,7 +1066,7 @@ function square(page, box) {
     const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
     drawn.mark(i, j);
     const row = sheet.w[i] ?? [], key = j ?? largest(row);
-    told.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: " → " }),
+    message.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: " → " }),
       word(sheet.cols.labels[key] ?? ""),
       el("b", { "data-read": "cell", text: fixed(row[key], 4) }),
         el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
@@ -1176,11 +1177,11 @@ function everyHead(page) {
 function overview(page, box) {
   const have = Object.keys(METRICS).filter((by) => page.header.metrics[by].some(Boolean)), heads = everyHead(page);
   const own = (page.overview ??= { by: have[0], x: have[0], y: have[1] ?? have[0], at: null });
-  const told = el("p", { class: "hint" }), grid = el("div", { class: "scroll" }), plot = el("div", { class: "plot" }),
+  const message = el("p", { class: "hint" }), grid = el("div", { class: "scroll" }), plot = el("div", { class: "plot" }),
     peek = el("div", { class: "peek" });
   const look = (one) => { own.at = one; peek.replaceChildren(...peekAt(page, one, have)); };
   const update = () => {
-    told.textContent = METRICS[own.by];
+    message.textContent = METRICS[own.by];
     grid.replaceChildren(metricGrid(page, own, heads, look));
     plot.replaceChildren(...(have.length > 1 ? [scatter(page, own, heads, look)] : []));
     // Sharpest first for entropy, largest first otherwise, as in `Recording.heads`.
@@ -1189,7 +1190,7 @@ function overview(page, box) {
   };
   const menu = (label, key, name) => choice(label, key, have.map((by) => [by, by]), own[name], (by) => { own[name] = by;
     update(); });
-  box.append(el("div", { class: "controls" }, menu("number", "metric", "by")), told, el("div", { class: "columns" },
+  box.append(el("div", { class: "controls" }, menu("number", "metric", "by")), message, el("div", { class: "columns" },
     grid, peek),
     have.length > 1 ? el("div", { class: "controls" }, menu("across", "axis-x", "x"), menu("up", "axis-y", "y")) : "",
       plot,
@@ -1321,8 +1322,8 @@ class Stored {
   }
   // Sums of weights in rows × cols tiles of a part of the matrix; null for a part that is not held.
   async pool(rows, cols, i, j) {
-    const whole = i[0] === 0 && i[1] === this.head.i && j[0] === 0 && j[1] === this.head.j;
-    return whole && rows === this.tiles[0] && cols === this.tiles[1] ? this.map : null;
+    const complete = i[0] === 0 && i[1] === this.head.i && j[0] === 0 && j[1] === this.head.j;
+    return complete && rows === this.tiles[0] && cols === this.tiles[1] ? this.map : null;
   }
   // The exact weights of a row; null for a row that is not held.
   async row(i) {
@@ -1333,17 +1334,17 @@ class Stored {
 
 function long(page, box) {
   const own = (page.long ??= { row: null });
-  const bar = el("div", { class: "controls" }), told = el("p", { class: "readout", "aria-live": "polite" });
+  const bar = el("div", { class: "controls" }), message = el("p", { class: "readout", "aria-live": "polite" });
   const map = el("div", { class: "longmap" }), strips = el("div", {}), rows = el("div", {}),
     links = el("div", { class: "links" });
-  box.append(bar, told, el("div", { class: "halves" }, map, strips, rows, links));
+  box.append(bar, message, el("div", { class: "halves" }, map, strips, rows, links));
   return () => {
     const { head, stack } = page, source = (page.source = head.stored);
     if (!source.rows.includes(own.row)) own.row = source.rows.includes(page.state.word) ? page.state.word
       : source.rows[0];
     bar.replaceChildren(...[stackChoice(page), headChoice(page)].filter(Boolean));
-    told.replaceChildren(`${count(head.i)} words look at ${count(head.j)}`);
-    tileMap(page, source, map, told);
+    message.replaceChildren(`${count(head.i)} words look at ${count(head.j)}`);
+    tileMap(page, source, map, message);
     strips.replaceChildren(
       profile("entropy of every row", source.entropy, stack.rows),
       profile("largest weight of every row", source.peak, stack.rows),
@@ -1354,9 +1355,9 @@ function long(page, box) {
 }
 
 const edge = (n, tiles, length) => Math.floor((n * length) / tiles);
-const named = (sequence, n) => (sequence.shown ? `${n} ${sequence.label(n).slice(0, 24)}` : count(n));
+const named = (sequence, n) => (sequence.tokens ? `${n} ${sequence.label(n).slice(0, 24)}` : count(n));
 
-function tileMap(page, source, box, told) {
+function tileMap(page, source, box, message) {
   const { head, tiles: [r, c], scale } = source, { paint } = page, share = (a, b) => source.share(a, b);
   let low = Infinity;
   for (let a = 0; a < r; a++) for (let b = 0; b < c; b++) low = Math.min(low, share(a, b));
@@ -1365,7 +1366,7 @@ function tileMap(page, source, box, told) {
     { text: `${count(edge(n, tiles, length))}–${count(edge(n + 1, tiles, length) - 1)}` });
   canvas.addEventListener("mousemove", (event) => {
     const [a, b] = tileUnder(canvas, event, r, c);
-    told.replaceChildren("words ", span_(a, r, head.i), " give words ", span_(b, c, head.j), " a share of ",
+    message.replaceChildren("words ", span_(a, r, head.i), " give words ", span_(b, c, head.j), " a share of ",
       el("b", { "data-read": "tile", text: weightText(share(a, b)) }));
   });
   const caption = `${r} × ${c} tiles; down: the words that look, across: the words looked at. Colour: the share of a tile’s rows.`;
@@ -1391,11 +1392,11 @@ function profile(title, numbers, sequence) {
   const most = Math.max(...high) || 1, best = largest(numbers), x = (b) => (b * width) / bins,
     average = sum(numbers) / n;
   const area = (y) => `M0 ${height}${y.map((v, b) => `L${x(b)} ${height - (v / most) * height}H${x(b + 1)}`).join("")}L${width} ${height}Z`;
-  const told = `mean ${weightText(average)}, largest ${weightText(numbers[best])}`;
-  return el("figure", { class: "profile" }, el("figcaption", {}, title, el("span", { class: "who" }, ` ${told} at `,
+  const message = `mean ${weightText(average)}, largest ${weightText(numbers[best])}`;
+  return el("figure", { class: "profile" }, el("figcaption", {}, title, el("span", { class: "who" }, ` ${message} at `,
     word(sequence.label(best)))),
     svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
-      "aria-label": `${title}: ${told}` },
+      "aria-label": `${title}: ${message}` },
       svg("path", { class: "range", d: area(high) }), svg("path", { class: "mean", d: area(mean) })));
 }
 
@@ -1458,12 +1459,12 @@ function trainingStrip(page, { what, heads, values }) {
   const part = (x) => (Number.isFinite(x) ? (x - low) / (high - low || 1) : x > 0 ? 1 : 0);
   const canvas = heat(heads.length, n, (h, c) => paint.tint(part(numbers[h * n + c])));
   canvas.style.setProperty("height", `${clamp(heads.length * 14, 60, 420)}px`);
-  const told = el("p", { class: "readout", "aria-live": "polite" }), curve = el("div", {});
+  const message = el("p", { class: "readout", "aria-live": "polite" }), curve = el("div", {});
   const short_ = (name) => (name.length > 40 ? `…${name.slice(-39)}` : name);
   const look = (h, c) => {
     page.looked[what] = h;
     menu.querySelector("select").value = h;
-    told.replaceChildren(el("bdi", { text: heads[h][0] }), ` head ${heads[h][1]}, step ${count(steps[c])} `,
+    message.replaceChildren(el("bdi", { text: heads[h][0] }), ` head ${heads[h][1]}, step ${count(steps[c])} `,
       el("b", { "data-read": what, text: fixed(numbers[h * n + c], 3) }));
     curve.replaceChildren(lineOf(steps, numbers.subarray(h * n, (h + 1) * n), low, high));
   };
@@ -1476,7 +1477,7 @@ function trainingStrip(page, { what, heads, values }) {
   return el("figure", { class: "train" }, el("h2", { text: title }), el("p", { class: "hint", text: hint }), canvas,
     el("p", { class: "ends" }, el("span", { text: `step ${count(steps[0])}` }),
       el("span", { text: `step ${count(steps[n - 1])}` })),
-    el("div", { class: "controls" }, menu), told, curve,
+    el("div", { class: "controls" }, menu), message, curve,
     behind(title, () => [["step", ...heads.map(([layer, head]) => `${layer} · ${head}`)],
       steps.map((step, c) => [count(step), ...heads.map((_, h) => numbers[h * n + c])])]));
 }
