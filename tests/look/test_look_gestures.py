@@ -117,7 +117,8 @@ def test_a_row_that_sees_nothing_names_nothing(show: Any) -> None:
 def first_of_page(shown: Shown) -> tuple[str, str]:
     """The first head and the word that the page names."""
     hero = shown.tab.locator(".hero p").first
-    return hero.locator(".who").inner_text().split(";")[0], hero.locator(".token").nth(1).inner_text()
+    key = hero.locator(".token").nth(1).inner_text().rstrip("₀₁₂₃₄₅₆₇₈₉")
+    return hero.locator(".who").inner_text().split(";")[0], key
 
 
 FACES = {
@@ -304,6 +305,40 @@ def test_a_translation_opens_with_the_attention_between_its_sentences(show: Any)
     assert show(View(translation(), word="Haus")).ask("page.state.view") == "cross"
 
 
+def test_words_that_occur_twice_are_numbered_and_chips_say_what_orders_them(show: Any, it: View) -> None:
+    shown = show(it)
+    shown.click("word-7")
+    assert shown.text(".hero .token") == "the₂"
+    assert shown.texts('[role="option"] .token')[7] == "the", "the sentence itself is as it was written"
+    chips = shown.texts(".chips .chip[aria-pressed]")
+    beyond = [float(re.search(r"\+(\d\.\d\d)", chip).group(1)) for chip in chips]
+    assert beyond == sorted(beyond, reverse=True)
+
+
+def test_words_that_the_mask_forbids_are_grey(show: Any) -> None:
+    shown = show(quick_fox().show("fox"))
+    assert shown.texts(".word.unseen .token") == ["jumps", "over", "a", "lazy", "dog"]
+
+
+def test_the_address_leads_back_to_the_same_picture(show: Any, it: View) -> None:
+    shown = show(it)
+    assert shown.tab.evaluate("location.hash") == "", "nothing was changed yet"
+    shown.click("word-6")
+    shown.tab.mouse.move(2, 2)
+    shown.tab.check('[data-key="hide"]')
+    shown.tab.locator(".chips .chip[aria-pressed='false']").first.click()
+    before = shown.text(".hero"), shown.text(".word.lit .token"), shown.ask("page.state.chosen")
+    shown.tab.reload()
+    shown.tab.wait_for_selector("main section.view")
+    assert (shown.text(".hero"), shown.text(".word.lit .token"), shown.ask("page.state.chosen")) == before
+    shown.view("square")
+    assert shown.tab.evaluate("location.hash").startswith("#v=square&w=6&h=")
+    for hostile in ("#v=<img>&w=99&h=x,9.9&s=-1", "#w=1e9", "#v=__proto__&w=2.5", "#%E0%A4%A"):
+        shown.tab.evaluate(f"location.hash = {hostile!r}")
+        shown.tab.wait_for_timeout(30)
+        assert shown.tab.locator("main section.view").count() == 1
+
+
 # Long inputs.
 
 
@@ -326,6 +361,16 @@ def test_a_long_page_begins_with_the_head_and_word_that_tell(show: Any) -> None:
         assert shown.ask("page.long.row") == 1500
         assert shown.text(".best .token") == "700 needle"
         assert shown.text(".links tbody tr").split("\t")[0] == "1500 recall"
+
+
+def test_noise_is_no_structure(show: Any) -> None:
+    x = torch.randn(2, 4000, 8, generator=torch.Generator().manual_seed(2))
+    shown = show(regard.weights(0.3 * x, mask=None).show(5))
+    reds = shown.tab.evaluate(
+        """(() => { const c = document.querySelector('.longmap canvas'); return [...c.getContext('2d').getImageData(0, 0,
+            c.width, c.height).data].filter((_, n) => n % 4 === 0); })()"""
+    )
+    assert max(reds) - min(reds) < 60, "tiles that are nearly alike have nearly one colour"
 
 
 def test_the_first_rows_of_a_causal_text_are_no_links_and_fix_no_scale(show: Any) -> None:

@@ -336,8 +336,20 @@ function reading(sequence, { hide, merge }) {
   const groups = all.filter(([a]) => !gone(a));
   const at = new Array(length).fill(-1);
   groups.forEach(([a, b], n) => { for (let t = a; t < b; t++) at[t] = n; });
-  return { groups, at, labels: groups.map((g) => g[2]), hidden: range(length).filter(gone),
+  const labels = groups.map((g) => g[2]);
+  return { groups, at, labels, names: numbered(labels), hidden: range(length).filter(gone),
     special: groups.map(([a]) => special.has(a)), rtl: sequence.rtl };
+}
+
+// Words that occur several times get a number, as a subscript: the₁, the₂.
+function numbered(labels) {
+  const total = new Map(), seen = new Map(), digits = "₀₁₂₃₄₅₆₇₈₉";
+  for (const label of labels) total.set(label, (total.get(label) ?? 0) + 1);
+  return labels.map((label) => {
+    if (total.get(label) === 1) return label;
+    seen.set(label, (seen.get(label) ?? 0) + 1);
+    return label + [...String(seen.get(label))].map((digit) => digits[digit]).join("");
+  });
 }
 
 // The heads for a word, the most telling first; two to begin with that look at different words.
@@ -375,7 +387,10 @@ class Page {
     this.state.view = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
     this.views.sort(([a], [b]) => (b === this.state.view) - (a === this.state.view));
     this.frame();
+    this.readAddress();
     this.open(this.state.view);
+    this.ready = true;
+    addEventListener("hashchange", () => { this.readAddress(); this.open(this.state.view); });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     new ResizeObserver(() => { const width = root.clientWidth; if (width !== this.width) { this.width = width;
       this.keepingFocus(() => this.refresh?.(true)); } }).observe(root);
@@ -395,8 +410,33 @@ class Page {
     // The word that was asked for is that of the first lit word alone.
     if ("word" in changes && changes.word !== this.state.word) this.state.target = null;
     Object.assign(this.state, changes);
+    this.writeAddress();
     const redraw = ["stack", "hide", "merge", "theme"].some((name) => name in changes);
     this.keepingFocus(() => (redraw ? this.draw() : this.refresh?.()));
+  }
+  // The state as the fragment of the address, so that a link, a reload and the history lead to the same picture.
+  get address() {
+    const { view, stack, word, chosen, hide, merge } = this.state;
+    const heads = chosen?.map((id) => `${this.book.heads[id].place}.${this.book.heads[id].head}`).join(",");
+    const fields = { v: view, s: stack || null, w: this.book ? word : null, h: heads ?? null, hide: hide ? 1 : null,
+      merge: merge ? 1 : null };
+    return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
+  }
+  readAddress() {
+    const fields = new URLSearchParams(location.hash.slice(1)), { state, book } = this;
+    if (fields.has("v") && this.views.some(([id]) => id === fields.get("v"))) state.view = fields.get("v");
+    if (!book || !fields.has("w")) return;
+    const index = (name, length) => { const n = Number(fields.get(name) ?? 0); return Number.isInteger(n) && n >= 0
+      && n < length ? n : 0; };
+    const stack = index("s", book.stacks.length), heads = (fields.get("h") ?? "").split(",").map((text) =>
+      book.heads.findIndex((head) => `${head.place}.${head.head}` === text)).filter((id) => id >= 0);
+    const word = index("w", book.stacks[stack].rows.length);
+    if (word !== state.word) state.target = null;
+    Object.assign(state, { stack, word, hover: null, cell: null, chosen: heads.length ? heads : null, hide: fields.has("hide"), merge: fields.has("merge") });
+  }
+  writeAddress() {
+    // A frame without an origin, as in a notebook, may not write its address.
+    try { if (this.ready && location.hash !== this.address) history.replaceState(null, "", this.address); } catch { /* no address */ }
   }
   // A control that is drawn anew keeps the focus.
   keepingFocus(redraw) {
@@ -475,6 +515,7 @@ class Page {
     }
     this.main.setAttribute("aria-labelledby", `tab-${id}`);
     this.draw();
+    this.writeAddress();
   }
   draw() {
     const view = VIEWS[this.state.view];
@@ -547,8 +588,8 @@ function repeated(rows, n) {
 
 // ── Spotlight: one sentence, or two, and the lines from one word ──────────────────────────────────────────────────
 
-const HOW = "Layer·head, the word it is tied to, and the weight; ordered by what exceeds the head’s habit, "
-  + "the weight it gives that word or that distance anyway.";
+const HOW = "Layer·head, the word it is tied to, the weight, and by how much it exceeds the head’s habit: "
+  + "the weight that the head gives that word, or that distance, anyway. The most comes first.";
 
 function spotlight(page, box) {
   const { rows, cols } = page.head.sheet(page.state), { same } = page.stack, many = page.stack.heads.length > 1;
@@ -570,7 +611,7 @@ function spotlight(page, box) {
     light(page, queries, keys, sheets, i);
     draw(lines, stage, queries, keys, sheets, i);
     const [before, after] = many ? ["Heads that say most about ", ""] : ["Where ", " looks"];
-    message.replaceChildren(before, word(rows.labels[place(page.state.word)] ?? ""), after);
+    message.replaceChildren(before, word(rows.names[place(page.state.word)] ?? ""), after);
     chips.replaceChildren(...headChips(page, ranked(page)));
     list.replaceChildren(bars(page, sheets, i));
   };
@@ -617,10 +658,10 @@ function headline(page, hero, sheets, i) {
     const aimed = hover === null && target !== null ? cols.at[target] : -1;
     const key = aimed >= 0 ? aimed : sheet.named(i);
     const who = page.book.total > 1 ? [page.heads[n].name] : [];
-    const rest = key === null || most === key ? [] : [who.length ? "; " : "", "most goes to ", word(cols.labels[most]),
+    const rest = key === null || most === key ? [] : [who.length ? "; " : "", "most goes to ", word(cols.names[most]),
       ` ${fixed(w[i][most], 2)}`];
-    const tie = key === null ? [word(rows.labels[i]), el("span", { class: "nothing", text: " looks at nothing" })]
-      : [word(rows.labels[i]), el("span", { class: "arrow", text: " → " }), word(cols.labels[key]), " ",
+    const tie = key === null ? [word(rows.names[i]), el("span", { class: "nothing", text: " looks at nothing" })]
+      : [word(rows.names[i]), el("span", { class: "arrow", text: " → " }), word(cols.names[key]), " ",
         el("b", { class: "weight", text: fixed(w[i][key], 2) })];
     return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot" }),
       el("span", { class: "tie" }, tie), " ", el("span", { class: "who" }, who, rest));
@@ -639,6 +680,7 @@ function light(page, queries, keys, sheets, i) {
     const weights = sheets.map(({ w }) => w[i]?.[n] ?? 0), part = 100 / weights.length;
     const band = (w, h) => `color-mix(in srgb, ${page.colour(h)} ${w < 0.02 ? 0 : Math.round(70 * w ** 0.7)}%, transparent) `
       + `${part * h}% ${part * (h + 1)}%`;
+    node.classList.toggle("unseen", weights.length > 0 && weights.every((w) => w === 0));
     const ground = weights.length ? `linear-gradient(${weights.map(band).join(", ")})` : "none";
     node.querySelector(".token").style.setProperty("background", ground);
     [".up", ".down"].forEach((side, h) => {
@@ -688,13 +730,14 @@ function headChips(page, heads) {
   const extra = open ? [] : page.heads.filter((head) => !some.includes(head));
   const chips = [...some, ...extra].map((head) => {
     const { rows, cols, w } = head.sheet(page.state), i = Math.max(0, rows.at[page.state.word]),
-      j = bestOf(head, page.state).key, n = on.indexOf(head.id);
+      { key: j, beyond } = bestOf(head, page.state), n = on.indexOf(head.id);
     return el("button", {
       class: "chip", "data-key": `chip-${head.id}`, "aria-pressed": String(n >= 0),
         title: `${head.name}${head.layer.name ? ` (${head.layer.name})` : ""}`,
       style: n >= 0 ? { "--colour": page.colour(n) } : {}, onclick: () => toggle(page, head.id),
-    }, el("span", { class: "brief", text: head.brief }), word(j === null ? "–" : cols.labels[j]),
-      el("b", { text: fixed(j === null ? 0 : w[i][j], 2) }));
+    }, el("span", { class: "brief", text: head.brief }), word(j === null ? "–" : cols.names[j]),
+      el("b", { text: fixed(j === null ? 0 : w[i][j], 2) }),
+      beyond > 0 && el("span", { class: "brief", title: "beyond habit", text: `+${fixed(beyond, 2)}` }));
   });
   if (heads.length > CHIPS) chips.push(el("button", { class: "chip quiet", "data-key": "chip-all", text: open ? "fewer"
     : `all ${heads.length}`, onclick: () => page.set({ all: !open }) }));
@@ -713,7 +756,7 @@ function bars(page, sheets, i) {
   if (!sheets.length) return el("span");
   const { cols } = sheets[0], most = (j) => Math.max(...sheets.map(({ w }) => w[i][j]));
   const order = range(cols.labels.length).sort((a, b) => most(b) - most(a)).slice(0, 6);
-  const line = (j) => el("li", {}, word(cols.labels[j]),
+  const line = (j) => el("li", {}, word(cols.names[j]),
     lanes(sheets.map(({ w }, h) => lane(page.colour(h), w[i][j], brief(w[i][j])))));
   return el("ol", { class: "best", "aria-label": "Words with the largest weights" }, order.map(line));
 }
@@ -1147,10 +1190,10 @@ function pointAt(page, over, { rows, cols }, { left, top, cell }) {
   });
 }
 
-function legend(page, most, low = 0, sign = "") {
-  const { paint } = page, [from, to] = low || sign ? [weightText(low), weightText(most)] : ["0", fixed(most, 2)];
-  return el("p", { class: "legend", "aria-hidden": "true" }, from, heat(1, 64, (_, c) => paint.tint(shade(c / 63, 1))),
-    `${sign}${to}`);
+function legend(page, most, sign = "") {
+  const { paint } = page;
+  return el("p", { class: "legend", "aria-hidden": "true" }, "0", heat(1, 64, (_, c) => paint.tint(shade(c / 63, 1))),
+    sign ? `${sign}${weightText(most)}` : fixed(most, 2));
 }
 
 // ── Overview: all layers and heads by one number, and by two ──────────────────────────────────────────────────────
@@ -1307,11 +1350,13 @@ class Stored {
     return this.map[a * c + b] / Math.max(1, edge(a + 1, r, i) - edge(a, r, i));
   }
   // The share that gets the strongest colour. The few tiles above it, such as the first rows of a causal text, which
-  // see hardly anything else, would leave the others pale.
+  // see hardly anything else, would leave the others pale. It is at least four times the mean: where all tiles are
+  // alike, their small differences must not look like structure.
   get scale() {
     if (this._scale) return this._scale;
     const [r, c] = this.tiles, all = Float32Array.from({ length: r * c }, (_, n) => this.share(Math.floor(n / c), n % c));
-    return (this._scale = all.sort()[Math.floor(0.998 * (all.length - 1))] || 1);
+    const visible = all.filter((x) => x > 0).sort(), most = visible[Math.floor(0.998 * (visible.length - 1))] || 1;
+    return (this._scale = Math.max(most, (4 * sum(visible)) / Math.max(1, visible.length)));
   }
   // The word that a row looks at most, and how much that is beyond what all rows give that word on average.
   best(i) {
@@ -1359,9 +1404,7 @@ const named = (sequence, n) => (sequence.tokens ? `${n} ${sequence.label(n).slic
 
 function tileMap(page, source, box, message) {
   const { head, tiles: [r, c], scale } = source, { paint } = page, share = (a, b) => source.share(a, b);
-  let low = Infinity;
-  for (let a = 0; a < r; a++) for (let b = 0; b < c; b++) low = Math.min(low, share(a, b));
-  const canvas = heat(r, c, (a, b) => paint.tint(shade(Math.max(0, share(a, b) - low), scale - low)));
+  const canvas = heat(r, c, (a, b) => paint.tint(shade(share(a, b), scale)));
   const span_ = (n, tiles, length) => el("b",
     { text: `${count(edge(n, tiles, length))}–${count(edge(n + 1, tiles, length) - 1)}` });
   canvas.addEventListener("mousemove", (event) => {
@@ -1372,7 +1415,7 @@ function tileMap(page, source, box, message) {
   const caption = `${r} × ${c} tiles; down: the words that look, across: the words looked at. Colour: the share of a tile’s rows.`;
   box.replaceChildren(el("figure", { role: "img", "aria-label": `Map of the matrix in ${r} by ${c} tiles` }, canvas,
     el("figcaption", { text: caption })),
-    legend(page, scale, low, "≥ "));
+    legend(page, scale, "≥ "));
 }
 
 // Which of rows × cols cells of a canvas the pointer is over.
