@@ -320,6 +320,13 @@ def test_words_that_the_mask_forbids_are_grey(show: Any) -> None:
     assert shown.texts(".word.unseen .token") == ["jumps", "over", "a", "lazy", "dog"]
 
 
+def test_special_tokens_are_as_dark_as_words_where_they_are_shaded(show: Any, it: View) -> None:
+    shown = show(it)
+    colour = "(n) => getComputedStyle(document.querySelector(`[data-key='word-${n}'] .token`)).color"
+    assert shown.tab.evaluate(colour, 0) == shown.tab.evaluate(colour, 2), "[CLS] has a weight of 0.13"
+    assert shown.tab.evaluate(colour, 14) != shown.tab.evaluate(colour, 2), "[SEP] has next to none"
+
+
 def test_the_address_leads_back_to_the_same_picture(show: Any, it: View) -> None:
     shown = show(it)
     assert shown.tab.evaluate("location.hash") == "", "nothing was changed yet"

@@ -371,6 +371,18 @@ def test_text_and_heads_stand_out_from_the_paper(theme: int) -> None:
         assert (b + 0.05) / (a + 0.05) >= 4.5, name
 
 
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_words_can_be_read_on_every_weight(theme: int) -> None:
+    block = re.findall(r":root[^{]*\{(.*?)\}", page_html._file("page.css"), re.S)[theme]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+    wash = int(re.search(r"--wash: (\d+)", block).group(1)) / 100
+    parts = {name: [int(colour[n : n + 2], 16) for n in (1, 3, 5)] for name, colour in colours.items()}
+    for head in ("h0", "h1", "h2", "h3"):
+        ground = [round(a * wash + b * (1 - wash)) for a, b in zip(parts[head], parts["paper"], strict=True)]
+        a, b = sorted((_luminance("#" + bytes(ground).hex()), _luminance(colours["ink"])))
+        assert (b + 0.05) / (a + 0.05) >= 4.5, head
+
+
 # One object, every face.
 
 

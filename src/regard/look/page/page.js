@@ -182,7 +182,7 @@ function palette(root) {
   });
   const tint = (x) => shades[Math.round(clamp(Number.isFinite(x) ? x : 0, 0, 1) * 1024)];
   const signed = (x) => blend(stops[0], x < 0 ? minus : plus, Math.min(1, Math.abs(x)));
-  return { tint, signed, css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
+  return { tint, signed, wash: read("--wash")[0], css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
     ink: ([r, g, b]) => (r * 0.299 + g * 0.587 + b * 0.114 > 140 ? "#101418" : "#fbfcfd") };
 }
 
@@ -671,6 +671,7 @@ function headline(page, hero, sheets, i) {
 
 // Shade every word by its weights, a band a head, and write the larger numbers: the first head above, the second below.
 function light(page, queries, keys, sheets, i) {
+  const { wash } = page.paint;
   [...queries.children].forEach((node, n) => {
     node.classList.toggle("lit", n === i);
     node.setAttribute("aria-selected", String(n === i));
@@ -678,8 +679,9 @@ function light(page, queries, keys, sheets, i) {
   });
   [...keys.children].forEach((node, n) => {
     const weights = sheets.map(({ w }) => w[i]?.[n] ?? 0), part = 100 / weights.length;
-    const band = (w, h) => `color-mix(in srgb, ${page.colour(h)} ${w < 0.02 ? 0 : Math.round(70 * w ** 0.7)}%, transparent) `
-      + `${part * h}% ${part * (h + 1)}%`;
+    const share = (w) => (w < 0.02 ? 0 : Math.round(wash * w ** 0.7));
+    const band = (w, h) => `color-mix(in srgb, ${page.colour(h)} ${share(w)}%, transparent) ${part * h}% ${part * (h + 1)}%`;
+    node.classList.toggle("shaded", weights.some((w) => share(w) > 15)); // paler text can be read up to there
     node.classList.toggle("unseen", weights.length > 0 && weights.every((w) => w === 0));
     const ground = weights.length ? `linear-gradient(${weights.map(band).join(", ")})` : "none";
     node.querySelector(".token").style.setProperty("background", ground);
@@ -705,8 +707,9 @@ function draw(lines, stage, queries, keys, sheets, i) {
     const style = { stroke: `var(--h${h % 4})` };
     // A line to another line of text passes behind words, which must stay readable.
     const behind = same && Math.abs(begin.top - end.top) > begin.height / 2;
+    // The third and the fourth head share a side with the first and the second: they are dashed.
     lines.append(svg("path", { d, "stroke-width": 0.75 + (behind ? 2 : 8) * weight,
-      opacity: 0.2 + (behind ? 0.3 : 0.7) * weight, style }));
+      opacity: 0.2 + (behind ? 0.3 : 0.7) * weight, style, "stroke-dasharray": h > 1 ? "7 6" : undefined }));
   }));
 }
 
@@ -1043,14 +1046,17 @@ function saturation(w, rowAt, power) {
   const said = peak > 0.95 ? "saturated: nearly all on one word" : h > 0.95 * most ? "nearly uniform: every word alike"
     : "in between";
   const label = `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`;
+  const text = (x, y, anchor, text) => svg("text", { class: "tiny", x, y, "text-anchor": anchor, text });
+  const ticks = [text(-4, height + 3, "end", "0"), text(-4, 5, "end", "1"),
+    ...[-5, -3, 0, 3, 5].map((p) => text(across(p), height + 14, "middle", `×${near(2 ** p)}`))];
   return el("figure", { class: "saturation" },
     el("div", { class: "pairs" }, number("peak", peak, "var(--accent)"), number("entropy", h, "var(--h0)",
       ` of ${fixed(most, 2)} nats`)),
-    svg("svg", { viewBox: `-6 -8 ${width + 12} ${height + 16}`, role: "img", "aria-label": label },
-      svg("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height }),
+    svg("svg", { viewBox: `-16 -8 ${width + 32} ${height + 26}`, role: "img", "aria-label": label },
+      svg("path", { class: "axis", d: `M0 0V${height}H${width}` }), ticks,
       svg("line", { class: "mark", x1: x, x2: x, y1: -4, y2: height }),
       curve(1, peak, "var(--accent)", "curve"), curve(2, h / most, "var(--h0)", "curve dashed")),
-    el("figcaption", { text: `small scale ← → large scale; now ${said}` }));
+    el("figcaption", { text: `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${said}` }));
 }
 
 function playBars(page, w, order, place) {
