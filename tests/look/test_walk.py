@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import regard
-from regard.look import walk as room
+from regard.look import view as view_module
+from regard.look import walk as walk_module
 from regard.look.terminal_walk import draw_walk
 from regard.look.token_text import cell_width
 
@@ -193,4 +194,7 @@ def test_printing_says_every_step():
 
 
 def test_the_example_in_the_docstring_holds():
-    assert doctest.testmod(room).failed == 0
+    for module in (walk_module, view_module):
+        report = doctest.testmod(module)
+        assert report.failed == 0
+        assert report.attempted > 2

@@ -579,7 +579,7 @@ function wordChoice(page) {
     (n) => page.set({ word: Number(n), hover: null }));
 }
 
-// A word that occurs twice is message apart by a number.
+// A word that occurs several times gets a number.
 function repeated(rows, n) {
   const name = rows.label(n), places = rows.tokens ? range(rows.length).filter((m) => rows.tokens[m] === name) : [n];
   const short = name.length > 30 ? name.slice(0, 29) + "…" : name;
