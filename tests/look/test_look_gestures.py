@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 
 import regard
 from regard.look import View, spotlight
+from regard.look.page import html as page_html
 from regard.look.svg import svg
 from regard.look.terminal import draw
 from support.opened_page import Shown
-from support.page_probe import SENTENCE, minilm, translation
+from support.page_probe import SENTENCE, history, minilm, translation
 
 WIDTHS = (390, 1024, 1440)
 CLOSED = [
@@ -344,6 +346,43 @@ def test_the_address_leads_back_to_the_same_picture(show: Any, it: View) -> None
         shown.tab.evaluate(f"location.hash = {hostile!r}")
         shown.tab.wait_for_timeout(30)
         assert shown.tab.locator("main section.view").count() == 1
+
+
+@pytest.mark.parametrize("subject", ["minilm", "long", "two sentences", "training"])
+def test_the_modules_of_the_script_import_what_they_use(browser: Any, it: View, subject: str) -> None:
+    """The page runs them joined; as modules of their own they must run as well."""
+    view = {
+        "minilm": lambda: it,
+        "long": lambda: needle(3).show(3),
+        "two sentences": lambda: View(translation()),
+        "training": lambda: View(history()),
+    }[subject]()
+    data = re.search(r'id="regard-data">([^<]*)<', view.html()).group(1)
+    frame = f'<div id="regard"></div><script id="regard-data" type="x">{data}</script>'
+    folder = Path(page_html.__file__).parent
+    tab = browser.new_page()
+    errors: list[str] = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    script = "<script type=module src=/js/views.js></script>"
+    tab.route("http://regard.test/", lambda route: route.fulfill(body=frame + script, content_type="text/html"))
+    tab.route(
+        re.compile(r"http://regard\.test/js/\w+\.js"),
+        lambda route: route.fulfill(
+            body=(folder / route.request.url.removeprefix("http://regard.test/")).read_text(),
+            content_type="text/javascript",
+        ),
+    )
+    tab.goto("http://regard.test/")
+    tab.wait_for_selector("main section.view")
+    for name in tab.evaluate("(async () => (await regard).views.map(([id]) => id))()"):
+        if subject != "training":
+            tab.click(f"#tab-{name}")
+        tab.wait_for_selector(f"main section.view.{name}")
+        for control in ("select", "summary", "canvas", ".chip", ".word", ".cell"):
+            if tab.locator(f"main {control}").count():
+                tab.locator(f"main {control}").first.dispatch_event("mousemove" if control == "canvas" else "click")
+    assert errors == []
+    tab.close()
 
 
 # Long inputs.

@@ -320,7 +320,7 @@ def test_the_policy_allows_two_scripts_and_a_style_by_their_hashes_and_nothing_e
 
 
 def test_the_script_writes_text_as_text_and_asks_for_nothing() -> None:
-    script = page_html._file("page.js")
+    script = page_html._script()
     for word in (
         "innerHTML",
         "outerHTML",

@@ -59,13 +59,19 @@ try {
 }
 """
 
+#: The modules of the script, in the order in which they become one.
+_MODULES = (
+    "data", "numbers", "elements", "book", "page",
+    "spotlight", "walk", "play", "square", "overview", "long", "training", "views",
+)  # fmt: skip
+
 #: The height of the page in a notebook, in pixels; the frame can be resized.
 HEIGHT = 760
 
 
 def html(packed: Packed) -> str:
     """The complete page, in ASCII."""
-    script, style = _file("page.js"), _file("page.css")
+    script, style = _script(), _file("page.css")
     policy = (
         f"default-src 'none'; script-src '{_hash(_UNPACK)}' '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -100,6 +106,13 @@ def _file(name: str) -> str:
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
+
+
+@functools.cache
+def _script() -> str:
+    """The modules as one: without imports and exports, since the names of all modules differ."""
+    script = "\n".join(_file(f"js/{name}.js") for name in _MODULES)
+    return re.sub(r"^import \{[^}]*\} from [^\n]*\n|^export ", "", script, flags=re.M)
 
 
 def _hash(text: str) -> str:
