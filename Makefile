@@ -47,10 +47,10 @@ test-slow: $(READY)
 test-libraries: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .libraries \
 	    timm==1.0.30 torchvision==0.28.0 diffusers==0.42.1 importlib_metadata zipp requests urllib3 charset_normalizer certifi
-	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/test_record_libraries.py
+	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/recorder/test_record_libraries.py
 
 test-planted: $(READY)
-	$(BIN)/python tests/planted.py
+	$(BIN)/python tests/support/planted.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -66,7 +66,7 @@ def main() -> None:
             print(shape, "causal" if causal else "full", f"cuDNN {peer:.3f} ms", flush=True)
             tell("rows", lambda: see("lse", "max_score", "entropy"), peer)
             tell("rows, columns", lambda: see("lse", "max_score", "entropy", "received", pool=(64, 64)), peer)
-            tell("top-8", lambda: see(top=8), peer)
+            tell("top-8", lambda: see(topk=8), peer)
             tell("self", lambda: regard.weights(q, mask=mask, engine="triton").see("entropy", values=q), peer)
             live = [x.clone().requires_grad_() for x in (q, k, v)]
 

@@ -52,8 +52,8 @@ def rows_only(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
 
 
 def everything(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
-    names = ("lse", "max_score", "entropy", "received", "reach")
-    return regard.weights(q, k, mask=mask).see(*names, top=8, pool=(64, 64), values=v)
+    names = ("lse", "max_score", "entropy", "received", "mean_distance")
+    return regard.weights(q, k, mask=mask).see(*names, topk=8, pool=(64, 64), values=v)
 
 
 def speed() -> list[Row]:

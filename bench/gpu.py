@@ -292,7 +292,7 @@ def million() -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before, begin = torch.cuda.memory_allocated(), time.time()
-        regard.weights(q, k, engine="triton").see("lse", "max_score", "entropy", "reach", "received", pool=(64, 64), top=8, values=v)  # fmt: skip
+        regard.weights(q, k, engine="triton").see("lse", "max_score", "entropy", "mean_distance", "received", pool=(64, 64), topk=8, values=v)  # fmt: skip
         torch.cuda.synchronize()
         return before, begin
 

@@ -26,7 +26,7 @@ from torch import nn
 from regard.learn import lm, open_model, translate
 from regard.learn.generate import bleu
 from regard.learn.progress import Plain
-from regard.nn import Asked, LanguageModel
+from regard.nn import LanguageModel, Probe
 
 from .rows import RESULTS, Row, cpu_name, read, row, table
 
@@ -103,7 +103,7 @@ class OnSDPA(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x, mask=None, cache=None, asked=None):
+    def forward(self, x, mask=None, cache=None, probe=None):
         q, k, v = self.layer._made(x, None)
         return self.layer._joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
@@ -114,9 +114,9 @@ def training_step(model: LanguageModel, ids: torch.Tensor, names: tuple[str, ...
 
     @torch.compile(mode=mode)
     def loss_of(x, y):
-        asked = Asked(*names) if names else None
+        asked = Probe(*names) if names else None
         with torch.autocast(x.device.type, torch.bfloat16):
-            logits = model(x, asked=asked)
+            logits = model(x, probe=asked)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
         return loss, [asked.heads(name) for name in names]
 

@@ -72,7 +72,7 @@ def _reading(model: Any, eager: Any) -> Row:
 
     def read() -> None:
         for one in kept:
-            one.weights().see("entropy", "received", top=8)  # made anew: nothing is remembered from the last time
+            one.weights().see("entropy", "received", topk=8)  # made anew: nothing is remembered from the last time
 
     def again() -> None:
         for w in eager(**x, output_attentions=True).attentions:

@@ -21,10 +21,10 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
-from regard.engines.gradient import Gradient
-from regard.engines.triton import configuration, flow, largest, launch
-from regard.engines.triton.configuration import Config as C
-from regard.statistics import Tiling
+from regard.core.stats import Tiling
+from regard.engines.score_grad import ScoreGrad
+from regard.engines.triton import backward_pass, forward_pass, tile_config, topk_pass
+from regard.engines.triton.tile_config import Config as C
 
 SHAPES = [(4, 16, 4096, 128), (2, 16, 16384, 128), (4, 32, 4096, 64), (1, 16, 16384, 64)]
 STATISTICS = ("y", "norm", "max_score", "entropy")
@@ -34,7 +34,7 @@ CANDIDATES = {
         C(128, 128, 4, 2, gluon=True, registers=168), C(128, 64, 8, 3, registers=128), C(64, 128, 4, 2, registers=168),
         C(128, 64, 8, 2, registers=128),
     ],
-    "reread": [
+    "column_pass": [
         C(64, 128, 4, 3), C(64, 128, 4, 3, registers=168), C(64, 128, 4, 3, registers=128), C(64, 128, 4, 2, registers=168),
         C(128, 128, 4, 3, gluon=True), C(128, 128, 4, 3, gluon=True, registers=168),
     ],
@@ -58,23 +58,25 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     q, k, v, dy = (torch.randn(b, h, t, d, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
     if kernel == "forward":
-        return lambda: launch.forward(problem, STATISTICS, v, None)
+        return lambda: forward_pass.forward(problem, STATISTICS, v, None)
     if kernel == "self":
         own = regard.weights(q, mask=regard.causal() if causal else None)._factors.problem()
-        return lambda: launch.forward(own, ("y", "norm", "entropy"), q, None)
+        return lambda: forward_pass.forward(own, ("y", "norm", "entropy"), q, None)
     if kernel == "top":
-        return lambda: largest.top(problem, 8)
+        return lambda: topk_pass.top(problem, 8)
     if kernel == "ballot":
-        bests = launch.forward(problem, (), None, None, best=True)["bests"]
-        return lambda: largest.top(problem, 8, bests)
-    found = launch.forward(problem, STATISTICS, v, None)
-    if kernel == "reread":
+        bests = forward_pass.forward(problem, (), None, None, best=True)["bests"]
+        return lambda: topk_pass.top(problem, 8, bests)
+    found = forward_pass.forward(problem, STATISTICS, v, None)
+    if kernel == "column_pass":
         tiling = Tiling(64, 64, 0, t, 0, t)
-        return lambda: launch.reread(problem, ("received", "pool"), found["norm"], None, tiling)
+        return lambda: forward_pass.column_pass(problem, ("received", "pool"), found["norm"], None, tiling)
     c = (dy.float() * found["y"].float()).sum(-1)
-    gradient = Gradient(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
-    flowing = flow.flowing(problem, v, found["norm"], gradient)
-    return (lambda: flow.keys_pass(flowing)) if kernel == "keys" else (lambda: flow.rows_pass(flowing))
+    gradient = ScoreGrad(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
+    flowing = backward_pass.flowing(problem, v, found["norm"], gradient)
+    return (
+        (lambda: backward_pass.keys_pass(flowing)) if kernel == "keys" else (lambda: backward_pass.rows_pass(flowing))
+    )
 
 
 def flat(found) -> list[torch.Tensor]:
@@ -87,10 +89,10 @@ def flat(found) -> list[torch.Tensor]:
 def compile_one(job) -> tuple:
     kernel, config, d, causal = job
     torch.cuda.set_per_process_memory_fraction(0.05)
-    configuration.forced.clear()
+    tile_config.forced.clear()
     try:
         ask = call(kernel, 2, 4, 2048, d, causal)
-        configuration.forced[kernel] = config
+        tile_config.forced[kernel] = config
         ask()
         torch.cuda.synchronize()
         return job, ""
@@ -141,13 +143,13 @@ def main(kernels: list[str], patience: float = 45.0) -> None:
             print(shape, "causal" if causal else "full", {n: round(x, 3) for n, x in base.items()}, flush=True)
             for kernel in kernels:
                 results = []
-                configuration.forced.clear()
+                tile_config.forced.clear()
                 torch.manual_seed(0)
                 ask, first = call(kernel, *shape, causal), None
                 for config in CANDIDATES[kernel]:
                     if (kernel, config, shape[3], causal) not in good:
                         continue
-                    configuration.forced[kernel] = config
+                    tile_config.forced[kernel] = config
                     try:
                         found = [x.float() for x in flat(ask())]
                         first = found if first is None else first

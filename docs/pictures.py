@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import regard
-from regard.look.model import embedded, look_at, open_model
+from regard.look.loading import embedded, look_at, open_model
 
 SENTENCE = "The animal didn't cross the street because it was too tired"
 FOLDER = Path(__file__).parent / "pictures"

@@ -17,7 +17,7 @@ from regard.nn import SelfAttention
 def share_of_own(layer, x):
     """How many rows have their largest weight on themselves."""
     with torch.no_grad():
-        index = layer.weights(x).peak().index  # ... i
+        index = layer.weights(x).peak().indices  # ... i
     return (index == torch.arange(x.shape[-2])).float().mean().item()
 
 

@@ -36,10 +36,10 @@ def main():
 
     layer, head, _ = seen.find("it", "animal")[0]
     words = seen[layer, head].tokens[1]
-    top = seen[layer, head].top(3)
+    topk = seen[layer, head].topk(3)
     row = words.index("it")
     named = ", ".join(
-        f"{words[j]} {w:.3f}" for w, j in zip(top.weight[row].tolist(), top.index[row].tolist(), strict=True)
+        f"{words[j]} {w:.3f}" for w, j in zip(topk.values[row].tolist(), topk.indices[row].tolist(), strict=True)
     )
     print(f'layer {layer}, head {head}: "it" looks at {named}')
     return seen

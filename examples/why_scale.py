@@ -25,7 +25,7 @@ def measure(score, size, words=64, heads=32):
     seen = regard.weights(q, k, score=named.bias(bias)).see("peak", "entropy", values=v)
     seen.y.backward(torch.randn_like(seen.y))
     most = torch.tensor(float(words)).log()
-    return seen.peak.weight.mean().item(), (seen.entropy.mean() / most).item(), bias.grad.abs().sum(-1).median().item()
+    return seen.peak.values.mean().item(), (seen.entropy.mean() / most).item(), bias.grad.abs().sum(-1).median().item()
 
 
 def main(out=None, quick=False):

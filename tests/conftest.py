@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from regard.engines import blockwise, compiled
+from regard.engines import blockwise, numba
 
 # Property tests draw the same examples on every machine; time limits would make them flicker on a busy one.
 settings.register_profile("regard", derandomize=True, deadline=None, print_blob=False)
@@ -32,7 +32,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """Make `blockwise` and its compiled tiles walk in tiles of this height and width, so that small matrices have many."""
 
     def cut(height: int, width: int) -> None:
-        for walk in (blockwise, compiled):
+        for walk in (blockwise, numba):
             monkeypatch.setattr(walk, "_tile_size", lambda problem: (height, width))
 
     return cut

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from .names import later
+from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from .door import attend, weights
+    from .core.api import attend, weights
+    from .core.masks import Mask, causal, documents, padding, window
+    from .core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
+    from .core.weights import Weights
     from .look.walk import walk
-    from .mask import Mask, causal, documents, padding, window
-    from .matrix import Weights
     from .recorder import Recording, load, record, watch
-    from .score import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
 
 __version__ = "0.1.0"
 
@@ -20,15 +20,15 @@ __all__ = [
     "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
 ]  # fmt: skip
 
-__getattr__ = later(
+__getattr__ = lazy_getattr(
     __name__,
     {
-        "door": ("attend", "weights"),
+        "core.api": ("attend", "weights"),
         "look.walk": ("walk",),
-        "mask": ("Mask", "causal", "documents", "padding", "window"),
-        "matrix": ("Weights",),
+        "core.masks": ("Mask", "causal", "documents", "padding", "window"),
+        "core.weights": ("Weights",),
         "recorder": ("Recording", "load", "record", "watch"),
-        "score": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
+        "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
     },
 )
 

@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-import cover
+from support import kernel_cases as cover
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-import cover
 import regard
+from support import kernel_cases as cover
 
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -21,7 +21,7 @@ TYPES = (torch.bfloat16, torch.float32)
 def everything(t: int, d: int, mask: regard.Mask | None) -> None:
     q, k, v = (torch.randn(1, 2, t, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     W = regard.weights(q, k, mask=mask, engine="triton")
-    seen = W.see("lse", "max_score", "entropy", "reach", "received", top=4, pool=(8, 8), values=v)
+    seen = W.see("lse", "max_score", "entropy", "mean_distance", "received", topk=4, pool=(8, 8), values=v)
     loss = seen.y.float().square().sum() + seen.entropy.sum()
     loss.backward(retain_graph=True)  # without further columns, as warps are parted for
     (loss + seen.received.square().sum()).backward()
@@ -30,9 +30,9 @@ def everything(t: int, d: int, mask: regard.Mask | None) -> None:
 
 def main(part: int, parts: int, whole: str = "") -> None:
     if whole:
-        from regard.engines.triton import configuration
+        from regard.engines.triton import tile_config
 
-        configuration.GLUON.clear()
+        tile_config.GLUON.clear()
     torch.manual_seed(0)
     shapes = ((512, 64, None), (512, 128, regard.causal()), (500, 64, regard.causal()), (257, 40, None))
     asked = [partial(everything, *shape) for shape in shapes]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-import cover
 import regard
+from support import kernel_cases as cover
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -35,11 +35,11 @@ def test_a_kept_launch_serves_other_tensors(d: int) -> None:
         )
         k = v if turn == 3 else k
         q, k, v = (x.requires_grad_() for x in (q.detach(), k.detach(), v.detach()))
-        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", "received", top=4, values=v)
+        seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", "received", topk=4, values=v)
         w, y, _ = dense(q, k, v, torch.ones(257, 257, dtype=torch.bool, device="cuda").tril())
         assert (seen.y.double() - y).abs().max() < 0.02
         assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
-        assert (seen.top.weight.double() - w.topk(4, -1).values).abs().max() < 1e-4
+        assert (seen.topk.values.double() - w.topk(4, -1).values).abs().max() < 1e-4
         found = torch.autograd.grad((seen.y.double() * y.detach()).sum(), (q, k, v))
         truth = torch.autograd.grad((y * y.detach()).sum(), (q, k, v))
         for mine, right in zip(found, truth, strict=True):
@@ -49,15 +49,15 @@ def test_a_kept_launch_serves_other_tensors(d: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
-    from regard.engines.triton import largest, launch
+    from regard.engines.triton import forward_pass, topk_pass
 
     q, k = draw(2, 4, 4096, d), draw(2, 4, 4096, d)
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
     for names in ((), ("norm",)):
-        p, bests = launch.Prepared(problem), launch.forward(problem, names, None, None, best=True)["bests"]
-        found = {"top_score": torch.empty(2, 4, 4096, 8, device="cuda")}
-        found["top_index"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
-        flags, _ = largest._balloted(p, 8, bests, None, found)
+        p, bests = forward_pass.Prepared(problem), forward_pass.forward(problem, names, None, None, best=True)["bests"]
+        found = {"topk_scores": torch.empty(2, 4, 4096, 8, device="cuda")}
+        found["topk_indices"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
+        flags, _ = topk_pass._balloted(p, 8, bests, None, found)
         assert int(flags.sum()) < 0.01 * flags.numel()
 
 
@@ -69,12 +69,12 @@ def test_the_largest_by_ballot() -> None:
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_largest_of_long_rows_are_those_of_dense_weights(d: int, causal: bool) -> None:
     q, k, v = draw(2, 2, 4096, d), draw(2, 1, 4096, d), draw(2, 1, 4096, d)
-    seen = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton").see(top=8, values=v)
+    seen = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton").see(topk=8, values=v)
     mask = torch.ones(4096, 4096, dtype=torch.bool, device="cuda").tril() if causal else None
     w, y, _ = dense(q, k.expand(2, 2, -1, -1), v.expand(2, 2, -1, -1), mask)
-    assert (seen.top.weight.double() - w.topk(8, -1).values).abs().max() < 1e-4
-    at = w.gather(-1, seen.top.index.clamp(min=0)).masked_fill(seen.top.index < 0, 0)
-    assert (seen.top.weight.double() - at).abs().max() < 1e-4
+    assert (seen.topk.values.double() - w.topk(8, -1).values).abs().max() < 1e-4
+    at = w.gather(-1, seen.topk.indices.clamp(min=0)).masked_fill(seen.topk.indices < 0, 0)
+    assert (seen.topk.values.double() - at).abs().max() < 1e-4
     assert (seen.y.double() - y).abs().max() < 0.02
 
 
@@ -110,13 +110,13 @@ def test_whole_tiles_by_the_copy_engine_are_right(b: int, h: int, g: int, t: int
     mask = torch.ones(t, t, dtype=torch.bool, device="cuda").tril() if causal else None
     w, y, lse = dense(q, k.repeat_interleave(h // g, 1), v.repeat_interleave(h // g, 1), mask)
     W = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton")
-    seen = W.see("lse", "max_score", "entropy", "received", pool=(4, 4), top=4, values=v)
+    seen = W.see("lse", "max_score", "entropy", "received", pool=(4, 4), topk=4, values=v)
     assert (seen.y.double() - y).abs().max() < 0.02
     assert (seen.lse.double() - lse).abs().max() < 1e-4
     assert (seen.entropy.double() - torch.special.entr(w).sum(-1)).abs().max() < 1e-4
     assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
     assert (seen.pool.sum((-1, -2)) - t).abs().max() < 1e-2
-    assert (seen.top.weight.double() - w.topk(4, -1).values).abs().max() < 1e-4
+    assert (seen.topk.values.double() - w.topk(4, -1).values).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
@@ -125,11 +125,11 @@ def test_a_mask_of_cells_leaves_room_for_tiles_and_gradients(size: int) -> None:
     q, k, v = (x.requires_grad_() for x in (draw(1, 2, 512, size), draw(1, 2, 512, size), draw(1, 2, 512, size)))
     mask = torch.rand(512, 512, device="cuda") < 0.7
     w, y, lse = dense(*(x.detach() for x in (q, k, v)), mask)
-    seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", "received", top=4, values=v)
+    seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", "received", topk=4, values=v)
     assert (seen.y.double() - y).abs().max() < 0.02
     assert (seen.lse.double() - lse).abs().max() < 1e-4
     assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
-    assert (seen.top.weight.double() - w.topk(4, -1).values).abs().max() < 1e-4
+    assert (seen.topk.values.double() - w.topk(4, -1).values).abs().max() < 1e-4
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     right = torch.autograd.grad((dense(*exact, mask)[1] * y).sum(), exact)
     for mine, theirs in zip(torch.autograd.grad((seen.y.double() * y).sum(), (q, k, v)), right, strict=True):
@@ -165,11 +165,11 @@ def test_large_scores_and_rows_that_see_nothing() -> None:
     mask = torch.rand(200, 200, device="cuda") > 0.5
     mask[17] = False
     seen = regard.weights(q, k, mask=mask, engine="triton").see("lse", "entropy", "peak", "received", values=v)
-    for x in (seen.y, seen.entropy, seen.received, seen.peak.weight):
+    for x in (seen.y, seen.entropy, seen.received, seen.peak.values):
         assert x.isfinite().all()
     assert (seen.y[:, :, 17] == 0).all()
     assert (seen.lse[:, :, 17] == -torch.inf).all()
-    assert (seen.peak.index[:, :, 17] == -1).all()
+    assert (seen.peak.indices[:, :, 17] == -1).all()
 
 
 @pytest.mark.parametrize("d", [16, 64, 96, 128])
@@ -234,7 +234,7 @@ def test_a_mask_of_46341_tokens_does_not_wrap() -> None:
 def test_keys_of_stride_0() -> None:
     q, k = draw(2, 2, 100, 64), draw(1, 1, 100, 64).expand(2, 2, 100, 64)
     assert (
-        regard.weights(q, k, engine="triton").lse - regard.weights(q, k.contiguous(), engine="triton").lse
+        regard.weights(q, k, engine="triton").lse() - regard.weights(q, k.contiguous(), engine="triton").lse
     ).abs().max() == 0
 
 
@@ -253,7 +253,7 @@ def test_gradients_where_the_length_is_no_multiple_of_128(t: int) -> None:
 
 def test_nothing_to_compute() -> None:
     assert regard.weights(draw(0, 2, 5, 16), engine="triton").entropy().shape == (0, 2, 5)
-    assert (regard.weights(draw(1, 5, 16), draw(1, 0, 16), engine="triton").lse == -torch.inf).all()
+    assert (regard.weights(draw(1, 5, 16), draw(1, 0, 16), engine="triton").lse() == -torch.inf).all()
 
 
 @pytest.mark.parametrize("kind", ["causal", "padding", "documents", "documents of their own"])

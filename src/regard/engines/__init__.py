@@ -1,6 +1,6 @@
 """Who computes: the engines and the table by which `engine="auto"` picks one.
 
-An engine turns a problem and a question into numbers, and a gradient of the weights into gradients of what
+An engine turns a problem and a request into numbers, and a gradient of the weights into gradients of what
 they were made of. Engines agree by test; each says what it serves. Imports `factors`, `statistics`, `state`.
 """
 
@@ -10,12 +10,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..factors import Problem
-from ..statistics import Answers, Question
+from ..core.problem import Problem
+from ..core.stats import Request, Results
 from . import blockwise, triton
-from .gradient import Gradient, Gradients
+from .score_grad import InputGrads, ScoreGrad
 
-__all__ = ["ENGINES", "Engine", "named", "serving"]
+__all__ = ["ENGINES", "Engine", "get_engine", "resolve"]
 
 #: What users may name. `auto` picks the first that serves; `reference` is t × t and is never picked.
 ENGINES = ("auto", "triton", "blockwise", "reference")
@@ -26,12 +26,12 @@ class Engine(Protocol):
     #: Whether the gradient of y is taken in its own type, not in float32.
     narrow: bool
 
-    def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-        """The named answers to the question; `known` may hold norm already."""
+    def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
+        """The named results to the question; `known` may hold norm already."""
 
     def backward(
-        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
-    ) -> Gradients:
+        self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
+    ) -> InputGrads:
         """Gradients of the problem's tensors, of v and of u; `needs` says of which of the problem's tensors."""
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
@@ -50,29 +50,29 @@ class Auto:
     name = "auto"
     narrow = False
 
-    def picked(self, problem: Problem, question: Question) -> Engine:
+    def picked(self, problem: Problem, request: Request) -> Engine:
         """The engine that `auto` means for this problem."""
         on_gpu = problem.q.device.type == "cuda"
-        return triton.ENGINE if on_gpu and triton.why_not(problem, question) is None else blockwise.ENGINE
+        return triton.ENGINE if on_gpu and triton.unsupported_reason(problem, request) is None else blockwise.ENGINE
 
-    def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-        return self.picked(problem, question).compute(problem, question, names, known)
+    def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
+        return self.picked(problem, request).compute(problem, request, names, cached)
 
     def backward(
-        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
-    ) -> Gradients:
-        return self.picked(problem, question).backward(problem, question, norm, gradient, needs)
+        self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
+    ) -> InputGrads:
+        return self.picked(problem, request).backward(problem, request, norm, gradient, needs)
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         return blockwise.ENGINE.row_dot(a, b)
 
 
-def serving(engine: Engine, problem: Problem, question: Question) -> Engine:
+def resolve(engine: Engine, problem: Problem, request: Request) -> Engine:
     """The engine that computes: `auto` decided, any other itself."""
-    return AUTO.picked(problem, question) if isinstance(engine, Auto) else engine
+    return AUTO.picked(problem, request) if isinstance(engine, Auto) else engine
 
 
-def named(name: str) -> Engine:
+def get_engine(name: str) -> Engine:
     """The engine of that name."""
     by_name: dict[str, Engine] = {"auto": AUTO, "triton": triton.ENGINE}
     return by_name.get(name, blockwise.ENGINE)

@@ -1,6 +1,6 @@
 """Block by block in plain PyTorch: any score, any mask, any device, linear memory.
 
-Three walks over the same tiles. `forward` merges the state of every tile into that of its rows; `reread`
+Three walks over the same tiles. `forward` merges the state of every tile into that of its rows; `column_pass`
 makes the weights of finished rows once more and adds up their columns; `backward` makes them again and sends
 gradients into the scores. Imports `factors`, `statistics` and `state`.
 """
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block import Block, take
-from ..factors import Problem, hide
-from ..mask import Spans
-from ..score import TanhSum, wide
-from ..state import State
-from ..statistics import ONE_PASS, SECOND_PASS, Answers, Question, Tiling, given
-from ..tree import flatten, rebuild
-from . import compiled
-from .gradient import Gradient, Gradients, weights
+from ..core.block import MatrixBlock, take
+from ..core.masks import KeyIntervals
+from ..core.online_softmax import State
+from ..core.problem import Problem, mask_scores
+from ..core.pytree import flatten, unflatten
+from ..core.scores import TanhSum, upcast
+from ..core.stats import ONE_PASS, SECOND_PASS, Request, Results, Tiling, required
+from . import numba
+from .score_grad import InputGrads, ScoreGrad, weights_from_norm
 
-__all__ = ["ENGINE", "backward", "forward", "reread"]
+__all__ = ["ENGINE", "backward", "column_pass", "forward"]
 
 #: How many numbers a tile may hold at once, all heads and sequences of a batch together.
 TILE_NUMBERS = 2**21
@@ -36,117 +36,117 @@ class Blockwise:
     name = "blockwise"
     narrow = False
 
-    def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-        tiles = compiled if compiled.serves(problem) else None
-        answers = dict(known)
+    def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
+        tiles = numba if numba.serves(problem) else None
+        results = dict(cached)
         first = tuple(name for name in names if name in ONE_PASS)
         second = tuple(name for name in names if name in SECOND_PASS)
-        if second and "norm" not in (*known, *first):
+        if second and "norm" not in (*cached, *first):
             first = (*first, "norm")
         if first:
-            asked = dataclasses.replace(question, names=first)
-            answers |= tiles.forward(problem, asked) if tiles else forward(problem, asked)
+            asked = dataclasses.replace(request, names=first)
+            results |= tiles.forward(problem, asked) if tiles else forward(problem, asked)
         if second:
-            asked = dataclasses.replace(question, names=second)
-            norm = answers["norm"]
-            answers |= tiles.reread(problem, asked, norm) if tiles else reread(problem, asked, norm)
-        return answers
+            asked = dataclasses.replace(request, names=second)
+            norm = results["norm"]
+            results |= tiles.column_pass(problem, asked, norm) if tiles else column_pass(problem, asked, norm)
+        return results
 
     def backward(
-        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
-    ) -> Gradients:
-        if gradient.dz is None and compiled.serves_backward(problem, needs):
-            return compiled.backward(problem, question, norm, gradient)
-        return backward(problem, question, norm, gradient)
+        self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
+    ) -> InputGrads:
+        if gradient.dz is None and numba.serves_backward(problem, needs):
+            return numba.backward(problem, request, norm, gradient)
+        return backward(problem, request, norm, gradient)
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
-        return (wide(a) * wide(b)).sum(-1)
+        return (upcast(a) * upcast(b)).sum(-1)
 
 
 ENGINE = Blockwise()
 
 
-def forward(problem: Problem, question: Question) -> Answers:
+def forward(problem: Problem, request: Request) -> Results:
     """One pass over the keys: what rows can tell."""
-    like = torch.empty(0, dtype=problem.wide, device=problem.q.device)
+    like = torch.empty(0, dtype=problem.compute_dtype, device=problem.q.device)
     b, h, i, _ = problem.shape
     parts = []
     for rows, tiles in tiled(problem):
-        state = State.empty((b, h, rows.stop - rows.start), question, like)
+        state = State.empty((b, h, rows.stop - rows.start), request, like)
         for cols, whole in tiles:
             block = problem.block(rows, cols)
             s = problem.at(block).bare_scores(block)
-            state = state.merge(State.of_block(s if whole else hide(s, problem.mask, block), block, question))
-        parts.append(state.finish(question, problem.sink))
+            state = state.merge(State.of_block(s if whole else mask_scores(s, problem.mask, block), block, request))
+        parts.append(state.finish(request, problem.sink))
     if not parts:  # no rows at all
-        parts = [State.empty((b, h, i), question, like).finish(question, problem.sink)]
+        parts = [State.empty((b, h, i), request, like).finish(request, problem.sink)]
     return {name: torch.cat([part[name] for part in parts], 2) for name in parts[0]}
 
 
-def reread(problem: Problem, question: Question, norm: Tensor) -> Answers:
+def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     """A second pass over the weights of finished rows: what columns can tell."""
     b, h, _, j = problem.shape
     total = {}
-    if question.wants("received"):
-        total["received"] = norm.new_zeros(b, h, j, dtype=problem.wide)
-    if question.wants("z"):
-        assert question.u is not None
-        total["z"] = norm.new_zeros(b, h, j, question.u.shape[-1], dtype=problem.wide)
-    if question.wants("pool"):
-        assert question.tiling is not None
-        total["pool"] = norm.new_zeros(b, h, question.tiling.rows, question.tiling.cols, dtype=problem.wide)
+    if request.wants("received"):
+        total["received"] = norm.new_zeros(b, h, j, dtype=problem.compute_dtype)
+    if request.wants("z"):
+        assert request.u is not None
+        total["z"] = norm.new_zeros(b, h, j, request.u.shape[-1], dtype=problem.compute_dtype)
+    if request.wants("pool"):
+        assert request.tiling is not None
+        total["pool"] = norm.new_zeros(b, h, request.tiling.rows, request.tiling.cols, dtype=problem.compute_dtype)
     for rows, tiles in tiled(problem):
         for cols, whole in tiles:
             w, _ = weights_of(problem, rows, cols, whole, norm)
             if "received" in total:
                 total["received"][:, :, cols] += w.sum(2)
             if "z" in total:
-                total["z"][:, :, cols] += w.mT @ given(question.u)[:, :, rows].to(w.dtype)
+                total["z"][:, :, cols] += w.mT @ required(request.u)[:, :, rows].to(w.dtype)
             if "pool" in total:
-                _add_to_pool(total["pool"], w, rows, cols, given(question.tiling))
+                _add_to_pool(total["pool"], w, rows, cols, required(request.tiling))
     return total
 
 
-def backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradient) -> Gradients:
+def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad) -> InputGrads:
     """Gradients of the problem's tensors in their order, of v and of u."""
     spec, tensors = flatten(problem)
-    totals = [torch.zeros(t.shape, dtype=problem.wide, device=t.device) for t in tensors]
-    total = rebuild(spec, totals)
-    v, u, dy, dz = question.v, question.u, gradient.dy, gradient.dz
-    dv = None if dy is None or v is None else torch.zeros(v.shape, dtype=problem.wide, device=v.device)
-    du = None if dz is None or u is None else torch.zeros(u.shape, dtype=problem.wide, device=u.device)
+    totals = [torch.zeros(t.shape, dtype=problem.compute_dtype, device=t.device) for t in tensors]
+    total = unflatten(spec, totals)
+    v, u, dy, dz = request.v, request.u, gradient.dy, gradient.dz
+    dv = None if dy is None or v is None else torch.zeros(v.shape, dtype=problem.compute_dtype, device=v.device)
+    du = None if dz is None or u is None else torch.zeros(u.shape, dtype=problem.compute_dtype, device=u.device)
     for rows, tiles in tiled(problem):
         for cols, whole in tiles:
             block = problem.block(rows, cols)
             local = dataclasses.replace(problem.at(block), sink=None)
             local_spec, local_tensors = flatten(local)
-            live = [wide(t) if t.is_floating_point() else t for t in local_tensors]
+            live = [upcast(t) if t.is_floating_point() else t for t in local_tensors]
 
-            def scored(*parts: Tensor, spec: Any = local_spec, block: Block = block) -> Tensor:
-                return rebuild(spec, list(parts)).bare_scores(block)
+            def scored(*parts: Tensor, spec: Any = local_spec, block: MatrixBlock = block) -> Tensor:
+                return unflatten(spec, list(parts)).bare_scores(block)
 
             s, pull = torch.func.vjp(scored, *live)[:2]
-            w, log_w = weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows], whole)
-            far = (block.i - block.j).abs() if gradient.rho is not None else None
+            w, log_w = weights_from_norm(s if whole else mask_scores(s, problem.mask, block), norm[:, :, rows], whole)
+            far = (block.i - block.j).abs() if gradient.d_distance is not None else None
             pulled = pull(gradient.into_scores(w, log_w, rows, cols, far))
-            _add_block(rebuild(local_spec, list(pulled)), dataclasses.replace(total, sink=None), block)
+            _add_block(unflatten(local_spec, list(pulled)), dataclasses.replace(total, sink=None), block)
             if dv is not None and dy is not None:
-                dv[:, :, cols] += _per_key_head(w.mT @ dy[:, :, rows], dv.shape[1])
+                dv[:, :, cols] += _sum_groups(w.mT @ dy[:, :, rows], dv.shape[1])
             if du is not None and dz is not None:
                 du[:, :, rows] += w @ dz[:, :, cols]
     if problem.sink is not None:
         total.sink.add_(gradient.of_sink(problem.sink, norm))
-    return Gradients(list(totals), dv, du)
+    return InputGrads(list(totals), dv, du)
 
 
-def _add_block(part: Problem, total: Problem, block: Block) -> None:
+def _add_block(part: Problem, total: Problem, block: MatrixBlock) -> None:
     """Add the gradients of a block's tensors into those of the whole."""
     total.q[:, :, block.rows] += part.q
     total.k[:, :, block.cols] += part.k
-    for mine, whole in zip(flatten(part.steps)[1], flatten(total.steps)[1], strict=True):
+    for mine, whole in zip(flatten(part.modifiers)[1], flatten(total.modifiers)[1], strict=True):
         mine_at = take(take(whole, -2, block.rows), -1, block.cols) if whole.ndim == 4 else whole
         mine_at += mine
-    for mine, whole in zip(flatten(part.pair)[1], flatten(total.pair)[1], strict=True):
+    for mine, whole in zip(flatten(part.similarity_kernel)[1], flatten(total.similarity_kernel)[1], strict=True):
         whole += mine
 
 
@@ -154,7 +154,7 @@ def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, norm: Te
     """The weights of a block and their logarithms: exp(s − m) / l."""
     block = problem.block(rows, cols)
     s = problem.at(block).bare_scores(block)
-    return weights(s if whole else hide(s, problem.mask, block), norm[:, :, rows], whole)
+    return weights_from_norm(s if whole else mask_scores(s, problem.mask, block), norm[:, :, rows], whole)
 
 
 def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tiling) -> None:
@@ -169,7 +169,7 @@ def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tili
     pool.index_add_(2, row, by_col)
 
 
-def _per_key_head(x: Tensor, heads: int) -> Tensor:
+def _sum_groups(x: Tensor, heads: int) -> Tensor:
     """Sum the heads of a group: (b, h, j, e) to (b, g, j, e)."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
 
@@ -184,7 +184,7 @@ def tiled(problem: Problem) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
         return
     height, width = _tile_size(problem)
     starts = list(range(0, rows, height))
-    ranges = _ranges(problem.spans, starts, rows) if problem.mask is not None else None
+    ranges = _ranges(problem.intervals, starts, rows) if problem.mask is not None else None
     for n, start in enumerate(starts):
         block = slice(start, min(rows, start + height))
         if ranges is None:
@@ -195,7 +195,7 @@ def tiled(problem: Problem) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
 
 def _tile_size(problem: Problem) -> tuple[int, int]:
     b, h, rows, keys = problem.shape
-    per_cell = problem.q.shape[-1] if isinstance(problem.pair, TanhSum) else 1
+    per_cell = problem.q.shape[-1] if isinstance(problem.similarity_kernel, TanhSum) else 1
     cells = max(256, TILE_NUMBERS // (b * h * per_cell))
     width = min(max(keys, 1), 512, cells)
     # Tall blocks would see much that a narrow window hides.
@@ -203,7 +203,7 @@ def _tile_size(problem: Problem) -> tuple[int, int]:
     return min(rows, tallest, max(16, cells // width)), width
 
 
-def _ranges(spans: Spans, starts: list[int], rows: int) -> list[list[tuple[int, int, int, int]]]:
+def _ranges(spans: KeyIntervals, starts: list[int], rows: int) -> list[list[tuple[int, int, int, int]]]:
     """For each row block the key ranges it touches: (first, end, and the part all its rows see in full)."""
     ends = [*starts[1:], rows]
     found = []

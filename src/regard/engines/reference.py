@@ -12,25 +12,25 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ..block import Block
-from ..factors import Factors, blank, hide, per_query_head
-from ..score import Given, wide
-from ..statistics import Answers, Question, lse_of, of_dense
-from ..tree import change
+from ..core.block import MatrixBlock
+from ..core.problem import Factors, mask_scores, repeat_kv, zero_keys
+from ..core.pytree import tree_map
+from ..core.scores import Precomputed, upcast
+from ..core.stats import Request, Results, lse_of, of_dense
 
 __all__ = ["answer", "dense", "softmax", "weights"]
 
 
-def answer(factors: Factors, question: Question) -> Answers:
+def answer(factors: Factors, request: Request) -> Results:
     """Everything asked of the weights of these factors, whose batch is one axis."""
     s, w, norm, sink = dense(factors)
-    if question.v is not None and (seen := _seen(factors)) is not None:
-        question = dataclasses.replace(question, v=blank(question.v, seen, -2))
-    answers = of_dense(w, s, question, factors.place, sink)
-    answers |= {"norm": norm, "lse": lse_of(norm)}
-    if question.v is not None:
-        answers["y"] = answers["y"].to(question.v.dtype)
-    return {name: answers[name] for name in question.names}
+    if request.v is not None and (seen := _seen(factors)) is not None:
+        request = dataclasses.replace(request, v=zero_keys(request.v, seen, -2))
+    results = of_dense(w, s, request, factors.query_offset, sink)
+    results |= {"norm": norm, "lse": lse_of(norm)}
+    if request.v is not None:
+        results["y"] = results["y"].to(request.v.dtype)
+    return {name: results[name] for name in request.names}
 
 
 def weights(factors: Factors) -> Tensor:
@@ -41,22 +41,22 @@ def weights(factors: Factors) -> Tensor:
 def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Scores and weights (b, h, i, j), the norm of rows (b, h, i, 2), and the share of the sink, if there is one."""
     score = factors.score
-    if isinstance(score, Given):
-        w = wide(score.w)
+    if isinstance(score, Precomputed):
+        w = upcast(score.w)
         return w.log(), w, w.new_tensor([0.0, 1.0]).expand(*w.shape[:3], 2), None
-    k, steps = factors.k, score.steps
+    k, steps = factors.k, score.modifiers
     if (seen := _seen(factors)) is not None:  # what no row may see may be anything, also nan
-        k, steps = blank(k, seen, -2), change(steps, lambda t: blank(t, seen, -1))
-    block = Block(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.place, k.device)
-    s = score.similarity(wide(factors.q), per_query_head(wide(k), factors.heads))
+        k, steps = zero_keys(k, seen, -2), tree_map(steps, lambda t: zero_keys(t, seen, -1))
+    block = MatrixBlock(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.query_offset, k.device)
+    s = score.similarity(upcast(factors.q), repeat_kv(upcast(k), factors.heads))
     for step in steps:
         s = step.apply(s, block)
-    s = hide(s, factors.mask, block)
+    s = mask_scores(s, factors.mask, block)
     return (s, *softmax(s, score.sink_logits))
 
 
 def _seen(factors: Factors) -> Tensor | None:
-    return factors.problem().seen() if factors.mask is not None else None
+    return factors.problem().visible_keys() if factors.mask is not None else None
 
 
 def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

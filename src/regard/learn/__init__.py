@@ -9,7 +9,7 @@ only when they are used.
 
 from typing import TYPE_CHECKING
 
-from ..names import later
+from .._lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from .checkpoint import Trained, history, is_checkpoint, open_model
@@ -28,7 +28,7 @@ __all__ = [
     "translate",
 ]
 
-__getattr__ = later(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "checkpoint": ("Trained", "history", "is_checkpoint", "open_model"),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recorder.file import left_behind, write
-from . import text as texts
+from . import tokenizer as texts
 from .generate import Beam, beam_search
 from .settings import Settings, from_json
 from .tasks import build
@@ -200,7 +200,7 @@ class Trained:
         self.need("translate")
         full = [n for n, line in enumerate(lines) if line.strip()]
         encoded = {n: self.ids(lines[n])[0].tolist() for n in full}
-        room = self.model.room
+        room = self.model.max_positions
         if room is not None and (over := next((n for n in full if len(encoded[n]) > room), None)) is not None:
             raise ValueError(
                 f"line {over + 1} has {len(encoded[over])} tokens, and this model has learned {room} positions: "
@@ -229,7 +229,7 @@ class Trained:
                 raise ValueError(f"{ids.shape[1]} tokens came, and this model looks back {context}: take less text.")
             self.model(ids)
             return self._words(ids[0].tolist())
-        from ..recorder import tap
+        from ..recorder.hooks import tap
 
         with tap.quiet():  # what is to be seen is the one pass over the whole, not the search for it
             start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))

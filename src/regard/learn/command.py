@@ -229,7 +229,7 @@ def _add_translation(verbs: Any) -> None:
 def _translate(asked: argparse.Namespace) -> int:
     from .checkpoint import open_model
     from .generate import Beam, bleu
-    from .text import lines_of, read
+    from .tokenizer import lines_of, read
     from .training import chosen_device
 
     trained = open_model(asked.model, chosen_device(asked.device))
@@ -257,6 +257,6 @@ def _translate(asked: argparse.Namespace) -> int:
 
 
 def _from_stdin() -> str:
-    from .text import decoded
+    from .tokenizer import decoded
 
     return decoded(sys.stdin.buffer.read(), "stdin")

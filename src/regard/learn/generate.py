@@ -73,9 +73,9 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
     has become as long as it may. From then on nothing changes it: its neighbours in the batch may need longer.
     """
     n, width = len(source), beam.width
-    room = math.inf if model.room is None else model.room
+    room = math.inf if model.max_positions is None else model.max_positions
     longest = [min(2 * length + 10, room) for length in model.lengths(source).tolist()]
-    memory, visible = model.read(source.repeat_interleave(width, 0))
+    memory, visible = model.encode(source.repeat_interleave(width, 0))
     caches = model.decoder.cache()
     tokens = torch.full((n, width, 1), start, device=source.device)
     scores = torch.full((n, width), -torch.inf, device=source.device)
@@ -84,7 +84,7 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
     best: list[tuple[float, list[int]]] = [(-torch.inf, [])] * n
     open_ones = set(range(n))
     for length in itertools.count(1):
-        logits = model.write(tokens[:, :, -1].reshape(-1, 1), memory, visible, caches)[:, -1]
+        logits = model.decode(tokens[:, :, -1].reshape(-1, 1), memory, visible, caches)[:, -1]
         log_p = logits.float().log_softmax(-1).view(n, width, -1)
         log_p[:, :, [model.PAD, start]] = -torch.inf
         total = scores[:, :, None] + log_p

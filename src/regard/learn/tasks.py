@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn import LanguageModel, Translator
-from . import text as texts
+from . import tokenizer as texts
 from .data import Pairs, Windows
 from .settings import LMSettings, Settings, TranslateSettings
 

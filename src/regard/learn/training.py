@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..recorder import watch
 from . import checkpoint as disk
 from . import tasks
-from . import text as texts
+from . import tokenizer as texts
 from .data import drawn
 from .progress import Silent
 from .settings import LMSettings, Settings, TranslateSettings

@@ -8,11 +8,11 @@ heads matter for a word), `spot` (one word lit), `model` (what is looked at), th
 
 from typing import TYPE_CHECKING
 
-from ..names import later
+from .._lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from .view import View
 
 __all__ = ["View"]
 
-__getattr__ = later(__name__, {"view": ("View",)})
+__getattr__ = lazy_getattr(__name__, {"view": ("View",)})

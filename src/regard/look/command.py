@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .words import is_special, shown
+from .token_text import is_special, shown
 
 if TYPE_CHECKING:
     from ..recorder import Recording
-    from .model import Opened
+    from .loading import Opened
     from .walk import Walk
 
 LOOK = """\
@@ -131,17 +131,17 @@ def run_look(asked: argparse.Namespace) -> int:
 
 
 def _show(asked: argparse.Namespace, subject: Subject) -> None:
-    from . import spot, terminal
+    from . import spotlight, terminal
 
     width = _width()
     face: dict[str, Any] = {"width": width, "colour": _colour(asked.color), "top": asked.top}
     if asked.word is None:
         with _progress("asking every word"):
-            seen = spot.overview(subject.seen, **_reading(asked))
+            seen = spotlight.overview(subject.seen, **_reading(asked))
         picture, hint = terminal.draw_overview(seen, **face), _overview_hint(asked, seen)
     else:
         with _progress("asking every head"):
-            lit = spot.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
+            lit = spotlight.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
         picture, hint = terminal.draw_spot(lit, **face), _spot_hint(asked, lit)
     _print(f"{_title(subject, width)}\n\n{picture}\n\n{hint}")
 
@@ -152,7 +152,7 @@ def _reading(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _overview_hint(asked: argparse.Namespace, seen: Any) -> str:
-    from .words import named
+    from .token_text import named
 
     plain = [n for n, label in enumerate(seen.rows.labels) if not is_special(label)]
     first = seen.links[0].word if seen.links else next(iter(plain), 0)
@@ -185,7 +185,7 @@ def _write(asked: argparse.Namespace, subject: Subject) -> None:
 
 def _embedded(asked: argparse.Namespace, subject: Subject) -> Any:
     """Word embeddings for the page's first steps, where the model has any that fit."""
-    from .model import embedded
+    from .loading import embedded
 
     if subject.model is None or subject.text is None:
         return None
@@ -195,10 +195,10 @@ def _embedded(asked: argparse.Namespace, subject: Subject) -> Any:
 
 
 def _look_json(asked: argparse.Namespace, subject: Subject) -> dict[str, Any]:
-    from . import spot
+    from . import spotlight
 
     if asked.word is None:
-        seen = spot.overview(subject.seen, **_reading(asked))
+        seen = spotlight.overview(subject.seen, **_reading(asked))
         ties = [_tie_json(link.head, seen.cols.labels, word=link.word) for link in seen.links[: asked.top]]
         measured = {
             name: [{"layer": layer, "head": head, "value": number} for layer, head, number in found]
@@ -206,7 +206,7 @@ def _look_json(asked: argparse.Namespace, subject: Subject) -> dict[str, Any]:
         }
         told = {"tokens": list(seen.rows.labels), "ties": ties, "heads": measured}
     else:
-        lit = spot.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
+        lit = spotlight.spotlight(subject.seen, asked.word, to=asked.to, **_reading(asked))
         rows = [
             {"layer": one.layer, "head": one.head, "weights": weights, "hidden": hidden}
             for one, weights, hidden in zip(lit.shown, lit.weights, lit.hidden, strict=True)
@@ -240,8 +240,8 @@ def run_walk(asked: argparse.Namespace) -> int:
     if asked.json:
         _print(_as_json(_walk_json(made, told)))
         return 0
-    from .lines import wrapped
     from .terminal import draw_walk
+    from .text_layout import wrapped
 
     picture = draw_walk(made, width=_width(), colour=_colour(asked.color), top=asked.top)
     _print(f"{wrapped(told, _width())}\n\n{picture}\n\n{_walk_hint(asked)}")
@@ -250,11 +250,11 @@ def run_walk(asked: argparse.Namespace) -> int:
 
 def _walk_recorded(asked: argparse.Namespace) -> tuple[Walk, str]:
     """In a head of the model: the one that was named, or the one that ties the word to another most."""
-    from . import spot
+    from . import spotlight
     from .walk import walk
 
     subject = _subject(asked)
-    lit = spot.spotlight(subject.seen, asked.word, layer=asked.layer, head=asked.head)
+    lit = spotlight.spotlight(subject.seen, asked.word, layer=asked.layer, head=asked.head)
     best = lit.shown[0]
     sheet = lit.layers[best.layer]
     values = sheet.values_of(best.head)
@@ -274,7 +274,7 @@ def _walk_embeddings(asked: argparse.Namespace) -> tuple[Walk, str]:
     """On the model's word embeddings: basic self-attention, and W_q, W_k, W_v switched on as asked."""
     import regard
 
-    from .model import as_opened, embedded
+    from .loading import as_opened, embedded
     from .walk import walk
 
     on = _switched_on(asked.projected)
@@ -368,7 +368,7 @@ def _subject(asked: argparse.Namespace) -> Subject:
     text, recording = _text(asked)
     if recording is not None:
         return Subject(recording, asked.text)
-    from .model import as_opened
+    from .loading import as_opened
 
     with _progress("opening the model"):
         model = as_opened(asked.model)
@@ -413,7 +413,7 @@ def _read(path: Path) -> str:
 
 
 def _decoded(data: bytes, whose: str) -> str:
-    from ..learn.text import decoded
+    from ..learn.tokenizer import decoded
 
     text = decoded(data, whose)
     if "\0" in text:
@@ -471,7 +471,7 @@ def _file_errors(path: str) -> Iterator[None]:
 
 
 def _title(subject: Subject, width: int) -> str:
-    from .lines import wrapped
+    from .text_layout import wrapped
 
     lines = [f"{shown(subject.name)} · {subject.seen._title()}", *subject.notes]
     return "\n".join(wrapped(line, width) for line in lines)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..matrix import Weights
+from ..core.weights import Weights
 
 __all__ = ["Best", "beyond_habit", "beyond_received", "unknown_in"]
 

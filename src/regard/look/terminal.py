@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from . import spot, words
-from .lines import (
+from . import spotlight, token_text
+from .text_layout import (
     FAINT,
     Line,
     Span,
@@ -42,7 +42,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 _MEASURES = {
     "entropy": "looks at few words",
     "previous": "looks at the word before",
-    "reach": "looks far away",
+    "mean_distance": "looks far away",
     "sink": "rests on one token",
     "induction": "repeats what followed",
 }
@@ -71,22 +71,24 @@ def draw(
     to       rank the heads by the weight on this word
     item     which sequence of a batch
     """
-    if spot.is_history(subject):
+    if spotlight.is_history(subject):
         return rendered(_history(subject, max(width, NARROWEST)), colour)
     if word is None:
-        seen = spot.overview(subject, layer=layer, head=head, hide_special=hide_special, merge=merge, item=item)
+        seen = spotlight.overview(subject, layer=layer, head=head, hide_special=hide_special, merge=merge, item=item)
         return draw_overview(seen, width=width, colour=colour, top=top)
     read = {"hide_special": hide_special, "merge": merge, "item": item}
-    lit = spot.spotlight(subject, word, to=to, layer=layer, head=head, **read)  # type: ignore[arg-type]
+    lit = spotlight.spotlight(subject, word, to=to, layer=layer, head=head, **read)  # type: ignore[arg-type]
     return draw_spot(lit, width=width, colour=colour, top=top)
 
 
-def draw_spot(lit: spot.Spot, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
+def draw_spot(lit: spotlight.Spot, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
     """A lit word: the sentence shaded, a bar a word, the heads that matter."""
     return rendered(_spotlight(lit, max(width, NARROWEST), top), colour)
 
 
-def draw_overview(seen: spot.Overview, *, width: int = 80, colour: bool | str = False, top: int | None = None) -> str:
+def draw_overview(
+    seen: spotlight.Overview, *, width: int = 80, colour: bool | str = False, top: int | None = None
+) -> str:
     """Every word's strongest tie, and heads that do one thing."""
     return rendered(_overview(seen, max(width, NARROWEST), top or 10), colour)
 
@@ -94,11 +96,11 @@ def draw_overview(seen: spot.Overview, *, width: int = 80, colour: bool | str = 
 # One word.
 
 
-def _spotlight(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
+def _spotlight(lit: spotlight.Spot, width: int, top: int | None) -> list[Line]:
     lines: list[Line] = []
     for n, one in enumerate(lit.shown):
         place, tie = lit.layers[one.layer].place(one.head), _tie(lit, n, width)
-        if place and words.cells(place) + words.cells(tie) + 2 > width:
+        if place and token_text.cells(place) + token_text.cells(tie) + 2 > width:
             lines += [[Span(place, "bold")], [Span(tie)]]
         else:
             lines.append([Span(place, "bold"), Span(f"  {tie}" if place else tie)])
@@ -114,7 +116,7 @@ def _notes(notes: list[str], width: int) -> list[Line]:
     return [line for note in notes for line in [*paragraph(note, width, "bold"), []]]
 
 
-def _tie(lit: spot.Spot, n: int, width: int) -> str:
+def _tie(lit: spotlight.Spot, n: int, width: int) -> str:
     """The word and the one it is tied to; where that tells nothing, the one it looks at most."""
     key = lit.shown[n].key
     if lit.to is None and (len(lit.heads) == 1 or lit.shown[n].beyond <= 0):
@@ -123,7 +125,7 @@ def _tie(lit: spot.Spot, n: int, width: int) -> str:
     return f"{quoted(lit.word, each)} → {quoted(lit.cols.labels[key], each)} {number(lit.weights[n][key])}"
 
 
-def _sentence(lit: spot.Spot, n: int, width: int) -> list[Line]:
+def _sentence(lit: spotlight.Spot, n: int, width: int) -> list[Line]:
     """The sentence that is looked at, each word shaded, with a bar under it; the lit word is »marked«."""
     parts: list[tuple[Span, Span]] = []
     if not lit.same:
@@ -136,13 +138,13 @@ def _sentence(lit: spot.Spot, n: int, width: int) -> list[Line]:
         weight, here = lit.weights[n][place], lit.same and place == lit.at
         text = safe(lit.cols.labels[place], width - 6)
         text = f"»{text}«" if here else text
-        under = _LEVELS[int(min(weight, 0.999) * 8)] * words.cells(text) if weight >= FAINT else ""
+        under = _LEVELS[int(min(weight, 0.999) * 8)] * token_text.cells(text) if weight >= FAINT else ""
         style = "bold reverse" if here else shade(weight, n)
         parts.append((Span(text, style), Span(under, tint(n))))
     return _wrapped(parts, width)
 
 
-def _in_sight(lit: spot.Spot, width: int) -> list[int | None]:
+def _in_sight(lit: spotlight.Spot, width: int) -> list[int | None]:
     """The words to show: all of a sentence; of a long text those around the lit word and around its keys."""
     total = len(lit.cols.labels)
     if total <= 120:
@@ -163,17 +165,17 @@ def _wrapped(parts: list[tuple[Span, Span]], width: int) -> list[Line]:
     below: Line = [Span("  ")]
     used = 2
     for word, under in parts:
-        size = words.cells(word.text)
+        size = token_text.cells(word.text)
         if used + size > width and len(above) > 1:
             lines += [above, trimmed(below)]
             above, below, used = [Span("  ")], [Span("  ")], 2
         above += [word, Span(" ")]
-        below += [under, Span(" " * (size + 1 - words.cells(under.text)))]
+        below += [under, Span(" " * (size + 1 - token_text.cells(under.text)))]
         used += size + 1
     return [line for line in [*lines, trimmed(above), trimmed(below)] if line]
 
 
-def _left_out(lit: spot.Spot, n: int, width: int) -> list[Line]:
+def _left_out(lit: spotlight.Spot, n: int, width: int) -> list[Line]:
     """What the numbers do not show: hidden tokens, and a sink."""
     told = []
     if lit.cols.hidden:
@@ -183,13 +185,13 @@ def _left_out(lit: spot.Spot, n: int, width: int) -> list[Line]:
     return [line for text in told for line in paragraph(f"({text})", width, "dim", "  ")]
 
 
-def _bars(lit: spot.Spot, width: int, top: int | None) -> list[Line]:
+def _bars(lit: spotlight.Spot, width: int, top: int | None) -> list[Line]:
     """A bar a word for every shown head."""
     labels = lit.cols.labels
     chosen = _strongest(lit.weights, len(labels), top)
     numbered = len(chosen) < len(labels)
     names = [f"{safe(labels[j], _label_width(width))}{f' :{j}' if numbered else ''}" for j in chosen]
-    first = max(map(words.cells, [*names, "word"]))
+    first = max(map(token_text.cells, [*names, "word"]))
     each = (width - first) // len(lit.shown)
     room = min(max(4, each - 9), 40)
     lines: list[Line] = []
@@ -226,7 +228,7 @@ def _strongest(weights: list[list[float]], total: int, top: int | None) -> list[
     return sorted(order[:count])
 
 
-def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
+def _heads(lit: spotlight.Spot, width: int, count: int = 8) -> list[Line]:
     """The heads that matter for the word, best first."""
     if len(lit.heads) < 2:
         return []
@@ -239,7 +241,7 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
     lines = paragraph(title, width, "bold")
     named = any(sheet.name for sheet in lit.layers.values())
     keys = [_told_apart(lit.cols.labels, one.key, 12) for one in lit.heads[:count]]
-    first = max([words.cells(key) for key in keys] + [8])
+    first = max([token_text.cells(key) for key in keys] + [8])
     beyond = "" if lit.to is not None or lit.alone else "  beyond"
     start = f"  {'layer  ' if named else ''}head  {to_left('looks at', first)}  weight{beyond}"
     lines.append([Span(start, "dim")])
@@ -259,14 +261,14 @@ def _heads(lit: spot.Spot, width: int, count: int = 8) -> list[Line]:
 
 def _told_apart(labels: Sequence[str], place: int, width: int) -> str:
     """A word, with its number where it stands in the sentence several times: the:2."""
-    nth = words.numbered(labels, place)
+    nth = token_text.numbered(labels, place)
     return safe(labels[place], width - len(nth)) + nth
 
 
 # The whole.
 
 
-def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
+def _overview(seen: spotlight.Overview, width: int, top: int) -> list[Line]:
     lines = _notes(seen.notes, width)
     shown = [safe(label, 24) for label in seen.rows.labels[:120]]
     parts = [(Span(text), Span("")) for text in shown]
@@ -282,7 +284,7 @@ def _overview(seen: spot.Overview, width: int, top: int) -> list[Line]:
     return lines
 
 
-def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
+def _ties(seen: spotlight.Overview, width: int, top: int) -> list[Line]:
     """The strongest tie of each word."""
     some = _varied(seen)[:top]
     if not some:
@@ -290,7 +292,7 @@ def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     named = any(sheet.name for sheet in seen.sheets)
     rows = [_told_apart(seen.rows.labels, link.word, 14) for link in some]
     cols = [_told_apart(seen.cols.labels, link.head.key, 14) for link in some]
-    left, right = max([*map(words.cells, rows), 4]), max([*map(words.cells, cols), 8])
+    left, right = max([*map(token_text.cells, rows), 4]), max([*map(token_text.cells, cols), 8])
     lines = paragraph("Which word is tied to which, most telling first", width, "bold")
     start = f"  {to_left('word', left)}    {to_left('looks at', right)}  weight  {'layer.head' if named else 'head'}"
     lines.append([Span(start if len(start) <= width else start.replace("layer.head", "head"), "dim")])
@@ -303,11 +305,11 @@ def _ties(seen: spot.Overview, width: int, top: int) -> list[Line]:
     return lines
 
 
-def _varied(seen: spot.Overview) -> list[spot.Link]:
+def _varied(seen: spotlight.Overview) -> list[spotlight.Link]:
     """Every tie once; of one head three at first, so that it does not fill the list."""
-    found: dict[tuple[str, str], spot.Link] = {}
+    found: dict[tuple[str, str], spotlight.Link] = {}
     of_head: dict[tuple[int, int], int] = {}
-    later: list[spot.Link] = []
+    later: list[spotlight.Link] = []
     for link in seen.links:
         word, key = seen.rows.labels[link.word], seen.cols.labels[link.head.key]
         place = link.head.layer, link.head.head
@@ -321,7 +323,7 @@ def _varied(seen: spot.Overview) -> list[spot.Link]:
     return [*found.values(), *later]
 
 
-def _measures(seen: spot.Overview, width: int) -> list[Line]:
+def _measures(seen: spotlight.Overview, width: int) -> list[Line]:
     lines: list[Line] = []
     for name, what in _MEASURES.items():
         if found := seen.measured.get(name):
@@ -343,10 +345,10 @@ def _history(history: Sequence[tuple[int, dict[str, float]]], width: int) -> lis
     """Entropy and largest score of every head over the steps."""
     steps = [step for step, _ in history]
     lines: list[Line] = [[Span(f"steps {steps[0]:,} to {steps[-1]:,}, {len(steps)} looks", "bold")]]
-    for kind, title in spot.WATCHED.items():
-        mine = spot.series(history, kind)
+    for kind, title in spotlight.WATCHED.items():
+        mine = spotlight.series(history, kind)
         lines += [[], [Span(title, "bold")]] if mine else []
-        first = min(max([words.cells(name) for name in mine] + [0]), width // 2)
+        first = min(max([token_text.cells(name) for name in mine] + [0]), width // 2)
         for name, points in list(mine.items())[:48]:
             values = [value for _, value in points]
             room = max(4, width - first - 20)
@@ -475,7 +477,7 @@ def _to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
 def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], width: int) -> list[Line]:
     """Numbers of words side by side; in a narrow terminal one table below the other."""
     first = _first_width(steps, chosen, width)
-    sizes = [max(8, words.cells(title)) for title, _ in columns]
+    sizes = [max(8, token_text.cells(title)) for title, _ in columns]
     fit, used = 0, first
     while fit < len(columns) and used + 2 + sizes[fit] <= width:
         used += 2 + sizes[fit]
@@ -496,7 +498,7 @@ def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], wi
 
 
 def _first_width(steps: Walk, chosen: Iterable[int], width: int) -> int:
-    return max([words.cells(safe(steps.words[j], _label_width(width))) for j in chosen] + [7])
+    return max([token_text.cells(safe(steps.words[j], _label_width(width))) for j in chosen] + [7])
 
 
 def _label_width(width: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..index import At
+from ..core.indexing import At
 from ..recorder.file import write
 
 __all__ = ["View"]
@@ -79,8 +79,8 @@ class View:
 
     def html(self, fragment: bool = False) -> str:
         """The page as one string; as a `fragment` the frame that a notebook shows."""
-        from .page import frame, html
-        from .payload import pack
+        from .page.html import frame, html
+        from .page.payload import pack
 
         packed = pack(
             self.subject,
@@ -99,7 +99,7 @@ class View:
         if kind in (".html", ".htm"):
             text = self.html()
         elif kind == ".svg":
-            from .picture import svg
+            from .svg import svg
 
             text = svg(self.subject, title=self.title, notes=self.notes, **self._begin)
         else:

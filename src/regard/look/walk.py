@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..block import Block
-from ..factors import Factors
-from ..index import At
-from ..matrix import Weights
-from ..score import Additive, Bilinear, Cosine, Dot, Gaussian, Given, ScaledDot, Score, wide
-from ..tree import change
+from ..core.block import MatrixBlock
+from ..core.indexing import At
+from ..core.problem import Factors
+from ..core.pytree import tree_map
+from ..core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, Precomputed, ScaledDot, Score, upcast
+from ..core.weights import Weights
 from .ranking import unknown_in
-from .words import resolve
+from .token_text import resolve
 
 __all__ = ["Walk", "walk"]
 
@@ -93,7 +93,7 @@ def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *,
     names = tuple(cols) if cols else tuple(map(str, range(weights.shape[1])))
     steps = _steps(weights._factors.folded(), at)
     w = steps["weights"].unsqueeze(-1)
-    weighted = torch.where(w == 0, 0, w * wide(v))  # 0 · nan is nan, and what is not looked at may be anything
+    weighted = torch.where(w == 0, 0, w * upcast(v))  # 0 · nan is nan, and what is not looked at may be anything
     y = weighted.sum(0).to(v.dtype)
     return Walk(rows[at] if rows else str(at), at, names, v=v, weighted=weighted, y=y, **steps)
 
@@ -101,13 +101,13 @@ def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *,
 def _steps(factors: Factors, at: int) -> dict[str, Any]:
     """The steps up to the weights, by the score's own formula."""
     score = factors.score
-    if isinstance(score, Given):
-        w = wide(score.w)[0, 0, at]
+    if isinstance(score, Precomputed):
+        w = upcast(score.w)[0, 0, at]
         unknown = dict.fromkeys(("q", "k", "product", "scaled", "masked"))
         return {"formula": "", "scaling": "", "changes": (), "sink": 0.0, "weights": w, **unknown}
-    q, k = wide(factors.q[:, :, at : at + 1]), wide(factors.k)  # 1 1 1 d, 1 1 j d
+    q, k = upcast(factors.q[:, :, at : at + 1]), upcast(factors.k)  # 1 1 1 d, 1 1 j d
     keys = k.shape[2]
-    block = Block(slice(at, at + 1), slice(0, keys), factors.offset or 0, k.device)
+    block = MatrixBlock(slice(at, at + 1), slice(0, keys), factors.offset or 0, k.device)
     visible = torch.ones(keys, dtype=torch.bool, device=k.device)
     if factors.mask is not None:
         visible = factors.mask.visible(block).expand(1, 1, 1, keys)[0, 0, 0]
@@ -115,8 +115,8 @@ def _steps(factors: Factors, at: int) -> dict[str, Any]:
     s, scaling = _scaled(score, product, q.shape[-1])
     found = {"q": q, "product": product, "scaled": s}
     changes = []
-    for step in score.steps:
-        s = change(step, block.take).apply(s, block)
+    for step in score.modifiers:
+        s = tree_map(step, block.take).apply(s, block)
         changes.append((type(step).__name__.lower(), s[0, 0, 0]))
     masked = s[0, 0, 0].masked_fill(~visible, -torch.inf)
     weights, sink = _softmax(masked, score.sink_logits)
@@ -185,7 +185,7 @@ def _one_head(weights: Weights, v: Tensor | None, head: int | None) -> tuple[Wei
 
 def _values(weights: Weights, v: Tensor | None) -> Tensor:
     if v is None:
-        if isinstance(weights._factors.score, Given):
+        if isinstance(weights._factors.score, Precomputed):
             raise ValueError("these weights were given ready-made, without keys: pass the values, walk(W, v, word).")
         v = weights._factors.k.reshape(weights._factors.k.shape[-2:])
     if not isinstance(v, Tensor):

@@ -5,14 +5,13 @@ cache, what can be asked on the way), `block` (attention and feed-forward), `sta
 (language model and translator), `exchange` (to and from torch.nn). Imports the door and what is below it.
 """
 
-from .attention import Asked, Cache, CrossAttention, SelfAttention
+from .attention import Cache, CrossAttention, Probe, SelfAttention
 from .block import Block, FeedForward
+from .encoder_decoder import Decoder, Encoder
 from .models import LanguageModel, Translator
 from .positions import Learned, Positions, Rotary, Sinusoidal
-from .stack import Decoder, Encoder
 
 __all__ = [
-    "Asked",
     "Block",
     "Cache",
     "CrossAttention",
@@ -22,6 +21,7 @@ __all__ = [
     "LanguageModel",
     "Learned",
     "Positions",
+    "Probe",
     "Rotary",
     "SelfAttention",
     "Sinusoidal",

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import Asked, Cache, CrossAttention, SelfAttention
+from .attention import Cache, CrossAttention, Probe, SelfAttention
 
 __all__ = ["Block", "FeedForward", "norm_of"]
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
     hidden      width of the feed-forward network; 4 · dim where not given
     norm        "layer" or "rms"; norm_first=False puts it after the sum, as the first Transformer had it
     dropout     on the residual branches, while training
-    attention   what else SelfAttention takes: key_heads, score, positions, causal, …; cross-attention takes the same,
+    attention   what else SelfAttention takes: kv_heads, score, positions, causal, …; cross-attention takes the same,
                 but for positions and causal, which the memory does not have
 
     >>> Block(16, heads=4, causal=True)(torch.randn(2, 5, 16)).shape
@@ -72,12 +72,12 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, memory: Tensor | None = None, mask: Any = None, memory_mask: Any = None,
-        cache: list[Cache] | None = None, asked: Asked | None = None,
+        cache: list[Cache] | None = None, probe: Probe | None = None,
     ) -> Tensor:  # fmt: skip
         own, other = (None, None) if cache is None else (cache[0], cache[-1])
-        x = self._branch(x, self.attention_norm, lambda h: self.attention(h, mask, own, asked))
+        x = self._branch(x, self.attention_norm, lambda h: self.attention(h, mask, own, probe))
         if (cross := self.cross) is not None and self.cross_norm is not None:
-            x = self._branch(x, self.cross_norm, lambda h: cross(h, memory, memory_mask, other, asked))
+            x = self._branch(x, self.cross_norm, lambda h: cross(h, memory, memory_mask, other, probe))
         return self._branch(x, self.feed_forward_norm, self.feed_forward)
 
     def _branch(self, x: Tensor, norm: nn.Module, inner: Callable[[Tensor], Tensor]) -> Tensor:
@@ -88,7 +88,7 @@ class Block(nn.Module):
     @staticmethod
     def from_torch(layer: nn.TransformerEncoderLayer, *, causal: bool = False) -> Block:
         """The same block with the weights of an `nn.TransformerEncoderLayer`, batch first."""
-        from .exchange import block
+        from .torch_interop import block
 
         return block(layer, causal)
 
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
         layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(t), is_causal=True)
         """
-        from .exchange import encoder_layer
+        from .torch_interop import encoder_layer
 
         return encoder_layer(self)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..mask import Mask, padding
-from .attention import Asked, Cache
+from ..core.masks import Mask, padding
+from .attention import Cache, Probe
 from .block import Block
+from .encoder_decoder import Decoder, Encoder
 from .positions import Learned, Positions, Rotary, as_positions
-from .stack import Decoder, Encoder
 
 __all__ = ["LanguageModel", "Translator"]
 
@@ -28,7 +28,7 @@ class _Words(nn.Module):
 
     def forward(self, ids: Tensor, start: int = 0) -> Tensor:
         x = self.table(ids) * math.sqrt(self.table.embedding_dim)  # b t dim
-        return self.dropout(x if self.positions is None else self.positions.added(x, start))
+        return self.dropout(x if self.positions is None else self.positions.add_to(x, start))
 
     def logits(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.table.weight)
@@ -63,11 +63,11 @@ class LanguageModel(nn.Module):
         return self.body.cache()
 
     def forward(
-        self, ids: Tensor, cache: list[list[Cache]] | None = None, asked: Asked | None = None, mask: Any = None
+        self, ids: Tensor, cache: list[list[Cache]] | None = None, probe: Probe | None = None, mask: Any = None
     ) -> Tensor:
         """Scores of the next token at every position, (b, t, vocabulary)."""
         start = 0 if cache is None else len(cache[0][0])
-        return self.words.logits(self.body(self.words(ids, start), mask, cache, asked))
+        return self.words.logits(self.body(self.words(ids, start), mask, cache, probe))
 
 
 class Translator(nn.Module):
@@ -94,13 +94,13 @@ class Translator(nn.Module):
         self.decoder = Decoder(dim, heads, layers, **options)
         _initialise(self, depth=2 * layers)
 
-    def forward(self, source: Tensor, target: Tensor, asked: Asked | None = None) -> Tensor:
+    def forward(self, source: Tensor, target: Tensor, probe: Probe | None = None) -> Tensor:
         """Scores of the next target token at every position, (b, t, vocabulary); the target begins with a start."""
-        memory, visible = self.read(source, asked)
-        return self.write(target, memory, visible, asked=asked)
+        memory, visible = self.encode(source, probe)
+        return self.decode(target, memory, visible, probe=probe)
 
     @property
-    def room(self) -> int | None:
+    def max_positions(self) -> int | None:
         """How many tokens have a position, where positions are learned; None: there is no end."""
         return len(self.words.positions.table) if isinstance(self.words.positions, Learned) else None
 
@@ -109,18 +109,18 @@ class Translator(nn.Module):
         places = torch.arange(1, source.shape[-1] + 1, device=source.device)
         return ((source != self.PAD) * places).amax(-1)
 
-    def read(self, source: Tensor, asked: Asked | None = None) -> tuple[Tensor, Mask]:
+    def encode(self, source: Tensor, probe: Probe | None = None) -> tuple[Tensor, Mask]:
         """What the encoder makes of (b, n) tokens, and which of it is real."""
         visible = padding(self.lengths(source))
-        return self.encoder(self.words(source), visible, asked=asked), visible
+        return self.encoder(self.words(source), visible, probe=probe), visible
 
-    def write(
+    def decode(
         self, target: Tensor, memory: Tensor | None, visible: Any, cache: list[list[Cache]] | None = None,
-        asked: Asked | None = None,
+        probe: Probe | None = None,
     ) -> Tensor:  # fmt: skip
         """Scores of what comes after each target token."""
         start = 0 if cache is None else len(cache[0][0])
-        x = self.decoder(self.words(target, start), memory, None, visible, cache, asked)
+        x = self.decoder(self.words(target, start), memory, None, visible, cache, probe)
         return self.words.logits(x)
 
 

@@ -23,11 +23,11 @@ LONGEST = 2**16
 class Positions(nn.Module):
     """The base of all: each kind does one of the two things and leaves the other as it is."""
 
-    def added(self, x: Tensor, start: int = 0) -> Tensor:
+    def add_to(self, x: Tensor, start: int = 0) -> Tensor:
         """The input (..., t, dim) with its positions, the first of which is `start`."""
         return x
 
-    def turned(self, q: Tensor, start: int = 0) -> Tensor:
+    def rotate(self, q: Tensor, start: int = 0) -> Tensor:
         """Queries or keys (..., h, t, d) with their positions."""
         return q
 
@@ -39,7 +39,7 @@ class Sinusoidal(Positions):
         super().__init__()
         self.base = base
 
-    def added(self, x: Tensor, start: int = 0) -> Tensor:
+    def add_to(self, x: Tensor, start: int = 0) -> Tensor:
         t, dim = x.shape[-2:]
         angles = _angles(self.base, start, t, dim, x)  # t ⌈dim/2⌉
         waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[:, :dim]
@@ -56,7 +56,7 @@ class Learned(Positions):
         super().__init__()
         self.table = nn.Parameter(torch.randn(length, dim) * 0.02)
 
-    def added(self, x: Tensor, start: int = 0) -> Tensor:
+    def add_to(self, x: Tensor, start: int = 0) -> Tensor:
         t, length = x.shape[-2], len(self.table)
         if start + t > length:
             raise ValueError(
@@ -89,7 +89,7 @@ class Rotary(Positions):
         if self.turns is None:
             self.turns = self._made(0, LENGTH, key_size, torch.empty(0, dtype=torch.float32))
 
-    def turned(self, q: Tensor, start: int = 0) -> Tensor:
+    def rotate(self, q: Tensor, start: int = 0) -> Tensor:
         cos, sin = self._from(start, q)
         left, right = q.to(cos.dtype).chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(q.dtype)

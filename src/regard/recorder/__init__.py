@@ -9,9 +9,9 @@ few words), `capture` and `spill` (what is kept of a call), `stitch` and `passes
 """
 
 from .file import RegardFileError, load
-from .observe import RefusedWarning, record
+from .observer import RefusedWarning, record
 from .recording import Layer, Recording
-from .watching import AttentionWarning, Watch, qk_clip, watch
+from .watcher import AttentionWarning, Watch, qk_clip, watch
 
 __all__ = [
     "AttentionWarning",

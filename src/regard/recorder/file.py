@@ -24,12 +24,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..factors import Factors
-from ..mask import And, Causal, Dense, Documents, Not, Or, Padding, Window
-from ..matrix import Weights
-from ..score import Additive, Alibi, Bias, Bilinear, Cosine, Dot, Gaussian, Given, ScaledDot, Score, Softcap
-from ..tree import flatten, rebuild
-from .capture import Kept
+from ..core.masks import And, Causal, Dense, Documents, Not, Or, Padding, Window
+from ..core.problem import Factors
+from ..core.pytree import flatten, unflatten
+from ..core.scores import Additive, Alibi, Bias, Bilinear, Cosine, Dot, Gaussian, Precomputed, ScaledDot, Score, Softcap
+from ..core.weights import Weights
+from .calls import SavedCall
 from .recording import Layer, Pass, Recording
 
 __all__ = ["VERSION", "RegardFileError", "load", "save"]
@@ -47,7 +47,7 @@ NODES = {
         Gaussian,
         Bilinear,
         Additive,
-        Given,
+        Precomputed,
         Bias,
         Alibi,
         Softcap,
@@ -336,14 +336,14 @@ def _recording(description: dict[str, Any], tensors: dict[str, Tensor]) -> Recor
 
 
 def _layer(told: dict[str, Any], index: int, tensors: dict[str, Tensor], one: Pass) -> Layer:
-    kept: Kept | None = None
+    kept: SavedCall | None = None
     if "factors" in told:
         factors = _built(told["factors"], tensors)
         _need(isinstance(factors, Factors) and isinstance(factors.score, Score), "its factors are none")
         kept = _Loaded(None, None, None, None, factors.score, factors.mask, None)
         kept.factors, kept.engine = factors, told["engine"]
         kept.v = None if told["values"] is None else tensors[told["values"]]
-        if isinstance(factors.score, Given):
+        if isinstance(factors.score, Precomputed):
             kept.w = factors.score.w
         else:
             kept.q, kept.k = factors.q, factors.k
@@ -365,7 +365,7 @@ def _need(holds: bool, otherwise: str) -> None:
         raise ValueError(otherwise)
 
 
-class _Loaded(Kept):
+class _Loaded(SavedCall):
     """Factors that are laid over one another already."""
 
     factors: Factors
@@ -394,4 +394,4 @@ def _built(told: Any, tensors: dict[str, Tensor]) -> Any:
             raise ValueError(f"it names a class {kind!r} that no recording has")
         return (kind, *(spec(inner) for inner in rest))
 
-    return rebuild(spec(told), order)
+    return unflatten(spec(told), order)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .capture import Attention, Kept
-from .stitch import Broken, Growing, continues
+from .calls import AttentionCall, SavedCall
+from .kv_cache import CachedGeneration, CannotStitch, continues
 from .tokens import Embedded
 
 __all__ = ["Call", "OpenPass", "with_encoders"]
@@ -18,30 +18,30 @@ __all__ = ["Call", "OpenPass", "with_encoders"]
 class Call:
     """A layer while the block is open."""
 
-    def __init__(self, name: str, nth: int, kind: str, kept: Kept | None, shape: tuple[int, ...]) -> None:
+    def __init__(self, name: str, nth: int, kind: str, kept: SavedCall | None, shape: tuple[int, ...]) -> None:
         self.name, self.nth, self.kind, self.kept, self.shape = name, nth, kind, kept, shape
         self.statistics: dict[str, Tensor] = {}
-        self.growing: Growing | None = None
+        self.growing: CachedGeneration | None = None
 
-    def goes_on(self, found: Attention) -> bool:
+    def goes_on(self, found: AttentionCall) -> bool:
         """Whether a later call looks like the next step after this one."""
         if self.kind != "self" or self.kept is None or found.shape[:2] != self.shape[:2]:
             return False
         try:
-            growing = self.growing or Growing(self.kept.loaded(), cross=False)
-        except Broken:
+            growing = self.growing or CachedGeneration(self.kept.loaded(), cross=False)
+        except CannotStitch:
             return False
         return continues(found, growing.total)
 
-    def grow(self, found: Attention, kept: Kept) -> None:
-        """One more step of a generation; `Broken` if it is none."""
+    def grow(self, found: AttentionCall, kept: SavedCall) -> None:
+        """One more step of a generation; `CannotStitch` if it is none."""
         assert self.kept is not None, "numbers cannot grow"
-        growing = self.growing or Growing(self.kept.loaded(), cross=self.kind == "cross")
+        growing = self.growing or CachedGeneration(self.kept.loaded(), cross=self.kind == "cross")
         growing.extend(found, kept)
         self.growing = growing
 
-    def finished(self) -> Kept | None:
-        """What is kept in the end, stitched and untouched; else `Broken` or `Overwritten`."""
+    def finished(self) -> SavedCall | None:
+        """What is kept in the end, stitched and untouched; else `CannotStitch` or `Overwritten`."""
         kept = self.kept if self.growing is None else self.growing.finish()
         if self.growing is not None:
             self.shape = (*self.shape[:2], self.growing.rows, self.growing.total)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..matrix import Seen, Weights
-from . import tables
-from .capture import Kept
-from .part import sequence_of, span_of
-from .tables import Table
+from ..core.weights import Statistics, Weights
+from . import head_metrics
+from .calls import SavedCall
+from .head_metrics import Table
+from .slicing import sequence_of, span_of
 
 __all__ = ["STATISTICS", "Layer", "Pass", "Recording"]
 
@@ -37,7 +37,7 @@ class Layer:
     name: str
     index: int
     kind: str  # "self" or "cross"
-    kept: Kept | None
+    kept: SavedCall | None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
     words: tuple[Words | None, Words | None] = (None, None)  # of rows, of columns
@@ -200,19 +200,19 @@ class Recording:
 
     def find(self, a: Any, b: Any = None, item: int | None = None) -> Table:
         """Which heads tie word a to word b: (layer, head, weight), best first; without b the word each looks at."""
-        return tables.find(self.layers, a, b, item)
+        return head_metrics.find(self.layers, a, b, item)
 
     def heads(self, by: str = "entropy", item: int | None = None) -> Table:
-        """Every head with one number: entropy, reach, sink, previous or induction."""
-        return tables.heads(self.layers, by, item)
+        """Every head with one number: entropy, mean_distance, sink, previous or induction."""
+        return head_metrics.heads(self.layers, by, item)
 
     def rollout(self, word: Any, item: int | None = None) -> Tensor:
         """Attention rollout: how much of each input position reaches this word through all layers, (j,)."""
-        return tables.rollout(self.layers, word, item)
+        return head_metrics.rollout(self.layers, word, item)
 
     def pandas(self) -> Any:
         """Every head of every layer with its statistics, as a pandas table."""
-        return tables.overview(self.layers).pandas()
+        return head_metrics.overview(self.layers).pandas()
 
     def show(self, word: Any = None, **options: Any) -> Any:
         """The picture: a page in a notebook, text in a terminal, .save("x.html") or .save("x.svg"); see `look.View`."""
@@ -252,7 +252,7 @@ class Recording:
         return " × ".join(parts) + passes + steps
 
 
-def _written_out(kept: Kept) -> bool:
+def _written_out(kept: SavedCall) -> bool:
     return kept.w is not None or getattr(kept, "dense", False)
 
 
@@ -265,5 +265,5 @@ def numbers(weights: Weights) -> dict[str, Tensor]:
     """What keep="statistics" keeps of a layer."""
     names = [name for name in STATISTICS if not (weights._engine == "reference" and name in ("max_score", "lse"))]
     with torch.no_grad():
-        seen: Seen = weights.see(*names)
+        seen: Statistics = weights.see(*names)
     return {name: getattr(seen, name).clone() for name in names}

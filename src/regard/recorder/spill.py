@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mask import Dense
-from ..tree import flatten, rebuild
-from .capture import Kept
+from ..core.masks import Dense
+from ..core.pytree import flatten, unflatten
+from .calls import SavedCall
 
 __all__ = ["Spill", "Spilled"]
 
@@ -31,16 +31,16 @@ class Spill:
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._count = 0
 
-    def put(self, kept: Kept) -> Spilled:
+    def put(self, kept: SavedCall) -> Spilled:
         """The tensors of a call on the disk, and what leads back to them."""
         self._count += 1
         return Spilled(kept, Path(self._folder) / str(self._count), self)
 
 
-class Spilled(Kept):
+class Spilled(SavedCall):
     """A call whose tensors are on the disk."""
 
-    def __init__(self, kept: Kept, path: Path, spill: Spill) -> None:
+    def __init__(self, kept: SavedCall, path: Path, spill: Spill) -> None:
         mask = None if isinstance(kept.mask, Dense) else kept.mask
         super().__init__(None, None, None, None, None, mask, kept.align)
         self.path, self.dense = path, kept.w is not None
@@ -54,11 +54,11 @@ class Spilled(Kept):
     def weights(self) -> Any:
         return self.loaded().weights()
 
-    def loaded(self) -> Kept:
+    def loaded(self) -> SavedCall:
         with open(self.path, "rb") as file:
             tensors = [_read(file, dtype, shape) for dtype, shape in self._forms]
-        q, k, v, w, score, mask = rebuild(self._spec, tensors)
-        return Kept(q, k, v, w, score, mask, self.align)
+        q, k, v, w, score, mask = unflatten(self._spec, tensors)
+        return SavedCall(q, k, v, w, score, mask, self.align)
 
 
 def _bytes(tensor: Tensor) -> bytes:

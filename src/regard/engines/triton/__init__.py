@@ -1,7 +1,7 @@
 """NVIDIA GPUs: the statistics of the weights at the speed of fused attention.
 
 Rooms of kernels: `tiles` (words for tile operations), `tables` (which tiles are seen), `forward` (one pass over the keys),
-`reread` (a second pass over the columns), `top` (the largest of a row), `backward`, `additive`; `parted`, `parted_keys` and
+`column_pass` (a second pass over the columns), `top` (the largest of a row), `backward`, `additive`; `parted`, `parted_keys` and
 `ahead` are the forward pass, the gradient of keys and the second pass once more, for Hopper and what is asked most. Rooms that call
 them: `form` (the mask), `prepared` (a problem as kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and
 `flow` (the passes), `start` (one launch). Triton is imported when the engine first computes, never before.
@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...around import transformed
-from ...factors import Problem
-from ...score import Alibi, Bias, Function, Modify, TanhSum
-from ...statistics import ONE_PASS, SECOND_PASS, Answers, Question
+from ...core.problem import Problem
+from ...core.scores import Alibi, Bias, Function, Modify, TanhSum
+from ...core.stats import ONE_PASS, SECOND_PASS, Request, Results
+from ...core.torch_state import in_functorch
 from .. import blockwise
-from ..gradient import Gradient, Gradients
+from ..score_grad import InputGrads, ScoreGrad
 
-__all__ = ["ENGINE", "why_not"]
+__all__ = ["ENGINE", "unsupported_reason"]
 
 LARGEST = 256
 MOST_TOP = 64
@@ -41,29 +41,29 @@ class CannotServe(NotImplementedError):
     """What was asked is beyond this engine; the message names one that serves."""
 
 
-def why_not(problem: Problem, question: Question) -> str | None:
+def unsupported_reason(problem: Problem, request: Request) -> str | None:
     """The reason why this engine cannot serve; None where it can."""
     if not _installed():
         return "Triton is not installed (it comes with PyTorch's CUDA builds for Linux)"
     if problem.q.device.type != "cuda" and not _interpreted():
         return f"it needs tensors on an NVIDIA GPU, and these are on {problem.q.device}"
-    if transformed():
+    if in_functorch():
         return "inside torch.func tensors have no address"
-    if problem.wide == torch.float64:
+    if problem.compute_dtype == torch.float64:
         return "it computes bfloat16, float16 and float32, and these are float64"
-    if isinstance(problem.pair, Function):
+    if isinstance(problem.similarity_kernel, Function):
         return "a similarity of your own is a Python function, and its kernels take none"
-    if any(isinstance(step, Modify) for step in problem.steps):
+    if any(isinstance(step, Modify) for step in problem.modifiers):
         return "modify(f) is a Python function, and its kernels take none"
-    if not isinstance(problem.pair, TanhSum) and problem.q.shape[-1] > LARGEST:
+    if not isinstance(problem.similarity_kernel, TanhSum) and problem.q.shape[-1] > LARGEST:
         return f"its tiles hold sizes up to {LARGEST}, and q and k have {problem.q.shape[-1]}"
-    if question.top > MOST_TOP:
-        return f"it keeps up to {MOST_TOP} keys a row, and top({question.top}) was asked"
+    if request.topk > MOST_TOP:
+        return f"it keeps up to {MOST_TOP} keys a row, and topk({request.topk}) was asked"
     return _too_many_flags(problem)
 
 
 def _too_many_flags(problem: Problem) -> str | None:
-    from ...mask import Dense, Mask, Predicate
+    from ...core.masks import Dense, Mask, Predicate
 
     def any_of(mask: Any, kind: type) -> bool:
         parts = [part for part in vars(mask).values() if isinstance(part, Mask)] if mask is not None else []
@@ -93,87 +93,89 @@ class Triton:
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Σ_e a b of every row in float32: (b, h, i, e) twice to (b, h, i)."""
-        from . import flow
+        from . import backward_pass
 
-        return flow.row_dot(a, b)
+        return backward_pass.row_dot(a, b)
 
-    def compute(self, problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-        _check(problem, question)
+    def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
+        _check(problem, request)
         if 0 in (*problem.shape, problem.q.shape[-1]):
-            return blockwise.ENGINE.compute(problem, question, names, known)
-        return _compute(problem, question, names, known)
+            return blockwise.ENGINE.compute(problem, request, names, cached)
+        return _compute(problem, request, names, cached)
 
     def backward(
-        self, problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]
-    ) -> Gradients:
-        _check(problem, question)
+        self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
+    ) -> InputGrads:
+        _check(problem, request)
         wide = gradient.dy is not None and gradient.dy.shape[-1] > LARGEST
-        if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.pair, TanhSum) or wide:
-            return blockwise.ENGINE.backward(problem, question, norm, _widened(gradient, problem.wide), needs)
-        return _backward(problem, question, norm, gradient, needs)
+        if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.similarity_kernel, TanhSum) or wide:
+            return blockwise.ENGINE.backward(problem, request, norm, _widened(gradient, problem.compute_dtype), needs)
+        return _backward(problem, request, norm, gradient, needs)
 
 
 ENGINE = Triton()
 
 
-def _widened(gradient: Gradient, wide: torch.dtype) -> Gradient:
+def _widened(gradient: ScoreGrad, wide: torch.dtype) -> ScoreGrad:
     """As engines in plain PyTorch take it."""
     dy = None if gradient.dy is None else gradient.dy.to(wide)
     return dataclasses.replace(gradient, left=gradient.left.to(wide), right=gradient.right.to(wide), dy=dy)
 
 
-def _check(problem: Problem, question: Question) -> None:
-    if (reason := why_not(problem, question)) is not None:
+def _check(problem: Problem, request: Request) -> None:
+    if (reason := unsupported_reason(problem, request)) is not None:
         raise CannotServe(f'engine="triton" cannot serve this: {reason}. engine="blockwise" can.')
 
 
-def _compute(problem: Problem, question: Question, names: tuple[str, ...], known: Answers) -> Answers:
-    from . import largest
+def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
+    from . import topk_pass
 
-    answers = dict(known)
+    results = dict(cached)
     first = tuple(n for n in names if n in ONE_PASS and not n.startswith("top"))
     second = tuple(n for n in names if n in SECOND_PASS)
-    if second and "norm" not in known and "norm" not in first:
+    if second and "norm" not in cached and "norm" not in first:
         first = (*first, "norm")
-    top = question.top if any(n.startswith("top") for n in names) else 0
-    best = top > 0 and largest.by_ballot(problem, top)
+    top = request.topk if any(n.startswith("top") for n in names) else 0
+    best = top > 0 and topk_pass.by_ballot(problem, top)
     if first or best:
-        answers |= _first_pass(problem, question, first, best)
+        results |= _first_pass(problem, request, first, best)
     if top:
-        answers |= largest.top(problem, top, answers.pop("bests", None), answers.get("norm"))
+        results |= topk_pass.top(problem, top, results.pop("bests", None), results.get("norm"))
     if second:
-        answers |= _second_pass(problem, question, second, answers["norm"])
-    return answers
+        results |= _second_pass(problem, request, second, results["norm"])
+    return results
 
 
-def _first_pass(problem: Problem, question: Question, names: tuple[str, ...], best: bool = False) -> Answers:
-    from . import launch
+def _first_pass(problem: Problem, request: Request, names: tuple[str, ...], best: bool = False) -> Results:
+    from . import forward_pass
 
-    keys = None if question.keys is None else question.keys.float().view(1, 1, 1, -1)
-    v = question.v if "y" in names else None
+    keys = None if request.keys is None else request.keys.float().view(1, 1, 1, -1)
+    v = request.v if "y" in names else None
     if v is None:
-        return launch.forward(problem, names, None, keys, best)
+        return forward_pass.forward(problem, names, None, keys, best)
     if v.shape[-1] == 1 and "mass" not in names:
         # One number a key: added up in float32 on the way, no product.
         renamed = tuple("mass" if n == "y" else n for n in names)
-        found = launch.forward(problem, renamed, None, _one_a_key(v, problem.shape), best)
+        found = forward_pass.forward(problem, renamed, None, _one_a_key(v, problem.shape), best)
         found["y"] = found.pop("mass").unsqueeze(-1)
         return found
     parts = [
-        launch.forward(problem, *((names, part, keys, best) if n == 0 else (("y",), part, None)))
+        forward_pass.forward(problem, *((names, part, keys, best) if n == 0 else (("y",), part, None)))
         for n, part in enumerate(v.split(LARGEST, -1))
     ]
     return {**parts[0], "y": torch.cat([part["y"] for part in parts], -1) if len(parts) > 1 else parts[0]["y"]}
 
 
-def _second_pass(problem: Problem, question: Question, names: tuple[str, ...], norm: Tensor) -> Answers:
-    from . import launch
+def _second_pass(problem: Problem, request: Request, names: tuple[str, ...], norm: Tensor) -> Results:
+    from . import forward_pass
 
-    if "z" not in names or question.u is None:
-        return launch.reread(problem, names, norm, None, question.tiling)
+    if "z" not in names or request.u is None:
+        return forward_pass.column_pass(problem, names, norm, None, request.tiling)
     parts = [
-        launch.reread(problem, *((names, norm, part, question.tiling) if n == 0 else (("z",), norm, part, None)))
-        for n, part in enumerate(question.u.split(LARGEST, -1))
+        forward_pass.column_pass(
+            problem, *((names, norm, part, request.tiling) if n == 0 else (("z",), norm, part, None))
+        )
+        for n, part in enumerate(request.u.split(LARGEST, -1))
     ]
     return {**parts[0], "z": torch.cat([part["z"] for part in parts], -1) if len(parts) > 1 else parts[0]["z"]}
 
@@ -185,20 +187,20 @@ def _one_a_key(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return v.mT
 
 
-def _backward(problem: Problem, question: Question, norm: Tensor, gradient: Gradient, needs: list[bool]) -> Gradients:
-    from . import flow
+def _backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]) -> InputGrads:
+    from . import backward_pass
 
-    dq, dk, dv = flow.backward(problem, question.v, norm, gradient)
+    dq, dk, dv = backward_pass.backward(problem, request.v, norm, gradient)
     # In the order of `flatten`: q, k, one tensor a step that has one, the sink; masks have no gradients.
     grads: list[Tensor | None] = [dq if needs[0] else None, dk if needs[1] else None]
-    for n, step in enumerate(problem.steps):
+    for n, step in enumerate(problem.modifiers):
         if isinstance(step, Bias | Alibi):
             wanted = needs[len(grads)]
-            grads.append(flow.step_gradient(problem, n, question.v, norm, gradient) if wanted else None)
+            grads.append(backward_pass.step_gradient(problem, n, request.v, norm, gradient) if wanted else None)
     if problem.sink is not None:
         grads.append(gradient.of_sink(problem.sink, norm) if needs[len(grads)] else None)
     grads += [None] * (len(needs) - len(grads))
     du = None
     if gradient.dz is not None:
-        du = _compute(problem, Question(("y",), v=gradient.dz), ("y",), {})["y"]
-    return Gradients(grads, dv, du)
+        du = _compute(problem, Request(("y",), v=gradient.dz), ("y",), {})["y"]
+    return InputGrads(grads, dv, du)

@@ -1,0 +1,1 @@
+"""What an attention matrix is: scores, masks, statistics, the lazy matrix and its autograd. No engine lives here."""

@@ -1,0 +1,175 @@
+"""What users write in brackets, turned into positions.
+
+`W[3, "it", 2:5]` names a head, a word and a range of keys. Here numbers are counted from either end and checked,
+words are looked up among the tokens, and each axis ends up as an int, a range or a list of ints.
+Imports nothing of regard.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["At", "Pick", "Tokens", "as_index", "parse", "positions_of", "runs", "word_at"]
+
+#: One axis: an int drops it, a range keeps it.
+Pick = int | range | list[int]
+
+
+@dataclass(frozen=True)
+class At:
+    """The nth occurrence of a word, counted from 1."""
+
+    word: str
+    nth: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The words of one axis."""
+
+    words: tuple[str, ...]
+
+    def positions(self, word: str) -> list[int]:
+        return [n for n, w in enumerate(self.words) if w == word]
+
+    def find(self, word: str | At) -> int:
+        name, nth = (word.word, word.nth) if isinstance(word, At) else (word, None)
+        places = self.positions(name)
+        if not places:
+            raise KeyError(f"no token {name!r} here; the tokens are {self._listed()}.")
+        if nth is None:
+            if len(places) > 1:
+                raise KeyError(
+                    f"{name!r} occurs {len(places)} times, at positions {', '.join(map(str, places))}. "
+                    f"Say which one: W.at({name!r}, 1) is the first."
+                )
+            return places[0]
+        if nth > len(places):
+            raise KeyError(f"{name!r} occurs {len(places)} times; occurrence {nth} was asked for.")
+        return places[nth - 1]
+
+    def _listed(self) -> str:
+        shown = " ".join(map(repr, self.words[:20]))
+        return shown if len(self.words) <= 20 else f"{shown} … ({len(self.words)} in all)"
+
+
+def word_at(word: Any, nth: Any) -> At:
+    if not isinstance(word, str):
+        raise TypeError(f"at(word, nth): the word must be a string; {type(word).__name__} came.")
+    if not isinstance(nth, int) or isinstance(nth, bool) or nth < 1:
+        raise ValueError(f"at(word, nth): occurrences are counted from 1; {nth!r} came.")
+    return At(word, nth)
+
+
+def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | None]) -> list[Pick]:
+    """One pick for every axis of `shape`, whose last two are rows and columns with these tokens."""
+    items = list(key) if isinstance(key, tuple) else [key]
+    items = _place_words(items, len(shape))
+    if sum(item is Ellipsis for item in items) > 1:
+        raise IndexError("an index may have one ellipsis (...) only.")
+    if not any(item is Ellipsis for item in items):
+        items.append(Ellipsis)
+    given = len(items) - 1
+    if given > len(shape):
+        raise IndexError(f"{given} indices for the {len(shape)} axes {tuple(shape)}.")
+    where = next(n for n, item in enumerate(items) if item is Ellipsis)
+    items[where : where + 1] = [slice(None)] * (len(shape) - given)
+    names: list[Tokens | None] = [*[None] * (len(shape) - 2), *tokens]
+    picks = [
+        _pick(item, axis, n, names[axis], axis - len(shape))
+        for axis, (item, n) in enumerate(zip(items, shape, strict=True))
+    ]
+    if sum(isinstance(pick, list) for pick in picks) > 1:
+        raise IndexError("a list of positions may stand on one axis; ask for the rest in a second step.")
+    return picks
+
+
+def _place_words(items: list[Any], axes: int) -> list[Any]:
+    """Words address the last two axes: one word is a row, two are a row and a column."""
+    words = [n for n, item in enumerate(items) if isinstance(item, str | At)]
+    # Where every axis is given, or an ellipsis says where the others are, each word has its place already.
+    if not words or len(items) >= axes or any(item is Ellipsis for item in items):
+        return items
+    outer, tail = items[: words[0]], items[words[0] :]
+    return [*outer, Ellipsis, *tail, *([slice(None)] if len(tail) == 1 else [])]
+
+
+def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> Pick:
+    if isinstance(item, str | At):
+        if from_end < -2:
+            raise IndexError(f"words name rows and columns, the last two axes; {item!r} stands at axis {axis}.")
+        if tokens is None:
+            raise KeyError(f"{item!r}: these weights have no tokens. Give them first: W.label(tokens)[...].")
+        return tokens.find(item)
+    if isinstance(item, slice):
+        if item.step is not None and operator.index(item.step) < 0:
+            raise IndexError("slices run forward here; a negative step was given.")
+        return range(*item.indices(size))
+    if isinstance(item, Tensor):
+        if item.is_floating_point() or str(item.dtype) == "torch.bool":
+            raise IndexError(
+                f"indices must be whole numbers; a tensor of {item.dtype} came. Use mask.nonzero().flatten()."
+            )
+        item = item.tolist()
+    if isinstance(item, list | range):
+        return [_one(n, axis, size, tokens, from_end) for n in item]
+    return _number(item, axis, size)
+
+
+def _one(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> int:
+    """One position out of a list."""
+    if not isinstance(item, str | At):
+        return _number(item, axis, size)
+    position = _pick(item, axis, size, tokens, from_end)
+    assert isinstance(position, int), "a word is one position"
+    return position
+
+
+def _number(item: Any, axis: int, size: int) -> int:
+    try:
+        n = operator.index(item)
+    except TypeError:
+        n = None
+    if n is None or isinstance(item, bool):  # a bool counts as an int: flags would be read as positions 0 and 1
+        raise IndexError(
+            f"axis {axis}: an index is an int, a slice, a word or a list of ints; {type(item).__name__} came."
+        )
+    if not -size <= n < size:
+        raise IndexError(f"index {n} is out of range for axis {axis}, which has {size} positions.")
+    return n % size if size else n
+
+
+def positions_of(pick: Pick) -> list[int] | range:
+    """The positions that a pick takes."""
+    return range(pick, pick + 1) if isinstance(pick, int) else pick
+
+
+def runs(positions: list[int] | range) -> Iterator[range]:
+    """Positions as runs of neighbours."""
+    if isinstance(positions, range) and positions.step == 1:
+        if positions:
+            yield positions
+        return
+    start = end = None
+    for n in positions:
+        if end is not None and n == end:
+            end += 1
+            continue
+        if start is not None and end is not None:
+            yield range(start, end)
+        start, end = n, n + 1
+    if start is not None and end is not None:
+        yield range(start, end)
+
+
+def as_index(positions: list[int] | range, device: torch.device | None = None) -> Any:
+    """As an index: a slice with both ends for neighbours, else a tensor of positions."""
+    if isinstance(positions, range) and positions.step == 1:
+        return slice(positions.start, max(positions.start, positions.stop))
+    return torch.tensor(list(positions), dtype=torch.int64, device=device)

@@ -1,0 +1,160 @@
+"""What can be asked of the weights, and what each answer means on a matrix that is written out.
+
+Some results are had in one pass over the keys, carried along in a state; others need the finished rows and
+take a second pass. The formulas on dense weights at the end of this file define every statistic: the
+reference engine and `Weights.from_dense` are made of them. Imports only `block` and `factors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from .problem import repeat_kv
+from .pytree import register_node
+
+__all__ = ["ONE_PASS", "SECOND_PASS", "Request", "Results", "Tiling", "lse_of", "of_dense", "required"]
+
+#: Carried in the state while the keys go by. `norm` is what a row was normalised by: its maximum m and its sum l, from
+#: which weights are made again as exp(s − m) / l. Their one number lse = m + log l would not do: where all scores of a
+#: row are huge (a bias of −1e9), log l is lost in it.
+ONE_PASS = (
+    "y",
+    "lse",
+    "norm",
+    "max_score",
+    "argmax",
+    "entropy",
+    "mean_distance",
+    "mass",
+    "topk_scores",
+    "topk_indices",
+)
+#: Column by column, from the finished rows.
+SECOND_PASS = ("received", "pool", "z")
+#: What an engine may tell unasked, where it has it at hand; outside of graphs, since it is not differentiated.
+OPTIONAL_OUTPUTS = ("topk_weights",)
+#: Indices have no gradient.
+NOT_DIFFERENTIATED = ("argmax", "topk_indices")
+#: Scores at places that were found: their gradient is that of the score at the place.
+GATHERED = (("max_score", "argmax"), ("topk_scores", "topk_indices"))
+
+Results = dict[str, Tensor]
+
+T = TypeVar("T")
+
+
+@register_node
+class Tiling:
+    """How a part of the matrix is pooled: `rows` × `cols` tiles over i0 ≤ i < i1 and j0 ≤ j < j1.
+
+    Tile r of n positions sees_all_keys ⌊r·n/rows⌋ up to, not including, ⌊(r+1)·n/rows⌋.
+    """
+
+    rows: int
+    cols: int
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+
+    def row_of(self, i: Tensor) -> Tensor:
+        return _tile_of(i - self.i0, self.rows, self.i1 - self.i0)
+
+    def col_of(self, j: Tensor) -> Tensor:
+        return _tile_of(j - self.j0, self.cols, self.j1 - self.j0)
+
+
+def _tile_of(position: Tensor, tiles: int, n: int) -> Tensor:
+    return ((position + 1) * tiles - 1) // max(n, 1)
+
+
+@register_node
+class Request:
+    """Which results are wanted, and the tensors they need."""
+
+    names: tuple[str, ...]
+    topk: int = 0
+    tiling: Tiling | None = None
+    v: Tensor | None = None  # b g|h j e : y = W v
+    u: Tensor | None = None  # b h i e : z = Wᵀ u
+    keys: Tensor | None = None  # j : 1 for the keys whose mass is asked, else 0
+
+    def wants(self, *names: str) -> bool:
+        return any(name in self.names for name in names)
+
+    @property
+    def second_pass(self) -> bool:
+        return self.wants(*SECOND_PASS)
+
+
+def required(part: T | None) -> T:
+    """A part of a request that comes with what is asked."""
+    assert part is not None, "the request names an answer and leaves out what it needs"
+    return part
+
+
+def of_dense(w: Tensor, s: Tensor, request: Request, offset: int, sink: Tensor | None = None) -> Results:
+    """Every statistic by its definition, from weights w and scores s, both (b, h, i, j).
+
+    `sink` (b, h, i) is the share of each row that a sink took: one more outcome for the entropy.
+    """
+    formulas: dict[str, Callable[[], Tensor]] = {
+        "y": lambda: w @ repeat_kv(required(request.v), w.shape[1]).to(w.dtype),
+        "z": lambda: w.mT @ required(request.u).to(w.dtype),
+        "entropy": lambda: entropy(w) if sink is None else entropy(w) + entropy(sink.unsqueeze(-1)),
+        "mean_distance": lambda: (w * distance(w.shape[-2], w.shape[-1], offset, w)).sum(-1),
+        "mass": lambda: w @ required(request.keys).to(w.dtype),
+        "received": lambda: w.sum(-2),
+        "pool": lambda: pooled(w, required(request.tiling)),
+        "max_score": lambda: stable_topk(s, 1)[0].squeeze(-1),
+        "argmax": lambda: stable_topk(s, 1)[1].squeeze(-1),
+        "topk_scores": lambda: stable_topk(s, request.topk)[0],
+        "topk_indices": lambda: stable_topk(s, request.topk)[1],
+    }
+    return {name: formulas[name]() for name in request.names if name in formulas}
+
+
+def entropy(w: Tensor) -> Tensor:
+    """−Σ w log w in nats, where 0 log 0 is 0."""
+    # entr(0) is 0, but its slope there is inf and inf · 0 is nan: a weight of 0 stays out of the graph.
+    return torch.special.entr(torch.where(w == 0, 1, w)).sum(-1)
+
+
+def distance(rows: int, keys: int, offset: int, like: Tensor) -> Tensor:
+    """|i − j| in positions, (i, j)."""
+    i = torch.arange(rows, device=like.device)[:, None] + offset
+    return (i - torch.arange(keys, device=like.device)).abs().to(like.dtype)
+
+
+def pooled(w: Tensor, tiling: Tiling) -> Tensor:
+    """The sum of the weights in each tile: (b, h, rows, cols)."""
+    part = w[..., tiling.i0 : tiling.i1, tiling.j0 : tiling.j1]
+    row = tiling.row_of(torch.arange(tiling.i0, tiling.i1, device=w.device))
+    col = tiling.col_of(torch.arange(tiling.j0, tiling.j1, device=w.device))
+    by_row = w.new_zeros(*w.shape[:2], tiling.rows, part.shape[-1]).index_add(2, row, part)
+    return w.new_zeros(*w.shape[:2], tiling.rows, tiling.cols).index_add(3, col, by_row)
+
+
+def lse_of(norm: Tensor) -> Tensor:
+    """m + log l, (b, h, i); −inf for a row that sees nothing."""
+    m, l = norm.double().unbind(-1)
+    empty = l == 0
+    lse = torch.where(empty, -torch.inf, torch.where(empty, 0, m) + torch.where(empty, 1, l).log())
+    return lse.to(norm.dtype)
+
+
+def stable_topk(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest along the last axis, ties to the lower index; −inf and index −1 where there are fewer.
+
+    A value of −inf is no entry: nobody may see it.
+    """
+    value, index = x.sort(dim=-1, descending=True, stable=True)
+    value, index = value[..., :n], index[..., :n]
+    missing = n - value.shape[-1]
+    value = torch.nn.functional.pad(value, (0, missing), value=-torch.inf)
+    index = torch.nn.functional.pad(index, (0, missing), value=-1)
+    return value, index.masked_fill(value == -torch.inf, -1)

@@ -1,0 +1,47 @@
+"""Ambient PyTorch state: tracing, functorch transforms, autocast, replay recording and CUDA-graph capture."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["host_sync_forbidden", "in_functorch", "is_tracing", "replay_state", "without_autocast"]
+
+_mode, _KINDS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+
+
+class _ReplayState(threading.local):
+    #: The recorder of `engines.replay` that is active in this thread.
+    recorder: Any = None
+
+
+replay_state = _ReplayState()
+
+
+def is_tracing() -> bool:
+    """True while torch.compile, torch.export or make_fx trace the code: results become part of a graph."""
+    return torch.compiler.is_compiling() or _mode(_KINDS.PROXY) is not None or _mode(_KINDS.FAKE) is not None
+
+
+def in_functorch() -> bool:
+    """True inside torch.func transforms (vmap, grad, ...), whose tensors have no address."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def host_sync_forbidden(device: torch.device) -> bool:
+    """True during CUDA-graph capture and replay recording: no cached tensors, no host–device sync."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return replay_state.recorder is not None or capturing
+
+
+def without_autocast(x: Tensor, compute: Callable[[], Any]) -> Any:
+    """`compute()` with autocast off on x's device: the tensors of a request say in which type it is computed."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return compute()
+    with torch.autocast(kind, enabled=False):
+        return compute()

@@ -1,0 +1,356 @@
+"""The compiled tile step of `blockwise` on the CPU: which problems it serves, and how its kernels are called.
+
+The kernels (in `cpu`, compiled by numba when first needed and kept on disk) run on PyTorch's own team of threads
+with PyTorch's own matrix product, both reached through symbols of its library: no second pool of threads fights
+for the cores, and a product inside the team stays on one of them. Where numba or those symbols are missing,
+`load` returns None and only speed is lost. Imports `factors`, `statistics`, and `cpu` lazily.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.masks import And, Dense, Mask
+from ...core.problem import Problem, repeat_kv
+from ...core.pytree import flatten, unflatten
+from ...core.scores import Alibi, Bias, Product, Softcap
+from ...core.stats import Request, Results, lse_of
+from ...core.torch_state import in_functorch
+from ..score_grad import InputGrads, ScoreGrad
+
+__all__ = ["backward", "column_pass", "forward", "serves", "serves_backward"]
+
+#: Switch for tests and comparisons: plain PyTorch tiles even where compiled ones could serve.
+enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What is borrowed from PyTorch's library, and the kernels."""
+
+    kernels: Any
+    gemm: int
+    parallel: Callable[..., Any]
+    alone: Callable[[int], int] | None
+
+
+@functools.cache
+def load() -> Runtime | None:
+    """The kernels and what they need; None where it is not to be had."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            library = ctypes.CDLL(str(folder / name))
+            gemm = ctypes.cast(library.sgemm_, ctypes.c_void_p).value
+            parallel = library.GOMP_parallel
+        except (OSError, AttributeError):  # another system, or a build with other symbols
+            continue
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        from . import kernels
+
+        assert gemm is not None
+        return Runtime(kernels, gemm, parallel, getattr(library, "MKL_Set_Num_Threads_Local", None))
+    return None
+
+
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+# A forked child has the parent's team on record but none of its threads: it must work alone.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def serves(problem: Problem) -> bool:
+    """Whether these scores and this mask are among those the kernels know."""
+    return (
+        enabled
+        and not in_functorch()
+        and problem.q.device.type == "cpu"
+        and problem.q.dtype != torch.float64
+        and isinstance(problem.similarity_kernel, Product)
+        and all(isinstance(step, Bias | Alibi | Softcap) for step in problem.modifiers)
+        and _laid_cells(problem.mask) is not None
+        and load() is not None
+    )
+
+
+def serves_backward(problem: Problem, needs: list[bool]) -> bool:
+    """The same for gradients, where a bias must be a number per row or per key, and come before a soft cap."""
+    _, tensors = flatten(problem)
+    needed = {id(t) for t, need in zip(tensors, needs, strict=True) if need}
+    caps = 0
+    for step in problem.modifiers:
+        caps += isinstance(step, Softcap)
+        if isinstance(step, Alibi) and id(step.slopes) in needed:
+            return False
+        if isinstance(step, Bias) and id(step.tensor) in needed and (caps or 1 not in step.tensor.shape[2:]):
+            return False
+    return caps <= 1 and serves(problem)
+
+
+def _laid_cells(mask: Mask | None) -> list[Tensor] | None:
+    """The bool tensors of a mask that is structured but for tensors laid over it; None for any other mask."""
+    if mask is None:
+        return []
+    if isinstance(mask, Dense):
+        return [mask.cells]
+    if type(mask) is And:
+        left, right = _laid_cells(mask.left), _laid_cells(mask.right)
+        return None if left is None or right is None else left + right
+    return [] if mask.structured else None
+
+
+#: Multiplications below which waking a second thread costs more than it saves.
+SMALL = 2_000_000
+
+
+class KernelCall:
+    """One call of a kernel: the record it reads, and the tensors that must stay alive until it ends."""
+
+    def __init__(self, problem: Problem, tall: int, wide: int) -> None:
+        tools = load()
+        assert tools is not None
+        self.tools = tools
+        self.told: dict[str, Any] = {}
+        self.alive: list[Any] = []
+        b, h, i, j = problem.shape
+        self.work = b * h * i * j * problem.q.shape[3]
+        self.q, self.k = self.rows("q", problem.q, "bhi"), self.rows("k", problem.k, "bhj")
+        self.set(gemm=tools.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
+        self.set(offset=problem.offset, tall=tall, wide=wide, scale=problem.similarity_kernel.scale)  # type: ignore[union-attr]
+        spans = problem.intervals
+        lo, hi = spans.lo.long().contiguous(), spans.hi.long().contiguous()
+        self.set(lo=self.keep(lo), hi=self.keep(hi), spans=lo.shape[1], spans_b=lo.shape[1] * i if len(lo) > 1 else 0)
+        self._steps(problem)
+
+    def set(self, **fields: Any) -> None:
+        self.told.update(fields)
+
+    def keep(self, tensor: Tensor) -> int:
+        """The address of a tensor that stays alive with this task."""
+        self.alive.append(tensor)
+        return tensor.data_ptr()
+
+    def rows(self, name: str, tensor: Tensor, axes: str) -> Tensor:
+        """Pass a tensor as rows that BLAS can read: float32, a row's numbers side by side, rows apart."""
+        tensor = tensor.float()
+        if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
+            tensor = tensor.contiguous()
+        strides = {
+            f"{name}_{axis}": 0 if n == 1 else s
+            for axis, n, s in zip(axes, tensor.shape, tensor.stride(), strict=False)
+        }
+        strides[f"{name}_{axes[2]}"] = max(tensor.stride(2), tensor.shape[3], 1)
+        self.set(**{name: self.keep(tensor)}, **strides)
+        return tensor
+
+    def out(self, name: str, tensor: Tensor) -> Tensor:
+        self.set(**{name: self.keep(tensor)})
+        return tensor
+
+    def _steps(self, problem: Problem) -> None:
+        kernels = self.tools.kernels
+        made = []
+        for step in problem.modifiers:
+            if isinstance(step, Softcap):
+                made.append((kernels.SOFTCAP, 0, 0, 0, 0, 0, step.cap, 0))
+                continue
+            tensor = flatten(step)[1][0].float()
+            kind = (
+                kernels.ALIBI
+                if isinstance(step, Alibi)
+                else kernels.ADDED_VECTOR
+                if tensor.shape[3] > 1
+                else kernels.ADDED
+            )
+            made.append((kind, self.keep(tensor), *_strides(tensor), 0, 0))
+        for cells in _laid_cells(problem.mask) or []:
+            made.append((kernels.HIDDEN, self.keep(cells), *_strides(cells), 0, 0))
+        table = kernels.new_steps(made)
+        self.alive.append(table)
+        self.set(steps=table.ctypes.data, step_count=len(made))
+
+    def run(self, kernel: str, items: int, scratch: int) -> None:
+        """Let the team work through the items; `scratch` is the bytes each thread needs for itself."""
+        threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
+        scratch = (scratch + 127) // 64 * 64
+        counters = torch.zeros(8, dtype=torch.int64)
+        self.set(counter=self.keep(counters), scratch_size=scratch)
+        self.set(scratch=self.keep(torch.empty(threads * scratch, dtype=torch.uint8)))
+        compiled = self.tools.kernels.kernel(kernel)
+        record = self.tools.kernels.task_record(self.told)
+        data = record.ctypes.data
+        if threads > 1:
+            self.tools.parallel(compiled.address, data, threads, 0)
+            return
+        before = self.tools.alone(1) if self.tools.alone else 0
+        compiled.ctypes(ctypes.c_void_p(data))
+        if self.tools.alone:
+            self.tools.alone(before)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Over (b, h, i, j) in elements; 0 along an axis that broadcasts."""
+    return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _tile_size(problem: Problem) -> tuple[int, int]:
+    """Rows and keys of a tile: 128 × 512, but fewer rows for middling lengths, where a causal edge would waste more."""
+    rows, keys = problem.shape[2:]
+    tall = 64 if 128 < rows < 1024 else 128
+    return max(1, min(rows, tall)), max(1, min(keys, 512))
+
+
+def forward(problem: Problem, request: Request) -> Results:
+    """One pass over the keys: what rows can tell."""
+    b, h, i, _ = problem.shape
+    tall, wide = _tile_size(problem)
+    task = KernelCall(problem, tall, wide)
+    found = {"norm": task.out("norm", torch.empty(b, h, i, 2))}
+    if request.wants("y"):
+        assert request.v is not None
+        v = task.rows("v", request.v, "bhj")
+        task.set(V=v.shape[1], E=v.shape[3])
+        found["y"] = task.out("y", torch.empty(b, h, i, v.shape[3]))
+    if request.wants("entropy"):
+        found["entropy"] = task.out("t", torch.empty(b, h, i))
+    if request.wants("max_score"):
+        found["max_score"] = task.out("m", torch.empty(b, h, i))
+    if request.wants("mean_distance"):
+        found["mean_distance"] = task.out("mean_distance", torch.zeros(b, h, i))
+    if request.wants("mass"):
+        assert request.keys is not None
+        task.out("keys", request.keys.float().contiguous())
+        found["mass"] = task.out("mass", torch.zeros(b, h, i))
+    if request.wants("argmax"):
+        found["argmax"] = task.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64))
+    if request.wants("topk_scores", "topk_indices"):
+        found["topk_scores"] = task.out("topk_scores", torch.full((b, h, i, request.topk), -torch.inf))
+        found["topk_indices"] = task.out("topk_indices", torch.full((b, h, i, request.topk), -1, dtype=torch.int64))
+        task.set(top=request.topk)
+    if problem.sink is not None:
+        sink = problem.sink.float()
+        task.out("sink", sink)
+        task.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
+    items = b * h * -(-i // tall)
+    task.run("forward", items, 4 * (tall * (wide + 3) + request.topk + 64))
+    if request.wants("lse"):
+        found["lse"] = lse_of(found["norm"])
+    return {name: found[name] for name in request.names}
+
+
+def _chunks(problem: Problem, heads: int, tall: int) -> int:
+    """Into how many parts rows are cut so that every thread has work; each part has column sums of its own."""
+    threads = torch.get_num_threads()
+    blocks = -(-problem.shape[2] // tall)
+    return 1 if heads >= threads else max(1, min(blocks, -(-threads // max(heads, 1))))
+
+
+def _summed(parts: Tensor) -> Tensor:
+    """The sum over chunks; of one chunk, itself."""
+    return parts[0] if len(parts) == 1 else parts.sum(0)
+
+
+def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
+    """A second pass over the weights of finished rows: what columns can tell."""
+    b, h, _, j = problem.shape
+    tall, wide = _tile_size(problem)
+    task = KernelCall(problem, tall, wide)
+    chunks = _chunks(problem, b * h, tall)
+    task.out("norm", norm.contiguous())
+    task.set(chunks=chunks)
+    found = {}
+    if request.wants("received"):
+        found["received"] = task.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64))
+    if request.wants("pool"):
+        tiling = request.tiling
+        assert tiling is not None
+        found["pool"] = task.out("pool", torch.zeros(chunks, b, h, tiling.rows, tiling.cols, dtype=torch.float64))
+        task.set(tile_rows=tiling.rows, tile_cols=tiling.cols, i0=tiling.i0, i1=tiling.i1, j0=tiling.j0, j1=tiling.j1)
+    if request.wants("z"):
+        assert request.u is not None
+        u = task.rows("u", request.u, "bhi")
+        task.set(U=u.shape[3])
+        found["z"] = task.out("z", torch.zeros(chunks, b, h, j, u.shape[3]))
+    task.run("column_pass", b * h * chunks, 4 * wide * (tall + 1))
+    return {name: _summed(x).float() for name, x in found.items()}
+
+
+def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad) -> InputGrads:
+    """Gradients of the problem's tensors in their order, and of v."""
+    b, h, i, j = problem.shape
+    d, heads = problem.q.shape[3], problem.k.shape[1]
+    dy = gradient.dy
+    v = request.v if dy is not None else None
+    if v is not None and v.shape[1] != heads:  # keys and values are grouped differently: give each query head its own
+        wider = unflatten(*_with_keys(problem, repeat_kv(problem.k, h)))
+        (dq, dk, *rest), dv, _ = backward(wider, _with_values(request, repeat_kv(v, h)), norm, gradient)
+        return InputGrads([dq, _sum_groups(dk, heads), *rest], _sum_groups(dv, v.shape[1]), None)
+    tall, wide = _tile_size(problem)
+    task = KernelCall(problem, tall, wide)
+    chunks = _chunks(problem, b * heads, tall)
+    task.set(chunks=chunks)
+    task.out("norm", norm.contiguous())
+    task.out("c", gradient.delta.float().contiguous())
+    left = task.rows("left", gradient.left.expand(b, h, -1, -1), "bhi")
+    right = task.rows("right", gradient.right, "bhj")
+    task.set(X=left.shape[3], right_group=h // right.shape[1])
+    if gradient.d_entropy is not None:
+        task.out("eta", gradient.d_entropy.float().contiguous())
+    if gradient.d_distance is not None:
+        task.out("rho", gradient.d_distance.float().contiguous())
+    dq = task.out("dq", torch.zeros(b, h, i, d))
+    dk = task.out("dk", torch.zeros(chunks, b, heads, j, d))
+    dv = None
+    if v is not None and dy is not None:
+        task.rows("dy", dy, "bhi")
+        task.set(E=v.shape[3])
+        dv = task.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3]))
+    biases = [step.tensor for step in problem.modifiers if isinstance(step, Bias)]
+    if biases:
+        drow = task.out("drow", torch.zeros(b, h, i))
+        dkey = task.out("dkey", torch.zeros(chunks, b, h, j))
+    task.run("backward", b * heads * chunks, 4 * wide * (2 * tall + 2))
+    found: list[Tensor | None] = [dq, _summed(dk)]
+    for tensor in flatten(problem)[1][2:]:
+        if tensor is problem.sink:
+            found.append(gradient.of_sink(tensor, norm))
+        elif any(tensor is bias for bias in biases) and 1 in tensor.shape[2:]:
+            sums = drow[..., None] if tensor.shape[3] == 1 else _summed(dkey)[:, :, None, :]
+            found.append(sums.sum_to_size(tensor.shape))
+        else:
+            found.append(None)
+    return InputGrads(found, None if dv is None else _summed(dv), None)
+
+
+def _with_keys(problem: Problem, k: Tensor) -> tuple[Any, list[Tensor]]:
+    spec, tensors = flatten(problem)
+    return spec, [tensors[0], k, *tensors[2:]]
+
+
+def _with_values(request: Request, v: Tensor) -> Request:
+    return Request(request.names, request.topk, request.tiling, v, request.u, request.keys)
+
+
+def _sum_groups(x: Tensor | None, heads: int) -> Tensor | None:
+    """Sum the heads of a group: (b, h, j, e) to (b, g, j, e)."""
+    return x if x is None or x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)

@@ -1,0 +1,121 @@
+"""A second pass over the weights of finished rows: column sums, pooled map, Wᵀ u.
+
+Rows are cut into chunks; each chunk of a head has totals of its own, so that no two threads add to one number and
+the result does not depend on who was faster. Imports `rows`, `task` and `words`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from .intrinsics import doubles_at, draw, f32, floats_at, i64, longs_at, product_nt, product_tn, use_wide_vectors
+from .params import steps_at
+from .row_ops import modify, norm_of, visible_range, weights_added, zeroed
+
+
+def entry(stamp: int) -> Callable[[Any], None]:
+    """The kernel; the stamp of its sources is part of what its compiled form is filed under."""
+
+    def column_pass_kernel(pointer):
+        if stamp:
+            column_pass(carray(pointer, 1)[0])
+
+    return column_pass_kernel
+
+
+@njit
+def column_pass(T):
+    use_wide_vectors()
+    mine = T.scratch + draw(T.counter + 8) * T.scratch_size
+    zeroed(carray(floats_at(mine + 4 * T.tall * T.wide), T.wide), 0, T.wide)
+    per_chunk = ((T.I + T.tall - 1) // T.tall + T.chunks - 1) // T.chunks * T.tall
+    while True:
+        item = draw(T.counter)
+        if item >= T.B * T.H * T.chunks:
+            return
+        chunk, head = item // (T.B * T.H), item % (T.B * T.H)
+        for i0 in range(chunk * per_chunk, min(T.I, (chunk + 1) * per_chunk), T.tall):
+            block_of_rows(T, mine, item, head, i0, min(T.tall, T.I - i0))
+
+
+@njit
+def block_of_rows(T, mine, item, head, i0, rows):
+    """`mine` is this thread's room: a tile of scores, then sums of its columns."""
+    b, h = head // T.H, head % T.H
+    q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
+    k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h)
+    u = T.u + 4 * (b * T.u_b + h * T.u_h + i0 * T.u_i)
+    z_sum = T.z + 4 * item * T.J * T.U
+    for span in range(T.spans):
+        edge = 8 * (b * T.spans_b + span * T.I)
+        lo, hi = carray(longs_at(T.lo + edge), T.I), carray(longs_at(T.hi + edge), T.I)
+        first, end = visible_range(lo, hi, i0, rows)
+        for j0 in range(first, end, T.wide):
+            cols = min(T.wide, end - j0)
+            product_nt(T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), mine, T.wide)
+            add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi)
+            if T.U > 0:
+                at = z_sum + 4 * j0 * T.U
+                product_tn(T.gemm, cols, T.U, rows, f32(1), mine, T.wide, u, T.u_i, f32(1), at, T.U)
+
+
+@njit
+def add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi):
+    """Turn a tile of scores into weights and add up its columns, group by group of the pooled map's rows."""
+    columns = mine + 4 * T.tall * T.wide
+    group = pool_row(T, i0)
+    for r in range(rows):
+        i = i0 + r
+        if pool_row(T, i) != group:
+            flush(T, columns, cols, j0, group, item)
+            group = pool_row(T, i)
+        row = carray(floats_at(mine + 4 * r * T.wide), T.wide)
+        a, z = max(lo[i] - j0, 0), min(hi[i] - j0, cols)
+        if a >= z:
+            zeroed(row, 0, cols)
+            continue
+        n = z - a
+        s = carray(floats_at(mine + 4 * (r * T.wide + a)), n)
+        if T.step_count > 0:
+            steps = carray(steps_at(T.steps), T.step_count)
+            modify(s, row[:0], n, steps, T.step_count, head // T.H, head % T.H, i, i + T.offset, j0 + a)
+        m, share = norm_of(T, head * T.I + i)
+        weights_added(s, n, m, share, carray(floats_at(columns + 4 * a), n))
+        zeroed(row, 0, a)
+        zeroed(row, z, cols)
+    flush(T, columns, cols, j0, group, item)
+
+
+@njit
+def pool_row(T, i):
+    """The row of the pooled map that query i belongs to; −1 for none."""
+    if T.pool == 0 or i < T.i0 or i >= T.i1:
+        return i64(-1)
+    return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)
+
+
+@njit
+def flush(T, columns, cols, j0, row, item):
+    """Column sums of some rows go into the totals, in float64, and into a row of the pooled map; then start again."""
+    use_wide_vectors()
+    column = carray(floats_at(columns), cols)
+    if T.received != 0:
+        received = carray(doubles_at(T.received + 8 * (item * T.J + j0)), cols)
+        for j in range(cols):
+            received[j] += np.float64(column[j])
+    if row >= 0:
+        pool = carray(doubles_at(T.pool + 8 * (item * T.tile_rows + row) * T.tile_cols), T.tile_cols)
+        j, stop, n = max(j0, T.j0), min(j0 + cols, T.j1), T.j1 - T.j0
+        while j < stop:
+            tile = ((j - T.j0 + 1) * T.tile_cols - 1) // n
+            end = min(stop, T.j0 + (tile + 1) * n // T.tile_cols)
+            sum_here = np.float64(0)
+            for x in range(j - j0, end - j0):
+                sum_here += np.float64(column[x])
+            pool[tile] += sum_here
+            j = end
+    zeroed(column, 0, cols)

@@ -1,0 +1,1 @@
+"""Device code in Gluon: warp-specialised and software-pipelined kernels for Hopper GPUs."""

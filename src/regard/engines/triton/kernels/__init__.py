@@ -1,0 +1,1 @@
+"""Device code in Triton: kernels that serve every shape, score, mask and GPU."""

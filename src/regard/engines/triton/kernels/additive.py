@@ -1,0 +1,94 @@
+"""Additive attention: s = Σ_a v_a tanh(q_a + k_a), in linear memory.
+
+No product of tensor cores gives it: every cell takes `a` hyperbolic tangents, and the special-function units, which
+make 16 numbers a clock, are the limit. So the tangents are not taken one by one. With A = e^2q and B = e^2k, made once
+for every position,
+
+    tanh(q + k) = 1 − 2 / (1 + A B),      v/D + v′/D′ = (v D′ + v′ D) / (D D′),
+
+two cells' worth of tanh is one reciprocal and a few multiply-adds, in full float32 accuracy. That holds while A B and
+D D′ stay within float32: for |q|, |k| <= TAME. Beyond, the tangents are taken one by one (the kernel looks at a flag).
+Imports `tiles`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tile_ops import LOG2E, across, down
+
+#: Largest projected query or key for which the paired form cannot overflow: (e^4·10)² < 2^127.
+TAME = 10.0
+
+
+class TanhPair(NamedTuple):
+    """Projected queries and keys with positions last, (b, h, a, rows) and (b, g, a, keys), without gaps; and e^2x of two
+    components together in 64 bits, (b, h, a / 2, rows) and (b, g, a / 2, keys)."""
+
+    q: Any
+    k: Any
+    grown_q: Any
+    grown_k: Any
+    v: Any  # b|1 h|1 a
+    v_b: int
+    v_h: int
+    tame: Any  # one int: 1 where the paired form serves
+    a: int  # even
+    rows: int  # as many as there are, filled up to whole tiles: no load has to ask whether it is past the end
+    keys: int
+
+
+@triton.jit
+def reciprocal(x, PAIR: tl.constexpr):
+    """1/x to about one unit in the last place; PAIR "tanh-plain" without the hardware's own instruction."""
+    if PAIR == "tanh":
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return 1.0 / x
+
+
+@triton.jit
+def both(at):
+    """Two numbers of every position in one load: loads are what this waits for."""
+    two = tl.load(at)
+    return two.to(tl.int32).to(tl.float32, bitcast=True), (two >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tanh_sum(pair, i, j, b, h, hk, sizes, PAIR: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    """Σ_a v_a tanh(q_a + k_a) of a tile, (i, j) or (j, i)."""
+    v = pair.v + b.to(tl.int64) * pair.v_b + h.to(tl.int64) * pair.v_h
+    # Pointers of whole rows of components, not of every position: one addition a component.
+    head_q = (b * sizes.h + h).to(tl.int64) * pair.a * pair.rows
+    head_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * pair.a * pair.keys
+    s = tl.zeros((down(i, KEYS_FIRST) + across(j, KEYS_FIRST)).shape, tl.float32)
+    if tl.load(pair.tame) != 0:
+        total = 0.0
+        a_ptr, b_ptr = pair.grown_q + head_q // 2, pair.grown_k + head_k // 2
+        for n in tl.range(0, pair.a, 2):
+            v0, v1 = tl.load(v + n), tl.load(v + n + 1)
+            a0, a1 = both(a_ptr + i)
+            b0, b1 = both(b_ptr + j)
+            d0 = down(a0, KEYS_FIRST) * across(b0, KEYS_FIRST) + 1.0
+            d1 = down(a1, KEYS_FIRST) * across(b1, KEYS_FIRST) + 1.0
+            s += (v0 * d1 + v1 * d0) * reciprocal(d0 * d1, PAIR)
+            total += v0 + v1
+            a_ptr += pair.rows
+            b_ptr += pair.keys
+        s = total - 2.0 * s
+    else:
+        q_ptr, k_ptr = pair.q + head_q, pair.k + head_k
+        for n in tl.range(0, pair.a):
+            x = down(tl.load(q_ptr + i), KEYS_FIRST) + across(tl.load(k_ptr + j), KEYS_FIRST)
+            # e^2x may overflow to inf: then the fraction is 0, and tanh is 1.
+            s += tl.load(v + n) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, PAIR))
+            q_ptr += pair.rows
+            k_ptr += pair.keys
+    return s
+
+
+__all__ = ["TAME", "TanhPair", "tanh_sum"]

@@ -1,0 +1,163 @@
+"""Which tile sizes, warps and stages a kernel runs with: a small table by shape, measured on one H200.
+
+No autotuning: it would compile for minutes at the first call, and on a kernel that accumulates it leaves garbage.
+Imports `again`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..replay import record_launch
+
+__all__ = ["Config", "configured", "forced", "short"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and keys of a tile, warps, stages of the pipeline; by the copy engine; as the kernel in Gluon that does the same;
+    how many registers a thread may take, where fewer of them let more programs run side by side."""
+
+    block_i: int
+    block_j: int
+    warps: int
+    stages: int
+    tma: bool = True
+    gluon: bool = False
+    registers: int | None = None
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return {
+            "BLOCK_I": self.block_i, "BLOCK_J": self.block_j, "num_warps": self.warps, "num_stages": self.stages,
+            "maxnreg": self.registers,
+        }  # fmt: skip
+
+
+#: (kernel, largest of d and e up to) → configuration, for 16-bit types on Hopper.
+HOPPER: dict[tuple[str, int], Config] = {
+    ("forward", 64): Config(64, 128, 4, 2, registers=168),  # three programs at a time
+    ("forward", 128): Config(128, 64, 8, 2, registers=128),  # two
+    ("forward", 256): Config(128, 64, 8, 2),
+    # The same over few keys (`short`), and with more to remember of a row than those registers hold.
+    ("short", 64): Config(64, 64, 4, 3, registers=128),
+    ("laden", 64): Config(128, 64, 8, 3, registers=128),
+    # The forward pass where keys are values: one tile for both leaves room for more.
+    ("self", 64): Config(64, 128, 4, 3, registers=168),
+    ("self", 128): Config(128, 64, 8, 3, registers=128),
+    ("top", 64): Config(64, 64, 4, 3),
+    ("top", 128): Config(64, 64, 4, 3),
+    ("top", 256): Config(64, 64, 4, 2),
+    ("ballot", 64): Config(64, 64, 4, 3),
+    ("ballot", 128): Config(64, 64, 4, 3),
+    ("ballot", 256): Config(64, 64, 4, 2),
+    ("column_pass", 64): Config(64, 128, 4, 3, registers=128),
+    ("column_pass", 128): Config(64, 128, 4, 3),
+    ("column_pass", 256): Config(64, 64, 4, 2),
+    # The same where it also multiplies, z = Wᵀ u.
+    ("sent", 64): Config(64, 128, 4, 3, registers=128),
+    ("sent", 128): Config(64, 64, 4, 3),
+    ("sent", 256): Config(64, 64, 4, 2),
+    ("keys", 64): Config(64, 64, 4, 2),
+    ("keys", 128): Config(32, 128, 8, 3),
+    ("keys", 256): Config(32, 64, 8, 1),
+    ("rows", 64): Config(64, 64, 4, 2, registers=168),
+    ("rows", 128): Config(64, 64, 4, 2),
+    ("rows", 256): Config(64, 32, 8, 1),
+    ("steps", 256): Config(64, 32, 4, 1),
+}
+#: The same for kernels in Gluon, where products run beside arithmetic by plan (`parted`, `parted_keys`, `ahead`): whole tiles of
+#: products. The language is young and still changes: used with the versions it was tested with, and no others.
+GLUON: dict[tuple[str, int], Config] = {
+    ("forward", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
+    ("self", 128): Config(128, 128, 4, 4, gluon=True, registers=168),
+    ("column_pass", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
+    ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
+    ("keys", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
+    ("keys", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
+}
+GLUON_VERSIONS = ("3.6.",)
+#: For float32, whose exact products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.
+PLAIN: dict[tuple[str, int], Config] = {
+    ("any", 64): Config(32, 32, 4, 2, tma=False),
+    ("any", 128): Config(32, 32, 4, 1, tma=False),
+    ("any", 256): Config(16, 32, 4, 1, tma=False),
+}
+#: Additive scores, by the size of values: no product to feed, all arithmetic. Columns of wide values leave registers for fewer keys.
+TANH: dict[int, Config] = {
+    64: Config(32, 128, 8, 1, tma=False, registers=128),
+    256: Config(32, 64, 8, 1, tma=False, registers=128),
+}
+
+#: Of which kernel a configuration is, where it has several.
+VARIANTS = {"short": "forward", "laden": "forward", "sent": "column_pass"}
+forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurations here
+
+
+def short(p: Any, e: int) -> bool:
+    """Two wide tiles or fewer are no pipeline: narrow ones are as fast or faster, and warps are not worth parting."""
+    return p.j <= 256 and max(p.d, e) <= 64
+
+
+def configured(kernel: str, p: Any, e: int, v: Tensor | None, fits: Callable[[Config], bool] | None = None) -> Config:
+    """The configuration of a kernel for a prepared problem with values of size e.
+
+    `fits`: whether the kernel in Gluon, where there is one, takes all that is asked; without it, it is not thought of.
+    """
+
+    def in_gluon(config: Config) -> bool:
+        return fits is not None and p.one_loop(config) and fits(config)
+
+    if (own := forced.get(VARIANTS.get(kernel, kernel)) or forced.get("any")) is not None:
+        record_launch(None, [])  # not to be done again once it is another
+        return own if not own.gluon or in_gluon(own) else replace(own, gluon=False)
+    size = max(p.d if p.product else 0, e)
+    if not p.product:
+        chosen = next(config for most, config in TANH.items() if size <= most)
+    elif p.exact or (v is not None and v.dtype == torch.float32) or not _hopper(p.q.device):
+        chosen = _plain(size)
+    else:
+        chosen = _on_hopper(kernel, size)
+        planned = GLUON.get((kernel, size))
+        if planned is not None and _runs_gluon(p.q.device) and in_gluon(planned):
+            return planned
+    if "bias" in p.kinds:  # its tiles take room beside the keys
+        chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
+    # A few rows need no tall tile.
+    height = min(chosen.block_i, max(16, 1 << (p.i - 1).bit_length()))
+    if height == chosen.block_i:
+        return chosen
+    return Config(height, min(chosen.block_j, 64), 4, chosen.stages, chosen.tma and height >= 64, False)
+
+
+@lru_cache
+def _plain(size: int) -> Config:
+    return next(config for (_, most), config in PLAIN.items() if size <= most)
+
+
+@lru_cache
+def _on_hopper(kernel: str, size: int) -> Config:
+    return next(config for (name, most), config in HOPPER.items() if name == kernel and size <= most)
+
+
+@lru_cache
+def _runs_gluon(device: torch.device) -> bool:
+    """Its products are instructions of Hopper alone: those after it have others."""
+    import triton
+
+    return triton.__version__.startswith(GLUON_VERSIONS) and _capability(device) == 9
+
+
+@lru_cache
+def _hopper(device: torch.device) -> bool:
+    return _capability(device) >= 9
+
+
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0

@@ -1,0 +1,1 @@
+"""Other libraries' models on regard's own attention."""

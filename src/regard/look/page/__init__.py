@@ -1,0 +1,1 @@
+"""The HTML page: one offline file with its data, script and style."""

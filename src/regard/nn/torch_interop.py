@@ -1,0 +1,165 @@
+"""The same weights in torch.nn's layers: from and to `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`.
+
+Outputs are equal in eval mode. Two things have no counterpart here and are left behind: dropout of the weights
+themselves, and dropout inside the feed-forward network. Imports `attention` and `block`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.scores import ScaledDot
+from .attention import CrossAttention, SelfAttention
+from .block import Block
+
+__all__ = ["block", "cross_attention", "encoder_layer", "multihead", "self_attention"]
+
+
+FUNCTIONS: dict[type, Callable[[Tensor], Tensor]] = {
+    nn.ReLU: nn.functional.relu,
+    nn.GELU: nn.functional.gelu,
+    nn.SiLU: nn.functional.silu,
+}
+
+
+# From torch.
+
+
+def self_attention(mha: nn.MultiheadAttention, causal: bool) -> SelfAttention:
+    _check_multihead(mha)
+    if not mha._qkv_same_embed_dim:
+        raise ValueError(f"kdim {mha.kdim} and vdim {mha.vdim} differ from {mha.embed_dim}: use CrossAttention.")
+    layer = SelfAttention(mha.embed_dim, mha.num_heads, bias=mha.in_proj_bias is not None, causal=causal)
+    return _filled(layer, mha)
+
+
+def cross_attention(mha: nn.MultiheadAttention) -> CrossAttention:
+    _check_multihead(mha)
+    if mha.kdim != mha.vdim:
+        raise ValueError(f"keys and values are made from one memory here; kdim {mha.kdim} and vdim {mha.vdim} came.")
+    bias = mha.in_proj_bias is not None
+    return _filled(CrossAttention(mha.embed_dim, mha.num_heads, memory_dim=mha.kdim, bias=bias), mha)
+
+
+def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
+    if not isinstance(layer, nn.TransformerEncoderLayer):
+        raise TypeError(
+            f"from_torch takes an nn.TransformerEncoderLayer; {type(layer).__name__} came. The attentions of another "
+            "layer are taken one by one, by SelfAttention.from_torch and CrossAttention.from_torch."
+        )
+    hidden, dim = layer.linear1.weight.shape
+    bias = layer.linear1.bias is not None
+    made = Block(
+        dim, layer.self_attn.num_heads, hidden=hidden, activation=_activation_name(layer.activation),
+        norm_first=layer.norm_first, dropout=layer.dropout1.p, bias=bias, causal=causal,
+    ).to(layer.linear1.weight)  # fmt: skip  # before the weights come: float64 must not pass through float32
+    made.attention = self_attention(layer.self_attn, causal)
+    pairs = [
+        (made.attention_norm, layer.norm1),
+        (made.feed_forward_norm, layer.norm2),
+        (made.feed_forward.inner, layer.linear1),
+        (made.feed_forward.outer, layer.linear2),
+    ]
+    for ours, theirs in pairs:
+        ours.load_state_dict(theirs.state_dict())
+    made.attention_norm.eps, made.feed_forward_norm.eps = layer.norm1.eps, layer.norm2.eps  # type: ignore[assignment]
+    return made.train(layer.training)
+
+
+def _filled(layer: Any, mha: nn.MultiheadAttention) -> Any:
+    if mha._qkv_same_embed_dim:
+        matrices = mha.in_proj_weight.chunk(3)
+    else:
+        matrices = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
+    layer.to(mha.out_proj.weight)
+    biases: Any = (None,) * 3 if mha.in_proj_bias is None else mha.in_proj_bias.chunk(3)
+    parts = [*zip((layer.query, layer.key, layer.value), matrices, biases, strict=True)]
+    parts.append((layer.output, mha.out_proj.weight, mha.out_proj.bias))
+    for linear, weight, bias in parts:
+        _set(linear, weight, bias)
+    return layer.train(mha.training)
+
+
+def _check_multihead(mha: Any) -> None:
+    if not isinstance(mha, nn.MultiheadAttention):
+        raise TypeError(f"from_torch takes an nn.MultiheadAttention; {type(mha).__name__} came.")
+    if mha.bias_k is not None or mha.add_zero_attn:
+        raise ValueError("add_bias_kv and add_zero_attn add keys that this layer does not have.")
+
+
+def _activation_name(activation: Any) -> str:
+    if activation is nn.functional.relu or isinstance(activation, nn.ReLU):
+        return "relu"
+    exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
+    if activation is nn.functional.gelu or exact:
+        return "gelu"
+    if activation is nn.functional.silu or isinstance(activation, nn.SiLU):
+        return "silu"
+    raise ValueError(f"the activation must be relu, gelu or silu; {activation!r} came.")
+
+
+# To torch.
+
+
+def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
+    d = layer.dim // layer.heads
+    sizes = (layer.kv_heads, layer.key_size, layer.value_size, layer.heads * d)
+    _need(sizes == (layer.heads, d, d, layer.dim), "heads of size dim // heads for queries, keys and values", layer)
+    _need(isinstance(layer.query, nn.Linear) and isinstance(layer.output, nn.Linear), "projections and W_o", layer)
+    score = layer.score()
+    plain = type(score) is ScaledDot and score.scale is None and not score.modifiers and score.sink_logits is None
+    _need(plain, "the plain scaled dot product as score", layer)
+    _need(getattr(layer, "positions", None) is None, "no positions of its own", layer)
+    memory = getattr(layer, "memory_dim", layer.dim)
+    bias = layer.query.bias is not None
+    mha = nn.MultiheadAttention(layer.dim, layer.heads, bias=bias, kdim=memory, vdim=memory, batch_first=True)
+    mha.to(layer.query.weight)  # type: ignore[arg-type]
+    parts: list[Any] = [layer.query, layer.key, layer.value]
+    with torch.no_grad():
+        if mha._qkv_same_embed_dim:
+            mha.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+        else:
+            for weight, part in zip((mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight), parts, strict=True):
+                weight.copy_(part.weight)
+        if bias:
+            mha.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+    _set(mha.out_proj, layer.output.weight, layer.output.bias)  # type: ignore[arg-type]
+    return mha.train(layer.training)
+
+
+def encoder_layer(made: Block) -> nn.TransformerEncoderLayer:
+    feed = made.feed_forward
+    _need(made.cross is None, "no cross-attention", made)
+    _need(feed.gate is None and type(feed.activation) in FUNCTIONS, "no gate", made)
+    _need(isinstance(made.attention_norm, nn.LayerNorm), "layer norms", made)
+    layer = nn.TransformerEncoderLayer(
+        made.attention.dim, made.attention.heads, feed.inner.out_features, made.dropout.p, batch_first=True,
+        activation=FUNCTIONS[type(feed.activation)],
+        norm_first=made.norm_first, bias=feed.inner.bias is not None,
+    ).to(feed.inner.weight)  # fmt: skip
+    mha = multihead(made.attention)
+    layer.self_attn.load_state_dict(mha.state_dict())
+    layer.norm1.load_state_dict(made.attention_norm.state_dict())
+    layer.norm2.load_state_dict(made.feed_forward_norm.state_dict())
+    layer.norm1.eps, layer.norm2.eps = made.attention_norm.eps, made.feed_forward_norm.eps  # type: ignore[assignment]
+    layer.linear1.load_state_dict(feed.inner.state_dict())
+    layer.linear2.load_state_dict(feed.outer.state_dict())
+    return layer.train(made.training)
+
+
+def _need(holds: bool, what: str, layer: nn.Module) -> None:
+    if not holds:
+        raise ValueError(
+            f"torch.nn's layer has {what}; this one differs: {type(layer).__name__}({layer.extra_repr()})."
+        )
+
+
+@torch.no_grad()
+def _set(linear: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
+    linear.weight.copy_(weight)
+    if bias is not None:
+        linear.bias.copy_(bias)

@@ -1,0 +1,182 @@
+"""Steps of a KV cache made one matrix: generate() seen whole.
+
+Each step of a cached generation brings a few queries and all the keys there are. Stitched by position they are one
+causal matrix: the queries of all steps under each other, the keys of the last. Three kinds of cache are told apart
+by their sizes, and each is proved on the numbers: the keys a step shares with the one before must be bit-equal, or
+the layer is refused (beam search reorders the cache; others edit it).
+Imports `capture` and `recognise`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..core.masks import Dense, Geometry, Mask
+from ..core.scores import Score
+from .calls import AttentionCall, SavedCall
+from .mask_recognition import RowIntervals, intervals, recognise
+
+__all__ = ["CachedGeneration", "CannotStitch", "continues"]
+
+#: How many numbers a position bias, or weights the model wrote itself, may take once stitched.
+DENSE_CELLS = 2**26
+
+
+class CannotStitch(Exception):  # noqa: N818  a fact about steps
+    """Steps that do not make one matrix, and why."""
+
+
+def continues(found: AttentionCall, total: int) -> bool:
+    """Whether a call looks like the next step after `total` positions: more keys than queries."""
+    _, _, i, j = found.shape
+    if i >= j and not (i == 1 and total):
+        return False
+    return j == total + i or j > total + i or (j < total + i and j > i)
+
+
+class CachedGeneration:
+    """One layer of a generation: queries by step, keys by position."""
+
+    def __init__(self, first: SavedCall, cross: bool) -> None:
+        self.cross, self.first = cross, first
+        w = first.w
+        self.steps = 1
+        if w is not None:
+            self.rows_of_w = [w]
+            self.start, self.total = w.shape[-1] - w.shape[-2], w.shape[-1]
+            return
+        assert first.q is not None
+        assert first.k is not None
+        assert first.score is not None
+        self.queries = [first.q]
+        seen = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
+        end = first.k.shape[2] if cross else int(seen.hi.max())
+        self.keys = first.k[:, :, :end]
+        self.values = None if first.v is None else first.v[:, :, :end]
+        self.seen = [seen]
+        self.start, self.total = end - first.q.shape[2], end
+        bias = next((step.tensor for step in first.score.modifiers if hasattr(step, "tensor")), None)
+        self.biases = [bias]
+
+    @property
+    def rows(self) -> int:
+        parts = self.rows_of_w if self.first.w is not None else self.queries
+        return sum(part.shape[2] for part in parts)
+
+    def extend(self, found: AttentionCall, kept: SavedCall) -> None:
+        """The next step: its queries, and what is new among its keys."""
+        self.steps += 1
+        if self.first.w is not None or found.w is not None:
+            self._extend_dense(kept.w)
+            return
+        assert kept.q is not None
+        assert kept.k is not None
+        if kept.q.shape[:2] != self.queries[0].shape[:2] or kept.k.shape[:2] != self.keys.shape[:2]:
+            raise CannotStitch("the batch changes between steps")
+        m, n = kept.q.shape[2], kept.k.shape[2]
+        seen = _intervals(kept.mask, m, n, kept.align, kept.q.device)
+        shift = self._extend_keys(kept.k, kept.v, m, n, seen)
+        self.queries.append(kept.q)
+        filled = seen.hi > seen.lo
+        self.seen.append(RowIntervals(torch.where(filled, seen.lo + shift, 0), torch.where(filled, seen.hi + shift, 0)))
+        bias = None if found.said is None else found.said.bias
+        if shift and bias is not None:
+            raise CannotStitch("a position bias and a cache that drops keys")
+        self.biases.append(None if bias is None else bias[..., : self.total])
+
+    def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, n: int, seen: RowIntervals) -> int:
+        """Take the new keys in; returns the position of the first key of this step."""
+        if self.cross:
+            if k.shape != self.keys.shape or not (k.data_ptr() == self.keys.data_ptr() or torch.equal(k, self.keys)):
+                raise CannotStitch("the keys of its cross-attention change between steps")
+            return 0
+        end = self.total + m
+        if n >= end:  # everything so far; behind it, in a static cache, room that nobody sees
+            if int(seen.hi.max()) > end:
+                raise CannotStitch(f"a step sees {int(seen.hi.max())} keys where {end} positions have passed")
+            if not torch.equal(k[:, :, : self.total], self.keys):
+                raise CannotStitch("keys change between steps, as when beam search reorders the cache")
+            # Of a static cache only what is filled is kept; the cache itself is written over.
+            self.keys = k if n == end else k[:, :, :end].clone()
+            self.values = v if v is None or n == end else v[:, :, :end].clone()
+            shift = 0
+        else:  # a cache that keeps a window: the last n positions
+            old = n - m
+            if old > self.total or not torch.equal(k[:, :, :old], self.keys[:, :, self.total - old :]):
+                raise CannotStitch("keys change between steps, or the cache does not keep the latest ones in order")
+            self.keys = torch.cat([self.keys, k[:, :, old:]], 2)
+            self.values = None if v is None or self.values is None else torch.cat([self.values, v[:, :, old:]], 2)
+            shift = end - n
+        self.total = end
+        return shift
+
+    def _extend_dense(self, w: Tensor | None) -> None:
+        if w is None or w.shape[:2] != self.rows_of_w[0].shape[:2]:
+            raise CannotStitch("some steps wrote their weights out and others did not, or the batch changes")
+        if w.shape[-1] != (self.total if self.cross else self.total + w.shape[-2]):
+            raise CannotStitch("the weights that were written out do not tell which positions their keys have")
+        self.total = w.shape[-1]
+        self.rows_of_w.append(w)
+
+    def finish(self) -> SavedCall:
+        """One matrix."""
+        if self.first.w is not None:
+            cells = self.rows * self.total * self.rows_of_w[0].shape[0] * self.rows_of_w[0].shape[1]
+            if cells > DENSE_CELLS:
+                raise CannotStitch(f"the weights it wrote out take {cells} numbers together")
+            wide = [torch.nn.functional.pad(w, (0, self.total - w.shape[-1])) for w in self.rows_of_w]
+            return SavedCall(None, None, self.first.v, torch.cat(wide, 2), None, None, None)
+        q = torch.cat(self.queries, 2)
+        mask, align = self._mask(q)
+        return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)
+
+    def _mask(self, q: Tensor) -> tuple[Mask | None, str | None]:
+        b = max(part.lo.shape[0] for part in self.seen)
+        lo = torch.cat([part.lo.expand(b, -1) for part in self.seen], 1)
+        hi = torch.cat([part.hi.expand(b, -1) for part in self.seen], 1)
+        rows = RowIntervals(lo, hi)
+        known = recognise(rows, self.total)
+        if known is not None:
+            mask, align = known
+            # Rows stand at the end of the keys: the last query is the last position.
+            return mask, None if self.cross and (mask is None or not mask.positional) else align
+        if b * q.shape[2] * self.total > DENSE_CELLS:
+            raise CannotStitch("its mask is neither causal, a window nor padding, and too large to be written out")
+        at = torch.arange(self.total, device=q.device)
+        cells = (at >= lo[..., None]) & (at < hi[..., None])
+        return Dense(cells[:, None]), None if self.cross else "end"
+
+    def _score(self, q: Tensor) -> Score:
+        score = self.first.score
+        assert score is not None
+        if all(bias is None for bias in self.biases):
+            return score
+        heads = max(bias.shape[1] for bias in self.biases if bias is not None)
+        batch = max(bias.shape[0] for bias in self.biases if bias is not None)
+        if batch * heads * q.shape[2] * self.total > DENSE_CELLS:
+            raise CannotStitch("its position biases are too large to be stitched")
+        whole = q.new_zeros(batch, heads, q.shape[2], self.total)
+        row = 0
+        for part, bias in zip(self.queries, self.biases, strict=True):
+            if bias is not None:
+                whole[:, :, row : row + part.shape[2], : bias.shape[-1]] = bias
+            row += part.shape[2]
+        steps = tuple(step for step in score.modifiers if not hasattr(step, "tensor"))
+        return dataclasses.replace(score, modifiers=steps).bias(whole)
+
+
+def _intervals(mask: Mask | None, i: int, j: int, align: str | None, device: torch.device) -> RowIntervals:
+    """What each row of a step sees."""
+    if isinstance(mask, Dense):
+        found = intervals(mask.cells.expand(*mask.cells.shape[:2], i, j))
+        if found is None:
+            raise CannotStitch("a row of its mask has gaps")
+        return found
+    layout = Geometry(i, j, j - i if align == "end" else 0, device)
+    spans = layout.interval(0, j) if mask is None else mask.intervals(layout)
+    if not spans.exact or spans.lo.shape[1] != 1:
+        raise CannotStitch("a row of its mask has gaps")
+    return RowIntervals(spans.lo[:, 0], spans.hi[:, 0])

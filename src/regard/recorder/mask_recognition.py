@@ -1,0 +1,165 @@
+"""What a written-out mask says in few words: causal, a window, padding on either side.
+
+A dense mask at 16,384 tokens takes 268 MB; most of them say "causal". Each row of a mask is read as one interval
+of visible keys, a structured mask is guessed from the intervals, and the guess is taken only if its intervals are
+exactly the same. What is not an interval stays as it was written. Imports `mask`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.masks import Dense, Geometry, Mask, causal, padding, window
+
+__all__ = ["ParsedMask", "RowIntervals", "as_mask", "intervals", "parse_mask", "recognise"]
+
+
+@dataclass
+class RowIntervals:
+    """Row r of sequence b sees the keys lo <= j < hi; lo = hi = 0 where it sees nothing."""
+
+    lo: Tensor  # b|1 i
+    hi: Tensor  # b|1 i
+
+
+@dataclass
+class ParsedMask:
+    """What a mask of an attention call says: who is visible, what is added, and how positions correspond."""
+
+    mask: Mask | None = None
+    bias: Tensor | None = None
+    align: str | None = None
+    uniform_rows: Tensor | None = None  # b|1 h|1 i 1 : rows whose scores a huge number has made all alike
+
+
+def intervals(cells: Tensor) -> RowIntervals | None:
+    """The rows of a bool mask (b|1, 1, i, j) as intervals; None if some row has a gap, or heads differ."""
+    if cells.shape[1] > 1:
+        if not bool((cells == cells[:, :1]).all()):
+            return None
+        cells = cells[:, :1]
+    lows, highs = [], []
+    keys = cells.shape[-1]
+    place = torch.arange(keys, device=cells.device, dtype=torch.int32)
+    step = max(1, 2**24 // max(1, keys * cells.shape[0]))  # few rows at a time: no second square in memory
+    for rows in cells[:, 0].split(step, dim=1):
+        count = rows.sum(-1)
+        lo = torch.where(rows, place, keys).amin(-1) if keys else count
+        hi = torch.where(rows, place + 1, 0).amax(-1) if keys else count
+        if not bool((count == (hi - lo).clamp(min=0)).all()):
+            return None
+        lows.append(torch.where(count > 0, lo, 0).long())
+        highs.append(torch.where(count > 0, hi, 0).long())
+    if not lows:
+        return None
+    return RowIntervals(torch.cat(lows, 1), torch.cat(highs, 1))
+
+
+def recognise(rows: RowIntervals, keys: int) -> tuple[Mask | None, str] | None:
+    """A structured mask with exactly these intervals, and its align; None if none of the known ones fits."""
+    i = rows.lo.shape[1]
+    for align in ("end", "start") if i != keys else ("start",):
+        offset = keys - i if align == "end" else 0
+        for guess in _guesses(rows, keys, offset):
+            if _same(guess, rows, keys, offset):
+                return guess, align
+    return None
+
+
+def _guesses(rows: RowIntervals, keys: int, offset: int) -> list[Mask | None]:
+    filled = rows.hi > rows.lo
+    if not bool(filled.any()):
+        return []
+    at = torch.arange(rows.lo.shape[1], device=rows.lo.device) + offset
+    first = torch.where(filled, rows.lo, keys).amin(1)  # b : nothing before it is ever seen
+    last = torch.where(filled, rows.hi, 0).amax(1)
+    before = int(torch.where(filled, at - rows.lo, -1).amax())
+    after = int(torch.where(filled, rows.hi - 1 - at, -1).amax())
+    sides: list[Mask] = []
+    if bool((last < keys).any()):
+        sides.append(padding(last))
+    if bool((first > 0).any()):
+        sides.append(~padding(first))
+    ahead: list[Mask | None] = [None]
+    if before >= 0:
+        ahead = [None, causal(), window(before, max(after, 0)), causal() & window(before, 0)]
+    return [_all([guess, *chosen]) for guess in ahead for chosen in ([], sides)]
+
+
+def _all(parts: list[Mask | None]) -> Mask | None:
+    whole: Mask | None = None
+    for part in parts:
+        if part is not None:
+            whole = part if whole is None else whole & part
+    return whole
+
+
+def _same(guess: Mask | None, rows: RowIntervals, keys: int, offset: int) -> bool:
+    layout = Geometry(rows.lo.shape[1], keys, offset, rows.lo.device)
+    spans = layout.interval(0, keys) if guess is None else guess.intervals(layout)
+    if not spans.exact or spans.lo.shape[1] != 1:
+        return False
+    lo, hi = spans.lo[:, 0], spans.hi[:, 0]
+    empty = lo >= hi
+    lo, hi = torch.where(empty, 0, lo), torch.where(empty, 0, hi)
+    return bool((lo == rows.lo).all()) and bool((hi == rows.hi).all())
+
+
+def as_mask(cells: Tensor) -> tuple[Mask | None, str | None]:
+    """A bool mask (b|1, h|1, i, j), True where visible, in the fewest words."""
+    if bool(cells.all()):
+        return None, None
+    rows = intervals(cells)
+    known = None if rows is None else recognise(rows, cells.shape[-1])
+    if known is None:
+        return Dense(cells.clone()), None
+    mask, align = known
+    return mask, align if mask is not None and mask.positional else None
+
+
+def parse_mask(given: Tensor | None, causal_flag: bool, shape: tuple[int, int, int, int]) -> ParsedMask:
+    """What `attn_mask` and `is_causal` of an attention call on (b, h, i, j) scores say together."""
+    _, _, i, j = shape
+    if given is None:
+        if not causal_flag:
+            return ParsedMask()
+        return ParsedMask(causal(), None, None if i == j else "start")
+    cells = given.reshape(*[1] * (4 - given.ndim), *given.shape)
+    cells = _shrunk(cells)
+    bias = wiped = None
+    if cells.dtype != torch.bool:
+        hidden, bias, wiped = _split(cells.expand(*cells.shape[:2], i, j))
+        cells = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=cells.device) if hidden is None else ~hidden
+    cells = cells.expand(*cells.shape[:2], i, j)
+    if causal_flag:
+        cells = cells & torch.ones(i, j, dtype=torch.bool, device=cells.device).tril()
+    mask, align = as_mask(cells)
+    return ParsedMask(mask, bias, align, wiped)
+
+
+def _shrunk(x: Tensor) -> Tensor:
+    """Axes that only repeat (stride 0) made one: a mask expanded over heads is one mask."""
+    for axis in (0, 1):
+        if x.shape[axis] > 1 and x.stride(axis) == 0:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
+def _split(added: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """An additive mask (b|1, h|1, i, j) as what it hides, what it really adds, and the rows it wipes out."""
+    hidden = added <= torch.finfo(added.dtype).min / 2
+    infinite = added == -torch.inf
+    wiped = hidden.all(-1, keepdim=True) & ~infinite.all(-1, keepdim=True)
+    if bool(wiped.any()):
+        # The smallest number added to all keys of a row hides none: next to it their scores are all alike.
+        low, high = (torch.where(infinite, fill, added) for fill in (torch.inf, -torch.inf))
+        if bool((wiped & (low.amin(-1, keepdim=True) != high.amax(-1, keepdim=True))).any()):
+            raise NotImplementedError("an additive mask hides a whole row with numbers that differ")
+        hidden = torch.where(wiped, infinite, hidden)
+    rest = added.masked_fill(hidden | wiped, 0)
+    # In half precision the smallest number is -65504, next to which scores still count: it cancels in softmax.
+    alike = wiped if added.dtype != torch.float16 and bool(wiped.any()) else None
+    return (hidden if bool(hidden.any()) else None), (rest.clone() if bool((rest != 0).any()) else None), alike

@@ -1,0 +1,357 @@
+"""Steps that were noted down do for other tensors what would have been computed for them; and nothing else is noted."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+
+from regard.core.masks import Documents, Geometry, causal
+from regard.engines import replay as room
+from regard.engines.replay import record_launch, replay_or_record
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(room, "TAPES", {})
+    monkeypatch.setattr(room, "DEVICES", ("cpu",))
+
+
+class Asked:
+    """Something to compute, and how often it was."""
+
+    def __init__(self, how, key=("key",)):
+        self.how, self.key, self.times = how, key, 0
+
+    def __call__(self, *tensors):
+        def compute():
+            self.times += 1
+            return self.how(*tensors)
+
+        return replay_or_record(self.key, list(tensors), compute)
+
+
+def views(x, y):
+    half = x[1:, ::2].transpose(0, 1)
+    a, b = (half + 1).split(2)
+    return [torch.cat([a, b.clone()]), half.contiguous(), None, x]
+
+
+def in_place(x, y):
+    out = torch.zeros(4, 6)
+    out[:, 1:].copy_(x[:, 1:])
+    out.view(-1)[3:9].mul_(2).add_(y[:6])
+    return {"out": out, "sum": out.sum(-1)}
+
+
+def several(x, y):
+    largest, where = x.max(-1)
+    return [where, torch.stack([largest, x.amin(-1)]), y.unflatten(0, (4, 2)).unbind(1)[1]]
+
+
+def new_room(x, y):
+    lying = torch.empty_strided((4, 6), (1, 4), dtype=torch.float64).copy_(x)
+    plain = torch.empty(8, 2, dtype=torch.float16)
+    plain.copy_(y[:, None])
+    added = torch.empty(4, 6)
+    torch.add(x, x, out=added)
+    return [lying, plain, torch.zeros(3, dtype=torch.int32), torch.empty(0, 5), added]
+
+
+def same(a, b):
+    a, b = (list(x.items()) if isinstance(x, dict) else list(enumerate(x)) for x in (a, b))
+    assert [n for n, _ in a] == [n for n, _ in b]
+    for (_, p), (_, q) in zip(a, b, strict=True):
+        assert (p is None) == (q is None)
+        assert p is None or (torch.equal(p, q) and p.stride() == q.stride() and p.dtype == q.dtype)
+
+
+@pytest.mark.parametrize("how", [views, in_place, several, new_room])
+def test_the_third_answer_is_played_and_right(how):
+    ask = Asked(how)
+    for n in range(5):
+        x, y = torch.randn(4, 6), torch.randn(8)
+        same(ask(x, y), how(x, y))
+        assert ask.times == min(n + 1, 2)
+
+
+def test_an_answer_that_is_one_of_the_tensors_stays_it():
+    ask = Asked(views)
+    for _ in range(4):
+        x = torch.randn(4, 6)
+        assert ask(x, torch.randn(8))[3] is x
+
+
+def test_kernels_are_told_the_new_addresses():
+    told = []
+
+    def how(x, y):
+        out = torch.empty(4, 6)
+        record_launch(lambda at: told.append(at), [x, None, y[3:], out[1].unsqueeze(0), x.T])
+        return [out]
+
+    ask = Asked(how)
+    for _ in range(2):
+        ask(torch.randn(4, 6), torch.randn(8))
+    assert not told  # by hand, as the engine does
+    x, y = torch.randn(4, 6), torch.randn(8)
+    (out,) = ask(x, y)
+    assert told == [[x.data_ptr(), 0, y[3:].data_ptr(), out[1].data_ptr(), x.data_ptr()]]
+
+
+def test_tensors_of_one_storage_may_come_apart():
+    """Recorded on slices of one tensor, played on three: each has an address of its own."""
+    told = []
+
+    def how(q, k):
+        record_launch(lambda at: told.append(at), [q, k[:, 1:], k])
+        return [q + k]
+
+    ask = Asked(how)
+    whole = torch.randn(4, 2, 8)
+    for _ in range(2):
+        ask(whole[:, 0], whole[:, 1])
+    q, k = (torch.randn(4, 16)[:, :8] for _ in range(2))
+    same(ask(q, k), [q + k])
+    assert ask.times == 2
+    assert told == [[q.data_ptr(), k.data_ptr() + 4, k.data_ptr()]]
+
+
+def test_a_part_of_one_tensor_where_another_lies_is_not_taken_for_it():
+    """Keys that are the end of the values: in the next request they may be a tensor of their own."""
+    ask = Asked(lambda k, v: [v[:, 4:] * 2, k + 1])
+    for apart in (False, False, True, True, False, True):
+        v = torch.randn(3, 8)
+        k = torch.randn(3, 8)[:, 4:] if apart else v[:, 4:]
+        same(ask(k, v), [v[:, 4:] * 2, k + 1])
+
+
+def test_parts_without_numbers_have_no_address():
+    told = []
+    ask = Asked(lambda x: [record_launch(lambda at: told.append(at), [x[2:2], x]), x + 1])
+    for _ in range(3):
+        x = torch.randn(3)
+        ask(x)
+    assert told == [[0, x.data_ptr()]]
+
+
+def test_autocast_changes_nothing():
+    """What a request is computed in follows from its tensors; not from where it was asked first."""
+    ask = Asked(lambda x: [x @ x.T])
+    for n in range(6):
+        x = torch.randn(16, 16)
+        with torch.autocast("cpu", torch.bfloat16, enabled=n % 2 == 0):
+            found = ask(x)
+        same(found, [x @ x.T])
+    assert ask.times == 2
+
+
+def test_what_functorch_wraps_is_computed():
+    ask = Asked(lambda x: [x * 2])
+    for _ in range(4):
+        x = torch.randn(5, 3)
+        same([torch.vmap(lambda row: ask(row)[0])(x)], [x * 2])
+    assert not room.TAPES
+
+
+elsewhere = torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x, y: [x * x.sum().item()],
+        lambda x, y: [x if bool(x.sum() > 0) else -x],
+        lambda x, y: [x.flatten()[x.flatten() > 0]],
+        lambda x, y: [x.nonzero()],
+        lambda x, y: [x + elsewhere],
+        lambda x, y: [x + torch.tensor([1.0])],
+        lambda x, y: [record_launch(None, [x]), x + 1],
+        lambda x, y: [record_launch(print, [elsewhere]), x + 1],
+        lambda x, y: [elsewhere],
+        lambda x, y: [sum(x + n for n in range(199))],
+        lambda x, y: [x.detach()],
+        lambda x, y: [y * 2, x.detach()],
+        lambda x, y: [x.to_sparse().to_dense()],
+    ],
+)
+def test_what_depends_on_more_than_forms_is_computed_each_time(how):
+    ask = Asked(how)
+    for n in range(4):
+        x, y = torch.randn(4, 6), torch.randn(8)
+        same(ask(x, y), how(x, y))
+        assert ask.times == n + 1
+
+
+def test_a_function_of_the_users_may_do_another_thing_each_time():
+    ask = Asked(lambda x: [x + 1], key=("see", ("Function", lambda x: x)))
+    for n in range(4):
+        ask(torch.randn(3))
+        assert ask.times == n + 1
+    assert not room.TAPES
+
+
+def test_much_memory_is_not_held(monkeypatch):
+    monkeypatch.setattr(room, "MOST_BYTES", 1000)
+    ask = Asked(lambda x: [(x + 1) * 2 - 3])
+    for n in range(4):
+        ask(torch.randn(100))
+        assert ask.times == n + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: (x.half(), y),
+        lambda x, y: (torch.randn(6, 4).T, y),
+        lambda x, y: (torch.randn(5, 6), y),
+        lambda x, y: (torch.randn(25)[1:].view(4, 6), y),  # not aligned any more
+        lambda x, y: (x, x.flatten()[:8]),  # two tensors at one address
+    ],
+)
+def test_another_form_is_computed_anew(change):
+    ask = Asked(lambda x, y: [x + 1, y * 2])
+    x, y = torch.randn(4, 6), torch.randn(8)
+    for _ in range(3):
+        ask(x, y)
+    assert ask.times == 2
+    x, y = change(x, y)
+    same(ask(x, y), [x + 1, y * 2])
+    assert ask.times == 3
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+def test_other_kinds_of_tensors_are_left_alone():
+    ask = Asked(lambda x: [x + 1])
+    for n in range(4):
+        ask(torch.randn(3).as_subclass(Wrapped))
+        assert ask.times == n + 1
+
+
+def test_nothing_stays_alive():
+    gone = []
+
+    def how(x):
+        middle = x + 1
+        out = middle * 2
+        gone.extend(weakref.ref(t.untyped_storage()) for t in (middle, out))
+        return [out]
+
+    ask = Asked(how)
+    for _ in range(3):
+        x = torch.randn(3)
+        gone.append(weakref.ref(x))
+        ask(x)
+    del x
+    assert all(ref() is None for ref in gone)
+
+
+def test_what_is_not_needed_any_more_is_freed_at_once(monkeypatch):
+    """Of a long chain never more than two links are held."""
+    met, most = {}, 0
+    ran = room.OpStep.__call__
+
+    def watched(self, tensors, at):
+        nonlocal most
+        ran(self, tensors, at)
+        met.update((id(t), weakref.ref(t)) for t in tensors if t is not None)
+        most = max(most, sum(ref() is not None for ref in met.values()))
+
+    monkeypatch.setattr(room.OpStep, "__call__", watched)
+    ask = Asked(lambda x: [((((x + 1) * 2) + 3) * 4) + 5])
+    for _ in range(3):
+        x = torch.randn(3)
+        same(ask(x), [((((x + 1) * 2) + 3) * 4) + 5])
+    assert ask.times == 2
+    assert most <= 4  # two, the first, and the one that is just made
+
+
+def test_a_question_inside_a_question_belongs_to_the_outer_one():
+    inner = Asked(lambda x: [x * 2], key=("inner",))
+    for _ in range(4):
+        inner(torch.randn(3))
+    outer = Asked(lambda x: [inner(x + 1)[0] - 1], key=("outer",))
+    for _ in range(4):
+        x = torch.randn(3)
+        same(outer(x), [(x + 1) * 2 - 1])
+    assert (inner.times, outer.times) == (3, 2)  # played for the first outer one, computed while the second is noted
+
+
+def test_threads_note_only_their_own():
+    ready, done = threading.Event(), threading.Event()
+
+    def slow(x):
+        ready.set()
+        done.wait(10)
+        return [x + 1]
+
+    def other():
+        ready.wait(10)
+        record_launch(print, [torch.randn(2)])
+        torch.randn(3) + torch.randn(3)
+        done.set()
+
+    ask = Asked(slow)
+    for n in range(3):
+        ready.clear(), done.clear()
+        thread = threading.Thread(target=other)
+        thread.start()
+        if n == 2:
+            ready.set()
+        ask(torch.randn(3))
+        thread.join()
+    assert ask.times == 2
+
+
+def test_signs_that_are_not_written_out_yet_are_kept():
+    ask = Asked(lambda x: [torch._neg_view(x) + 1, x.conj() * 2])
+    for _ in range(4):
+        x = torch.randn(3, dtype=torch.complex64)
+        same(ask(x), [1 - x, x.conj() * 2])
+
+
+def test_an_error_leaves_nothing_behind():
+    def how(x):
+        x = x + 1
+        raise RuntimeError("out of memory")
+
+    ask = Asked(how)
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            ask(torch.randn(3))
+    assert room.current_recorder() is None
+    ask.how = lambda x: [x + 1]
+    for _ in range(3):
+        x = torch.randn(3)
+        same(ask(x), [x + 1])
+
+
+def test_growing_lengths_are_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(room, "MAX_TAPES", 5)
+    ask = Asked(lambda x: [x + 1])
+    for n in range(20):
+        for _ in range(3):
+            ask(torch.randn(n))
+    assert len(room.TAPES) <= 5
+
+
+@pytest.mark.parametrize("contiguous", [True, None])
+def test_documents_known_to_be_in_runs_are_noted_down(contiguous: bool | None):
+    """Else the host has to ask whether intervals are the whole truth."""
+    layout = Geometry(5, 5, 0, torch.device("cpu"))
+
+    def how(ids):
+        laid = Documents(ids[:, None, :, None], ids[:, None, None, :], contiguous, True)
+        spans = (laid & causal()).intervals(layout)
+        return [spans.lo, spans.hi]
+
+    ask = Asked(how)
+    for n in range(4):
+        ids = torch.tensor([[0, 0, n, 4, 4], [n, 3, 3, 3, 3]])
+        same(ask(ids), how(ids))
+        assert ask.times == (min(n + 1, 2) if contiguous else n + 1)

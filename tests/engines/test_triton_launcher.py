@@ -1,0 +1,227 @@
+"""Kept launches: the second call of a form gives the kernel what the first would have been given, at the new addresses."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from regard.engines.triton import launcher as room
+
+
+class Group(NamedTuple):
+    ptr: Any
+    stride: int
+
+
+class Descriptor:
+    """As Triton's: what the copy engine is told of a tensor."""
+
+    def __init__(self, base, shape):
+        self.base, self.shape = base, shape
+
+
+class Kernel:
+    """Stands for a kernel of Triton's: notes what it is started with."""
+
+    __name__ = "kernel"
+    arg_names = ("x", "out", "pair", "desc", "n", "FLAG")
+
+    def __init__(self):
+        self.prepared, self.replayed = [], []
+
+    def __getitem__(self, grid):
+        if len(grid) == 3:  # the compiled one
+            return lambda *arguments: self.replayed.append((grid, arguments))
+
+        def first(**arguments):
+            self.prepared.append((grid, arguments))
+            return self
+
+        return first
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(room, "KEPT", {})
+    monkeypatch.setattr(room, "INTERPRETED", False)
+    return Kernel()
+
+
+def ask(kernel, x, y, key="key", n=3):
+    out = torch.empty(4)
+
+    def arguments():
+        pair = (x, Group(y, 7), 5)
+        return n, {"x": Group(x, 1), "out": out, "pair": pair, "desc": Descriptor(y, [2]), "n": n, "FLAG": True, "num_warps": 4}  # fmt: skip
+
+    room.start(kernel, key, [x, y, None, out], arguments)
+    return out
+
+
+def test_the_second_call_is_given_the_new_addresses(kernel):
+    x, y = torch.randn(4, 8), torch.randn(8)
+    ask(kernel, x, y)
+    assert len(kernel.prepared) == 1
+    assert not kernel.replayed
+    x2, y2 = torch.randn(4, 8), torch.randn(8)
+    out = ask(kernel, x2, y2)
+    assert len(kernel.prepared) == 1
+    ((grid, (group, where, pair, desc, n, flag)),) = kernel.replayed
+    assert grid == (3, 1, 1)
+    assert group == (x2.data_ptr(), 1)
+    assert where == out.data_ptr()
+    assert pair == (x2.data_ptr(), (y2.data_ptr(), 7), 5)
+    assert type(desc) is Descriptor
+    assert desc.base.data_ptr() == y2.data_ptr()
+    assert desc.shape == [2]
+    assert (n, flag) == (3, True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, y: (x.half(), y),
+        lambda x, y: (x.new_empty(8, 4).T, y),
+        lambda x, y: (torch.randn(5, 8), y),
+        lambda x, y: (torch.randn(33)[1:].view(4, 8), y),  # not aligned any more
+        lambda x, y: (x, x[0]),  # two tensors at one address
+    ],
+)
+def test_another_form_is_prepared_anew(kernel, change):
+    x, y = torch.randn(4, 8), torch.randn(8)
+    ask(kernel, x, y)
+    ask(kernel, *change(x, y))
+    assert len(kernel.prepared) == 2
+    assert not kernel.replayed
+
+
+def test_another_key_or_none_is_prepared_anew(kernel):
+    x, y = torch.randn(4, 8), torch.randn(8)
+    for key in ("one", "other", None, None):
+        ask(kernel, x, y, key)
+    assert len(kernel.prepared) == 4
+    assert not kernel.replayed
+
+
+def test_a_kept_launch_keeps_no_tensor_alive(kernel):
+    import gc
+    import weakref
+
+    x = torch.randn(4, 8)
+    gone = weakref.ref(x)
+    ask(kernel, x, torch.randn(8))
+    kernel.prepared.clear()
+    del x
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_tensor_that_was_not_named_is_an_error(kernel):
+    x = torch.randn(4)
+    hidden = torch.randn(4)
+    with pytest.raises(KeyError):
+        room.start(kernel, "key", [x], lambda: (1, dict.fromkeys(kernel.arg_names, hidden)))
+
+
+class Launcher:
+    """As Triton 3.6 has it: what it is to start stands inside the function that writes what the copy engine is told."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self, told):
+        def launcher(*arguments):
+            told.append(arguments)
+
+        def inner(*arguments):
+            launcher("the long way", *arguments)
+
+        self.launch = inner
+
+
+class Compiled:
+    """A compiled kernel of five arguments, the fourth of which the copy engine is told."""
+
+    packed_metadata, function = "packed", "function"
+
+    def __init__(self, scratch=0):
+        self.told, self.long = [], []
+        self.run = Launcher(self.told)
+        self.run.global_scratch_size = scratch
+        kinds = {"x": "*fp32", "out": "*fp32", "pair": ("*fp32", "i32"), "desc": "tensordesc<fp32[2]>", "n": "i32"}
+        self.src = type("Source", (), {"signature": kinds})
+        self.metadata = type("Metadata", (), {"tensordesc_meta": ["meta"]})
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.long.append((grid, arguments))
+
+
+@pytest.fixture
+def triton_3_6(monkeypatch):
+    """The parts of Triton's inside that the short way takes, as they were in that version."""
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.6.9")
+    monkeypatch.setattr(room, "PACKED", {})
+    written = []
+    inside = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(inside, "make_tensordesc_arg", lambda x, meta: written.append(x) or [("map", x.base, meta), *x.shape])  # fmt: skip
+    active = type("Driver", (), {"get_current_stream": staticmethod(lambda device: f"stream of {device}"), "get_current_device": staticmethod(lambda: 3)})  # fmt: skip
+    monkeypatch.setattr(triton.runtime, "driver", type("Drivers", (), {"active": active}))
+    hook = type("Hooks", (), {"calls": []})
+    monkeypatch.setattr(triton.knobs, "runtime", type("Runtime", (), {"launch_enter_hook": hook, "launch_exit_hook": hook}))  # fmt: skip
+    return written, hook
+
+
+def launched(compiled, x, y):
+    return room.Launch(compiled, 7, [x, y, Group(x, 1), Descriptor(y, [2]), 5], [x, y])
+
+
+def test_by_the_short_way_the_copy_engine_is_told_once_for_each_place(triton_3_6):
+    written, _ = triton_3_6
+    compiled, x, y = Compiled(), torch.randn(4), torch.randn(4)
+    launch = launched(compiled, x, y)
+    for at in ([16, 32], [16, 32], [48, 32], [16, 32]):
+        launch(at)
+    fixed = (7, 1, 1, "stream of 3", "function", False, True, None, None, "packed", None, None, None)
+    assert compiled.told == [(*fixed, a, b, (a, 1), ("map", b, "meta"), 2, 5) for a, b in ((16, 32), (16, 32), (48, 32), (16, 32))]  # fmt: skip
+    assert len(written) == 2
+    assert not compiled.long
+
+
+def test_who_listens_to_starts_is_told_by_tritons_own_way(triton_3_6):
+    _, hook = triton_3_6
+    compiled, x, y = Compiled(), torch.randn(4), torch.randn(4)
+    launch = launched(compiled, x, y)
+    hook.calls.append(print)
+    launch([16, 32])
+    assert not compiled.told
+    ((grid, (a, b, group, desc, n)),) = compiled.long
+    assert (grid, a, b, group, desc.base, n) == ((7, 1, 1), 16, 32, (16, 1), 32, 5)
+
+
+def test_a_kernel_that_needs_scratch_takes_tritons_own_way(triton_3_6):
+    compiled, x, y = Compiled(scratch=128), torch.randn(4), torch.randn(4)
+    launched(compiled, x, y)([16, 32])
+    assert not compiled.told
+    assert len(compiled.long) == 1
+
+
+def test_packed_arguments_are_not_kept_for_ever(triton_3_6, monkeypatch):
+    monkeypatch.setattr(room, "MOST_PACKED", 10)
+    compiled, x, y = Compiled(), torch.randn(4), torch.randn(4)
+    launch = launched(compiled, x, y)
+    for n in range(50):
+        launch([16 * n, 32])
+    assert len(room.PACKED) <= 10
+    assert len(compiled.told) == 50
+
+
+def test_growing_lengths_do_not_keep_launches_for_ever(kernel, monkeypatch):
+    monkeypatch.setattr(room, "MOST", 3)
+    for n in range(1, 9):
+        ask(kernel, torch.randn(n, 8), torch.randn(8))
+    assert len(room.KEPT) <= 3

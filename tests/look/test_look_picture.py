@@ -1,0 +1,166 @@
+"""The picture for a paper: well-formed vectors whose numbers are true, whatever the tokens are."""
+
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import regard
+from regard.look import token_text
+from regard.look.svg import svg
+from support.look_subjects import HISTORY, TOKENS, WIDE, made
+from support.page_probe import HOSTILE
+
+NAME = "{http://www.w3.org/2000/svg}"
+
+
+def read(picture):
+    """The picture parsed back; only shapes and text may be in it."""
+    root = ElementTree.fromstring(picture)
+    assert root.tag == f"{NAME}svg"
+    kinds = {element.tag.removeprefix(NAME) for element in root.iter()}
+    assert kinds <= {"svg", "title", "desc", "rect", "path", "text"}
+    for element in root.iter():
+        assert not [name for name in element.attrib if name.startswith("on") or "href" in name or name == "style"]
+    return root
+
+
+def texts(root):
+    return [element.text for element in root.iter(f"{NAME}text")]
+
+
+def test_every_word_is_text_and_every_strong_weight_is_written():
+    seen = made()
+    root = read(svg(seen, word="it", layer=1, head=2))
+    for token in TOKENS:
+        assert token in texts(root)
+    for j, weight in enumerate(seen[1, 2].row("it").tolist()):
+        if weight >= 0.1 and j != 10:
+            assert f"{weight:.2f}" in texts(root)
+
+
+def test_the_square_is_the_matrix():
+    seen = made()
+    root = read(svg(seen, word="it", layer=1, head=2))
+    w = seen[1, 2].dense()
+    cells = [e for e in root.iter(f"{NAME}rect") if e.get("fill") == "#14304f" and e.get("width") == e.get("height")]
+    shades = sorted(float(e.get("fill-opacity")) for e in cells)
+    expected = sorted(x for x in ((w / w.max()) ** 0.7).flatten().tolist() if x >= 0.01)
+    assert shades == pytest.approx(expected, abs=6e-4)
+    frame = next(e for e in root.iter(f"{NAME}rect") if e.get("stroke-width") == "0.75")
+    left, top, side = float(frame.get("x")), float(frame.get("y")), float(cells[0].get("width"))
+    for cell in cells:  # each shade stands at its own row and column
+        i, j = round((float(cell.get("y")) - top) / side), round((float(cell.get("x")) - left) / side)
+        assert float(cell.get("fill-opacity")) == pytest.approx(float((w[i, j] / w.max()) ** 0.7), abs=6e-4)
+
+
+def test_two_heads_are_told_apart_without_colour():
+    root = read(svg(made(), word="it"))
+    legend = [text for text in texts(root) if text.startswith("layer") and "→" in text]
+    assert [text.rpartition(", ")[2] for text in legend] == ["above", "below"]
+    assert len({path.get("stroke") for path in root.iter(f"{NAME}path")}) == 2
+
+
+def test_those_who_cannot_see_are_told():
+    root = read(svg(made(), word="it", title="A & B <i>"))
+    assert root.get("role") == "img"
+    assert root.get("aria-label") == root.find(f"{NAME}title").text == "A & B <i>"
+    described = root.find(f"{NAME}desc").text
+    assert "“it” →" in described
+    assert described.count("→") >= len(TOKENS)
+
+
+def test_what_is_hidden_or_merged_is_marked():
+    root = read(svg(made(), word="didn't", hide_special=True, merge=True))
+    assert "didn't" in texts(root)
+    assert "[CLS]" not in texts(root)
+    assert any("special tokens hidden; they had 0." in text for text in texts(root))
+
+
+def test_without_a_word_the_strongest_head_is_shown():
+    root = read(svg(made()))
+    assert not list(root.iter(f"{NAME}path"))
+    assert any(re.fullmatch(r"layer \d, head \d: rows look at columns", text) for text in texts(root))
+    assert "layer 1, head 2: rows look at columns" in texts(read(svg(made(), layer=1, head=2)))
+
+
+@pytest.mark.parametrize("word", [None, 0])
+def test_weights_that_are_not_numbers_are_shown_as_such(word):
+    for x in (torch.tensor([[math.nan, 1.0], [1.0, 1.0]]), torch.full((60, 4), 1e20)):
+        text = svg(regard.weights(x), word=word)
+        ElementTree.fromstring(text)
+        assert "are not numbers (NaN)" in text
+        assert not re.search(r'="[^"]*nan', text)
+
+
+def test_of_a_batch_it_is_said_which_sequence_is_shown():
+    assert "Sequence 1 of a batch of 2." in svg(regard.weights(torch.randn(2, 3, 4, 8)), item=1)
+
+
+def test_a_training_that_diverged_is_shown():
+    text = svg([(0, {"a/entropy/0": 0.5, "b/entropy/0": 0.4}), (1, {"a/entropy/0": math.nan, "b/entropy/0": 0.3})])
+    assert "a 0 ends at NaN" in text
+    assert not re.search(r'="[^"]*nan', text)
+
+
+def test_a_long_input_becomes_tiles():
+    q = torch.randn(1, 20_000, 8)
+    picture = svg(regard.weights(q, mask=regard.causal()), word=15_000)
+    assert len(picture) < 400_000
+    assert "sum of the weights in a tile" in picture
+    assert "15000" in texts(read(picture))
+
+
+def test_two_sentences_are_shown_across():
+    seen = made(["das", "Tier", "war", "müde"], source=["the", "animal", "was", "tired", "</s>"])
+    root = read(svg(seen, word="müde"))
+    assert {"müde", "animal", "</s>", "das"} <= set(texts(root))
+    assert [text.rpartition(", ")[2] for text in texts(root) if "→" in text] == ["solid", "dashed"]
+    assert {bool(path.get("stroke-dasharray")) for path in root.iter(f"{NAME}path")} == {False, True}
+
+
+def test_a_training_history_is_a_line_a_head():
+    root = read(svg(HISTORY))
+    lines = list(root.iter(f"{NAME}path"))
+    assert len(lines) == 2 * 4  # two measures of four heads
+    assert sum(line.get("stroke") == "#c2500a" for line in lines) == 2
+    assert "entropy, a share of the most it could be: 4 heads; block.0 1 ends at 0.00865" in texts(root)
+    assert "step 95" in texts(root)
+    read(svg([(0, {"</script>/entropy/0": 0.5})], title="one step"))
+
+
+@pytest.mark.parametrize("start", range(0, len(HOSTILE), 20))
+def test_no_token_is_more_than_text(start):
+    tokens = HOSTILE[start : start + 20]
+    for merge in (False, True):
+        root = read(svg(made(tokens), word=0, merge=merge, title=tokens[1]))
+        shown = texts(root)
+        if not merge:
+            assert all(token_text.clip(token_text.shown(token), 24).replace("\uffff", "\ufffd").replace("\ufffe", "\ufffd") in shown for token in tokens)  # fmt: skip
+
+
+def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path):
+    asked = []
+    for n, tokens in enumerate((TOKENS, WIDE, HOSTILE[:30])):
+        picture = svg(made(tokens), word=1, title=tokens[2], hide_special=n == 1)
+        (tmp_path / f"{n}.svg").write_text(picture, encoding="utf-8")
+        tab = browser.new_page()
+        tab.on("dialog", lambda dialog: asked.append(dialog.message))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(f"file://{tmp_path}/{n}.svg")
+        assert tab.evaluate("window.bad === undefined")
+        frame, parts = tab.evaluate(
+            "() => { const at = e => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom] };"
+            " return [at(document.documentElement), [...document.querySelectorAll('text, path')].map(at)] }"
+        )
+        assert len(parts) > len(tokens)
+        for left, top, right, bottom in parts:
+            assert left >= frame[0] - 1
+            assert top >= frame[1] - 1
+            assert right <= frame[2] + 1
+            assert bottom <= frame[3] + 1
+    assert [url for url in asked if not url.startswith("file:")] == []

@@ -1,0 +1,205 @@
+"""generate() with a KV cache is one causal matrix a layer, whatever the cache: that of one forward of the whole text."""
+
+import pytest
+import torch
+
+import regard
+from regard.recorder import RefusedWarning
+
+transformers = pytest.importorskip("transformers")
+
+from support import zoo  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
+]
+transformers.logging.set_verbosity_error()
+
+PROMPT, NEW = 5, 9
+
+
+def made(name, cls, attention="sdpa"):
+    _, config_class, config, _ = zoo.ZOO[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**config)
+    config._attn_implementation = attention
+    return getattr(transformers, cls)(config).eval()
+
+
+def generate(model, mask=None, **more):
+    prompt = zoo.ids(2, PROMPT)
+    mask = torch.ones_like(prompt) if mask is None else mask
+    arguments = {
+        "input_ids": prompt,
+        "attention_mask": mask,
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        **more,
+    }
+    with torch.no_grad():
+        plain = model.generate(**arguments)
+        with regard.record(model, tokens=lambda n: f"w{n}") as seen:
+            out = model.generate(**arguments)
+    assert torch.equal(plain, out)
+    return seen, out, mask
+
+
+CASES = {
+    "dynamic": ("llama", "LlamaForCausalLM", {}),
+    "dynamic, eager": ("llama", "LlamaForCausalLM", {"attention": "eager"}),
+    "static": ("llama", "LlamaForCausalLM", {"cache_implementation": "static"}),
+    "window": ("mistral, window 4", "MistralForCausalLM", {}),
+    "static window": ("mistral, window 4", "MistralForCausalLM", {"cache_implementation": "static"}),
+    "window and global layers": ("gemma3, window", "Gemma3ForCausalLM", {}),
+    "gpt2": ("gpt2", "GPT2LMHeadModel", {}),
+    "latent keys": ("deepseek-v3, MLA", "DeepseekV3ForCausalLM", {}),
+}
+
+
+@pytest.mark.parametrize("left_padded", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_generation_is_one_matrix(case, left_padded):
+    name, cls, more = CASES[case]
+    model = made(name, cls, more.get("attention", "sdpa"))
+    mask = torch.ones(2, PROMPT, dtype=torch.long)
+    if left_padded:
+        mask[1, :2] = 0
+    seen, out, mask = generate(model, mask, **{k: v for k, v in more.items() if k != "attention"})
+    assert seen.refused == []
+    assert len(seen.passes) == 1
+    assert seen.passes[0].steps == NEW
+    text = out[:, :-1]  # the last token is chosen and never embedded
+    whole = torch.cat([mask, torch.ones(2, NEW - 1, dtype=torch.long)], 1)
+    eager = made(name, cls, "eager")
+    eager.load_state_dict(model.state_dict())
+    positions = (whole.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        reported = eager(
+            input_ids=text, attention_mask=whole, position_ids=positions, output_attentions=True
+        ).attentions
+    assert len(reported) == len(seen)
+    for layer, expected in zip(seen.layers, reported, strict=True):
+        assert layer.shape == (2, 4, PROMPT + NEW - 1, PROMPT + NEW - 1)
+        real = whole.bool()[:, None, :, None]
+        torch.testing.assert_close(layer.weights.dense() * real, expected * real, atol=1e-5, rtol=0)
+        assert layer.words[0] == [[f"w{n}" for n in row] for row in text.tolist()]
+        if layer.kept.mask is not None:
+            assert "dense" not in repr(layer.kept.mask)
+
+
+def test_two_generations_are_two_passes():
+    model = made("llama", "LlamaForCausalLM")
+    with torch.no_grad(), regard.record(model) as seen:
+        for length in (5, 7):
+            model.generate(zoo.ids(1, length), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert [(p.steps, p.layers[0].shape[-1]) for p in seen.passes] == [(4, 8), (4, 10)]
+
+
+def test_two_static_generations_are_two_passes():
+    model = made("llama", "LlamaForCausalLM")
+    with torch.no_grad(), regard.record(model) as seen:
+        for length in (5, 7):
+            model.generate(
+                zoo.ids(1, length),
+                max_new_tokens=4,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                cache_implementation="static",
+            )
+    assert [(p.steps, p.layers[0].shape[-1]) for p in seen.passes] == [(4, 8), (4, 10)]
+
+
+def test_chunks_of_a_prompt_are_stitched():
+    model = made("llama", "LlamaForCausalLM")
+    text = zoo.ids(1, 12)
+    with torch.no_grad(), regard.record(model) as whole:
+        model(text)
+    with torch.no_grad(), regard.record(model) as seen:
+        cache = None
+        for start, stop in ((0, 5), (5, 9), (9, 12)):
+            cache = model(text[:, start:stop], past_key_values=cache, use_cache=True).past_key_values
+    assert len(seen.passes) == 1
+    assert seen.passes[0].steps == 3
+    for a, b in zip(seen.layers, whole.layers, strict=True):
+        torch.testing.assert_close(a.weights.dense(), b.weights.dense(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("t5, bias", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration"), ("marian", "MarianMTModel")],
+)
+def test_an_encoder_decoder_is_one_pass_with_the_right_words(name, cls):
+    model = made(name, cls)
+    seen, out, _ = generate(model)
+    assert seen.refused == []
+    assert len(seen.passes) == 1
+    encoder, decoder, cross = (
+        [layer for layer in seen.layers if layer.kind == "self" and "encoder" in layer.name],
+        [layer for layer in seen.layers if layer.kind == "self" and "decoder" in layer.name],
+        seen.select(kind="cross").layers,
+    )
+    assert [len(group) for group in (encoder, decoder, cross)] == [2, 2, 2]
+    eager = made(name, cls, "eager")
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        told = eager(input_ids=zoo.ids(2, PROMPT), decoder_input_ids=out[:, :-1], output_attentions=True)
+    for group, expected in (
+        (encoder, told.encoder_attentions),
+        (decoder, told.decoder_attentions),
+        (cross, told.cross_attentions),
+    ):
+        for layer, w in zip(group, expected, strict=True):
+            torch.testing.assert_close(layer.weights.dense(), w, atol=1e-5, rtol=0)
+    source = [[f"w{n}" for n in row] for row in zoo.ids(2, PROMPT).tolist()]
+    target = [[f"w{n}" for n in row] for row in out[:, :-1].tolist()]
+    assert encoder[0].words == (source, source)
+    assert decoder[0].words == (target, target)
+    assert cross[0].words == (target, source)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_beams_are_refused_by_name(name):
+    model = made("llama", "LlamaForCausalLM") if name == "llama" else made("t5, bias", "T5ForConditionalGeneration")
+    with torch.no_grad(), pytest.warns(RefusedWarning, match="beam search"), regard.record(model) as seen:
+        model.generate(zoo.ids(2, 5), max_new_tokens=6, num_beams=2, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert any("beam" in why for _, why in seen.refused)
+    assert all(p.steps == 1 for p in seen.passes)
+
+
+def test_a_generation_is_stitched_from_the_disk_too(tmp_path):
+    model = made("llama", "LlamaForCausalLM")
+    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad(), regard.record(model) as expected:
+        model.generate(zoo.ids(1, 5), **arguments)
+    with torch.no_grad(), regard.record(model, to=tmp_path / "run.regard"):
+        model.generate(zoo.ids(1, 5), **arguments)
+    again = regard.load(tmp_path / "run.regard")
+    assert again.passes[0].steps == 4
+    for a, b in zip(again.layers, expected.layers, strict=True):
+        assert torch.equal(a.weights.dense(), b.weights.dense())
+
+
+def test_an_edited_cache_is_not_stitched():
+    model = made("llama", "LlamaForCausalLM")
+    text = zoo.ids(1, 6)
+    with torch.no_grad(), regard.record(model) as seen:
+        cache = model(text[:, :5], use_cache=True).past_key_values
+        for layer in cache.layers:
+            layer.keys = layer.keys * 2
+        model(text[:, 5:], past_key_values=cache)
+    assert [p.steps for p in seen.passes] == [1, 1]
+    assert seen[0].shape == (1, 4, 1, 6)
+
+
+def test_memory_of_a_generation_grows_with_its_length_not_its_square():
+    model = made("llama", "LlamaForCausalLM")
+    with torch.no_grad(), regard.record(model) as seen:
+        model.generate(zoo.ids(1, 5), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    kept = seen.layers[0].kept
+    assert kept.k.untyped_storage().nbytes() <= kept.k.numel() * kept.k.element_size() * 2
+    assert kept.q.shape[2] == kept.k.shape[2] == 44

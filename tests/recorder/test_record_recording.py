@@ -1,0 +1,157 @@
+"""Questions to a recording equal the same questions asked of dense matrices."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import regard
+
+WORDS = ["the", "cat", "walks", "on", "the", "street"]
+
+
+class Attention(nn.Module):
+    def __init__(self, size=12, heads=3, causal=False):
+        super().__init__()
+        self.qkv, self.heads, self.causal = nn.Linear(size, 3 * size), heads, causal
+
+    def forward(self, x):
+        q, k, v = self.qkv(x * 3).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def seen():
+    torch.manual_seed(0)
+    net = nn.Sequential(Attention(), Attention(causal=True), Attention())
+    with torch.no_grad(), regard.record(net, tokens=WORDS, values=True) as seen:
+        net(torch.randn(1, 6, 12))
+    return seen
+
+
+def dense(seen):
+    return [layer.weights[0].dense() for layer in seen.layers]
+
+
+def test_indexing(seen):
+    w = dense(seen)
+    assert seen[1].shape == (1, 3, 6, 6)
+    assert seen[1, 2].shape == (6, 6)
+    torch.testing.assert_close(seen[1, 2].dense(), w[1][2])
+    torch.testing.assert_close(seen[1, 2]["cat", "street"], w[1][2, 1, 5])
+    torch.testing.assert_close(seen["1", 0].dense(), w[1][0])
+    torch.testing.assert_close(seen[-1, 0, 0].dense(), w[2][0])
+    torch.testing.assert_close(seen[0, 0][seen[0, 0].at("the", 2), "cat"], w[0][0, 4, 1])
+    assert [layer.index for layer in seen] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "text"),
+    [
+        (7, IndexError, "3 were recorded"),
+        ("block.9", KeyError, "no layer"),
+        ((0, 1, 2, 3), IndexError, "seen\\[layer, head"),
+        ((0, 0, 5), IndexError, "batch has 1"),
+    ],
+)
+def test_bad_indices_are_told(seen, key, error, text):
+    with pytest.raises(error, match=text):
+        seen[key]
+
+
+def test_an_empty_recording_says_what_to_do():
+    with regard.record(nn.Linear(2, 2)) as seen:
+        pass
+    assert repr(seen) == "Recording: nothing recorded"
+    with pytest.raises(IndexError, match="Run the model inside the block"):
+        seen[0]
+
+
+def test_find_names_the_best_heads_first(seen):
+    w = torch.stack(dense(seen))
+    table = seen.find("cat", "walks")
+    assert table.columns == ("layer", "head", "weight")
+    flat = sorted(
+        ((layer, head, w[layer, head, 1, 2].item()) for layer in range(3) for head in range(3)), key=lambda row: -row[2]
+    )
+    assert [row[:2] for row in table] == [row[:2] for row in flat]
+    assert table[0][2] == pytest.approx(flat[0][2], abs=1e-6)
+    alone = seen.find("cat")
+    best = max((w[a, h, 1].max().item(), WORDS[int(w[a, h, 1].argmax())], a, h) for a in range(3) for h in range(3))
+    assert alone[0][:3] == (best[2], best[3], best[1])
+    with pytest.raises(KeyError, match="no layer knows 'dog'"):
+        seen.find("dog")
+    with pytest.raises(KeyError, match="occurs 2 times"):
+        seen.find("the", "cat")
+
+
+def test_heads_by_every_measure(seen):
+    for by in ("entropy", "mean_distance", "sink", "previous", "induction"):
+        table = seen.heads(by)
+        assert len(table) == 9
+        for index, head, _, value in table:
+            w = dense(seen)[index].double()
+            sink = int(w.sum((0, 1)).argmax())
+            w = w[head]
+            rest = w.clone()
+            rest[:, sink] = 0
+            share = rest.sum(-1)  # rows count as much as they give to other keys than the sink
+            rest = rest / share.unsqueeze(-1).clamp(min=1e-12)
+            at = torch.arange(6)
+            expected = {
+                "entropy": -((rest * rest.clamp(min=1e-30).log()).sum(-1) * share).sum() / share.sum(),
+                "mean_distance": ((rest * (at[:, None] - at).abs()).sum(-1) * share).sum() / share.sum(),
+                "sink": w[:, sink].mean(),
+                "previous": w[at[1:], at[:-1]].mean(),
+                "induction": w[4, 1],
+            }[by]
+            assert value == pytest.approx(expected.item(), abs=1e-4), by
+    with pytest.raises(ValueError, match="unknown measure 'size'"):
+        seen.heads("size")
+
+
+def test_rollout_is_the_product_of_all_layers(seen):
+    flow = torch.eye(6)
+    for w in dense(seen):
+        flow = (torch.eye(6) + w.mean(0)) / 2 @ flow
+    torch.testing.assert_close(seen.rollout("cat"), flow[1])
+    torch.testing.assert_close(seen.rollout(-1), flow[-1])
+    assert seen.rollout("cat").sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_numpy_and_pandas(seen):
+    assert isinstance(seen.layers[0].numpy(), np.ndarray)
+    np.testing.assert_allclose(seen.layers[0].numpy(), seen[0].dense().numpy())
+    table = seen.find("cat", "walks")
+    assert table.numpy()["weight"][0] == table[0][2]
+    pandas = pytest.importorskip("pandas")
+    frame = seen.pandas()
+    assert isinstance(frame, pandas.DataFrame)
+    assert len(frame) == 9
+    row = frame[(frame.layer == 1) & (frame["head"] == 2)].iloc[0]
+    assert row.entropy == pytest.approx(seen[1].entropy()[0, 2].mean().item(), abs=1e-6)
+
+
+def test_norm_weighted(seen):
+    layer = seen.layers[1]
+    expected = layer.weights[0].dense() * layer.values[0].norm(dim=-1).unsqueeze(-2)
+    torch.testing.assert_close(layer.norm_weighted(), expected)
+
+
+def test_a_batch_needs_to_be_told_which_sequence():
+    net = nn.Sequential(Attention())
+    with torch.no_grad(), regard.record(net, tokens=[WORDS, WORDS]) as seen:
+        net(torch.randn(2, 6, 12))
+    assert seen[0, 1].shape == (2, 6, 6)
+    assert seen[0, 1, 1].tokens == (tuple(WORDS), tuple(WORDS))
+    with pytest.raises(ValueError, match="item=0"):
+        seen.find("cat", "walks")
+    assert len(seen.find("cat", "walks", item=1)) == 3
+
+
+def test_the_table_reads(seen):
+    text = repr(seen)
+    assert text.splitlines()[0] == "3 layers × 3 heads × 6 tokens"
+    assert "causal()" in text
+    assert repr(seen.find("cat", "walks")).splitlines()[0].split() == ["layer", "head", "weight"]

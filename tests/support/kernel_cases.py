@@ -1,0 +1,415 @@
+"""Configurations of the triton engine, and a judge for each: in the interpreter and on a real GPU alike.
+
+A case names a score, a mask, what is asked, a type, lengths and sizes. It is laid out once as a `Problem`; the same
+problem in float64 through `blockwise` is the truth, so what is judged is the kernels, not the rounding of a projection
+before them. Every answer has a bound of its own, element by element (reliability: a maximum over a tensor misses a
+dropped key, a mean misses a wrong row).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from regard.core.autograd import compute_with_autograd
+from regard.core.block import MatrixBlock
+from regard.core.problem import Problem
+from regard.core.pytree import flatten, unflatten
+from regard.core.stats import Request, Tiling, lse_of
+from regard.engines import get_engine, replay
+
+ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+
+SCORES = ("dot", "scaled_dot", "cosine", "gaussian", "bilinear", "bias", "key bias", "alibi", "softcap", "all", "sink", "additive")  # fmt: skip
+MASKS = ("none", "causal", "window", "padding", "documents", "dense", "or", "not", "interleaved", "nothing")
+ASKED = (
+    ("y", "lse", "max_score", "entropy"),
+    ("y", "norm", "entropy", "received"),
+    ("norm", "received", "pool"),
+    ("y", "norm", "mean_distance", "mass", "argmax"),
+    ("norm", "z", "entropy"),
+    ("norm", "topk_scores", "topk_indices", "y"),
+)
+#: (i, j, align): lengths that fill no tile, one tile, or one and a bit.
+LENGTHS = (
+    (1, 1, None),
+    (17, 17, None),
+    (63, 63, None),
+    (111, 130, "end"),
+    (130, 111, "start"),
+    (64, 64, None),
+    (1, 63, "end"),
+)
+#: (b, h, g, d, e)
+SIZES = ((1, 2, 1, 16, 16), (2, 2, 2, 8, 24), (1, 4, 2, 40, 8), (2, 1, 1, 64, 32))
+
+
+@dataclass(frozen=True)
+class Case:
+    score: str
+    mask: str
+    asked: tuple[str, ...]
+    dtype: torch.dtype
+    lengths: tuple[int, int, str | None]
+    sizes: tuple[int, int, int, int, int]
+    times: float = 1.0
+    seed: int = 0
+
+    def __str__(self) -> str:
+        i, j, _ = self.lengths
+        asked = "+".join(self.asked)
+        return f"{self.score}-{self.mask}-{asked}-{str(self.dtype)[6:]}-{i}x{j}-{'.'.join(map(str, self.sizes))}-x{self.times:g}-{self.seed}"  # fmt: skip
+
+
+#: For the interpreter, which is slow: of choices that reach the same lines of the kernels, one.
+FEWER_SCORES = ("scaled_dot", "gaussian", "bias", "alibi", "softcap", "all", "sink", "additive")
+FEWER_MASKS = ("none", "causal", "window", "padding", "documents", "dense", "or", "nothing")
+FEWER_LENGTHS = ((1, 1, None), (17, 17, None), (63, 63, None), (64, 64, None), (111, 130, "end"))
+
+
+def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[Case]:
+    """Few cases in which every pair of choices meets at least once."""
+    choices = [FEWER_SCORES, FEWER_MASKS, ASKED, dtypes, FEWER_LENGTHS, SIZES, (1.0, 3.0)]
+    rng = random.Random(seed)
+    open_pairs = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(range(len(choices)), 2)
+        for x in range(len(choices[a]))
+        for y in range(len(choices[b]))
+    }
+    cases = []
+    while open_pairs:
+        a, x, b, y = min(open_pairs)
+        best: tuple[int, list[int]] = (-1, [])
+        for _ in range(30):
+            picks = [rng.randrange(len(c)) for c in choices]
+            picks[a], picks[b] = x, y
+            won = sum(
+                (m, picks[m], n, picks[n]) in open_pairs for m, n in itertools.combinations(range(len(choices)), 2)
+            )
+            best = max(best, (won, picks))
+        picks = best[1]
+        open_pairs -= {(m, picks[m], n, picks[n]) for m, n in itertools.combinations(range(len(choices)), 2)}
+        cases.append(Case(*[c[p] for c, p in zip(choices, picks, strict=True)], seed=len(cases)))
+    return cases
+
+
+def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) -> Case:
+    """One configuration out of all, lengths and sizes too."""
+    rng = random.Random(seed)
+    i = rng.choice([1, rng.randint(2, 65), rng.randint(2, longest)])
+    j = rng.choice([i, rng.randint(1, longest)])
+    g = rng.choice([1, 2, 3])
+    sizes = (rng.choice([1, 2, 3]), g * rng.choice([1, 2]), g, 8 * rng.choice([1, 2, 3, 5, 8, 12, 16, 32]), 8 * rng.choice([1, 2, 4, 7, 8, 16, 32]))  # fmt: skip
+    align = None if i == j else rng.choice(["start", "end"])
+    return Case(rng.choice(SCORES), rng.choice(MASKS), rng.choice(ASKED), rng.choice(dtypes), (i, j, align), sizes, rng.choice([0.3, 1.0, 3.0]), seed)  # fmt: skip
+
+
+def laid(case: Case, device: str = "cpu") -> tuple[Problem, Request]:
+    """The problem and the request of a case."""
+    make = torch.Generator().manual_seed(case.seed)
+    (i, j, align), (b, h, g, d, e) = case.lengths, case.sizes
+
+    def draw(*shape: int, times: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=make) * times).to(case.dtype).to(device)
+
+    def heads(h: int, n: int, e: int, times: float = 1.0) -> Tensor:
+        """Every third one with its heads within positions."""
+        x = draw(b, h, n, e, times=times)
+        return x.transpose(1, 2).contiguous().transpose(1, 2) if case.seed % 3 == 1 else x
+
+    q, k = heads(h, i, d, case.times), heads(g, j, d, case.times)
+    score = _score(case.score, draw, h, d, i, j)
+    mask = _mask(case.mask, b, i, j, make, device)
+    W = regard.weights(q, k, score=score, mask=mask, align=align or "start")
+    extra: dict[str, Any] = {}
+    if "y" in case.asked:
+        extra["v"] = heads(g, j, e)
+    if "z" in case.asked:
+        extra["u"] = heads(h, i, e)
+    if "mass" in case.asked:
+        extra["keys"] = (torch.rand(j, generator=make) > 0.5).float().to(device)
+    if "pool" in case.asked:
+        extra["tiling"] = (
+            Tiling(3, 5, i // 5, i, j // 7, j) if case.seed % 2 else Tiling(max(1, i // 32), 4, 0, i, 0, j)
+        )
+    if "topk_scores" in case.asked:
+        extra["topk"] = 1 + case.seed % 9
+    return W._factors.problem(), Request(case.asked, **extra)
+
+
+def _score(name: str, draw: Any, h: int, d: int, i: int, j: int) -> Any:
+    makers = {
+        "dot": lambda: regard.ScaledDot(1.0 / d),
+        "scaled_dot": regard.ScaledDot,
+        "cosine": lambda: regard.Cosine(3.0),
+        "gaussian": lambda: regard.Gaussian(2.0 + d**0.5),
+        "bilinear": lambda: regard.Bilinear(draw(d, d, times=1 / d)),
+        "bias": lambda: regard.ScaledDot().bias(draw(h, i, j)),
+        "key bias": lambda: regard.ScaledDot().bias(draw(1, j)),
+        "alibi": lambda: regard.ScaledDot().alibi(draw(h).abs() / 8),
+        "softcap": lambda: regard.ScaledDot().softcap(2.0),
+        "all": lambda: (
+            regard.ScaledDot().bias(draw(i, 1)).softcap(3.0).alibi(draw(h) / 8).bias(draw(h, i, j)).sink(draw(h))
+        ),
+        "sink": lambda: regard.ScaledDot().sink(draw(h)),
+        "additive": lambda: regard.Additive(draw(d, 6, times=d**-0.5), draw(d, 6, times=d**-0.5), draw(6)),
+    }
+    return makers[name]()
+
+
+def _mask(name: str, b: int, i: int, j: int, make: torch.Generator, device: str) -> Any:
+    lengths = torch.randint(0, j + 1, (b,), generator=make)
+    ids = torch.randint(0, 4, (b, j), generator=make).sort(1).values
+    makers = {
+        "none": lambda: None,
+        "causal": regard.causal,
+        "window": lambda: regard.window(9, 3),
+        "padding": lambda: regard.padding(lengths),
+        "documents": lambda: regard.documents(ids) & regard.causal(),
+        "dense": lambda: (torch.rand(b, 1, i, j, generator=make) > 0.6).to(device),
+        "or": lambda: regard.window(5, 0) | regard.padding(lengths // 4),
+        "not": lambda: ~regard.window(7, 2),
+        "interleaved": lambda: regard.documents(torch.randint(0, 3, (b, j), generator=make)),
+        "nothing": lambda: regard.causal() & ~regard.causal(),
+    }
+    return makers[name]()
+
+
+def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
+    """Ask the triton engine and float64; every answer and every gradient within its bound."""
+    problem, request = laid(case, device)
+    gradients = gradients and not case.asked[-1].startswith("top")
+    for _ in range(2 if device == "cuda" else 0):  # the second time it is noted down, the third time that is done again
+        _asked(problem, request, "triton", gradients)
+    found, found_grads = _asked(problem, request, "triton", gradients)
+    double = change_all((problem, request), lambda t: t.double() if t.is_floating_point() else t)
+    truth, true_grads = _asked(*double, "blockwise", gradients)
+    bounds = _bounds(*double, truth, case.dtype)
+    for name in dict.fromkeys(("lse", *(name for name in request.names if name != "norm"))):
+        _compare(f"{case}: {name}", found[name], truth[name], bounds[name])
+    if "topk_weights" in found:
+        right = _weights_of_top(truth)
+        _compare(
+            f"{case}: topk_weights",
+            found["topk_weights"],
+            right,
+            right * (bounds["topk_scores"] + bounds["lse"][..., None]) + 1e-6,
+        )
+    u = ROUNDOFF[case.dtype]
+    for n, (mine, right) in enumerate(zip(found_grads, true_grads, strict=True)):
+        if right is None:
+            continue
+        assert mine is not None, f"{case}: gradient {n} is missing"
+        size = float(right.abs().max()) if right.numel() else 0.0
+        slack = (8 * u + 2e-5 * (1 + case.times**2)) * (right.abs() + size) + 1e-5
+        # A gradient comes in the type of its tensor: beyond its largest number stands inf.
+        largest = torch.finfo(mine.dtype).max
+        mine, right = mine.double().clamp(-largest, largest), right.clamp(-largest, largest)
+        _compare(f"{case}: gradient {n} of {tuple(right.shape)}", mine, right, slack)
+
+
+def _weights_of_top(answers: dict[str, Tensor]) -> Tensor:
+    lse = answers["lse"] if "lse" in answers else lse_of(answers["norm"])
+    return torch.where(answers["topk_indices"] >= 0, (answers["topk_scores"] - lse.unsqueeze(-1)).exp(), 0)
+
+
+def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile: int = 32) -> int:
+    """The largest of long rows: as they come, with ties, and where all keys are equal. Returns how many are wrong."""
+    from regard.engines.triton import topk_pass
+
+    wrong = 0
+    asked = ((8 if device == "cuda" else 2, "none"), (3, "causal"), (1, "window"))
+    for (n, mask), kind, dtype in itertools.product(asked, ("plain", "ties", "equal"), dtypes):
+        lengths = (40, (2 * n + 2) * tile, "end")
+        problem, _ = laid(Case("scaled_dot", mask, ("norm",), dtype, lengths, (1, 2, 1, 16, 16)), device)
+        if kind != "plain":
+            q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (problem.q, problem.k))
+            problem = dataclasses.replace(problem, q=q, k=k)
+        request = Request(("topk_scores", "topk_indices", "norm"), topk=n)
+        topk_pass.MOST_MARKS = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
+        replay.TAPES.clear()
+        found = compute_with_autograd(problem, request, get_engine("triton"), {}, False)
+        double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)
+        truth = compute_with_autograd(double, request, get_engine("blockwise"), {}, False)
+        same = kind == "plain" or torch.equal(found["topk_indices"], truth["topk_indices"])
+        truth["topk_weights"] = _weights_of_top(truth)
+        close = (
+            torch.allclose(found[n].double(), truth[n], rtol=1e-4, atol=1e-5) for n in ("topk_scores", "topk_weights")
+        )
+        if not same or not all(close):
+            wrong += 1
+            print(f"top {n} by ballot, {mask}, {kind}, {dtype}: {found} for {truth}")
+    return wrong
+
+
+def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: int = 300) -> None:
+    """More columns than a tile holds: of values, of what is sent back, of a pooled map, and their gradients."""
+    q, k, v, u = (torch.randn(1, 2, n, size, device=device).to(dtype) for n, size in ((7, 16), (columns + 9, 16), (columns + 9, columns), (7, columns)))  # fmt: skip
+    leaves = [x.requires_grad_() for x in (q, k, v, u)]
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    answers = []
+    for (q, k, v, u), engine in ((leaves, "triton"), (doubles, "blockwise")):
+        W = regard.weights(q, k, engine=engine)
+        seen = W.see("entropy", pool=(2, columns), values=v)
+        found = (seen.y, seen.pool, W.mT @ u)
+        total = sum((x.double() * torch.linspace(-1, 1, x.shape[-1], device=device)).sum() for x in found)
+        answers.append([*found, *torch.autograd.grad(total, (q, k, v, u))])
+    names = ("y", "pool", "z", "dq", "dk", "dv", "du")
+    for name, mine, right in zip(names, *answers, strict=True):
+        close = 3 * columns**0.5 * ROUNDOFF[dtype] * right.detach().abs().max()  # each adds up as many terms
+        _compare(f"{columns} columns: {name}", mine.detach(), right.detach(), close)
+
+
+def judged_where_all_scores_are_huge(dtype: torch.dtype, device: str = "cpu") -> None:
+    """A row with the same huge bias everywhere has even weights: in lse = m + log l the second part would be lost."""
+    q = torch.zeros(1, 2, 37, 16, dtype=dtype, device=device)
+    k, v = (torch.randn(1, 2, 70, 16, device=device).to(dtype).requires_grad_() for _ in range(2))
+    for level in (-6e4, 6e4) if dtype == torch.float16 else (-1e4, -1e9, -1e20, 1e9):
+        bias = torch.zeros(1, 1, 37, 1, dtype=dtype, device=device)
+        bias[:, :, 5:9] = level
+        W = regard.weights(q, k, score=regard.ScaledDot().bias(bias), engine="triton")
+        even = torch.full(W.shape, 1 / 70, device=device)
+        seen = W.see("received", "entropy", pool=(37, 1), values=v)
+        for found, truth in ((W.dense(), even), (seen.received, even.sum(-2)), (seen.pool, torch.ones_like(seen.pool))):
+            torch.testing.assert_close(found.detach(), truth, rtol=1e-4, atol=0)
+        (dv,) = torch.autograd.grad(seen.y.float().sum(), v)
+        torch.testing.assert_close(dv.float(), torch.full_like(dv, 37 / 70).float(), rtol=1e-2, atol=0)
+
+
+def judged_where_numbers_are_nan(dtype: torch.dtype, device: str = "cpu") -> None:
+    """What is nan stays nan, in the rows and columns that see it and nowhere else: a broken query is no row that sees nothing."""
+    scores = (
+        regard.ScaledDot(),
+        regard.ScaledDot().alibi(torch.ones(2, device=device)),
+        regard.ScaledDot().sink(torch.zeros(2, device=device)),
+    )
+    for score, broken, mask in itertools.product(
+        scores, ("query", "key"), (None, regard.causal(), regard.window(3, 0))
+    ):
+        q, k, v = (torch.randn(1, 2, 37, 16, device=device).to(dtype) for _ in range(3))
+        (q if broken == "query" else k)[0, 1, 5] = torch.nan
+        seen, truth = (
+            regard.weights(q, k, score=score, mask=mask, engine=engine).see(
+                "lse", "max_score", "entropy", "mean_distance", "received", values=v
+            )
+            for engine in ("triton", "blockwise")
+        )
+        for name in ("y", "lse", "max_score", "entropy", "mean_distance", "received"):
+            same = torch.equal(getattr(seen, name).isnan(), getattr(truth, name).isnan())
+            assert same, f"{name} of a broken {broken}, {mask!r}, {dtype}"
+
+
+def change_all(tree: Any, how: Any) -> Any:
+    spec, tensors = flatten(tree)
+    return unflatten(spec, [how(t) for t in tensors])
+
+
+def _asked(problem: Problem, request: Request, engine: str, gradients: bool) -> tuple[dict[str, Tensor], list[Any]]:
+    spec, tensors = flatten((problem, request))
+    leaves = [t.detach().clone().requires_grad_(gradients and t.is_floating_point()) for t in tensors]
+    problem, request = unflatten(spec, leaves)
+    names = tuple(dict.fromkeys((*request.names, "norm", *(("argmax",) if "max_score" in request.names else ()))))
+    answers = compute_with_autograd(
+        problem, Request(**{**vars(request), "names": names}), get_engine(engine), {}, gradients
+    )
+    norm = answers.pop("norm")
+    answers["lse"] = answers.get("lse", lse_of(norm))
+    if not gradients:
+        return answers, []
+    make = torch.Generator().manual_seed(1)
+    total: Any = 0.0
+    for answer in answers.values():
+        if answer.requires_grad:
+            flow = torch.randn(answer.shape, generator=make, dtype=torch.float64).to(answer)
+            total = total + (torch.where(answer.isfinite(), answer, 0) * flow).sum()
+    if isinstance(total, float):
+        return answers, []
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    grads = torch.autograd.grad(total, wanted, allow_unused=True)
+    return {n: a.detach() for n, a in answers.items()}, list(grads)
+
+
+def _bounds(problem: Problem, request: Request, truth: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Any]:
+    """How far each answer may be off, from the size of what went into it. `problem` is in float64."""
+    _, h, i, j = problem.shape
+    block = MatrixBlock(slice(0, i), slice(0, j), problem.offset, problem.q.device)
+    with torch.no_grad():
+        s = problem.scores(block)
+        w = (s - torch.where(truth["lse"] == -torch.inf, 0, truth["lse"]).unsqueeze(-1)).exp()  # b h i j
+        log_w = torch.where(w > 0, w, 1).log()
+        q, k = problem.q.abs(), problem.k.abs().repeat_interleave(h // problem.k.shape[1], 1)
+        d = q.shape[-1]
+        size = (q @ k.mT).amax(-1) * abs(getattr(problem.similarity_kernel, "scale", 1.0)) if j else q.sum(-1) * 0
+        size = size + torch.where(s.isfinite(), s.abs(), 0).amax(-1) if j else size
+        if not hasattr(problem.similarity_kernel, "scale"):
+            size = size + problem.similarity_kernel.v.abs().sum()
+        u32, u = 2.0**-24, ROUNDOFF[dtype]
+        off = u32 * (2 * d**0.5 * size + 2 * max(i, j) ** 0.5 + 16)  # of a log weight, for every row
+        each = w * off.unsqueeze(-1)
+        rough = w * (off.unsqueeze(-1) + u)  # where weights are rounded for a product
+        found: dict[str, Any] = {
+            "lse": off + u32 * 4 * torch.where(truth["lse"].isfinite(), truth["lse"].abs(), 0),
+            "entropy": (w * (1 + log_w.abs())).sum(-1) * off * 4 + 1e-6,
+            "received": each.sum(-2) * 2 + 1e-6,
+        }
+        found["max_score"] = found["topk_scores"] = found["lse"] + u32 * 8 * size
+        if "topk_scores" in truth:
+            found["topk_scores"] = found["lse"].unsqueeze(-1) + (u32 * 8 * size).unsqueeze(-1)
+        if request.v is not None:
+            v = request.v.repeat_interleave(h // request.v.shape[1], 1)
+            found["y"] = u * truth["y"].abs() + rough @ v.abs() + 1e-7
+        if request.u is not None:
+            found["z"] = rough.mT @ request.u.abs() + 1e-6
+        if request.keys is not None:
+            found["mass"] = each.sum(-1) * 2 + 1e-6
+        far = (block.i - block.j).abs()
+        found["mean_distance"] = (each * far).sum(-1) * 2 + 1e-5
+        if request.tiling is not None:
+            found["pool"] = each.sum((-1, -2), keepdim=True) * 2 + 1e-5
+        found["argmax"] = found["topk_indices"] = (s, off)
+    return found
+
+
+def _compare(what: str, found: Tensor, truth: Tensor, bound: Any) -> None:
+    assert found.shape == truth.shape, f"{what}: {tuple(found.shape)} for {tuple(truth.shape)}"
+    if truth.dtype == torch.int64:
+        _same_places(what, found, truth, *bound)
+        return
+    found = found.double()
+    assert not found.isnan().any(), f"{what}: {int(found.isnan().sum())} nan of {found.numel()}"
+    endless = truth.isinf()
+    assert torch.equal(found[endless], truth[endless]), f"{what}: infinities differ"
+    off = torch.where(endless, 0, (found - torch.where(endless, 0, truth)).abs())
+    bound = (
+        torch.as_tensor(bound, device=off.device).expand_as(off)
+        if not isinstance(bound, Tensor)
+        else bound.expand_as(off)
+    )
+    worst = (off - bound).amax() if off.numel() else torch.tensor(0.0)
+    if worst > 0:
+        at = int((off - bound).flatten().argmax())
+        raise AssertionError(
+            f"{what}: {found.flatten()[at]:.7g} for {truth.flatten()[at]:.7g}, off {off.flatten()[at]:.3g}, allowed "
+            f"{bound.flatten()[at]:.3g}; {int((off > bound).sum())} of {off.numel()} beyond"
+        )
+
+
+def _same_places(what: str, found: Tensor, truth: Tensor, s: Tensor, off: Tensor) -> None:
+    """Indices may differ where their scores are equal but for rounding."""
+    if found.ndim == 3:
+        found, truth = found.unsqueeze(-1), truth.unsqueeze(-1)
+    assert torch.equal(found < 0, truth < 0), f"{what}: keys where there are none"
+    mine, right = (s.gather(-1, x.clamp(min=0)) for x in (found, truth))
+    close = (mine - right).abs() <= 8 * off.unsqueeze(-1) * (1 + right.abs())
+    assert bool((close | (found < 0)).all()), f"{what}: another key, with a lower score"
+    for row in found.flatten(0, -2).tolist():
+        there = [n for n in row if n >= 0]
+        assert len(set(there)) == len(there), f"{what}: a key twice"

@@ -1,0 +1,114 @@
+"""Kernels in Triton's interpreter: python tests/support/triton_interpreter.py <part> <of>. Prints what is wrong; exit code 1 if anything.
+
+A process of its own, since Triton asks once, when it is imported, whether it is to interpret. bfloat16 is silently
+wrong there, and races never show: those are for tests/gpu.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from regard.core import intervals
+from regard.engines.triton import backward_pass, forward_pass, kernel_inputs, mask_args, tile_config, topk_pass
+from support import kernel_cases
+
+torch.set_num_threads(1)
+np.seterr(all="ignore")  # empty rows divide by 0, and are told so; what comes out is judged
+
+
+empty = kernel_inputs.empty
+
+
+def poisoned(*shape: int, dtype: torch.dtype, **more) -> torch.Tensor:
+    """Outputs are full of nan before a kernel runs: what it does not write shows."""
+    return empty(*shape, dtype=dtype, **more).fill_(torch.nan if dtype.is_floating_point else -9)
+
+
+def tables(lo, hi, flags: bool, block_i: int, block_j: int, keys: int):
+    """The tables of rows and of keys by their definition, tile by tile: (r, I, 4) and (J, 4)."""
+    rows = lo.shape[1]
+    ends_i, ends_j = (range(0, n, block) for n, block in ((rows, block_i), (keys, block_j)))
+    by_rows = np.zeros((len(lo), len(ends_i), 4), int)
+    touched, full = (np.zeros((len(ends_i), len(ends_j)), bool) for _ in range(2))
+    for r, (n, i) in itertools.product(range(len(lo)), enumerate(ends_i)):
+        low, high = lo[r, i : i + block_i], hi[r, i : i + block_i]
+        seen = [(a, b) for a, b in zip(low, high, strict=True) if a < b]
+        begin, end = min((a for a, _ in seen), default=0), max((b for _, b in seen), default=0)
+        all_from, all_to = low.max(), 0 if flags else high.min()
+        first = begin // block_j
+        by_rows[r, n] = (
+            first,
+            -(-all_from // block_j),
+            min(all_to, keys) // block_j,
+            -(-end // block_j) if seen else first,
+        )
+        for m, j in enumerate(ends_j):
+            past = min(j + block_j, keys)
+            touched[n, m] |= bool(seen) and begin < past and end > j
+            full[n, m] |= all_from <= j and all_to >= past and i + block_i <= rows and j + block_j <= keys
+    by_keys = np.zeros((len(ends_j), 4), int)
+    for m in range(len(ends_j)):
+        some, whole = np.flatnonzero(touched[:, m]), np.flatnonzero(touched[:, m] & full[:, m])
+        first, past = (some[0], some[-1] + 1) if len(some) else (0, 0)
+        run = (whole[0], whole[-1] + 1) if len(whole) else (0, 0)
+        by_keys[m] = first, *(run if run[1] - run[0] == len(whole) else (first, first)), past
+    return by_rows, by_keys
+
+
+def tables_that_are_wrong(cases: int = 60) -> int:
+    rng, wrong = np.random.default_rng(0), 0
+    for case in range(cases):
+        b, spans, rows, keys = (int(rng.integers(1, most)) for most in (3, 4, 80, 100))
+        ends = np.sort(rng.integers(0, keys + 1, (b, 2 * spans, rows)), 1)
+        if case % 3 == 0:  # as padding: all rows alike, some see nothing
+            ends = np.broadcast_to(ends[:, :, :1], ends.shape) * (rng.random((b, 1, 1)) > 0.2)
+        lo, hi = ends[:, ::2], ends[:, 1::2]
+        laid = tuple(torch.tensor(np.ascontiguousarray(x), dtype=torch.int32) for x in (lo, hi))
+        told = mask_args.Form("flags" if case % 4 == 1 else "spans", None, laid)
+        for block_i, block_j in ((16, 32), (32, 16)):
+            found = mask_args.row_table(told, block_i, block_j, keys), mask_args.key_table(told, block_i, block_j, keys)
+            for n in range(b):
+                right = tables(lo[n], hi[n], told.kind == "flags", block_i, block_j, keys)
+                if not all(np.array_equal(x[n].numpy(), y) for x, y in zip(found, right, strict=True)):
+                    wrong += 1
+                    print(f"tables of case {case}, {block_i} × {block_j}: {[x[n] for x in found]} for {right}")
+    return wrong
+
+
+def main(part: int, of: int) -> int:
+    backward_pass.empty = topk_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
+    intervals.KEPT_ON = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
+    wrong = tables_that_are_wrong() if part == 0 else 0
+    for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
+        # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.
+        tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1) if n % 2 else tile_config.Config(16, 32, 4, 1)
+        try:
+            kernel_cases.judged(case)
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {error} [{case}]")
+    if part == 1:
+        tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1)
+        wrong += kernel_cases.judged_by_ballot((torch.float16,))
+    if part == 2:
+        tile_config.forced["any"] = tile_config.Config(16, 32, 4, 1)
+        kernel_cases.judged_with_many_columns(torch.float32)
+    if part == 0:
+        kernel_cases.judged_where_all_scores_are_huge(torch.float32)
+        kernel_cases.judged_where_all_scores_are_huge(torch.float16)
+        kernel_cases.judged_where_numbers_are_nan(torch.float32)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

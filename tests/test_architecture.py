@@ -1,0 +1,194 @@
+"""The architecture: imports point one way, and `import regard` stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import regard
+
+ROOT = Path(regard.__file__).parent
+
+#: Each part of the package and the parts it may import: a module of `core`, or a whole package. A part never imports one above it.
+ARROWS: dict[str, set[str]] = {
+    "_lazy": set(),
+    "core.pytree": set(),
+    "core.torch_state": set(),
+    "core.block": set(),
+    "core.indexing": set(),
+    "core.scores": {"core.block", "core.pytree"},
+    "core.masks": {"core.block", "core.pytree", "core.torch_state"},
+    "core.intervals": {"core.block", "core.masks", "core.pytree", "core.torch_state"},
+    "core.problem": {"core.block", "core.intervals", "core.masks", "core.pytree", "core.scores", "core.torch_state"},
+    "core.stats": {"core.problem", "core.pytree"},
+    "core.online_softmax": {"core.block", "core.problem", "core.stats"},
+    "engines": {
+        "core.block", "core.masks", "core.online_softmax", "core.problem", "core.pytree", "core.scores", "core.stats",
+        "core.torch_state",
+    },
+    "core.autograd": {"core.problem", "core.pytree", "core.scores", "core.stats", "core.torch_state", "engines"},
+    "core.result_cache": {"core.stats", "core.torch_state"},
+    "core.arguments": {"core.indexing", "core.scores", "core.stats"},
+    "core.weights": {
+        "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.result_cache", "core.scores",
+        "core.stats", "core.torch_state", "engines",
+    },
+    "core.api": {
+        "core.block", "core.intervals", "core.masks", "core.problem", "core.pytree", "core.scores", "core.torch_state",
+        "core.weights", "engines",
+    },
+    "recorder": {
+        "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.weights",
+    },
+    "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.weights"},
+    "learn": {"_lazy", "nn", "recorder"},
+    "integrations": {"recorder"},
+    "look": {
+        "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "core.weights", "learn", "recorder",
+    },
+    "cli": {"learn", "look"},
+    "__main__": {"cli"},
+}  # fmt: skip
+
+
+def part_of(module: list[str]) -> str:
+    """The key of `ARROWS` that a dotted module below `regard` belongs to."""
+    return ".".join(module[:2]) if module[0] == "core" and len(module) > 1 else module[0]
+
+
+def module_of(path: Path) -> list[str]:
+    return [part.removesuffix(".py") for part in path.relative_to(ROOT).parts if part != "__init__.py"]
+
+
+def imports(path: Path) -> set[str]:
+    """The parts of the package that a file imports from."""
+    package = ["regard", *path.relative_to(ROOT).parts[:-1]]
+    parts: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *(node.module.split(".") if node.module else [])]
+            if base[:1] == ["regard"]:
+                targets = (
+                    [[*base, alias.name] for alias in node.names]
+                    if base in (["regard"], ["regard", "core"])
+                    else [base]
+                )
+                parts |= {part_of(target[1:]) for target in targets}
+        elif isinstance(node, ast.Import):
+            parts |= {part_of(alias.name.split(".")[1:]) for alias in node.names if alias.name.startswith("regard.")}
+    return parts
+
+
+FILES = [path for path in sorted(ROOT.rglob("*.py")) if module_of(path) not in ([], ["core"])]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downwards(path: Path) -> None:
+    part = part_of(module_of(path))
+    assert imports(path) - {part, "__version__"} <= ARROWS[part]
+
+
+def test_the_arrows_run_one_way() -> None:
+    above: set[str] = set()
+
+    def climb(part: str, path: tuple[str, ...]) -> None:
+        assert part not in path, f"{' <- '.join((*path, part))} is a cycle"
+        above.add(part)
+        for below in ARROWS[part]:
+            climb(below, (*path, part))
+
+    for part in ARROWS:
+        climb(part, ())
+    assert above == set(ARROWS)
+
+
+def test_every_part_has_its_arrows() -> None:
+    assert {part_of(module_of(path)) for path in FILES} == set(ARROWS)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_has_a_docstring(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
+
+
+HEAVY = (
+    "numba",
+    "llvmlite",
+    "transformers",
+    "matplotlib",
+    "triton",
+    "pandas",
+    "scipy",
+    "IPython",
+    "tokenizers",
+    "jinja2.ext",
+    "http.server",
+)
+
+
+def test_the_command_line_explains_itself_before_torch_is_there() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import regard; from regard import cli\n"
+        "sys.exit(sum(cli.main(a.split()) for a in ('--help', 'look --help', 'learn lm --help', '--version')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "regard look" in done.stdout
+
+
+def test_a_name_may_be_used_first_while_torch_compile_follows_the_code() -> None:
+    code = (
+        "import torch, regard\n"
+        "q = torch.randn(2, 5, 4)\n"
+        "ask = torch.compile(lambda q: regard.weights(q, mask=regard.causal()).entropy(), fullgraph=True, backend='eager')\n"
+        "torch.testing.assert_close(ask(q), regard.weights(q, mask=regard.causal()).entropy())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_regard_is_light() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import regard; regard.weights\n"
+        "print('\\n'.join(sorted(set(sys.modules) - before)))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = [name for name in loaded if name.split(".")[0] in HEAVY]
+    assert not heavy
+    others = {name.split(".")[0] for name in loaded} - {"regard", "torch"} - set(sys.stdlib_module_names)
+    assert others <= {"numpy", "_frozen_importlib_external"}, f"import regard loads {sorted(others)}"
+
+
+def test_without_numba_only_speed_is_lost() -> None:
+    code = (
+        "import sys; sys.modules['numba'] = None\n"
+        "import torch, regard\n"
+        "torch.manual_seed(0); q, k, v = (torch.randn(1, 2, 70, 8, requires_grad=True) for _ in range(3))\n"
+        "seen = regard.weights(q, k, mask=regard.causal()).see('entropy', 'received', topk=3, values=v)\n"
+        "want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)\n"
+        "torch.testing.assert_close(seen.y, want)\n"
+        "(seen.y.sum() + seen.entropy.sum()).backward()\n"
+        "assert q.grad.isfinite().all()\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_those_that_are_exported() -> None:
+    public = {
+        name for name in vars(regard) if not name.startswith("_") and not isinstance(vars(regard)[name], type(sys))
+    }
+    assert public - {"TYPE_CHECKING", "lazy_getattr"} <= set(regard.__all__) <= set(dir(regard))
+    assert regard.__all__ == sorted(regard.__all__)
+    for name in regard.__all__:
+        assert getattr(regard, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'atend'"):
+        regard.atend  # noqa: B018
