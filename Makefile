@@ -1,6 +1,7 @@
 # make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
 # make lint   formatting, lint and types
+# make docs   the documentation as a site, into site/; fails on every warning
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
 # make test-gpu, make bench-gpu  the same for the triton engine, on a machine with an NVIDIA GPU
 
@@ -15,7 +16,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-libraries test-planted test-gpu test-gpu-checked lint bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-libraries test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -56,10 +57,13 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(READY)
+	$(BIN)/python docs/build.py
+
 bench: $(READY)
 	$(BIN)/python -m bench.cpu
 
-# The pictures of README, made anew in Debian's Chromium.
+# The pictures of README and docs, drawn in Debian's Chromium.
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
 
@@ -68,7 +72,7 @@ bench-learn: $(READY)
 	$(BIN)/python -m bench.learn cpu $(DATA)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site
 
 # Kernels on a real GPU, with the machine's own PyTorch and Triton.
 test-gpu:

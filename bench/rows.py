@@ -36,16 +36,29 @@ class Row:
     commit: str = ""
 
     def verdict(self) -> str:
-        def reached(bound: float | None) -> bool:
-            return bound is None or (self.ratio <= bound if self.better == "lower" else self.ratio >= bound)
+        """In the words of the tables: `must` is the limit, `goal` the target."""
 
-        if self.must is None and self.goal is None:
-            return ""
-        if self.must is None:
-            return "goal" if reached(self.goal) else "short of the goal"
-        if not reached(self.must):
-            return "missed"
-        return "goal" if self.goal is not None and reached(self.goal) else "reached"
+        def meets(bound: float) -> bool:
+            return self.ratio <= bound if self.better == "lower" else self.ratio >= bound
+
+        if self.must is not None and not meets(self.must):
+            return "limit missed"
+        if self.goal is not None and meets(self.goal):
+            return "target met"
+        if self.must is not None:
+            return "within the limit"
+        return "" if self.goal is None else "short of the target"
+
+    def environment(self) -> str:
+        """The machine and the versions that decide its speed, as readers name them."""
+        compiler = "triton" if self.device.startswith("NVIDIA") else "numba"
+        names = {"torch": "torch", "triton": "Triton", "numba": "numba"}
+        parts = [
+            f"{names[name]} {self.versions[name].partition('+')[0]}"
+            for name in ("torch", compiler)
+            if name in self.versions
+        ]
+        return ", ".join([self.device.replace("(R)", ""), *parts])
 
 
 def ratios(
@@ -101,16 +114,16 @@ def unit(r: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table."""
-    lines = ["| what | shape | against | ratio | must | goal | |", "|---|---|---|---|---|---|---|"]
+    """The rows as a Markdown table, with what they were measured on: below it, or row by row where that differs."""
+    differ = len({r.environment() for r in rows}) > 1
+    lines = _head("what", "shape", "against", "ratio", "limit", "target", "result", *["measured on"] * differ)
     for r in rows:
         sign = "≤" if r.better == "lower" else "≥"
         bounds = [f"{sign} {b:g}{unit(r)}" if b is not None else "" for b in (r.must, r.goal)]
         shape = r.shape if isinstance(r.shape, str) else "×".join(map(str, r.shape))
-        lines.append(
-            f"| {r.what} | {shape} | {r.against} | {r.ratio:.3g}{unit(r)} | {bounds[0]} | {bounds[1]} | {r.verdict()} |"
-        )
-    return "\n".join(lines)
+        cells = [r.what, shape, r.against, f"{r.ratio:.3g}{unit(r)}", *bounds, r.verdict()]
+        lines.append(_line(*cells, *[r.environment()] * differ))
+    return "\n".join([*lines, *_measured_on(rows)])
 
 
 def summary(rows: list[Row]) -> str:
@@ -118,15 +131,30 @@ def summary(rows: list[Row]) -> str:
     groups: dict[tuple[str, ...], list[Row]] = {}
     for r in rows:
         name = r.what.replace(" (causal)", "").replace(" (deterministic)", "")
-        groups.setdefault((name, re.sub(r" \(.*\)", "", r.against), r.better), []).append(r)
-    lines = ["| what | against | ratio | shapes | must missed |", "|---|---|---|---|---|"]
-    for (name, against, better), found in groups.items():
-        low, high = min(r.ratio for r in found), max(r.ratio for r in found)
+        groups.setdefault((name, re.sub(r" \(.*\)", "", r.against), r.better, r.environment()), []).append(r)
+    differ = len({r.environment() for r in rows}) > 1
+    lines = _head("what", "against", "ratio", "shapes", *["measured on"] * differ)
+    for (name, against, better, environment), group in groups.items():
+        low, high = min(r.ratio for r in group), max(r.ratio for r in group)
         span = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g}–{high:.3g}"
         sign = "" if better == "lower" else ", more is better"
-        missed = sum(r.verdict() == "missed" for r in found)
-        lines.append(f"| {name} | {against} | {span}{unit(found[0])}{sign} | {len(found)} | {missed or ''} |")
-    return "\n".join(lines)
+        cells = [name, against, f"{span}{unit(group[0])}{sign}", str(len(group))]
+        lines.append(_line(*cells, *[environment] * differ))
+    return "\n".join([*lines, *_measured_on(rows)])
+
+
+def _head(*names: str) -> list[str]:
+    return [_line(*names), "|" + "---|" * len(names)]
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _measured_on(rows: list[Row]) -> list[str]:
+    """The one environment of all rows as a sentence; nothing where rows name their own."""
+    environments = {r.environment() for r in rows}
+    return ["", f"Measured on: {environments.pop()}."] if len(environments) == 1 else []
 
 
 def versions() -> dict[str, str]:

@@ -1,41 +1,89 @@
-"""Docs are programs: every example runs and prints what it says, every table is what was measured."""
+"""Docs are programs: every example runs and prints what it says, every table is what was measured, every name is listed."""
 
+import ast
 import doctest
 import importlib
-import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
+from bench import rows
 from bench.tables import DOCUMENTS, filled
 
 import regard
+from regard import cli
 
 ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src"
+PAGES = sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+TEXTS = ["README.md", *(f"docs/{page}" for page in PAGES)]
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("document", ["README.md"])
-def test_every_example_of_a_document_prints_what_it_says(document):
-    text = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.S))
-    example = doctest.DocTestParser().get_doctest(text, {}, document, document, 0)
-    assert len(example.examples) > 10
+def blocks(document):
+    """The fenced blocks of a document: (language, text)."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", (ROOT / document).read_text(), flags=re.S | re.M)
+
+
+def run(text, names, where):
+    example = doctest.DocTestParser().get_doctest(text, names, where, where, 0)
+    assert example.examples, f"{where} has no examples"
     runner = doctest.DocTestRunner(optionflags=FLAGS)
     report: list[str] = []
     runner.run(example, out=report.append)
     assert not runner.failures, "".join(report)
 
 
-def modules():
-    names = ["regard"] + [f"regard.{m.name}" for m in pkgutil.iter_modules(regard.__path__)]
-    return [name for name in names if not importlib.import_module(name).__name__.endswith("__main__")]
+# Examples.
 
 
-@pytest.mark.parametrize("name", modules())
-def test_every_example_in_a_docstring_prints_what_it_says(name):
-    module = importlib.import_module(name)
-    failures, _ = doctest.testmod(module, optionflags=FLAGS, extraglobs={"torch": __import__("torch")})
-    assert failures == 0
+@pytest.mark.parametrize("document", [text for text in TEXTS if any(kind == "python" for kind, _ in blocks(text))])
+def test_every_example_of_a_document_prints_what_it_says(document):
+    run("\n".join(text for kind, text in blocks(document) if kind == "python"), {}, document)
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_every_block_is_of_a_kind_that_is_run(document):
+    for kind, text in blocks(document):
+        assert kind in ("python", "console", ""), f"{document}: ```{kind} is run by no test"
+        assert (">>>" in text) == (kind == "python"), f"{document}: {text}"
+        # Those of the guide are run, with their output, by the tests of the command.
+        assert kind != "console" or document == "docs/look.md", f"{document}: {text}"
+
+
+def commands(document):
+    """Lines that call `regard`, outside of the blocks that are run."""
+    text = re.sub(r"^```console\n.*?^```", "", (ROOT / document).read_text(), flags=re.S | re.M).replace("\\\n", " ")
+    lines = re.findall(r"^(?: {4,})?(regard (?:look|walk|learn|generate|translate) .*)$", text, flags=re.M)
+    return [part for line in lines for part in re.split(r" && | {3,}(?=regard )", line)]
+
+
+@pytest.mark.parametrize("document", [text for text in TEXTS if commands(text)])
+def test_every_command_line_is_one_that_the_parser_takes(document):
+    for line in commands(document):
+        cli.parser().parsed(shlex.split(line, comments=True)[1:])
+
+
+def docstrings():
+    for path in sorted((SOURCE / "regard").rglob("*.py")):
+        module = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node)
+                if text and ">>>" in text:
+                    yield pytest.param(module, text, id=f"{module}:{getattr(node, 'name', '')}")
+
+
+# Read from the sources: doctest's own search passes over objects whose `__module__` is the public one.
+@pytest.mark.parametrize(("module", "text"), list(docstrings()))
+def test_every_example_of_a_docstring_prints_what_it_says(module, text):
+    run(text, {**vars(importlib.import_module(module)), "torch": torch, "regard": regard}, module)
+
+
+# Tables.
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -44,6 +92,57 @@ def test_every_table_is_made_from_its_result_file(document):
     assert filled(text) == text, "run: python -m bench.tables"
 
 
-def test_every_public_name_is_exported_and_documented():
-    for name in regard.__all__:
-        assert getattr(regard, name).__doc__, name
+def row(ratio, device="NVIDIA H200", **versions):
+    return rows.Row("y", [2, 3], "SDPA", ratio, 1.2, 1.0, "lower", [ratio], device, versions)
+
+
+def test_tables_name_what_they_were_measured_on():
+    here, there = row(1.1, torch="2.11.0+cu130", triton="3.6.0", numba="0.68.1"), row(0.9, "a CPU", torch="2.13.0+cpu")
+    for show in (rows.table, rows.summary):
+        assert "Measured on: NVIDIA H200, torch 2.11.0, Triton 3.6.0." in show([here, here])
+        both = show([here, there]).splitlines()
+        assert both[0].endswith("| measured on |")
+        assert [line.split(" | ")[-1] for line in both[2:]] == [
+            "NVIDIA H200, torch 2.11.0, Triton 3.6.0 |",
+            "a CPU, torch 2.13.0 |",
+        ]
+
+
+def test_results_are_said_in_words_of_limits_and_targets():
+    said = [row(ratio).verdict() for ratio in (0.9, 1.1, 1.3)]
+    assert said == ["target met", "within the limit", "limit missed"]
+
+
+# The site.
+
+
+def test_every_page_is_in_the_navigation():
+    def pages(part):
+        if isinstance(part, str):
+            return [part]
+        return [page for inner in (part.values() if isinstance(part, dict) else part) for page in pages(inner)]
+
+    assert sorted(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == PAGES
+
+
+@pytest.mark.parametrize("module", ["regard", "regard.nn", "regard.learn", "regard.look", "regard.recorder"])
+def test_every_public_name_is_documented_and_in_the_reference(module):
+    listed = re.findall(r"^::: (\S+)$", "".join((ROOT / "docs" / page).read_text() for page in PAGES), flags=re.M)
+    public = importlib.import_module(module)
+    for name in public.__all__:
+        assert getattr(public, name).__doc__, name
+        # A module that is listed shows all its public names.
+        assert {module, f"{module}.{name}", f"regard.{name}"} & set(listed), f"docs/api lists no {module}.{name}"
+
+
+@pytest.mark.parametrize("document", [*TEXTS, "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
+def test_every_link_to_a_file_leads_somewhere(document):
+    path = ROOT / document
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if not link.startswith(("https://", "#")):
+            assert (path.parent / link.partition("#")[0]).exists(), f"{document}: {link}"
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f"version: {regard.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{regard.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

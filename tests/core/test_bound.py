@@ -15,8 +15,9 @@ and so on. u_y is the roundoff of the type that is stored. A, B and C were fitte
 with which 2,000 configurations of this file (batches 1000 to 1039) use at most about three quarters of any bound in
 float32 (the weights themselves 0.75, the largest ones 0.64, column sums, pooled map and Wᵀu 0.54, lse 0.47); outputs in
 16-bit types use 0.99, since half a unit of the last place is the rounding itself. A max over the tensor would miss a key
-dropped for one row, and a mean whole wrong rows; this misses neither. The second gate is FlashAttention's: the
-largest error of an answer is at most twice that of plain PyTorch in the same precision, of gradients three times.
+dropped for one row, and a mean whole wrong rows; this misses neither. The second gate is FlashAttention's, over many
+seeds: the errors of an answer are as large as plain PyTorch's in the same precision (geometric mean of the ratio at most
+1.5, worst 4), those of gradients at most three times as large.
 """
 
 from __future__ import annotations
@@ -264,36 +265,45 @@ def test_every_number_stays_within_its_bound_20000_times(batch: int, tiles, monk
 
 
 def off_by(truth: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
-    """The largest error of every answer, as a share of its largest number."""
+    """The root mean square of every answer's errors, as a share of its largest number."""
     found = {}
     for name in SMOOTH:
         want = torch.where(truth[name] == -torch.inf, 0, truth[name])
         error = torch.where(truth[name] == -torch.inf, 0, got[name].double() - want)
-        found[name] = (error.abs().max() / want.abs().max()).item()
+        found[name] = (error.square().mean().sqrt() / want.abs().max()).item()
     return found
 
 
+#: Seeds whose errors are held against plain PyTorch's. Of a single one the largest error, ours or theirs, is luck.
+POOL = 10
+#: By how much errors may exceed plain PyTorch's: the geometric mean of the ratios and the worst of them.
+USUAL, OF_CELLS = (1.5, 4.0), (1.2, 3.0)
+#: A distance is made of three products, |q|², |k|² and q·k: its error is that of the largest, also where q and k are
+#: near and their difference, which the formula squares, would be exact.
+OF_DISTANCES = (2.5, 10.0)
+
+
 @pytest.mark.parametrize("score", SCORES, ids=lambda case: case.name)
-def test_the_largest_error_is_at_most_twice_that_of_plain_pytorch(score: ScoreCase) -> None:
-    ours: dict[str, float] = {}
-    plain: dict[str, float] = {}
-    for mask in ("none", "causal and padding", "window or first keys"):
-        for kind in ("randn", "3 randn", "peaked"):
-            n = score.sizes(b=1, h=4, g=2, i=61, j=131, d=17, e=7)
-            case = Case(Configuration(score, named(MASKS, mask), torch.float32, n, "end", kind, None))
+def test_errors_are_those_of_plain_pytorch_over_many_seeds(score: ScoreCase) -> None:
+    ratios: dict[str, list[float]] = {name: [] for name in SMOOTH}
+    n = score.sizes(b=1, h=4, g=2, i=61, j=131, d=17, e=7)
+    kinds = zip(("none", "causal and padding", "window or first keys"), ("randn", "3 randn", "peaked"), strict=True)
+    abouts = [Configuration(score, named(MASKS, mask), torch.float32, n, "end", kind, None) for mask, kind in kinds]
+    for _ in range(POOL):
+        ours, plain = dict.fromkeys(SMOOTH, 0.0), dict.fromkeys(SMOOTH, 0.0)
+        for case in map(Case, abouts):
             truth = case.truth().answers(case.v, case.u)
             theirs = case.truth(torch.float32).answers(case.v, case.u)
             for total, errors in ((ours, off_by(truth, case.answers())), (plain, off_by(truth, theirs))):
                 for name, error in errors.items():
-                    total[name] = max(total.get(name, 0.0), error)
-    for name in ours:
-        # An answer is stored in float32, whoever computes it: two units of roundoff are nobody's fault.
-        # Cells are made by a product of another shape than the one that lse came from, so that the roundoff of the two
-        # does not cancel where a weight is near 1: they are held to their bound alone.
-        if name == "dense":
-            continue
-        assert ours[name] <= 2 * plain[name] + 2 * U32, (
-            f"{name}: off by {ours[name]:.3g}, plain PyTorch by {plain[name]:.3g}"
+                    total[name] += error**2
+        for name in SMOOTH:
+            ratios[name].append(math.sqrt(ours[name] / plain[name]))
+    for name, found in ratios.items():
+        mean, worst = math.exp(sum(map(math.log, found)) / POOL), max(found)
+        limits = OF_DISTANCES if score.name == "gaussian" else OF_CELLS if name == "dense" else USUAL
+        assert mean <= limits[0] and worst <= limits[1], (  # noqa: PT018
+            f"{name}: {mean:.3g} times as far off as plain PyTorch (geometric mean), {worst:.3g} times in the worst seed"
         )
 
 

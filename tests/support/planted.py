@@ -36,7 +36,7 @@ TESTS = {
     "edges": ("test_empty_and_infinite.py", "float64 and tiles"),
     "edges in float32": ("test_empty_and_infinite.py", "float32"),
     "bound": ("test_bound.py", "within_its_bound and not 20000 and (0 or 5)"),
-    "twofold rule": ("test_bound.py", "largest_error"),
+    "twofold rule": ("test_bound.py", "over_many_seeds"),
     "gradients in float32": ("test_bound.py", "three_times and dtype0"),
     "inputs": ("test_inputs.py", "not compiled and not forked and not spawned"),
     "errors": ("test_errors.py", ""),

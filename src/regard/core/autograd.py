@@ -32,7 +32,7 @@ from .torch_state import in_functorch, is_tracing, without_autocast
 __all__ = ["compute_with_autograd"]
 
 #: Answers that stand in their own gradients.
-OWN_SHARE = ("y", "mass", "entropy", "mean_distance")
+OWN_SHARE = ("y", "mass", "entropy", "mean_distance", "cells")
 
 
 def compute_with_autograd(problem: Problem, request: Request, engine: Engine, cached: Results, live: bool) -> Results:
@@ -76,16 +76,21 @@ def vjp(
     engine = resolve(engine, clean, asked)
     gradient = _score_grad(clean, asked, engine, results, flowing)
     _, tensors = flatten((problem, request))
-    of_question = [x for x in (request.v, request.u, request.keys) if x is not None]
+    others = request.keys, request.rows, request.cols
+    of_question = [x for x in (request.v, request.u, *others) if x is not None]
     count = len(tensors) - len(of_question)
     of_problem, dv, du = engine.backward(clean, asked, results["norm"], gradient, needs[:count])
     of_problem = list(of_problem)
-    for score, index in GATHERED:
-        if score in flowing:
-            for n, g in enumerate(_gathered_grads(clean, results[index], flowing[score])):
-                had = of_problem[n]
-                of_problem[n] = g if had is None else had + g
-    own = ((request.v, dv), (request.u, du), (request.keys, None))
+    of_scores = [
+        _gathered_grads(clean, results[index], flowing[score]) for score, index in GATHERED if score in flowing
+    ]
+    if "cells" in flowing:
+        of_scores.append(_cell_gradients(clean, asked, results["cells"], flowing["cells"]))
+    for gradients in of_scores:
+        for n, g in enumerate(gradients):
+            had = of_problem[n]
+            of_problem[n] = g if had is None else had + g
+    own = ((request.v, dv), (request.u, du), *((x, None) for x in others))
     found = [*of_problem, *(g for t, g in own if t is not None)]
     return [
         None if g is None or not t.is_floating_point() else g.to(t.dtype) for g, t in zip(found, tensors, strict=True)
@@ -94,14 +99,29 @@ def vjp(
 
 def _gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Of q, k and the score's tensors, which stand first among the problem's; from scores at a few keys a row."""
-    spec, tensors = flatten(dataclasses.replace(problem, mask=None, sink=None))
     cols = index.unsqueeze(-1) if index.ndim == 3 else index
+    g = g.reshape(cols.shape).masked_fill(cols < 0, 0)
+    return _score_gradients(problem, lambda bare: bare.picked_scores(cols.clamp(min=0)), g)
 
-    def picked(*parts: Tensor) -> Tensor:
-        return unflatten(spec, list(parts)).picked_scores(cols.clamp(min=0))
 
-    pull = torch.func.vjp(picked, *map(upcast, tensors))[1]
-    return pull(g.reshape(cols.shape).masked_fill(cols < 0, 0))
+def _cell_gradients(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """The same, from scores at chosen rows and keys."""
+    block, hidden = problem.block(required(request.rows), required(request.cols)), cells == -torch.inf
+    # A key that none of the rows sees must not reach them as the nan of 0 · nan.
+    seen = (~hidden).any(2).any(1)
+    return _score_gradients(
+        problem, lambda bare: bare.at(block).blanked(seen).bare_scores(block), g.masked_fill(hidden, 0)
+    )
+
+
+def _score_gradients(problem: Problem, scored: Callable[[Problem], Tensor], g: Tensor) -> tuple[Tensor, ...]:
+    """What a gradient of some scores is for q, k and the score's tensors; `scored` makes them of a problem."""
+    spec, tensors = flatten(dataclasses.replace(problem, mask=None, sink=None))
+
+    def of_tensors(*parts: Tensor) -> Tensor:
+        return scored(unflatten(spec, list(parts)))
+
+    return torch.func.vjp(of_tensors, *map(upcast, tensors))[1](g)
 
 
 def _score_grad(problem: Problem, request: Request, engine: Engine, results: Results, flowing: Results) -> ScoreGrad:
@@ -317,6 +337,8 @@ def _output_specs(problem: Problem, request: Request) -> list[tuple[tuple[int, .
         shapes["y"] = (b, h, i, request.v.shape[-1])
     if request.u is not None:
         shapes["z"] = (b, h, j, request.u.shape[-1])
+    if request.rows is not None and request.cols is not None:
+        shapes["cells"] = (b, h, request.rows.shape[0], request.cols.shape[0])
     if request.tiling is not None:
         shapes["pool"] = (b, h, request.tiling.rows, request.tiling.cols)
     types = {"argmax": torch.int64, "topk_indices": torch.int64}

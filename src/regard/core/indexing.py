@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["At", "Pick", "Tokens", "as_index", "parse", "positions_of", "runs", "word_at"]
+__all__ = ["At", "Pick", "Tokens", "as_index", "indices", "parse", "positions_of", "runs", "word_at"]
 
 #: One axis: an int drops it, a range keeps it.
 Pick = int | range | list[int]
@@ -173,3 +173,9 @@ def as_index(positions: list[int] | range, device: torch.device | None = None) -
     if isinstance(positions, range) and positions.step == 1:
         return slice(positions.start, max(positions.start, positions.stop))
     return torch.tensor(list(positions), dtype=torch.int64, device=device)
+
+
+def indices(positions: list[int] | range, device: torch.device) -> Tensor:
+    """As a tensor of positions, neighbours too."""
+    at = as_index(positions, device)
+    return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at

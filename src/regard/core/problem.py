@@ -176,7 +176,7 @@ class Problem:
         visible = self.mask.visible(block)
         visible = visible.reshape(*[1] * (4 - visible.ndim), *visible.shape)
         # A key that no row of the block sees must not reach it, not even as the nan of 0 · nan in a gradient.
-        local = local._with_zeroed_keys(visible.any(2).any(1).expand(-1, local.k.shape[2]))
+        local = local.blanked(visible.any(2).any(1).expand(-1, local.k.shape[2]))
         return local.bare_scores(block).masked_fill(~visible, -torch.inf)
 
     def bare_scores(self, block: MatrixBlock) -> Tensor:
@@ -238,9 +238,9 @@ class Problem:
         if seen is None:
             return self, request
         v = None if request.v is None else zero_keys(request.v, seen, -2)
-        return self._with_zeroed_keys(seen), dataclasses.replace(request, v=v)
+        return self.blanked(seen), dataclasses.replace(request, v=v)
 
-    def _with_zeroed_keys(self, seen: Tensor) -> Problem:
+    def blanked(self, seen: Tensor) -> Problem:
         steps = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
         blanked = dataclasses.replace(self, k=zero_keys(self.k, seen, -2), modifiers=steps)
         if "intervals" in vars(self):  # found out already, and the same

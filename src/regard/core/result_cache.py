@@ -55,7 +55,7 @@ class ResultCache:
 
 def _key(name: str, request: Request) -> Any:
     """Under what a number is remembered; None for what depends on tensors of the request."""
-    if name in ("y", "z", "mass"):
+    if name in ("y", "z", "mass", "cells"):
         return None
     if name in ("topk_scores", "topk_indices", "topk_weights"):
         return name, request.topk

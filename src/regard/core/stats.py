@@ -16,7 +16,18 @@ from torch import Tensor
 from .problem import repeat_kv
 from .pytree import register_node
 
-__all__ = ["ONE_PASS", "SECOND_PASS", "Request", "Results", "Tiling", "lse_of", "of_dense", "required"]
+__all__ = [
+    "ONE_PASS",
+    "SECOND_PASS",
+    "Request",
+    "Results",
+    "Tiling",
+    "lse_of",
+    "of_dense",
+    "required",
+    "softmax",
+    "with_sink",
+]
 
 #: Carried in the state while the keys go by. `norm` is what a row was normalised by: its maximum m and its sum l, from
 #: which weights are made again as exp(s − m) / l. Their one number lse = m + log l would not do: where all scores of a
@@ -35,6 +46,9 @@ ONE_PASS = (
 )
 #: Column by column, from the finished rows.
 SECOND_PASS = ("received", "pool", "z")
+# Beside the two passes, `cells` are scores at chosen rows and keys, by the very product that made the norm, so that no
+# weight exp(s − m) / l exceeds 1: a product of another shape is an ulp off, and at scores near 10,000 an ulp is a
+# thousandth of the weight.
 #: What an engine may tell unasked, where it has it at hand; outside of graphs, since it is not differentiated.
 OPTIONAL_OUTPUTS = ("topk_weights",)
 #: Indices have no gradient.
@@ -82,6 +96,8 @@ class Request:
     v: Tensor | None = None  # b g|h j e : y = W v
     u: Tensor | None = None  # b h i e : z = Wᵀ u
     keys: Tensor | None = None  # j : 1 for the keys whose mass is asked, else 0
+    rows: Tensor | None = None  # n : rows of the cells
+    cols: Tensor | None = None  # n : keys of the cells
 
     def wants(self, *names: str) -> bool:
         return any(name in self.names for name in names)
@@ -116,6 +132,23 @@ def of_dense(w: Tensor, s: Tensor, request: Request, offset: int, sink: Tensor |
         "topk_indices": lambda: stable_topk(s, request.topk)[1],
     }
     return {name: formulas[name]() for name in request.names if name in formulas}
+
+
+def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Weights (b, h, i, j) of whole rows of scores; with a sink's logits also the share (b, h, i) that it takes."""
+    every = with_sink(s, logits)
+    # softmax of a row of −inf is nan, in its gradient too: such a row is set to 0 before. And what is hidden weighs
+    # 0 also in a row that is nan.
+    hidden = every == -torch.inf
+    p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)
+    j = s.shape[-1]
+    w = p[..., :j].masked_fill(hidden[..., :j], 0)
+    return w, None if logits is None else p[..., j].masked_fill(hidden[..., j], 0)
+
+
+def with_sink(s: Tensor, logits: Tensor | None) -> Tensor:
+    """Scores (b, h, i, j) with a sink's logits, if there are any, as one more column."""
+    return s if logits is None else torch.cat([s, logits.to(s.dtype).expand(*s.shape[:3], 1)], -1)
 
 
 def entropy(w: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,11 +20,11 @@ from ..engines import reference
 from ..engines.score_grad import weights_from_norm as weights_and_logs
 from .arguments import as_tiling, as_tokens, as_values, at_least_one, chosen_keys
 from .autograd import compute_with_autograd
-from .indexing import At, Pick, Tokens, as_index, parse, positions_of, runs, word_at
+from .indexing import At, Pick, Tokens, as_index, indices, parse, positions_of, runs, word_at
 from .problem import Factors, Problem, from_weights
 from .result_cache import ResultCache, check_fits, format_bytes
 from .scores import Precomputed
-from .stats import OPTIONAL_OUTPUTS, Request, Results
+from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
 from .torch_state import without_autocast
 
 __all__ = ["Peak", "Statistics", "TopK", "Transposed", "Weights"]
@@ -333,28 +332,31 @@ class Weights:
             w = reference.weights(self._factors.folded())[:, :, as_index(rows)][..., as_index(cols)]
             return w.reshape(*self._factors.batch, *w.shape[1:])
         problem = self._factors.problem()
-        parts = []
-        for run in runs(rows):
-            narrow = problem.narrow(run.start, run.stop)
-            norm = self._norm_of(narrow, run)
-            block = narrow.block(slice(0, len(run)), as_index(cols, problem.q.device))
-            s = without_autocast(problem.q, partial(narrow.scores, block))  # as exactly as the norm
-            parts.append(weights_and_logs(s, norm, problem.mask is None)[0])
-        w = (
-            torch.cat(parts, 2)
-            if parts
-            else problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
-        )
+        if cols == range(self._sizes[1]):
+            block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
+            # A whole row is normalised by its own scores.
+            w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])
+        else:
+            parts = list(self._parts_of_rows(problem, rows, cols))
+            nothing = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
+            w = torch.cat(parts, 2) if parts else nothing
         return w.reshape(*self._factors.batch, *w.shape[1:])
 
-    def _norm_of(self, narrow: Problem, run: range) -> Tensor:
-        """The norm of some rows: remembered if it is, else computed for these rows only."""
-        live = _need_gradients(*self._leaves)
-        cached = self._cache.get(self._leaves, Request(("norm",)))
-        if cached and not live:
-            return cached["norm"][:, :, run.start : run.stop]
-        engine = engines.get_engine(self._engine)
-        return compute_with_autograd(narrow, Request(("norm",)), engine, {}, live)["norm"]
+    def _parts_of_rows(self, problem: Problem, rows: list[int] | range, cols: list[int] | range) -> Iterator[Tensor]:
+        """Weights at these rows and columns, run by run of neighbouring rows: scores and norm come from one product."""
+        live, engine = _need_gradients(*self._leaves), engines.get_engine(self._engine)
+        keys = indices(cols, self.device)
+        asked = Request(("norm", "cells"), rows=indices(rows, self.device), cols=keys)
+        remembered = {} if live else self._cache.get(self._leaves, Request(("norm",)))
+        if remembered and engines.same_product(engine, problem):
+            results = compute_with_autograd(problem, asked, engine, remembered, live)
+            yield weights_and_logs(results["cells"], results["norm"][:, :, asked.rows], False)[0]
+            return
+        for run in runs(rows):
+            every = indices(range(len(run)), self.device)
+            request = dataclasses.replace(asked, rows=every)
+            results = compute_with_autograd(problem.narrow(run.start, run.stop), request, engine, {}, live)
+            yield weights_and_logs(results["cells"], results["norm"], False)[0]
 
     # Indexing.
 

@@ -52,7 +52,7 @@ class Auto:
 
     def picked(self, problem: Problem, request: Request) -> Engine:
         """The engine that `auto` means for this problem."""
-        on_gpu = problem.q.device.type == "cuda"
+        on_gpu = problem.q.device.type == "cuda" and not request.wants("cells")
         return triton.ENGINE if on_gpu and triton.unsupported_reason(problem, request) is None else blockwise.ENGINE
 
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
@@ -70,6 +70,11 @@ class Auto:
 def resolve(engine: Engine, problem: Problem, request: Request) -> Engine:
     """The engine that computes: `auto` decided, any other itself."""
     return AUTO.picked(problem, request) if isinstance(engine, Auto) else engine
+
+
+def same_product(engine: Engine, problem: Problem) -> bool:
+    """Whether the scores of `cells` are those that this engine's norm of the same problem was made of."""
+    return resolve(engine, problem, Request(("norm",))) is blockwise.ENGINE
 
 
 def get_engine(name: str) -> Engine:

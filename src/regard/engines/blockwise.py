@@ -1,8 +1,9 @@
 """Block by block in plain PyTorch: any score, any mask, any device, linear memory.
 
-Three walks over the same tiles. `forward` merges the state of every tile into that of its rows; `column_pass`
-makes the weights of finished rows once more and adds up their columns; `backward` makes them again and sends
-gradients into the scores. Imports `factors`, `statistics` and `state`.
+Four walks over the same tiles. `forward` merges the state of every tile into that of its rows; `column_pass`
+makes the weights of finished rows once more and adds up their columns; `cells` copies scores out of the few tiles that
+hold them; `backward` makes the weights again and sends gradients into the scores.
+Imports `factors`, `statistics` and `state`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..core.stats import ONE_PASS, SECOND_PASS, Request, Results, Tiling, requir
 from . import numba
 from .score_grad import InputGrads, ScoreGrad, weights_from_norm
 
-__all__ = ["ENGINE", "backward", "column_pass", "forward"]
+__all__ = ["ENGINE", "backward", "cells", "column_pass", "forward"]
 
 #: How many numbers a tile may hold at once, all heads and sequences of a batch together.
 TILE_NUMBERS = 2**21
@@ -50,6 +51,8 @@ class Blockwise:
             asked = dataclasses.replace(request, names=second)
             norm = results["norm"]
             results |= tiles.column_pass(problem, asked, norm) if tiles else column_pass(problem, asked, norm)
+        if "cells" in names:
+            results["cells"] = tiles.cells(problem, request) if tiles else cells(problem, request)
         return results
 
     def backward(
@@ -105,6 +108,29 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
             if "pool" in total:
                 _add_to_pool(total["pool"], w, rows, cols, required(request.tiling))
     return total
+
+
+def cells(problem: Problem, request: Request) -> Tensor:
+    """Scores at chosen rows and keys, (b, h, rows, cols), −inf where hidden; from the tiles of `forward`."""
+    b, h, _, _ = problem.shape
+    rows, cols = required(request.rows), required(request.cols)
+    found = torch.full((b, h, len(rows), len(cols)), -torch.inf, dtype=problem.compute_dtype, device=problem.q.device)
+    for row_block, tiles in tiled(problem):
+        if not len(i := _inside(rows, row_block)):
+            continue
+        for keys, whole in tiles:
+            if not len(j := _inside(cols, keys)):
+                continue
+            block = problem.block(row_block, keys)
+            s = problem.at(block).bare_scores(block)
+            s = s if whole else mask_scores(s, problem.mask, block)
+            found[:, :, i[:, None], j] = s[:, :, (rows[i] - row_block.start)[:, None], cols[j] - keys.start]
+    return found
+
+
+def _inside(positions: Tensor, part: slice) -> Tensor:
+    """Which of these positions fall into a part."""
+    return ((positions >= part.start) & (positions < part.stop)).nonzero().flatten()
 
 
 def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad) -> InputGrads:

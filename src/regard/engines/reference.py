@@ -16,9 +16,9 @@ from ..core.block import MatrixBlock
 from ..core.problem import Factors, mask_scores, repeat_kv, zero_keys
 from ..core.pytree import tree_map
 from ..core.scores import Precomputed, upcast
-from ..core.stats import Request, Results, lse_of, of_dense
+from ..core.stats import Request, Results, lse_of, of_dense, softmax, with_sink
 
-__all__ = ["answer", "dense", "softmax", "weights"]
+__all__ = ["answer", "dense", "weights"]
 
 
 def answer(factors: Factors, request: Request) -> Results:
@@ -52,24 +52,18 @@ def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     for step in steps:
         s = step.apply(s, block)
     s = mask_scores(s, factors.mask, block)
-    return (s, *softmax(s, score.sink_logits))
+    w, share = softmax(s, score.sink_logits)
+    return s, w, _norm(with_sink(s, score.sink_logits)), share
 
 
 def _seen(factors: Factors) -> Tensor | None:
     return factors.problem().visible_keys() if factors.mask is not None else None
 
 
-def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights (b, h, i, j) and the norm (b, h, i, 2) of scores; with a sink's logits also the share it takes."""
-    if logits is not None:
-        s = torch.cat([s, logits.to(s.dtype).expand(*s.shape[:3], 1)], -1)
-    # softmax of a row of −inf is nan, in its gradient too: such a row is set to 0 before. And what is hidden weighs
-    # 0 also in a row that is nan.
-    hidden = s == -torch.inf
-    empty = hidden.all(-1, keepdim=True)
+def _norm(s: Tensor) -> Tensor:
+    """Maximum and sum (b, h, i, 2) of rows of scores, in which a sink is one more column."""
+    empty = (s == -torch.inf).all(-1, keepdim=True)
     flat = s.masked_fill(empty, 0)
-    w = flat.softmax(-1).masked_fill(hidden, 0)
     m = flat.detach().amax(-1, keepdim=True) if s.shape[-1] else flat.sum(-1, keepdim=True)
     l = (flat - m).exp().sum(-1, keepdim=True)
-    norm = torch.cat([m.masked_fill(empty, -torch.inf), l.masked_fill(empty, 0)], -1)
-    return (w, norm, None) if logits is None else (w[..., :-1], norm, w[..., -1])
+    return torch.cat([m.masked_fill(empty, -torch.inf), l.masked_fill(empty, 0)], -1)

@@ -46,9 +46,9 @@ def record(
 ) -> Observer:
     """Look into any PyTorch model while it runs, unchanged and on its own kernels.
 
-    with regard.record(model, tokens=tokenizer) as seen:
-        model(**inputs)
-    seen[3, 1]["it", "animal"]
+        with regard.record(model, tokens=tokenizer) as seen:
+            model(**inputs)
+        seen[3, 1]["it", "animal"]
 
     model    None records every attention of this thread
     tokens   a tokenizer, a list of words, a list of such lists (one a sequence), (source, target) lists, or nothing

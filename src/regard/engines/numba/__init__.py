@@ -9,6 +9,7 @@ for the cores, and a product inside the team stays on one of them. Where numba o
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -28,7 +29,7 @@ from ...core.stats import Request, Results, lse_of
 from ...core.torch_state import in_functorch
 from ..score_grad import InputGrads, ScoreGrad
 
-__all__ = ["backward", "column_pass", "forward", "serves", "serves_backward"]
+__all__ = ["backward", "cells", "column_pass", "forward", "serves", "serves_backward"]
 
 #: Switch for tests and comparisons: plain PyTorch tiles even where compiled ones could serve.
 enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
@@ -295,6 +296,26 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     return {name: _summed(x).float() for name, x in found.items()}
 
 
+def cells(problem: Problem, request: Request) -> Tensor:
+    """Scores at chosen rows and keys, (b, h, rows, cols), −inf where hidden; from the tiles of `forward`."""
+    b, h, i, j = problem.shape
+    assert request.rows is not None
+    assert request.cols is not None
+    tall, wide = _tile_size(problem)
+    task = KernelCall(problem, tall, wide)
+    found = task.out("cells", torch.full((b, h, len(request.rows), len(request.cols)), -torch.inf))
+    for name, positions in (("row", request.rows), ("col", request.cols)):
+        ordered, place = positions.sort()
+        task.out(f"{name}_at", ordered)
+        task.out(f"{name}_place", place)
+        task.set(**{f"{name}_count": len(positions)})
+    # At most these tiles are visited.
+    rows, cols = min(i, len(request.rows) * tall), min(j, len(request.cols) * wide)
+    task.work = b * h * rows * cols * problem.q.shape[3]
+    task.run("cells", b * h * -(-i // tall), 4 * tall * wide)
+    return found
+
+
 def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad) -> InputGrads:
     """Gradients of the problem's tensors in their order, and of v."""
     b, h, i, j = problem.shape
@@ -348,7 +369,7 @@ def _with_keys(problem: Problem, k: Tensor) -> tuple[Any, list[Tensor]]:
 
 
 def _with_values(request: Request, v: Tensor) -> Request:
-    return Request(request.names, request.topk, request.tiling, v, request.u, request.keys)
+    return dataclasses.replace(request, v=v)
 
 
 def _sum_groups(x: Tensor | None, heads: int) -> Tensor | None:

@@ -99,6 +99,8 @@ class Triton:
 
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
         _check(problem, request)
+        if request.wants("cells"):  # with a norm from the same product, not with that of the kernels
+            return blockwise.ENGINE.compute(problem, request, ("norm", "cells"), {})
         if 0 in (*problem.shape, problem.q.shape[-1]):
             return blockwise.ENGINE.compute(problem, request, names, cached)
         return _compute(problem, request, names, cached)
@@ -108,7 +110,8 @@ class Triton:
     ) -> InputGrads:
         _check(problem, request)
         wide = gradient.dy is not None and gradient.dy.shape[-1] > LARGEST
-        if 0 in (*problem.shape, problem.q.shape[-1]) or isinstance(problem.similarity_kernel, TanhSum) or wide:
+        plain = wide or isinstance(problem.similarity_kernel, TanhSum) or request.wants("cells")
+        if plain or 0 in (*problem.shape, problem.q.shape[-1]):
             return blockwise.ENGINE.backward(problem, request, norm, _widened(gradient, problem.compute_dtype), needs)
         return _backward(problem, request, norm, gradient, needs)
 

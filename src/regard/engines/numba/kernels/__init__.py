@@ -1,7 +1,7 @@
 """Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for all the rest.
 
-Three kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, backward. Each is a C function of
-one argument, a record of addresses and sizes, that any number of threads may enter at once: they draw work from a
+Four kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, cells, backward. Each is a C function
+of one argument, a record of addresses and sizes, that any number of threads may enter at once: they draw work from a
 shared counter, so nobody waits for the slowest. Loaded only by `compiled`; needs numba.
 """
 
@@ -18,12 +18,17 @@ from typing import Any
 
 from numba import cfunc, types
 
-from . import backward, column_pass, forward
+from . import backward, cells, column_pass, forward
 from .params import ADDED, ADDED_VECTOR, ALIBI, HIDDEN, SOFTCAP, TASK, new_steps, task_record
 
 __all__ = ["ADDED", "ADDED_VECTOR", "ALIBI", "HIDDEN", "SOFTCAP", "kernel", "new_steps", "task_record", "told_if_long"]
 
-_ENTRIES = {"forward": forward.entry, "column_pass": column_pass.entry, "backward": backward.entry}
+_ENTRIES = {
+    "forward": forward.entry,
+    "column_pass": column_pass.entry,
+    "cells": cells.entry,
+    "backward": backward.entry,
+}
 
 
 @functools.cache

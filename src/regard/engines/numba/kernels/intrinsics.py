@@ -270,11 +270,14 @@ _T0, _T1, _T2, _T3, _T4 = (
 
 @njit(fastmath={"contract"}, inline="always")
 def tangent(x):
-    """tanh(x): a polynomial near 0, where 1 − 2/(e²ˣ + 1) would cancel."""
+    """tanh(x): a polynomial near 0, where 1 − 2e/(1 + e) with e = exp(−2|x|) would cancel.
+
+    Far from 0 the subtraction is the only rounding that counts; (1 − e)/(1 + e) has three, each of a unit of 1.
+    """
     z = x * x
     near = ((((_T0 * z + _T1) * z + _T2) * z + _T3) * z + _T4) * z * x + x
     e = exponential(f32(-2) * abs(x))
-    far = (f32(1) - e) / (f32(1) + e)
+    far = f32(1) - f32(2) * e / (f32(1) + e)
     far = -far if x < f32(0) else far
     return near if abs(x) < f32(0.625) else far
 

@@ -37,6 +37,7 @@ _ADDRESSES = (
     "gemm counter scratch lo hi steps q k norm "  # of all kernels
     "v y m t mean_distance mass keys argmax topk_scores topk_indices sink "  # forward
     "u z received pool "  # column_pass
+    "cells row_at row_place col_at col_place "  # cells
     "left right dy c eta rho dq dk dv drow dkey"  # backward
 )
 _STRIDES = (
@@ -47,7 +48,8 @@ _SIZES = (
     "B H G V I J D "  # batch, heads of q, k and v, queries, keys, size of q and k
     "E U X "  # size of v, of u, of left and right
     "offset spans spans_b step_count top tall wide chunks scratch_size right_group "
-    "tile_rows tile_cols i0 i1 j0 j1"  # the pooled map
+    "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
+    "row_count col_count"  # the cells
 )
 _TASK = np.dtype(
     [(name, "i8") for name in f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()] + [("scale", "f4"), ("_", "f4")]
