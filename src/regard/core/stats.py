@@ -2,7 +2,7 @@
 
 Some results are had in one pass over the keys, carried along in a state; others need the finished rows and
 take a second pass. The formulas on dense weights at the end of this file define every statistic: the
-reference engine and `Weights.from_dense` are made of them. Imports only `block` and `factors`.
+reference engine and `Weights.from_dense` are made of them. Imports only `around`, `block` and `factors`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .problem import repeat_kv
 from .pytree import register_node
+from .torch_state import in_functorch
 
 __all__ = [
     "ONE_PASS",
@@ -136,14 +137,15 @@ def of_dense(w: Tensor, s: Tensor, request: Request, offset: int, sink: Tensor |
 
 def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weights (b, h, i, j) of whole rows of scores; with a sink's logits also the share (b, h, i) that it takes."""
-    every = with_sink(s, logits)
-    # softmax of a row of −inf is nan, in its gradient too: such a row is set to 0 before. And what is hidden weighs
-    # 0 also in a row that is nan.
+    every, j = with_sink(s, logits), s.shape[-1]
+    # softmax of a row of −inf is nan, and what is hidden weighs 0, also in a row that is nan.
     hidden = every == -torch.inf
-    p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)
-    j = s.shape[-1]
-    w = p[..., :j].masked_fill(hidden[..., :j], 0)
-    return w, None if logits is None else p[..., j].masked_fill(hidden[..., j], 0)
+    if every.requires_grad or in_functorch():
+        # The gradient of such a row is nan as well: it is set to 0 before.
+        p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1).masked_fill(hidden, 0)
+    else:
+        p = every.softmax(-1).masked_fill_(hidden, 0)
+    return (p, None) if logits is None else (p[..., :j].contiguous(), p[..., j])
 
 
 def with_sink(s: Tensor, logits: Tensor | None) -> Tensor:
