@@ -58,7 +58,10 @@ class Head {
   get stored() { return (this._stored ??= new Stored(this)); }
   at(i, j) { return this.w[i * this.j + j]; }
   row(i) { return this.w.subarray(i * this.j, (i + 1) * this.j); }
-  visible(i, j) { const seen = this.part("visible"); return !seen || seen[i * this.j + j] > 0; }
+  visible(i, j) {
+    if (this._visible === undefined) this._visible = this.part("visible");
+    return !this._visible || this._visible[i * this.j + j] > 0;
+  }
 
   // The weights of words: what a word is given is the sum over its tokens, how it looks the mean over them.
   // Hidden tokens leave their share to the others, so that a row keeps its sum.

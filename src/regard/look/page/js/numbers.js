@@ -33,10 +33,15 @@ export const SIMILARITIES = {
     n++) s += Math.tanh(q[n] + k[n]); return s; } },
 };
 
-// Attention written out, for a few hundred words: every row of scores and weights, and the outputs.
-export function attention(q, k, v, { similarity, factor, visible }) {
+// How alike every query is to every key, for a few hundred words; −∞ where a key may not be seen.
+export function scoresOf(q, k, { similarity, visible }) {
   const like = SIMILARITIES[similarity].of;
-  const s = q.map((a, i) => k.map((b, j) => (visible(i, j) ? factor * like(a, b) : -Infinity)));
+  return q.map((a, i) => k.map((b, j) => (visible(i, j) ? like(a, b) : -Infinity)));
+}
+
+// Attention written out: every row of scaled scores and weights, and the outputs.
+export function attention(scores, v, factor) {
+  const s = scores.map((row) => row.map((x) => factor * x));
   const w = s.map(softmax);
   const y = v && w.map((row) => mix(row, v));
   return { s, w, y };

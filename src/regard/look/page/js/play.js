@@ -1,6 +1,6 @@
 // Play: change the rules of attention and see what the weights do.
 
-import { attention, brief, entropy, fixed, near, range, SIMILARITIES, softmax } from "./numbers.js";
+import { attention, brief, entropy, fixed, near, range, scoresOf, SIMILARITIES, softmax } from "./numbers.js";
 import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./page.js";
 import { legend } from "./square.js";
@@ -53,14 +53,22 @@ function playControls(page, box, own, picks, scale, again) {
 
 // Attention by the rules that were chosen, with the words in the order they stand in.
 function played(page, own) {
-  const { head } = page, { same, rows } = page.stack, [q, k, v] = ["q", "k", "v"].map((name) => head.vectors(name));
+  const { head } = page, { same } = page.stack, [q, k, v] = ["q", "k", "v"].map((name) => head.vectors(name));
   if (!q) return [el("p", { class: "hint",
     text: "Of this head the page holds the weights alone; choose another one." })];
   const visible = (i, j) => (!own.causal || j <= i) && (!own.window || Math.abs(i - j) <= own.width)
     && (!own.recorded || head.visible(i, j));
   const ordered = (vectors, order) => (vectors && order ? order.map((n) => vectors[n]) : vectors);
-  const attend = (order, factor) => attention(ordered(q, order), ordered(k, same && order), ordered(v, same && order),
-    { similarity: own.similarity, factor, visible });
+  // Scores do not depend on the scale: while the slider moves, they are taken from the last time.
+  const scores = (order) => {
+    const { similarity, causal, window, width, recorded } = own;
+    const key = JSON.stringify([head.id, similarity, causal, window && width, recorded, order]);
+    if (own.scores?.key !== key) own.scores = { key, rows: scoresOf(ordered(q, order), ordered(k, same && order),
+      { similarity, visible }) };
+    return own.scores.rows;
+  };
+  const attend = (order, factor) => attention(scores(order), ordered(v, same && order), factor);
+  const straight = range(q.length), moved = own.order.some((x, n) => x !== n);
   const factor = 2 ** own.power, now = attend(own.order, factor), place = own.order.indexOf(page.state.word);
   page.played = now;
   // Every similarity is multiplied by the factor, so a row at another scale is its scores times a number.
@@ -69,7 +77,7 @@ function played(page, own) {
     saturation(now.w[place], rowAt, own.power),
     playBars(page, now.w[place], own.order, place),
     playMap(page, now.w),
-    same && v ? outputs(page, now.y, attend(range(rows.length), factor).y, own) : el("span"),
+    same && v ? outputs(page, now.y, moved ? attend(straight, factor).y : now.y, own) : el("span"),
     behind("Weights as computed in this page", () => playTable(page, now.w, own.order)),
   ];
 }
