@@ -104,8 +104,8 @@ class OnSDPA(nn.Module):
         self.layer = layer
 
     def forward(self, x, mask=None, cache=None, probe=None):
-        q, k, v = self.layer._made(x, None)
-        return self.layer._joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        q, k, v = self.layer._qkv(x, None)
+        return self.layer._merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def training_step(model: LanguageModel, ids: torch.Tensor, names: tuple[str, ...], mode: str):

@@ -16,6 +16,7 @@ ROOT = Path(regard.__file__).parent
 #: Each part of the package and the parts it may import: a module of `core`, or a whole package. A part never imports one above it.
 ARROWS: dict[str, set[str]] = {
     "_lazy": set(),
+    "_io": set(),
     "core.pytree": set(),
     "core.torch_state": set(),
     "core.block": set(),
@@ -42,13 +43,13 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "engines",
     },
     "recorder": {
-        "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.weights",
+        "_io", "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.weights"},
-    "learn": {"_lazy", "nn", "recorder"},
+    "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
     "look": {
-        "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
         "core.weights", "learn", "recorder",
     },
     "cli": {"learn", "look"},

@@ -200,7 +200,7 @@ def _shared_batch(q: Tensor, k: Tensor) -> torch.Size:
 
 def _check_sizes(q: Tensor, k: Tensor, score: Score) -> None:
     d, other = q.shape[-1], k.shape[-1]
-    if isinstance(score, Bilinear | Additive):
+    if isinstance(score, (Bilinear, Additive)):
         _check_projections(d, other, q.shape[-3], score)
     elif d != other and not score.sizes_may_differ:
         hint = " It looks as if k is transposed: pass k.mT." if k.shape[-2] == d else ""

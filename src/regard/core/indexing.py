@@ -92,7 +92,7 @@ def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | 
 
 def _place_words(items: list[Any], axes: int) -> list[Any]:
     """Words address the last two axes: one word is a row, two are a row and a column."""
-    words = [n for n, item in enumerate(items) if isinstance(item, str | At)]
+    words = [n for n, item in enumerate(items) if isinstance(item, (str, At))]
     # Where every axis is given, or an ellipsis says where the others are, each word has its place already.
     if not words or len(items) >= axes or any(item is Ellipsis for item in items):
         return items
@@ -101,7 +101,7 @@ def _place_words(items: list[Any], axes: int) -> list[Any]:
 
 
 def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> Pick:
-    if isinstance(item, str | At):
+    if isinstance(item, (str, At)):
         if from_end < -2:
             raise IndexError(f"words name rows and columns, the last two axes; {item!r} stands at axis {axis}.")
         if tokens is None:
@@ -117,14 +117,14 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
                 f"indices must be whole numbers; a tensor of {item.dtype} came. Use mask.nonzero().flatten()."
             )
         item = item.tolist()
-    if isinstance(item, list | range):
+    if isinstance(item, (list, range)):
         return [_one(n, axis, size, tokens, from_end) for n in item]
     return _number(item, axis, size)
 
 
 def _one(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> int:
     """One position out of a list."""
-    if not isinstance(item, str | At):
+    if not isinstance(item, (str, At)):
         return _number(item, axis, size)
     position = _pick(item, axis, size, tokens, from_end)
     assert isinstance(position, int), "a word is one position"

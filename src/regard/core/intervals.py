@@ -63,8 +63,8 @@ def lower_to_intervals(mask: Mask, batch: torch.Size, folded: Mask, layout: Geom
     `folded`: the same with its batch axes as one, as engines take it; kept is what is found out with `mask`.
     """
     leaves = _leaves(mask)
-    of_tensors = [leaf for leaf in leaves if isinstance(leaf, Padding | Documents)]
-    cached = all(isinstance(leaf, Causal | Window | Padding | Documents) for leaf in leaves)
+    of_tensors = [leaf for leaf in leaves if isinstance(leaf, (Padding, Documents))]
+    cached = all(isinstance(leaf, (Causal, Window, Padding, Documents)) for leaf in leaves)
     if not cached or not of_tensors or layout.device.type not in KEPT_ON:
         return folded
     if is_tracing():  # layers write out the same, and the compiler sees that
@@ -82,7 +82,7 @@ def _one_interval(mask: Mask) -> bool:
     """Whether it is plain, without looking at tensors, that a row sees one interval of keys and all of it."""
     if type(mask) is And:
         return _one_interval(mask.left) and _one_interval(mask.right)
-    return not isinstance(mask, And | Not) and (not isinstance(mask, Documents) or mask.contiguous is True)
+    return not isinstance(mask, (And, Not)) and (not isinstance(mask, Documents) or mask.contiguous is True)
 
 
 def _written_out(mask: Mask, layout: Geometry) -> IntervalMask | None:

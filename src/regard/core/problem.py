@@ -253,7 +253,10 @@ class Problem:
         return all(t is None or bool(t.sum().isfinite()) for t in (self.k, v, *per_key))
 
 
-@torch.library.custom_op("regard::seen", mutates_args=())
+# The schema is spelt out: torch 2.6 cannot infer it from list[Tensor].
+@torch.library.custom_op(
+    "regard::seen", mutates_args=(), schema="(Tensor[] tensors, SymInt[] numbers, str spec) -> Tensor"
+)
 def _seen_op(tensors: list[Tensor], numbers: list[int], spec: str) -> Tensor:
     """Which keys at least one row may see, (b, j), as an operator that torch.compile can put into a graph."""
     problem = unflatten(ast.literal_eval(spec), tensors, numbers)

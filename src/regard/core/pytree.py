@@ -58,7 +58,7 @@ def split_ints(spec: Any) -> tuple[Any, list[int]]:
 
 
 def _without_numbers(spec: Any, numbers: list[Any]) -> Any:
-    if isinstance(spec, int | SymInt) and not isinstance(spec, bool):
+    if isinstance(spec, (int, SymInt)) and not isinstance(spec, bool):
         numbers.append(spec)
         return ("number", len(numbers) - 1)
     if isinstance(spec, SymFloat):

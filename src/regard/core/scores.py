@@ -199,7 +199,7 @@ class Score:
 
     def softcap(self, cap: float) -> Self:
         """Keep scores within ±cap: cap · tanh(s / cap)."""
-        if not isinstance(cap, int | float) or not 0 < cap < math.inf:
+        if not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
             raise ValueError(f"softcap(cap) needs a finite cap > 0; {cap!r} came. Leave it out for no cap.")
         return self._then(Softcap(float(cap)))
 
@@ -485,7 +485,7 @@ def _brief(value: Any) -> str:
 
 
 def _need_finite(value: Any, name: str) -> None:
-    if not isinstance(value, int | float) or not -math.inf < value < math.inf:
+    if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number; {value!r} came.")
 
 

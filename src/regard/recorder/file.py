@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import secrets
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .._io import atomic_write as write
 from ..core.masks import And, Causal, Dense, Documents, Not, Or, Padding, Window
 from ..core.problem import Factors
 from ..core.pytree import flatten, unflatten
@@ -100,43 +100,6 @@ def save(seen: Recording, path: Any) -> None:
         "checksums": {name: entry.checksum for name, entry in shelf.entries.items()},
     }
     write(path, _chunks(description, shelf.entries))
-
-
-#: What a file is called while it is written: its name, and whose it is.
-PART = ".{}.{}.part"
-
-
-def left_behind(path: Path) -> Iterator[Path]:
-    """What writers of a file that were killed have left."""
-    return path.parent.glob(PART.format(path.name, "*"))
-
-
-def write(path: Path, chunks: Iterator[bytes]) -> None:
-    """Bytes into a file, all of them or none."""
-    part = path.with_name(PART.format(path.name, f"{os.getpid()}-{secrets.token_hex(4)}"))
-    try:
-        with open(part, "xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """The new name itself must reach the disk."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # not every system opens folders
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass
