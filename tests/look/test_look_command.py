@@ -379,7 +379,7 @@ def test_a_target_that_is_too_long_is_refused_cut_or_not(run, folders, monkeypat
 def test_a_model_trained_here_is_looked_into(run, tmp_path):
     learn = pytest.importorskip("regard.learn")
     (tmp_path / "text.txt").write_text("to be or not to be that is the question\n" * 40)
-    learn.lm("text.txt", "bard", steps=2, check=1, layers=1, heads=2, dim=16, context=32, batch=2)
+    learn.lm("text.txt", "bard", steps=2, eval_every=1, layers=1, heads=2, dim=16, context=32, batch=2)
     told = json.loads(run("look", "to be or not", "--model", "bard", "--json")[1])
     assert told["tokens"] == list("to be or not")
     assert json.loads(run("look", "to be or not", "--model", "bard", "--merge", "--json")[1])["tokens"] == ["to", " ", "be", " ", "or", " ", "not"]  # fmt: skip

@@ -137,9 +137,7 @@ def test_a_cache_gives_the_numbers_of_the_full_pass(positions, cuts, kv_heads):
 def test_a_cache_is_of_one_batch():
     layer, cache = SelfAttention(8, 2, causal=True), Cache()
     layer(torch.randn(2, 3, 8), cache=cache)
-    with pytest.raises(
-        ValueError, match=r"holds keys of \(batch, heads\) \(2, 2\), got \(3, 2\): begin a new one"
-    ):
+    with pytest.raises(ValueError, match=r"holds keys of \(batch, heads\) \(2, 2\), got \(3, 2\): begin a new one"):
         layer(torch.randn(3, 1, 8), cache=cache)
     assert len(cache) == 3
 

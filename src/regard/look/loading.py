@@ -184,7 +184,7 @@ class TrainedModel(LoadedModel):
     """A model trained by `regard learn`."""
 
     def __init__(self, folder: Path) -> None:
-        from ..learn.checkpoint import open_model
+        from ..learn.trained import open_model
 
         self.trained = open_model(folder)
         self.name, self.model, self.limit = folder.name or str(folder), self.trained.model, self.trained.context
