@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "core.problem": {
         "core.block", "core.intervals", "core.lowering", "core.masks", "core.pytree", "core.scores", "core.torch_state",
     },
-    "core.stats": {"core.problem", "core.pytree"},
+    "core.stats": {"core.problem", "core.pytree", "core.torch_state"},
     "core.online_softmax": {"core.block", "core.problem", "core.stats"},
     "engines": {
         "core.block", "core.intervals", "core.masks", "core.online_softmax", "core.problem", "core.pytree",
