@@ -64,8 +64,8 @@ def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tens
 
 def _topk_args(p: KernelInputs, norm: Tensor | None, outputs: dict[str, Tensor]) -> dict[str, Any]:
     names = {"topk_scores": "score", "topk_indices": "index", "topk_weights": "weight"}
-    outputs = {argument: tensor_arg(outputs[name]) if name in outputs else p.unused for name, argument in names.items()}
-    return {**outputs, "norm": p.unused if norm is None else tensor_arg(norm), "WEIGHT": norm is not None}
+    args = {argument: tensor_arg(outputs[name]) if name in outputs else p.unused for name, argument in names.items()}
+    return {**args, "norm": p.unused if norm is None else tensor_arg(norm), "WEIGHT": norm is not None}
 
 
 def _by_candidates(
