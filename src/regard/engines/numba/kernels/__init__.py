@@ -63,7 +63,7 @@ def entry(run: Any, stamp: int) -> Callable[[Any], None]:
     """The C entry point of a kernel; its argument is the address of the params record.
 
     numba's cache key holds the bytecode and the closure of this function. `stamp` is in the closure, so that an edit of
-    any source misses the cache. `run` must not be: numba pickles a compiled function with a random id, and every process
+    any source misses the cache. `run` must not be: numba pickles a compiled function with a random id, so every process
     would compile anew. So `run` is a global of the function; its qualified name keeps the four cache files apart.
     """
 
