@@ -657,14 +657,14 @@ def test_help_teaches(run):
 
 def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
     pytest.importorskip("numba")
-    from regard.engines.numba.kernels import told_if_long
+    from regard.engines.numba.kernels import log_if_slow
 
     run("--version")
     for terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
-        with told_if_long("compiling", seconds=0.01):
+        with log_if_slow("compiling", seconds=0.01):
             time.sleep(0.5)
-        with told_if_long("nothing", seconds=60):
+        with log_if_slow("nothing", seconds=60):
             pass
         assert capsys.readouterr().err == ("regard: compiling\n" if terminal else "")
 
