@@ -231,7 +231,7 @@ class Trained:
             return self._words(ids[0].tolist())
         from ..recorder.hooks import tap
 
-        with tap.quiet():  # what is to be seen is the one pass over the whole, not the search for it
+        with tap.suspended():  # what is to be seen is the one pass over the whole, not the search for it
             start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
             found = beam_search(self.model, ids, start, end, Beam())[0]
         target = [start, *found]

@@ -120,9 +120,9 @@ def sheets(subject: Any, item: int = 0) -> list[Sheet]:
         raise TypeError(f"a Recording or a Weights can be looked at; {type(subject).__name__} came.")
     if not subject.layers:
         subject.layer(0)  # says what was refused
-    if all(layer.kept is None for layer in subject.layers):
+    if all(layer.saved is None for layer in subject.layers):
         _ = subject.layers[0].weights  # says that only numbers were kept
-    return [_of_layer(layer, place, item) for place, layer in enumerate(subject.layers) if layer.kept is not None]
+    return [_of_layer(layer, place, item) for place, layer in enumerate(subject.layers) if layer.saved is not None]
 
 
 def _of_layer(layer: Any, place: int, item: int) -> Sheet:
@@ -420,6 +420,8 @@ def _measured(main: list[Sheet]) -> dict[str, list[tuple[int, int, float]]]:
     """For every measure the heads, most telling first; measures that do not apply are left out."""
     found: dict[str, list[tuple[int, int, float]]] = {}
     for name, measure in BY.items():
+        if name == "entropy_without_sink":  # the overview shows one entropy, that of `Weights.entropy`
+            continue
         numbers: list[tuple[int, int, float]] = []
         for sheet in main:
             if not sheet.small or (sheet.kind == "cross" and name not in ("entropy", "sink")):
@@ -437,7 +439,7 @@ def _measured(main: list[Sheet]) -> dict[str, list[tuple[int, int, float]]]:
 # Training.
 
 #: What `regard.watch` tells of every head.
-WATCHED = {"entropy": "entropy, a share of the most it could be", "max_score": "largest score"}
+WATCHED = {"entropy_share": "entropy, a share of the most it could be", "max_score": "largest score"}
 
 History = Sequence[tuple[int, dict[str, float]]]
 

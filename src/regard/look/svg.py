@@ -344,8 +344,8 @@ def _strips(history: spotlight.History, title: str) -> str:
             # The head that is closest to dying: entropy dies at the bottom, scores explode at the top.
             # One that ends in no number at all is dead.
             ends = {name: points[-1][1] for name, points in lines.items()}
-            dead = -math.inf if kind == "entropy" else math.inf
-            worst = (min if kind == "entropy" else max)(
+            dead = -math.inf if kind == "entropy_share" else math.inf
+            worst = (min if kind == "entropy_share" else max)(
                 ends, key=lambda name: ends[name] if ends[name] == ends[name] else dead
             )
             text = f"{what}: {len(lines)} heads; {worst} ends at {ends[worst]:.3g}".replace("nan", "NaN")

@@ -28,7 +28,7 @@ class View:
     view.save("it.svg")             vectors, for a paper
 
     subject   a Recording, a Weights, or a training history: the (step, numbers) pairs that
-              regard.watch(model, to=lambda numbers, step: history.append((step, numbers))) collects
+              regard.watch(model, callback=lambda numbers, step: history.append((step, numbers))) collects
     word      the word to begin with: "it", "the:1" for the first of several, or a position
     to        with `word`: begin with the heads that give this word the most weight
     layer     with `head`: the head to begin with
@@ -139,7 +139,7 @@ def as_history(subject: Any) -> History:
     pairs = [(b, a) if isinstance(a, Mapping) else (a, b) for a, b in pairs]
     if not pairs:
         raise ValueError(
-            "a training history needs at least one look: regard.watch(model, to=lambda numbers, step: "
+            "a training history needs at least one look: regard.watch(model, callback=lambda numbers, step: "
             "history.append((step, numbers)))."
         )
     return sorted(((int(step), dict(numbers)) for step, numbers in pairs), key=lambda pair: pair[0])

@@ -1114,7 +1114,7 @@ function legend(page, most, low = 0) {
 // ── Overview: all layers and heads by one number, and by two ──────────────────────────────────────────────────────
 
 const METRICS = {
-  entropy: "How spread out a head looks, in nats, the sink left out: 0 is one word, large is everywhere.",
+  entropy: "How spread out a head looks, in nats: 0 is one word, large is everywhere.",
   mean_distance: "How far away a head looks, in words, the sink left out.",
   sink: "The share of its weight that a head puts on the word all heads give most to: attention parked, not used.",
   previous: "The mean weight on the word before.",
@@ -1361,7 +1361,7 @@ function strongest(page, { peak, peakAt }) {
 // ── Training: every head over the steps ───────────────────────────────────────────────────────────────────────────
 
 const STRIPS = {
-  entropy: ["entropy, as a share of the most it could be",
+  entropy_share: ["entropy, as a share of the most it could be",
     "Faint is sharp. A row that fades and stays so is a head that collapsed."],
   max_score: ["largest score", "A row that grows strong to the right is a head whose scores explode."],
 };
@@ -1374,7 +1374,7 @@ function training(page, box) {
 function trainingStrip(page, { what, heads, values }) {
   const { steps } = page.header, { paint } = page, n = steps.length, numbers = page.header.array(values);
   // One pass: a long run has more numbers than a call takes arguments.
-  let [low, high] = [0, what === "entropy" ? 1 : 0];
+  let [low, high] = [0, what === "entropy_share" ? 1 : 0];
   for (const x of numbers) if (Number.isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
   const part = (x) => (Number.isFinite(x) ? (x - low) / (high - low || 1) : x > 0 ? 1 : 0);
   const canvas = heat(heads.length, n, (h, c) => paint.tint(part(numbers[h * n + c])));
@@ -1391,7 +1391,7 @@ function trainingStrip(page, { what, heads, values }) {
   const menu = choice("head", `train-${what}`, heads.map(([layer, head], h) => [h, `${short_(layer)} · ${head}`]), 0,
     (h) => look(Number(h), n - 1));
   canvas.addEventListener("mousemove", (event) => look(...tileUnder(canvas, event, heads.length, n)));
-  const last = heads.map((_, h) => numbers[h * n + n - 1] * (what === "entropy" ? -1 : 1));
+  const last = heads.map((_, h) => numbers[h * n + n - 1] * (what === "entropy_share" ? -1 : 1));
   look(page.looked[what] ?? largest(last), n - 1);
   const [title, hint] = STRIPS[what];
   return el("figure", { class: "train" }, el("h2", { text: title }), el("p", { class: "hint", text: hint }), canvas,

@@ -188,7 +188,7 @@ def _sheets(subject: Any, values: Tensor | None, item: int) -> tuple[list[Sheet]
 
 
 def _of_layer(layer: Any, item: int) -> Sheet:
-    if layer.kept is None:
+    if layer.saved is None:
         return Sheet(layer.name, layer.index, layer.kind, None, statistics=layer.statistics)
     whole, v = layer.weights, layer.values
     if whole.shape[0] == 1:
@@ -616,16 +616,16 @@ def _training(history: list[tuple[int, dict[str, float]]], title: str | None) ->
     packer = Packer()
     names = sorted({tuple(name.rsplit("/", 2)) for _, numbers in history for name in numbers if name.count("/") >= 2})
     if not names:
-        raise ValueError('a training history has numbers named "layer/entropy/head", as regard.watch makes them.')
+        raise ValueError('a training history has numbers named "layer/entropy_share/head", as regard.watch makes them.')
     strips = []
-    for what in ("entropy", "max_score"):
+    for what in ("entropy_share", "max_score"):
         heads = [(layer, head) for layer, kind, head in names if kind == what]
         heads.sort(key=lambda pair: (_first_seen(history, pair[0]), int(pair[1]) if pair[1].isdecimal() else 0))
         if heads:
             table = [[float(numbers.get(f"{a}/{what}/{b}", math.nan)) for _, numbers in history] for a, b in heads]
             strips.append({"what": what, "heads": heads, "values": packer.add(torch.tensor(table))})
     if not strips:
-        raise ValueError("a training history has entropy and max_score; neither was found.")
+        raise ValueError("a training history has entropy_share and max_score; neither was found.")
     header: dict[str, Any] = {
         "kind": "training",
         "title": title if title is not None else "Attention while training",
