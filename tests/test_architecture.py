@@ -58,9 +58,9 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.weights",
+        "_io", "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.types", "core.weights",
     },
-    "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.weights"},
+    "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
     "look": {

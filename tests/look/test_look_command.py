@@ -310,7 +310,7 @@ def test_a_page_begins_with_the_heads_that_tie_two_words(run):
 
 def test_numbers_that_are_none_are_null_in_json(run):
     broken = opened(None).look_at(SENTENCE)
-    broken.layers[5].kept.q.data[0, 3, 10] = float("nan")  # of "it", in one head
+    broken.layers[5].saved.q.data[0, 3, 10] = float("nan")  # of "it", in one head
     broken.save("broken.regard")
     told = json.loads(run("look", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])
     assert told["rows"][0]["weights"] == [None] * 15
@@ -657,14 +657,14 @@ def test_help_teaches(run):
 
 def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
     pytest.importorskip("numba")
-    from regard.engines.numba.kernels import told_if_long
+    from regard.engines.numba.kernels import log_if_slow
 
     run("--version")
     for terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
-        with told_if_long("compiling", seconds=0.01):
+        with log_if_slow("compiling", seconds=0.01):
             time.sleep(0.5)
-        with told_if_long("nothing", seconds=60):
+        with log_if_slow("nothing", seconds=60):
             pass
         assert capsys.readouterr().err == ("regard: compiling\n" if terminal else "")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.api import attend, weights
 from ..core.masks import Mask, as_mask, causal
 from ..core.scores import Score
+from ..core.types import Align, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache
 from .positions import Positions, Rotary, as_positions
@@ -65,7 +66,7 @@ class _Attention(nn.Module):
         return x.unflatten(-1, (heads, -1)).transpose(-2, -3)  # ... h t d
 
     def _attended(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: str | None, probe: Probe | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, probe: Probe | None
     ) -> Tensor:
         """Attention of all heads, (..., h, i, e). `regard.record` hooks this method."""
         if probe is None:
@@ -171,7 +172,7 @@ class SelfAttention(_Attention):
         return weights(q, k, score=self.score(), mask=visible, align=align)
 
     def see(
-        self, x: Tensor, *names: str, mask: MaskLike | None = None, cache: Cache | None = None, **more: Any
+        self, x: Tensor, *names: StatisticName, mask: MaskLike | None = None, cache: Cache | None = None, **more: Any
     ) -> Statistics:
         """The output and statistics of its weights, in one fused pass.
 
@@ -209,7 +210,7 @@ class SelfAttention(_Attention):
             q, k = (self.positions.rotate(heads, start) for heads in (q, k))
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
-    def _visible(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Mask | None, str | None]:
+    def _visible(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Mask | None, Align | None]:
         """The effective mask, and how positions correspond: the last query is at the last key."""
         i, j = q.shape[-2], k.shape[-2]
         visible = None if mask is None else as_mask(mask)
@@ -339,7 +340,7 @@ class CrossAttention(_Attention):
         self,
         x: Tensor,
         memory: Tensor | None,
-        *names: str,
+        *names: StatisticName,
         mask: MaskLike | None = None,
         cache: Cache | None = None,
         **more: Any,
