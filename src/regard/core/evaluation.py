@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import engines
+from ..engines.explain import explain
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
@@ -23,7 +24,7 @@ from .results import Peak, Statistics, TopK
 from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
 from .torch_state import without_autocast
 
-__all__ = ["LazyMatrix"]
+__all__ = ["LazyMatrix", "Transposed"]
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -102,14 +103,18 @@ class LazyMatrix:
 
     # Requests.
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
-        """The named statistics from one request; `inputs` are its fields (`Request`)."""
-        vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        if "v" in inputs:
-            v = inputs["v"].unsqueeze(-1) if vector else inputs["v"]
-            inputs["v"] = self._laid_values(v, self._sizes[1], "values")
+    def _request(self, statistics: list[str], inputs: dict[str, Any]) -> Request:
+        """The request that the named statistics are computed from; `inputs` are its other fields."""
+        if (v := inputs.get("v")) is not None:
+            vector = isinstance(v, Tensor) and v.ndim == 1
+            inputs = {**inputs, "v": self._laid_values(v.unsqueeze(-1) if vector else v, self._sizes[1], "values")}
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
-        results = self._ask(Request(raw, **inputs))
+        return Request(raw, **inputs)
+
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
+        """The named statistics."""
+        vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
+        results = self._ask(self._request(statistics, inputs))
         fields: dict[str, Any] = {}
         for statistic in statistics:
             if statistic == "peak":
@@ -138,6 +143,14 @@ class LazyMatrix:
         return {
             name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
         }
+
+    def _explain(self, request: Request) -> str:
+        """Who would serve a request."""
+        batch = self._batch_with(request)
+        engine = engines.get_engine(self._engine)
+        problem = None if isinstance(engine, engines.Reference) else self._factors.expanded(batch).problem()
+        folded = dataclasses.replace(request, v=_fold(request.v, batch), u=_fold(request.u, batch))
+        return explain(engine, problem, folded)
 
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
         engine = engines.get_engine(self._engine)
@@ -220,6 +233,34 @@ class LazyMatrix:
     def _unfold(self, x: Tensor, batch: torch.Size) -> Tensor:
         x = x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:])
         return x.squeeze(len(batch)) if self._one_head else x
+
+
+class Transposed:
+    """Wᵀ, for ``W.mT @ u``: what every key collects from the rows that look at it."""
+
+    def __init__(self, weights: LazyMatrix) -> None:
+        self.mT = self.T = weights
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(..., h, j, i)``, or ``(j, i)`` for one head."""
+        *outer, i, j = self.mT.shape
+        return torch.Size((*outer, j, i))
+
+    def __matmul__(self, u: Tensor) -> Tensor:
+        w = self.mT
+        vector = isinstance(u, Tensor) and u.ndim == 1
+        rows = w._laid_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
+        rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
+        if rows.shape[-3] != w._factors.heads:
+            raise ValueError(
+                f"u has {rows.shape[-3]} heads and the weights {w._factors.heads}: W.mT @ u takes one u a query head."
+            )
+        z = w._ask(Request(("z",), u=rows))["z"].to(rows.dtype)
+        return z.squeeze(-1) if vector else z
+
+    def __repr__(self) -> str:
+        return f"Transposed({self.mT!r})"
 
 
 def _weights_of(score: Tensor, norm: Tensor) -> Tensor:

@@ -6,17 +6,15 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, get_args
 
-import torch
 from torch import Tensor
 
 from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
-from .evaluation import LazyMatrix
+from .evaluation import LazyMatrix, Transposed
 from .indexing import At, expand, pick_axes, positions_of, word_at
 from .problem import from_weights
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
 from .scores import Precomputed
-from .stats import Request
 from .types import KeyLike, KeysLike, StatisticName
 
 if TYPE_CHECKING:
@@ -346,6 +344,36 @@ class Weights(LazyMatrix):
         """
         return self._statistics(*self._requested(names, topk, pool, mass, values))
 
+    def explain(
+        self,
+        *names: StatisticName,
+        topk: int | None = None,
+        pool: tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice] | None = None,
+        mass: KeysLike | None = None,
+        values: Tensor | None = None,
+    ) -> str:
+        """Which engine and kernels would serve a request, in how many passes, and why not faster ones.
+
+        Args:
+            *names: As for `see`, like the other arguments. Without any: ``"lse"``.
+            topk: As for `see`.
+            pool: As for `see`.
+            mass: As for `see`.
+            values: As for `see`.
+
+        Returns:
+            A few lines of text. Nothing is computed.
+
+        >>> print(regard.weights(torch.eye(3, dtype=torch.float64)).explain("entropy", "received"))
+        engine: blockwise (picked by 'auto')
+        kernels: tiles in plain PyTorch
+        passes over the keys: 2: rows (entropy), columns (received)
+        why not triton: ...
+        why not compiled tiles: they compute float32, and these are float64
+        """
+        names = names or (() if any(x is not None for x in (topk, pool, mass, values)) else ("lse",))
+        return self._explain(self._request(*self._requested(names, topk, pool, mass, values)))
+
     def _requested(
         self, names: tuple[str, ...], topk: Any, pool: Any, mass: Any, values: Any
     ) -> tuple[list[str], dict[str, Any]]:
@@ -455,34 +483,6 @@ class Weights(LazyMatrix):
         """
         block = self._block(range(self._sizes[0]), range(self._sizes[1]))
         return block.squeeze(-3) if self._one_head else block
-
-
-class Transposed:
-    """Wᵀ, for ``W.mT @ u``: what every key collects from the rows that look at it."""
-
-    def __init__(self, weights: Weights) -> None:
-        self.mT = self.T = weights
-
-    @property
-    def shape(self) -> torch.Size:
-        """``(..., h, j, i)``, or ``(j, i)`` for one head."""
-        *outer, i, j = self.mT.shape
-        return torch.Size((*outer, j, i))
-
-    def __matmul__(self, u: Tensor) -> Tensor:
-        w = self.mT
-        vector = isinstance(u, Tensor) and u.ndim == 1
-        rows = w._laid_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
-        rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
-        if rows.shape[-3] != w._factors.heads:
-            raise ValueError(
-                f"u has {rows.shape[-3]} heads and the weights {w._factors.heads}: W.mT @ u takes one u a query head."
-            )
-        z = w._ask(Request(("z",), u=rows))["z"].to(rows.dtype)
-        return z.squeeze(-1) if vector else z
-
-    def __repr__(self) -> str:
-        return f"Transposed({self.mT!r})"
 
 
 def _to(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:

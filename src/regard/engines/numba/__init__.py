@@ -29,7 +29,7 @@ from ...core.stats import Request, Results, lse_of
 from ...core.torch_state import in_functorch
 from ..score_grad import InputGrads, ScoreGrad
 
-__all__ = ["backward", "cells", "column_pass", "forward", "serves", "serves_backward"]
+__all__ = ["backward", "cells", "column_pass", "forward", "serves", "serves_backward", "unsupported_reason"]
 
 #: Switch for tests and comparisons: plain PyTorch tiles even where compiled ones could serve.
 enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
@@ -81,17 +81,29 @@ if hasattr(os, "register_at_fork"):
 
 
 def serves(problem: Problem) -> bool:
-    """Whether these scores and this mask are among those the kernels know."""
-    return (
-        enabled
-        and not in_functorch()
-        and problem.q.device.type == "cpu"
-        and problem.q.dtype != torch.float64
-        and isinstance(problem.similarity_kernel, Product)
-        and all(isinstance(modifier, Bias | Alibi | Softcap) for modifier in problem.modifiers)
-        and _dense_masks(problem.mask) is not None
-        and load() is not None
-    )
+    """Whether the kernels can compute these scores and this mask."""
+    return unsupported_reason(problem) is None
+
+
+def unsupported_reason(problem: Problem) -> str | None:
+    """The reason why the kernels cannot serve; None where they can."""
+    if not enabled:
+        return "REGARD_COMPILED=0 turns them off"
+    if in_functorch():
+        return "inside torch.func tensors have no address"
+    if problem.q.device.type != "cpu":
+        return f"they run on the CPU, and these tensors are on {problem.q.device}"
+    if problem.q.dtype == torch.float64:
+        return "they compute float32, and these are float64"
+    if not isinstance(problem.similarity_kernel, Product):
+        return "they compute scores that are dot products of something"
+    if not all(isinstance(modifier, Bias | Alibi | Softcap) for modifier in problem.modifiers):
+        return "modify(f) is a Python function, and they take none"
+    if _dense_masks(problem.mask) is None:
+        return "the mask has neither exact intervals nor a bool tensor"
+    if load() is None:
+        return "numba is not installed, or this build of PyTorch lacks sgemm_ or GOMP_parallel"
+    return None
 
 
 def serves_backward(problem: Problem, needs: list[bool]) -> bool:
