@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
+from regard.core import pytree
 from support.judge import draw
 
 # "the cat sat": three vectors of two numbers, chosen so that every product can be had in the head.
@@ -166,3 +167,9 @@ def test_a_window_of_one_before_and_one_after_mixes_neighbours_only(engine: str)
     for i in range(6):
         near = [j for j in (i - 1, i, i + 1) if 0 <= j < 6]
         assert W[i, near].tolist() == pytest.approx(softmax(*[(x[i] @ x[j]).item() for j in near]), rel=1e-12)
+
+
+def test_every_node_that_holds_no_function_can_be_stored() -> None:
+    with_functions = {"Function", "Modify", "Predicate", "Similarity"}
+    computed = {"IntervalMask", "Problem", "Product", "Request", "TanhSum", "Tiling"}  # made from factors when asked
+    assert set(pytree.STORABLE) == set(pytree._NODES) - with_functions - computed - {"Score"}

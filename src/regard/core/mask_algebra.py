@@ -153,7 +153,7 @@ class Mask:
         return f"{type(self).__name__.lower()}()"
 
 
-@register_node
+@register_node(storable=True)
 class Dense(Mask):
     cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
     structured = False
@@ -185,7 +185,7 @@ class Predicate(Mask):
         return cells
 
 
-@register_node
+@register_node(storable=True)
 class And(Mask):
     left: Mask
     right: Mask
@@ -226,7 +226,7 @@ class And(Mask):
         return self.left.intervals(layout) & self.right.intervals(layout)
 
 
-@register_node
+@register_node(storable=True)
 class Or(And):
     sign = "|"
 
@@ -247,7 +247,7 @@ class Or(And):
         return neither.complement(layout.keys)
 
 
-@register_node
+@register_node(storable=True)
 class Not(Mask):
     of: Mask
 

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-@register_node
+@register_node(storable=True)
 class Causal(Mask):
     positional = True
     sees_itself = True
@@ -60,7 +60,7 @@ class Causal(Mask):
         return layout.rows + layout.offset >= layout.keys  # the last row sees all
 
 
-@register_node
+@register_node(storable=True)
 class Window(Mask):
     before: int
     after: int
@@ -80,7 +80,7 @@ class Window(Mask):
         return band(layout, self.before, self.after)
 
 
-@register_node
+@register_node(storable=True)
 class Padding(Mask):
     lengths: Tensor  # the user's; (*batch|1, 1, 1, 1) once broadcast to a matrix
     interval_source = "tensors"
@@ -129,7 +129,7 @@ class Padding(Mask):
         return longest, longest
 
 
-@register_node
+@register_node(storable=True)
 class Documents(Mask):
     ids: Tensor  # of the queries: the user's; (*batch|1, 1, i, 1) once broadcast to a matrix
     key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once broadcast to a matrix

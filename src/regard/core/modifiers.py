@@ -33,7 +33,7 @@ class Modifier:
         return self
 
 
-@register_node
+@register_node(storable=True)
 class Bias(Modifier):
     """s + tensor."""
 
@@ -46,7 +46,7 @@ class Bias(Modifier):
         return s + self.tensor.to(s.dtype)
 
 
-@register_node
+@register_node(storable=True)
 class Alibi(Modifier):
     """s − slope · |distance|."""
 
@@ -60,7 +60,7 @@ class Alibi(Modifier):
         return s - self.slopes.to(s.dtype) * (block.i - block.j).abs()
 
 
-@register_node
+@register_node(storable=True)
 class Softcap(Modifier):
     """cap · tanh(s / cap): scores stay within ±cap."""
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-@register_node
+@register_node(storable=True)
 class Factors:
     """Queries and keys, how they are scored, and who may look at whom."""
 

@@ -194,7 +194,7 @@ class Score:
         return text if self.sink_logits is None else f"{text}.sink({_brief(self.sink_logits)})"
 
 
-@register_node
+@register_node(storable=True)
 class Dot(Score):
     """s = q · k.
 
@@ -209,7 +209,7 @@ class Dot(Score):
         return Lowered(q, k, Product(1.0), self.modifiers)
 
 
-@register_node
+@register_node(storable=True)
 class ScaledDot(Score):
     """s = scale · q · k, the default score.
 
@@ -237,7 +237,7 @@ class ScaledDot(Score):
         return Lowered(q, k, Product(self.factor(q.shape[-1])), self.modifiers)
 
 
-@register_node
+@register_node(storable=True)
 class Cosine(Score):
     """s = scale · cos(q, k). The cosine of a zero vector is 0.
 
@@ -262,7 +262,7 @@ class Cosine(Score):
         return Lowered(q, k, Product(float(self.scale)), self.modifiers)
 
 
-@register_node
+@register_node(storable=True)
 class Gaussian(Score):
     """s = −|q − k|² / 2σ²: near vectors are alike.
 
@@ -299,7 +299,7 @@ class Gaussian(Score):
         return Lowered(q, k, Product(1 / self.sigma**2), (Bias(row), Bias(key), *self.modifiers))
 
 
-@register_node
+@register_node(storable=True)
 class Bilinear(Score):
     """s = qᵀ W k.
 
@@ -332,7 +332,7 @@ class Bilinear(Score):
         return Lowered(q @ self.weight.to(q.dtype), k, Product(1.0), self.modifiers)
 
 
-@register_node
+@register_node(storable=True)
 class Additive(Score):
     """s = vᵀ tanh(q A + k B), with hidden size a. All tensors get gradients.
 
@@ -425,7 +425,7 @@ class Similarity(Score):
         return Lowered(q, k, Function(self.function, self.parameters), self.modifiers)
 
 
-@register_node
+@register_node(storable=True)
 class Precomputed(Score):
     """Weights (*batch, h, i, j) that exist already, in the place of a score."""
 

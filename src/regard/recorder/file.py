@@ -2,7 +2,7 @@
 
 The layout is that of safetensors, so any of its readers can open one: eight bytes of length, a JSON header, the tensors
 end to end. Under `__metadata__` are a description of the recording, a checksum for every tensor, and one for the header
-itself. The description names only the classes listed here: nothing in a file is executed. A file is written under
+itself. The description names only the classes of `NODES`: nothing in a file is executed. A file is written under
 another name, synced and renamed: a process that is killed while saving leaves the old file or the new one.
 """
 
@@ -22,10 +22,7 @@ import torch
 from torch import Tensor
 
 from .._io import atomic_write
-from ..core.masks import And, Causal, Dense, Documents, Not, Or, Padding, Window
-from ..core.problem import Factors
-from ..core.pytree import flatten
-from ..core.scores import Additive, Alibi, Bias, Bilinear, Cosine, Dot, Gaussian, Precomputed, ScaledDot, Softcap
+from ..core.pytree import STORABLE, flatten
 from .recording import Layer, Recording
 from .tensor_bytes import tensor_bytes
 
@@ -33,31 +30,9 @@ __all__ = ["VERSION", "RegardFileError", "save"]
 
 FORMAT, VERSION = "regard recording", 1
 
-#: The classes that a description may name. Functions of users are not among them: code is never stored.
-NODES = {
-    cls.__name__: cls
-    for cls in (
-        Factors,
-        ScaledDot,
-        Dot,
-        Cosine,
-        Gaussian,
-        Bilinear,
-        Additive,
-        Precomputed,
-        Bias,
-        Alibi,
-        Softcap,
-        Causal,
-        Window,
-        Padding,
-        Documents,
-        Dense,
-        And,
-        Or,
-        Not,
-    )
-}
+#: The classes that a description may name: those of `core` registered as storable. Functions of users are not among
+#: them: code is never stored.
+NODES = STORABLE
 
 TYPES = {
     "F64": torch.float64,
