@@ -38,17 +38,17 @@ CANDIDATES = {
         C(64, 128, 4, 3), C(64, 128, 4, 3, registers=168), C(64, 128, 4, 3, registers=128), C(64, 128, 4, 2, registers=168),
         C(128, 128, 4, 3, gluon=True), C(128, 128, 4, 3, gluon=True, registers=168),
     ],
-    "top": [C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)],
-    "ballot": [
+    "topk": [C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 128, 8, 3), C(128, 64, 8, 3), C(64, 128, 8, 3)],
+    "mark_candidates": [
         C(64, 64, 4, 3), C(64, 128, 4, 3), C(128, 64, 8, 3), C(128, 128, 8, 3), C(128, 128, 8, 2), C(64, 128, 4, 2),
     ],
-    "keys": [
+    "dkdv": [
         C(32, 128, 8, 3), C(64, 128, 4, 3, gluon=True, registers=168), C(64, 128, 4, 2, gluon=True, registers=168), C(64, 64, 4, 2),
     ],
-    "rows": [
+    "dq": [
         C(64, 64, 4, 2), C(64, 64, 4, 3), C(64, 64, 4, 3, registers=168), C(64, 64, 4, 2, registers=168),
     ],
-    "self": [
+    "shared_kv": [
         C(128, 64, 8, 3, registers=128), C(128, 128, 4, 4, gluon=True, registers=168), C(64, 128, 4, 3, registers=168),
     ],
 }  # fmt: skip
@@ -59,24 +59,22 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
     if kernel == "forward":
         return lambda: forward_pass.forward(problem, STATISTICS, v, None)
-    if kernel == "self":
+    if kernel == "shared_kv":
         own = regard.weights(q, mask=regard.causal() if causal else None)._factors.problem()
         return lambda: forward_pass.forward(own, ("y", "norm", "entropy"), q, None)
-    if kernel == "top":
-        return lambda: topk_pass.top(problem, 8)
-    if kernel == "ballot":
-        bests = forward_pass.forward(problem, (), None, None, best=True)["bests"]
-        return lambda: topk_pass.top(problem, 8, bests)
+    if kernel == "topk":
+        return lambda: topk_pass.topk(problem, 8)
+    if kernel == "mark_candidates":
+        tile_maxima = forward_pass.forward(problem, (), None, None, with_tile_maxima=True)["tile_maxima"]
+        return lambda: topk_pass.topk(problem, 8, tile_maxima)
     found = forward_pass.forward(problem, STATISTICS, v, None)
     if kernel == "column_pass":
         tiling = Tiling(64, 64, 0, t, 0, t)
         return lambda: forward_pass.column_pass(problem, ("received", "pool"), found["norm"], None, tiling)
     c = (dy.float() * found["y"].float()).sum(-1)
     gradient = ScoreGrad(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
-    flowing = backward_pass.flowing(problem, v, found["norm"], gradient)
-    return (
-        (lambda: backward_pass.keys_pass(flowing)) if kernel == "keys" else (lambda: backward_pass.rows_pass(flowing))
-    )
+    inputs = backward_pass.backward_inputs(problem, v, found["norm"], gradient)
+    return (lambda: backward_pass.dkdv_pass(inputs)) if kernel == "dkdv" else (lambda: backward_pass.dq_pass(inputs))
 
 
 def flat(found) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from regard.engines.triton import launcher as room
+from regard.engines.triton import launcher as launcher_module
 
 
 class Group(NamedTuple):
@@ -46,8 +46,8 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(room, "KEPT", {})
-    monkeypatch.setattr(room, "INTERPRETED", False)
+    monkeypatch.setattr(launcher_module, "LAUNCHES", {})
+    monkeypatch.setattr(launcher_module, "INTERPRETED", False)
     return Kernel()
 
 
@@ -58,7 +58,7 @@ def ask(kernel, x, y, key="key", n=3):
         pair = (x, Group(y, 7), 5)
         return n, {"x": Group(x, 1), "out": out, "pair": pair, "desc": Descriptor(y, [2]), "n": n, "FLAG": True, "num_warps": 4}  # fmt: skip
 
-    room.start(kernel, key, [x, y, None, out], arguments)
+    launcher_module.launch(kernel, key, [x, y, None, out], arguments)
     return out
 
 
@@ -124,18 +124,18 @@ def test_a_tensor_that_was_not_named_is_an_error(kernel):
     x = torch.randn(4)
     hidden = torch.randn(4)
     with pytest.raises(KeyError):
-        room.start(kernel, "key", [x], lambda: (1, dict.fromkeys(kernel.arg_names, hidden)))
+        launcher_module.launch(kernel, "key", [x], lambda: (1, dict.fromkeys(kernel.arg_names, hidden)))
 
 
-class Launcher:
+class FakeLauncher:
     """As Triton 3.6 has it: what it is to start stands inside the function that writes what the copy engine is told."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid, launch_pdl = False, True
 
-    def __init__(self, told):
+    def __init__(self, started):
         def launcher(*arguments):
-            told.append(arguments)
+            started.append(arguments)
 
         def inner(*arguments):
             launcher("the long way", *arguments)
@@ -143,14 +143,14 @@ class Launcher:
         self.launch = inner
 
 
-class Compiled:
+class FakeCompiled:
     """A compiled kernel of five arguments, the fourth of which the copy engine is told."""
 
     packed_metadata, function = "packed", "function"
 
     def __init__(self, scratch=0):
-        self.told, self.long = [], []
-        self.run = Launcher(self.told)
+        self.started, self.long = [], []
+        self.run = FakeLauncher(self.started)
         self.run.global_scratch_size = scratch
         kinds = {"x": "*fp32", "out": "*fp32", "pair": ("*fp32", "i32"), "desc": "tensordesc<fp32[2]>", "n": "i32"}
         self.src = type("Source", (), {"signature": kinds})
@@ -165,7 +165,7 @@ def triton_3_6(monkeypatch):
     """The parts of Triton's inside that the short way takes, as they were in that version."""
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton, "__version__", "3.6.9")
-    monkeypatch.setattr(room, "PACKED", {})
+    monkeypatch.setattr(launcher_module, "PACKED_ARGS", {})
     written = []
     inside = pytest.importorskip("triton.backends.nvidia.driver")
     monkeypatch.setattr(inside, "make_tensordesc_arg", lambda x, meta: written.append(x) or [("map", x.base, meta), *x.shape])  # fmt: skip
@@ -177,51 +177,51 @@ def triton_3_6(monkeypatch):
 
 
 def launched(compiled, x, y):
-    return room.Launch(compiled, 7, [x, y, Group(x, 1), Descriptor(y, [2]), 5], [x, y])
+    return launcher_module.Launch(compiled, 7, [x, y, Group(x, 1), Descriptor(y, [2]), 5], [x, y])
 
 
 def test_by_the_short_way_the_copy_engine_is_told_once_for_each_place(triton_3_6):
     written, _ = triton_3_6
-    compiled, x, y = Compiled(), torch.randn(4), torch.randn(4)
+    compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launch = launched(compiled, x, y)
     for at in ([16, 32], [16, 32], [48, 32], [16, 32]):
         launch(at)
     fixed = (7, 1, 1, "stream of 3", "function", False, True, None, None, "packed", None, None, None)
-    assert compiled.told == [(*fixed, a, b, (a, 1), ("map", b, "meta"), 2, 5) for a, b in ((16, 32), (16, 32), (48, 32), (16, 32))]  # fmt: skip
+    assert compiled.started == [(*fixed, a, b, (a, 1), ("map", b, "meta"), 2, 5) for a, b in ((16, 32), (16, 32), (48, 32), (16, 32))]  # fmt: skip
     assert len(written) == 2
     assert not compiled.long
 
 
 def test_who_listens_to_starts_is_told_by_tritons_own_way(triton_3_6):
     _, hook = triton_3_6
-    compiled, x, y = Compiled(), torch.randn(4), torch.randn(4)
+    compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launch = launched(compiled, x, y)
     hook.calls.append(print)
     launch([16, 32])
-    assert not compiled.told
+    assert not compiled.started
     ((grid, (a, b, group, desc, n)),) = compiled.long
     assert (grid, a, b, group, desc.base, n) == ((7, 1, 1), 16, 32, (16, 1), 32, 5)
 
 
 def test_a_kernel_that_needs_scratch_takes_tritons_own_way(triton_3_6):
-    compiled, x, y = Compiled(scratch=128), torch.randn(4), torch.randn(4)
+    compiled, x, y = FakeCompiled(scratch=128), torch.randn(4), torch.randn(4)
     launched(compiled, x, y)([16, 32])
-    assert not compiled.told
+    assert not compiled.started
     assert len(compiled.long) == 1
 
 
 def test_packed_arguments_are_not_kept_for_ever(triton_3_6, monkeypatch):
-    monkeypatch.setattr(room, "MOST_PACKED", 10)
-    compiled, x, y = Compiled(), torch.randn(4), torch.randn(4)
+    monkeypatch.setattr(launcher_module, "MAX_PACKED_ARGS", 10)
+    compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launch = launched(compiled, x, y)
     for n in range(50):
         launch([16 * n, 32])
-    assert len(room.PACKED) <= 10
-    assert len(compiled.told) == 50
+    assert len(launcher_module.PACKED_ARGS) <= 10
+    assert len(compiled.started) == 50
 
 
 def test_growing_lengths_do_not_keep_launches_for_ever(kernel, monkeypatch):
-    monkeypatch.setattr(room, "MOST", 3)
+    monkeypatch.setattr(launcher_module, "MAX_LAUNCHES", 3)
     for n in range(1, 9):
         ask(kernel, torch.randn(n, 8), torch.randn(8))
-    assert len(room.KEPT) <= 3
+    assert len(launcher_module.LAUNCHES) <= 3

@@ -56,7 +56,7 @@ def truth(q, k, v, mask: str, align: str, sink=None):
 
 
 def used() -> set[str]:
-    return {key[0] for key in launcher.KEPT}
+    return {key[0] for key in launcher.LAUNCHES}
 
 
 @masks
@@ -65,12 +65,12 @@ def used() -> set[str]:
 def test_rows_tell_the_truth(sizes, d: int, mask: str) -> None:
     b, h, g, i, j, align = sizes
     q, k, v = draw(b, h, i, d), draw(b, g, j, d), draw(b, g, j, d)
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     W = regard.weights(q, k, mask=MASKS[mask], align=align, engine="triton")
     keys = torch.arange(j, device="cuda") % 3 == 0
     seen, true = W.see(*STATISTICS, mass=keys, values=v), truth(q, k, v, mask, align)
     assert (
-        "parted_kernel" if d == 128 else "forward_kernel"
+        "forward_ws_kernel" if d == 128 else "forward_kernel"
     ) in used()  # smaller products leave room for programs side by side
     assert (seen.y.double() - true["y"]).norm() < 0.005 * true["y"].norm()
     for name in ("lse", "entropy"):
@@ -85,12 +85,12 @@ def test_rows_tell_the_truth(sizes, d: int, mask: str) -> None:
 def test_a_sink_and_float16_and_heads_side_by_side(causal: bool) -> None:
     q, k, v = (x.transpose(1, 2) for x in draw(2, 512, 3, 4, 128, dtype=torch.float16).unbind(2))
     sink = torch.randn(4, device="cuda")
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     W = regard.weights(
         q, k, score=regard.ScaledDot().sink(sink), mask=regard.causal() if causal else None, engine="triton"
     )
     seen, true = W.see("lse", "entropy", values=v), truth(q, k, v, "causal" if causal else "full", "end", sink)
-    assert "parted_kernel" in used()
+    assert "forward_ws_kernel" in used()
     assert (seen.y.double() - true["y"]).norm() < 0.001 * true["y"].norm()
     assert (seen.lse.double() - true["lse"]).abs().max() < 1e-5
     assert (seen.entropy.double() - true["entropy"]).abs().max() < 1e-5
@@ -99,10 +99,10 @@ def test_a_sink_and_float16_and_heads_side_by_side(causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_self_attention_reads_its_tiles_once(causal: bool) -> None:
     x = draw(2, 4, 512, 128)
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     seen = regard.weights(x, mask=regard.causal() if causal else None, engine="triton").see("entropy", values=x)
     true = truth(x, x, x, "causal" if causal else "full", "end")
-    assert "parted_kernel" in used()
+    assert "forward_ws_kernel" in used()
     assert (seen.y.double() - true["y"]).norm() < 0.005 * true["y"].norm()
     assert (seen.entropy.double() - true["entropy"]).abs().max() < 1e-4
 
@@ -121,9 +121,9 @@ def test_gradients_tell_the_truth(sizes, d: int, mask: str) -> None:
         seen = W.see("entropy", "mean_distance", values=live[2])
         return torch.autograd.grad((seen.y, seen.entropy, seen.mean_distance), live, flow)
 
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     found = ask()
-    assert ("keys_kernel" if d == 64 and j <= 256 else "parted_keys_kernel") in used()
+    assert ("dkdv_kernel" if d == 64 and j <= 256 else "dkdv_ws_kernel") in used()
     assert all(torch.equal(a, b) for a, b in zip(found, ask(), strict=True))
     exact = [x.detach().double().requires_grad_() for x in live]
     true = truth(*exact, mask, align)
@@ -140,16 +140,16 @@ def test_columns_tell_the_truth(sizes, d: int, mask: str) -> None:
     q, k = draw(b, h, i, d), draw(b, g, j, d)
     W = regard.weights(q, k, mask=MASKS[mask], align=align, engine="triton")
     w = truth(q, k, k, mask, align)["w"]
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     for tall in (64, 128):  # of one tile, and of two
         seen = W.see("received", pool=(i // tall, j // 64))
-        assert "ahead_kernel" in used()
+        assert "column_pass_pipelined_kernel" in used()
         pooled = w.unflatten(2, (i // tall, tall)).unflatten(-1, (j // 64, 64)).sum((3, 5))
         assert (seen.received.double() - w.sum(2)).abs().max() < 1e-5 * w.sum(2).max()
         assert (seen.pool.double() - pooled).abs().max() < 1e-5 * pooled.max()
     assert torch.equal(W.received(), seen.received)  # alone as together
     # Tile rows that end within a tile are another kernel's.
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     uneven = W.pool(5, 3, i=slice(1, None))
     assert "column_pass_kernel" in used()
     at = [torch.arange(parts + 1) * (n - first) // parts + first for parts, n, first in ((5, i, 1), (3, j, 0))]
@@ -163,9 +163,9 @@ def test_a_window_ends_within_a_tile_row_that_begins_late() -> None:
     q, k = draw(1, 2, 1024, 64), draw(1, 2, 1024, 64)
     W = regard.weights(q, k, mask=MASKS["window"], engine="triton")
     w = truth(q, k, k, "window", "end")["w"][:, :, 256:]
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     found = W.pool(3, 16, i=slice(256, None))  # 256 rows each, four tiles
-    assert "ahead_kernel" in used()
+    assert "column_pass_pipelined_kernel" in used()
     pooled = w.unflatten(2, (3, 256)).unflatten(-1, (16, 64)).sum((3, 5))
     assert (found.double() - pooled).abs().max() < 1e-5 * pooled.max()
 
@@ -176,9 +176,9 @@ def test_columns_have_the_same_bits_while_programs_come_and_go(d: int) -> None:
     ended came back into the rows that had taken its place."""
     q, k = draw(1, 16, 16384, d), draw(1, 16, 16384, d)
     W = regard.weights(q, k, mask=regard.causal(), engine="triton")
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     first = W.received()
-    assert "ahead_kernel" in used()
+    assert "column_pass_pipelined_kernel" in used()
     assert first.isfinite().all()
     assert (first.sum(-1) - 16384).abs().max() < 0.1
     for _ in range(50):
@@ -189,9 +189,9 @@ def test_columns_have_the_same_bits_while_programs_come_and_go(d: int) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_columns_of_heads_side_by_side_in_float16(causal: bool) -> None:
     q, k = (x.transpose(1, 2) for x in draw(2, 512, 2, 4, 128, dtype=torch.float16).unbind(2))
-    launcher.KEPT.clear()
+    launcher.LAUNCHES.clear()
     found = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton").received()
-    assert "ahead_kernel" in used()
+    assert "column_pass_pipelined_kernel" in used()
     w = truth(q, k, k, "causal" if causal else "full", "end")["w"]
     assert (found.double() - w.sum(2)).abs().max() < 1e-5 * w.sum(2).max()
 

@@ -54,10 +54,13 @@ def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
     q, k = draw(2, 4, 4096, d), draw(2, 4, 4096, d)
     problem = regard.weights(q, k, mask=regard.causal() if causal else None)._factors.problem()
     for names in ((), ("norm",)):
-        p, bests = forward_pass.Prepared(problem), forward_pass.forward(problem, names, None, None, best=True)["bests"]
+        p, tile_maxima = (
+            forward_pass.KernelInputs(problem),
+            forward_pass.forward(problem, names, None, None, with_tile_maxima=True)["tile_maxima"],
+        )
         found = {"topk_scores": torch.empty(2, 4, 4096, 8, device="cuda")}
         found["topk_indices"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
-        flags, _ = topk_pass._balloted(p, 8, bests, None, found)
+        flags, _ = topk_pass._by_candidates(p, 8, tile_maxima, None, found)
         assert int(flags.sum()) < 0.01 * flags.numel()
 
 

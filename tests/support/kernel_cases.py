@@ -234,7 +234,7 @@ def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile:
             q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (problem.q, problem.k))
             problem = dataclasses.replace(problem, q=q, k=k)
         request = Request(("topk_scores", "topk_indices", "norm"), topk=n)
-        topk_pass.MOST_MARKS = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
+        topk_pass.MAX_MARK_BYTES = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
         replay.TAPES.clear()
         found = compute_with_autograd(problem, request, get_engine("triton"), {}, False)
         double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)

@@ -34,8 +34,8 @@ def attention(layer: int, heads: int, rows: int, cols: int) -> torch.Tensor:
     return (4 * torch.sin((layer + 1) * (h + 2) * (i + 1) * 0.37 + j * (h + 1) * 1.7)).softmax(-1)
 
 
-def made(tokens=TOKENS, source=None, layers=2, heads=3) -> Recording:
-    """A recording of a model that never was."""
+def fake_recording(tokens=TOKENS, source=None, layers=2, heads=3) -> Recording:
+    """A recording without a model: its weights are those of `attention`."""
     one = Pass()
     cols = source or tokens
     for n in range(layers):

@@ -56,10 +56,11 @@ class Read:
 def minilm() -> tuple[regard.Recording, Any]:
     """The bundled model on the sentence: what was recorded, with values, and its word vectors."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from regard.look.loading import embedded, look_at, open_model
+    from regard.look.loading import load_model, look_at
+    from regard.look.word_vectors import word_vectors
 
-    model = open_model()
-    return look_at(SENTENCE, model), embedded(SENTENCE, model)
+    model = load_model()
+    return look_at(SENTENCE, model), word_vectors(SENTENCE, model)
 
 
 # Strings that want to be more than text. Whatever runs sets window.bad, opens a dialog, or asks for http://evil.test.

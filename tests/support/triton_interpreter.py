@@ -68,13 +68,13 @@ def tables(lo, hi, flags: bool, block_i: int, block_j: int, keys: int):
 def tables_that_are_wrong(cases: int = 60) -> int:
     rng, wrong = np.random.default_rng(0), 0
     for case in range(cases):
-        b, spans, rows, keys = (int(rng.integers(1, most)) for most in (3, 4, 80, 100))
-        ends = np.sort(rng.integers(0, keys + 1, (b, 2 * spans, rows)), 1)
+        b, n_intervals, rows, keys = (int(rng.integers(1, most)) for most in (3, 4, 80, 100))
+        ends = np.sort(rng.integers(0, keys + 1, (b, 2 * n_intervals, rows)), 1)
         if case % 3 == 0:  # as padding: all rows alike, some see nothing
             ends = np.broadcast_to(ends[:, :, :1], ends.shape) * (rng.random((b, 1, 1)) > 0.2)
         lo, hi = ends[:, ::2], ends[:, 1::2]
         laid = tuple(torch.tensor(np.ascontiguousarray(x), dtype=torch.int32) for x in (lo, hi))
-        told = mask_args.Form("flags" if case % 4 == 1 else "spans", None, laid)
+        told = mask_args.MaskFormat("flags" if case % 4 == 1 else "intervals", None, laid)
         for block_i, block_j in ((16, 32), (32, 16)):
             found = mask_args.row_table(told, block_i, block_j, keys), mask_args.key_table(told, block_i, block_j, keys)
             for n in range(b):
@@ -87,7 +87,7 @@ def tables_that_are_wrong(cases: int = 60) -> int:
 
 def main(part: int, of: int) -> int:
     backward_pass.empty = topk_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
-    intervals.KEPT_ON = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
+    intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
         # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.

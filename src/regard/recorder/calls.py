@@ -17,6 +17,7 @@ from ..core.api import weights
 from ..core.masks import Mask
 from ..core.pytree import tree_map
 from ..core.scores import ScaledDot, Score
+from ..core.types import Align
 from ..core.weights import Weights
 from .mask_recognition import ParsedMask, parse_mask
 
@@ -96,7 +97,7 @@ class SavedCall:
     w: Tensor | None
     score: Score | None
     mask: Mask | None
-    align: str | None
+    align: Align | None
     versions: list[tuple[Tensor, int]] = field(default_factory=list)  # of tensors shared with the model
 
     def weights(self) -> Weights:
@@ -106,6 +107,7 @@ class SavedCall:
             if self.w is not None:
                 return Weights.from_dense(self.w)
             assert self.q is not None
+            assert self.score is not None
             return weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
 
     def loaded(self) -> SavedCall:

@@ -11,9 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import secrets
-import stat
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._io import atomic_write
 from ..core.masks import And, Causal, Dense, Documents, Not, Or, Padding, Window
 from ..core.problem import Factors
 from ..core.pytree import flatten
@@ -31,7 +29,7 @@ from ..core.scores import Additive, Alibi, Bias, Bilinear, Cosine, Dot, Gaussian
 from .recording import Layer, Recording
 from .tensor_bytes import tensor_bytes
 
-__all__ = ["VERSION", "RegardFileError", "left_behind", "save", "write"]
+__all__ = ["VERSION", "RegardFileError", "save"]
 
 FORMAT, VERSION = "regard recording", 1
 
@@ -100,51 +98,7 @@ def save(seen: Recording, path: Any) -> None:
         "refused": [list(pair) for pair in seen.refused],
         "checksums": {name: entry.checksum for name, entry in tensors.entries.items()},
     }
-    write(path, _chunks(description, tensors.entries))
-
-
-#: The name of a file while it is written: its final name, and its writer.
-PART = ".{}.{}.part"
-
-
-def left_behind(path: Path) -> Iterator[Path]:
-    """Partial files of writers that were killed."""
-    return path.parent.glob(PART.format(path.name, "*"))
-
-
-def write(path: Path, chunks: Iterator[bytes]) -> None:
-    """Write bytes to a file, all of them or none. An existing file keeps its mode; a symbolic link is followed."""
-    path = Path(os.path.realpath(path))
-    part = path.with_name(PART.format(path.name, f"{os.getpid()}-{secrets.token_hex(4)}"))
-    try:
-        mode = stat.S_IMODE(path.stat().st_mode)
-    except FileNotFoundError:
-        mode = None
-    try:
-        with open(part, "xb") as file:
-            if mode is not None:
-                os.chmod(part, mode)  # before the first byte: a private file is never readable by others
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the folder, so that the new name is on disk too."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # not every system opens folders
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    atomic_write(path, _chunks(description, tensors.entries))
 
 
 @dataclass

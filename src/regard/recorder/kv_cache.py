@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.masks import Dense, Geometry, Mask
 from ..core.scores import Score
+from ..core.types import Align
 from .calls import AttentionCall, SavedCall
 from .mask_recognition import RowIntervals, intervals, recognise
 
@@ -135,7 +136,7 @@ class CachedGeneration:
         mask, align = self._mask(q)
         return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)
 
-    def _mask(self, q: Tensor) -> tuple[Mask | None, str | None]:
+    def _mask(self, q: Tensor) -> tuple[Mask | None, Align | None]:
         b = max(part.lo.shape[0] for part in self.seen)
         lo = torch.cat([part.lo.expand(b, -1) for part in self.seen], 1)
         hi = torch.cat([part.hi.expand(b, -1) for part in self.seen], 1)
@@ -170,7 +171,7 @@ class CachedGeneration:
         return dataclasses.replace(score, modifiers=steps).bias(stitched)
 
 
-def _intervals(mask: Mask | None, i: int, j: int, align: str | None, device: torch.device) -> RowIntervals:
+def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
     """The visible keys of each row of a step."""
     if isinstance(mask, Dense):
         rows = intervals(mask.cells.expand(*mask.cells.shape[:2], i, j))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.masks import Dense, Geometry, Mask, causal, padding, window
+from ..core.types import Align
 
 __all__ = ["ParsedMask", "RowIntervals", "as_mask", "intervals", "parse_mask", "recognise"]
 
@@ -31,7 +32,7 @@ class ParsedMask:
 
     mask: Mask | None = None
     bias: Tensor | None = None
-    align: str | None = None
+    align: Align | None = None
     uniform_rows: Tensor | None = None  # b|1 h|1 i 1 : rows whose scores a huge added number makes all equal
 
 
@@ -58,10 +59,11 @@ def intervals(cells: Tensor) -> RowIntervals | None:
     return RowIntervals(torch.cat(lows, 1), torch.cat(highs, 1))
 
 
-def recognise(rows: RowIntervals, keys: int) -> tuple[Mask | None, str] | None:
+def recognise(rows: RowIntervals, keys: int) -> tuple[Mask | None, Align] | None:
     """A structured mask with exactly these intervals, and its align; None if no structured mask fits."""
     i = rows.lo.shape[1]
-    for align in ("end", "start") if i != keys else ("start",):
+    aligns: tuple[Align, ...] = ("end", "start") if i != keys else ("start",)
+    for align in aligns:
         offset = keys - i if align == "end" else 0
         for guess in _guesses(rows, keys, offset):
             if _same(guess, rows, keys, offset):
@@ -108,7 +110,7 @@ def _same(guess: Mask | None, rows: RowIntervals, keys: int, offset: int) -> boo
     return bool((lo == rows.lo).all()) and bool((hi == rows.hi).all())
 
 
-def as_mask(cells: Tensor) -> tuple[Mask | None, str | None]:
+def as_mask(cells: Tensor) -> tuple[Mask | None, Align | None]:
     """A bool mask (b|1, h|1, i, j), True where visible, structured if possible, and its align."""
     if bool(cells.all()):
         return None, None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..core.types import StatisticName
 from ..core.weights import Statistics, Weights
 from . import head_metrics
 from .calls import SavedCall
@@ -23,7 +24,7 @@ from .slicing import real_rows, sequence_of, span_of
 __all__ = ["STATISTICS", "Layer", "Pass", "Recording", "TokenLists"]
 
 #: The statistics that keep="statistics" saves of every layer.
-STATISTICS = ("entropy", "max_score", "received", "lse")
+STATISTICS: tuple[StatisticName, ...] = ("entropy", "max_score", "received", "lse")
 
 #: The tokens of a batch: one list a sequence.
 TokenLists = list[list[str]]

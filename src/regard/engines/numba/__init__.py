@@ -42,7 +42,7 @@ class Runtime:
     kernels: Any
     gemm: int
     parallel: Callable[..., Any]
-    alone: Callable[[int], int] | None
+    set_local_threads: Callable[[int], int] | None
 
 
 @functools.cache
@@ -88,8 +88,8 @@ def serves(problem: Problem) -> bool:
         and problem.q.device.type == "cpu"
         and problem.q.dtype != torch.float64
         and isinstance(problem.similarity_kernel, Product)
-        and all(isinstance(step, Bias | Alibi | Softcap) for step in problem.modifiers)
-        and _laid_cells(problem.mask) is not None
+        and all(isinstance(modifier, Bias | Alibi | Softcap) for modifier in problem.modifiers)
+        and _dense_masks(problem.mask) is not None
         and load() is not None
     )
 
@@ -99,23 +99,27 @@ def serves_backward(problem: Problem, needs: list[bool]) -> bool:
     _, tensors = flatten(problem)
     needed = {id(t) for t, need in zip(tensors, needs, strict=True) if need}
     caps = 0
-    for step in problem.modifiers:
-        caps += isinstance(step, Softcap)
-        if isinstance(step, Alibi) and id(step.slopes) in needed:
+    for modifier in problem.modifiers:
+        caps += isinstance(modifier, Softcap)
+        if isinstance(modifier, Alibi) and id(modifier.slopes) in needed:
             return False
-        if isinstance(step, Bias) and id(step.tensor) in needed and (caps or 1 not in step.tensor.shape[2:]):
+        if (
+            isinstance(modifier, Bias)
+            and id(modifier.tensor) in needed
+            and (caps or 1 not in modifier.tensor.shape[2:])
+        ):
             return False
     return caps <= 1 and serves(problem)
 
 
-def _laid_cells(mask: Mask | None) -> list[Tensor] | None:
+def _dense_masks(mask: Mask | None) -> list[Tensor] | None:
     """The bool tensors of a mask that is structured but for tensors laid over it; None for any other mask."""
     if mask is None:
         return []
     if isinstance(mask, Dense):
         return [mask.cells]
     if type(mask) is And:
-        left, right = _laid_cells(mask.left), _laid_cells(mask.right)
+        left, right = _dense_masks(mask.left), _dense_masks(mask.right)
         return None if left is None or right is None else left + right
     return [] if mask.structured else None
 
@@ -127,26 +131,31 @@ SMALL = 2_000_000
 class KernelCall:
     """One call of a kernel: the record it reads, and the tensors that must stay alive until it ends."""
 
-    def __init__(self, problem: Problem, tall: int, wide: int) -> None:
-        tools = load()
-        assert tools is not None
-        self.tools = tools
-        self.told: dict[str, Any] = {}
+    def __init__(self, problem: Problem, block_i: int, block_j: int) -> None:
+        runtime = load()
+        assert runtime is not None
+        self.runtime = runtime
+        self.fields: dict[str, Any] = {}
         self.alive: list[Any] = []
         b, h, i, j = problem.shape
         self.work = b * h * i * j * problem.q.shape[3]
         self.q, self.k = self.rows("q", problem.q, "bhi"), self.rows("k", problem.k, "bhj")
-        self.set(gemm=tools.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
-        self.set(offset=problem.offset, tall=tall, wide=wide, scale=problem.similarity_kernel.scale)  # type: ignore[union-attr]
-        spans = problem.intervals
-        lo, hi = spans.lo.long().contiguous(), spans.hi.long().contiguous()
-        self.set(lo=self.keep(lo), hi=self.keep(hi), spans=lo.shape[1], spans_b=lo.shape[1] * i if len(lo) > 1 else 0)
-        self._steps(problem)
+        self.set(gemm=runtime.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
+        self.set(offset=problem.offset, block_i=block_i, block_j=block_j, scale=problem.similarity_kernel.scale)  # type: ignore[union-attr]
+        intervals = problem.intervals
+        lo, hi = intervals.lo.long().contiguous(), intervals.hi.long().contiguous()
+        self.set(
+            lo=self.address_of(lo),
+            hi=self.address_of(hi),
+            n_intervals=lo.shape[1],
+            intervals_b=lo.shape[1] * i if len(lo) > 1 else 0,
+        )
+        self._set_modifiers(problem)
 
     def set(self, **fields: Any) -> None:
-        self.told.update(fields)
+        self.fields.update(fields)
 
-    def keep(self, tensor: Tensor) -> int:
+    def address_of(self, tensor: Tensor) -> int:
         """The address of a tensor that stays alive with this task."""
         self.alive.append(tensor)
         return tensor.data_ptr()
@@ -161,52 +170,52 @@ class KernelCall:
             for axis, n, s in zip(axes, tensor.shape, tensor.stride(), strict=False)
         }
         strides[f"{name}_{axes[2]}"] = max(tensor.stride(2), tensor.shape[3], 1)
-        self.set(**{name: self.keep(tensor)}, **strides)
+        self.set(**{name: self.address_of(tensor)}, **strides)
         return tensor
 
     def out(self, name: str, tensor: Tensor) -> Tensor:
-        self.set(**{name: self.keep(tensor)})
+        self.set(**{name: self.address_of(tensor)})
         return tensor
 
-    def _steps(self, problem: Problem) -> None:
-        kernels = self.tools.kernels
-        made = []
-        for step in problem.modifiers:
-            if isinstance(step, Softcap):
-                made.append((kernels.SOFTCAP, 0, 0, 0, 0, 0, step.cap, 0))
+    def _set_modifiers(self, problem: Problem) -> None:
+        kernels = self.runtime.kernels
+        rows = []
+        for modifier in problem.modifiers:
+            if isinstance(modifier, Softcap):
+                rows.append((kernels.SOFTCAP, 0, 0, 0, 0, 0, modifier.cap, 0))
                 continue
-            tensor = flatten(step)[1][0].float()
+            tensor = flatten(modifier)[1][0].float()
             kind = (
                 kernels.ALIBI
-                if isinstance(step, Alibi)
-                else kernels.ADDED_VECTOR
+                if isinstance(modifier, Alibi)
+                else kernels.BIAS
                 if tensor.shape[3] > 1
-                else kernels.ADDED
+                else kernels.BIAS_PER_ROW
             )
-            made.append((kind, self.keep(tensor), *_strides(tensor), 0, 0))
-        for cells in _laid_cells(problem.mask) or []:
-            made.append((kernels.HIDDEN, self.keep(cells), *_strides(cells), 0, 0))
-        table = kernels.new_steps(made)
+            rows.append((kind, self.address_of(tensor), *_strides(tensor), 0, 0))
+        for cells in _dense_masks(problem.mask) or []:
+            rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, 0))
+        table = kernels.modifier_table(rows)
         self.alive.append(table)
-        self.set(steps=table.ctypes.data, step_count=len(made))
+        self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
 
     def run(self, kernel: str, items: int, scratch: int) -> None:
         """Let the team work through the items; `scratch` is the bytes each thread needs for itself."""
         threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
         scratch = (scratch + 127) // 64 * 64
         counters = torch.zeros(8, dtype=torch.int64)
-        self.set(counter=self.keep(counters), scratch_size=scratch)
-        self.set(scratch=self.keep(torch.empty(threads * scratch, dtype=torch.uint8)))
-        compiled = self.tools.kernels.kernel(kernel)
-        record = self.tools.kernels.task_record(self.told)
+        self.set(counter=self.address_of(counters), scratch_size=scratch)
+        self.set(scratch=self.address_of(torch.empty(threads * scratch, dtype=torch.uint8)))
+        compiled = self.runtime.kernels.kernel(kernel)
+        record = self.runtime.kernels.params_record(self.fields)
         data = record.ctypes.data
         if threads > 1:
-            self.tools.parallel(compiled.address, data, threads, 0)
+            self.runtime.parallel(compiled.address, data, threads, 0)
             return
-        before = self.tools.alone(1) if self.tools.alone else 0
+        before = self.runtime.set_local_threads(1) if self.runtime.set_local_threads else 0
         compiled.ctypes(ctypes.c_void_p(data))
-        if self.tools.alone:
-            self.tools.alone(before)
+        if self.runtime.set_local_threads:
+            self.runtime.set_local_threads(before)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -217,56 +226,56 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 def _tile_size(problem: Problem) -> tuple[int, int]:
     """Rows and keys of a tile: 128 × 512, but fewer rows for middling lengths, where a causal edge would waste more."""
     rows, keys = problem.shape[2:]
-    tall = 64 if 128 < rows < 1024 else 128
-    return max(1, min(rows, tall)), max(1, min(keys, 512))
+    block_i = 64 if 128 < rows < 1024 else 128
+    return max(1, min(rows, block_i)), max(1, min(keys, 512))
 
 
 def forward(problem: Problem, request: Request) -> Results:
     """One pass over the keys: what rows can tell."""
     b, h, i, _ = problem.shape
-    tall, wide = _tile_size(problem)
-    task = KernelCall(problem, tall, wide)
-    found = {"norm": task.out("norm", torch.empty(b, h, i, 2))}
+    block_i, block_j = _tile_size(problem)
+    call = KernelCall(problem, block_i, block_j)
+    outputs = {"norm": call.out("norm", torch.empty(b, h, i, 2))}
     if request.wants("y"):
         assert request.v is not None
-        v = task.rows("v", request.v, "bhj")
-        task.set(V=v.shape[1], E=v.shape[3])
-        found["y"] = task.out("y", torch.empty(b, h, i, v.shape[3]))
+        v = call.rows("v", request.v, "bhj")
+        call.set(V=v.shape[1], E=v.shape[3])
+        outputs["y"] = call.out("y", torch.empty(b, h, i, v.shape[3]))
     if request.wants("entropy"):
-        found["entropy"] = task.out("t", torch.empty(b, h, i))
+        outputs["entropy"] = call.out("entropy", torch.empty(b, h, i))
     if request.wants("max_score"):
-        found["max_score"] = task.out("m", torch.empty(b, h, i))
+        outputs["max_score"] = call.out("max_score", torch.empty(b, h, i))
     if request.wants("mean_distance"):
-        found["mean_distance"] = task.out("mean_distance", torch.zeros(b, h, i))
+        outputs["mean_distance"] = call.out("mean_distance", torch.zeros(b, h, i))
     if request.wants("mass"):
         assert request.keys is not None
-        task.out("keys", request.keys.float().contiguous())
-        found["mass"] = task.out("mass", torch.zeros(b, h, i))
+        call.out("keys", request.keys.float().contiguous())
+        outputs["mass"] = call.out("mass", torch.zeros(b, h, i))
     if request.wants("argmax"):
-        found["argmax"] = task.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64))
+        outputs["argmax"] = call.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64))
     if request.wants("topk_scores", "topk_indices"):
-        found["topk_scores"] = task.out("topk_scores", torch.full((b, h, i, request.topk), -torch.inf))
-        found["topk_indices"] = task.out("topk_indices", torch.full((b, h, i, request.topk), -1, dtype=torch.int64))
-        task.set(top=request.topk)
+        outputs["topk_scores"] = call.out("topk_scores", torch.full((b, h, i, request.topk), -torch.inf))
+        outputs["topk_indices"] = call.out("topk_indices", torch.full((b, h, i, request.topk), -1, dtype=torch.int64))
+        call.set(topk=request.topk)
     if problem.sink is not None:
         sink = problem.sink.float()
-        task.out("sink", sink)
-        task.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
-    items = b * h * -(-i // tall)
-    task.run("forward", items, 4 * (tall * (wide + 3) + request.topk + 64))
+        call.out("sink", sink)
+        call.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
+    items = b * h * -(-i // block_i)
+    call.run("forward", items, 4 * (block_i * (block_j + 3) + request.topk + 64))
     if request.wants("lse"):
-        found["lse"] = lse_of(found["norm"])
-    return {name: found[name] for name in request.names}
+        outputs["lse"] = lse_of(outputs["norm"])
+    return {name: outputs[name] for name in request.names}
 
 
-def _chunks(problem: Problem, heads: int, tall: int) -> int:
+def _chunks(problem: Problem, heads: int, block_i: int) -> int:
     """Into how many parts rows are cut so that every thread has work; each part has column sums of its own."""
     threads = torch.get_num_threads()
-    blocks = -(-problem.shape[2] // tall)
+    blocks = -(-problem.shape[2] // block_i)
     return 1 if heads >= threads else max(1, min(blocks, -(-threads // max(heads, 1))))
 
 
-def _summed(parts: Tensor) -> Tensor:
+def _sum_chunks(parts: Tensor) -> Tensor:
     """The sum over chunks; of one chunk, itself."""
     return parts[0] if len(parts) == 1 else parts.sum(0)
 
@@ -274,26 +283,26 @@ def _summed(parts: Tensor) -> Tensor:
 def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     """A second pass over the weights of finished rows: what columns can tell."""
     b, h, _, j = problem.shape
-    tall, wide = _tile_size(problem)
-    task = KernelCall(problem, tall, wide)
-    chunks = _chunks(problem, b * h, tall)
-    task.out("norm", norm.contiguous())
-    task.set(chunks=chunks)
-    found = {}
+    block_i, block_j = _tile_size(problem)
+    call = KernelCall(problem, block_i, block_j)
+    chunks = _chunks(problem, b * h, block_i)
+    call.out("norm", norm.contiguous())
+    call.set(chunks=chunks)
+    outputs = {}
     if request.wants("received"):
-        found["received"] = task.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64))
+        outputs["received"] = call.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64))
     if request.wants("pool"):
         tiling = request.tiling
         assert tiling is not None
-        found["pool"] = task.out("pool", torch.zeros(chunks, b, h, tiling.rows, tiling.cols, dtype=torch.float64))
-        task.set(tile_rows=tiling.rows, tile_cols=tiling.cols, i0=tiling.i0, i1=tiling.i1, j0=tiling.j0, j1=tiling.j1)
+        outputs["pool"] = call.out("pool", torch.zeros(chunks, b, h, tiling.rows, tiling.cols, dtype=torch.float64))
+        call.set(tile_rows=tiling.rows, tile_cols=tiling.cols, i0=tiling.i0, i1=tiling.i1, j0=tiling.j0, j1=tiling.j1)
     if request.wants("z"):
         assert request.u is not None
-        u = task.rows("u", request.u, "bhi")
-        task.set(U=u.shape[3])
-        found["z"] = task.out("z", torch.zeros(chunks, b, h, j, u.shape[3]))
-    task.run("column_pass", b * h * chunks, 4 * wide * (tall + 1))
-    return {name: _summed(x).float() for name, x in found.items()}
+        u = call.rows("u", request.u, "bhi")
+        call.set(U=u.shape[3])
+        outputs["z"] = call.out("z", torch.zeros(chunks, b, h, j, u.shape[3]))
+    call.run("column_pass", b * h * chunks, 4 * block_j * (block_i + 1))
+    return {name: _sum_chunks(x).float() for name, x in outputs.items()}
 
 
 def cells(problem: Problem, request: Request) -> Tensor:
@@ -301,19 +310,19 @@ def cells(problem: Problem, request: Request) -> Tensor:
     b, h, i, j = problem.shape
     assert request.rows is not None
     assert request.cols is not None
-    tall, wide = _tile_size(problem)
-    task = KernelCall(problem, tall, wide)
-    found = task.out("cells", torch.full((b, h, len(request.rows), len(request.cols)), -torch.inf))
+    block_i, block_j = _tile_size(problem)
+    call = KernelCall(problem, block_i, block_j)
+    outputs = call.out("cells", torch.full((b, h, len(request.rows), len(request.cols)), -torch.inf))
     for name, positions in (("row", request.rows), ("col", request.cols)):
         ordered, place = positions.sort()
-        task.out(f"{name}_at", ordered)
-        task.out(f"{name}_place", place)
-        task.set(**{f"{name}_count": len(positions)})
+        call.out(f"{name}_at", ordered)
+        call.out(f"{name}_place", place)
+        call.set(**{f"{name}_count": len(positions)})
     # At most these tiles are visited.
-    rows, cols = min(i, len(request.rows) * tall), min(j, len(request.cols) * wide)
-    task.work = b * h * rows * cols * problem.q.shape[3]
-    task.run("cells", b * h * -(-i // tall), 4 * tall * wide)
-    return found
+    rows, cols = min(i, len(request.rows) * block_i), min(j, len(request.cols) * block_j)
+    call.work = b * h * rows * cols * problem.q.shape[3]
+    call.run("cells", b * h * -(-i // block_i), 4 * block_i * block_j)
+    return outputs
 
 
 def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad) -> InputGrads:
@@ -323,44 +332,44 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     dy = gradient.dy
     v = request.v if dy is not None else None
     if v is not None and v.shape[1] != heads:  # keys and values are grouped differently: give each query head its own
-        wider = unflatten(*_with_keys(problem, repeat_kv(problem.k, h)))
-        (dq, dk, *rest), dv, _ = backward(wider, _with_values(request, repeat_kv(v, h)), norm, gradient)
+        repeated = unflatten(*_with_keys(problem, repeat_kv(problem.k, h)))
+        (dq, dk, *rest), dv, _ = backward(repeated, _with_values(request, repeat_kv(v, h)), norm, gradient)
         return InputGrads([dq, _sum_groups(dk, heads), *rest], _sum_groups(dv, v.shape[1]), None)
-    tall, wide = _tile_size(problem)
-    task = KernelCall(problem, tall, wide)
-    chunks = _chunks(problem, b * heads, tall)
-    task.set(chunks=chunks)
-    task.out("norm", norm.contiguous())
-    task.out("c", gradient.delta.float().contiguous())
-    left = task.rows("left", gradient.left.expand(b, h, -1, -1), "bhi")
-    right = task.rows("right", gradient.right, "bhj")
-    task.set(X=left.shape[3], right_group=h // right.shape[1])
+    block_i, block_j = _tile_size(problem)
+    call = KernelCall(problem, block_i, block_j)
+    chunks = _chunks(problem, b * heads, block_i)
+    call.set(chunks=chunks)
+    call.out("norm", norm.contiguous())
+    call.out("delta", gradient.delta.float().contiguous())
+    left = call.rows("left", gradient.left.expand(b, h, -1, -1), "bhi")
+    right = call.rows("right", gradient.right, "bhj")
+    call.set(X=left.shape[3], right_group=h // right.shape[1])
     if gradient.d_entropy is not None:
-        task.out("eta", gradient.d_entropy.float().contiguous())
+        call.out("d_entropy", gradient.d_entropy.float().contiguous())
     if gradient.d_distance is not None:
-        task.out("rho", gradient.d_distance.float().contiguous())
-    dq = task.out("dq", torch.zeros(b, h, i, d))
-    dk = task.out("dk", torch.zeros(chunks, b, heads, j, d))
+        call.out("d_distance", gradient.d_distance.float().contiguous())
+    dq = call.out("dq", torch.zeros(b, h, i, d))
+    dk = call.out("dk", torch.zeros(chunks, b, heads, j, d))
     dv = None
     if v is not None and dy is not None:
-        task.rows("dy", dy, "bhi")
-        task.set(E=v.shape[3])
-        dv = task.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3]))
-    biases = [step.tensor for step in problem.modifiers if isinstance(step, Bias)]
+        call.rows("dy", dy, "bhi")
+        call.set(E=v.shape[3])
+        dv = call.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3]))
+    biases = [modifier.tensor for modifier in problem.modifiers if isinstance(modifier, Bias)]
     if biases:
-        drow = task.out("drow", torch.zeros(b, h, i))
-        dkey = task.out("dkey", torch.zeros(chunks, b, h, j))
-    task.run("backward", b * heads * chunks, 4 * wide * (2 * tall + 2))
-    found: list[Tensor | None] = [dq, _summed(dk)]
+        drow = call.out("drow", torch.zeros(b, h, i))
+        dkey = call.out("dkey", torch.zeros(chunks, b, h, j))
+    call.run("backward", b * heads * chunks, 4 * block_j * (2 * block_i + 2))
+    outputs: list[Tensor | None] = [dq, _sum_chunks(dk)]
     for tensor in flatten(problem)[1][2:]:
         if tensor is problem.sink:
-            found.append(gradient.of_sink(tensor, norm))
+            outputs.append(gradient.of_sink(tensor, norm))
         elif any(tensor is bias for bias in biases) and 1 in tensor.shape[2:]:
-            sums = drow[..., None] if tensor.shape[3] == 1 else _summed(dkey)[:, :, None, :]
-            found.append(sums.sum_to_size(tensor.shape))
+            sums = drow[..., None] if tensor.shape[3] == 1 else _sum_chunks(dkey)[:, :, None, :]
+            outputs.append(sums.sum_to_size(tensor.shape))
         else:
-            found.append(None)
-    return InputGrads(found, None if dv is None else _summed(dv), None)
+            outputs.append(None)
+    return InputGrads(outputs, None if dv is None else _sum_chunks(dv), None)
 
 
 def _with_keys(problem: Problem, k: Tensor) -> tuple[Any, list[Tensor]]:

@@ -3,8 +3,8 @@
 Rooms of kernels: `tiles` (words for tile operations), `tables` (which tiles are seen), `forward` (one pass over the keys),
 `column_pass` (a second pass over the columns), `top` (the largest of a row), `backward`, `additive`; `parted`, `parted_keys` and
 `ahead` are the forward pass, the gradient of keys and the second pass once more, for Hopper and what is asked most. Rooms that call
-them: `form` (the mask), `prepared` (a problem as kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and
-`flow` (the passes), `start` (one launch). Triton is imported when the engine first computes, never before.
+them: `mask_format` (the mask), `prepared` (a problem as kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and
+`grad` (the passes), `launch` (one launch). Triton is imported when the engine first computes, never before.
 
 Served: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
 fp16 and fp32; d up to 256 and any e; top n up to 64. Not served, and computed by `blockwise`: float64, users' functions,
@@ -33,8 +33,8 @@ from ..score_grad import InputGrads, ScoreGrad
 
 __all__ = ["ENGINE", "unsupported_reason"]
 
-LARGEST = 256
-MOST_TOP = 64
+MAX_SIZE = 256
+MAX_TOPK = 64
 
 
 class CannotServe(NotImplementedError):
@@ -55,14 +55,14 @@ def unsupported_reason(problem: Problem, request: Request) -> str | None:
         return "a similarity of your own is a Python function, and its kernels take none"
     if any(isinstance(step, Modify) for step in problem.modifiers):
         return "modify(f) is a Python function, and its kernels take none"
-    if not isinstance(problem.similarity_kernel, TanhSum) and problem.q.shape[-1] > LARGEST:
-        return f"its tiles hold sizes up to {LARGEST}, and q and k have {problem.q.shape[-1]}"
-    if request.topk > MOST_TOP:
-        return f"it keeps up to {MOST_TOP} keys a row, and topk({request.topk}) was asked"
-    return _too_many_flags(problem)
+    if not isinstance(problem.similarity_kernel, TanhSum) and problem.q.shape[-1] > MAX_SIZE:
+        return f"its tiles hold sizes up to {MAX_SIZE}, and q and k have {problem.q.shape[-1]}"
+    if request.topk > MAX_TOPK:
+        return f"it keeps up to {MAX_TOPK} keys a row, and topk({request.topk}) was asked"
+    return _mask_too_large(problem)
 
 
-def _too_many_flags(problem: Problem) -> str | None:
+def _mask_too_large(problem: Problem) -> str | None:
     from ...core.masks import Dense, Mask, Predicate
 
     def any_of(mask: Any, kind: type) -> bool:
@@ -109,17 +109,17 @@ class Triton:
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
     ) -> InputGrads:
         _check(problem, request)
-        wide = gradient.dy is not None and gradient.dy.shape[-1] > LARGEST
+        wide = gradient.dy is not None and gradient.dy.shape[-1] > MAX_SIZE
         plain = wide or isinstance(problem.similarity_kernel, TanhSum) or request.wants("cells")
         if plain or 0 in (*problem.shape, problem.q.shape[-1]):
-            return blockwise.ENGINE.backward(problem, request, norm, _widened(gradient, problem.compute_dtype), needs)
+            return blockwise.ENGINE.backward(problem, request, norm, _upcast(gradient, problem.compute_dtype), needs)
         return _backward(problem, request, norm, gradient, needs)
 
 
 ENGINE = Triton()
 
 
-def _widened(gradient: ScoreGrad, wide: torch.dtype) -> ScoreGrad:
+def _upcast(gradient: ScoreGrad, wide: torch.dtype) -> ScoreGrad:
     """As engines in plain PyTorch take it."""
     dy = None if gradient.dy is None else gradient.dy.to(wide)
     return dataclasses.replace(gradient, left=gradient.left.to(wide), right=gradient.right.to(wide), dy=dy)
@@ -139,32 +139,32 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
     if second and "norm" not in cached and "norm" not in first:
         first = (*first, "norm")
     top = request.topk if any(n.startswith("top") for n in names) else 0
-    best = top > 0 and topk_pass.by_ballot(problem, top)
-    if first or best:
-        results |= _first_pass(problem, request, first, best)
+    with_tile_maxima = top > 0 and topk_pass.uses_candidates(problem, top)
+    if first or with_tile_maxima:
+        results |= _first_pass(problem, request, first, with_tile_maxima)
     if top:
-        results |= topk_pass.top(problem, top, results.pop("bests", None), results.get("norm"))
+        results |= topk_pass.topk(problem, top, results.pop("tile_maxima", None), results.get("norm"))
     if second:
         results |= _second_pass(problem, request, second, results["norm"])
     return results
 
 
-def _first_pass(problem: Problem, request: Request, names: tuple[str, ...], best: bool = False) -> Results:
+def _first_pass(problem: Problem, request: Request, names: tuple[str, ...], with_tile_maxima: bool = False) -> Results:
     from . import forward_pass
 
     keys = None if request.keys is None else request.keys.float().view(1, 1, 1, -1)
     v = request.v if "y" in names else None
     if v is None:
-        return forward_pass.forward(problem, names, None, keys, best)
+        return forward_pass.forward(problem, names, None, keys, with_tile_maxima)
     if v.shape[-1] == 1 and "mass" not in names:
         # One number a key: added up in float32 on the way, no product.
         renamed = tuple("mass" if n == "y" else n for n in names)
-        found = forward_pass.forward(problem, renamed, None, _one_a_key(v, problem.shape), best)
-        found["y"] = found.pop("mass").unsqueeze(-1)
-        return found
+        results = forward_pass.forward(problem, renamed, None, _as_key_mass(v, problem.shape), with_tile_maxima)
+        results["y"] = results.pop("mass").unsqueeze(-1)
+        return results
     parts = [
-        forward_pass.forward(problem, *((names, part, keys, best) if n == 0 else (("y",), part, None)))
-        for n, part in enumerate(v.split(LARGEST, -1))
+        forward_pass.forward(problem, *((names, part, keys, with_tile_maxima) if n == 0 else (("y",), part, None)))
+        for n, part in enumerate(v.split(MAX_SIZE, -1))
     ]
     return {**parts[0], "y": torch.cat([part["y"] for part in parts], -1) if len(parts) > 1 else parts[0]["y"]}
 
@@ -178,12 +178,12 @@ def _second_pass(problem: Problem, request: Request, names: tuple[str, ...], nor
         forward_pass.column_pass(
             problem, *((names, norm, part, request.tiling) if n == 0 else (("z",), norm, part, None))
         )
-        for n, part in enumerate(request.u.split(LARGEST, -1))
+        for n, part in enumerate(request.u.split(MAX_SIZE, -1))
     ]
     return {**parts[0], "z": torch.cat([part["z"] for part in parts], -1) if len(parts) > 1 else parts[0]["z"]}
 
 
-def _one_a_key(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+def _as_key_mass(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """(b|1, g, j, 1) as numbers (b|1, h|1, 1, j)."""
     heads = v.shape[1]
     v = v.float() if heads in (1, shape[1]) else v.float().repeat_interleave(shape[1] // heads, 1)
@@ -199,7 +199,7 @@ def _backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreG
     for n, step in enumerate(problem.modifiers):
         if isinstance(step, Bias | Alibi):
             wanted = needs[len(grads)]
-            grads.append(backward_pass.step_gradient(problem, n, request.v, norm, gradient) if wanted else None)
+            grads.append(backward_pass.modifier_grad(problem, n, request.v, norm, gradient) if wanted else None)
     if problem.sink is not None:
         grads.append(gradient.of_sink(problem.sink, norm) if needs[len(grads)] else None)
     grads += [None] * (len(needs) - len(grads))

@@ -1,7 +1,7 @@
 """The passes over rows and columns: from a problem to the arguments of a kernel, and from its outputs to results.
 
-Each says which tensors its kernel is given and how its other arguments are made; `start` makes them once for a form. The largest
-of a row are `largest`, gradients are `flow`. Imports `prepared` and the kernels; loaded only when the engine computes.
+Each says which tensors its kernel is given and how its other arguments are made; `launch` makes them once for a form. The largest
+of a row are `largest`, gradients are `grad`. Imports `prepared` and the kernels; loaded only when the engine computes.
 """
 
 from __future__ import annotations
@@ -14,176 +14,191 @@ from torch import Tensor
 
 from ...core.problem import Problem
 from ...core.stats import Tiling
-from .kernel_inputs import Arguments, Prepared, copied, empty, into_shared_memory, lots, multiprocessors, padded
+from .kernel_inputs import (
+    KernelInputs,
+    LaunchArgs,
+    empty,
+    gluon_tma_args,
+    new_tile_counter,
+    num_sms,
+    padded_size,
+    tma_descriptors,
+)
 from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
 from .kernels.forward import Outputs, forward_kernel
-from .kernels.tile_ops import Map, cells, copies_serve, rows_of
-from .launcher import start
-from .tile_config import Config, configured, short
+from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits
+from .launcher import launch
+from .tile_config import Config, choose_config, is_short
 
 #: Of how many groups of tiles the largest product is noted: four times as many as a ballot is asked for (`by_ballot`), and no
 #: more, since all are sorted for a bound.
-MOST_GROUPS = 64
+MAX_GROUPS = 64
 #: What kernels in Gluon take of that which all are told: they know no steps, only products.
-PRODUCTS = ("seen", "sizes", "scale2", "D", "MASK")
+GLUON_ARGS = ("mask", "sizes", "scale2", "D", "MASK")
 
 
-def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, best: bool = False) -> dict[str, Tensor]:  # fmt: skip
+def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, with_tile_maxima: bool = False) -> dict[str, Tensor]:  # fmt: skip
     """What one pass tells: y, lse, norm, max_score, argmax, entropy, mean_distance, mass. `keys` is (b|1, h|1, 1, j).
 
-    For `top` also, if `best`, `bests`: the largest product of every few tiles.
+    For `top` also, if `with_tile_maxima`, `tile_maxima`: the largest product of every few tiles.
     """
-    p = Prepared(problem, 1 if v is None else v.shape[1])
+    p = KernelInputs(problem, 1 if v is None else v.shape[1])
     e = 16 if v is None else v.shape[-1]
-    found = {name: _row_output(p, name) for name in names if name != "y"}
+    outputs = {name: _row_output(p, name) for name in names if name != "y"}
     if v is not None:
         v = v.expand(p.b, -1, -1, -1)
-        found["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, lying=True)
+        outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
     config = _forward_config(p, names, v, e)
-    per_best = 1
-    if best:
-        ragged = 0 if p.form.kind in ("none", "causal") else 2  # at most: an edge on either side
+    tiles_per_group = 1
+    if with_tile_maxima:
+        ragged = 0 if p.mask_format.kind in ("none", "causal") else 2  # at most: an edge on either side
         visits = triton.cdiv(p.j, config.block_j) + ragged
-        per_best = triton.cdiv(visits, MOST_GROUPS)
-        found["bests"] = empty(p.b, p.h, triton.cdiv(visits, per_best), p.i, like=p.q, dtype=torch.float32)
+        tiles_per_group = triton.cdiv(visits, MAX_GROUPS)
+        outputs["tile_maxima"] = empty(
+            p.b, p.h, triton.cdiv(visits, tiles_per_group), p.i, like=p.q, dtype=torch.float32
+        )
     table = p.row_table(config)
     kernel = forward_kernel
     if config.gluon:
-        from .hopper.forward_ws import parted_kernel as kernel
+        from .hopper.forward_ws import forward_ws_kernel as kernel
 
-    def arguments() -> Arguments:
+    def launch_args() -> LaunchArgs:
         rows = {
-            name: p.nothing if name not in found else cells(found[name]) if found[name].ndim == 4 else rows_of(found[name])
-            for name in (*Outputs._fields, "bests")
+            name: p.unused if name not in outputs else tensor_arg(outputs[name]) if outputs[name].ndim == 4 else row_arg(outputs[name])
+            for name in (*Outputs._fields, "tile_maxima")
         }  # fmt: skip
-        bests, common = rows.pop("bests"), p.common
-        told: dict[str, Any] = {
+        tile_maxima, common_args = rows.pop("tile_maxima"), p.common_args
+        args: dict[str, Any] = {
             name.upper(): name in names for name in ("lse", "norm", "entropy", "mean_distance", "mass", "argmax")
         }
-        told |= {
-            "out": Outputs(**rows), "bests": bests, "per_best": per_best, "groups": found["bests"].shape[2] if best else 0,
-            "keys": p.nothing if keys is None else cells(keys), "sink": p.nothing if problem.sink is None else cells(problem.sink),
-            "row_table": table, "heads": p.b * p.h, "per_group": p.per_group(e), "MAX": "max_score" in names, "BESTS": best,
-            "SINK": problem.sink is not None, "SAME": v is not None and p.product and _same(v, p.k), **config.launch,
+        args |= {
+            "out": Outputs(**rows), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
+            "keys": p.unused if keys is None else tensor_arg(keys), "sink": p.unused if problem.sink is None else tensor_arg(problem.sink),
+            "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "MAX": "max_score" in names, "TILE_MAXIMA": with_tile_maxima,
+            "SINK": problem.sink is not None, "SHARED_KV": v is not None and p.product and _same_tensor(v, p.k), **config.launch,
         }  # fmt: skip
         if config.gluon and v is not None:
-            told |= {"drawer": drawer, **{name: common[name] for name in PRODUCTS}}
-            return _parted_arguments(p, config, v, found["y"], told)
-        tma, descriptors, maps = _forward_copies(p, config, v, e)
+            args |= {"tile_counter": tile_counter, **{name: common_args[name] for name in GLUON_ARGS}}
+            return _forward_ws_args(p, config, v, outputs["y"], args)
+        tma, descriptors, layouts = _forward_descriptors(p, config, v, e)
         return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
-            "q": cells(p.q), "k": cells(p.k), "v": p.nothing if v is None else cells(v), "pair": p.pair,
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "v": p.unused if v is None else tensor_arg(v), "tanh_arg": p.tanh_arg,
             "q_desc": descriptors[0], "k_desc": descriptors[1], "v_desc": descriptors[2],
-            "q_map": maps[0], "k_map": maps[1], "v_map": maps[2], "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "Y": v is not None,
-            "EXACT_V": v is not None and v.dtype == torch.float32, "TMA": tma,
-            "EDGES": p.form.kind != "none" or p.j % config.block_j != 0, "WHOLE": p.j % config.block_j == 0,
-            "BLOCK_D": padded(p.d, p.q), "BLOCK_E": padded(e, p.q), **told, **common,
+            "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
+            "FP32_V": v is not None and v.dtype == torch.float32, "TMA": tma,
+            "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "EVEN_BLOCKS": p.j % config.block_j == 0,
+            "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args,
         }  # fmt: skip
 
-    drawer = lots(p) if config.gluon else None
-    given = [*p.tensors, v, keys, problem.sink, table.ptr, *found.values(), drawer]
-    start(kernel, p.key and (p.key, names, best, config), given, arguments)
-    return found
+    tile_counter = new_tile_counter(p) if config.gluon else None
+    tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter]
+    launch(kernel, p.key and (p.key, names, with_tile_maxima, config), tensors, launch_args)
+    return outputs
 
 
-def _row_output(p: Prepared, name: str) -> Tensor:
+def _row_output(p: KernelInputs, name: str) -> Tensor:
     shape = (p.b, p.h, p.i, 2) if name == "norm" else (p.b, p.h, p.i)
     return empty(*shape, like=p.q, dtype=torch.int64 if name == "argmax" else torch.float32)
 
 
-def _forward_config(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> Config:
+def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int) -> Config:
     """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
 
     def fits(config: Config) -> bool:
         if v is None or v.shape[-1] != p.d or not v.dtype == p.q.dtype == p.k.dtype:
             return False
-        return copies_serve(p.d, (p.q, config.block_i // 2), (p.k, config.block_j), (v, config.block_j))
+        return tma_fits(p.d, (p.q, config.block_i // 2), (p.k, config.block_j), (v, config.block_j))
 
-    return configured(_forward_name(p, names, v, e), p, e, v, fits)
+    return choose_config(_forward_name(p, names, v, e), p, e, v, fits)
 
 
-def _forward_name(p: Prepared, names: tuple[str, ...], v: Tensor | None, e: int) -> str:
+def _forward_name(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int) -> str:
     """Which configuration a forward pass wants."""
-    if max(p.d, e) <= 64 and ("argmax" in names or p.form.kind == "flags"):
-        return "laden"
-    if short(p, e):
+    if max(p.d, e) <= 64 and ("argmax" in names or p.mask_format.kind == "flags"):
+        return "many_stats"
+    if is_short(p, e):
         return "short"
-    return "self" if v is not None and e <= 128 and _same(v, p.k) else "forward"
+    return "shared_kv" if v is not None and e <= 128 and _same_tensor(v, p.k) else "forward"
 
 
-def _forward_copies(p: Prepared, config: Config, v: Tensor | None, e: int) -> tuple[bool, list[Any], list[Map]]:
-    keys = p.k, (config.block_j, padded(p.d, p.q))
-    values = keys if v is None or _same(v, p.k) else (v, (config.block_j, padded(e, p.q)))
-    return copied(p, config, (p.q, (config.block_i, padded(p.d, p.q))), keys, values)
+def _forward_descriptors(
+    p: KernelInputs, config: Config, v: Tensor | None, e: int
+) -> tuple[bool, list[Any], list[TmaLayout]]:
+    keys = p.k, (config.block_j, padded_size(p.d, p.q))
+    values = keys if v is None or _same_tensor(v, p.k) else (v, (config.block_j, padded_size(e, p.q)))
+    return tma_descriptors(p, config, (p.q, (config.block_i, padded_size(p.d, p.q))), keys, values)
 
 
-def _parted_arguments(p: Prepared, config: Config, v: Tensor, y: Tensor, told: dict[str, Any]) -> Arguments:
+def _forward_ws_args(p: KernelInputs, config: Config, v: Tensor, y: Tensor, args: dict[str, Any]) -> LaunchArgs:
     half, blocks = config.block_i // 2, p.i // config.block_i * p.b * p.h
-    copies = into_shared_memory(q=(p.q, half), k=(p.k, config.block_j), v=(v, config.block_j), y=(y, half))
-    return min(blocks, multiprocessors(p.q.device)), {"blocks": blocks, "STAGES": config.stages, **copies, **told}
+    descriptors = gluon_tma_args(q=(p.q, half), k=(p.k, config.block_j), v=(v, config.block_j), y=(y, half))
+    return min(blocks, num_sms(p.q.device)), {"blocks": blocks, "STAGES": config.stages, **descriptors, **args}
 
 
-def _same(v: Tensor, k: Tensor) -> bool:
+def _same_tensor(v: Tensor, k: Tensor) -> bool:
     """Whether values and keys are the same numbers in the same place: then they are read once."""
     return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
 
 
 def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
     """What columns tell: received, z, pool."""
-    p = Prepared(problem)
-    found: dict[str, Tensor] = {}
+    p = KernelInputs(problem)
+    outputs: dict[str, Tensor] = {}
     if "received" in names:
-        found["received"] = empty(p.b, p.h, p.j, like=p.q, dtype=torch.float32)
+        outputs["received"] = empty(p.b, p.h, p.j, like=p.q, dtype=torch.float32)
     e = 16
     if "z" in names and u is not None:
         u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
-        found["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
-    config = _reread_config(p, names, e, u, tiling)
+        outputs["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
+    config = _column_config(p, names, e, u, tiling)
     pool, aligned = _pool(p, config, tiling if "pool" in names else None)
-    norm2, table = p.in_base_2(norm), p.table(config)
+    norm2, table = p.norm2(norm), p.key_table(config)
     kernel = column_pass_kernel
     if config.gluon:
-        from .hopper.column_pass_pipelined import ahead_kernel as kernel
+        from .hopper.column_pass_pipelined import column_pass_pipelined_kernel as kernel
 
-    def arguments() -> Arguments:
-        block_d, heads = padded(p.d, p.q), p.b * p.h
-        told: dict[str, Any] = {
-            "heads": heads, "per_group": p.per_group(0), "table": table, "pool": pool, "RECEIVED": "received" in names,
-            "PARTS": "pool" in names, "out_received": rows_of(found["received"]) if "received" in found else p.nothing,
+    def launch_args() -> LaunchArgs:
+        block_d, heads = padded_size(p.d, p.q), p.b * p.h
+        args: dict[str, Any] = {
+            "heads": heads, "heads_per_group": p.heads_per_group(0), "key_table": table, "pool": pool, "RECEIVED": "received" in names,
+            "POOL": "pool" in names, "out_received": row_arg(outputs["received"]) if "received" in outputs else p.unused,
             **config.launch,
         }  # fmt: skip
         if config.gluon:
-            return p.j // config.block_j * heads, told | _ahead_arguments(p, config, norm2)
-        tma, descriptors, maps = copied(p, config, (p.q, (config.block_i, block_d)))
+            return p.j // config.block_j * heads, args | _pipelined_args(p, config, norm2)
+        tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
         return triton.cdiv(p.j, config.block_j) * heads, {
-            "q": cells(p.q), "k": cells(p.k), "pair": p.pair, "q_desc": descriptors[0], "q_map": maps[0], "norm": norm2,
-            "u": p.nothing if u is None else cells(u), "out_z": cells(found["z"]) if "z" in found else p.nothing,
-            "PAIR": p.pair_kind, "E": e, "FOLD": p.fold, "EXACT_U": u is not None and u.dtype == torch.float32,
-            "ALIGNED": aligned, "Z": "z" in names, "TMA": tma, "EDGES": p.edges(config), "WHOLE": p.whole(config),
-            "BLOCK_D": block_d, "BLOCK_E": padded(e, p.q), **p.common, **told,
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2,
+            "u": p.unused if u is None else tensor_arg(u), "out_z": tensor_arg(outputs["z"]) if "z" in outputs else p.unused,
+            "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "FP32_U": u is not None and u.dtype == torch.float32,
+            "POOL_ALIGNED": aligned, "Z": "z" in names, "TMA": tma, "EDGES": p.edges(config), "EVEN_BLOCKS": p.even_blocks(config),
+            "BLOCK_D": block_d, "BLOCK_E": padded_size(e, p.q), **p.common_args, **args,
         }  # fmt: skip
 
-    given = [*p.tensors, norm2, u, table.ptr, pool.sums, *found.values()]
-    start(kernel, p.key and (p.key, names, pool[1:], aligned, config), given, arguments)
+    tensors = [*p.tensors, norm2, u, table.ptr, pool.sums, *outputs.values()]
+    launch(kernel, p.key and (p.key, names, pool[1:], aligned, config), tensors, launch_args)
     if "pool" in names and tiling is not None:
-        found["pool"] = _columns_pooled(pool.sums, tiling)
-    return found
+        outputs["pool"] = _pool_columns(pool.sums, tiling)
+    return outputs
 
 
-def _ahead_arguments(p: Prepared, config: Config, norm2: Tensor) -> dict[str, Any]:
-    from .hopper.forward_ws import in_lines
+def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, Any]:
+    from .hopper.forward_ws import row_vector_descriptor
 
-    copies = into_shared_memory(q=(p.q, config.block_i), k=(p.k, config.block_j))
-    copies["lse2_desc"], copies["lse2_map"] = in_lines(norm2, p.h, config.block_i, p.i // config.block_i)
-    return {"STAGES": config.stages, **copies, **{name: p.common[name] for name in PRODUCTS}}
+    descriptors = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j))
+    descriptors["lse2_desc"], descriptors["lse2_layout"] = row_vector_descriptor(
+        norm2, p.h, config.block_i, p.i // config.block_i
+    )
+    return {"STAGES": config.stages, **descriptors, **{name: p.common_args[name] for name in GLUON_ARGS}}
 
 
-def _pool(p: Prepared, config: Config, tiling: Tiling | None) -> tuple[Pool, bool]:
+def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, bool]:
     """Where columns are added up for a pooled map, and whether each tile of weights lies within one of its tile rows."""
     if tiling is None:
         return Pool(p.q, 1, 0, 1, 1), False
     block_i = _tile_rows(config)
     aligned, shape = _aligned(tiling, block_i), (p.b, p.h, tiling.rows, p.j)
-    if aligned and p.form.kind in ("none", "causal"):
+    if aligned and p.mask_format.kind in ("none", "causal"):
         sums = empty(*shape, like=p.q, dtype=torch.float32)
     else:  # what nobody sees is never written
         sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
@@ -191,16 +206,16 @@ def _pool(p: Prepared, config: Config, tiling: Tiling | None) -> tuple[Pool, boo
     return Pool(sums, tiling.rows, tiling.i0, tiling.i1, blocks), aligned
 
 
-def _reread_config(p: Prepared, names: tuple[str, ...], e: int, u: Tensor | None, tiling: Tiling | None) -> Config:
+def _column_config(p: KernelInputs, names: tuple[str, ...], e: int, u: Tensor | None, tiling: Tiling | None) -> Config:
     """Products run ahead only where the copy engine loads everything, and where a tile falls into one tile row."""
 
     def fits(config: Config) -> bool:
         if p.q.dtype != p.k.dtype:
             return False
         aligned = "pool" not in names or tiling is None or _aligned(tiling, _tile_rows(config))
-        return aligned and copies_serve(p.d, (p.q, config.block_i), (p.k, config.block_j))
+        return aligned and tma_fits(p.d, (p.q, config.block_i), (p.k, config.block_j))
 
-    return configured("sent", p, e, u) if "z" in names else configured("column_pass", p, 0, u, fits)
+    return choose_config("columns_with_u", p, e, u) if "z" in names else choose_config("column_pass", p, 0, u, fits)
 
 
 def _tile_rows(config: Config) -> int:
@@ -214,7 +229,7 @@ def _aligned(tiling: Tiling, block_i: int) -> bool:
     return n > 0 and n % (tiling.rows * block_i) == 0 and tiling.i0 % block_i == 0
 
 
-def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:
+def _pool_columns(sums: Tensor, tiling: Tiling) -> Tensor:
     """Sums of columns (b, h, rows, j) added up within each tile: (b, h, rows, cols), in a fixed order."""
     n = tiling.j1 - tiling.j0
     part = sums[..., tiling.j0 : tiling.j1]
@@ -222,9 +237,9 @@ def _columns_pooled(sums: Tensor, tiling: Tiling) -> Tensor:
     if n == sums.shape[3] and n % tiling.cols == 0 and 4 <= width <= 4096 and width & (width - 1) == 0:
         out = empty(*sums.shape[:3], tiling.cols, like=sums, dtype=torch.float32)
         tiles, block = out.numel(), 4096 // width
-        arguments = {"sums": sums, "out": out, "tiles": tiles, "WIDTH": width, "BLOCK": block}
+        launch_args = {"sums": sums, "out": out, "tiles": tiles, "WIDTH": width, "BLOCK": block}
         # PyTorch's sum of short rows takes three times as long.
-        start(pool_kernel, width, [sums, out], lambda: (triton.cdiv(tiles, block), arguments))
+        launch(pool_kernel, width, [sums, out], lambda: (triton.cdiv(tiles, block), launch_args))
         return out
     if n % tiling.cols == 0:
         return part.unflatten(-1, (tiling.cols, width)).sum(-1)

@@ -1,6 +1,6 @@
 """A problem as the kernels take it: sizes, steps of the score, the mask's form, and what the copy engine is told.
 
-Imports `form`, `tiles`, `start`, `configuration`.
+Imports `mask_format`, `tiles`, `launch`, `configuration`.
 """
 
 from __future__ import annotations
@@ -16,31 +16,40 @@ from torch.nn.functional import pad
 
 from ...core.problem import Problem, strides_like
 from ...core.scores import Alibi, Bias, Product, Softcap
-from .kernels.additive import TAME, TanhPair
-from .kernels.tile_ops import NOWHERE, Cells, Map, Sizes, cells, described, norm_kernel
-from .launcher import INTERPRETED, start
-from .mask_args import Form, form_of, key_table, row_table
+from .kernels.additive import MAX_PAIRED, TanhArg
+from .kernels.tile_ops import NO_LAYOUT, Sizes, TensorArg, TmaLayout, norm_kernel, tensor_arg, tma_descriptor
+from .launcher import INTERPRETED, launch
+from .mask_args import MaskFormat, choose_mask_format, key_table, row_table
 from .tile_config import Config
 
-__all__ = ["Arguments", "Prepared", "copied", "empty", "into_shared_memory", "lots", "multiprocessors", "padded"]
+__all__ = [
+    "KernelInputs",
+    "LaunchArgs",
+    "empty",
+    "gluon_tma_args",
+    "new_tile_counter",
+    "num_sms",
+    "padded_size",
+    "tma_descriptors",
+]
 
 #: Keys and values of as many heads as fit here are worked on together (bytes; half the cache of an H200).
 CACHE = 24 * 2**20
 LOG2E = 1.4426950408889634
 
 #: How many programs run, and the arguments of their kernel.
-Arguments = tuple[int, dict[str, Any]]
+LaunchArgs = tuple[int, dict[str, Any]]
 
 
-def empty(*shape: int, like: Tensor, dtype: torch.dtype, lying: bool = False) -> Tensor:
-    """Where a kernel writes; `lying`: in the order in which `like` lies. Tests fill it with nan, to see that all of it is
+def empty(*shape: int, like: Tensor, dtype: torch.dtype, keep_layout: bool = False) -> Tensor:
+    """Where a kernel writes; `keep_layout`: in the order in which `like` lies. Tests fill it with nan, to see that all of it is
     written."""
-    if lying:
+    if keep_layout:
         return torch.empty_strided(shape, strides_like(like, shape), dtype=dtype, device=like.device)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-class Prepared:
+class KernelInputs:
     """A problem as the kernels take it. What only the first call of a form needs is made when it is asked for."""
 
     def __init__(self, problem: Problem, v_heads: int = 1) -> None:
@@ -50,111 +59,124 @@ class Prepared:
         self.d = self.q.shape[-1]
         self.product = isinstance(problem.similarity_kernel, Product)
         self.scale = problem.similarity_kernel.scale if isinstance(problem.similarity_kernel, Product) else 1.0
-        self.fold = self.product and not problem.modifiers and 1e-6 < self.scale < 1e6
-        self.exact = self.q.dtype == torch.float32
-        self.kinds = tuple(_kind(s) for s in problem.modifiers)
-        self.nothing = Cells(self.q, 0, 0, 0, 0)
+        self.scale_folded = self.product and not problem.modifiers and 1e-6 < self.scale < 1e6
+        self.fp32 = self.q.dtype == torch.float32
+        self.modifier_kinds = tuple(_kind(s) for s in problem.modifiers)
+        self.unused = TensorArg(self.q, 0, 0, 0, 0)
 
     @cached_property
-    def form(self) -> Form:
-        return form_of(self.problem)
+    def mask_format(self) -> MaskFormat:
+        return choose_mask_format(self.problem)
 
     @cached_property
     def key(self) -> Hashable | None:
         """All that the arguments of a kernel depend on, but for tensors; None where they are made anew for every call."""
         if not self.product:
             return None
-        seen, form = self.form.seen, self.form.kind
+        arg, mask_format = self.mask_format.arg, self.mask_format.kind
         caps = tuple(s.cap for s in self.problem.modifiers if isinstance(s, Softcap))
-        return self.v_heads, self.scale, self.problem.offset, self.kinds, caps, form, seen.before, seen.after
+        return (
+            self.v_heads,
+            self.scale,
+            self.problem.offset,
+            self.modifier_kinds,
+            caps,
+            mask_format,
+            arg.before,
+            arg.after,
+        )
 
     @cached_property
     def tensors(self) -> list[Tensor | None]:
         """Those that every kernel is given."""
-        steps = [_tensor_of(s) for s in self.problem.modifiers]
-        seen = self.form.seen
-        return [self.q, self.k, *steps, *([seen.lo, seen.hi, seen.flags] if self.form.spans else [])]
+        modifiers = [_tensor_of(s) for s in self.problem.modifiers]
+        arg = self.mask_format.arg
+        return [self.q, self.k, *modifiers, *([arg.lo, arg.hi, arg.flags] if self.mask_format.intervals else [])]
 
     @property
-    def common(self) -> dict[str, Any]:
+    def common_args(self) -> dict[str, Any]:
         """What every kernel takes."""
-        found = [_tensor_of(s) for s in self.problem.modifiers]
-        steps = [self.nothing if x is None else cells(x) for x in found]
+        tensors = [_tensor_of(s) for s in self.problem.modifiers]
+        modifiers = [self.unused if x is None else tensor_arg(x) for x in tensors]
         caps = tuple(s.cap if isinstance(s, Softcap) else 0.0 for s in self.problem.modifiers)
         groups = self.h // self.k.shape[1], self.h // self.v_heads
         return {
-            "steps": tuple(step.ptr for step in steps), "strides": tuple(n for step in steps for n in step[1:]), "caps": caps,
-            "seen": self.form.seen, "sizes": Sizes(self.h, self.i, self.j, *groups, self.problem.offset),
+            "modifiers": tuple(step.ptr for step in modifiers), "strides": tuple(n for step in modifiers for n in step[1:]), "caps": caps,
+            "mask": self.mask_format.arg, "sizes": Sizes(self.h, self.i, self.j, *groups, self.problem.offset),
             "scale": self.scale, "scale2": self.scale * LOG2E,
-            "D": self.d, "STEPS": self.kinds, "MASK": self.form.kind, "EXACT": self.exact,
+            "D": self.d, "MODIFIERS": self.modifier_kinds, "MASK": self.mask_format.kind, "FP32": self.fp32,
         }  # fmt: skip
 
     @cached_property
-    def pair(self) -> TanhPair:
+    def tanh_arg(self) -> TanhArg:
         """Additive scores: what is in front of tanh, and its exponentials."""
         if self.product:
             unused = self.q
-            return TanhPair(unused, unused, unused, unused, unused, 0, 0, unused, 0, 0, 0)
+            return TanhArg(unused, unused, unused, unused, unused, 0, 0, unused, 0, 0, 0)
         v = self.problem.similarity_kernel.v  # type: ignore[union-attr]
-        a, rows, keys = self.d + self.d % 2, _whole(self.i), _whole(self.j)
+        a, rows, keys = self.d + self.d % 2, _round_up_to_tiles(self.i), _round_up_to_tiles(self.j)
         q, k, v = (
             pad(x.float(), (0, a - self.d, 0, n - x.shape[2])).mT.contiguous()
             for x, n in ((self.q, rows), (self.k, keys), (v, v.shape[2]))
         )
-        tame = ((q.abs().amax() <= TAME) & (k.abs().amax() <= TAME)).int() if q.numel() and k.numel() else q.new_ones(1)
-        grown = [_in_pairs((2 * x.clamp(-TAME, TAME)).exp()) for x in (q, k)]
-        at = cells(v)  # b h a 1
-        return TanhPair(q, k, grown[0], grown[1], v, at.b, at.h, tame, a, rows, keys)
+        paired = (
+            ((q.abs().amax() <= MAX_PAIRED) & (k.abs().amax() <= MAX_PAIRED)).int()
+            if q.numel() and k.numel()
+            else q.new_ones(1)
+        )
+        exps = [_in_pairs((2 * x.clamp(-MAX_PAIRED, MAX_PAIRED)).exp()) for x in (q, k)]
+        at = tensor_arg(v)  # b h a 1
+        return TanhArg(q, k, exps[0], exps[1], v, at.b, at.h, paired, a, rows, keys)
 
     @property
-    def pair_kind(self) -> str:
+    def similarity(self) -> str:
         return "product" if self.product else "tanh-plain" if INTERPRETED else "tanh"
 
-    def in_base_2(self, norm: Tensor) -> Tensor:
+    def norm2(self, norm: Tensor) -> Tensor:
         """The norm of finished rows as the kernels read it."""
         norm, rows = norm.contiguous(), norm.numel() // 2
-        out = empty(rows if self.fold else 2 * rows, like=norm, dtype=torch.float32)
-        arguments = {"norm": norm, "out": out, "rows": rows, "FOLD": self.fold, "BLOCK": 1024}
-        start(norm_kernel, self.fold, [norm, out], lambda: (triton.cdiv(rows, 1024), arguments))
+        out = empty(rows if self.scale_folded else 2 * rows, like=norm, dtype=torch.float32)
+        arguments = {"norm": norm, "out": out, "rows": rows, "SCALE_FOLDED": self.scale_folded, "BLOCK": 1024}
+        launch(norm_kernel, self.scale_folded, [norm, out], lambda: (triton.cdiv(rows, 1024), arguments))
         return out
 
-    def per_group(self, e: int) -> int:
+    def heads_per_group(self, e: int) -> int:
         """How many heads are worked on together."""
-        if self.form.kind == "none":
+        if self.mask_format.kind == "none":
             return 1
         one = self.j * (self.d + e) * self.k.element_size()
         return max(1, min(self.b * self.h, CACHE // max(one, 1)))
 
     def edges(self, config: Config) -> bool:
         """Whether there are tiles that must be looked at cell by cell."""
-        return self.form.kind != "none" or not self.whole(config)
+        return self.mask_format.kind != "none" or not self.even_blocks(config)
 
-    def whole(self, config: Config) -> bool:
+    def even_blocks(self, config: Config) -> bool:
         """Whether rows and keys fill their last blocks: then no copy reads past an end."""
         return self.i % config.block_i == 0 and self.j % config.block_j == 0
 
-    def one_loop(self, config: Config) -> bool:
+    def single_tma_loop(self, config: Config) -> bool:
         """Whether one loop by the copy engine can take all tiles, and at least one for every row."""
-        kind, offset = self.form.kind, self.problem.offset
+        kind, offset = self.mask_format.kind, self.problem.offset
         see_some = kind in ("none", "causal") or (kind == "band" and self.i + offset <= self.j)
-        return self.fold and see_some and offset >= 0 and self.whole(config) and self.j > 0
+        return self.scale_folded and see_some and offset >= 0 and self.even_blocks(config) and self.j > 0
 
-    def table(self, config: Config) -> Cells:
+    def key_table(self, config: Config) -> TensorArg:
         """Which blocks of rows see a block of keys."""
-        if self.form.spans is None:
-            return self.nothing
-        table = key_table(self.form, config.block_i, config.block_j, self.j)
-        return Cells(table, table.stride(0) if len(table) > 1 else 0, 0, 4, 1)
+        if self.mask_format.intervals is None:
+            return self.unused
+        ranges = key_table(self.mask_format, config.block_i, config.block_j, self.j)
+        return TensorArg(ranges, ranges.stride(0) if len(ranges) > 1 else 0, 0, 4, 1)
 
-    def row_table(self, config: Config) -> Cells:
+    def row_table(self, config: Config) -> TensorArg:
         """Which blocks of keys a block of rows sees, in each of its intervals."""
-        if self.form.spans is None:
-            return self.nothing
-        table = row_table(self.form, config.block_i, config.block_j, self.j)
-        return Cells(table, table.stride(0) if len(table) > 1 else 0, table.stride(1), 4, 1)
+        if self.mask_format.intervals is None:
+            return self.unused
+        ranges = row_table(self.mask_format, config.block_i, config.block_j, self.j)
+        return TensorArg(ranges, ranges.stride(0) if len(ranges) > 1 else 0, ranges.stride(1), 4, 1)
 
 
-def _whole(n: int) -> int:
+def _round_up_to_tiles(n: int) -> int:
     """Positions filled up to whole tiles, none of which is longer than 128."""
     return triton.cdiv(n, 128) * 128
 
@@ -175,7 +197,7 @@ def _kind(step: Any) -> str:
     return "bias_rows" if step.tensor.shape[3] == 1 else "bias_keys" if step.tensor.shape[2] == 1 else "bias"
 
 
-def padded(n: int, x: Tensor | None = None) -> int:
+def padded_size(n: int, x: Tensor | None = None) -> int:
     """The tile size for n components: a power of two that tensor cores take.
 
     On a GPU at least 64 for 16-bit types: with narrower tiles in swizzled shared memory Triton 3.6 reads past their end
@@ -185,32 +207,34 @@ def padded(n: int, x: Tensor | None = None) -> int:
     return max(narrowest, triton.next_power_of_2(n))
 
 
-def copied(p: Prepared, config: Config, *wanted: tuple[Tensor, tuple[int, int]]) -> tuple[bool, list[Any], list[Map]]:
+def tma_descriptors(
+    p: KernelInputs, config: Config, *wanted: tuple[Tensor, tuple[int, int]]
+) -> tuple[bool, list[Any], list[TmaLayout]]:
     """Whether the copy engine serves, its descriptors and maps; where one tensor does not suit it, it copies none."""
-    found = [described(x, block) for x, block in wanted] if config.tma and p.product else [None]
-    if any(f is None for f in found):
-        return False, [x for x, _ in wanted], [NOWHERE] * len(wanted)
-    return True, [f[0] for f in found if f], [f[1] for f in found if f]
+    descriptors = [tma_descriptor(x, block) for x, block in wanted] if config.tma and p.product else [None]
+    if any(f is None for f in descriptors):
+        return False, [x for x, _ in wanted], [NO_LAYOUT] * len(wanted)
+    return True, [f[0] for f in descriptors if f], [f[1] for f in descriptors if f]
 
 
 # For kernels in Gluon.
 
 
-def into_shared_memory(**tensors: tuple[Tensor, int]) -> dict[str, Any]:
+def gluon_tma_args(**tensors: tuple[Tensor, int]) -> dict[str, Any]:
     """What the copy engine is told of each tensor, for tiles of so many rows."""
-    from .hopper.forward_ws import laid_out
+    from .hopper.forward_ws import gluon_descriptor
 
-    told = {}
+    args = {}
     for name, (x, rows) in tensors.items():
-        told[f"{name}_desc"], told[f"{name}_map"] = laid_out(described(x, (rows, x.shape[-1])))
-    return told
+        args[f"{name}_desc"], args[f"{name}_layout"] = gluon_descriptor(tma_descriptor(x, (rows, x.shape[-1])))
+    return args
 
 
 @lru_cache
-def multiprocessors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def lots(p: Prepared) -> Tensor:
+def new_tile_counter(p: KernelInputs) -> Tensor:
     """From which the programs of a parted kernel, as many as multiprocessors, draw one block of work after the other."""
     return torch.zeros(1, dtype=torch.int32, device=p.q.device)

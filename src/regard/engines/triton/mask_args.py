@@ -1,7 +1,7 @@
 """How the kernels are told who is seen: nothing hidden, a band, intervals of every row, or flags of every cell.
 
 Also the tables by which they skip tiles: which blocks of keys a block of rows sees, and the other way round.
-Imports `tables`, `start`, and `tiles` for the groups of arguments.
+Imports `tables`, `launch`, and `tiles` for the groups of arguments.
 """
 
 from __future__ import annotations
@@ -16,45 +16,47 @@ from torch import Tensor
 from ...core.block import MatrixBlock
 from ...core.masks import And, Causal, Mask, Window
 from ...core.problem import Problem
-from .kernels.tile_ops import Cells, Seen, cells
+from .kernels.tile_ops import MaskArg, TensorArg, tensor_arg
 from .kernels.tile_ranges import keys_table_kernel, rows_table_kernel
-from .launcher import start
+from .launcher import launch
 
-__all__ = ["Form", "band_of", "form_of", "key_table", "row_table"]
+__all__ = ["MaskFormat", "band_of", "choose_mask_format", "key_table", "row_table"]
 
 #: No band is wider: further than any position, and far from overflow.
 UNBOUNDED = 2**30
 
 
 @dataclass(frozen=True)
-class Form:
+class MaskFormat:
     """How the kernels are told who is seen."""
 
     kind: str  # none, causal, band, spans, flags
-    seen: Seen
-    spans: tuple[Tensor, Tensor] | None = None  # lo, hi (b|1, r, i)
+    arg: MaskArg
+    intervals: tuple[Tensor, Tensor] | None = None  # lo, hi (b|1, r, i)
 
 
-def form_of(problem: Problem) -> Form:
-    nothing = Cells(problem.q, 0, 0, 0, 0)
+def choose_mask_format(problem: Problem) -> MaskFormat:
+    unused = TensorArg(problem.q, 0, 0, 0, 0)
     if problem.mask is None:
-        return Form("none", _seen(nothing))
+        return MaskFormat("none", _mask_arg(unused))
     if (band := band_of(problem.mask)) is not None:
         kind = "causal" if band == (UNBOUNDED, 0) else "band"
-        return Form(kind, _seen(nothing, *band))
-    spans = problem.intervals
-    if spans.exact:
-        lo, hi = spans.lo.int().contiguous(), spans.hi.int().contiguous()
-        return Form("spans", _seen(nothing, spans=(lo, hi)), (lo, hi))
-    flags = written_out(problem)
+        return MaskFormat(kind, _mask_arg(unused, *band))
+    intervals = problem.intervals
+    if intervals.exact:
+        lo, hi = intervals.lo.int().contiguous(), intervals.hi.int().contiguous()
+        return MaskFormat("intervals", _mask_arg(unused, intervals=(lo, hi)), (lo, hi))
+    flags = dense_mask(problem)
     lo, hi = _ends_of_rows(flags)
-    return Form("flags", _seen(cells(flags), spans=(lo, hi)), (lo, hi))
+    return MaskFormat("flags", _mask_arg(tensor_arg(flags), intervals=(lo, hi)), (lo, hi))
 
 
-def _seen(flags: Cells, before: int = 0, after: int = 0, spans: tuple[Tensor, Tensor] | None = None) -> Seen:
-    lo, hi = spans or (flags.ptr, flags.ptr)
-    count = lo.shape[1] if spans else 1
-    return Seen(before, after, lo, hi, count, lo.stride(0) if spans and len(lo) > 1 else 0, *flags)
+def _mask_arg(
+    flags: TensorArg, before: int = 0, after: int = 0, intervals: tuple[Tensor, Tensor] | None = None
+) -> MaskArg:
+    lo, hi = intervals or (flags.ptr, flags.ptr)
+    count = lo.shape[1] if intervals else 1
+    return MaskArg(before, after, lo, hi, count, lo.stride(0) if intervals and len(lo) > 1 else 0, *flags)
 
 
 def band_of(mask: Mask) -> tuple[int, int] | None:
@@ -68,7 +70,7 @@ def band_of(mask: Mask) -> tuple[int, int] | None:
     return None
 
 
-def written_out(problem: Problem) -> Tensor:
+def dense_mask(problem: Problem) -> Tensor:
     """The visible cells (b|1, h|1, i, j) as bytes."""
     _, _, i, j = problem.shape
     assert problem.mask is not None
@@ -86,39 +88,39 @@ def _ends_of_rows(flags: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(there, first, 0).int().contiguous(), torch.where(there, last, 0).int().contiguous()
 
 
-def row_table(form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
+def row_table(mask_format: MaskFormat, block_i: int, block_j: int, keys: int) -> Tensor:
     """For every block of rows and each interval: first block of keys, those seen in full from and to, past the last.
 
     (b|1, r, blocks, 4)
     """
-    return _table(rows_table_kernel, form, block_i, block_j, keys)
+    return _table(rows_table_kernel, mask_format, block_i, block_j, keys)
 
 
-def key_table(form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
+def key_table(mask_format: MaskFormat, block_i: int, block_j: int, keys: int) -> Tensor:
     """For every block of keys: the first block of rows that sees it, those that see all of it from and to, past the last.
 
     (b|1, blocks, 4)
     """
-    return _table(keys_table_kernel, form, block_i, block_j, keys)
+    return _table(keys_table_kernel, mask_format, block_i, block_j, keys)
 
 
-def _table(kernel: Any, form: Form, block_i: int, block_j: int, keys: int) -> Tensor:
-    assert form.spans is not None
-    lo, hi = form.spans
-    b, spans, rows = lo.shape
+def _table(kernel: Any, mask_format: MaskFormat, block_i: int, block_j: int, keys: int) -> Tensor:
+    assert mask_format.intervals is not None
+    lo, hi = mask_format.intervals
+    b, n_intervals, rows = lo.shape
     by_keys = kernel is keys_table_kernel
-    outer = (b,) if by_keys else (b, spans)
+    outer = (b,) if by_keys else (b, n_intervals)
     blocks = triton.cdiv(keys, block_j) if by_keys else triton.cdiv(rows, block_i)
     out = torch.empty(*outer, blocks, 4, dtype=torch.int32, device=lo.device)
-    told = {
+    args = {
         "lo": lo,
         "hi": hi,
         "out": out,
         "I": rows,
         "J": keys,
         "blocks": blocks,
-        **({"spans": spans} if by_keys else {}),
+        **({"n_intervals": n_intervals} if by_keys else {}),
     }
-    told |= {"FLAGS": form.kind == "flags", "BLOCK_I": block_i, "BLOCK_J": block_j, "num_warps": 1}
-    start(kernel, (form.kind, block_i, block_j, keys), [lo, hi, out], lambda: (out.numel() // 4, told))
+    args |= {"FLAGS": mask_format.kind == "flags", "BLOCK_I": block_i, "BLOCK_J": block_j, "num_warps": 1}
+    launch(kernel, (mask_format.kind, block_i, block_j, keys), [lo, hi, out], lambda: (out.numel() // 4, args))
     return out

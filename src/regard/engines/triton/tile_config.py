@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..replay import record_launch
 
-__all__ = ["Config", "configured", "forced", "short"]
+__all__ = ["Config", "choose_config", "forced", "is_short"]
 
 
 @dataclass(frozen=True)
@@ -45,42 +45,42 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(64, 128, 4, 2, registers=168),  # three programs at a time
     ("forward", 128): Config(128, 64, 8, 2, registers=128),  # two
     ("forward", 256): Config(128, 64, 8, 2),
-    # The same over few keys (`short`), and with more to remember of a row than those registers hold.
+    # The same over few keys (`is_short`), and with more to remember of a row than those registers hold.
     ("short", 64): Config(64, 64, 4, 3, registers=128),
-    ("laden", 64): Config(128, 64, 8, 3, registers=128),
+    ("many_stats", 64): Config(128, 64, 8, 3, registers=128),
     # The forward pass where keys are values: one tile for both leaves room for more.
-    ("self", 64): Config(64, 128, 4, 3, registers=168),
-    ("self", 128): Config(128, 64, 8, 3, registers=128),
-    ("top", 64): Config(64, 64, 4, 3),
-    ("top", 128): Config(64, 64, 4, 3),
-    ("top", 256): Config(64, 64, 4, 2),
-    ("ballot", 64): Config(64, 64, 4, 3),
-    ("ballot", 128): Config(64, 64, 4, 3),
-    ("ballot", 256): Config(64, 64, 4, 2),
+    ("shared_kv", 64): Config(64, 128, 4, 3, registers=168),
+    ("shared_kv", 128): Config(128, 64, 8, 3, registers=128),
+    ("topk", 64): Config(64, 64, 4, 3),
+    ("topk", 128): Config(64, 64, 4, 3),
+    ("topk", 256): Config(64, 64, 4, 2),
+    ("mark_candidates", 64): Config(64, 64, 4, 3),
+    ("mark_candidates", 128): Config(64, 64, 4, 3),
+    ("mark_candidates", 256): Config(64, 64, 4, 2),
     ("column_pass", 64): Config(64, 128, 4, 3, registers=128),
     ("column_pass", 128): Config(64, 128, 4, 3),
     ("column_pass", 256): Config(64, 64, 4, 2),
     # The same where it also multiplies, z = Wᵀ u.
-    ("sent", 64): Config(64, 128, 4, 3, registers=128),
-    ("sent", 128): Config(64, 64, 4, 3),
-    ("sent", 256): Config(64, 64, 4, 2),
-    ("keys", 64): Config(64, 64, 4, 2),
-    ("keys", 128): Config(32, 128, 8, 3),
-    ("keys", 256): Config(32, 64, 8, 1),
-    ("rows", 64): Config(64, 64, 4, 2, registers=168),
-    ("rows", 128): Config(64, 64, 4, 2),
-    ("rows", 256): Config(64, 32, 8, 1),
-    ("steps", 256): Config(64, 32, 4, 1),
+    ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
+    ("columns_with_u", 128): Config(64, 64, 4, 3),
+    ("columns_with_u", 256): Config(64, 64, 4, 2),
+    ("dkdv", 64): Config(64, 64, 4, 2),
+    ("dkdv", 128): Config(32, 128, 8, 3),
+    ("dkdv", 256): Config(32, 64, 8, 1),
+    ("dq", 64): Config(64, 64, 4, 2, registers=168),
+    ("dq", 128): Config(64, 64, 4, 2),
+    ("dq", 256): Config(64, 32, 8, 1),
+    ("dbias", 256): Config(64, 32, 4, 1),
 }
 #: The same for kernels in Gluon, where products run beside arithmetic by plan (`parted`, `parted_keys`, `ahead`): whole tiles of
 #: products. The language is young and still changes: used with the versions it was tested with, and no others.
 GLUON: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
-    ("self", 128): Config(128, 128, 4, 4, gluon=True, registers=168),
+    ("shared_kv", 128): Config(128, 128, 4, 4, gluon=True, registers=168),
     ("column_pass", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
     ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
-    ("keys", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
-    ("keys", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
+    ("dkdv", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
+    ("dkdv", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
 }
 GLUON_VERSIONS = ("3.6.",)
 #: For float32, whose exact products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.
@@ -96,23 +96,25 @@ TANH: dict[int, Config] = {
 }
 
 #: Of which kernel a configuration is, where it has several.
-VARIANTS = {"short": "forward", "laden": "forward", "sent": "column_pass"}
+VARIANTS = {"short": "forward", "many_stats": "forward", "columns_with_u": "column_pass"}
 forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurations here
 
 
-def short(p: Any, e: int) -> bool:
+def is_short(p: Any, e: int) -> bool:
     """Two wide tiles or fewer are no pipeline: narrow ones are as fast or faster, and warps are not worth parting."""
     return p.j <= 256 and max(p.d, e) <= 64
 
 
-def configured(kernel: str, p: Any, e: int, v: Tensor | None, fits: Callable[[Config], bool] | None = None) -> Config:
+def choose_config(
+    kernel: str, p: Any, e: int, v: Tensor | None, fits: Callable[[Config], bool] | None = None
+) -> Config:
     """The configuration of a kernel for a prepared problem with values of size e.
 
     `fits`: whether the kernel in Gluon, where there is one, takes all that is asked; without it, it is not thought of.
     """
 
     def in_gluon(config: Config) -> bool:
-        return fits is not None and p.one_loop(config) and fits(config)
+        return fits is not None and p.single_tma_loop(config) and fits(config)
 
     if (own := forced.get(VARIANTS.get(kernel, kernel)) or forced.get("any")) is not None:
         record_launch(None, [])  # not to be done again once it is another
@@ -120,14 +122,14 @@ def configured(kernel: str, p: Any, e: int, v: Tensor | None, fits: Callable[[Co
     size = max(p.d if p.product else 0, e)
     if not p.product:
         chosen = next(config for most, config in TANH.items() if size <= most)
-    elif p.exact or (v is not None and v.dtype == torch.float32) or not _hopper(p.q.device):
+    elif p.fp32 or (v is not None and v.dtype == torch.float32) or not _hopper(p.q.device):
         chosen = _plain(size)
     else:
         chosen = _on_hopper(kernel, size)
         planned = GLUON.get((kernel, size))
         if planned is not None and _runs_gluon(p.q.device) and in_gluon(planned):
             return planned
-    if "bias" in p.kinds:  # its tiles take room beside the keys
+    if "bias" in p.modifier_kinds:  # its tiles take room beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
     # A few rows need no tall tile.
     height = min(chosen.block_i, max(16, 1 << (p.i - 1).bit_length()))

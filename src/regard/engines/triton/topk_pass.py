@@ -1,4 +1,4 @@
-"""The largest keys of every row: which kernels of `top` run, and on what.
+"""The largest keys of every row: which kernels of `topk` run, and on what.
 
 By ballot where there are many tiles of plain products, else by search. Imports `prepared` and the kernels; loaded only when
 the engine computes.
@@ -13,123 +13,150 @@ import triton
 from torch import Tensor
 
 from ...core.problem import Problem
-from .kernel_inputs import Arguments, Prepared, copied, empty, padded
-from .kernels.tile_ops import cells, rows_of
-from .kernels.topk import ballot_kernel, bound_kernel, count_kernel, search_kernel, settle_kernel
-from .launcher import start
-from .tile_config import configured
+from .kernel_inputs import KernelInputs, LaunchArgs, empty, padded_size, tma_descriptors
+from .kernels.tile_ops import row_arg, tensor_arg
+from .kernels.topk import (
+    compact_kernel,
+    mark_candidates_kernel,
+    rescore_sort_kernel,
+    topk_bound_kernel,
+    topk_search_kernel,
+)
+from .launcher import launch
+from .tile_config import choose_config
 
-__all__ = ["by_ballot", "top"]
+__all__ = ["topk", "uses_candidates"]
 
 #: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
-MOST_MARKS = 2**30
+MAX_MARK_BYTES = 2**30
 #: Rows of one program that writes down marked keys, and of one that scores and sorts them (with slots and components at a
 #: time, and warps). One warp: what several share must wait for all of them, in every round.
-COUNTED, SETTLED = 4, (8, 8, 32, 1)
+COMPACT_ROWS, RESCORE_TILE = 4, (8, 8, 32, 1)
 
 
-def top(problem: Problem, n: int, bests: Tensor | None = None, norm: Tensor | None = None) -> dict[str, Tensor]:
-    """The n largest scores of every row, and with `norm` their weights. With `bests` of a forward pass: by ballot, else by
+def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tensor | None = None) -> dict[str, Tensor]:
+    """The n largest scores of every row, and with `norm` their weights. With `tile_maxima` of a forward pass: by ballot, else by
     search."""
-    p = Prepared(problem)
-    found = {"topk_scores": empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)}
-    found["topk_indices"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
+    p = KernelInputs(problem)
+    outputs = {"topk_scores": empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)}
+    outputs["topk_indices"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
     if norm is not None:
-        norm, found["topk_weights"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
-    flags, flagged = (None, 0) if bests is None else _balloted(p, n, bests, norm, found)
-    config = configured("top", p, 0, None)
-    assert not flagged or flagged % config.block_i == 0, "one flag for each block of rows"
+        norm, outputs["topk_weights"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
+    flags, rows_per_flag = (None, 0) if tile_maxima is None else _by_candidates(p, n, tile_maxima, norm, outputs)
+    config = choose_config("topk", p, 0, None)
+    assert not rows_per_flag or rows_per_flag % config.block_i == 0, "one flag for each block of rows"
     table = p.row_table(config)
 
-    def arguments() -> Arguments:
-        heads, block_d = p.b * p.h, padded(p.d, p.q)
-        tma, descriptors, maps = copied(p, config, (p.k, (config.block_j, block_d)))
+    def launch_args() -> LaunchArgs:
+        heads, block_d = p.b * p.h, padded_size(p.d, p.q)
+        tma, descriptors, layouts = tma_descriptors(p, config, (p.k, (config.block_j, block_d)))
         return triton.cdiv(p.i, config.block_i) * heads, {
-            "q": cells(p.q), "k": cells(p.k), "pair": p.pair, "k_desc": descriptors[0], "k_map": maps[0], "row_table": table,
-            "flags": p.q if flags is None else flags, "heads": heads, **_told_of_top(p, norm, found),
-            "per_group": p.per_group(0), "PAIR": p.pair_kind, "FOLD": p.fold, "TMA": tma, "N": n,
-            "BLOCK_N": triton.next_power_of_2(n), "BLOCK_D": block_d, "FLAGGED": flagged, **p.common, **config.launch,
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "k_desc": descriptors[0], "k_layout": layouts[0], "row_table": table,
+            "flags": p.q if flags is None else flags, "heads": heads, **_topk_args(p, norm, outputs),
+            "heads_per_group": p.heads_per_group(0), "SIMILARITY": p.similarity, "SCALE_FOLDED": p.scale_folded, "TMA": tma, "N": n,
+            "BLOCK_N": triton.next_power_of_2(n), "BLOCK_D": block_d, "ROWS_PER_FLAG": rows_per_flag, **p.common_args, **config.launch,
         }  # fmt: skip
 
-    given = [*p.tensors, table.ptr, norm, *found.values(), flags]
-    start(search_kernel, p.key and (p.key, flagged, config), given, arguments)
-    return found
+    tensors = [*p.tensors, table.ptr, norm, *outputs.values(), flags]
+    launch(topk_search_kernel, p.key and (p.key, rows_per_flag, config), tensors, launch_args)
+    return outputs
 
 
-def _told_of_top(p: Prepared, norm: Tensor | None, found: dict[str, Tensor]) -> dict[str, Any]:
+def _topk_args(p: KernelInputs, norm: Tensor | None, outputs: dict[str, Tensor]) -> dict[str, Any]:
     names = {"topk_scores": "score", "topk_indices": "index", "topk_weights": "weight"}
-    outputs = {argument: cells(found[name]) if name in found else p.nothing for name, argument in names.items()}
-    return {**outputs, "norm": p.nothing if norm is None else cells(norm), "WEIGHT": norm is not None}
+    args = {argument: tensor_arg(outputs[name]) if name in outputs else p.unused for name, argument in names.items()}
+    return {**args, "norm": p.unused if norm is None else tensor_arg(norm), "WEIGHT": norm is not None}
 
 
-def _balloted(p: Prepared, n: int, bests: Tensor, norm: Tensor | None, best: dict[str, Tensor]) -> tuple[Tensor, int]:
+def _by_candidates(
+    p: KernelInputs, n: int, tile_maxima: Tensor, norm: Tensor | None, outputs: dict[str, Tensor]
+) -> tuple[Tensor, int]:
     """Write the n best of nearly all rows; returns flags for blocks of rows that must be searched, and their height."""
-    config = configured("ballot", p, 0, None)
+    config = choose_config("mark_candidates", p, 0, None)
     # Of fewer groups than this the n-th largest is no good bound: too many keys would reach it, one row in a million.
-    enough = (n + 3 * n // 4) * triton.cdiv(p.j, bests.shape[2])
-    room = triton.next_power_of_2(3 * n + 8)
-    bounds = _bounds(bests, n)
-    found = empty(p.b, p.h, p.i, room, like=p.q, dtype=torch.int32)
+    min_keys = (n + 3 * n // 4) * triton.cdiv(p.j, tile_maxima.shape[2])
+    capacity = triton.next_power_of_2(3 * n + 8)
+    bounds = _bounds(tile_maxima, n)
+    candidates = empty(p.b, p.h, p.i, capacity, like=p.q, dtype=torch.int32)
     counts = empty(p.b, p.h, p.i, like=p.q, dtype=torch.int32)
     blocks, heads = triton.cdiv(p.i, config.block_i), p.b * p.h
     flags = torch.zeros(heads * blocks, dtype=torch.int32, device=p.q.device)
     words = triton.cdiv(triton.cdiv(p.j, config.block_j), 32) * config.block_j  # of a row
-    together = max(1, min(blocks * heads, MOST_MARKS // (4 * words * config.block_i)))
-    marks = empty(together, config.block_i, words, like=p.q, dtype=torch.int32)
+    blocks_at_once = max(1, min(blocks * heads, MAX_MARK_BYTES // (4 * words * config.block_i)))
+    marks = empty(blocks_at_once, config.block_i, words, like=p.q, dtype=torch.int32)
     table = p.row_table(config)
-    told = {"heads": heads, "per_group": p.per_group(0), "row_table": table, "bounds": bounds, "marks": marks, "words": words, "N": n}  # fmt: skip
+    shared_args = {"heads": heads, "heads_per_group": p.heads_per_group(0), "row_table": table, "bounds": bounds, "marks": marks, "words": words, "N": n}  # fmt: skip
 
-    def ballot(program: int, programs: int) -> Arguments:
-        block_d = padded(p.d, p.q)
-        tma, descriptors, maps = copied(p, config, (p.k, (config.block_j, block_d)))
+    def mark_args(first_program: int, programs: int) -> LaunchArgs:
+        block_d = padded_size(p.d, p.q)
+        tma, descriptors, layouts = tma_descriptors(p, config, (p.k, (config.block_j, block_d)))
         return programs, {
-            "q": cells(p.q), "k": cells(p.k), "k_desc": descriptors[0], "k_map": maps[0], "program": program, "FOLD": p.fold,
-            "TMA": tma, "enough": enough, "BLOCK_D": block_d, **told, **p.common, **config.launch,
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "k_desc": descriptors[0], "k_layout": layouts[0], "first_program": first_program, "SCALE_FOLDED": p.scale_folded,
+            "TMA": tma, "min_keys": min_keys, "BLOCK_D": block_d, **shared_args, **p.common_args, **config.launch,
         }  # fmt: skip
 
-    def count(program: int, programs: int) -> Arguments:
-        common = {name: p.common[name] for name in ("seen", "sizes", "MASK")}
+    def compact_args(first_program: int, programs: int) -> LaunchArgs:
+        common = {name: p.common_args[name] for name in ("mask", "sizes", "MASK")}
         blocks = {"BLOCK_I": config.block_i, "BLOCK_J": config.block_j}
-        rows = {"found": found, "counts": counts, "flags": flags, "program": program, "ROOM": room, "ROWS": COUNTED}
-        return programs * (config.block_i // COUNTED), {"num_warps": 1, **told, **common, **blocks, **rows}
+        rows = {
+            "candidates": candidates,
+            "counts": counts,
+            "flags": flags,
+            "first_program": first_program,
+            "CAPACITY": capacity,
+            "ROWS": COMPACT_ROWS,
+        }
+        return programs * (config.block_i // COMPACT_ROWS), {"num_warps": 1, **shared_args, **common, **blocks, **rows}
 
-    def settle() -> Arguments:
-        rows, slots, part, warps = SETTLED
+    def rescore_args() -> LaunchArgs:
+        rows, slots, part, warps = RESCORE_TILE
         return triton.cdiv(p.i, rows) * heads, {
-            "q": cells(p.q), "k": cells(p.k), "found": cells(found), "counts": rows_of(counts), **_told_of_top(p, norm, best),
-            "heads": heads, "FOLD": p.fold, "N": n, "ROOM": room, "ROWS": rows, "SLOTS": slots,
-            "PART": min(part, padded(p.d)), "num_warps": warps, **p.common,
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "candidates": tensor_arg(candidates), "counts": row_arg(counts), **_topk_args(p, norm, outputs),
+            "heads": heads, "SCALE_FOLDED": p.scale_folded, "N": n, "CAPACITY": capacity, "ROWS": rows, "SLOTS": slots,
+            "BLOCK_D": min(part, padded_size(p.d)), "num_warps": warps, **p.common_args,
         }  # fmt: skip
 
-    for program in range(0, blocks * heads, together):
-        programs = min(together, blocks * heads - program)
+    for first_program in range(0, blocks * heads, blocks_at_once):
+        programs = min(blocks_at_once, blocks * heads - first_program)
         # Turns are many and long: each is started the slow way, and none is kept.
-        key = p.key and (p.key, n, enough, config) if programs == blocks * heads else None
-        start(ballot_kernel, key, [*p.tensors, table.ptr, bounds, marks], lambda: ballot(program, programs))  # noqa: B023
-        given = [*p.tensors, table.ptr, bounds, marks, found, counts, flags]
-        start(count_kernel, key, given, lambda: count(program, programs))  # noqa: B023
-    start(settle_kernel, p.key and (p.key, n), [*p.tensors, found, counts, norm, *best.values()], settle)
+        key = p.key and (p.key, n, min_keys, config) if programs == blocks * heads else None
+        launch(
+            mark_candidates_kernel,
+            key,
+            [*p.tensors, table.ptr, bounds, marks],
+            lambda: mark_args(first_program, programs),  # noqa: B023
+        )
+        tensors = [*p.tensors, table.ptr, bounds, marks, candidates, counts, flags]
+        launch(compact_kernel, key, tensors, lambda: compact_args(first_program, programs))  # noqa: B023
+    launch(
+        rescore_sort_kernel,
+        p.key and (p.key, n),
+        [*p.tensors, candidates, counts, norm, *outputs.values()],
+        rescore_args,
+    )
     return flags, config.block_i
 
 
-def _bounds(bests: Tensor, n: int) -> Tensor:
+def _bounds(tile_maxima: Tensor, n: int) -> Tensor:
     """For every row a score that its n best reach, and hardly more keys than those; from bests (b, h, groups, i)."""
-    b, h, groups, rows = bests.shape
-    bounds = empty(b, h, rows, like=bests, dtype=torch.float32)
+    b, h, groups, rows = tile_maxima.shape
+    bounds = empty(b, h, rows, like=tile_maxima, dtype=torch.float32)
     blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32, "num_warps": 1}
-    arguments = {"bests": bests, "out": bounds, "I": rows, "groups": groups, "N": n, **blocks}
-    start(bound_kernel, n, [bests, bounds], lambda: (b * h * triton.cdiv(rows, 32), arguments))
+    launch_args = {"tile_maxima": tile_maxima, "out": bounds, "I": rows, "groups": groups, "N": n, **blocks}
+    launch(topk_bound_kernel, n, [tile_maxima, bounds], lambda: (b * h * triton.cdiv(rows, 32), launch_args))
     return bounds
 
 
-def by_ballot(problem: Problem, n: int) -> bool:
+def uses_candidates(problem: Problem, n: int) -> bool:
     """Whether the n largest are found by ballot: it wants whole tiles of products that one band shows, and twice as many
     tiles as keys are asked for; else many keys reach the bound."""
-    p = Prepared(problem)
-    if not p.product or p.exact or n > 16 or p.form.kind not in ("none", "causal", "band"):
+    p = KernelInputs(problem)
+    if not p.product or p.fp32 or n > 16 or p.mask_format.kind not in ("none", "causal", "band"):
         return False
     if p.i > 2**25:  # within a head its kernels count places in 32 bits
         return False
-    widest = max(configured(kernel, p, p.d, None, lambda _: True).block_j for kernel in ("forward", "ballot"))
-    seen = p.form.seen.before + p.form.seen.after if p.form.kind == "band" else p.j
-    return p.j % widest == 0 and min(seen, p.j) >= 2 * n * widest
+    widest = max(
+        choose_config(kernel, p, p.d, None, lambda _: True).block_j for kernel in ("forward", "mark_candidates")
+    )
+    visible_keys = p.mask_format.arg.before + p.mask_format.arg.after if p.mask_format.kind == "band" else p.j
+    return p.j % widest == 0 and min(visible_keys, p.j) >= 2 * n * widest

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.api import weights
+from ...core.types import StatisticName
 from ...core.weights import Statistics, Weights
 from ..calls import AttentionCall
 from ..mask_recognition import parse_mask
@@ -160,7 +161,7 @@ class _OpenBlocks(threading.local):
     """The `statistics` blocks that are open in this thread: requested names, and results by layer."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[tuple[str, ...], dict[str, Statistics]]] = []
+        self.stack: list[tuple[tuple[StatisticName, ...], dict[str, Statistics]]] = []
 
 
 _blocks = _OpenBlocks()
@@ -185,7 +186,7 @@ def register() -> None:
 
 
 @contextmanager
-def statistics(*names: str) -> Iterator[dict[str, Statistics]]:
+def statistics(*names: StatisticName) -> Iterator[dict[str, Statistics]]:
     """Collect statistics of every layer of a model with `attn_implementation="regard"`, as part of the graph.
 
     Args:

@@ -6,87 +6,76 @@ the result does not depend on who was faster. Imports `rows`, `task` and `words`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import doubles_at, draw, f32, floats_at, i64, longs_at, product_nt, product_tn, use_wide_vectors
-from .params import steps_at
-from .row_ops import modify, norm_of, visible_range, weights_added, zeroed
-
-
-def entry(stamp: int) -> Callable[[Any], None]:
-    """The kernel; the stamp of its sources is part of what its compiled form is filed under."""
-
-    def column_pass_kernel(pointer):
-        if stamp:
-            column_pass(carray(pointer, 1)[0])
-
-    return column_pass_kernel
+from .intrinsics import atomic_next, doubles_at, f32, floats_at, i64, product_nt, product_tn, use_wide_vectors
+from .params import modifiers_at
+from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, visible_keys, zero_
 
 
 @njit
 def column_pass(T):
     use_wide_vectors()
-    mine = T.scratch + draw(T.counter + 8) * T.scratch_size
-    zeroed(carray(floats_at(mine + 4 * T.tall * T.wide), T.wide), 0, T.wide)
-    per_chunk = ((T.I + T.tall - 1) // T.tall + T.chunks - 1) // T.chunks * T.tall
+    scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
+    zero_(carray(floats_at(scratch + 4 * T.block_i * T.block_j), T.block_j), 0, T.block_j)
+    per_chunk = ((T.I + T.block_i - 1) // T.block_i + T.chunks - 1) // T.chunks * T.block_i
     while True:
-        item = draw(T.counter)
+        item = atomic_next(T.counter)
         if item >= T.B * T.H * T.chunks:
             return
         chunk, head = item // (T.B * T.H), item % (T.B * T.H)
-        for i0 in range(chunk * per_chunk, min(T.I, (chunk + 1) * per_chunk), T.tall):
-            block_of_rows(T, mine, item, head, i0, min(T.tall, T.I - i0))
+        for i0 in range(chunk * per_chunk, min(T.I, (chunk + 1) * per_chunk), T.block_i):
+            block_of_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))
 
 
 @njit
-def block_of_rows(T, mine, item, head, i0, rows):
-    """`mine` is this thread's room: a tile of scores, then sums of its columns."""
+def block_of_rows(T, scratch, item, head, i0, rows):
+    """`scratch` is this thread's room: a tile of scores, then sums of its columns."""
     b, h = head // T.H, head % T.H
     q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
     k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h)
     u = T.u + 4 * (b * T.u_b + h * T.u_h + i0 * T.u_i)
     z_sum = T.z + 4 * item * T.J * T.U
-    for span in range(T.spans):
-        edge = 8 * (b * T.spans_b + span * T.I)
-        lo, hi = carray(longs_at(T.lo + edge), T.I), carray(longs_at(T.hi + edge), T.I)
-        first, end = visible_range(lo, hi, i0, rows)
-        for j0 in range(first, end, T.wide):
-            cols = min(T.wide, end - j0)
-            product_nt(T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), mine, T.wide)
-            add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi)
+    for interval in range(T.n_intervals):
+        lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
+        for j0 in range(first, end, T.block_j):
+            cols = min(T.block_j, end - j0)
+            product_nt(
+                T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j
+            )
+            add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi)
             if T.U > 0:
                 at = z_sum + 4 * j0 * T.U
-                product_tn(T.gemm, cols, T.U, rows, f32(1), mine, T.wide, u, T.u_i, f32(1), at, T.U)
+                product_tn(T.gemm, cols, T.U, rows, f32(1), scratch, T.block_j, u, T.u_i, f32(1), at, T.U)
 
 
 @njit
-def add_tile(T, mine, item, head, i0, rows, j0, cols, lo, hi):
+def add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi):
     """Turn a tile of scores into weights and add up its columns, group by group of the pooled map's rows."""
-    columns = mine + 4 * T.tall * T.wide
+    columns = scratch + 4 * T.block_i * T.block_j
     group = pool_row(T, i0)
     for r in range(rows):
         i = i0 + r
         if pool_row(T, i) != group:
             flush(T, columns, cols, j0, group, item)
             group = pool_row(T, i)
-        row = carray(floats_at(mine + 4 * r * T.wide), T.wide)
+        row = carray(floats_at(scratch + 4 * r * T.block_j), T.block_j)
         a, z = max(lo[i] - j0, 0), min(hi[i] - j0, cols)
         if a >= z:
-            zeroed(row, 0, cols)
+            zero_(row, 0, cols)
             continue
         n = z - a
-        s = carray(floats_at(mine + 4 * (r * T.wide + a)), n)
-        if T.step_count > 0:
-            steps = carray(steps_at(T.steps), T.step_count)
-            modify(s, row[:0], n, steps, T.step_count, head // T.H, head % T.H, i, i + T.offset, j0 + a)
+        s = carray(floats_at(scratch + 4 * (r * T.block_j + a)), n)
+        if T.modifier_count > 0:
+            modifiers = carray(modifiers_at(T.modifiers), T.modifier_count)
+            apply_modifiers_(
+                s, row[:0], n, modifiers, T.modifier_count, head // T.H, head % T.H, i, i + T.offset, j0 + a
+            )
         m, share = norm_of(T, head * T.I + i)
-        weights_added(s, n, m, share, carray(floats_at(columns + 4 * a), n))
-        zeroed(row, 0, a)
-        zeroed(row, z, cols)
+        normalize_and_accumulate_(s, n, m, share, carray(floats_at(columns + 4 * a), n))
+        zero_(row, 0, a)
+        zero_(row, z, cols)
     flush(T, columns, cols, j0, group, item)
 
 
@@ -118,4 +107,4 @@ def flush(T, columns, cols, j0, row, item):
                 sum_here += np.float64(column[x])
             pool[tile] += sum_here
             j = end
-    zeroed(column, 0, cols)
+    zero_(column, 0, cols)

@@ -84,7 +84,7 @@ def store_lanes(context: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic
-def raise_lanes(context: Any, target: Any, source: Any) -> Any:
+def max_lanes(context: Any, target: Any, source: Any) -> Any:
     """Raise 16 numbers to 16 others where those are larger."""
 
     def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -121,7 +121,7 @@ def nth_lane(context: Any, address: Any, n: Any) -> Any:
 
 
 @intrinsic
-def not_below(context: Any, address: Any, bar: Any) -> Any:
+def ge_bitmask(context: Any, address: Any, threshold: Any) -> Any:
     """Which of 16 numbers reach the bar, as bits."""
 
     def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -140,7 +140,7 @@ def lowest_bit(context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def draw(context: Any, counter: Any) -> Any:
+def atomic_next(context: Any, counter: Any) -> Any:
     """Take the next number from a counter that all threads share."""
 
     def generate(ctx: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -247,7 +247,7 @@ _E0, _E1, _E2, _E3, _E4, _E5 = (
 
 
 @njit(fastmath={"contract"}, inline="always")
-def exponential(x):
+def exp(x):
     """exp(x) for x ≤ 88, to about one unit in the last place; 0 below −87; nan stays nan.
 
     x = n·ln 2 + r, with ln 2 in two parts so that r is exact, a polynomial in r, and 2ⁿ put into the exponent.
@@ -269,14 +269,14 @@ _T0, _T1, _T2, _T3, _T4 = (
 
 
 @njit(fastmath={"contract"}, inline="always")
-def tangent(x):
+def tanh(x):
     """tanh(x): a polynomial near 0, where 1 − 2e/(1 + e) with e = exp(−2|x|) would cancel.
 
     Far from 0 the subtraction is the only rounding that counts; (1 − e)/(1 + e) has three, each of a unit of 1.
     """
     z = x * x
     near = ((((_T0 * z + _T1) * z + _T2) * z + _T3) * z + _T4) * z * x + x
-    e = exponential(f32(-2) * abs(x))
+    e = exp(f32(-2) * abs(x))
     far = f32(1) - f32(2) * e / (f32(1) + e)
     far = -far if x < f32(0) else far
     return near if abs(x) < f32(0.625) else far

@@ -11,34 +11,34 @@ from numba import from_dtype
 from .intrinsics import pointer_to
 
 __all__ = [
-    "ADDED",
-    "ADDED_VECTOR",
     "ALIBI",
-    "HIDDEN",
+    "BIAS",
+    "BIAS_PER_ROW",
+    "DENSE_MASK",
+    "MODIFIER",
+    "PARAMS",
     "SOFTCAP",
-    "STEP",
-    "TASK",
-    "new_steps",
-    "steps_at",
-    "task_record",
+    "modifier_table",
+    "modifiers_at",
+    "params_record",
 ]
 
 # Kinds of steps: what is done to a row of scores between the product and softmax.
-ADDED, ADDED_VECTOR, ALIBI, SOFTCAP, HIDDEN = 0, 1, 2, 3, 4
+BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK = 0, 1, 2, 3, 4
 
-_STEP = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
+_MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
 
 #: One step: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
-STEP = from_dtype(_STEP)
+MODIFIER = from_dtype(_MODIFIER)
 
-steps_at = pointer_to(STEP)
+modifiers_at = pointer_to(MODIFIER)
 
 _ADDRESSES = (
-    "gemm counter scratch lo hi steps q k norm "  # of all kernels
-    "v y m t mean_distance mass keys argmax topk_scores topk_indices sink "  # forward
+    "gemm counter scratch lo hi modifiers q k norm "  # of all kernels
+    "v y max_score entropy mean_distance mass keys argmax topk_scores topk_indices sink "  # forward
     "u z received pool "  # column_pass
     "cells row_at row_place col_at col_place "  # cells
-    "left right dy c eta rho dq dk dv drow dkey"  # backward
+    "left right dy delta d_entropy d_distance dq dk dv drow dkey"  # backward
 )
 _STRIDES = (
     "q_b q_h q_i k_b k_h k_j v_b v_h v_j sink_b sink_h u_b u_h u_i "
@@ -47,27 +47,27 @@ _STRIDES = (
 _SIZES = (
     "B H G V I J D "  # batch, heads of q, k and v, queries, keys, size of q and k
     "E U X "  # size of v, of u, of left and right
-    "offset spans spans_b step_count top tall wide chunks scratch_size right_group "
+    "offset n_intervals intervals_b modifier_count topk block_i block_j chunks scratch_size right_group "
     "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
     "row_count col_count"  # the cells
 )
-_TASK = np.dtype(
+_PARAMS = np.dtype(
     [(name, "i8") for name in f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()] + [("scale", "f4"), ("_", "f4")]
 )
 
-_FIELDS: dict[str, Any] = dict.fromkeys(_TASK.names or (), 0)
+_FIELDS: dict[str, Any] = dict.fromkeys(_PARAMS.names or (), 0)
 _PACKED = struct.Struct(f"{len(_FIELDS) - 2}q2f")
 
 #: Addresses are 0 for what is not wanted; strides and sizes count elements.
-TASK = from_dtype(_TASK)
+PARAMS = from_dtype(_PARAMS)
 
 
-def task_record(told: dict[str, Any]) -> np.ndarray:
+def params_record(fields: dict[str, Any]) -> np.ndarray:
     """The record of what is told; all else is 0: not wanted."""
-    assert told.keys() <= _FIELDS.keys(), "every field has its place in the record"
-    return np.frombuffer(_PACKED.pack(*(_FIELDS | told).values()), np.uint8)
+    assert fields.keys() <= _FIELDS.keys(), "every field has its place in the record"
+    return np.frombuffer(_PACKED.pack(*(_FIELDS | fields).values()), np.uint8)
 
 
-def new_steps(steps: list[tuple[Any, ...]]) -> np.ndarray:
+def modifier_table(modifiers: list[tuple[Any, ...]]) -> np.ndarray:
     """The steps as the kernels read them."""
-    return np.array(steps, _STEP) if steps else np.zeros(1, _STEP)
+    return np.array(modifiers, _MODIFIER) if modifiers else np.zeros(1, _MODIFIER)

@@ -15,25 +15,26 @@ from .intrinsics import (
     as_bits,
     as_float,
     bytes_at,
-    exponential,
+    exp,
     f32,
     floats_at,
+    ge_bitmask,
     i32,
     i64,
+    longs_at,
     lowest_bit,
-    not_below,
+    max_lanes,
     nth_lane,
     ordered,
-    raise_lanes,
     store_lanes,
-    tangent,
+    tanh,
     use_wide_vectors,
 )
-from .params import ADDED, ADDED_VECTOR, ALIBI, SOFTCAP
+from .params import ALIBI, BIAS, BIAS_PER_ROW, SOFTCAP
 
 
 @njit
-def largest(s, n):
+def row_max(s, n):
     use_wide_vectors()
     top = ordered(as_bits(NEGATIVE_INFINITY))
     for j in range(n):
@@ -42,26 +43,26 @@ def largest(s, n):
 
 
 @njit(fastmath={"contract", "reassoc"})
-def exponentials(s, n, m):
+def exp_(s, n, m):
     """s ← exp(s − m); returns their sum l."""
     use_wide_vectors()
     l = f32(0)
     for j in range(n):
-        p = exponential(s[j] - m)
+        p = exp(s[j] - m)
         s[j] = p
         l += p
     return l
 
 
 @njit(fastmath={"contract", "reassoc"})
-def exponentials_and_t(s, n, m):
+def exp_with_t_(s, n, m):
     """The same, with t = Σ exp(s − m)(s − m) for the entropy."""
     use_wide_vectors()
     l = f32(0)
     t = f32(0)
     for j in range(n):
         x = s[j] - m
-        p = exponential(x)
+        p = exp(x)
         s[j] = p
         l += p
         t += p * (LOWEST if x < LOWEST else x)  # 0 · −inf would be nan
@@ -69,12 +70,12 @@ def exponentials_and_t(s, n, m):
 
 
 @njit(fastmath={"contract", "reassoc"})
-def far_sum(p, n, behind):
-    """Σ p · |distance|; `behind` is the query's position less that of the tile's first key."""
+def expected_distance(p, n, first_distance):
+    """Σ p · |distance|; `first_distance` is the query's position less that of the tile's first key."""
     use_wide_vectors()
     total = f32(0)
     for j in range(n):
-        total += p[j] * f32(abs(i32(behind) - i32(j)))
+        total += p[j] * f32(abs(i32(first_distance) - i32(j)))
     return total
 
 
@@ -88,19 +89,19 @@ def dot(p, n, x):
 
 
 @njit
-def scaled(x, n, factor):
+def scale_(x, n, factor):
     use_wide_vectors()
     for e in range(n):
         x[e] *= factor
 
 
 @njit
-def zeroed(s, a, z):
+def zero_(s, a, z):
     s[a:z] = f32(0)
 
 
 @njit
-def first_place(s, n, value):
+def index_of(s, n, value):
     for j in range(n):
         if s[j] == value:
             return j
@@ -108,24 +109,24 @@ def first_place(s, n, value):
 
 
 @njit
-def keep_largest(score, index, n, s, count, first, lanes):
+def update_topk(score, index, n, s, count, first, lanes):
     """Keep the n largest of a row in a sorted list; of equal ones the first stays. `lanes` is room for 16 numbers."""
-    bar = NEGATIVE_INFINITY
+    threshold = NEGATIVE_INFINITY
     if score[n - 1] == NEGATIVE_INFINITY and n <= LANES and count >= 4 * LANES:
         # Nothing to beat yet. At least n scores reach the nth largest maximum of 16 interleaved lanes: with that as
         # a first bar most insertions are spared.
         store_lanes(lanes, s)
         for start in range(LANES, count - LANES + 1, LANES):
-            raise_lanes(lanes, s + 4 * start)
-        bar = nth_lane(lanes, n)
-    whole = count // LANES * LANES
-    for start in range(0, whole, LANES):
-        found = not_below(s + 4 * start, max(bar, score[n - 1]))
-        while found != 0:
-            place = lowest_bit(found)
-            found &= found - 1
-            insert(score, index, n, carray(floats_at(s + 4 * (start + place)), 1)[0], first + start + place)
-    for j in range(whole, count):
+            max_lanes(lanes, s + 4 * start)
+        threshold = nth_lane(lanes, n)
+    full_lanes = count // LANES * LANES
+    for start in range(0, full_lanes, LANES):
+        hits = ge_bitmask(s + 4 * start, max(threshold, score[n - 1]))
+        while hits != 0:
+            lane = lowest_bit(hits)
+            hits &= hits - 1
+            insert(score, index, n, carray(floats_at(s + 4 * (start + lane)), 1)[0], first + start + lane)
+    for j in range(full_lanes, count):
         insert(score, index, n, carray(floats_at(s + 4 * j), 1)[0], first + j)
 
 
@@ -133,112 +134,114 @@ def keep_largest(score, index, n, s, count, first, lanes):
 def insert(score, index, n, x, key):
     if not x > score[n - 1]:
         return
-    place = n - 1
-    while place > 0 and x > score[place - 1]:
-        score[place] = score[place - 1]
-        index[place] = index[place - 1]
-        place -= 1
-    score[place] = x
-    index[place] = key
+    rank = n - 1
+    while rank > 0 and x > score[rank - 1]:
+        score[rank] = score[rank - 1]
+        index[rank] = index[rank - 1]
+        rank -= 1
+    score[rank] = x
+    index[rank] = key
 
 
 @njit
-def add_number(s, n, x):
+def add_scalar_(s, n, x):
     use_wide_vectors()
     for j in range(n):
         s[j] += x
 
 
 @njit
-def add_vector(s, n, x):
+def add_vector_(s, n, x):
     use_wide_vectors()
     for j in range(n):
         s[j] += x[j]
 
 
 @njit
-def add_strided(s, n, x, stride):
+def add_strided_(s, n, x, stride):
     for j in range(n):
         s[j] += x[j * stride]
 
 
 @njit(fastmath={"contract"})
-def add_alibi(s, n, slope, behind):
+def add_alibi_(s, n, slope, first_distance):
     use_wide_vectors()
     for j in range(n):
-        s[j] -= slope * f32(abs(i32(behind) - i32(j)))
+        s[j] -= slope * f32(abs(i32(first_distance) - i32(j)))
 
 
 @njit(fastmath={"contract"})
-def cap_scores(s, n, cap):
+def softcap_(s, n, cap):
     use_wide_vectors()
     inverse = f32(1) / cap
     for j in range(n):
-        s[j] = cap * tangent(s[j] * inverse)
+        s[j] = cap * tanh(s[j] * inverse)
 
 
 @njit(fastmath={"contract"})
-def cap_scores_and_slopes(s, slope, n, cap):
+def softcap_with_slopes_(s, slope, n, cap):
     """The same, keeping the derivative 1 − tanh² of every score."""
     use_wide_vectors()
     inverse = f32(1) / cap
     for j in range(n):
-        t = tangent(s[j] * inverse)
+        t = tanh(s[j] * inverse)
         s[j] = cap * t
         slope[j] = f32(1) - t * t
 
 
 @njit
-def hide_scores(s, n, visible):
+def hide_(s, n, visible):
     use_wide_vectors()
     for j in range(n):
         s[j] = s[j] if visible[j] != 0 else NEGATIVE_INFINITY
 
 
 @njit
-def hide_strided(s, n, visible, stride):
+def hide_strided_(s, n, visible, stride):
     for j in range(n):
         if visible[j * stride] == 0:
             s[j] = NEGATIVE_INFINITY
 
 
 @njit
-def modify(s, slope, n, steps, count, b, h, i, position, first):
+def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
     """All steps, in the order written, on the scores of a row from key `first` on; slopes where there is room."""
     for number in range(count):
-        step = steps[number]
-        kind = step.kind
-        at = step.at + 4 * (b * step.b + h * step.h + i * step.i)
-        if kind == ADDED:
-            add_number(s, n, carray(floats_at(at), 1)[0])
-        elif kind == ADDED_VECTOR:
-            if step.j == 1:
-                add_vector(s, n, carray(floats_at(at + 4 * first), n))
+        modifier = modifiers[number]
+        kind = modifier.kind
+        at = modifier.at + 4 * (b * modifier.b + h * modifier.h + i * modifier.i)
+        if kind == BIAS_PER_ROW:
+            add_scalar_(s, n, carray(floats_at(at), 1)[0])
+        elif kind == BIAS:
+            if modifier.j == 1:
+                add_vector_(s, n, carray(floats_at(at + 4 * first), n))
             else:
-                add_strided(s, n, carray(floats_at(at + 4 * first * step.j), n * step.j), step.j)
+                add_strided_(s, n, carray(floats_at(at + 4 * first * modifier.j), n * modifier.j), modifier.j)
         elif kind == ALIBI:
-            add_alibi(s, n, carray(floats_at(at), 1)[0], position - first)
+            add_alibi_(s, n, carray(floats_at(at), 1)[0], position - first)
         elif kind == SOFTCAP:
             if len(slope) > 0:
-                cap_scores_and_slopes(s, slope, n, step.cap)
+                softcap_with_slopes_(s, slope, n, modifier.cap)
             else:
-                cap_scores(s, n, step.cap)
+                softcap_(s, n, modifier.cap)
         else:
-            cells = step.at + b * step.b + h * step.h + i * step.i + first * step.j
-            if step.j == 1:
-                hide_scores(s, n, carray(bytes_at(cells), n))
+            cells = modifier.at + b * modifier.b + h * modifier.h + i * modifier.i + first * modifier.j
+            if modifier.j == 1:
+                hide_(s, n, carray(bytes_at(cells), n))
             else:
-                hide_strided(s, n, carray(bytes_at(cells), n * max(step.j, 1)), step.j)
+                hide_strided_(s, n, carray(bytes_at(cells), n * max(modifier.j, 1)), modifier.j)
 
 
 @njit
-def visible_range(lo, hi, i0, rows):
-    """The keys that some row of a block sees."""
+def visible_keys(T, b, interval, i0, rows):
+    """Ends lo and hi of one interval of every row, and the range of keys that some row of a block sees in it."""
+    offset = 8 * (b * T.intervals_b + interval * T.I)
+    lo, hi = carray(longs_at(T.lo + offset), T.I), carray(longs_at(T.hi + offset), T.I)
     first, end = i64(2**62), i64(0)
     for r in range(i0, i0 + rows):
         if lo[r] < hi[r]:
             first, end = min(first, lo[r]), max(end, hi[r])
-    return first, end
+    return lo, hi, first, end
 
 
 @njit
@@ -251,35 +254,35 @@ def norm_of(T, row):
 
 
 @njit(fastmath={"contract"})
-def weights_added(s, n, m, share, column):
+def normalize_and_accumulate_(s, n, m, share, column):
     """s ← exp(s − m) / l, also added to the sums of the columns."""
     use_wide_vectors()
     for j in range(n):
-        w = exponential(s[j] - m) * share
+        w = exp(s[j] - m) * share
         s[j] = w
         column[j] += w
 
 
 @njit(fastmath={"contract"})
-def weights_kept(s, n, m, share):
+def normalize_(s, n, m, share):
     use_wide_vectors()
     for j in range(n):
-        s[j] = exponential(s[j] - m) * share
+        s[j] = exp(s[j] - m) * share
 
 
 @njit(fastmath={"contract"})
-def weights_and_logs(s, n, m, share, log):
+def normalize_with_logs_(s, n, m, share, log):
     use_wide_vectors()
     log_share = np.log(share)
     for j in range(n):
         x = s[j] - m
         log_w = x + log_share
         log[j] = LOWEST if log_w < LOWEST else log_w
-        s[j] = exponential(x) * share
+        s[j] = exp(x) * share
 
 
 @njit(fastmath={"contract"})
-def into_scores(d, w, n, c):
+def score_grad_(d, w, n, c):
     """d ← w (d − c): the gradient of a row of scores."""
     use_wide_vectors()
     for j in range(n):
@@ -287,21 +290,21 @@ def into_scores(d, w, n, c):
 
 
 @njit(fastmath={"contract"})
-def into_scores_entropy(d, w, n, c, eta, log):
+def score_grad_with_entropy_(d, w, n, c, d_entropy, log):
     use_wide_vectors()
     for j in range(n):
-        d[j] = w[j] * (d[j] - c - eta * log[j])
+        d[j] = w[j] * (d[j] - c - d_entropy * log[j])
 
 
 @njit(fastmath={"contract"})
-def add_far(d, n, rho, behind):
+def add_distance_(d, n, d_distance, first_distance):
     use_wide_vectors()
     for j in range(n):
-        d[j] += rho * f32(abs(i32(behind) - i32(j)))
+        d[j] += d_distance * f32(abs(i32(first_distance) - i32(j)))
 
 
 @njit
-def times(d, n, x):
+def mul_(d, n, x):
     use_wide_vectors()
     for j in range(n):
         d[j] *= x[j]

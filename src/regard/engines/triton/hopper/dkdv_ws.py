@@ -18,9 +18,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels.forward import in_order
+from ..kernels.forward import schedule_tile
 from ..kernels.tile_ops import LN2, row_blocks, visible_at_all
-from .forward_ws import COMPUTING, LOADING, announce, barriers, copy, copy_out, draw, heard, lot, room
+from .forward_ws import (
+    CONSUMER_REGS,
+    PRODUCER_REGS,
+    alloc_barriers,
+    alloc_smem,
+    alloc_tile_queue,
+    next_tile,
+    publish_tile,
+    receive_tile,
+    tma_load_async,
+    tma_store_async,
+)
 
 
 @gluon.jit
@@ -32,64 +43,68 @@ def nth_block(n, first, full_from, full_to, past):
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, tiles, terms, ready, free, lots, drawer, flow, seen, table, sizes,
-         heads, group, batch, per_group, MASK: gl.constexpr, ETA: gl.constexpr, RHO: gl.constexpr,
+def producer(q_desc, k_desc, v_desc, dy_desc, q_layout, k_layout, v_layout, dy_layout, tiles, terms, ready, free, tile_queue, tile_counter, grad, mask, key_table, sizes,
+         heads, group, batch, heads_per_group, MASK: gl.constexpr, D_ENTROPY: gl.constexpr, D_DISTANCE: gl.constexpr,
          BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp that loads: keys and values once, then block after block of rows with all that is the same along a row."""
     q_tiles, dy_tiles, k_tiles, v_tiles = tiles
-    q_ready, dy_ready, own_ready = ready
-    q_free, dy_free, own_free = free
-    number, lot_ready, lot_free = lots
+    q_ready, dy_ready, kv_ready = ready
+    q_free, dy_free, kv_free = free
+    queue_slot, queue_ready, queue_free = tile_queue
     columns = sizes.j // BLOCK_J
-    n, count, turn = gl.program_id(0), 0, 0
+    n, count, tile_phase = gl.program_id(0), 0, 0
     while n < columns * heads * batch:
-        drawn = draw(drawer)
-        block, head = in_order(columns, heads * batch, per_group, n - gl.program_id(0))
-        b, own = head // heads, head % heads
+        next_id = next_tile(tile_counter)
+        block, head = schedule_tile(columns, heads * batch, heads_per_group, n - gl.program_id(0))
+        b, out_head = head // heads, head % heads
         start = (columns - 1 - block) * BLOCK_J
         for w in gl.static_range(2):
-            mbarrier.wait(own_free.index(w), (turn & 1) ^ 1)
+            mbarrier.wait(kv_free.index(w), (tile_phase & 1) ^ 1)
             key = start + w * (BLOCK_J // 2)
-            copy(k_desc, k_map, b, own * group // sizes.k_group, key, own_ready.index(w), k_tiles.index(w))
-            copy(v_desc, v_map, b, own * group // sizes.v_group, key, own_ready.index(w), v_tiles.index(w))
-        first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+            tma_load_async(
+                k_desc, k_layout, b, out_head * group // sizes.k_group, key, kv_ready.index(w), k_tiles.index(w)
+            )
+            tma_load_async(
+                v_desc, v_layout, b, out_head * group // sizes.v_group, key, kv_ready.index(w), v_tiles.index(w)
+            )
+        first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         for step in range(0, group * (past - first)):
-            h = own * group + step // (past - first)
+            h = out_head * group + step // (past - first)
             i = nth_block(step % (past - first), first, full_from, full_to, past) * BLOCK_I
-            slot, odd = count % STAGES, (count // STAGES) & 1
-            mbarrier.wait(q_free.index(slot), odd ^ 1)
-            copy(q_desc, q_map, b, h, i, q_ready.index(slot), q_tiles.index(slot))
-            mbarrier.wait(dy_free.index(slot), odd ^ 1)
-            copy(dy_desc, dy_map, b, h, i, dy_ready.index(slot), dy_tiles.index(slot))
+            slot, phase = count % STAGES, (count // STAGES) & 1
+            mbarrier.wait(q_free.index(slot), phase ^ 1)
+            tma_load_async(q_desc, q_layout, b, h, i, q_ready.index(slot), q_tiles.index(slot))
+            mbarrier.wait(dy_free.index(slot), phase ^ 1)
+            tma_load_async(dy_desc, dy_layout, b, h, i, dy_ready.index(slot), dy_tiles.index(slot))
             at = (
                 (b * sizes.h + h).to(gl.int64) * sizes.i
                 + i
                 + gl.arange(0, BLOCK_I, gl.BlockedLayout([2], [32], [1], [0]))
             )
-            terms.index(4 * slot).store(gl.load(flow.norm + at))
-            terms.index(4 * slot + 1).store(gl.load(flow.c + at))
-            if ETA:
-                terms.index(4 * slot + 2).store(gl.load(flow.eta + at) * LN2)
-            if RHO:
-                terms.index(4 * slot + 3).store(gl.load(flow.rho + at))
+            terms.index(4 * slot).store(gl.load(grad.norm + at))
+            terms.index(4 * slot + 1).store(gl.load(grad.delta + at))
+            if D_ENTROPY:
+                terms.index(4 * slot + 2).store(gl.load(grad.d_entropy + at) * LN2)
+            if D_DISTANCE:
+                terms.index(4 * slot + 3).store(gl.load(grad.d_distance + at))
             mbarrier.arrive(q_ready.index(slot))
             count += 1
-        announce(drawn, number, lot_ready, lot_free, turn)
-        n = drawn
-        turn += 1
+        publish_tile(next_id, queue_slot, queue_ready, queue_free, tile_phase)
+        n = next_id
+        tile_phase += 1
 
 
 @gluon.jit
-def compute(
-    dk_desc, dv_desc, dk_map, dv_map, tiles, terms, ready, free, lots, seen, table, sizes, heads, group, batch, per_group, scale, scale2,
-    W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, ETA: gl.constexpr, RHO: gl.constexpr,
+def consumer(
+    dk_desc, dv_desc, dk_layout, dv_layout, tiles, terms, ready, free, tile_queue, mask, key_table, sizes, heads, group, batch, heads_per_group, scale, scale2,
+    W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, D_ENTROPY: gl.constexpr, D_DISTANCE: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute: keys W · BLOCK_J/2 and on of every block."""
     q_tiles, dy_tiles, k_tiles, v_tiles = tiles
-    q_ready, dy_ready, own_ready = ready
-    q_free, dy_free, own_free = free
-    number, lot_ready, lot_free = lots
+    q_ready, dy_ready, kv_ready = ready
+    q_free, dy_free, kv_free = free
+    queue_slot, queue_ready, queue_free = tile_queue
     HALF: gl.constexpr = BLOCK_J // 2
     dtype: gl.constexpr = q_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_I, 16])
@@ -98,97 +113,102 @@ def compute(
     ALONG: gl.constexpr = gl.SliceLayout(0, S)
     # A small weight in float16 has few digits or none: it is multiplied 1024 times as large.
     TIMES: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
-    near, values = k_tiles.index(W), v_tiles.index(W)
-    blank = gl.zeros([HALF, BLOCK_I], gl.float32, S)
+    k_tile, v_tile = k_tiles.index(W), v_tiles.index(W)
+    zero_acc = gl.zeros([HALF, BLOCK_I], gl.float32, S)
     columns = sizes.j // BLOCK_J
-    n, count, turn = gl.program_id(0), 0, 0
+    n, count, tile_phase = gl.program_id(0), 0, 0
     while n < columns * heads * batch:
-        block, head = in_order(columns, heads * batch, per_group, n - gl.program_id(0))
-        b, own = head // heads, head % heads
+        block, head = schedule_tile(columns, heads * batch, heads_per_group, n - gl.program_id(0))
+        b, out_head = head // heads, head % heads
         start = (columns - 1 - block) * BLOCK_J
         j = start + W * HALF + gl.arange(0, HALF, gl.SliceLayout(1, S))
-        first, full_from, full_to, past = row_blocks(start, b, table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+        first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         edges = full_from - first + past - full_to
         dk = gl.zeros([HALF, D], gl.float32, G)
         dv = gl.zeros([HALF, D], gl.float32, G)
-        steps = group * (past - first)
-        mbarrier.wait(own_ready.index(W), turn & 1)
-        if steps > 0:
+        remaining = group * (past - first)
+        mbarrier.wait(kv_ready.index(W), tile_phase & 1)
+        if remaining > 0:
             mbarrier.wait(q_ready.index(count % STAGES), (count // STAGES) & 1)
-        s = warpgroup_mma(near, q_tiles.index(count % STAGES).permute((1, 0)), blank, use_acc=False, is_async=True)
+        s = warpgroup_mma(k_tile, q_tiles.index(count % STAGES).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         for member in range(0, group):
-            h = own * group + member
+            h = out_head * group + member
             for EDGE in gl.static_range(1 if MASK != "none" else 0, -1, -1):
                 for step in range(0 if EDGE or MASK == "none" else edges, edges if EDGE else past - first):
                     i = nth_block(step, first, full_from, full_to, past) * BLOCK_I + gl.arange(0, BLOCK_I, ALONG)
-                    slot, odd = count % STAGES, (count // STAGES) & 1
+                    slot, phase = count % STAGES, (count // STAGES) & 1
                     log2w = s * scale2 - terms.index(4 * slot).load(ALONG)[None, :]
                     w = gl.exp2(log2w) * TIMES
                     if EDGE:
-                        w = gl.where(visible_at_all(i[None, :], j[:, None], b, h, seen, sizes, MASK), w, 0.0)
-                    inside = blank - terms.index(4 * slot + 1).load(ALONG)[None, :]
-                    if ETA:
-                        inside -= terms.index(4 * slot + 2).load(ALONG)[None, :] * log2w
-                    if RHO:
-                        far = gl.abs(i[None, :] + sizes.offset - j[:, None]).to(gl.float32)
-                        inside += terms.index(4 * slot + 3).load(ALONG)[None, :] * far
+                        w = gl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), w, 0.0)
+                    dp = zero_acc - terms.index(4 * slot + 1).load(ALONG)[None, :]
+                    if D_ENTROPY:
+                        dp -= terms.index(4 * slot + 2).load(ALONG)[None, :] * log2w
+                    if D_DISTANCE:
+                        distance = gl.abs(i[None, :] + sizes.offset - j[:, None]).to(gl.float32)
+                        dp += terms.index(4 * slot + 3).load(ALONG)[None, :] * distance
                     w = w.to(dtype)  # as it is multiplied; both at once would not fit the registers
                     p = gl.convert_layout(w, A)
-                    mbarrier.wait(dy_ready.index(slot), odd)
-                    inside = warpgroup_mma(values, dy_tiles.index(slot).permute((1, 0)), inside, is_async=True)
+                    mbarrier.wait(dy_ready.index(slot), phase)
+                    dp = warpgroup_mma(v_tile, dy_tiles.index(slot).permute((1, 0)), dp, is_async=True)
                     dv = warpgroup_mma(p, dy_tiles.index(slot), dv, is_async=True)
-                    inside = warpgroup_mma_wait(1, deps=(inside,))
-                    ds = gl.convert_layout((w.to(gl.float32) * inside * (1.0 / TIMES)).to(dtype), A)
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                    ds = gl.convert_layout((w.to(gl.float32) * dp * (1.0 / TIMES)).to(dtype), A)
                     # The next scores beside this gradient; after the last block of rows the same once more, and unused.
-                    steps -= 1
-                    count += gl.where(steps > 0, 1, 0)
+                    remaining -= 1
+                    count += gl.where(remaining > 0, 1, 0)
                     mbarrier.wait(q_ready.index(count % STAGES), (count // STAGES) & 1)
                     s = warpgroup_mma(
-                        near, q_tiles.index(count % STAGES).permute((1, 0)), blank, use_acc=False, is_async=True
+                        k_tile, q_tiles.index(count % STAGES).permute((1, 0)), zero_acc, use_acc=False, is_async=True
                     )
                     dk = warpgroup_mma(ds, q_tiles.index(slot), dk, is_async=True)
                     s, dk, ds, dv, p = warpgroup_mma_wait(0, deps=(s, dk, ds, dv, p))
                     mbarrier.arrive(q_free.index(slot))
                     mbarrier.arrive(dy_free.index(slot))
         count += gl.where(past > first, 1, 0)
-        n = heard(number, lot_ready, lot_free, turn)
-        turn += 1
+        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
+        tile_phase += 1
         # Keys and values are done with: their places take what goes out.
-        near.store((dk * scale).to(dtype))
-        values.store((dv * (1.0 / TIMES)).to(dtype))
-        copy_out(dk_desc, dk_map, b, own, start + W * HALF, near)
-        copy_out(dv_desc, dv_map, b, own, start + W * HALF, values)
+        k_tile.store((dk * scale).to(dtype))
+        v_tile.store((dv * (1.0 / TIMES)).to(dtype))
+        tma_store_async(dk_desc, dk_layout, b, out_head, start + W * HALF, k_tile)
+        tma_store_async(dv_desc, dv_layout, b, out_head, start + W * HALF, v_tile)
         tma.store_wait(0)
         gl.thread_barrier()  # each thread waits for its own copies
-        mbarrier.arrive(own_free.index(W))
+        mbarrier.arrive(kv_free.index(W))
 
 
 @gluon.jit
-def parted_keys_kernel(
-    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, q_map, k_map, v_map, dy_map, dk_map, dv_map, drawer, flow, seen, table,
-    sizes, heads, group, batch, per_group, scale, scale2, D: gl.constexpr, MASK: gl.constexpr, ETA: gl.constexpr, RHO: gl.constexpr,
+def dkdv_ws_kernel(
+    q_desc, k_desc, v_desc, dy_desc, dk_desc, dv_desc, q_layout, k_layout, v_layout, dy_layout, dk_layout, dv_layout, tile_counter, grad, mask, key_table,
+    sizes, heads, group, batch, heads_per_group, scale, scale2, D: gl.constexpr, MASK: gl.constexpr, D_ENTROPY: gl.constexpr, D_DISTANCE: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of blocks of BLOCK_J keys of `heads` heads, each the sum of `group` query heads; whole blocks only."""
-    q_tiles, dy_tiles, k_tiles, v_tiles = room(q_desc, STAGES), room(dy_desc, STAGES), room(k_desc, 2), room(v_desc, 2)
+    q_tiles, dy_tiles, k_tiles, v_tiles = (
+        alloc_smem(q_desc, STAGES),
+        alloc_smem(dy_desc, STAGES),
+        alloc_smem(k_desc, 2),
+        alloc_smem(v_desc, 2),
+    )
     terms = gl.allocate_shared_memory(gl.float32, [4 * STAGES, BLOCK_I], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     # Rows come with what is the same along them, keys with their values.
-    ready = barriers(STAGES, 2), barriers(STAGES, 1), barriers(2, 2)
-    free = barriers(STAGES, 2), barriers(STAGES, 2), barriers(2, 1)
-    tiles, lots = (q_tiles, dy_tiles, k_tiles, v_tiles), lot()
+    ready = alloc_barriers(STAGES, 2), alloc_barriers(STAGES, 1), alloc_barriers(2, 2)
+    free = alloc_barriers(STAGES, 2), alloc_barriers(STAGES, 2), alloc_barriers(2, 1)
+    tiles, tile_queue = (q_tiles, dy_tiles, k_tiles, v_tiles), alloc_tile_queue()
     fence_async_shared()
     gl.warp_specialize(
         [
-            (compute, (dk_desc, dv_desc, dk_map, dv_map, tiles, terms, ready, free, lots, seen, table, sizes, heads, group, batch, per_group,
-                       scale, scale2, 0, D, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
-            (compute, (dk_desc, dv_desc, dk_map, dv_map, tiles, terms, ready, free, lots, seen, table, sizes, heads, group, batch, per_group,
-                       scale, scale2, 1, D, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
-            (load, (q_desc, k_desc, v_desc, dy_desc, q_map, k_map, v_map, dy_map, tiles, terms, ready, free, lots, drawer, flow, seen, table,
-                    sizes, heads, group, batch, per_group, MASK, ETA, RHO, BLOCK_I, BLOCK_J, STAGES)),
+            (consumer, (dk_desc, dv_desc, dk_layout, dv_layout, tiles, terms, ready, free, tile_queue, mask, key_table, sizes, heads, group, batch, heads_per_group,
+                       scale, scale2, 0, D, MASK, D_ENTROPY, D_DISTANCE, BLOCK_I, BLOCK_J, STAGES)),
+            (consumer, (dk_desc, dv_desc, dk_layout, dv_layout, tiles, terms, ready, free, tile_queue, mask, key_table, sizes, heads, group, batch, heads_per_group,
+                       scale, scale2, 1, D, MASK, D_ENTROPY, D_DISTANCE, BLOCK_I, BLOCK_J, STAGES)),
+            (producer, (q_desc, k_desc, v_desc, dy_desc, q_layout, k_layout, v_layout, dy_layout, tiles, terms, ready, free, tile_queue, tile_counter, grad, mask, key_table,
+                    sizes, heads, group, batch, heads_per_group, MASK, D_ENTROPY, D_DISTANCE, BLOCK_I, BLOCK_J, STAGES)),
         ],
-        [4, 1], [COMPUTING, LOADING],
+        [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
     )  # fmt: skip
 
 
-__all__ = ["parted_keys_kernel"]
+__all__ = ["dkdv_ws_kernel"]

@@ -26,32 +26,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..kernels.forward import in_order, noted, told, weighed
-from ..kernels.tile_ops import FLOOR, NOTHING, Map, key_blocks, place, visible
+from ..kernels.forward import online_softmax_update, schedule_tile, store_row_stats, store_tile_max
+from ..kernels.tile_ops import EMPTY_MAX, FLOOR, TmaLayout, head_ptr, key_blocks, visible
 
 #: Registers of a thread that computes, and of one that loads; together with the first group's they fill a multiprocessor.
-COMPUTING, LOADING = gl.constexpr(240), gl.constexpr(24)
+CONSUMER_REGS, PRODUCER_REGS = gl.constexpr(240), gl.constexpr(24)
 
 
-def laid_out(told: tuple[Any, Map] | None) -> tuple[TensorDescriptor, Map]:
+def gluon_descriptor(descriptor: tuple[Any, TmaLayout] | None) -> tuple[TensorDescriptor, TmaLayout]:
     """What the copy engine is told of a tensor, and in which order its tiles lie in shared memory."""
-    assert told is not None, "asked for where the copy engine serves"
-    desc, where = told
+    assert descriptor is not None, "asked for where the copy engine serves"
+    desc, tma_layout = descriptor
     layout = gl.NVMMASharedLayout.get_default_for(desc.block_shape, gl.bfloat16)  # float16 lies alike
-    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), where
+    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), tma_layout
 
 
-def in_lines(x: Tensor, heads: int, length: int, lines: int) -> tuple[TensorDescriptor, Map]:
+def row_vector_descriptor(x: Tensor, heads: int, length: int, lines: int) -> tuple[TensorDescriptor, TmaLayout]:
     """Numbers of rows, (b, h, i) without gaps, as the copy engine takes them: `lines` of a `length` for each head."""
     desc = TensorDescriptor(x, [x.numel() // length, length], [length, 1], [1, length], gl.NVMMASharedLayout(0, 32))
-    return desc, Map(heads * lines, lines, 0)
+    return desc, TmaLayout(heads * lines, lines, 0)
 
 
 # Words for kernels in Gluon.
 
 
 @gluon.jit
-def room(desc, COUNT: gl.constexpr):
+def alloc_smem(desc, COUNT: gl.constexpr):
     """Shared memory for COUNT tiles."""
     ROWS: gl.constexpr = desc.block_type.shape[0]
     COLUMNS: gl.constexpr = desc.block_type.shape[1]
@@ -59,105 +59,107 @@ def room(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """COUNT barriers, each of which opens after so many arrivals."""
-    found = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    barrier = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(COUNT):
-        mbarrier.init(found.index(n), count=ARRIVALS)
-    return found
+        mbarrier.init(barrier.index(n), count=ARRIVALS)
+    return barrier
 
 
 @gluon.jit
-def copy(desc, where, b, h, row, ready, to):
+def tma_load_async(desc, layout, b, h, row, ready, smem):
     """Rows of one head into shared memory; `ready` is told when they are there."""
     mbarrier.expect(ready, desc.block_type.nbytes)
-    at = [(b * where.row_b + h * where.row_h + row).to(gl.int32), (h * where.col_h).to(gl.int32)]
-    tma.async_copy_global_to_shared(desc, at, ready, to)
+    coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
+    tma.async_copy_global_to_shared(desc, coords, ready, smem)
 
 
 @gluon.jit
-def copy_out(desc, where, b, h, row, tile):
+def tma_store_async(desc, layout, b, h, row, smem):
     """A tile that is written to shared memory into the rows of one head."""
     fence_async_shared()
-    at = [(b * where.row_b + h * where.row_h + row).to(gl.int32), (h * where.col_h).to(gl.int32)]
-    tma.async_copy_shared_to_global(desc, at, tile)
+    coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
+    tma.async_copy_shared_to_global(desc, coords, smem)
 
 
 @gluon.jit
-def draw(drawer):
+def next_tile(tile_counter):
     """The next block of work that nobody has."""
-    return gl.num_programs(0) + gl.atomic_add(drawer, 1)
+    return gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
 
 
 @gluon.jit
-def lot():
+def alloc_tile_queue():
     """Where the warp that loads says which block was drawn, and the barriers on both sides of it."""
-    number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return number, barriers(1, 1), barriers(1, 2)
+    queue_slot = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return queue_slot, alloc_barriers(1, 1), alloc_barriers(1, 2)
 
 
 @gluon.jit
-def announce(drawn, number, ready, free, turn):
-    mbarrier.wait(free.index(0), (turn & 1) ^ 1)
-    number.store(gl.full([1], drawn, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+def publish_tile(next_id, queue_slot, ready, free, tile_phase):
+    mbarrier.wait(free.index(0), (tile_phase & 1) ^ 1)
+    queue_slot.store(gl.full([1], next_id, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     mbarrier.arrive(ready.index(0))
 
 
 @gluon.jit
-def heard(number, ready, free, turn):
-    mbarrier.wait(ready.index(0), turn & 1)
-    drawn = gl.max(number.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def receive_tile(queue_slot, ready, free, tile_phase):
+    mbarrier.wait(ready.index(0), tile_phase & 1)
+    next_id = gl.max(queue_slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     mbarrier.arrive(free.index(0))
-    return drawn
+    return next_id
 
 
 # The forward pass.
 
 
 @gluon.jit
-def load(q_desc, k_desc, v_desc, q_map, k_map, v_map, tiles, ready, free, lots, drawer, seen, row_table, sizes, heads, per_group, blocks,
-         MASK: gl.constexpr, SAME: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group, blocks,
+         MASK: gl.constexpr, SHARED_KV: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The warp that loads: for every block of rows, their keys and values from the last to the first. It also draws the next
     block, and says which it is once it has loaded all for this one."""
     q_tiles, k_tiles, v_tiles = tiles
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
-    number, lot_ready, lot_free = lots
-    n, count, turn = gl.program_id(0), 0, 0
+    queue_slot, queue_ready, queue_free = tile_queue
+    n, count, tile_phase = gl.program_id(0), 0, 0
     while n < blocks:
-        drawn = draw(drawer)
-        block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
+        next_id = next_tile(tile_counter)
+        block, head = schedule_tile(sizes.i // BLOCK_I, heads, heads_per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
         first, full_from, full_to, past = key_blocks(
-            block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J
+            block * BLOCK_I, b, 0, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J
         )
         for w in gl.static_range(2):
-            mbarrier.wait(q_free.index(w), (turn & 1) ^ 1)
-            copy(q_desc, q_map, b, h, block * BLOCK_I + w * (BLOCK_I // 2), q_ready.index(w), q_tiles.index(w))
-        for back in range(0, past - first):
-            row, slot, odd = (past - 1 - back) * BLOCK_J, count % STAGES, (count // STAGES) & 1
-            mbarrier.wait(k_free.index(slot), odd ^ 1)
-            copy(k_desc, k_map, b, h // sizes.k_group, row, k_ready.index(slot), k_tiles.index(slot))
-            if not SAME:
-                mbarrier.wait(v_free.index(slot), odd ^ 1)
-                copy(v_desc, v_map, b, h // sizes.v_group, row, v_ready.index(slot), v_tiles.index(slot))
+            mbarrier.wait(q_free.index(w), (tile_phase & 1) ^ 1)
+            tma_load_async(
+                q_desc, q_layout, b, h, block * BLOCK_I + w * (BLOCK_I // 2), q_ready.index(w), q_tiles.index(w)
+            )
+        for tiles_back in range(0, past - first):
+            row, slot, phase = (past - 1 - tiles_back) * BLOCK_J, count % STAGES, (count // STAGES) & 1
+            mbarrier.wait(k_free.index(slot), phase ^ 1)
+            tma_load_async(k_desc, k_layout, b, h // sizes.k_group, row, k_ready.index(slot), k_tiles.index(slot))
+            if not SHARED_KV:
+                mbarrier.wait(v_free.index(slot), phase ^ 1)
+                tma_load_async(v_desc, v_layout, b, h // sizes.v_group, row, v_ready.index(slot), v_tiles.index(slot))
             count += 1
-        announce(drawn, number, lot_ready, lot_free, turn)
-        n = drawn
-        turn += 1
+        publish_tile(next_id, queue_slot, queue_ready, queue_free, tile_phase)
+        n = next_id
+        tile_phase += 1
 
 
 @gluon.jit
-def weights_of(s, m, l, t, mean_distance, mass, argmax, best, i, j, visit, b, h, keys, seen, bests, per_best, sizes, scale2, MASK: gl.constexpr,
-               ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr, ARGMAX: gl.constexpr, BESTS: gl.constexpr,
+def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i, j, visit, b, h, keys, mask, tile_maxima, tiles_per_group, sizes, scale2, MASK: gl.constexpr,
+               ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr, ARGMAX: gl.constexpr, TILE_MAXIMA: gl.constexpr,
                EDGE: gl.constexpr):  # fmt: skip
-    """The state with one more tile in it, as `weighed`. EDGE: some rows do not see all of the tile."""
+    """The state with one more tile in it, as `online_softmax_update`. EDGE: some rows do not see all of the tile."""
     if EDGE:
-        s = gl.where(visible(i[:, None], j[None, :], b, h, 0, seen, sizes, MASK), s, FLOOR)
-    chosen = mass
+        s = gl.where(visible(i[:, None], j[None, :], b, h, 0, mask, sizes, MASK), s, FLOOR)
+    key_mass = mass
     if MASS:
-        chosen = gl.load(place(keys, b, h) + j.to(gl.int64) * keys.j)
-    m, l, t, mean_distance, mass, argmax, p, a, largest = weighed(
+        key_mass = gl.load(head_ptr(keys, b, h) + j.to(gl.int64) * keys.j)
+    m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
         s,
         m,
         l,
@@ -167,7 +169,7 @@ def weights_of(s, m, l, t, mean_distance, mass, argmax, best, i, j, visit, b, h,
         argmax,
         i,
         j,
-        chosen,
+        key_mass,
         scale2,
         sizes.offset,
         ENTROPY,
@@ -176,100 +178,100 @@ def weights_of(s, m, l, t, mean_distance, mass, argmax, best, i, j, visit, b, h,
         ARGMAX,
         True,
     )
-    if BESTS:
-        best = noted(bests, per_best, best, largest, visit, b, h, i, sizes)
-    return m, l, t, mean_distance, mass, argmax, best, p, a
+    if TILE_MAXIMA:
+        group_max = store_tile_max(tile_maxima, tiles_per_group, group_max, tile_max, visit, b, h, i, sizes)
+    return m, l, t, mean_distance, mass, argmax, group_max, p, alpha
 
 
 @gluon.jit
-def compute(
-    y_desc, y_map, tiles, y_tiles, ready, free, turns, lots, keys, sink, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, blocks, scale2,
-    W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
+def consumer(
+    y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, blocks, scale2,
+    W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
     LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr,
-    ARGMAX: gl.constexpr, SINK: gl.constexpr, BESTS: gl.constexpr,
+    ARGMAX: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute: rows W · BLOCK_I/2 and on of every block."""
     q_tiles, k_tiles, v_tiles = tiles
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
-    number, lot_ready, lot_free = lots
+    queue_slot, queue_ready, queue_free = tile_queue
     HALF: gl.constexpr = BLOCK_I // 2
     dtype: gl.constexpr = y_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_J, 16])
     Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
-    rows = q_tiles.index(W)
-    blank = gl.zeros([HALF, BLOCK_J], gl.float32, S)
+    q_tile = q_tiles.index(W)
+    zero_acc = gl.zeros([HALF, BLOCK_J], gl.float32, S)
     zeros = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
     column = gl.arange(0, BLOCK_J, gl.SliceLayout(0, S))
-    n, count, turn, step = gl.program_id(0), 0, 0, 0
+    n, count, tile_phase, step = gl.program_id(0), 0, 0, 0
     while n < blocks:
-        block, head = in_order(sizes.i // BLOCK_I, heads, per_group, n - gl.program_id(0))
+        block, head = schedule_tile(sizes.i // BLOCK_I, heads, heads_per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
         start = block * BLOCK_I + W * HALF
         i = start + gl.arange(0, HALF, gl.SliceLayout(1, S))
         first, full_from, full_to, past = key_blocks(
-            block * BLOCK_I, b, 0, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J
+            block * BLOCK_I, b, 0, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J
         )
-        m, l, t, mean_distance, mass, best = zeros + NOTHING, zeros, zeros, zeros, zeros, zeros
+        m, l, t, mean_distance, mass, group_max = zeros + EMPTY_MAX, zeros, zeros, zeros, zeros, zeros
         argmax = gl.full([HALF], 2147483647, gl.int32, gl.SliceLayout(1, S))
         y = gl.zeros([HALF, D], gl.float32, Y)
-        mbarrier.wait(q_ready.index(W), turn & 1)
+        mbarrier.wait(q_ready.index(W), tile_phase & 1)
 
         # The last tile has nothing before it.
-        slot, odd = count % STAGES, (count // STAGES) & 1
-        mbarrier.wait(k_ready.index(slot), odd)
-        s = warpgroup_mma(rows, k_tiles.index(slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+        slot, phase = count % STAGES, (count // STAGES) & 1
+        mbarrier.wait(k_ready.index(slot), phase)
+        s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        if not SAME:
+        if not SHARED_KV:
             mbarrier.arrive(k_free.index(slot))
-        m, l, t, mean_distance, mass, argmax, best, p, a = weights_of(
-            s, m, l, t, mean_distance, mass, argmax, best, i, (past - 1) * BLOCK_J + column, 0, b, h, keys, seen, bests, per_best, sizes,
-            scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, BESTS, MASK != "none",
+        m, l, t, mean_distance, mass, argmax, group_max, p, alpha = masked_softmax_update(
+            s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1) * BLOCK_J + column, 0, b, h, keys, mask, tile_maxima, tiles_per_group, sizes,
+            scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, TILE_MAXIMA, MASK != "none",
         )  # fmt: skip
         p = gl.convert_layout(p.to(dtype), P)
         # The tiles at one edge of the mask, those seen in full, those at the other edge.
         begins = 1, gl.maximum(past - full_to, 1), past - full_from
         ends = begins[1], begins[2], past - first
-        for PART in gl.static_range(0 if MASK != "none" else 1, 3 if MASK == "band" else 2):
-            for back in range(begins[PART], ends[PART]):
-                before, odd_before = slot, odd
+        for SECTION in gl.static_range(0 if MASK != "none" else 1, 3 if MASK == "band" else 2):
+            for tiles_back in range(begins[SECTION], ends[SECTION]):
+                prev_slot, prev_phase = slot, phase
                 count += 1
-                slot, odd = count % STAGES, (count // STAGES) & 1
-                mbarrier.wait(k_ready.index(slot), odd)
-                mbarrier.wait(turns.index(W), (step & 1) ^ (1 - W))
-                s = warpgroup_mma(rows, k_tiles.index(slot).permute((1, 0)), blank, use_acc=False, is_async=True)
-                if not SAME:
-                    mbarrier.wait(v_ready.index(before), odd_before)
-                y = warpgroup_mma(p, v_tiles.index(before), y, is_async=True)
-                mbarrier.arrive(turns.index(1 - W))
+                slot, phase = count % STAGES, (count // STAGES) & 1
+                mbarrier.wait(k_ready.index(slot), phase)
+                mbarrier.wait(pingpong.index(W), (step & 1) ^ (1 - W))
+                s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+                if not SHARED_KV:
+                    mbarrier.wait(v_ready.index(prev_slot), prev_phase)
+                y = warpgroup_mma(p, v_tiles.index(prev_slot), y, is_async=True)
+                mbarrier.arrive(pingpong.index(1 - W))
                 step += 1
                 s = warpgroup_mma_wait(1, deps=(s,))
-                if not SAME:
+                if not SHARED_KV:
                     mbarrier.arrive(k_free.index(slot))
-                m, l, t, mean_distance, mass, argmax, best, weights, a = weights_of(
-                    s, m, l, t, mean_distance, mass, argmax, best, i, (past - 1 - back) * BLOCK_J + column, back, b, h, keys, seen, bests,
-                    per_best, sizes, scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, BESTS, PART != 1,
+                m, l, t, mean_distance, mass, argmax, group_max, weights, alpha = masked_softmax_update(
+                    s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1 - tiles_back) * BLOCK_J + column, tiles_back, b, h, keys, mask, tile_maxima,
+                    tiles_per_group, sizes, scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, TILE_MAXIMA, SECTION != 1,
                 )  # fmt: skip
                 y, p = warpgroup_mma_wait(0, deps=(y, p))
-                mbarrier.arrive(v_free.index(before))
-                y = y * gl.convert_layout(a, gl.SliceLayout(1, Y))[:, None]
+                mbarrier.arrive(v_free.index(prev_slot))
+                y = y * gl.convert_layout(alpha, gl.SliceLayout(1, Y))[:, None]
                 p = gl.convert_layout(weights.to(dtype), P)
 
         mbarrier.arrive(q_free.index(W))
-        if not SAME:
-            mbarrier.wait(v_ready.index(slot), odd)
+        if not SHARED_KV:
+            mbarrier.wait(v_ready.index(slot), phase)
         y = warpgroup_mma(p, v_tiles.index(slot), y, is_async=True)
         y, p = warpgroup_mma_wait(0, deps=(y, p))
         mbarrier.arrive(v_free.index(slot))
-        n = heard(number, lot_ready, lot_free, turn)
+        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
         count += 1
-        turn += 1
-        if BESTS:
-            for group in range(gl.cdiv(past - first, per_best), groups):
-                gl.store(place(bests, b, h) + group * bests.i + i, zeros + FLOOR)
-        share, nothing = told(
+        tile_phase += 1
+        if TILE_MAXIMA:
+            for group in range(gl.cdiv(past - first, tiles_per_group), groups):
+                gl.store(head_ptr(tile_maxima, b, h) + group * tile_maxima.i + i, zeros + FLOOR)
+        share, empty = store_row_stats(
             out,
             sink,
             m,
@@ -291,61 +293,66 @@ def compute(
             MASS,
             ARGMAX,
         )
-        share, nothing = (
+        share, empty = (
             gl.convert_layout(share, gl.SliceLayout(1, Y)),
-            gl.convert_layout(nothing, gl.SliceLayout(1, Y)),
+            gl.convert_layout(empty, gl.SliceLayout(1, Y)),
         )
         tma.store_wait(0)
         gl.thread_barrier()
-        y_tiles.index(W).store(gl.where(nothing[:, None], 0.0, y * share[:, None]).to(dtype))
-        copy_out(y_desc, y_map, b, h, start, y_tiles.index(W))
+        y_tiles.index(W).store(gl.where(empty[:, None], 0.0, y * share[:, None]).to(dtype))
+        tma_store_async(y_desc, y_layout, b, h, start, y_tiles.index(W))
     tma.store_wait(0)
 
 
 @gluon.jit
-def parted_kernel(
-    q_desc, k_desc, v_desc, y_desc, q_map, k_map, v_map, y_map, keys, sink, seen, row_table, out, bests, per_best, groups,
-    sizes, heads, per_group, blocks, drawer, scale2, D: gl.constexpr, MASK: gl.constexpr, SAME: gl.constexpr,
+def forward_ws_kernel(
+    q_desc, k_desc, v_desc, y_desc, q_layout, k_layout, v_layout, y_layout, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
+    sizes, heads, heads_per_group, blocks, tile_counter, scale2, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
     LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr,
-    ARGMAX: gl.constexpr, SINK: gl.constexpr, BESTS: gl.constexpr,
+    ARGMAX: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """All that one pass tells of blocks of BLOCK_I rows; whole blocks, and at least one key for each."""
-    q_tiles, y_tiles, k_tiles = room(q_desc, 2), room(y_desc, 2), room(k_desc, STAGES)
-    q_ready, q_free, k_ready, k_free = barriers(2, 1), barriers(2, 1), barriers(STAGES, 1), barriers(STAGES, 2)
+    q_tiles, y_tiles, k_tiles = alloc_smem(q_desc, 2), alloc_smem(y_desc, 2), alloc_smem(k_desc, STAGES)
+    q_ready, q_free, k_ready, k_free = (
+        alloc_barriers(2, 1),
+        alloc_barriers(2, 1),
+        alloc_barriers(STAGES, 1),
+        alloc_barriers(STAGES, 2),
+    )
     v_tiles, v_ready, v_free = k_tiles, k_ready, k_free
-    if not SAME:
-        v_tiles, v_ready, v_free = room(v_desc, STAGES), barriers(STAGES, 1), barriers(STAGES, 2)
-    turns, lots = barriers(2, 1), lot()
+    if not SHARED_KV:
+        v_tiles, v_ready, v_free = alloc_smem(v_desc, STAGES), alloc_barriers(STAGES, 1), alloc_barriers(STAGES, 2)
+    pingpong, tile_queue = alloc_barriers(2, 1), alloc_tile_queue()
     fence_async_shared()
     tiles, ready, free = (q_tiles, k_tiles, v_tiles), (q_ready, k_ready, v_ready), (q_free, k_free, v_free)
     gl.warp_specialize(
         [
-            (compute, (y_desc, y_map, tiles, y_tiles, ready, free, turns, lots, keys, sink, seen, row_table, out, bests, per_best, groups,
-                       sizes, heads, per_group, blocks, scale2, 0, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, BESTS,
+            (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
+                       sizes, heads, heads_per_group, blocks, scale2, 0, D, MASK, SHARED_KV, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
-            (compute, (y_desc, y_map, tiles, y_tiles, ready, free, turns, lots, keys, sink, seen, row_table, out, bests, per_best, groups,
-                       sizes, heads, per_group, blocks, scale2, 1, D, MASK, SAME, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, BESTS,
+            (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
+                       sizes, heads, heads_per_group, blocks, scale2, 1, D, MASK, SHARED_KV, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
-            (load, (q_desc, k_desc, v_desc, q_map, k_map, v_map, tiles, ready, free, lots, drawer, seen, row_table, sizes, heads, per_group,
-                    blocks, MASK, SAME, BLOCK_I, BLOCK_J, STAGES)),
+            (producer, (q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group,
+                    blocks, MASK, SHARED_KV, BLOCK_I, BLOCK_J, STAGES)),
         ],
-        [4, 1], [COMPUTING, LOADING],
+        [4, 1], [CONSUMER_REGS, PRODUCER_REGS],
     )  # fmt: skip
 
 
 __all__ = [
-    "COMPUTING",
-    "LOADING",
-    "announce",
-    "barriers",
-    "copy",
-    "copy_out",
-    "draw",
-    "heard",
-    "in_lines",
-    "laid_out",
-    "lot",
-    "parted_kernel",
-    "room",
+    "CONSUMER_REGS",
+    "PRODUCER_REGS",
+    "alloc_barriers",
+    "alloc_smem",
+    "alloc_tile_queue",
+    "forward_ws_kernel",
+    "gluon_descriptor",
+    "next_tile",
+    "publish_tile",
+    "receive_tile",
+    "row_vector_descriptor",
+    "tma_load_async",
+    "tma_store_async",
 ]

@@ -18,33 +18,33 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tile_ops import LOG2E, across, down
+from .tile_ops import LOG2E, per_key, per_row
 
 #: Largest projected query or key for which the paired form cannot overflow: (e^4·10)² < 2^127.
-TAME = 10.0
+MAX_PAIRED = 10.0
 
 
-class TanhPair(NamedTuple):
+class TanhArg(NamedTuple):
     """Projected queries and keys with positions last, (b, h, a, rows) and (b, g, a, keys), without gaps; and e^2x of two
     components together in 64 bits, (b, h, a / 2, rows) and (b, g, a / 2, keys)."""
 
     q: Any
     k: Any
-    grown_q: Any
-    grown_k: Any
+    exp_q: Any
+    exp_k: Any
     v: Any  # b|1 h|1 a
     v_b: int
     v_h: int
-    tame: Any  # one int: 1 where the paired form serves
+    paired: Any  # one int: 1 where the paired form serves
     a: int  # even
     rows: int  # as many as there are, filled up to whole tiles: no load has to ask whether it is past the end
     keys: int
 
 
 @triton.jit
-def reciprocal(x, PAIR: tl.constexpr):
+def reciprocal(x, SIMILARITY: tl.constexpr):
     """1/x to about one unit in the last place; PAIR "tanh-plain" without the hardware's own instruction."""
-    if PAIR == "tanh":
+    if SIMILARITY == "tanh":
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -52,43 +52,43 @@ def reciprocal(x, PAIR: tl.constexpr):
 
 
 @triton.jit
-def both(at):
+def load_pair(at):
     """Two numbers of every position in one load: loads are what this waits for."""
     two = tl.load(at)
     return two.to(tl.int32).to(tl.float32, bitcast=True), (two >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def tanh_sum(pair, i, j, b, h, hk, sizes, PAIR: tl.constexpr, KEYS_FIRST: tl.constexpr):
+def tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Σ_a v_a tanh(q_a + k_a) of a tile, (i, j) or (j, i)."""
-    v = pair.v + b.to(tl.int64) * pair.v_b + h.to(tl.int64) * pair.v_h
+    v = tanh_arg.v + b.to(tl.int64) * tanh_arg.v_b + h.to(tl.int64) * tanh_arg.v_h
     # Pointers of whole rows of components, not of every position: one addition a component.
-    head_q = (b * sizes.h + h).to(tl.int64) * pair.a * pair.rows
-    head_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * pair.a * pair.keys
-    s = tl.zeros((down(i, KEYS_FIRST) + across(j, KEYS_FIRST)).shape, tl.float32)
-    if tl.load(pair.tame) != 0:
+    head_q = (b * sizes.h + h).to(tl.int64) * tanh_arg.a * tanh_arg.rows
+    head_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * tanh_arg.a * tanh_arg.keys
+    s = tl.zeros((per_row(i, KEYS_FIRST) + per_key(j, KEYS_FIRST)).shape, tl.float32)
+    if tl.load(tanh_arg.paired) != 0:
         total = 0.0
-        a_ptr, b_ptr = pair.grown_q + head_q // 2, pair.grown_k + head_k // 2
-        for n in tl.range(0, pair.a, 2):
+        a_ptr, b_ptr = tanh_arg.exp_q + head_q // 2, tanh_arg.exp_k + head_k // 2
+        for n in tl.range(0, tanh_arg.a, 2):
             v0, v1 = tl.load(v + n), tl.load(v + n + 1)
-            a0, a1 = both(a_ptr + i)
-            b0, b1 = both(b_ptr + j)
-            d0 = down(a0, KEYS_FIRST) * across(b0, KEYS_FIRST) + 1.0
-            d1 = down(a1, KEYS_FIRST) * across(b1, KEYS_FIRST) + 1.0
-            s += (v0 * d1 + v1 * d0) * reciprocal(d0 * d1, PAIR)
+            a0, a1 = load_pair(a_ptr + i)
+            b0, b1 = load_pair(b_ptr + j)
+            d0 = per_row(a0, KEYS_FIRST) * per_key(b0, KEYS_FIRST) + 1.0
+            d1 = per_row(a1, KEYS_FIRST) * per_key(b1, KEYS_FIRST) + 1.0
+            s += (v0 * d1 + v1 * d0) * reciprocal(d0 * d1, SIMILARITY)
             total += v0 + v1
-            a_ptr += pair.rows
-            b_ptr += pair.keys
+            a_ptr += tanh_arg.rows
+            b_ptr += tanh_arg.keys
         s = total - 2.0 * s
     else:
-        q_ptr, k_ptr = pair.q + head_q, pair.k + head_k
-        for n in tl.range(0, pair.a):
-            x = down(tl.load(q_ptr + i), KEYS_FIRST) + across(tl.load(k_ptr + j), KEYS_FIRST)
+        q_ptr, k_ptr = tanh_arg.q + head_q, tanh_arg.k + head_k
+        for n in tl.range(0, tanh_arg.a):
+            x = per_row(tl.load(q_ptr + i), KEYS_FIRST) + per_key(tl.load(k_ptr + j), KEYS_FIRST)
             # e^2x may overflow to inf: then the fraction is 0, and tanh is 1.
-            s += tl.load(v + n) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, PAIR))
-            q_ptr += pair.rows
-            k_ptr += pair.keys
+            s += tl.load(v + n) * (1.0 - 2.0 * reciprocal(tl.exp2(x * (2.0 * LOG2E)) + 1.0, SIMILARITY))
+            q_ptr += tanh_arg.rows
+            k_ptr += tanh_arg.keys
     return s
 
 
-__all__ = ["TAME", "TanhPair", "tanh_sum"]
+__all__ = ["MAX_PAIRED", "TanhArg", "tanh_sum"]

@@ -14,25 +14,25 @@ import triton.language as tl
 
 from .additive import tanh_sum
 from .tile_ops import (
+    EMPTY_MAX,
     FLOOR,
     LN2,
     LOG2E,
-    NOTHING,
     add_product,
-    fetch,
+    apply_score_mods,
+    head_ptr,
     key_blocks,
-    place,
+    load_tile,
     product,
-    put_row,
-    put_tile,
-    scored,
-    tile,
+    store_row,
+    store_tile,
+    tma_load,
     visible,
 )
 
 
 class Outputs(NamedTuple):
-    """Where answers go, all `Cells`; those that nobody asked for are never touched."""
+    """Where answers go, all `TensorArg`; those that nobody asked for are never touched."""
 
     y: Any
     lse: Any
@@ -45,109 +45,109 @@ class Outputs(NamedTuple):
 
 
 @triton.jit
-def in_order(rows, heads, PER_GROUP, first=0):
+def schedule_tile(rows, heads, heads_per_group, first=0):
     """Which block of rows and which head this program owns; `first` programs ran before.
 
     Heads come in groups whose keys and values fit the cache together; within a group the last rows start first,
     since under a causal mask they take longest.
     """
     pid = tl.program_id(0) + first
-    group = pid // (PER_GROUP * rows)
-    here = tl.minimum(PER_GROUP, heads - group * PER_GROUP)
-    n = pid - group * PER_GROUP * rows
-    return rows - 1 - n // here, group * PER_GROUP + n % here
+    group = pid // (heads_per_group * rows)
+    here = tl.minimum(heads_per_group, heads - group * heads_per_group)
+    n = pid - group * heads_per_group * rows
+    return rows - 1 - n // here, group * heads_per_group + n % here
 
 
 @triton.jit
-def weighed(s, m, l, t, mean_distance, mass, argmax, i, j, keys, scale2, offset,
-            ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr, FOLD: tl.constexpr):  # fmt: skip
+def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, scale2, offset,
+            ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr, SCALE_FOLDED: tl.constexpr):  # fmt: skip
     """The state of the rows with one more tile of keys in it: `State.merge` of the plain engine, in registers.
 
     Also, for the output, the tile's weights and what is left of those before it; and the largest product of the tile in
     every row, before any folded scale.
     """
-    top = tl.max(s, 1)
-    largest = top
+    tile_max = tl.max(s, 1)
+    unscaled_max = tile_max
     if ARGMAX:
-        first = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
-    if FOLD:
-        top = top * scale2
-    higher = tl.maximum(m, top)
-    if FOLD:
-        x = s * scale2 - higher[:, None]
+        first = tl.min(tl.where(s == tile_max[:, None], j[None, :], 2147483647), 1)
+    if SCALE_FOLDED:
+        tile_max = tile_max * scale2
+    new_m = tl.maximum(m, tile_max)
+    if SCALE_FOLDED:
+        x = s * scale2 - new_m[:, None]
     else:
-        x = s - higher[:, None]
+        x = s - new_m[:, None]
     p = tl.exp2(x)
-    a = tl.exp2(m - higher)
+    alpha = tl.exp2(m - new_m)
     if ENTROPY:
         # A higher maximum shifts every s − m by the same amount, once for each unit of l.
-        t = a * (t + (m - higher) * l) + tl.sum(p * x, 1)
+        t = alpha * (t + (m - new_m) * l) + tl.sum(p * x, 1)
     if MEAN_DISTANCE:
-        mean_distance = a * mean_distance + tl.sum(p * tl.abs(i[:, None] + offset - j[None, :]).to(tl.float32), 1)
+        mean_distance = alpha * mean_distance + tl.sum(p * tl.abs(i[:, None] + offset - j[None, :]).to(tl.float32), 1)
     if MASS:
-        mass = a * mass + tl.sum(p * keys[None, :], 1)
+        mass = alpha * mass + tl.sum(p * keys[None, :], 1)
     if ARGMAX:
         # Ties go to the lower index, whichever tile came first.
-        tie = tl.where(top == m, tl.minimum(first, argmax), argmax)
-        argmax = tl.where(top > m, first, tie)
-    l = l * a + tl.sum(p, 1)
-    return higher, l, t, mean_distance, mass, argmax, p, a, largest
+        tie = tl.where(tile_max == m, tl.minimum(first, argmax), argmax)
+        argmax = tl.where(tile_max > m, first, tie)
+    l = l * alpha + tl.sum(p, 1)
+    return new_m, l, t, mean_distance, mass, argmax, p, alpha, unscaled_max
 
 
 @triton.jit
-def noted(bests, per_best, best, largest, visit, b, h, i, sizes):
-    """The largest product of `per_best` tiles of every row, written down as it grows; any tiles may share a place."""
-    best = tl.where(visit % per_best == 0, largest, tl.maximum(best, largest))
-    tl.store(place(bests, b, h) + visit // per_best * bests.i + i, best, mask=i < sizes.i)
-    return best
+def store_tile_max(tile_maxima, tiles_per_group, group_max, tile_max, visit, b, h, i, sizes):
+    """The largest product of `tiles_per_group` tiles of every row, written down as it grows; any tiles may share a place."""
+    group_max = tl.where(visit % tiles_per_group == 0, tile_max, tl.maximum(group_max, tile_max))
+    tl.store(head_ptr(tile_maxima, b, h) + visit // tiles_per_group * tile_maxima.i + i, group_max, mask=i < sizes.i)
+    return group_max
 
 
 @triton.jit
-def told(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK: tl.constexpr,
+def store_row_stats(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK: tl.constexpr,
          LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr,
          MASS: tl.constexpr, ARGMAX: tl.constexpr):  # fmt: skip
     """Write what finished rows tell. Returns what their output must be multiplied by, and which rows see nothing."""
     # A score that is nan leaves no trace in the maximum, but in the sum.
-    nothing, unseen = (m <= NOTHING) & (l == 0.0), m <= NOTHING
+    empty, no_finite_key = (m <= EMPTY_MAX) & (l == 0.0), m <= EMPTY_MAX
     if MAX:
-        highest = tl.where(l == l, m * LN2, float("nan"))
-        put_row(out.max_score, b, h, i, tl.where(nothing, float("-inf"), highest), sizes.i)
+        max_score = tl.where(l == l, m * LN2, float("nan"))
+        store_row(out.max_score, b, h, i, tl.where(empty, float("-inf"), max_score), sizes.i)
     if ARGMAX:
-        put_row(out.argmax, b, h, i, tl.where(unseen, -1, argmax), sizes.i)
-    a = 1.0
+        store_row(out.argmax, b, h, i, tl.where(no_finite_key, -1, argmax), sizes.i)
+    alpha = 1.0
     if SINK:  # one more key, which gives nothing
-        drain = tl.maximum(tl.load(place(sink, b, h)).to(tl.float32) * LOG2E, FLOOR)
-        higher = tl.maximum(m, drain)
-        a, its = tl.exp2(m - higher), tl.exp2(drain - higher)
-        t = a * (t + (m - higher) * l) + its * (drain - higher)
-        l = a * l + its
-        m = higher
-        nothing = (m <= NOTHING) & (l == 0.0)
-    share = tl.where(nothing, 0.0, a / l)
+        sink2 = tl.maximum(tl.load(head_ptr(sink, b, h)).to(tl.float32) * LOG2E, FLOOR)
+        new_m = tl.maximum(m, sink2)
+        alpha, sink_weight = tl.exp2(m - new_m), tl.exp2(sink2 - new_m)
+        t = alpha * (t + (m - new_m) * l) + sink_weight * (sink2 - new_m)
+        l = alpha * l + sink_weight
+        m = new_m
+        empty = (m <= EMPTY_MAX) & (l == 0.0)
+    share = tl.where(empty, 0.0, alpha / l)
     if LSE:
-        put_row(out.lse, b, h, i, tl.where(nothing, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
+        store_row(out.lse, b, h, i, tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
     if NORM:
-        put_row(out.norm, b, h, i, tl.where(nothing, float("-inf"), m * LN2), sizes.i)
-        tl.store(place(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(nothing, 0.0, l), mask=i < sizes.i)
+        store_row(out.norm, b, h, i, tl.where(empty, float("-inf"), m * LN2), sizes.i)
+        tl.store(head_ptr(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(empty, 0.0, l), mask=i < sizes.i)
     if ENTROPY:
-        h2 = tl.log2(l) - tl.where(nothing, 0.0, t / l)
+        h2 = tl.log2(l) - tl.where(empty, 0.0, t / l)
         # Written so that nan stays: rounding may put a certain row a hair below 0.
-        put_row(out.entropy, b, h, i, tl.where(nothing | (h2 < 0), 0.0, h2 * LN2), sizes.i)
+        store_row(out.entropy, b, h, i, tl.where(empty | (h2 < 0), 0.0, h2 * LN2), sizes.i)
     if MEAN_DISTANCE:
-        put_row(out.mean_distance, b, h, i, tl.where(nothing, 0.0, mean_distance * share), sizes.i)
+        store_row(out.mean_distance, b, h, i, tl.where(empty, 0.0, mean_distance * share), sizes.i)
     if MASS:
-        put_row(out.mass, b, h, i, tl.where(nothing, 0.0, mass * share), sizes.i)
-    return share, nothing
+        store_row(out.mass, b, h, i, tl.where(empty, 0.0, mass * share), sizes.i)
+    return share, empty
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, pair, q_desc, k_desc, v_desc, q_map, k_map, v_map, steps, strides, caps, sink,
-    keys, seen, row_table, out, bests, per_best, groups, sizes, heads, per_group, scale, scale2,
-    PAIR: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STEPS: tl.constexpr, MASK: tl.constexpr, FOLD: tl.constexpr,
-    EXACT: tl.constexpr, EXACT_V: tl.constexpr, SINK: tl.constexpr, SAME: tl.constexpr,
+    q, k, v, tanh_arg, q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, modifiers, strides, caps, sink,
+    keys, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, scale, scale2,
+    SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
+    FP32: tl.constexpr, FP32_V: tl.constexpr, SINK: tl.constexpr, SHARED_KV: tl.constexpr,
     Y: tl.constexpr, LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr,
-    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, WHOLE: tl.constexpr, BESTS: tl.constexpr,
+    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All that one pass can tell of BLOCK_I rows.
@@ -155,73 +155,75 @@ def forward_kernel(
     EDGES: there are tiles that rows see in part. WHOLE: the keys fill their last block. BESTS: note the largest product of
     every few tiles, for `top`.
     """
-    block, head = in_order(tl.cdiv(sizes.i, BLOCK_I), heads, per_group)
+    block, head = schedule_tile(tl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
     start = block * BLOCK_I
     i = start + tl.arange(0, BLOCK_I)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     hk, hv = h // sizes.k_group, h // sizes.v_group
-    if PAIR == "product":
+    if SIMILARITY == "product":
         if TMA:  # rows past the end may be another head's: they are computed and never written
-            rows = fetch(q_desc, q_map, b, h, start)
+            q_tile = tma_load(q_desc, q_layout, b, h, start)
         else:
-            rows = tile(q, b, h, i, d, sizes.i, D, True)
+            q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
 
     # Above all that is hidden: were a hidden score the maximum, s · scale2 − m would be no 0 but a rounding error of 1e20,
     # since the hardware multiplies and subtracts in one step and rounds the maximum apart.
-    m = tl.full([BLOCK_I], NOTHING, tl.float32)
+    m = tl.full([BLOCK_I], EMPTY_MAX, tl.float32)
     l = tl.zeros([BLOCK_I], tl.float32)
     t = tl.zeros([BLOCK_I], tl.float32)
     mean_distance = tl.zeros([BLOCK_I], tl.float32)
     mass = tl.zeros([BLOCK_I], tl.float32)
     argmax = tl.full([BLOCK_I], 2147483647, tl.int32)
     y = tl.zeros([BLOCK_I, BLOCK_E], tl.float32)
-    best, visits = m, start * 0
+    group_max, visits = m, start * 0
 
-    for r in range(0, seen.spans):
-        first, full_from, full_to, past = key_blocks(start, b, r, row_table, seen, sizes, MASK, BLOCK_I, BLOCK_J)
+    for r in range(0, mask.n_intervals):
+        first, full_from, full_to, past = key_blocks(start, b, r, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         left = full_from - first
         for EDGE in tl.static_range(2 if EDGES else 1):  # tiles seen in full, then those at the edges of the mask
             for n in range(0 if EDGE else full_from, left + past - full_to if EDGE else full_to):
                 at = tl.where(n < left, first + n, full_to + n - left) if EDGE else n
                 j = at * BLOCK_J + tl.arange(0, BLOCK_J)
-                if PAIR == "product":
-                    if TMA and (WHOLE or not EDGE):
-                        near = fetch(k_desc, k_map, b, hk, at * BLOCK_J)
+                if SIMILARITY == "product":
+                    if TMA and (EVEN_BLOCKS or not EDGE):
+                        k_tile = tma_load(k_desc, k_layout, b, hk, at * BLOCK_J)
                     else:
-                        near = tile(k, b, hk, j, d, sizes.j, D, EDGE == 1)
-                    s = product(rows, near.T, EXACT)
+                        k_tile = load_tile(k, b, hk, j, d, sizes.j, D, EDGE == 1)
+                    s = product(q_tile, k_tile.T, FP32)
                 else:
-                    s = tanh_sum(pair, i, j, b, h, hk, sizes, PAIR, False)
-                s, _ = scored(s, i[:, None], j[None, :], b, h, steps, strides, caps, scale, sizes, STEPS, FOLD, 0)
+                    s = tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY, False)
+                s, _ = apply_score_mods(
+                    s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, 0
+                )
                 if EDGE:
-                    s = tl.where(visible(i[:, None], j[None, :], b, h, r, seen, sizes, MASK), s, FLOOR)
+                    s = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), s, FLOOR)
                 if not Y:
-                    values = s
-                elif SAME:
-                    values = near
-                elif TMA and (WHOLE or not EDGE):
-                    values = fetch(v_desc, v_map, b, hv, at * BLOCK_J)
+                    v_tile = s
+                elif SHARED_KV:
+                    v_tile = k_tile
+                elif TMA and (EVEN_BLOCKS or not EDGE):
+                    v_tile = tma_load(v_desc, v_layout, b, hv, at * BLOCK_J)
                 else:
-                    values = tile(v, b, hv, j, e, sizes.j, E, EDGE == 1)
-                chosen = mass
+                    v_tile = load_tile(v, b, hv, j, e, sizes.j, E, EDGE == 1)
+                key_mass = mass
                 if MASS:
-                    chosen = tl.load(place(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
-                m, l, t, mean_distance, mass, argmax, p, a, largest = weighed(
-                    s, m, l, t, mean_distance, mass, argmax, i, j, chosen, scale2, sizes.offset, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, FOLD
+                    key_mass = tl.load(head_ptr(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
+                m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
+                    s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SCALE_FOLDED
                 )  # fmt: skip
                 if Y:
-                    y = add_product(p.to(values.dtype), values, y * a[:, None], EXACT_V)
-                if BESTS:
+                    y = add_product(p.to(v_tile.dtype), v_tile, y * alpha[:, None], FP32_V)
+                if TILE_MAXIMA:
                     visit = visits + (n if EDGE else n - full_from)
-                    best = noted(bests, per_best, best, largest, visit, b, h, i, sizes)
+                    group_max = store_tile_max(tile_maxima, tiles_per_group, group_max, tile_max, visit, b, h, i, sizes)
             visits += left + past - full_to if EDGE else full_to - full_from
-    if BESTS:
-        for group in range(tl.cdiv(visits, per_best), groups):
+    if TILE_MAXIMA:
+        for group in range(tl.cdiv(visits, tiles_per_group), groups):
             lowest = tl.full([BLOCK_I], FLOOR, tl.float32)
-            tl.store(place(bests, b, h) + group * bests.i + i, lowest, mask=i < sizes.i)
+            tl.store(head_ptr(tile_maxima, b, h) + group * tile_maxima.i + i, lowest, mask=i < sizes.i)
 
-    share, nothing = told(
+    share, empty = store_row_stats(
         out,
         sink,
         m,
@@ -244,7 +246,7 @@ def forward_kernel(
         ARGMAX,
     )
     if Y:
-        put_tile(out.y, b, h, i, e, tl.where(nothing[:, None], 0.0, y * share[:, None]), sizes.i, E)
+        store_tile(out.y, b, h, i, e, tl.where(empty[:, None], 0.0, y * share[:, None]), sizes.i, E)
 
 
-__all__ = ["Outputs", "forward_kernel", "in_order", "noted", "told", "weighed"]
+__all__ = ["Outputs", "forward_kernel", "online_softmax_update", "schedule_tile", "store_row_stats", "store_tile_max"]

@@ -5,7 +5,7 @@ kernels are made of: which tiles a block of rows can see, loading rows of a tens
 online update of a state. Row-owning kernels hold tiles (i, j), column-owning ones (j, i): index tensors come
 shaped as the caller's tile, `i` (I, 1) or (1, I) and `j` the other way, so that one word serves both.
 
-Scores are in base 2 (s · log₂e) from `scored` on, since the hardware's exponential is 2ˣ; names carry a 2.
+Scores are in base 2 (s · log₂e) from `apply_score_mods` on, since the hardware's exponential is 2ˣ; names carry a 2.
 Imports only torch and triton.
 """
 
@@ -23,12 +23,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 #: The score of what is not seen. Finite, since 0 · −inf is nan and −inf − −inf is nan; no real score comes near.
 FLOOR = tl.constexpr(-1.0e30)
 #: The maximum of a row that has seen nothing. FLOOR times any scale that is folded lies below it.
-NOTHING = tl.constexpr(-1.0e22)
+EMPTY_MAX = tl.constexpr(-1.0e22)
 #: Instead of the maximum of a row that sees nothing: every weight becomes 2^−huge = 0.
 HUGE = tl.constexpr(1.0e30)
 
 
-class Cells(NamedTuple):
+class TensorArg(NamedTuple):
     """A tensor with four axes, as a kernel takes it: where it is and how far apart its neighbours are."""
 
     ptr: Any
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
     offset: int  # key position of query 0
 
 
-class Seen(NamedTuple):
+class MaskArg(NamedTuple):
     """Who is seen: a band around the own position, intervals of every row, or flags of every cell.
 
     Flat, as all groups of arguments that loops use: the compiler loses strides of 1 in a tuple within a tuple.
@@ -59,8 +59,8 @@ class Seen(NamedTuple):
     after: int
     lo: Any  # (b|1, r, i), without gaps
     hi: Any
-    spans: int  # how many intervals a row has
-    spans_b: int  # stride of the sequences, 0 where all have the same
+    n_intervals: int  # how many intervals a row has
+    intervals_b: int  # stride of the sequences, 0 where all have the same
     flags: Any
     flags_b: int
     flags_h: int
@@ -68,7 +68,7 @@ class Seen(NamedTuple):
     flags_j: int
 
 
-class Map(NamedTuple):
+class TmaLayout(NamedTuple):
     """Where a head's rows lie in a 2-D view of a tensor, for the copy engine: row b·row_b + h·row_h, column h·col_h."""
 
     row_b: int
@@ -76,44 +76,44 @@ class Map(NamedTuple):
     col_h: int
 
 
-def cells(x: Tensor) -> Cells:
+def tensor_arg(x: Tensor) -> TensorArg:
     """Axes of size one get stride 0, so that they broadcast."""
     b, h, i, j = x.shape
     at_b, at_h, at_i, at_j = x.stride()
-    return Cells(x, 0 if b == 1 else at_b, 0 if h == 1 else at_h, 0 if i == 1 else at_i, 0 if j == 1 else at_j)
+    return TensorArg(x, 0 if b == 1 else at_b, 0 if h == 1 else at_h, 0 if i == 1 else at_i, 0 if j == 1 else at_j)
 
 
-def rows_of(x: Tensor) -> Cells:
+def row_arg(x: Tensor) -> TensorArg:
     """One number a row, (b, h, i)."""
     b, h, i = (0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    return Cells(x, b, h, i, 0)
+    return TensorArg(x, b, h, i, 0)
 
 
-NOWHERE = Map(0, 0, 0)
+NO_LAYOUT = TmaLayout(0, 0, 0)
 
 
-def described(x: Tensor, block: tuple[int, int]) -> tuple[Any, Map] | None:
+def tma_descriptor(x: Tensor, block: tuple[int, int]) -> tuple[Any, TmaLayout] | None:
     """A tensor (b, h, i, d) as the copy engine (TMA) wants it, or None where it cannot serve: the rows of all heads
     in one 2-D view, every stride a multiple of 16 bytes."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    if (view := _in_two_axes(x, block)) is None:
+    if (view := _tma_view(x, block)) is None:
         return None
-    rows, cols, where = view
-    return TensorDescriptor(x, [rows, cols], [x.stride(2), 1], list(block)), where
+    rows, cols, layout = view
+    return TensorDescriptor(x, [rows, cols], [x.stride(2), 1], list(block)), layout
 
 
-def copies_serve(d: int, *wanted: tuple[Tensor, int]) -> bool:
+def tma_fits(d: int, *wanted: tuple[Tensor, int]) -> bool:
     """Whether the copy engine takes tiles of so many rows and d components of each of these tensors."""
-    return all(_in_two_axes(x, (rows, d)) is not None for x, rows in wanted)
+    return all(_tma_view(x, (rows, d)) is not None for x, rows in wanted)
 
 
-def _in_two_axes(x: Tensor, block: tuple[int, int]) -> tuple[int, int, Map] | None:
-    return None if x.data_ptr() % 16 else _two_axes(x.shape, x.stride(), x.element_size(), block)
+def _tma_view(x: Tensor, block: tuple[int, int]) -> tuple[int, int, TmaLayout] | None:
+    return None if x.data_ptr() % 16 else _tma_view_of(x.shape, x.stride(), x.element_size(), block)
 
 
 @lru_cache(4096)
-def _two_axes(shape: Any, stride: Any, bytes_each: int, block: tuple[int, int]) -> tuple[int, int, Map] | None:
+def _tma_view_of(shape: Any, stride: Any, bytes_each: int, block: tuple[int, int]) -> tuple[int, int, TmaLayout] | None:
     """Rows and columns of the 2-D view, and where heads lie in it."""
     (b, h, i, d), (sb, sh, si, sd) = shape, stride
     per_16 = 16 // bytes_each
@@ -123,29 +123,29 @@ def _two_axes(shape: Any, stride: Any, bytes_each: int, block: tuple[int, int]) 
         return None
     row_b = sb // si if b > 1 else 0
     if h == 1 or (sh % si == 0 and sh > 0):
-        where = Map(row_b, sh // si if h > 1 else 0, 0)
-        rows, cols = (b - 1) * where.row_b + (h - 1) * where.row_h + i, d
+        layout = TmaLayout(row_b, sh // si if h > 1 else 0, 0)
+        rows, cols = (b - 1) * layout.row_b + (h - 1) * layout.row_h + i, d
     elif sh > 0 and (h - 1) * sh + d <= si and sh % per_16 == 0:
-        where = Map(row_b, 0, sh)
+        layout = TmaLayout(row_b, 0, sh)
         rows, cols = (b - 1) * row_b + i, (h - 1) * sh + d
     else:
         return None
-    return None if rows >= 2**31 else (rows, cols, where)
+    return None if rows >= 2**31 else (rows, cols, layout)
 
 
 # Where things are.
 
 
 @triton.jit
-def place(x, b, h):
+def head_ptr(x, b, h):
     """The start of one head of a tensor. Offsets are 64 bits wide: tensors have more than 2³¹ elements."""
     return x.ptr + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h
 
 
 @triton.jit
-def tile(x, b, h, i, d, I, D: tl.constexpr, CHECK: tl.constexpr):
+def load_tile(x, b, h, i, d, I, D: tl.constexpr, CHECK: tl.constexpr):
     """Rows i of one head: (I, D). CHECK: some rows may lie past the end, and are 0."""
-    at = place(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
+    at = head_ptr(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
     if CHECK:
         return tl.load(at, mask=(i[:, None] < I) & (d[None, :] < D), other=0.0)
     if d.shape[0] != D:
@@ -154,27 +154,27 @@ def tile(x, b, h, i, d, I, D: tl.constexpr, CHECK: tl.constexpr):
 
 
 @triton.jit
-def put_tile(x, b, h, i, d, value, I, D: tl.constexpr):
-    at = place(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
+def store_tile(x, b, h, i, d, value, I, D: tl.constexpr):
+    at = head_ptr(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
     tl.store(at, value.to(x.ptr.dtype.element_ty), mask=(i[:, None] < I) & (d[None, :] < D))
 
 
 @triton.jit
-def put_row(x, b, h, i, value, I):
-    tl.store(place(x, b, h) + i.to(tl.int64) * x.i, value.to(x.ptr.dtype.element_ty), mask=i < I)
+def store_row(x, b, h, i, value, I):
+    tl.store(head_ptr(x, b, h) + i.to(tl.int64) * x.i, value.to(x.ptr.dtype.element_ty), mask=i < I)
 
 
 @triton.jit
-def fetch(desc, where, b, h, start):
+def tma_load(desc, layout, b, h, start):
     """Rows from `start` on of one head, by the copy engine. Only for whole blocks: past the end lies the next head."""
-    return desc.load([(b * where.row_b + h * where.row_h + start).to(tl.int32), (h * where.col_h).to(tl.int32)])
+    return desc.load([(b * layout.row_b + h * layout.row_h + start).to(tl.int32), (h * layout.col_h).to(tl.int32)])
 
 
 # Who is seen.
 
 
 @triton.jit
-def interval(i, b, r, seen, sizes, MASK: tl.constexpr):
+def key_interval(i, b, r, mask, sizes, MASK: tl.constexpr):
     """lo <= j < hi: the keys that rows i see. Rows past the end see nothing."""
     if MASK == "none":
         lo = i * 0
@@ -183,17 +183,17 @@ def interval(i, b, r, seen, sizes, MASK: tl.constexpr):
         lo = i * 0
         hi = tl.minimum(i + (sizes.offset + 1), sizes.j)
     elif MASK == "band":
-        lo = tl.maximum(i + (sizes.offset - seen.before), 0)
-        hi = tl.minimum(i + (sizes.offset + seen.after + 1), sizes.j)
+        lo = tl.maximum(i + (sizes.offset - mask.before), 0)
+        hi = tl.minimum(i + (sizes.offset + mask.after + 1), sizes.j)
     else:
-        at = b.to(tl.int64) * seen.spans_b + r * sizes.i + i
-        lo = tl.load(seen.lo + at, mask=i < sizes.i, other=0)
-        hi = tl.load(seen.hi + at, mask=i < sizes.i, other=0)
+        at = b.to(tl.int64) * mask.intervals_b + r * sizes.i + i
+        lo = tl.load(mask.lo + at, mask=i < sizes.i, other=0)
+        hi = tl.load(mask.hi + at, mask=i < sizes.i, other=0)
     return lo, tl.where(i < sizes.i, hi, 0)
 
 
 @triton.jit
-def key_blocks(start, b, r, row_table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+def key_blocks(start, b, r, row_table, mask, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
     """Which blocks of keys the rows from `start` on see: first, in full from, to, past the last."""
     if MASK == "none":
         block = start * 0
@@ -202,10 +202,10 @@ def key_blocks(start, b, r, row_table, seen, sizes, MASK: tl.constexpr, BLOCK_I:
         past = block + tl.cdiv(sizes.j, BLOCK_J)
     elif MASK == "band" or MASK == "causal":
         end = tl.minimum(start + BLOCK_I, sizes.i) - 1
-        first = tl.maximum(start + sizes.offset - seen.before, 0)
-        last = tl.minimum(end + sizes.offset + seen.after + 1, sizes.j)
-        full_lo = tl.maximum(end + sizes.offset - seen.before, 0)
-        full_hi = tl.minimum(start + sizes.offset + seen.after + 1, sizes.j)
+        first = tl.maximum(start + sizes.offset - mask.before, 0)
+        last = tl.minimum(end + sizes.offset + mask.after + 1, sizes.j)
+        full_lo = tl.maximum(end + sizes.offset - mask.before, 0)
+        full_hi = tl.minimum(start + sizes.offset + mask.after + 1, sizes.j)
         block = first // BLOCK_J
         past = tl.maximum(tl.cdiv(last, BLOCK_J), block)
         full_from = tl.cdiv(full_lo, BLOCK_J)
@@ -223,7 +223,7 @@ def key_blocks(start, b, r, row_table, seen, sizes, MASK: tl.constexpr, BLOCK_I:
 
 
 @triton.jit
-def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
+def row_blocks(start, b, key_table, mask, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
     """Which blocks of rows see the keys from `start` on: first, in full from, to, past the last."""
     if MASK == "none":
         block = start * 0
@@ -234,10 +234,10 @@ def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.con
     elif MASK == "band" or MASK == "causal":
         end = tl.minimum(start + BLOCK_J, sizes.j) - 1
         # Row i sees key j where j − after − offset <= i <= j + before − offset.
-        first = tl.maximum(start - seen.after - sizes.offset, 0)
-        last = tl.minimum(end + seen.before - sizes.offset + 1, sizes.i)
-        full_lo = tl.maximum(end - seen.after - sizes.offset, 0)
-        full_hi = tl.minimum(start + seen.before - sizes.offset + 1, sizes.i)
+        first = tl.maximum(start - mask.after - sizes.offset, 0)
+        last = tl.minimum(end + mask.before - sizes.offset + 1, sizes.i)
+        full_lo = tl.maximum(end - mask.after - sizes.offset, 0)
+        full_hi = tl.minimum(start + mask.before - sizes.offset + 1, sizes.i)
         full_hi = tl.where(start + BLOCK_J <= sizes.j, full_hi, 0)
         block = first // BLOCK_I
         past = tl.maximum(tl.cdiv(last, BLOCK_I), block)
@@ -245,7 +245,7 @@ def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.con
         full_to = tl.maximum(full_hi, 0) // BLOCK_I
     else:
         # The host looked it up: rows have intervals, columns have none.
-        at = table.ptr + b.to(tl.int64) * table.b + (start // BLOCK_J) * 4
+        at = key_table.ptr + b.to(tl.int64) * key_table.b + (start // BLOCK_J) * 4
         block = tl.load(at)
         full_from = tl.load(at + 1)
         full_to = tl.load(at + 2)
@@ -255,26 +255,26 @@ def row_blocks(start, b, table, seen, sizes, MASK: tl.constexpr, BLOCK_I: tl.con
 
 
 @triton.jit
-def visible(i, j, b, h, r, seen, sizes, MASK: tl.constexpr):
+def visible(i, j, b, h, r, mask, sizes, MASK: tl.constexpr):
     """Which cells of a tile the r-th interval of the rows shows."""
-    lo, hi = interval(i, b, r, seen, sizes, MASK)
+    lo, hi = key_interval(i, b, r, mask, sizes, MASK)
     shown = j < hi
     if MASK != "none" and MASK != "causal":
         shown = shown & (j >= lo)
     if MASK == "flags":
-        head = seen.flags + b.to(tl.int64) * seen.flags_b + h.to(tl.int64) * seen.flags_h
-        at = head + i.to(tl.int64) * seen.flags_i + j.to(tl.int64) * seen.flags_j
+        head = mask.flags + b.to(tl.int64) * mask.flags_b + h.to(tl.int64) * mask.flags_h
+        at = head + i.to(tl.int64) * mask.flags_i + j.to(tl.int64) * mask.flags_j
         shown = shown & (tl.load(at, mask=shown, other=0) != 0)
     return shown
 
 
 @triton.jit
-def visible_at_all(i, j, b, h, seen, sizes, MASK: tl.constexpr):
+def visible_at_all(i, j, b, h, mask, sizes, MASK: tl.constexpr):
     """The same over all intervals of the rows."""
-    shown = visible(i, j, b, h, 0, seen, sizes, MASK)
-    if MASK == "spans":
-        for r in range(1, seen.spans):
-            shown = shown | visible(i, j, b, h, r, seen, sizes, MASK)
+    shown = visible(i, j, b, h, 0, mask, sizes, MASK)
+    if MASK == "intervals":
+        for r in range(1, mask.n_intervals):
+            shown = shown | visible(i, j, b, h, r, mask, sizes, MASK)
     return shown
 
 
@@ -286,81 +286,81 @@ def tanh(x):
     """Accurate near 0, where 1 − 2/(e²ˣ + 1) cancels."""
     x2 = x * x
     series = x + x * x2 * (-0.33333333 + x2 * (0.13333333 + x2 * (-0.053968254 + x2 * 0.021869488)))
-    far = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -far, far))
+    tail = 1.0 - 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -tail, tail))
 
 
 @triton.jit
-def step_of(steps, strides, n: tl.constexpr, b, h):
+def modifier_ptr(modifiers, strides, n: tl.constexpr, b, h):
     """The tensor of step n for one head; `strides` has four numbers a step."""
-    return steps[n] + b.to(tl.int64) * strides[4 * n] + h.to(tl.int64) * strides[4 * n + 1]
+    return modifiers[n] + b.to(tl.int64) * strides[4 * n] + h.to(tl.int64) * strides[4 * n + 1]
 
 
 @triton.jit
-def scored(s, i, j, b, h, steps, strides, caps, scale, sizes, STEPS: tl.constexpr, FOLD: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
+def apply_score_mods(s, i, j, b, h, modifiers, strides, caps, scale, sizes, MODIFIERS: tl.constexpr, SCALE_FOLDED: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
     """Products turned into scores, and their slope: d score / d (what step TARGET gave; the product for −1).
 
     FOLD: no steps, and a harmless scale: the product stays as it is and the update multiplies while it subtracts.
     """
     slope = tl.full(s.shape, 1.0, tl.float32)
-    if not FOLD:
+    if not SCALE_FOLDED:
         s = s * scale
-        for n in tl.static_range(len(STEPS)):
-            if STEPS[n] == "bias":
-                at = step_of(steps, strides, n, b, h)
+        for n in tl.static_range(len(MODIFIERS)):
+            if MODIFIERS[n] == "bias":
+                at = modifier_ptr(modifiers, strides, n, b, h)
                 at = at + i.to(tl.int64) * strides[4 * n + 2] + j.to(tl.int64) * strides[4 * n + 3]
                 s += tl.load(at, mask=(i < sizes.i) & (j < sizes.j), other=0.0).to(tl.float32)
-            if STEPS[n] == "bias_rows":
-                at = step_of(steps, strides, n, b, h) + i.to(tl.int64) * strides[4 * n + 2]
+            if MODIFIERS[n] == "bias_rows":
+                at = modifier_ptr(modifiers, strides, n, b, h) + i.to(tl.int64) * strides[4 * n + 2]
                 s += tl.load(at, mask=i < sizes.i, other=0.0).to(tl.float32)
-            if STEPS[n] == "bias_keys":
-                at = step_of(steps, strides, n, b, h) + j.to(tl.int64) * strides[4 * n + 3]
+            if MODIFIERS[n] == "bias_keys":
+                at = modifier_ptr(modifiers, strides, n, b, h) + j.to(tl.int64) * strides[4 * n + 3]
                 s += tl.load(at, mask=j < sizes.j, other=0.0).to(tl.float32)
-            if STEPS[n] == "alibi":
-                near = tl.load(step_of(steps, strides, n, b, h)).to(tl.float32)
-                s -= near * tl.abs(i + sizes.offset - j).to(tl.float32)
-            if STEPS[n] == "softcap":
-                flat = tanh(s / caps[n])
-                s = caps[n] * flat
+            if MODIFIERS[n] == "alibi":
+                alibi_slope = tl.load(modifier_ptr(modifiers, strides, n, b, h)).to(tl.float32)
+                s -= alibi_slope * tl.abs(i + sizes.offset - j).to(tl.float32)
+            if MODIFIERS[n] == "softcap":
+                tanh_s = tanh(s / caps[n])
+                s = caps[n] * tanh_s
                 if n > TARGET:
-                    slope = slope * (1.0 - flat * flat)
+                    slope = slope * (1.0 - tanh_s * tanh_s)
         s = s * LOG2E
         s = tl.where(s < FLOOR, FLOOR, s)  # a bias of −inf hides; written so that nan stays
     return s, slope
 
 
 @triton.jit
-def down(x, KEYS_FIRST: tl.constexpr):
+def per_row(x, KEYS_FIRST: tl.constexpr):
     """Numbers of rows in the shape of a tile: (1, I) where the tile is (j, i), else (I, 1)."""
     return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
-def across(x, KEYS_FIRST: tl.constexpr):
+def per_key(x, KEYS_FIRST: tl.constexpr):
     """Numbers of keys in the shape of a tile."""
     return x[:, None] if KEYS_FIRST else x[None, :]
 
 
 @triton.jit
-def product(a, b, EXACT: tl.constexpr):
+def product(a, b, FP32: tl.constexpr):
     """a · b. EXACT: in true float32, not in the 10 bits of tf32."""
-    return tl.dot(a, b, input_precision="ieee" if EXACT else "tf32")
+    return tl.dot(a, b, input_precision="ieee" if FP32 else "tf32")
 
 
 @triton.jit
-def add_product(a, b, total, EXACT: tl.constexpr):
-    return tl.dot(a, b, total, input_precision="ieee" if EXACT else "tf32")
+def add_product(a, b, total, FP32: tl.constexpr):
+    return tl.dot(a, b, total, input_precision="ieee" if FP32 else "tf32")
 
 
 @triton.jit
-def of_rows(x, b, h, i, sizes, other):
+def load_row_values(x, b, h, i, sizes, other):
     """One number a row, from a tensor (b, h, i) without gaps."""
     return tl.load(x + (b * sizes.h + h).to(tl.int64) * sizes.i + i, mask=i < sizes.i, other=other)
 
 
 @triton.jit
-def norm_kernel(norm, out, rows, FOLD: tl.constexpr, BLOCK: tl.constexpr):
-    """The norm (m, l) of finished rows in base 2, as `norm_in_base_2` reads it; made once, not in every tile.
+def norm_kernel(norm, out, rows, SCALE_FOLDED: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm (m, l) of finished rows in base 2, as `load_norm2` reads it; made once, not in every tile.
 
     FOLD: no bias can have made the scores huge, so one number does for both: lse2.
     """
@@ -368,7 +368,7 @@ def norm_kernel(norm, out, rows, FOLD: tl.constexpr, BLOCK: tl.constexpr):
     m = tl.load(norm + 2 * row, mask=row < rows, other=0.0) * LOG2E
     l = tl.load(norm + 2 * row + 1, mask=row < rows, other=0.0)
     log2l = tl.log2(tl.where(l == 0.0, 1.0, l))
-    if FOLD:
+    if SCALE_FOLDED:
         tl.store(out + row, tl.where(l == 0.0, HUGE, m + log2l), mask=row < rows)
     else:
         tl.store(out + 2 * row, tl.where(l == 0.0, HUGE, m), mask=row < rows)
@@ -376,10 +376,10 @@ def norm_kernel(norm, out, rows, FOLD: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def norm_in_base_2(norm, b, h, i, sizes, FOLD: tl.constexpr):
+def load_norm2(norm, b, h, i, sizes, SCALE_FOLDED: tl.constexpr):
     """m2 and log₂ l of rows; those that see nothing, or that are not there, get what makes every weight 0."""
     row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
-    if FOLD:
+    if SCALE_FOLDED:
         lse2 = tl.load(norm + row, mask=i < sizes.i, other=HUGE)
         return lse2, lse2
     m2 = tl.load(norm + 2 * row, mask=i < sizes.i, other=HUGE)
@@ -387,8 +387,8 @@ def norm_in_base_2(norm, b, h, i, sizes, FOLD: tl.constexpr):
 
 
 @triton.jit
-def log_weight(s, m2, log2l, scale2, FOLD: tl.constexpr):
+def log_weight(s, m2, log2l, scale2, SCALE_FOLDED: tl.constexpr):
     """log₂ w of a tile, from its scores and its rows' norm in the tile's shape."""
-    if FOLD:
+    if SCALE_FOLDED:
         return s * scale2 - m2
     return s - m2 - log2l

@@ -8,18 +8,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NOBODY = tl.constexpr(2**31 - 1)  # beyond every key: what no row sees begins there
+PAST_ALL_KEYS = tl.constexpr(2**31 - 1)  # beyond every key: what no row sees begins there
 
 
 @triton.jit
-def of_rows(lo, hi, row, n, I, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr):
+def key_range(lo, hi, row, n, I, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr):
     """Of block n of rows: the keys from and to that some row sees, and that all see."""
     i = n * BLOCK_I + tl.arange(0, BLOCK_I)
     there = i < I
     low, high = tl.load(lo + row * I + i, mask=there, other=0), tl.load(hi + row * I + i, mask=there, other=0)
     some = there & (low < high)
-    touch_lo, touch_hi = tl.min(tl.where(some, low, NOBODY), 0), tl.max(tl.where(some, high, 0), 0)
-    full_lo, full_hi = tl.max(tl.where(there, low, 0), 0), tl.min(tl.where(there, high, NOBODY), 0)
+    touch_lo, touch_hi = tl.min(tl.where(some, low, PAST_ALL_KEYS), 0), tl.max(tl.where(some, high, 0), 0)
+    full_lo, full_hi = tl.max(tl.where(there, low, 0), 0), tl.min(tl.where(there, high, PAST_ALL_KEYS), 0)
     if FLAGS:  # inside the intervals anything may be hidden
         full_hi = 0
     return touch_lo, touch_hi, full_lo, full_hi
@@ -29,7 +29,7 @@ def of_rows(lo, hi, row, n, I, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr):
 def rows_table_kernel(lo, hi, out, I, J, blocks, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
     """For a block of rows and one of its intervals: first block of keys, those seen in full from and to, past the last."""
     row, n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    touch_lo, touch_hi, full_lo, full_hi = of_rows(lo, hi, row, n, I, FLAGS, BLOCK_I)
+    touch_lo, touch_hi, full_lo, full_hi = key_range(lo, hi, row, n, I, FLAGS, BLOCK_I)
     some = touch_lo < touch_hi
     first = tl.where(some, touch_lo, 0) // BLOCK_J
     past = tl.where(some, tl.cdiv(touch_hi, BLOCK_J), first)
@@ -42,7 +42,7 @@ def rows_table_kernel(lo, hi, out, I, J, blocks, FLAGS: tl.constexpr, BLOCK_I: t
 
 @triton.jit
 def keys_table_kernel(
-    lo, hi, out, I, J, blocks, spans, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr
+    lo, hi, out, I, J, blocks, n_intervals, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr
 ):
     """For a block of keys: the first block of rows that sees it, those that see all of it from and to, past the last.
 
@@ -52,15 +52,15 @@ def keys_table_kernel(
     b, n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     begin = n * BLOCK_J
     end = tl.minimum(begin + BLOCK_J, J)
-    whole_keys = begin + BLOCK_J <= J
+    full_key_block = begin + BLOCK_J <= J
     first, past, full_from, full_to, count = 0, 0, 0, 0, 0
     for m in range(0, tl.cdiv(I, BLOCK_I)):
         touched, full = 0, 0
-        for r in range(0, spans):
-            touch_lo, touch_hi, full_lo, full_hi = of_rows(lo, hi, b * spans + r, m, I, FLAGS, BLOCK_I)
+        for r in range(0, n_intervals):
+            touch_lo, touch_hi, full_lo, full_hi = key_range(lo, hi, b * n_intervals + r, m, I, FLAGS, BLOCK_I)
             touched |= ((touch_lo < end) & (touch_hi > begin)).to(tl.int32)
             full |= ((full_lo <= begin) & (full_hi >= end)).to(tl.int32)
-        full = full & touched & (whole_keys & ((m + 1) * BLOCK_I <= I)).to(tl.int32)
+        full = full & touched & (full_key_block & ((m + 1) * BLOCK_I <= I)).to(tl.int32)
         first = tl.where((touched == 1) & (past == 0), m, first)
         past = tl.where(touched == 1, m + 1, past)
         full_from = tl.where((full == 1) & (full_to == 0), m, full_from)
