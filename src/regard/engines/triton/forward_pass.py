@@ -25,7 +25,7 @@ from .kernel_inputs import (
     tma_descriptors,
 )
 from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
-from .kernels.forward import Outputs, forward_kernel
+from .kernels.forward import Outputs, forward_kernel, row_stats
 from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits
 from .launcher import launch
 from .tile_config import Config, choose_config, is_short
@@ -69,12 +69,10 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         }  # fmt: skip
         tile_maxima, common_args = rows.pop("tile_maxima"), p.common_args
         args: dict[str, Any] = {
-            name.upper(): name in names for name in ("lse", "norm", "entropy", "mean_distance", "mass", "argmax")
-        }
-        args |= {
+            "STATS": row_stats(names),
             "out": Outputs(**rows), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
             "keys": p.unused if keys is None else tensor_arg(keys), "sink": p.unused if problem.sink is None else tensor_arg(problem.sink),
-            "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "MAX": "max_score" in names, "TILE_MAXIMA": with_tile_maxima,
+            "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "TILE_MAXIMA": with_tile_maxima,
             "SINK": problem.sink is not None, "SHARED_KV": v is not None and p.product and _same_tensor(v, p.k), **config.launch,
         }  # fmt: skip
         if config.gluon and v is not None:

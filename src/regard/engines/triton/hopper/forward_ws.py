@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernels.forward import online_softmax_update, schedule_tile, store_row_stats, store_tile_max
-from ..kernels.tile_ops import EMPTY_MAX, FLOOR, TmaLayout, head_ptr, key_blocks, visible
+from ..kernels.tile_ops import EMPTY_MAX, FLOOR, TmaLayout, head_ptr, key_blocks, visible, wants
 
 #: Registers of a thread that computes, and of one that loads; together with the first group's they fill a multiprocessor.
 CONSUMER_REGS, PRODUCER_REGS = gl.constexpr(240), gl.constexpr(24)
@@ -151,13 +151,13 @@ def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready,
 
 @gluon.jit
 def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i, j, visit, b, h, keys, mask, tile_maxima, tiles_per_group, sizes, scale2, MASK: gl.constexpr,
-               ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr, ARGMAX: gl.constexpr, TILE_MAXIMA: gl.constexpr,
+               STATS: gl.constexpr, TILE_MAXIMA: gl.constexpr,
                EDGE: gl.constexpr):  # fmt: skip
     """The state with one more tile in it, as `online_softmax_update`. EDGE: some rows do not see all of the tile."""
     if EDGE:
         s = gl.where(visible(i[:, None], j[None, :], b, h, 0, mask, sizes, MASK), s, FLOOR)
     key_mass = mass
-    if MASS:
+    if wants(STATS, "mass"):
         key_mass = gl.load(head_ptr(keys, b, h) + j.to(gl.int64) * keys.j)
     m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
         s,
@@ -172,10 +172,7 @@ def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i,
         key_mass,
         scale2,
         sizes.offset,
-        ENTROPY,
-        MEAN_DISTANCE,
-        MASS,
-        ARGMAX,
+        STATS,
         True,
     )
     if TILE_MAXIMA:
@@ -187,8 +184,7 @@ def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i,
 def consumer(
     y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, blocks, scale2,
     W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
-    LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr,
-    ARGMAX: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
+    STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One of the two groups that compute: rows W · BLOCK_I/2 and on of every block."""
@@ -228,7 +224,7 @@ def consumer(
             mbarrier.arrive(k_free.index(slot))
         m, l, t, mean_distance, mass, argmax, group_max, p, alpha = masked_softmax_update(
             s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1) * BLOCK_J + column, 0, b, h, keys, mask, tile_maxima, tiles_per_group, sizes,
-            scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, TILE_MAXIMA, MASK != "none",
+            scale2, MASK, STATS, TILE_MAXIMA, MASK != "none",
         )  # fmt: skip
         p = gl.convert_layout(p.to(dtype), P)
         # The tiles at one edge of the mask, those seen in full, those at the other edge.
@@ -252,7 +248,7 @@ def consumer(
                     mbarrier.arrive(k_free.index(slot))
                 m, l, t, mean_distance, mass, argmax, group_max, weights, alpha = masked_softmax_update(
                     s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1 - tiles_back) * BLOCK_J + column, tiles_back, b, h, keys, mask, tile_maxima,
-                    tiles_per_group, sizes, scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, TILE_MAXIMA, SECTION != 1,
+                    tiles_per_group, sizes, scale2, MASK, STATS, TILE_MAXIMA, SECTION != 1,
                 )  # fmt: skip
                 y, p = warpgroup_mma_wait(0, deps=(y, p))
                 mbarrier.arrive(v_free.index(prev_slot))
@@ -285,13 +281,7 @@ def consumer(
             i,
             sizes,
             SINK,
-            LSE,
-            NORM,
-            MAX,
-            ENTROPY,
-            MEAN_DISTANCE,
-            MASS,
-            ARGMAX,
+            STATS,
         )
         share, empty = (
             gl.convert_layout(share, gl.SliceLayout(1, Y)),
@@ -308,8 +298,7 @@ def consumer(
 def forward_ws_kernel(
     q_desc, k_desc, v_desc, y_desc, q_layout, k_layout, v_layout, y_layout, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
     sizes, heads, heads_per_group, blocks, tile_counter, scale2, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
-    LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr,
-    ARGMAX: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
+    STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """All that one pass tells of blocks of BLOCK_I rows; whole blocks, and at least one key for each."""
@@ -329,10 +318,10 @@ def forward_ws_kernel(
     gl.warp_specialize(
         [
             (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 0, D, MASK, SHARED_KV, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, TILE_MAXIMA,
+                       sizes, heads, heads_per_group, blocks, scale2, 0, D, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
             (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 1, D, MASK, SHARED_KV, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, TILE_MAXIMA,
+                       sizes, heads, heads_per_group, blocks, scale2, 1, D, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
             (producer, (q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group,
                     blocks, MASK, SHARED_KV, BLOCK_I, BLOCK_J, STAGES)),

@@ -28,6 +28,7 @@ from .tile_ops import (
     store_tile,
     tma_load,
     visible,
+    wants,
 )
 
 
@@ -42,6 +43,11 @@ class Outputs(NamedTuple):
     mean_distance: Any
     mass: Any
     argmax: Any
+
+
+def row_stats(names: tuple[str, ...]) -> tuple[str, ...]:
+    """STATS of the kernels: those of `names` that are one number a row, in one order, so that each set compiles once."""
+    return tuple(name for name in Outputs._fields if name in names and name != "y")
 
 
 @triton.jit
@@ -60,7 +66,7 @@ def schedule_tile(rows, heads, heads_per_group, first=0):
 
 @triton.jit
 def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, scale2, offset,
-            ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr, SCALE_FOLDED: tl.constexpr):  # fmt: skip
+            STATS: tl.constexpr, SCALE_FOLDED: tl.constexpr):  # fmt: skip
     """The state of the rows with one more tile of keys in it: `State.merge` of the plain engine, in registers.
 
     Also, for the output, the tile's weights and what is left of those before it; and the largest product of the tile in
@@ -68,7 +74,7 @@ def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, s
     """
     tile_max = tl.max(s, 1)
     unscaled_max = tile_max
-    if ARGMAX:
+    if wants(STATS, "argmax"):
         first = tl.min(tl.where(s == tile_max[:, None], j[None, :], 2147483647), 1)
     if SCALE_FOLDED:
         tile_max = tile_max * scale2
@@ -79,14 +85,14 @@ def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, s
         x = s - new_m[:, None]
     p = tl.exp2(x)
     alpha = tl.exp2(m - new_m)
-    if ENTROPY:
+    if wants(STATS, "entropy"):
         # A higher maximum shifts every s − m by the same amount, once for each unit of l.
         t = alpha * (t + (m - new_m) * l) + tl.sum(p * x, 1)
-    if MEAN_DISTANCE:
+    if wants(STATS, "mean_distance"):
         mean_distance = alpha * mean_distance + tl.sum(p * tl.abs(i[:, None] + offset - j[None, :]).to(tl.float32), 1)
-    if MASS:
+    if wants(STATS, "mass"):
         mass = alpha * mass + tl.sum(p * keys[None, :], 1)
-    if ARGMAX:
+    if wants(STATS, "argmax"):
         # Ties go to the lower index, whichever tile came first.
         tie = tl.where(tile_max == m, tl.minimum(first, argmax), argmax)
         argmax = tl.where(tile_max > m, first, tie)
@@ -104,15 +110,14 @@ def store_tile_max(tile_maxima, tiles_per_group, group_max, tile_max, visit, b, 
 
 @triton.jit
 def store_row_stats(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK: tl.constexpr,
-         LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr,
-         MASS: tl.constexpr, ARGMAX: tl.constexpr):  # fmt: skip
+         STATS: tl.constexpr):  # fmt: skip
     """Write what finished rows tell. Returns what their output must be multiplied by, and which rows see nothing."""
     # A score that is nan leaves no trace in the maximum, but in the sum.
     empty, no_finite_key = (m <= EMPTY_MAX) & (l == 0.0), m <= EMPTY_MAX
-    if MAX:
+    if wants(STATS, "max_score"):
         max_score = tl.where(l == l, m * LN2, float("nan"))
         store_row(out.max_score, b, h, i, tl.where(empty, float("-inf"), max_score), sizes.i)
-    if ARGMAX:
+    if wants(STATS, "argmax"):
         store_row(out.argmax, b, h, i, tl.where(no_finite_key, -1, argmax), sizes.i)
     alpha = 1.0
     if SINK:  # one more key, which gives nothing
@@ -124,18 +129,18 @@ def store_row_stats(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, si
         m = new_m
         empty = (m <= EMPTY_MAX) & (l == 0.0)
     share = tl.where(empty, 0.0, alpha / l)
-    if LSE:
+    if wants(STATS, "lse"):
         store_row(out.lse, b, h, i, tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
-    if NORM:
+    if wants(STATS, "norm"):
         store_row(out.norm, b, h, i, tl.where(empty, float("-inf"), m * LN2), sizes.i)
         tl.store(head_ptr(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(empty, 0.0, l), mask=i < sizes.i)
-    if ENTROPY:
+    if wants(STATS, "entropy"):
         h2 = tl.log2(l) - tl.where(empty, 0.0, t / l)
         # Written so that nan stays: rounding may put a certain row a hair below 0.
         store_row(out.entropy, b, h, i, tl.where(empty | (h2 < 0), 0.0, h2 * LN2), sizes.i)
-    if MEAN_DISTANCE:
+    if wants(STATS, "mean_distance"):
         store_row(out.mean_distance, b, h, i, tl.where(empty, 0.0, mean_distance * share), sizes.i)
-    if MASS:
+    if wants(STATS, "mass"):
         store_row(out.mass, b, h, i, tl.where(empty, 0.0, mass * share), sizes.i)
     return share, empty
 
@@ -146,8 +151,7 @@ def forward_kernel(
     keys, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, scale, scale2,
     SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_V: tl.constexpr, SINK: tl.constexpr, SHARED_KV: tl.constexpr,
-    Y: tl.constexpr, LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr,
-    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr,
+    Y: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """All that one pass can tell of BLOCK_I rows.
@@ -207,10 +211,10 @@ def forward_kernel(
                 else:
                     v_tile = load_tile(v, b, hv, j, e, sizes.j, E, EDGE == 1)
                 key_mass = mass
-                if MASS:
+                if wants(STATS, "mass"):
                     key_mass = tl.load(head_ptr(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
                 m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
-                    s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SCALE_FOLDED
+                    s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, STATS, SCALE_FOLDED
                 )  # fmt: skip
                 if Y:
                     y = add_product(p.to(v_tile.dtype), v_tile, y * alpha[:, None], FP32_V)
@@ -237,16 +241,18 @@ def forward_kernel(
         i,
         sizes,
         SINK,
-        LSE,
-        NORM,
-        MAX,
-        ENTROPY,
-        MEAN_DISTANCE,
-        MASS,
-        ARGMAX,
+        STATS,
     )
     if Y:
         store_tile(out.y, b, h, i, e, tl.where(empty[:, None], 0.0, y * share[:, None]), sizes.i, E)
 
 
-__all__ = ["Outputs", "forward_kernel", "online_softmax_update", "schedule_tile", "store_row_stats", "store_tile_max"]
+__all__ = [
+    "Outputs",
+    "forward_kernel",
+    "online_softmax_update",
+    "row_stats",
+    "schedule_tile",
+    "store_row_stats",
+    "store_tile_max",
+]

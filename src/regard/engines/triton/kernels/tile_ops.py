@@ -133,6 +133,12 @@ def _tma_view_of(shape: Any, stride: Any, bytes_each: int, block: tuple[int, int
     return None if rows >= 2**31 else (rows, cols, layout)
 
 
+@triton.constexpr_function
+def wants(stats, name):
+    """Whether a statistic is among those that a kernel was compiled for."""
+    return name in stats
+
+
 # Where things are.
 
 
