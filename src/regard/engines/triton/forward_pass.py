@@ -181,7 +181,7 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
 
 
 def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, Any]:
-    from .hopper.forward_ws import row_vector_descriptor
+    from .hopper.gluon_ops import row_vector_descriptor
 
     descriptors = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j))
     descriptors["lse2_desc"], descriptors["lse2_layout"] = row_vector_descriptor(

@@ -222,7 +222,7 @@ def tma_descriptors(
 
 def gluon_tma_args(**tensors: tuple[Tensor, int]) -> dict[str, Any]:
     """What the copy engine is told of each tensor, for tiles of so many rows."""
-    from .hopper.forward_ws import gluon_descriptor
+    from .hopper.gluon_ops import gluon_descriptor
 
     args = {}
     for name, (x, rows) in tensors.items():

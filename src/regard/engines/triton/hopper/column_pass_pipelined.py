@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.column_pass import add_block_to_pool, flush_pool_row, zero_pool_rows_before
 from ..kernels.forward import schedule_tile
 from ..kernels.tile_ops import row_blocks, store_row, visible_at_all
-from .forward_ws import alloc_barriers, alloc_smem, tma_load_async
+from .gluon_ops import alloc_barriers, alloc_smem, tma_load_async
 
 
 @gluon.jit
@@ -103,23 +103,8 @@ def column_pass_pipelined_kernel(
                 next_lse2 = slots[1].index(slot).slice(HALF, HALF, 1).load(S)
                 other = issue_qk(k_tile, slots, slot, zero_acc, HALF, 1)
                 received, pool_sum = columns_of_tile(
-                    s,
-                    lse2,
-                    received,
-                    pool_sum,
-                    pool,
-                    mask,
-                    sizes,
-                    2 * n,
-                    j,
-                    b,
-                    h,
-                    scale2,
-                    MASK,
-                    POOL,
-                    HALF,
-                    SECTION != 1,
-                )
+                    s, lse2, received, pool_sum, pool, mask, sizes, 2 * n, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+                )  # fmt: skip
                 other = warpgroup_mma_wait(0, deps=(other,))
                 mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
                 s = issue_qk(k_tile, slots, after % STAGES, zero_acc, HALF, 0)

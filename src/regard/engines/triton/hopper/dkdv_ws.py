@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.forward import schedule_tile
 from ..kernels.tile_ops import LN2, row_blocks, visible_at_all
-from .forward_ws import (
+from .gluon_ops import (
     CONSUMER_REGS,
     PRODUCER_REGS,
     alloc_barriers,

@@ -20,6 +20,7 @@ from .tile_ops import (
     apply_score_mods,
     head_ptr,
     key_blocks,
+    load_block,
     load_norm2,
     load_row_values,
     load_tile,
@@ -30,7 +31,6 @@ from .tile_ops import (
     row_blocks,
     store_row,
     store_tile,
-    tma_load,
     visible,
     visible_at_all,
 )
@@ -132,10 +132,9 @@ def add_dkdv(
         next_m2, next_log2l, next_delta, next_d_entropy2, next_d_distance = row_terms(
             grad, i + BLOCK_I, b, h, sizes, SCALE_FOLDED, D_ENTROPY, D_DISTANCE
         )
-        if TMA and (EVEN_BLOCKS or not EDGE):
-            q_tile = tma_load(q_desc, q_layout, b, h, n * BLOCK_I)
-        else:
-            q_tile = load_tile(q, b, h, i, d, sizes.i, D, EDGE)
+        q_tile = load_block(
+            q, q_desc, q_layout, b, h, n * BLOCK_I, i, d, sizes.i, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+        )
         s = product(k_tile, q_tile.T, FP32)  # j i
         s, slope = apply_score_mods(
             s, i[None, :], j[:, None], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
@@ -145,34 +144,17 @@ def add_dkdv(
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and (EVEN_BLOCKS or not EDGE):
-                dy_tile = tma_load(dy_desc, dy_layout, b, h, n * BLOCK_I)
-            else:
-                dy_tile = load_tile(dy, b, h, i, e, sizes.i, E, EDGE)
+            dy_tile = load_block(
+                dy, dy_desc, dy_layout, b, h, n * BLOCK_I, i, e, sizes.i, E, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
             dv = add_product(w.to(dy_tile.dtype), dy_tile, dv, FP32_V)
             dp = product(v_tile, dy_tile.T, FP32_V)
         else:
             dp = tl.zeros_like(s)
         ds = score_grad(
-            dp,
-            w,
-            log2w,
-            slope,
-            delta,
-            d_entropy2,
-            d_distance,
-            grad,
-            i,
-            j,
-            b,
-            h,
-            sizes,
-            D_ENTROPY,
-            D_DISTANCE,
-            EXTRA,
-            FP32,
+            dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
             True,
-        )
+        )  # fmt: skip
         dk = add_product(ds.to(q_tile.dtype), q_tile, dk, FP32)
     return dk, dv
 
@@ -227,10 +209,9 @@ def add_dq(
     for n in range(0, left + end - jump):
         block = tl.where(n < left, begin + n, jump + n - left)
         j = block * BLOCK_J + tl.arange(0, BLOCK_J)
-        if TMA and (EVEN_BLOCKS or not EDGE):
-            k_tile = tma_load(k_desc, k_layout, b, hk, block * BLOCK_J)
-        else:
-            k_tile = load_tile(k, b, hk, j, d, sizes.j, D, EDGE)
+        k_tile = load_block(
+            k, k_desc, k_layout, b, hk, block * BLOCK_J, j, d, sizes.j, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+        )
         s = product(q_tile, k_tile.T, FP32)
         s, slope = apply_score_mods(
             s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
@@ -240,33 +221,16 @@ def add_dq(
         if EDGE:
             w = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and (EVEN_BLOCKS or not EDGE):
-                v_tile = tma_load(v_desc, v_layout, b, hv, block * BLOCK_J)
-            else:
-                v_tile = load_tile(v, b, hv, j, e, sizes.j, E, EDGE)
+            v_tile = load_block(
+                v, v_desc, v_layout, b, hv, block * BLOCK_J, j, e, sizes.j, E, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
             dp = product(dy_tile, v_tile.T, FP32_V)
         else:
             dp = tl.zeros_like(s)
         ds = score_grad(
-            dp,
-            w,
-            log2w,
-            slope,
-            delta,
-            d_entropy2,
-            d_distance,
-            grad,
-            i,
-            j,
-            b,
-            h,
-            sizes,
-            D_ENTROPY,
-            D_DISTANCE,
-            EXTRA,
-            FP32,
+            dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
             False,
-        )
+        )  # fmt: skip
         dq = add_product(ds.to(k_tile.dtype), k_tile, dq, FP32)
     return dq
 
@@ -330,25 +294,9 @@ def modifier_grad_tile(
     else:
         dp = tl.zeros_like(s)
     return score_grad(
-        dp,
-        w,
-        log2w,
-        slope,
-        delta,
-        d_entropy2,
-        d_distance,
-        grad,
-        i,
-        j,
-        b,
-        h,
-        sizes,
-        D_ENTROPY,
-        D_DISTANCE,
-        EXTRA,
-        FP32,
+        dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
         False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

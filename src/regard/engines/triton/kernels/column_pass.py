@@ -18,6 +18,7 @@ from .forward import schedule_tile
 from .tile_ops import (
     add_product,
     apply_score_mods,
+    load_block,
     load_norm2,
     load_tile,
     log_weight,
@@ -25,7 +26,6 @@ from .tile_ops import (
     row_blocks,
     store_row,
     store_tile,
-    tma_load,
     visible_at_all,
 )
 
@@ -108,10 +108,9 @@ def add_columns(
         # A block ahead: the compiler fetches early what products are made of, not this.
         next_m2, next_log2l = load_norm2(norm, b, h, i + BLOCK_I, sizes, SCALE_FOLDED)
         if SIMILARITY == "product":
-            if TMA and (EVEN_BLOCKS or not EDGE):
-                q_tile = tma_load(q_desc, q_layout, b, h, n * BLOCK_I)
-            else:
-                q_tile = load_tile(q, b, h, i, d, sizes.i, D, EDGE)
+            q_tile = load_block(
+                q, q_desc, q_layout, b, h, n * BLOCK_I, i, d, sizes.i, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
             s = product(k_tile, q_tile.T, FP32)  # j i
         else:
             s = tanh_sum(tanh_arg, i, j, b, h, h // sizes.k_group, sizes, SIMILARITY, True)

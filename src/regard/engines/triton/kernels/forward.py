@@ -22,6 +22,7 @@ from .tile_ops import (
     apply_score_mods,
     head_ptr,
     key_blocks,
+    load_block,
     load_tile,
     product,
     store_row,
@@ -190,10 +191,10 @@ def forward_kernel(
                 at = tl.where(n < left, first + n, full_to + n - left) if EDGE else n
                 j = at * BLOCK_J + tl.arange(0, BLOCK_J)
                 if SIMILARITY == "product":
-                    if TMA and (EVEN_BLOCKS or not EDGE):
-                        k_tile = tma_load(k_desc, k_layout, b, hk, at * BLOCK_J)
-                    else:
-                        k_tile = load_tile(k, b, hk, j, d, sizes.j, D, EDGE == 1)
+                    k_tile = load_block(
+                        k, k_desc, k_layout, b, hk, at * BLOCK_J, j, d, sizes.j, D, TMA and (EVEN_BLOCKS or not EDGE),
+                        EDGE == 1,
+                    )  # fmt: skip
                     s = product(q_tile, k_tile.T, FP32)
                 else:
                     s = tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY, False)
@@ -206,10 +207,11 @@ def forward_kernel(
                     v_tile = s
                 elif SHARED_KV:
                     v_tile = k_tile
-                elif TMA and (EVEN_BLOCKS or not EDGE):
-                    v_tile = tma_load(v_desc, v_layout, b, hv, at * BLOCK_J)
                 else:
-                    v_tile = load_tile(v, b, hv, j, e, sizes.j, E, EDGE == 1)
+                    v_tile = load_block(
+                        v, v_desc, v_layout, b, hv, at * BLOCK_J, j, e, sizes.j, E, TMA and (EVEN_BLOCKS or not EDGE),
+                        EDGE == 1,
+                    )  # fmt: skip
                 key_mass = mass
                 if wants(STATS, "mass"):
                     key_mass = tl.load(head_ptr(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
@@ -228,21 +230,8 @@ def forward_kernel(
             tl.store(head_ptr(tile_maxima, b, h) + group * tile_maxima.i + i, lowest, mask=i < sizes.i)
 
     share, empty = store_row_stats(
-        out,
-        sink,
-        m,
-        l,
-        t,
-        mean_distance,
-        mass,
-        argmax,
-        b,
-        h,
-        i,
-        sizes,
-        SINK,
-        STATS,
-    )
+        out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK, STATS,
+    )  # fmt: skip
     if Y:
         store_tile(out.y, b, h, i, e, tl.where(empty[:, None], 0.0, y * share[:, None]), sizes.i, E)
 

@@ -176,6 +176,14 @@ def tma_load(desc, layout, b, h, start):
     return desc.load([(b * layout.row_b + h * layout.row_h + start).to(tl.int32), (h * layout.col_h).to(tl.int32)])
 
 
+@triton.jit
+def load_block(x, desc, layout, b, h, start, i, d, I, D: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr):
+    """Rows i of one head, which begin at `start`: by TMA, or else by `load_tile`."""
+    if TMA:
+        return tma_load(desc, layout, b, h, start)
+    return load_tile(x, b, h, i, d, I, D, CHECK)
+
+
 # Who is seen.
 
 

@@ -24,6 +24,7 @@ from .tile_ops import (
     apply_score_mods,
     head_ptr,
     key_blocks,
+    load_block,
     load_row_values,
     load_tile,
     product,
@@ -216,20 +217,8 @@ def rescore_sort_kernel(
                 y = tl.load(k_ptrs[:, :, None] + d[None, None, :] * k.j, mask=inside, other=0.0)
                 terms += x[:, None, :].to(tl.float32) * y.to(tl.float32)
             part, slope = apply_score_mods(
-                tl.sum(terms, 2),
-                i[:, None],
-                j,
-                b,
-                h,
-                modifiers,
-                strides,
-                caps,
-                scale,
-                sizes,
-                MODIFIERS,
-                SCALE_FOLDED,
-                0,
-            )
+                tl.sum(terms, 2), i[:, None], j, b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, 0,
+            )  # fmt: skip
             part = tl.where(valid, part, FLOOR)
             own = tl.arange(0, CAPACITY // SLOTS)[None, :, None] == n
             s = tl.where(own, part[:, None, :], s)
@@ -290,10 +279,7 @@ def scan_tiles(
     for n in range(begin, end):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
         if SIMILARITY == "product":
-            if TMA and not EDGE:
-                k_tile = tma_load(k_desc, k_layout, b, hk, n * BLOCK_J)
-            else:
-                k_tile = load_tile(k, b, hk, j, d, sizes.j, D, EDGE)
+            k_tile = load_block(k, k_desc, k_layout, b, hk, n * BLOCK_J, j, d, sizes.j, D, TMA and not EDGE, EDGE)
             s = product(q_tile, k_tile.T, FP32)
         else:
             s = tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY, False)
