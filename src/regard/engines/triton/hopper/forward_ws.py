@@ -1,13 +1,13 @@
-"""The forward pass with its warps parted by hand, for Hopper's 16-bit products of 128 components.
+"""The forward pass with warp specialisation, for Hopper's 16-bit products of 128 components.
 
-One warp loads: rows, keys and values come by the copy engine, a few tiles ahead. Two groups of four warps compute, 64 rows
-each, and both products of a tile run beside the arithmetic on the tile before it: while the tensor cores add tile n − 1 to the
-output, the weights of tile n are made. The groups take turns in giving the tensor cores work, so that one computes
-weights while the other multiplies. As many programs run as there are multiprocessors; each draws block after block, since under a
-mask some take far longer than others.
+A producer warp loads queries, keys and values by TMA, a few tiles ahead. Two consumer groups of four warps own 64 rows each.
+Both products of a tile overlap with arithmetic: while the tensor cores add tile n − 1 to the output, a consumer computes the
+weights of tile n. The consumers alternate in issuing products (pingpong), so that one computes weights while the other
+multiplies. The kernel is persistent, one program a multiprocessor, and programs take tiles from a counter, since under a mask
+some tiles take far longer than others.
 
-What a tile does to the state of a row, and what finished rows tell, are the words of `forward`. Written in Gluon, Triton's own
-lower language; imported only where `configuration` says that the compiler at hand was tested with it.
+The softmax update and the epilogue are those of `kernels.forward`. The kernel is written in Gluon, Triton's lower-level
+language; `tile_config` selects it only for Triton versions that it was tested with.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from .gluon_ops import (
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group, blocks,
          MASK: gl.constexpr, SHARED_KV: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The warp that loads: for every block of rows, their keys and values from the last to the first. It also draws the next
-    block, and says which it is once it has loaded all for this one."""
+    """The producer warp: for every row block, its queries, then keys and values from the last tile to the first. It also takes the
+    next row block from the counter and publishes it when all loads of this one are issued."""
     q_tiles, k_tiles, v_tiles = tiles
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
@@ -77,7 +77,7 @@ def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready,
 def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i, j, visit, b, h, keys, mask, tile_maxima, tiles_per_group, sizes, scale2, MASK: gl.constexpr,
                STATS: gl.constexpr, TILE_MAXIMA: gl.constexpr,
                EDGE: gl.constexpr):  # fmt: skip
-    """The state with one more tile in it, as `online_softmax_update`. EDGE: some rows do not see all of the tile."""
+    """`online_softmax_update` of one tile. EDGE: the tile is masked first."""
     if EDGE:
         s = gl.where(visible(i[:, None], j[None, :], b, h, 0, mask, sizes, MASK), s, FLOOR)
     key_mass = mass
@@ -98,7 +98,10 @@ def consumer(
     STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that compute: rows W · BLOCK_I/2 and on of every block."""
+    """Consumer W of two: rows from W · BLOCK_I/2 on of every row block.
+
+    `tile_phase` counts row blocks; its lowest bit is the phase of the mbarriers that change once a row block.
+    """
     q_tiles, k_tiles, v_tiles = tiles
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
@@ -126,7 +129,7 @@ def consumer(
         y = gl.zeros([HALF, D], gl.float32, Y)
         mbarrier.wait(q_ready.index(W), tile_phase & 1)
 
-        # The last tile has nothing before it.
+        # The last tile comes first: no product with values is pending yet.
         slot, phase = count % STAGES, (count // STAGES) & 1
         mbarrier.wait(k_ready.index(slot), phase)
         s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
@@ -138,7 +141,7 @@ def consumer(
             scale2, MASK, STATS, TILE_MAXIMA, MASK != "none",
         )  # fmt: skip
         p = gl.convert_layout(p.to(dtype), P)
-        # The tiles at one edge of the mask, those seen in full, those at the other edge.
+        # Tiles at one edge of the mask, fully visible tiles, tiles at the other edge.
         begins = 1, gl.maximum(past - full_to, 1), past - full_from
         ends = begins[1], begins[2], past - first
         for SECTION in gl.static_range(0 if MASK != "none" else 1, 3 if MASK == "band" else 2):
@@ -199,7 +202,7 @@ def forward_ws_kernel(
     STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """All that one pass tells of blocks of BLOCK_I rows; whole blocks, and at least one key for each."""
+    """Output and statistics of row blocks of BLOCK_I rows; full blocks only, each with at least one key."""
     q_tiles, y_tiles, k_tiles = alloc_smem(q_desc, 2), alloc_smem(y_desc, 2), alloc_smem(k_desc, STAGES)
     q_ready, q_free, k_ready, k_free = (
         alloc_barriers(2, 1),

@@ -12,25 +12,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernels.tile_ops import TmaLayout
 
-#: Registers of a thread that computes, and of one that loads; together with the first group's they fill a multiprocessor.
+#: Registers of a consumer thread and of a producer thread; with those of the first consumer group they fill a multiprocessor.
 CONSUMER_REGS, PRODUCER_REGS = gl.constexpr(240), gl.constexpr(24)
 
 
 def gluon_descriptor(descriptor: tuple[Any, TmaLayout] | None) -> tuple[TensorDescriptor, TmaLayout]:
-    """What the copy engine is told of a tensor, and in which order its tiles lie in shared memory."""
-    assert descriptor is not None, "asked for where the copy engine serves"
+    """A TMA descriptor with the shared-memory layout that Gluon needs."""
+    assert descriptor is not None, "the caller checked that TMA fits"
     desc, tma_layout = descriptor
-    layout = gl.NVMMASharedLayout.get_default_for(desc.block_shape, gl.bfloat16)  # float16 lies alike
+    layout = gl.NVMMASharedLayout.get_default_for(desc.block_shape, gl.bfloat16)  # the same for float16
     return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), tma_layout
 
 
 def row_vector_descriptor(x: Tensor, heads: int, length: int, lines: int) -> tuple[TensorDescriptor, TmaLayout]:
-    """Numbers of rows, (b, h, i) without gaps, as the copy engine takes them: `lines` of a `length` for each head."""
+    """TMA descriptor of a contiguous tensor (b, h, i), one number a row: `lines` vectors of `length` for each head."""
     desc = TensorDescriptor(x, [x.numel() // length, length], [length, 1], [1, length], gl.NVMMASharedLayout(0, 32))
     return desc, TmaLayout(heads * lines, lines, 0)
-
-
-# Words for kernels in Gluon.
 
 
 @gluon.jit
@@ -43,7 +40,7 @@ def alloc_smem(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of which opens after so many arrivals."""
+    """COUNT mbarriers, each with ARRIVALS arrivals a phase."""
     barrier = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for n in gl.static_range(COUNT):
         mbarrier.init(barrier.index(n), count=ARRIVALS)
@@ -52,7 +49,7 @@ def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def tma_load_async(desc, layout, b, h, row, ready, smem):
-    """Rows of one head into shared memory; `ready` is told when they are there."""
+    """Load rows of one head into shared memory; `ready` completes its phase when they have arrived."""
     mbarrier.expect(ready, desc.block_type.nbytes)
     coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
     tma.async_copy_global_to_shared(desc, coords, ready, smem)
@@ -60,7 +57,7 @@ def tma_load_async(desc, layout, b, h, row, ready, smem):
 
 @gluon.jit
 def tma_store_async(desc, layout, b, h, row, smem):
-    """A tile that is written to shared memory into the rows of one head."""
+    """Store a tile from shared memory to rows of one head. The fence makes earlier writes visible to TMA."""
     fence_async_shared()
     coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
     tma.async_copy_shared_to_global(desc, coords, smem)
@@ -68,13 +65,13 @@ def tma_store_async(desc, layout, b, h, row, smem):
 
 @gluon.jit
 def next_tile(tile_counter):
-    """The next block of work that nobody has."""
+    """The next tile that no program has taken; the first ones are numbered by program."""
     return gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
 
 
 @gluon.jit
 def alloc_tile_queue():
-    """Where the warp that loads says which block was drawn, and the barriers on both sides of it."""
+    """A queue of one tile from the producer to both consumers: its slot, and the mbarriers ready and free."""
     queue_slot = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return queue_slot, alloc_barriers(1, 1), alloc_barriers(1, 2)
 
