@@ -34,7 +34,7 @@ NANOGPT_GPU, NANOGPT_CPU, TINY_TRANSFORMER = 1.4697, 1.88, 41.0
 
 SHAKESPEARE = {
     "steps": 5000, "batch": 64, "layers": 6, "heads": 6, "dim": 384, "context": 256, "dropout": 0.2, "lr": 1e-3,
-    "weight_decay": 5.0, "average": 0.999, "compile": True,
+    "weight_decay": 5.0, "ema": 0.999, "compile": True,
 }  # fmt: skip
 
 
@@ -104,8 +104,8 @@ class OnSDPA(nn.Module):
         self.layer = layer
 
     def forward(self, x, mask=None, cache=None, probe=None):
-        q, k, v = self.layer._made(x, None)
-        return self.layer._joined(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        q, k, v = self.layer._qkv(x, None)
+        return self.layer._merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 
 def training_step(model: LanguageModel, ids: torch.Tensor, names: tuple[str, ...], mode: str):
@@ -200,7 +200,7 @@ def main() -> None:
             put([found])
     elif what == "multi30k":
         files = [data / f"multi30k.{part}.{language}" for part in ("train", "val") for language in ("en", "de")]
-        translate(*files[:2], out / "ende", held=tuple(files[2:]), progress=Plain())
+        translate(*files[:2], out / "ende", validation=tuple(files[2:]), progress=Plain())
         put([judged(data, out / "ende")])
     elif what == "translate":
         put([judged(data, data / "ende")])

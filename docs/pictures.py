@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 import regard
-from regard.look.loading import embedded, look_at, open_model
+from regard.look.loading import BUNDLED, load_model, look_at
+from regard.look.word_vectors import word_vectors
 
 SENTENCE = "The animal didn't cross the street because it was too tired"
 FOLDER = Path(__file__).parent / "pictures"
@@ -29,7 +30,7 @@ PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "walk": ("walk", [("click", "walk-head"), ("click", "dot-13")], 880, False),
     "play": ("play", [], 1060, False),
     "square": ("square", [], 1000, False),
-    "heads": ("overview", [], 1100, False),
+    "heads": ("overview", [], 900, False),
 }
 
 
@@ -37,8 +38,9 @@ def main() -> None:
     """Draw everything, and say what became how large."""
     FOLDER.mkdir(exist_ok=True)
     torch.manual_seed(0)
-    model = open_model()
-    view = look_at(SENTENCE, model).show("it", title=SENTENCE, embedded=embedded(SENTENCE, model))
+    model = load_model()
+    vectors = word_vectors(SENTENCE, model)
+    view = look_at(SENTENCE, model).show("it", title=SENTENCE, model=BUNDLED, word_vectors=vectors)
     view.save(FOLDER / "it.svg")
     _photograph(view, PAGES)
     _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 860, False)})

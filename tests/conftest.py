@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from regard.engines import blockwise, numba
+from support.opened_page import it, show  # noqa: F401
 
 # Property tests draw the same examples on every machine; time limits would make them flicker on a busy one.
 settings.register_profile("regard", derandomize=True, deadline=None, print_blob=False)

@@ -16,39 +16,55 @@ ROOT = Path(regard.__file__).parent
 #: Each part of the package and the parts it may import: a module of `core`, or a whole package. A part never imports one above it.
 ARROWS: dict[str, set[str]] = {
     "_lazy": set(),
+    "_io": set(),
     "core.pytree": set(),
     "core.torch_state": set(),
     "core.block": set(),
     "core.indexing": set(),
-    "core.scores": {"core.block", "core.pytree"},
-    "core.masks": {"core.block", "core.pytree", "core.torch_state"},
-    "core.intervals": {"core.block", "core.masks", "core.pytree", "core.torch_state"},
-    "core.problem": {"core.block", "core.intervals", "core.masks", "core.pytree", "core.scores", "core.torch_state"},
-    "core.stats": {"core.problem", "core.pytree"},
+    "core.broadcast": set(),
+    "core.similarity": {"core.pytree"},
+    "core.modifiers": {"core.block", "core.broadcast", "core.pytree"},
+    "core.scores": {"core.broadcast", "core.modifiers", "core.pytree", "core.similarity"},
+    "core.intervals": {"core.torch_state"},
+    "core.mask_algebra": {"core.block", "core.broadcast", "core.intervals", "core.pytree"},
+    "core.masks": {
+        "core.block", "core.broadcast", "core.intervals", "core.mask_algebra", "core.pytree", "core.torch_state",
+    },
+    "core.lowering": {"core.block", "core.intervals", "core.masks", "core.pytree", "core.torch_state"},
+    "core.types": {"core.indexing", "core.masks", "core.scores"},
+    "core.problem": {
+        "core.block", "core.intervals", "core.lowering", "core.masks", "core.pytree", "core.scores", "core.torch_state",
+    },
+    "core.stats": {"core.problem", "core.pytree", "core.torch_state"},
     "core.online_softmax": {"core.block", "core.problem", "core.stats"},
     "engines": {
-        "core.block", "core.masks", "core.online_softmax", "core.problem", "core.pytree", "core.scores", "core.stats",
-        "core.torch_state",
+        "core.block", "core.intervals", "core.masks", "core.online_softmax", "core.problem", "core.pytree",
+        "core.scores", "core.stats", "core.torch_state",
     },
     "core.autograd": {"core.problem", "core.pytree", "core.scores", "core.stats", "core.torch_state", "engines"},
     "core.result_cache": {"core.stats", "core.torch_state"},
     "core.arguments": {"core.indexing", "core.scores", "core.stats"},
-    "core.weights": {
-        "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.result_cache", "core.scores",
+    "core.results": set(),
+    "core.evaluation": {
+        "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.result_cache", "core.results",
         "core.stats", "core.torch_state", "engines",
     },
+    "core.weights": {
+        "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.result_cache", "core.results",
+        "core.scores", "core.stats", "core.types",
+    },
     "core.api": {
-        "core.block", "core.intervals", "core.masks", "core.problem", "core.pytree", "core.scores", "core.torch_state",
+        "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.torch_state", "core.types",
         "core.weights", "engines",
     },
     "recorder": {
-        "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.weights",
+        "_io", "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.types", "core.weights",
     },
-    "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.weights"},
-    "learn": {"_lazy", "nn", "recorder"},
+    "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
+    "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
     "look": {
-        "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
         "core.weights", "learn", "recorder",
     },
     "cli": {"learn", "look"},
@@ -66,10 +82,19 @@ def module_of(path: Path) -> list[str]:
 
 
 def imports(path: Path) -> set[str]:
-    """The parts of the package that a file imports from."""
+    """The parts of the package that a file imports from when it runs; type checkers alone may look upwards."""
     package = ["regard", *path.relative_to(ROOT).parts[:-1]]
     parts: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = [*base, *(node.module.split(".") if node.module else [])]
@@ -187,8 +212,73 @@ def test_public_names_are_those_that_are_exported() -> None:
         name for name in vars(regard) if not name.startswith("_") and not isinstance(vars(regard)[name], type(sys))
     }
     assert public - {"TYPE_CHECKING", "lazy_getattr"} <= set(regard.__all__) <= set(dir(regard))
+    assert not {"TYPE_CHECKING", "lazy_getattr"} & set(dir(regard))
+    assert {"integrations", "learn", "look", "nn"} <= set(dir(regard))
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:
-        assert getattr(regard, name) is not None
+        assert getattr(regard, name).__module__ == "regard"
     with pytest.raises(AttributeError, match="no attribute 'atend'"):
         regard.atend  # noqa: B018
+
+
+#: Words that say nothing about the role or type of what they name.
+ROLELESS = frozenset(
+    ["told", "given", "kept", "found", "made", "asked", "room", "rooms", "lying", "laid", "heard", "whole", "known"]
+)
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Every name that a file binds or uses: variables, parameters, attributes, keywords, functions, classes, imports."""
+    names: set[str | None] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=name):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                names.add(asname or name)
+            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
+                names.add(name)
+    return {name for name in names if name is not None}
+
+
+def test_roleless_names_are_found_wherever_they_stand() -> None:
+    for line in (
+        "told = 1",
+        "x.kept",
+        "f(given=1)",
+        "def made(): ...",
+        "lambda room: 0",
+        "import x as laid",
+        "class whole: ...",
+    ):
+        assert identifiers(ast.parse(line)) & ROLELESS, line
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_name_says_its_role(path: Path) -> None:
+    assert not identifiers(ast.parse(path.read_text())) & ROLELESS
+
+
+def test_no_class_name_stands_for_two_classes() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+#: Packages whose docstrings still name their imports. This list only shrinks.
+NAME_THEIR_IMPORTS = ("engines/numba", "engines/triton")
+SAY_NO_IMPORTS = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if not any(path.is_relative_to(ROOT / package) for package in NAME_THEIR_IMPORTS)
+]
+
+
+@pytest.mark.parametrize("path", SAY_NO_IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_module_may_import_is_not_said_in_words(path: Path) -> None:
+    assert "Imports " not in (ast.get_docstring(ast.parse(path.read_text())) or "")

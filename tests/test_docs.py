@@ -64,7 +64,7 @@ def commands(document):
 @pytest.mark.parametrize("document", [text for text in TEXTS if commands(text)])
 def test_every_command_line_is_one_that_the_parser_takes(document):
     for line in commands(document):
-        cli.parser().parsed(shlex.split(line, comments=True)[1:])
+        cli.parser().parse_all(shlex.split(line, comments=True)[1:])
 
 
 def docstrings():

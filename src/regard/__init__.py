@@ -5,8 +5,13 @@ from typing import TYPE_CHECKING
 from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
+    from . import integrations as integrations
+    from . import learn as learn
+    from . import look as look
+    from . import nn as nn
     from .core.api import attend, weights
     from .core.masks import Mask, causal, documents, padding, window
+    from .core.results import Peak, Statistics, TopK
     from .core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
     from .core.weights import Weights
     from .look.walk import walk
@@ -15,8 +20,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Recording", "ScaledDot", "Score", "Similarity",
-    "Weights",
+    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Peak", "Recording", "ScaledDot", "Score",
+    "Similarity", "Statistics", "TopK", "Weights",
     "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
 ]  # fmt: skip
 
@@ -24,14 +29,15 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "core.api": ("attend", "weights"),
-        "look.walk": ("walk",),
         "core.masks": ("Mask", "causal", "documents", "padding", "window"),
-        "core.weights": ("Weights",),
-        "recorder": ("Recording", "load", "record", "watch"),
+        "core.results": ("Peak", "Statistics", "TopK"),
         "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
+        "core.weights": ("Weights",),
+        "look.walk": ("walk",),
+        "recorder": ("Recording", "load", "record", "watch"),
     },
 )
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__", "integrations", "learn", "look", "nn"])

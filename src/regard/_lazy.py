@@ -1,7 +1,4 @@
-"""Names whose rooms are entered when they are used: `import regard` is light, and the command line answers at once.
-
-Imports nothing of regard.
-"""
+"""Lazy public names: `import regard` is light, and a module is imported when one of its names is first used."""
 
 from __future__ import annotations
 
@@ -13,23 +10,45 @@ from typing import Any
 __all__ = ["lazy_getattr"]
 
 
-def lazy_getattr(package: str, rooms: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: `rooms` says which names are in which of its rooms; any room is a name, too."""
-    room_of = {name: room for room, names in rooms.items() for name in names}
+def lazy_getattr(package: str, names_by_module: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package.
 
-    def find(name: str) -> Any:
-        if name in room_of:
-            found = getattr(import_module(f"{package}.{room_of[name]}"), name)
+    Args:
+        package: Full name of the package.
+        names_by_module: For each module below the package, the public names that it defines. Submodules are
+            attributes of the package, too.
+
+    Returns:
+        A function that imports the module of a name, and binds the name in the package.
+    """
+    module_by_name = {name: module for module, names in names_by_module.items() for name in names}
+
+    def getattribute(name: str) -> Any:
+        if name in module_by_name:
+            value = getattr(import_module(f"{package}.{module_by_name[name]}"), name)
+            _publish(package, names_by_module)
         elif name.startswith("_"):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         else:
             try:
-                found = import_module(f"{package}.{name}")
+                value = import_module(f"{package}.{name}")
             except ModuleNotFoundError as missing:
-                if missing.name != f"{package}.{name}":  # the room is there, and lacks something else
+                if missing.name != f"{package}.{name}":  # the module exists, and misses a dependency
                     raise
                 raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
-        setattr(sys.modules[package], name, found)  # from now on it is there at once
-        return found
+        setattr(sys.modules[package], name, value)
+        return value
 
-    return find
+    return getattribute
+
+
+def _publish(package: str, names_by_module: Mapping[str, tuple[str, ...]]) -> None:
+    """Let public objects of every imported module name the package as their home, as `help` and `pickle` show it.
+
+    All imported modules, not only that of the name just used: `regard.weights(...)` returns a `Weights`.
+    """
+    for module, names in names_by_module.items():
+        if (imported := sys.modules.get(f"{package}.{module}")) is not None:
+            for name in names:
+                if (value := getattr(imported, name, None)) is not None:  # None: its module is still being imported
+                    value.__module__ = package

@@ -1,4 +1,4 @@
-"""The command line: `regard look`, `walk`, `learn`, `generate`, `translate`. Each room brings its own verbs."""
+"""The command line: `regard look`, `walk`, `learn`, `generate`, `translate`. Packages bring their own verbs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-#: Rooms with verbs. Each has `add(verbs)`: one parser a verb, with `set_defaults(run=…)`, run(arguments) → exit code.
-ROOMS = ("regard.look.command", "regard.learn.command")
+#: Modules with verbs. `add(verbs)` adds a parser for every verb, with `set_defaults(run=…)`: run(args) → exit code.
+VERB_MODULES = ("regard.look.command", "regard.learn.command")
 
 TEACH = """\
 Which words does "it" look at?
@@ -25,33 +25,36 @@ Train a small model and look inside:
   regard look "To be" --model bard/
 
 Every verb explains itself: regard look --help
-Exit codes: 0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted."""
+Exit codes: 0 done, 1 failed, 2 a mistake in the arguments, 130 interrupted."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every other mistake is told. A verb of many words names them `more`."""
+    """A parser that reports mistakes in one line, as all other mistakes are.
+
+    A verb whose last argument takes many texts names that argument with `set_defaults(more=…)`.
+    """
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; {self.prog} --help tells more")
+        raise ValueError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Notes which verb was meant: the innermost parser is the first to come back."""
-        asked, left = super().parse_known_args(args, namespace)
-        asked.verb = getattr(asked, "verb", self)
-        return asked, left
+        """Parse, and note the parser of the verb: the innermost one returns first."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        parsed.verb = getattr(parsed, "verb", self)
+        return parsed, rest
 
-    def parsed(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """All arguments. Texts may stand after options, too: argparse takes such only where they stand together."""
-        asked, left = self.parse_known_args(arguments)
-        if left and hasattr(asked, "more") and not any(word.startswith("-") for word in left):
-            getattr(asked, asked.more).extend(left)
-        elif left:
-            asked.verb.error(f"unrecognized arguments: {' '.join(left)}")
-        return asked
+    def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse all arguments. Texts may follow options, too: argparse alone takes them only side by side."""
+        args, rest = self.parse_known_args(arguments)
+        if rest and hasattr(args, "more") and not any(word.startswith("-") for word in rest):
+            getattr(args, args.more).extend(rest)
+        elif rest:
+            args.verb.error(f"unrecognized arguments: {' '.join(rest)}")
+        return args
 
 
-class Notes(logging.Handler):
-    """What the library says of its work, to whoever waits at a terminal; a bar may stand in for stderr by then."""
+class StderrHandler(logging.Handler):
+    """Log messages for a user at a terminal. sys.stderr is looked up late, since a progress bar may replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr.isatty():
@@ -59,6 +62,7 @@ class Notes(logging.Handler):
 
 
 def parser() -> Parser:
+    """The parser of the command line, with all verbs."""
     from . import __version__
 
     top = Parser(
@@ -69,43 +73,55 @@ def parser() -> Parser:
     )
     top.add_argument("--version", action="version", version=f"regard {__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for room in ROOMS:
-        import_module(room).add(verbs)
+    for module in VERB_MODULES:
+        import_module(module).add(verbs)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. A user's mistake is one line on stderr and exit code 2, never a traceback."""
+    """Run one command; a user's mistake is one line on stderr and exit code 2, never a traceback.
+
+    Args:
+        arguments: The arguments after `regard`. Default: those of the process.
+
+    Returns:
+        The exit code.
+
+    Example:
+        >>> main(["--version"])  # doctest: +ELLIPSIS
+        regard ...
+        0
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     log = logging.getLogger("regard")
-    if not any(isinstance(handler, Notes) for handler in log.handlers):
-        log.addHandler(Notes())
+    if not any(isinstance(handler, StderrHandler) for handler in log.handlers):
+        log.addHandler(StderrHandler())
         log.setLevel(logging.INFO)
     try:
-        asked = parser().parsed(arguments or ["--help"])
-        done = int(asked.run(asked) or 0)
-        sys.stdout.flush()  # a reader that has gone shows here, not when Python ends
-        return done
-    except SystemExit as end:  # --help and --version have said what they had to say
+        args = parser().parse_all(arguments or ["--help"])
+        code = int(args.run(args) or 0)
+        sys.stdout.flush()  # raises BrokenPipeError here, not when Python exits
+        return code
+    except SystemExit as end:  # after --help and --version
         return int(end.code or 0)
     except KeyboardInterrupt:
         print("\nregard: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `regard look … | head`: the reader has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe: `regard look … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, LookupError, OSError, ImportError, MemoryError, RuntimeError, TypeError) as wrong:
+    except (ValueError, LookupError, OSError, ImportError, MemoryError, RuntimeError, TypeError) as error:
         if os.environ.get("REGARD_TRACEBACK"):
             raise
-        # The last two are how torch reports a wrong size; they may as well be a fault of ours.
-        more = " (REGARD_TRACEBACK=1 tells where)" if isinstance(wrong, RuntimeError | TypeError) else ""
-        print(f"regard: {_one_line(wrong)}{more}", file=sys.stderr)
+        # torch reports wrong sizes by these two, but they may also be a bug of regard.
+        hint = " (REGARD_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError | TypeError) else ""
+        print(f"regard: {_one_line(error)}{hint}", file=sys.stderr)
         return 2
 
 
-def _one_line(wrong: BaseException) -> str:
-    text = str(wrong.args[0]) if isinstance(wrong, KeyError) and wrong.args else str(wrong)
-    return " ".join(text.split()) or type(wrong).__name__
+def _one_line(error: BaseException) -> str:
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return " ".join(text.split()) or type(error).__name__
 
 
 if __name__ == "__main__":

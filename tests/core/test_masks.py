@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.core import intervals as room
+from regard.core import intervals as intervals_module
 from regard.core.api import normalize_inputs
 from regard.core.block import MatrixBlock
-from regard.core.intervals import IntervalMask
+from regard.core.lowering import IntervalMask
 from regard.core.masks import Documents, Geometry, KeyIntervals, Mask, as_mask, causal, documents, padding, window
 from regard.core.problem import Problem
 from regard.engines import blockwise
@@ -29,10 +29,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kept_on_the_cpu() -> Iterator[None]:
-    """What is found out about masks is kept for GPUs; here, so that every test sees what they get."""
+def cached_on_the_cpu() -> Iterator[None]:
+    """Lowered masks are cached on GPUs; here on the CPU too, so that every test sees what GPUs get."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "KEPT_ON", ("cpu",))
+        patch.setattr(intervals_module, "CACHING_DEVICES", ("cpu",))
         yield
 
 
@@ -424,7 +424,7 @@ def test_the_ends_of_lengths_are_those_they_have_now() -> None:
     lengths.fill_(3)
     regard.weights(torch.randn(2, 1, 3, 2), mask=mask)
     lengths.fill_(7)
-    with pytest.raises(ValueError, match=r"between 0 and the 4 keys there are; 7 … 7 came"):
+    with pytest.raises(ValueError, match=r"between 0 and the 4 keys there are; got 7 … 7"):
         regard.weights(torch.randn(2, 1, 4, 2), mask=mask)
 
 
@@ -439,9 +439,9 @@ def test_an_array_that_changes_does_not_change_a_mask() -> None:
 def test_what_was_found_out_is_not_copied(copied) -> None:
     mask = causal() & documents([0, 0, 1, 1])
     regard.weights(torch.randn(1, 4, 2), mask=mask).lse()
-    assert "found" in vars(mask.right)
+    assert "cache" in vars(mask.right)
     other = copied(mask)
-    assert "found" not in vars(copied(mask.right))
+    assert "cache" not in vars(copied(mask.right))
     assert other.draw() == mask.draw()
 
 

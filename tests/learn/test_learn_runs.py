@@ -24,7 +24,7 @@ from regard.look import svg
 
 TINY = {
     "steps": 12,
-    "check": 4,
+    "eval_every": 4,
     "batch": 3,
     "dim": 8,
     "heads": 2,
@@ -32,12 +32,12 @@ TINY = {
     "context": 8,
     "device": "cpu",
     "dropout": 0.2,
-    "average": 0.9,
+    "ema": 0.9,
     "warmup": 3,
 }
 PAIRS = {
     "steps": 8,
-    "check": 4,
+    "eval_every": 4,
     "batch": 4,
     "dim": 8,
     "heads": 2,
@@ -101,7 +101,7 @@ class Stopping(Silent):
     def __init__(self, step: int, what) -> None:
         self.step, self.what = step, what
 
-    def tell(self, step: int, numbers) -> None:
+    def update(self, step: int, numbers) -> None:
         if step >= self.step and "val_loss" not in numbers:
             self.what()
 
@@ -122,7 +122,7 @@ def same(a: Path, b: Path) -> None:
 
 @pytest.mark.parametrize("at", [1, 3, 5, 8, 11])
 def test_an_interrupted_run_that_is_resumed_ends_with_the_same_bits(at, text, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "LOOK", 1)
+    monkeypatch.setattr(training, "WATCH_EVERY", 1)
     out = tmp_path / "run"
     stopped = lm(text, out, progress=Stopping(at, lambda: os.kill(os.getpid(), signal.SIGINT)), **TINY)
     assert not stopped.finished
@@ -136,11 +136,11 @@ def test_an_interruption_leaves_no_trace_in_the_history(at, text, whole, tmp_pat
     out, taken = tmp_path / "run", []
     own = training._Training._step
 
-    def step(self, batch, looking):
+    def step(self, batch, watching):
         taken.append(self.step)
         if self.step + 1 == at:
-            self.interrupted.came = True
-        return own(self, batch, looking)
+            self.interrupted.signalled = True
+        return own(self, batch, watching)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training._Training, "_step", step)
@@ -155,13 +155,13 @@ def test_an_interruption_leaves_no_trace_in_the_history(at, text, whole, tmp_pat
 
 
 def test_looking_or_not_the_result_is_the_same(text, whole, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "LOOK", 5)
+    monkeypatch.setattr(training, "WATCH_EVERY", 5)
     lm(text, tmp_path / "run", **TINY)
     same(tmp_path / "run", whole)
 
 
 def test_a_translator_is_resumed_to_the_same_bits_too(pairs, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "LOOK", 1)
+    monkeypatch.setattr(training, "WATCH_EVERY", 1)
     assert translate(*pairs, tmp_path / "whole", **PAIRS).finished
     translate(*pairs, tmp_path / "run", progress=Stopping(5, lambda: os.kill(os.getpid(), signal.SIGTERM)), **PAIRS)
     assert translate(*pairs, tmp_path / "run", resume=True).finished
@@ -169,7 +169,7 @@ def test_a_translator_is_resumed_to_the_same_bits_too(pairs, tmp_path, monkeypat
 
 
 def test_a_run_killed_at_a_random_moment_is_resumed_to_the_same_bits(text, tmp_path):
-    more = {**TINY, "steps": 250, "check": 5}
+    more = {**TINY, "steps": 250, "eval_every": 5}
     code = f"import torch; torch.set_num_threads(1); from regard.learn import lm; lm({str(text)!r}, {str(tmp_path / 'run')!r}, **{more!r})"
     child = subprocess.Popen([sys.executable, "-c", code])
     try:
@@ -239,13 +239,13 @@ def test_when_the_disk_is_full_the_checkpoint_of_before_stands(text, whole, tmp_
     half = (whole / "last.safetensors").stat().st_size // 2  # a real write that breaks off in the middle
 
     class Filling(Silent):
-        def tell(self, step, numbers) -> None:
+        def update(self, step, numbers) -> None:
             if step >= 6:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (half, limits[1]))
 
     try:
         with pytest.raises(
-            OSError, match=r"last\.safetensors .* could not be written: .*the file of before stands.*--resume"
+            OSError, match=r"last\.safetensors .* could not be written: .*the old file is unchanged.*--resume"
         ):
             lm(text, out, progress=Filling(), **TINY)
     finally:
@@ -261,8 +261,8 @@ def test_a_full_disk_is_called_by_its_name(text, tmp_path, monkeypatch):
     def full(path, chunks):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "write", full)
-    with pytest.raises(OSError, match=r"the disk is full\. Make room, and start again"):
+    monkeypatch.setattr(checkpoint, "atomic_write", full)
+    with pytest.raises(OSError, match=r"the disk is full\. Free some space, then start again"):
         lm(text, tmp_path / "run", **TINY)
     monkeypatch.undo()
 
@@ -271,8 +271,8 @@ def test_a_full_disk_is_called_by_its_name(text, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         own_write(path, chunks)
 
-    own_write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", second)
+    own_write = checkpoint.atomic_write
+    monkeypatch.setattr(checkpoint, "atomic_write", second)
     with pytest.raises(OSError, match="start again"):
         lm(text, tmp_path / "run", **TINY)
     monkeypatch.undo()
@@ -289,7 +289,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
 
     monkeypatch.setattr(training.tasks.LMTask, "loss", loss)
     with pytest.raises(
-        Diverged, match=r"no number any more at step 8; the checkpoint of step 4 stands.*smaller --lr \(it is 0\.003\)"
+        Diverged, match=r"NaN or infinite at step 8; the checkpoint of step 4 is in .*smaller --lr \(it is 0\.003\)"
     ):
         lm(text, tmp_path / "run", **TINY)
     tensors, told = checkpoint.read_tensors(tmp_path / "run" / "last.safetensors")
@@ -318,12 +318,12 @@ def test_a_model_beyond_all_memory_leaves_its_folder_free(text, tmp_path, capsys
 def test_a_folder_without_a_name_is_no_folder(text, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["learn", "lm", str(text), "--out", ""]) == 2
-    assert "argument --out: a name is needed" in capsys.readouterr().err
+    assert "argument --out: a path is needed" in capsys.readouterr().err
     assert not (tmp_path / "settings.json").exists()
 
 
 def test_a_short_run_reaches_its_learning_rate(text, tmp_path):
-    lm(text, tmp_path / "run", **{**TINY, "steps": 10, "check": 1, "warmup": 1000})
+    lm(text, tmp_path / "run", **{**TINY, "steps": 10, "eval_every": 1, "warmup": 1000})
     rates = [row["lr"] for row in checkpoint.read_json(tmp_path / "run" / "history.json") if "lr" in row]
     assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert max(rates) == rates[1] == 3e-3
@@ -339,21 +339,21 @@ def test_what_a_killed_run_left_half_written_is_swept_away(text, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    ({"steps": 0}, "--steps must be at least 1; 0 came"),
-    ({"dropout": 1.0}, "--dropout must be from 0 up to"),
+    ({"steps": 0}, "--steps must be at least 1; got 0"),
+    ({"dropout": 1.0}, "--dropout must be at least 0 and below 1"),
     ({"lr": -1.0}, "--lr must be above 0"),
-    ({"lr": float("nan")}, "--lr must be above 0 and finite; nan came"),
-    ({"clip": float("nan")}, "--clip must be above 0; nan came"),
+    ({"lr": float("nan")}, "--lr must be above 0 and finite; got nan"),
+    ({"clip": float("nan")}, "--clip must be above 0; got nan"),
     ({"weight_decay": float("inf")}, "--weight-decay must be at least 0 and finite"),
-    ({"dim": "32"}, "--dim must be a whole number; '32' came"),
-    ({"steps": True}, "--steps must be a whole number; True came"),
+    ({"dim": "32"}, "--dim must be an integer; got '32'"),
+    ({"steps": True}, "--steps must be an integer; got True"),
     ({"seed": 10**24}, r"--seed must be smaller than 2\^63"),
     ({"heads": 3}, "--dim 8 must split into --heads 3 heads of even size"),
     ({"weight_decay": -1.0}, "--weight-decay must be at least 0"),
     ({"positions": "none"}, "--positions must be one of rotary"),
     ({"context": 10_000}, r"has \d+ tokens, \d+ of them for training, and --context 10000 needs 10001"),
-    ({"tokens": "bpe", "vocabulary": 5000}, r"a vocabulary of 5000 was asked for, and the data supports \d+ pieces: take --vocabulary \d+ or less"),
-    ({"tokens": "bpe", "vocabulary": 3}, r"smaller than the \d+ single characters"),
+    ({"tokens": "bpe", "vocabulary": 5000}, r"the data has \d+ BPE tokens, got --vocabulary 5000: use --vocabulary \d+ or less"),
+    ({"tokens": "bpe", "vocabulary": 3}, r"--vocabulary must be at least \d+, the number of different characters of the data; got 3"),
     ({"validation": 1e-9}, "1 of them for validation"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_written(change, told, text, tmp_path):
@@ -380,7 +380,7 @@ def test_a_file_of_one_line_is_learned_if_it_is_long_enough(tmp_path):
     (tmp_path / "one").write_text("the cat sat on the mat " * 20)
     assert lm(tmp_path / "one", tmp_path / "run", **TINY).finished
     (tmp_path / "short").write_text("the cat")
-    with pytest.raises(ValueError, match="take more text or a smaller --context"):
+    with pytest.raises(ValueError, match="use more text or a smaller --context"):
         lm(tmp_path / "short", tmp_path / "run2", **TINY)
 
 
@@ -404,11 +404,11 @@ def test_files_that_are_no_pairs_are_counted(pairs, tmp_path):
     (tmp_path / "c.de").write_text("eins\n")
     with pytest.raises(ValueError, match=r"have 1 pair of lines.*at least 2 are needed"):
         translate(tmp_path / "c.en", tmp_path / "c.de", tmp_path / "run", **PAIRS)
-    with pytest.raises(ValueError, match=r"vocabulary of 9999 was asked for, and the data supports"):
+    with pytest.raises(ValueError, match=r"the data has \d+ BPE tokens, got --vocabulary 9999"):
         translate(*pairs, tmp_path / "run", **{**PAIRS, "vocabulary": 9999})
     (tmp_path / "d").write_text("a b c d e f g h\n" * 30)
-    with pytest.raises(ValueError, match="no pair has at most --longest 4"):
-        translate(tmp_path / "d", tmp_path / "d", tmp_path / "run", **{**PAIRS, "longest": 4, "vocabulary": 15})
+    with pytest.raises(ValueError, match="no pair has at most --max-length 4"):
+        translate(tmp_path / "d", tmp_path / "d", tmp_path / "run", **{**PAIRS, "max_length": 4, "vocabulary": 15})
     assert not (tmp_path / "run").exists()
 
 
@@ -417,7 +417,7 @@ def test_a_folder_has_one_run_at_a_time(text, tmp_path):
     out, told = tmp_path / "run", []
 
     def meanwhile() -> None:
-        with pytest.raises(ValueError, match=r"run is in use by a run that goes on") as wrong:
+        with pytest.raises(ValueError, match=r"run is in use by another run") as wrong:
             lm(text, out, resume=True)
         told.append(wrong)
 
@@ -431,16 +431,16 @@ def test_a_run_goes_on_only_as_it_began(text, whole, tmp_path):
         lm(text, whole, **TINY)
     with pytest.raises(ValueError, match="holds no run to resume"):
         lm(text, tmp_path / "none", resume=True)
-    with pytest.raises(ValueError, match=r"has --steps 12, and 13 came: a resumed run goes on as it began"):
+    with pytest.raises(ValueError, match=r"has --steps 12, got 13: a resumed run keeps its settings"):
         lm(text, whole, resume=True, steps=13)
     with pytest.raises(ValueError, match="of the kind 'lm', not 'translate'"):
         translate(text, text, whole, resume=True)
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + "!")
-    with pytest.raises(ValueError, match=r"data is not what the run began with: .*other\.txt changed"):
+    with pytest.raises(ValueError, match=r"data must be that of the first run: .*other\.txt changed"):
         lm(other, whole, resume=True)
     other.write_text(text.read_text() + ".")
-    with pytest.raises(ValueError, match="data is not what the run"):
+    with pytest.raises(ValueError, match="data must be that of the first run"):
         lm(other, whole, resume=True)
 
 
@@ -465,18 +465,25 @@ def test_a_new_run_goes_on_from_nothing_and_overwrites_nothing(left, text, whole
     data = b"" if left == "settings.json" else (whole / left).read_bytes()
     (out / left).write_bytes(data)
     for resume in (False, True):
-        with pytest.raises(ValueError, match=rf"holds {left}, and no settings\.json .* Choose another --out"):
+        with pytest.raises(ValueError, match=rf"holds {left}, and no readable settings\.json .* Choose another --out"):
             lm(text, out, resume=resume, **TINY)
     assert [path.name for path in out.iterdir()] == [left]
     assert (out / left).read_bytes() == data
 
 
 SETTINGS = [
-    (lambda told: told.pop("settings"), r"settings\.json is damaged: it must tell 'settings' too"),
-    (lambda told: told.pop("data"), r"settings\.json is damaged: it must tell 'data' too"),
-    (lambda told: told.update(kind="foo"), r"kind of a model is one of lm, translate; 'foo' came"),
-    (lambda told: told.update(settings=3), r"settings are names with values; 3 came"),
-    (lambda told: told["settings"].update(dim="32"), r"settings\.json: --dim must be a whole number; '32' came"),
+    (lambda d: d.pop("settings"), r"settings\.json is damaged: 'settings' must be in it"),
+    (lambda d: d.pop("data"), r"settings\.json is damaged: 'data' must be in it"),
+    (lambda d: d.update(kind="foo"), r"kind of a model must be one of lm, translate; got 'foo'"),
+    (lambda d: d.update(kind=["lm"]), r"kind of a model must be one of lm, translate; got list"),
+    (lambda d: d.update(settings=3), r"settings must be names with values; got 3"),
+    (lambda d: d["settings"].update(dim="32"), r"settings\.json: --dim must be an integer; got '32'"),
+    (lambda d: d["settings"].update(dim={"a": [1] * 999}), r"settings\.json: --dim must be an integer; got dict"),
+    (lambda d: d["settings"].update(color=1), r"unknown settings color"),
+    (lambda d: d["settings"].update(layers=10**9), r"safetensors does not fit its settings"),
+    (lambda d: d["settings"].update(dim=2**40), r"safetensors does not fit its settings"),
+    (lambda d: d["settings"].update(dim=2**62), r"safetensors does not fit its settings"),
+    (lambda d: d["settings"].update(dim=16), r"safetensors does not fit its settings"),
 ]
 
 
@@ -487,7 +494,7 @@ def test_settings_that_cannot_be_are_told_in_one_line(change, told, text, whole,
     shutil.copytree(whole, tmp_path / "run")
     settings = json.loads((whole / "settings.json").read_text())
     change(settings)
-    (tmp_path / "run" / "settings.json").write_text(json.dumps(settings))
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(checkpoint.seal(settings)))  # with a right checksum
     for words in (["generate", str(tmp_path / "run")], ["learn", "lm", str(text), "--out", str(tmp_path / "run"), "--resume"]):  # fmt: skip
         assert cli.main(words) == 2
         assert re.search(told, capsys.readouterr().err)
@@ -496,7 +503,7 @@ def test_settings_that_cannot_be_are_told_in_one_line(change, told, text, whole,
 def test_a_file_where_a_folder_must_be_and_the_other_way_round(text, tmp_path):
     with pytest.raises(ValueError, match="is a file, and --out names the folder"):
         lm(text, text, **TINY)
-    with pytest.raises(OSError, match=r"the folder .* could not be made: Not a directory\. Choose another --out"):
+    with pytest.raises(OSError, match=r"the folder .* could not be created: Not a directory\. Choose another --out"):
         lm(text, text / "run", **TINY)
     with pytest.raises(OSError, match="is a folder; a text file is needed"):
         lm(tmp_path, tmp_path / "run", **TINY)
@@ -529,7 +536,7 @@ def test_mixed_precision_and_compilation_learn_too(text, tmp_path, monkeypatch):
 
 
 def test_history_has_loss_speed_and_every_head(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "LOOK", 2)
+    monkeypatch.setattr(training, "WATCH_EVERY", 2)
     lm(text, tmp_path / "run", **TINY)
     rows = json.loads((tmp_path / "run" / "history.json").read_text())
     assert [row["step"] for row in rows if "val_loss" in row] == [4, 8, 12]
@@ -538,8 +545,8 @@ def test_history_has_loss_speed_and_every_head(text, tmp_path, monkeypatch):
     assert all("loss" in row and "lr" in row for row in looked)
     assert all(row["tokens_per_second"] > 0 for row in looked[1:])
     head = looked[0]["heads"]["body.blocks.0.attention"]
-    assert len(head["entropy"]) == len(head["max_score"]) == 2
+    assert len(head["entropy_share"]) == len(head["max_score"]) == 2
     told = history(tmp_path / "run")
     assert [step for step, _ in told] == [row["step"] for row in looked]
-    assert told[0][1]["body.blocks.0.attention/entropy/1"] == head["entropy"][1]
+    assert told[0][1]["body.blocks.0.attention/entropy_share/1"] == head["entropy_share"][1]
     assert "<svg" in svg.svg(told)

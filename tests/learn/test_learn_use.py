@@ -16,7 +16,7 @@ from regard import cli
 from regard.learn import is_checkpoint, lm, open_model, translate
 from regard.learn.generate import Beam, beam_search, bleu, sample
 from regard.learn.progress import Plain, Rich, _table, open_progress
-from regard.learn.tokenizer import bpe, characters, ids_of, pairs_bpe
+from regard.learn.tokenizer import bpe, characters, encode, pairs_bpe
 from regard.nn import LanguageModel, Learned, Translator
 
 SENTENCE = "the quick brown fox jumps over the lazy dog.\n"
@@ -31,7 +31,7 @@ def bard(tmp_path_factory) -> Path:
         folder / "text",
         folder / "run",
         steps=150,
-        check=75,
+        eval_every=75,
         batch=8,
         dim=32,
         heads=2,
@@ -61,8 +61,8 @@ def ende(tmp_path_factory) -> Path:
     (folder / "de").write_text("\n".join(" ".join(names[word] for word in line) for line in lines * 5) + "\n")
     held = (folder / "en", folder / "de")
     result = translate(
-        *held, folder / "run", held=held, steps=200, check=200, batch=32, dim=32, heads=2, layers=2, vocabulary=70,
-        warmup=30, lr=5e-3, dropout=0.0, smoothing=0.0, average=0.9, positions="sinusoidal", device="cpu",
+        *held, folder / "run", validation=held, steps=200, eval_every=200, batch=32, dim=32, heads=2, layers=2, vocabulary=70,
+        warmup=30, lr=5e-3, dropout=0.0, smoothing=0.0, ema=0.9, positions="sinusoidal", device="cpu",
     )  # fmt: skip
     assert result.best < 0.1
     return folder / "run"
@@ -144,9 +144,9 @@ def test_it_is_opened_ready_to_be_looked_into(bard):
     assert seen[0, 0]["z", "d"] == 0, "what comes later is not seen"
     with pytest.raises(ValueError, match="looks back 48"):
         trained.run("a" * 49)
-    with pytest.raises(ValueError, match="a translator is needed"):
+    with pytest.raises(ValueError, match="a translator is needed, got a language model"):
         trained.translate("x")
-    with pytest.raises(ValueError, match="there is no text"):
+    with pytest.raises(ValueError, match="the text is empty"):
         trained.ids("")
 
 
@@ -163,7 +163,7 @@ def test_a_model_of_pieces_of_words(tmp_path, capsys):
         tmp_path / "text",
         tmp_path / "run",
         steps=4,
-        check=4,
+        eval_every=4,
         dim=8,
         heads=2,
         layers=1,
@@ -206,9 +206,9 @@ def test_texts_may_stand_anywhere_among_options(ende, capsys):
     assert cli.main(["translate", str(ende), "red cat", "--beam", "2", "blue dog"]) == 0
     assert capsys.readouterr().out == "rot Katze\nblau Hund\n"
     assert cli.main(["translate", str(ende), "--file", "some", "red cat"]) == 2
-    assert "give sentences or --file, not both" in capsys.readouterr().err
+    assert "pass sentences or --file, not both" in capsys.readouterr().err
     assert cli.main(["translate", str(ende), "red cat", "--bean", "2"]) == 2
-    assert "unrecognized arguments: --bean 2; regard translate --help tells more" in capsys.readouterr().err
+    assert "unrecognized arguments: --bean 2; see regard translate --help" in capsys.readouterr().err
 
 
 def test_every_line_is_answered_by_a_line(ende, capsys, monkeypatch):
@@ -229,7 +229,7 @@ def test_references_are_counted_before_the_work(ende, tmp_path, capsys, monkeypa
         "de": "has 2 lines and",
         "nothing": "is empty; a translation is needed",
         "nowhere": "cannot be read",
-        "": "a name is needed",
+        "": "a path is needed",
     }
     for name, said in told.items():
         reference = str(tmp_path / name) if name else ""
@@ -256,9 +256,9 @@ def test_its_three_kinds_of_attention_are_looked_into(ende):
 
 def test_the_wrong_kind_is_said(bard, ende, capsys):
     assert cli.main(["translate", str(bard), "x"]) == 2
-    assert "holds a language model, and a translator is needed" in capsys.readouterr().err
+    assert "a translator is needed, got a language model" in capsys.readouterr().err
     assert cli.main(["generate", str(ende)]) == 2
-    assert "holds a translator, and a language model is needed" in capsys.readouterr().err
+    assert "a language model is needed, got a translator" in capsys.readouterr().err
 
 
 def exhaustive(model, source, start, end, penalty, longest):
@@ -338,13 +338,13 @@ def test_marks_that_are_typed_are_text(ende):
         assert trained.tokenizer.token_to_id(mark) not in numbers.tolist() or mark == "<unknown>"
         assert len(numbers) > len(trained.ids("red cat")[0])
     fresh = pairs_bpe(["a <pad> b"] * 3, 12)
-    assert 0 not in ids_of(fresh, "a <pad> b")
-    assert fresh.decode(ids_of(fresh, "a <pad> b")) == "a <pad> b"
+    assert 0 not in encode(fresh, "a <pad> b")
+    assert fresh.decode(encode(fresh, "a <pad> b")) == "a <pad> b"
 
 
 def test_a_text_without_line_ends_is_gone_on_from_its_first_token(tmp_path, capsys):
     (tmp_path / "text").write_text("abcab" * 60)
-    lm(tmp_path / "text", tmp_path / "run", steps=2, check=2, dim=8, heads=2, layers=1, context=8, device="cpu")
+    lm(tmp_path / "text", tmp_path / "run", steps=2, eval_every=2, dim=8, heads=2, layers=1, context=8, device="cpu")
     assert cli.main(["generate", str(tmp_path / "run"), "--count", "5"]) == 0
     out = capsys.readouterr().out
     assert out[0] == "a"
@@ -352,11 +352,11 @@ def test_a_text_without_line_ends_is_gone_on_from_its_first_token(tmp_path, caps
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["--temperature", "nan"], "--temperature must be at least 0 and finite; nan came"),
-    (["--temperature", "inf"], "--temperature must be at least 0 and finite; inf came"),
-    (["--count", "0"], "--count must be at least 1; 0 came"),
-    (["--top", "0"], "--top must be at least 1; 0 came"),
-    (["--seed", "9" * 24], "--seed must be smaller than 2^63; 999"),
+    (["--temperature", "nan"], "--temperature must be at least 0 and finite; got nan"),
+    (["--temperature", "inf"], "--temperature must be at least 0 and finite; got inf"),
+    (["--count", "0"], "--count must be at least 1; got 0"),
+    (["--top", "0"], "--top must be at least 1; got 0"),
+    (["--seed", "9" * 24], "--seed must be smaller than 2^63; got 999"),
 ])  # fmt: skip
 def test_numbers_that_cannot_be_are_told_in_one_line(words, told, bard, capsys):
     assert cli.main(["generate", str(bard), *words]) == 2
@@ -366,7 +366,7 @@ def test_numbers_that_cannot_be_are_told_in_one_line(words, told, bard, capsys):
 @pytest.mark.parametrize("penalty", ["nan", "inf", "1e300"])
 def test_a_penalty_is_a_number(penalty, ende, capsys):
     assert cli.main(["translate", str(ende), "red cat", "--penalty", penalty]) == 2
-    assert "a penalty is a number from -10 to 10" in capsys.readouterr().err
+    assert "a penalty must be a number from -10 to 10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("temperature", ["1e-45", "1e-300"])
@@ -420,10 +420,10 @@ def test_bleu_is_sacrebleus():
 def test_tokens_lose_nothing():
     text = "First Citizen:\nBefore  we proceed, hear me.\n\nAll:\nSpeak! \n"
     for tokenizer in (characters(text), bpe(text * 5, 40)):
-        assert tokenizer.decode(ids_of(tokenizer, text)) == text
+        assert tokenizer.decode(encode(tokenizer, text)) == text
     line = "Zwei Hunde laufen über die Straße, nicht wahr?"
     tokenizer = pairs_bpe([line] * 3, 60)
-    assert tokenizer.decode(ids_of(tokenizer, line)) == line
+    assert tokenizer.decode(encode(tokenizer, line)) == line
     assert [tokenizer.token_to_id(name) for name in ("<pad>", "<start>", "<end>")] == [0, 1, 2]
     assert tokenizer.encode("Q").tokens == ["▁", "<unknown>"] or "<unknown>" in tokenizer.encode("Q").tokens
 
@@ -459,7 +459,7 @@ def test_what_is_not_installed_is_said_before_anything_is_done(
 def test_no_number_of_the_training_panel_is_cut(heads, width):
     from rich.console import Console
 
-    of = {"entropy": [0.5 + n for n in range(heads)], "max_score": [1000.5 - n for n in range(heads)]}
+    of = {"entropy_share": [0.5 + n for n in range(heads)], "max_score": [1000.5 - n for n in range(heads)]}
     console = Console(width=width, force_terminal=False, record=True, file=io.StringIO())
     console.print(_table({f"body.blocks.{n}.attention": of for n in range(2)}, width))
     text = console.export_text()
@@ -475,15 +475,15 @@ def test_without_rich_or_a_terminal_progress_is_plain(monkeypatch):
     assert type(open_progress()) is Plain
 
 
-HEADS = {"body.blocks.0.attention": {"entropy": [0.5, 0.25], "max_score": [3.0, 40.0]}}
+HEADS = {"body.blocks.0.attention": {"entropy_share": [0.5, 0.25], "max_score": [3.0, 40.0]}}
 
 
 def test_plain_progress_is_lines_on_stderr(capsys):
     progress = open_progress()
     assert type(progress) is Plain
     progress.begin(0, 100)
-    progress.tell(50, {"loss": 2.5, "tokens_per_second": 1234.5, "heads": HEADS})
-    progress.tell(50, {"val_loss": 2.6, "best": 2.6})
+    progress.update(50, {"loss": 2.5, "tokens_per_second": 1234.5, "heads": HEADS})
+    progress.update(50, {"val_loss": 2.6, "best": 2.6})
     progress.close()
     told = capsys.readouterr()
     assert told.out == ""
@@ -501,7 +501,7 @@ def test_rich_progress_shows_every_head(monkeypatch):
     progress.console = Console(file=out, force_terminal=True, width=120)
     progress.live.console = progress.bar.live.console = progress.console
     progress.begin(0, 100)
-    progress.tell(50, {"loss": 2.5, "val_loss": 2.6, "heads": HEADS})
+    progress.update(50, {"loss": 2.5, "val_loss": 2.6, "heads": HEADS})
     progress.note("[not markup]")
     progress.close()
     shown = out.getvalue()
@@ -535,7 +535,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     from regard.learn import training
 
     (tmp_path / "my text").write_text(SENTENCE * 10)
-    monkeypatch.setattr(training._Interrupted, "__enter__", lambda self: setattr(self, "came", True) or self)
+    monkeypatch.setattr(training._Interrupted, "__enter__", lambda self: setattr(self, "signalled", True) or self)
     small = ["--dim", "8", "--heads", "2", "--layers", "1", "--context", "8", "--device", "cpu"]
     code = cli.main(["learn", "lm", str(tmp_path / "my text"), "--out", str(tmp_path / "run"), *small])
     told = capsys.readouterr().err

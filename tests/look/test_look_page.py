@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
+import itertools
 import math
 import re
 import zlib
@@ -15,8 +16,8 @@ import torch
 
 import regard
 from regard.look import View
+from regard.look.page import content, payload
 from regard.look.page import html as page_html
-from regard.look.page import payload
 from regard.look.ranking import beyond_habit
 from regard.recorder.head_metrics import BY
 from support.page_probe import (
@@ -53,7 +54,7 @@ def test_queries_keys_and_values_are_there_in_half_precision_and_give_the_same_w
     held = read(seen)
     for n, layer in enumerate(held.header["layers"]):
         q, k, v = (held.array(layer[name]).float() for name in "qkv")
-        kept = seen.layers[n].kept
+        kept = seen.layers[n].saved
         for mine, theirs in ((q, kept.q), (k, kept.k), (v, kept.v)):
             assert (mine - theirs[0]).abs().max() <= 2**-11 * theirs.abs().max()
         again = regard.weights(q, k, score=regard.ScaledDot(layer["scale"])).dense()
@@ -83,7 +84,7 @@ def test_every_kind_of_subject_has_a_page(name: str) -> None:
 def test_a_batch_shows_one_sequence_without_its_padding() -> None:
     seen, options = SUBJECTS["a batch"]()
     held = read(seen, **options)
-    assert held.header["sequences"][0]["shown"] == ["e", "f", "g"]
+    assert held.header["sequences"][0]["tokens"] == ["e", "f", "g"]
     assert torch.equal(held.array(held.header["layers"][1]["w"]), seen.layers[1].sequence(1).dense())
     assert torch.equal(held.array(held.header["layers"][1]["v"]), seen.layers[1].values[1][:, :3])
     assert "batch of 2" in held.header["notes"][0]
@@ -114,24 +115,24 @@ def test_the_overview_has_the_numbers_of_recording_heads(by: str) -> None:
     numbers = read(seen).header["metrics"][by]
     for layer, head, _, value in seen.heads(by):
         assert numbers[layer][head] == pytest.approx(value, rel=1e-4)
-    assert set(BY) == set(payload.METRICS)
+    assert set(BY) == {*payload.METRICS, "entropy_without_sink"}
 
 
 def test_word_vectors_are_shown_with_all_their_products() -> None:
-    seen, embedded = minilm()
-    held = read(seen, embedded=embedded)
+    seen, vectors = minilm()
+    held = read(seen, word_vectors=vectors)
     mine = held.header["embedded"]
-    x, q, k = embedded.x, embedded.q, embedded.k
+    x, q, k = vectors.x, vectors.q, vectors.k
     want = torch.stack([x @ x.T, q @ x.T, x @ k.T, q @ k.T])
     torch.testing.assert_close(held.array(mine["dots"]), want)
     for name in "xqkv":
-        assert torch.equal(held.array(mine[name]), getattr(embedded, name)[:, : payload.COORDINATES])
+        assert torch.equal(held.array(mine[name]), getattr(vectors, name)[:, : payload.COORDINATES])
 
 
 def test_word_vectors_of_another_sentence_are_left_out() -> None:
-    seen, embedded = minilm()
-    short = simple(**{name: getattr(embedded, name)[:4] for name in "xqkv"})
-    assert read(seen, embedded=short).header["embedded"] is None
+    seen, vectors = minilm()
+    short = simple(**{name: getattr(vectors, name)[:4] for name in "xqkv"})
+    assert read(seen, word_vectors=short).header["embedded"] is None
 
 
 def test_a_training_history_is_a_strip_for_each_number() -> None:
@@ -192,8 +193,8 @@ def test_in_the_sentence_it_is_tied_to_animal_and_to_tired() -> None:
 
 
 def test_a_page_of_fifteen_tokens_and_all_heads_is_small() -> None:
-    seen, embedded = minilm()
-    size = len(View(seen, word="it", embedded=embedded).html().encode())
+    seen, vectors = minilm()
+    size = len(View(seen, word="it", word_vectors=vectors).html().encode())
     assert size <= 400_000, f"{size:,} bytes"
 
 
@@ -228,27 +229,37 @@ def test_long_pages_hold_exact_rows_sums_and_links() -> None:
     assert torch.equal(held.array(long["peak_at"])[0].long(), W.peak().indices)
 
 
+def test_exact_rows_are_spread_over_the_whole_text() -> None:
+    for t, heads in ((2048, 4), (440, 12)):
+        held = read(regard.weights(torch.randn(heads, t, 8), mask=regard.causal()), word=t // 3)
+        rows = held.header["layers"][0]["long"]["rows"]
+        assert t // 3 in rows
+        assert (rows[0], rows[-1]) == (0, t - 1)
+        count = len(rows)
+        assert max(b - a for a, b in itertools.pairwise(rows)) <= 1 + (t - 1) // max(1, count // 2 - 3)
+
+
 def test_queries_and_keys_that_do_not_fit_are_left_out_before_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "VECTORS", 2000)
+    monkeypatch.setattr(content, "VECTOR_BYTES", 2000)
     q, k, v = torch.randn(8, 10, 16), torch.randn(4, 10, 16), torch.randn(4, 10, 16)
     held = read(regard.weights(q, k), head=5, values=v)
     layer = held.header["layers"][0]
     assert layer["held"] == list(range(8))
-    assert 5 in layer["walked"]
-    assert 1 <= len(layer["walked"]) < 8
-    assert torch.equal(held.array(layer["q"]).float(), q[layer["walked"]])
-    assert torch.equal(held.array(layer["k"]).float(), k[[h // 2 for h in layer["walked"]]])
+    assert 5 in layer["with_vectors"]
+    assert 1 <= len(layer["with_vectors"]) < 8
+    assert torch.equal(held.array(layer["q"]).float(), q[layer["with_vectors"]])
+    assert torch.equal(held.array(layer["k"]).float(), k[[h // 2 for h in layer["with_vectors"]]])
     assert "the weights of all 8 heads, and queries and keys of" in held.header["notes"][0]
 
 
 def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(payload, "ROOM", 40_000)  # six matrices
+    monkeypatch.setattr(content, "WEIGHT_BYTES", 40_000)  # six matrices
     held = read(regard.weights(torch.randn(16, 40, 8)), head=13)
     assert 13 in held.header["layers"][0]["held"]
     assert len(held.header["layers"][0]["held"]) < 16
     assert re.search(r"holds \d of 16 heads", held.header["notes"][0])
     layer = held.header["layers"][0]
-    assert held.array(layer["q"]).shape[0] == len(layer["walked"]) == len(layer["held"]) == 6
+    assert held.array(layer["q"]).shape[0] == len(layer["with_vectors"]) == len(layer["held"]) == 6
 
 
 # Nothing gets out.
@@ -278,7 +289,7 @@ def test_hostile_strings_leave_the_page_as_it_is(where: str, tmp_path: Path) -> 
         "tokens, layers, refusals": lambda: [View(hostile_recording())],
         "title": lambda: [View(refused(), title=text) for text in HOSTILE],
         "file name": lambda: [],
-        "history": lambda: [View([(1, {f"{text}/entropy/0": 0.5 for text in HOSTILE})])],
+        "history": lambda: [View([(1, {f"{text}/entropy_share/0": 0.5 for text in HOSTILE})])],
     }[where]()
     if where == "file name":
         names = {re.sub(r"[\x00/]", "_", text).encode("utf-8", "replace").decode()[:60] for text in HOSTILE}
@@ -309,7 +320,7 @@ def test_the_policy_allows_two_scripts_and_a_style_by_their_hashes_and_nothing_e
 
 
 def test_the_script_writes_text_as_text_and_asks_for_nothing() -> None:
-    script = page_html._file("page.js")
+    script = page_html._script()
     for word in (
         "innerHTML",
         "outerHTML",
@@ -360,6 +371,18 @@ def test_text_and_heads_stand_out_from_the_paper(theme: int) -> None:
         assert (b + 0.05) / (a + 0.05) >= 4.5, name
 
 
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_words_can_be_read_on_every_weight(theme: int) -> None:
+    block = re.findall(r":root[^{]*\{(.*?)\}", page_html._file("page.css"), re.S)[theme]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+    wash = int(re.search(r"--wash: (\d+)", block).group(1)) / 100
+    parts = {name: [int(colour[n : n + 2], 16) for n in (1, 3, 5)] for name, colour in colours.items()}
+    for head in ("h0", "h1", "h2", "h3"):
+        ground = [round(a * wash + b * (1 - wash)) for a, b in zip(parts[head], parts["paper"], strict=True)]
+        a, b = sorted((_luminance("#" + bytes(ground).hex()), _luminance(colours["ink"])))
+        assert (b + 0.05) / (a + 0.05) >= 4.5, head
+
+
 # One object, every face.
 
 
@@ -381,7 +404,7 @@ def test_a_word_is_found_in_the_sentence_that_has_it() -> None:
     for word, rows in (("house", "the house is small"), ("Haus", "das Haus ist sehr klein")):
         held = read(seen, word=word)
         start = held.header["start"]
-        shown = held.header["sequences"][held.header["stacks"][start["stack"]]["rows"]]["shown"]
+        shown = held.header["sequences"][held.header["stacks"][start["stack"]]["rows"]]["tokens"]
         assert " ".join(shown) == rows
         assert shown[start["word"]] == word
 
@@ -413,18 +436,18 @@ CAT = ["the", "cat", "sat", "on", "the", "mat"]
 WRONG = {
     "a word that is not there": (lambda: regard.weights(torch.randn(6, 4)).label(CAT), {"word": "dog"}, LookupError, "'dog' is not among the words: the cat sat on mat"),
     "a word that occurs twice": (lambda: regard.weights(torch.randn(6, 4)).label(CAT), {"word": "the"}, LookupError, "occurs 2 times, at positions 0, 4"),
-    "a word without tokens": (lambda: regard.weights(torch.randn(6, 4)), {"word": "cat"}, LookupError, "have no words"),
-    "a position too far": (lambda: regard.weights(torch.randn(6, 4)), {"word": 9}, LookupError, "position 9 was asked for and there are 6"),
-    "a layer of a matrix": (lambda: regard.weights(torch.randn(6, 4)), {"layer": 3}, LookupError, "layer 3 was asked for; a Weights is one layer"),
-    "a layer too far": (refused, {"layer": 9}, LookupError, "layer 9 was asked for and 2 were recorded"),
-    "a head too far": (refused, {"layer": 0, "head": 9}, LookupError, "head 9 was asked for and the layer has 4"),
+    "a word without tokens": (lambda: regard.weights(torch.randn(6, 4)), {"word": "cat"}, LookupError, "have no tokens"),
+    "a position too far": (lambda: regard.weights(torch.randn(6, 4)), {"word": 9}, LookupError, "position must be 0 to 5, got 9"),
+    "a layer of a matrix": (lambda: regard.weights(torch.randn(6, 4)), {"layer": 3}, LookupError, "layer must be 0, got 3"),
+    "a layer too far": (refused, {"layer": 9}, LookupError, "layer must be 0 to 1 or a name such as layers.0.self_attn, got 9"),
+    "a head too far": (refused, {"layer": 0, "head": 9}, LookupError, "head must be 0 to 3 in layer 0, got 9"),
     "a head of no layer": (refused, {"head": 1}, ValueError, "head 1 of which layer"),
-    "something else": (lambda: 3, {}, TypeError, "int came"),
+    "something else": (lambda: 3, {}, TypeError, "got int"),
     "nothing recorded": (lambda: regard.Recording(), {}, ValueError, "nothing was recorded"),
     "all refused": (lambda: regard.Recording([], [("mamba", "no weights")]), {}, ValueError, "Refused: mamba: no weights"),
     "no words at all": (lambda: regard.weights(torch.randn(0, 4)), {}, ValueError, "nothing to see"),
-    "an empty history": (lambda: [], {}, ValueError, "at least one look"),
-    "a history of other numbers": (lambda: [(0, {"loss": 1.0})], {}, ValueError, "layer/entropy/head"),
+    "an empty history": (lambda: [], {}, ValueError, "at least one step, got none"),
+    "a history of other numbers": (lambda: [(0, {"loss": 1.0})], {}, ValueError, "layer/entropy_share/head"),
 }  # fmt: skip
 
 
@@ -462,7 +485,7 @@ def test_a_page_says_that_weights_are_not_numbers(length: int) -> None:
 
 def test_a_file_is_a_page_or_a_picture(tmp_path: Path) -> None:
     view = View(regard.weights(torch.randn(3, 4)))
-    with pytest.raises(ValueError, match=r"\.html or \.svg, by the end of the name; 'x\.pdf' came"):
+    with pytest.raises(ValueError, match=r"\.html or \.svg, got 'x\.pdf'"):
         view.save(tmp_path / "x.pdf")
     with pytest.raises(OSError, match="No such file"):
         view.save(tmp_path / "nowhere" / "x.html")
@@ -475,7 +498,7 @@ def test_statistics_alone_are_no_page() -> None:
     )
     with torch.no_grad(), regard.record(model.eval(), keep="statistics") as seen:
         model(torch.randn(1, 4, 16))
-    with pytest.raises(ValueError, match="only statistics were kept"):
+    with pytest.raises(ValueError, match="this recording has only statistics"):
         View(seen).html()
 
 

@@ -12,7 +12,7 @@ import torch
 import regard
 from regard.look import token_text
 from regard.look.svg import svg
-from support.look_subjects import HISTORY, TOKENS, WIDE, made
+from support.look_subjects import HISTORY, TOKENS, WIDE, fake_recording
 from support.page_probe import HOSTILE
 
 NAME = "{http://www.w3.org/2000/svg}"
@@ -34,7 +34,7 @@ def texts(root):
 
 
 def test_every_word_is_text_and_every_strong_weight_is_written():
-    seen = made()
+    seen = fake_recording()
     root = read(svg(seen, word="it", layer=1, head=2))
     for token in TOKENS:
         assert token in texts(root)
@@ -44,7 +44,7 @@ def test_every_word_is_text_and_every_strong_weight_is_written():
 
 
 def test_the_square_is_the_matrix():
-    seen = made()
+    seen = fake_recording()
     root = read(svg(seen, word="it", layer=1, head=2))
     w = seen[1, 2].dense()
     cells = [e for e in root.iter(f"{NAME}rect") if e.get("fill") == "#14304f" and e.get("width") == e.get("height")]
@@ -59,14 +59,14 @@ def test_the_square_is_the_matrix():
 
 
 def test_two_heads_are_told_apart_without_colour():
-    root = read(svg(made(), word="it"))
+    root = read(svg(fake_recording(), word="it"))
     legend = [text for text in texts(root) if text.startswith("layer") and "→" in text]
     assert [text.rpartition(", ")[2] for text in legend] == ["above", "below"]
     assert len({path.get("stroke") for path in root.iter(f"{NAME}path")}) == 2
 
 
 def test_those_who_cannot_see_are_told():
-    root = read(svg(made(), word="it", title="A & B <i>"))
+    root = read(svg(fake_recording(), word="it", title="A & B <i>"))
     assert root.get("role") == "img"
     assert root.get("aria-label") == root.find(f"{NAME}title").text == "A & B <i>"
     described = root.find(f"{NAME}desc").text
@@ -75,17 +75,17 @@ def test_those_who_cannot_see_are_told():
 
 
 def test_what_is_hidden_or_merged_is_marked():
-    root = read(svg(made(), word="didn't", hide_special=True, merge=True))
+    root = read(svg(fake_recording(), word="didn't", hide_special=True, merge=True))
     assert "didn't" in texts(root)
     assert "[CLS]" not in texts(root)
     assert any("special tokens hidden; they had 0." in text for text in texts(root))
 
 
 def test_without_a_word_the_strongest_head_is_shown():
-    root = read(svg(made()))
+    root = read(svg(fake_recording()))
     assert not list(root.iter(f"{NAME}path"))
     assert any(re.fullmatch(r"layer \d, head \d: rows look at columns", text) for text in texts(root))
-    assert "layer 1, head 2: rows look at columns" in texts(read(svg(made(), layer=1, head=2)))
+    assert "layer 1, head 2: rows look at columns" in texts(read(svg(fake_recording(), layer=1, head=2)))
 
 
 @pytest.mark.parametrize("word", [None, 0])
@@ -102,7 +102,12 @@ def test_of_a_batch_it_is_said_which_sequence_is_shown():
 
 
 def test_a_training_that_diverged_is_shown():
-    text = svg([(0, {"a/entropy/0": 0.5, "b/entropy/0": 0.4}), (1, {"a/entropy/0": math.nan, "b/entropy/0": 0.3})])
+    text = svg(
+        [
+            (0, {"a/entropy_share/0": 0.5, "b/entropy_share/0": 0.4}),
+            (1, {"a/entropy_share/0": math.nan, "b/entropy_share/0": 0.3}),
+        ]
+    )
     assert "a 0 ends at NaN" in text
     assert not re.search(r'="[^"]*nan', text)
 
@@ -116,7 +121,7 @@ def test_a_long_input_becomes_tiles():
 
 
 def test_two_sentences_are_shown_across():
-    seen = made(["das", "Tier", "war", "müde"], source=["the", "animal", "was", "tired", "</s>"])
+    seen = fake_recording(["das", "Tier", "war", "müde"], source=["the", "animal", "was", "tired", "</s>"])
     root = read(svg(seen, word="müde"))
     assert {"müde", "animal", "</s>", "das"} <= set(texts(root))
     assert [text.rpartition(", ")[2] for text in texts(root) if "→" in text] == ["solid", "dashed"]
@@ -130,23 +135,23 @@ def test_a_training_history_is_a_line_a_head():
     assert sum(line.get("stroke") == "#c2500a" for line in lines) == 2
     assert "entropy, a share of the most it could be: 4 heads; block.0 1 ends at 0.00865" in texts(root)
     assert "step 95" in texts(root)
-    read(svg([(0, {"</script>/entropy/0": 0.5})], title="one step"))
+    read(svg([(0, {"</script>/entropy_share/0": 0.5})], title="one step"))
 
 
 @pytest.mark.parametrize("start", range(0, len(HOSTILE), 20))
 def test_no_token_is_more_than_text(start):
     tokens = HOSTILE[start : start + 20]
     for merge in (False, True):
-        root = read(svg(made(tokens), word=0, merge=merge, title=tokens[1]))
+        root = read(svg(fake_recording(tokens), word=0, merge=merge, title=tokens[1]))
         shown = texts(root)
         if not merge:
-            assert all(token_text.clip(token_text.shown(token), 24).replace("\uffff", "\ufffd").replace("\ufffe", "\ufffd") in shown for token in tokens)  # fmt: skip
+            assert all(token_text.clip(token_text.printable(token), 24).replace("\uffff", "\ufffd").replace("\ufffe", "\ufffd") in shown for token in tokens)  # fmt: skip
 
 
 def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path):
     asked = []
     for n, tokens in enumerate((TOKENS, WIDE, HOSTILE[:30])):
-        picture = svg(made(tokens), word=1, title=tokens[2], hide_special=n == 1)
+        picture = svg(fake_recording(tokens), word=1, title=tokens[2], hide_special=n == 1)
         (tmp_path / f"{n}.svg").write_text(picture, encoding="utf-8")
         tab = browser.new_page()
         tab.on("dialog", lambda dialog: asked.append(dialog.message))

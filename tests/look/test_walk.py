@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import regard
-from regard.look import walk as room
-from regard.look.terminal import draw_walk
-from regard.look.token_text import cells
+from regard.look import view as view_module
+from regard.look import walk as walk_module
+from regard.look.terminal_walk import draw_walk
+from regard.look.token_text import cell_width
 
 D, T, E = 5, 7, 3  # all different, so that no axis can stand for another
 
@@ -151,19 +152,19 @@ def test_no_graph_is_kept():
 
 
 WRONG = [
-    (lambda W, v: regard.walk(v, v, 0), TypeError, "W is a Weights"),
+    (lambda W, v: regard.walk(v, v, 0), TypeError, "W must be a Weights"),
     (lambda W, v: regard.walk(W, v, 0), ValueError, "W has 2 heads"),
-    (lambda W, v: regard.walk(W, v, 0, head=2), IndexError, "head 2 was asked for and there are 2: 0 to 1"),
-    (lambda W, v: regard.walk(W[0], v, 0), ValueError, "v must be .j, e. with one row a key"),
-    (lambda W, v: regard.walk(W[0], v[0, :3], 0), ValueError, "7 here"),
-    (lambda W, v: regard.walk(W[0], [1.0], 0), TypeError, "v is a tensor"),
-    (lambda W, v: regard.walk(W[0], v[0], "cat"), LookupError, "have no words"),
-    (lambda W, v: regard.walk(W[0], v[0], 7), LookupError, "position 7"),
+    (lambda W, v: regard.walk(W, v, 0, head=2), IndexError, "head must be 0 to 1, got 2"),
+    (lambda W, v: regard.walk(W[0], v, 0), ValueError, "v must be .j, e. with a row for each of 7 keys"),
+    (lambda W, v: regard.walk(W[0], v[0, :3], 0), ValueError, "each of 7 keys, got shape"),
+    (lambda W, v: regard.walk(W[0], [1.0], 0), TypeError, "v must be a tensor"),
+    (lambda W, v: regard.walk(W[0], v[0], "cat"), LookupError, "have no tokens"),
+    (lambda W, v: regard.walk(W[0], v[0], 7), LookupError, "position must be 0 to 6, got 7"),
     (lambda W, v: regard.walk(W[0].label(list("abcdefg")), v[0], "x"), LookupError, "'x' is not among the words"),
     (lambda W, v: regard.walk(W[0].label(list("aacdefg")), v[0], "a"), LookupError, "a:1 is the first"),
     (lambda W, v: regard.walk(regard.Weights.from_dense(W[0].dense()), None, 0), ValueError, "pass the values"),
     (lambda W, v: regard.walk(W, made(3, T, E), 0, head=0), ValueError, "must divide"),
-    (lambda W, v: regard.walk(W[0], v[0], 0, head=1), IndexError, "are one head"),
+    (lambda W, v: regard.walk(W[0], v[0], 0, head=1), IndexError, "W is one head, got 1"),
     (lambda W, v: regard.walk(regard.weights(made(1, 2, T, D)), v, 0), ValueError, "one sequence"),
 ]
 
@@ -180,7 +181,7 @@ def test_a_long_row_is_shown_by_its_strongest_words(width):
     text = draw_walk(regard.walk(regard.weights(q), q, 1234), width=width)
     lines = text.splitlines()
     assert len(lines) < 60
-    assert max(map(cells, lines)) <= width
+    assert max(map(cell_width, lines)) <= width
     assert "more" in text
 
 
@@ -193,4 +194,7 @@ def test_printing_says_every_step():
 
 
 def test_the_example_in_the_docstring_holds():
-    assert doctest.testmod(room).failed == 0
+    for module in (walk_module, view_module):
+        report = doctest.testmod(module)
+        assert report.failed == 0
+        assert report.attempted > 2

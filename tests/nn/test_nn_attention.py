@@ -137,9 +137,7 @@ def test_a_cache_gives_the_numbers_of_the_full_pass(positions, cuts, kv_heads):
 def test_a_cache_is_of_one_batch():
     layer, cache = SelfAttention(8, 2, causal=True), Cache()
     layer(torch.randn(2, 3, 8), cache=cache)
-    with pytest.raises(
-        ValueError, match=r"holds keys of \(batch, heads\) \(2, 2\), and \(3, 2\) came: begin a new one"
-    ):
+    with pytest.raises(ValueError, match=r"holds keys of \(batch, heads\) \(2, 2\), got \(3, 2\): begin a new one"):
         layer(torch.randn(3, 1, 8), cache=cache)
     assert len(cache) == 3
 
@@ -172,7 +170,7 @@ def test_sinusoidal_positions_are_the_papers():
 def test_learned_positions_end_where_they_were_made_to():
     layer = SelfAttention(DIM, positions=Learned(4, DIM))
     layer(torch.randn(4, DIM))
-    with pytest.raises(ValueError, match=r"4 positions were learned and 5 are needed"):
+    with pytest.raises(ValueError, match=r"there are 4 learned positions, and this input needs 5"):
         layer(torch.randn(5, DIM))
 
 
@@ -292,18 +290,18 @@ def test_under_autocast_it_computes_in_the_narrow_type():
 
 
 MISTAKES = [
-    (lambda: SelfAttention(10, 3), r"dim 10 does not split into 3 heads of one size; say key_size="),
-    (lambda: SelfAttention(12, 4, kv_heads=3), r"heads must be a multiple of kv_heads.*4 and 3 came"),
-    (lambda: SelfAttention(12, 0), r"both at least 1; 0 and 0 came"),
+    (lambda: SelfAttention(10, 3), r"dim 10 does not split into 3 heads of one size: pass key_size="),
+    (lambda: SelfAttention(12, 4, kv_heads=3), r"heads must be a multiple of kv_heads.*got 4 and 3"),
+    (lambda: SelfAttention(12, 0), r"both at least 1; got 0 and 0"),
     (lambda: SelfAttention(12, parameters=False, key_size=3), r"parameters=False is attention of x itself; key_size"),
     (lambda: SelfAttention(12, parameters=False, score="additive"), r"score='additive' needs parameters"),
     (lambda: SelfAttention(12, parameters=False, bias=True), r"bias=True needs parameters"),
     (lambda: SelfAttention(12, parameters=False, positions="learned"), r"leaves nothing to learn"),
-    (lambda: SelfAttention(12, positions="relative"), r"""positions are "rotary".*'relative' came"""),
-    (lambda: SelfAttention(12, score="dott"), r"""unknown score 'dott'.*also knows "additive" and "bilinear\""""),
-    (lambda: SelfAttention(12, 4, positions="rotary")(torch.randn(2, 12)), r"key_size must be even; 3 came"),
-    (lambda: SelfAttention(12)(torch.randn(2, 5, 11)), r"x must be \(\.\.\., length, 12\); shape \(2, 5, 11\) came"),
-    (lambda: CrossAttention(12, memory_dim=9, parameters=False), r"must have one size; 12 and 9 came"),
+    (lambda: SelfAttention(12, positions="relative"), r"""positions must be "rotary".*got 'relative'"""),
+    (lambda: SelfAttention(12, score="dott"), r"""unknown score 'dott'.*also takes "additive" and "bilinear\""""),
+    (lambda: SelfAttention(12, 4, positions="rotary")(torch.randn(2, 12)), r"key_size must be even, got 3"),
+    (lambda: SelfAttention(12)(torch.randn(2, 5, 11)), r"x must be \(\.\.\., length, 12\); got shape \(2, 5, 11\)"),
+    (lambda: CrossAttention(12, memory_dim=9, parameters=False), r"must have one size; got 12 and 9"),
     (lambda: CrossAttention(12)(torch.randn(2, 12), torch.randn(2, 3)), r"memory must be \(\.\.\., length, 12\)"),
 ]  # fmt: skip
 
@@ -352,12 +350,12 @@ def test_a_filled_cache_is_given_no_other_memory():
 @pytest.mark.parametrize("options", [{"key_size": 0}, {"key_size": -1}, {"value_size": 0}])
 def test_sizes_are_at_least_one(options):
     for kind in (SelfAttention, CrossAttention):
-        with pytest.raises(ValueError, match="must be at least 1; 16, "):
+        with pytest.raises(ValueError, match="must be at least 1; got 16, "):
             kind(16, 2, **options)
 
 
 def test_rotary_positions_want_even_heads_from_the_start():
-    with pytest.raises(ValueError, match="key_size must be even; 3 came"):
+    with pytest.raises(ValueError, match="key_size must be even, got 3"):
         SelfAttention(6, 2, positions="rotary")
 
 
@@ -418,13 +416,13 @@ def test_kept_rotations_are_those_of_the_formula(start, dtype):
     truth = torch.cat([left * at.cos() - right * at.sin(), right * at.cos() + left * at.sin()], -1)
     for _ in range(2):
         torch.testing.assert_close(turning.rotate(q, start), truth, atol=0, rtol=0)
-    assert turning.turns.shape[1] <= 2048
-    assert turning.turns.dtype == torch.float32
+    assert turning.table.shape[1] <= 2048
+    assert turning.table.dtype == torch.float32
 
 
 def test_rotations_follow_the_layer_and_stay_wide():
     layer = rotary().half()
-    assert layer.positions.turns.dtype == torch.float32
-    assert layer.to("meta").positions.turns.device.type == "meta"
+    assert layer.positions.table.dtype == torch.float32
+    assert layer.to("meta").positions.table.device.type == "meta"
     with pytest.raises(ValueError, match="must be even"):
         Rotary().rotate(torch.randn(1, 2, 3, dtype=torch.float64))

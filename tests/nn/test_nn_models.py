@@ -100,10 +100,10 @@ NOT_TORCH = [
     (lambda: Block(DIM, H, cross=True).to_torch(), r"no cross-attention"),
     (lambda: SelfAttention.from_torch(nn.MultiheadAttention(DIM, H, add_zero_attn=True)), r"add_zero_attn add keys"),
     (lambda: SelfAttention.from_torch(nn.MultiheadAttention(DIM, H, kdim=3, vdim=3)), r"use CrossAttention"),
-    (lambda: CrossAttention.from_torch(nn.MultiheadAttention(DIM, H, kdim=3, vdim=4)), r"made from one memory"),
+    (lambda: CrossAttention.from_torch(nn.MultiheadAttention(DIM, H, kdim=3, vdim=4)), r"come from one memory"),
     (lambda: Block.from_torch(nn.TransformerEncoderLayer(DIM, H, activation=nn.functional.elu)), r"relu, gelu or silu"),
-    (lambda: Block(DIM, H, norm="batch"), r"norm is \"layer\" or \"rms\"; 'batch' came"),
-    (lambda: FeedForward(DIM, activation="sin"), r"activation is one of gelu.*'sin' came"),
+    (lambda: Block(DIM, H, norm="batch"), r"norm must be \"layer\" or \"rms\"; got 'batch'"),
+    (lambda: FeedForward(DIM, activation="sin"), r"activation must be one of gelu.*got 'sin'"),
 ]  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_said(mistake, told):
 
 @pytest.mark.parametrize("layer", [nn.TransformerDecoderLayer(DIM, H), nn.Linear(3, 3)])
 def test_a_layer_that_is_no_encoder_layer_is_refused(layer):
-    with pytest.raises(TypeError, match=rf"takes an nn\.TransformerEncoderLayer; {type(layer).__name__} came"):
+    with pytest.raises(TypeError, match=rf"takes an nn\.TransformerEncoderLayer; got {type(layer).__name__}"):
         Block.from_torch(layer)
 
 
@@ -124,7 +124,7 @@ def test_a_causal_block_gives_its_mask_at_every_call_of_torch():
     x, mask = torch.randn(B, T, DIM), nn.Transformer.generate_square_subsequent_mask(T)
     theirs = block.to_torch()
     torch.testing.assert_close(theirs(x, src_mask=mask, is_causal=True), block(x), atol=2e-5, rtol=1e-4)
-    assert "causal mask is given at every call" in Block.to_torch.__doc__
+    assert "pass it a causal mask at every call" in Block.to_torch.__doc__
 
 
 def test_float64_weights_come_and_go_as_they_are():

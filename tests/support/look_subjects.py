@@ -34,8 +34,8 @@ def attention(layer: int, heads: int, rows: int, cols: int) -> torch.Tensor:
     return (4 * torch.sin((layer + 1) * (h + 2) * (i + 1) * 0.37 + j * (h + 1) * 1.7)).softmax(-1)
 
 
-def made(tokens=TOKENS, source=None, layers=2, heads=3) -> Recording:
-    """A recording of a model that never was."""
+def fake_recording(tokens=TOKENS, source=None, layers=2, heads=3) -> Recording:
+    """A recording without a model: its weights are those of `attention`."""
     one = Pass()
     cols = source or tokens
     for n in range(layers):
@@ -47,5 +47,5 @@ def made(tokens=TOKENS, source=None, layers=2, heads=3) -> Recording:
 
 
 HISTORY = [(step, {f"block.{b}/{what}/{h}": math.exp(-step / 40 * (h + 1)) * (9 if what == "max_score" else 1)
-                   for b in range(2) for what in ("entropy", "max_score") for h in range(2)}) for step in range(0, 100, 5)]  # fmt: skip
+                   for b in range(2) for what in ("entropy_share", "max_score") for h in range(2)}) for step in range(0, 100, 5)]  # fmt: skip
 WIDE = ["[CLS]", "日本", "語", "は", "😀", "👩‍👩‍👧", "שלום", "עולם", "naïve", "e\u0301tude", "##s", "[SEP]"]

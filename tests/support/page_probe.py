@@ -56,10 +56,11 @@ class Read:
 def minilm() -> tuple[regard.Recording, Any]:
     """The bundled model on the sentence: what was recorded, with values, and its word vectors."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from regard.look.loading import embedded, look_at, open_model
+    from regard.look.loading import load_model, look_at
+    from regard.look.word_vectors import word_vectors
 
-    model = open_model()
-    return look_at(SENTENCE, model), embedded(SENTENCE, model)
+    model = load_model()
+    return look_at(SENTENCE, model), word_vectors(SENTENCE, model)
 
 
 # Strings that want to be more than text. Whatever runs sets window.bad, opens a dialog, or asks for http://evil.test.
@@ -186,10 +187,10 @@ def history() -> list[tuple[int, dict[str, float]]]:
             step,
             {
                 f"layers.{layer}.attn/{what}/{head}": 0.9 / (1 + head * step / 100)
-                if what == "entropy"
+                if what == "entropy_share"
                 else 3 + 0.1 * step * head
                 for layer in range(3)
-                for what in ("entropy", "max_score")
+                for what in ("entropy_share", "max_score")
                 for head in range(4)
             },
         )

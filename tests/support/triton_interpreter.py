@@ -87,7 +87,7 @@ def tables_that_are_wrong(cases: int = 60) -> int:
 
 def main(part: int, of: int) -> int:
     backward_pass.empty = topk_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
-    intervals.KEPT_ON = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
+    intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
         # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.

@@ -1,13 +1,10 @@
-"""The front door: everything a user passes is checked here, once, and laid over one another.
+"""`weights` and `attend`: the only place where users' inputs are checked, and broadcast to one another.
 
-`weights` and `attend` turn what came into `Factors`, or say what must hold, what came and what to do. Behind the
-door nothing is checked again. Imports `matrix` and what is below it.
+Every error says what must hold, what it got and what to do. Behind these two functions nothing is checked again.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +12,12 @@ from torch import Tensor
 
 from .. import engines
 from .block import MatrixBlock
-from .intervals import cached_on_mask
-from .masks import And, Causal, Dense, Documents, Mask, Not, Padding, as_mask
+from .broadcast import MatrixShape
+from .masks import Causal, Mask, Padding, as_mask
 from .problem import Factors
-from .pytree import flatten
-from .scores import Additive, Alibi, Bias, Bilinear, Dot, ScaledDot, Score, as_score
-from .torch_state import host_sync_forbidden, is_tracing
+from .scores import Dot, ScaledDot, Score, as_score
+from .torch_state import is_tracing
+from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
 __all__ = ["attend", "weights"]
@@ -30,21 +27,36 @@ def weights(
     q: Tensor,
     k: Tensor | None = None,
     *,
-    score: Any = "scaled_dot",
-    mask: Any = None,
-    align: str | None = None,
-    engine: str = "auto",
+    score: ScoreLike = "scaled_dot",
+    mask: MaskLike | None = None,
+    align: Align | None = None,
+    engine: EngineName = "auto",
 ) -> Weights:
-    """The attention weights softmax(score(q, k)) as an object that is never stored.
+    """Attention weights softmax(score(q, k)) as a lazy matrix: nothing of size i × j is stored.
 
-    q is (..., h, i, d) and k (..., g, j, d) with h a multiple of g, as in `scaled_dot_product_attention`; (h, i, d) is
-    heads without a batch, (i, d) one head. k=None means k = q. `align` says how positions correspond when the lengths
-    differ: "start" (query 0 stands at key 0) or "end" (the last query stands at the last key, as with a cache).
+    Args:
+        q: Queries ``(..., h, i, d)``, ``(h, i, d)`` for heads without a batch, or ``(i, d)`` for one head.
+        k: Keys ``(..., g, j, d)`` with h a multiple of g (grouped-query attention). Default: `q`.
+        score: ``"scaled_dot"``, ``"dot"``, ``"cosine"``, a `Score`, or a function ``f(q, k) -> (..., i, j)``.
+        mask: A `Mask`, a bool tensor that broadcasts to ``(..., h, i, j)`` (True: visible), or a function
+            ``f(i, j) -> bool`` of positions.
+        align: How positions correspond if i != j: ``"start"`` (query 0 stands at key 0) or ``"end"`` (the last query
+            stands at the last key, as with a cache). Required where the mask or the score depends on positions.
+        engine: ``"auto"`` picks the fastest that serves; ``"triton"``, ``"blockwise"``, or ``"reference"``, which is
+            plain PyTorch in quadratic memory.
 
-    >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    >>> W = weights(x, score="dot")
-    >>> W[0, 2].item() == W[2, 0].item()
-    False
+    Returns:
+        `Weights` ``(..., h, i, j)``; ``(i, j)`` where q and k are 2-D.
+
+    Raises:
+        ValueError: Shapes, devices or dtypes do not fit, or `align` is missing.
+        TypeError: An argument is of the wrong kind.
+
+    >>> W = regard.weights(torch.randn(2, 8, 5, 64), mask=regard.causal())
+    >>> W.shape
+    torch.Size([2, 8, 5, 5])
+    >>> W.entropy().shape
+    torch.Size([2, 8, 5])
     """
     k = q if k is None else k
     q, k = _check_tensors(q=q, k=k)
@@ -56,33 +68,50 @@ def attend(
     k: Tensor | None = None,
     v: Tensor | None = None,
     *,
-    score: Any = "scaled_dot",
-    mask: Any = None,
-    align: str | None = None,
-    engine: str = "auto",
+    score: ScoreLike = "scaled_dot",
+    mask: MaskLike | None = None,
+    align: Align | None = None,
+    engine: EngineName = "auto",
 ) -> Tensor:
-    """Attention's output alone: weights(q, k) @ v. v=None means v = k, so attend(x) is self-attention of x.
+    """The output of attention, weights(q, k) @ v.
 
-    Where PyTorch's own fused attention gives the same answer, that is called.
+    With ``engine="auto"`` PyTorch's own fused attention is called where it gives the same result as fast.
+
+    Args:
+        q: Queries ``(..., h, i, d)``, ``(h, i, d)`` or ``(i, d)``.
+        k: Keys ``(..., g, j, d)``. Default: `q`.
+        v: Values ``(..., g, j, e)``. Default: `k`, so that ``attend(x)`` is self-attention of x.
+        score: As for `weights`.
+        mask: As for `weights`.
+        align: As for `weights`.
+        engine: As for `weights`.
+
+    Returns:
+        ``(..., h, i, e)`` in the dtype of v; ``(i, e)`` where all are 2-D.
+
+    Raises:
+        ValueError: Shapes, devices or dtypes do not fit, or `align` is missing.
+        TypeError: An argument is of the wrong kind.
+
+    >>> q, k, v = torch.randn(8, 5, 64), torch.randn(2, 7, 64), torch.randn(2, 7, 32)
+    >>> regard.attend(q, k, v, mask=regard.causal(), align="end").shape
+    torch.Size([8, 5, 32])
     """
     k = q if k is None else k
     v = k if v is None else v
     if engine == "auto" and (y := _try_sdpa(q, k, v, score, mask)) is not None:
         return y
     q, k, v = _check_tensors(q=q, k=k, v=v)
-    return (
-        Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=q.ndim == 2 and k.ndim == 2)
-        .see(values=v)
-        .y
-    )
+    one_head = q.ndim == 2 and k.ndim == 2
+    return Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=one_head).see(values=v).y
 
 
-#: Multiplications up to which PyTorch's attention is the faster one for heads that share keys and for masks of flags.
+#: Multiplications up to which PyTorch's attention is faster, for grouped heads and for bool masks.
 SMALL = 2**28
 
 
 def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
-    """PyTorch's fused attention, where it computes the same and is as fast; None where it does not."""
+    """PyTorch's fused attention, where it computes the same and is as fast; else None."""
     if isinstance(score, str):
         plain = score in ("scaled_dot", "dot")
         scale = 1.0 if score == "dot" else None
@@ -102,87 +131,80 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
     flags = None
     # With as many keys as queries causal means one thing, and every key is seen by some row.
     causal = False
-    if type(mask) is Causal and q.shape[-2] == k.shape[-2]:  # decided here: while compiling, lengths may be symbols
+    if type(mask) is Causal and q.shape[-2] == k.shape[-2]:  # a branch: under torch.compile lengths may be SymInts
         causal = True
     if mask is not None and not causal and (not small or (flags := _dense_bool_mask(q, k, mask)) is None):
         return None
     attention = torch.nn.functional.scaled_dot_product_attention
     y = attention(q, k, v, attn_mask=flags, is_causal=causal, scale=scale, enable_gqa=grouped)
-    # There nan or inf at a hidden key is not hidden: it makes the output nan, and we compute it ourselves.
+    # SDPA lets nan or inf of a hidden key into the output, as nan: then our engines compute it.
     return y if flags is None or bool(y.detach().sum().isfinite()) else None
 
 
 def _dense_bool_mask(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
-    """A mask as flags for PyTorch's attention, where it treats them as we do."""
+    """The mask as a bool tensor for PyTorch's attention, where that treats it as we do; else None."""
     if is_tracing() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return None
     if not isinstance(mask, Tensor) and type(mask) is not Padding:
         return None
     mask = as_mask(mask)
     full = (*q.shape[:-2], q.shape[-2], k.shape[-2])
-    laid = _broadcast_mask(mask, full, 0, q.device)
+    mask = mask.broadcast_to(MatrixShape(full, 0, q.device))
     # A hidden key of −inf may leave the output finite, but not the gradients.
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad) and not bool(k.detach().sum().isfinite()):
         return None
-    return laid.visible(MatrixBlock(slice(0, full[-2]), slice(0, full[-1]), 0, q.device))
+    return mask.visible(MatrixBlock(slice(0, full[-2]), slice(0, full[-1]), 0, q.device))
 
 
 def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
-    """Queries, keys, score and mask laid over one another; every misfit is an error here."""
+    """Queries, keys, score and mask, checked and broadcast to one another."""
     score = as_score(score)
     mask = None if mask is None else as_mask(mask)
     q = q.unsqueeze(0) if q.ndim == 2 else q
     k = k.unsqueeze(0) if k.ndim == 2 else k
     batch = _shared_batch(q, k)
-    _check_sizes(q, k, score)
+    score.check_sizes(q, k)
+    _check_heads(q, k)
     h, i, j = q.shape[-3], q.shape[-2], k.shape[-2]
     offset = _offset(i, j, align, score, mask)
     q, k = (x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:]) for x in (q, k))
-    full = (*batch, h, i, j)
-    score = _broadcast_score(score, full, q.device)
-    return Factors(
-        q,
-        k,
-        score,
-        None if mask is None else _broadcast_mask(mask, full, 0 if offset is None else offset, q.device),
-        offset,
-    )
+    matrix = MatrixShape((*batch, h, i, j), 0 if offset is None else offset, q.device)
+    return Factors(q, k, score.broadcast_to(matrix), None if mask is None else mask.broadcast_to(matrix), offset)
 
 
 # Checks.
 
 
-def _check_tensors(**named: Any) -> list[Tensor]:
-    for name, x in named.items():
+def _check_tensors(**tensors: Any) -> list[Tensor]:
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor; {type(x).__name__} came. Use torch.as_tensor({name}).")
+            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name}).")
         if not x.is_floating_point():
             raise TypeError(
-                f"{name} must be a floating-point tensor; dtype {x.dtype} came. "
+                f"{name} must be a floating-point tensor; got dtype {x.dtype}. "
                 "Embed tokens first, or convert with .float()."
             )
         if x.ndim < 2:
             raise ValueError(
                 f"{name} must be (length, size), (heads, length, size) or (..., heads, length, size); "
-                f"shape {tuple(x.shape)} came."
+                f"got shape {tuple(x.shape)}."
             )
-    first, *others = named.items()
+    first, *others = tensors.items()
     for name, x in others:
         if x.device != first[1].device:
             raise ValueError(f"{first[0]} is on {first[1].device} and {name} on {x.device}; move one with .to(device).")
     kind = first[1].device.type
     if torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)
-        return [x if x.dtype == torch.float64 else x.to(low) for x in named.values()]
+        return [x if x.dtype == torch.float64 else x.to(low) for x in tensors.values()]
     for name, x in others:
         if x.dtype != first[1].dtype:
             raise ValueError(f"{first[0]} is {first[1].dtype} and {name} {x.dtype}; convert one with .to(dtype).")
-    return list(named.values())
+    return list(tensors.values())
 
 
-def _engine(name: Any) -> str:
-    if name not in engines.ENGINES:
-        raise ValueError(f"unknown engine {name!r}; the engines are {', '.join(map(repr, engines.ENGINES))}.")
+def _engine(name: str) -> str:
+    engines.get_engine(name)
     return name
 
 
@@ -198,54 +220,26 @@ def _shared_batch(q: Tensor, k: Tensor) -> torch.Size:
         ) from None
 
 
-def _check_sizes(q: Tensor, k: Tensor, score: Score) -> None:
-    d, other = q.shape[-1], k.shape[-1]
-    if isinstance(score, Bilinear | Additive):
-        _check_projections(d, other, q.shape[-3], score)
-    elif d != other and not score.sizes_may_differ:
-        hint = " It looks as if k is transposed: pass k.mT." if k.shape[-2] == d else ""
-        raise ValueError(
-            f"q has size {d} and k has size {other} on the last axis; "
-            f"a {type(score).__name__} score needs them equal.{hint}"
-        )
+def _check_heads(q: Tensor, k: Tensor) -> None:
     h, g = q.shape[-3], k.shape[-3]
     if g == 0 or h % g:
         hint = "If the layout is (batch, length, heads, size), pass q.transpose(1, 2) and k.transpose(1, 2)."
         raise ValueError(f"q has {h} heads and k has {g}; heads of q must be a multiple of heads of k. {hint}")
 
 
-def _check_projections(d: int, other: int, h: int, score: Bilinear | Additive) -> None:
-    if isinstance(score, Bilinear):
-        wanted: list[tuple[str, Tensor, tuple[int, ...]]] = [("weight", score.weight, (d, other))]
-    else:
-        a = score.v.shape[-1]
-        wanted = [
-            ("query_weight", score.query_weight, (d, a)),
-            ("key_weight", score.key_weight, (other, a)),
-            ("v", score.v, (a,)),
-        ]
-    for name, tensor, shape in wanted:
-        extra = tensor.shape[: -len(shape)]
-        if tuple(tensor.shape[-len(shape) :]) != shape or len(extra) > 1 or (extra and extra[0] not in (1, h)):
-            raise ValueError(
-                f"{type(score).__name__}({name}) must be {shape} or {(h, *shape)} for q of size {d} with {h} heads "
-                f"and k of size {other}; {tuple(tensor.shape)} came."
-            )
-
-
 def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int | None:
-    """Where query 0 stands among the keys."""
+    """The key position of query 0; None where lengths differ and it is not needed."""
     if align not in (None, "start", "end"):
         raise ValueError(
             'align must be "start" (query 0 stands at key 0) or "end" (the last query stands at the last key); '
-            f"{align!r} came."
+            f"got {align!r}."
         )
     if align == "end":
         return j - i
     if align == "start" or i == j:
         return 0
     needs = [f"the mask {mask!r}"] if mask is not None and mask.positional else []
-    needs += [f".{type(step).__name__.lower()}(...)" for step in score.modifiers if step.positional]
+    needs += [f".{type(modifier).__name__.lower()}(...)" for modifier in score.modifiers if modifier.positional]
     if needs:
         raise ValueError(
             f"{needs[0]} depends on positions, and q has {i} and k {j} of them: say how they correspond with "
@@ -253,118 +247,3 @@ def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int 
             "as with a cache)."
         )
     return None
-
-
-# Laying over: every tensor gets the axes (*batch|1, h|1, x, y).
-
-
-def _broadcast_score(score: Score, full: tuple[int, ...], device: torch.device) -> Score:
-    n = len(full) - 3
-    score = dataclasses.replace(
-        score, modifiers=tuple(_broadcast_modifier(step, full, device) for step in score.modifiers)
-    )
-    if score.sink_logits is not None:
-        score = dataclasses.replace(score, sink_logits=_per_head(score.sink_logits, full, "sink(logits)", device))
-    if isinstance(score, Bilinear):
-        return dataclasses.replace(score, weight=_with_leading_axes(score.weight, n))
-    if isinstance(score, Additive):
-        return dataclasses.replace(
-            score,
-            query_weight=_with_leading_axes(score.query_weight, n),
-            key_weight=_with_leading_axes(score.key_weight, n),
-            v=_with_leading_axes(score.v.unsqueeze(-2), n),
-        )
-    return score
-
-
-def _broadcast_modifier(step: Any, full: tuple[int, ...], device: torch.device) -> Any:
-    if isinstance(step, Bias):
-        return Bias(_broadcast_to_scores(step.tensor, full, "bias(tensor)", device))
-    if isinstance(step, Alibi):
-        return Alibi(_per_head(step.slopes, full, "alibi(slopes)", device))
-    return step
-
-
-def _broadcast_mask(mask: Mask, full: tuple[int, ...], offset: int, device: torch.device) -> Mask:
-    if isinstance(mask, And):
-        return type(mask)(
-            _broadcast_mask(mask.left, full, offset, device), _broadcast_mask(mask.right, full, offset, device)
-        )
-    if isinstance(mask, Not):
-        return Not(_broadcast_mask(mask.of, full, offset, device))
-    if isinstance(mask, Dense):
-        return Dense(_broadcast_to_scores(mask.cells, full, "mask", device))
-    given = flatten(mask)[1]
-    if isinstance(mask, Padding):
-        return cached_on_mask(mask, full, given, device, partial(_broadcast_padding, mask, full, device))
-    if isinstance(mask, Documents):
-        return cached_on_mask(
-            mask, (full, offset), given, device, partial(_broadcast_documents, mask, full, offset, device)
-        )
-    return mask
-
-
-def _broadcast_padding(mask: Padding, full: tuple[int, ...], device: torch.device) -> Padding:
-    *batch, _, _, j = full
-    lengths = mask.lengths.to(device)
-    _check_broadcast(lengths.shape, batch, "padding(lengths)", "one length a sequence")
-    if not is_tracing() and not host_sync_forbidden(device) and lengths.numel():
-        least, most = mask.ends
-        if least < 0 or most > j:
-            raise ValueError(f"padding(lengths) must lie between 0 and the {j} keys there are; {least} … {most} came.")
-    return Padding(_with_leading_axes(lengths[..., None, None, None], len(batch)))
-
-
-def _broadcast_documents(mask: Documents, full: tuple[int, ...], offset: int, device: torch.device) -> Documents:
-    *batch, _, i, j = full
-    ids = mask.ids.to(device)
-    keys = ids if mask.key_ids is None else mask.key_ids.to(device)
-    counted = [("documents(ids)", ids, j)]
-    if mask.key_ids is not None:
-        counted = [("documents(ids)", ids, i), ("documents(key_ids)", keys, j)]
-    for what, given, n in counted:
-        if given.ndim < 1 or given.shape[-1] != n:
-            raise ValueError(
-                f"{what} needs one id a position, {n} on the last axis; shape {tuple(given.shape)} came. "
-                "Queries numbered apart: documents(ids, key_ids)."
-            )
-        _check_broadcast(given.shape[:-1], batch, what, "one row of ids a sequence")
-    if mask.key_ids is None:
-        # Query row r stands at key position r + offset; a position outside the keys belongs to no document.
-        at = torch.arange(i, device=device) + offset
-        inside = (at >= 0) & (at < j)
-        ids = torch.where(inside, ids[..., at.clamp(0, max(j - 1, 0))] if j else 0, torch.iinfo(torch.int64).min)
-    n, own = len(batch), mask.key_ids is None
-    return Documents(
-        _with_leading_axes(ids[..., None, :, None], n),
-        _with_leading_axes(keys[..., None, None, :], n),
-        mask.contiguous,
-        own,
-    )
-
-
-def _broadcast_to_scores(tensor: Tensor, full: tuple[int, ...], what: str, device: torch.device) -> Tensor:
-    if tensor.device != device:
-        raise ValueError(f"{what} is on {tensor.device} and q on {device}; move one with .to(device).")
-    _check_broadcast(tensor.shape, full, what, "(..., h, i, j)")
-    return _with_leading_axes(tensor, len(full) - 3)
-
-
-def _per_head(tensor: Tensor, full: tuple[int, ...], what: str, device: torch.device) -> Tensor:
-    if tensor.device != device:
-        raise ValueError(f"{what} is on {tensor.device} and q on {device}; move one with .to(device).")
-    _check_broadcast(tensor.shape, full[:-2], what, "one number a head")
-    return _with_leading_axes(tensor[..., None, None], len(full) - 3)
-
-
-def _check_broadcast(shape: Any, onto: Any, what: str, axes: str) -> None:
-    shape, onto = tuple(shape), tuple(onto)
-    pairs = zip(reversed(shape), reversed(onto), strict=False)
-    fits = len(shape) <= len(onto) and all(a == 1 or a == b for a, b in pairs)  # a symbol is in no tuple
-    if not fits:
-        raise ValueError(f"{what} of shape {shape} does not broadcast to {onto}: {axes} is needed.")
-
-
-def _with_leading_axes(tensor: Tensor, batch_axes: int) -> Tensor:
-    """With leading axes of size one up to (*batch, h, x, y)."""
-    return tensor.reshape(*[1] * (batch_axes + 3 - tensor.ndim), *tensor.shape)

@@ -1,7 +1,6 @@
-"""What users pass to the questions of a matrix, checked and put into form.
+"""Arguments of `Weights` methods: checked, and converted to what a request holds.
 
-Numbers, tokens, values, tiles and chosen keys: each is what a request needs, or an error that says what must hold,
-what came and what to do. Imports `index`, `score` and `statistics`.
+Each error says what must hold, what it got and what to do.
 """
 
 from __future__ import annotations
@@ -19,24 +18,26 @@ __all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys"]
 
 
 def at_least_one(n: Any, what: str) -> int:
+    """A whole number of at least 1."""
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-        raise ValueError(f"{what} needs a whole number of at least 1; {n!r} came.")
+        raise ValueError(f"{what} needs a whole number of at least 1; got {n!r}.")
     return n
 
 
 def as_tokens(words: Any, n: int, axis: str) -> Tokens:
+    """One token for each of n positions."""
     if isinstance(words, str) or not all(isinstance(word, str) for word in words):
         raise TypeError(f"{axis} tokens must be a list of strings, one a position.")
     if len(words) != n:
-        raise ValueError(f"{len(words)} {axis} tokens came for {n} {axis} positions: one token a position.")
+        raise ValueError(f"{n} {axis} positions need one token each; got {len(words)} {axis} tokens.")
     return Tokens(tuple(words))
 
 
 def as_values(v: Any, length: int, what: str, device: torch.device, shape: torch.Size) -> Tensor:
     """A tensor (..., heads, length, e) that fits weights of this shape."""
     if not isinstance(v, Tensor) or not v.is_floating_point():
-        came = v.dtype if isinstance(v, Tensor) else type(v).__name__
-        raise TypeError(f"{what} must be a floating-point tensor (..., {length}, size); {came} came.")
+        got = v.dtype if isinstance(v, Tensor) else type(v).__name__
+        raise TypeError(f"{what} must be a floating-point tensor (..., {length}, size); got {got}.")
     if v.device != device:
         raise ValueError(f"{what} are on {v.device} and the weights on {device}; move one with .to().")
     if v.ndim < 2 or v.shape[-2] != length:
@@ -48,9 +49,9 @@ def as_values(v: Any, length: int, what: str, device: torch.device, shape: torch
 
 
 def as_tiling(pool: Any, sizes: tuple[int, int]) -> Tiling:
-    """(rows, cols) or (rows, cols, i, j), with slices i and j for the part that is pooled."""
+    """Tiling of (rows, cols) or (rows, cols, i, j), with slices i and j for the part that is pooled."""
     if not isinstance(pool, tuple) or not 2 <= len(pool) <= 4:
-        raise ValueError(f"pool=(rows, cols) or (rows, cols, i, j) with slices i and j; {pool!r} came.")
+        raise ValueError(f"pool=(rows, cols) or (rows, cols, i, j) with slices i and j; got {pool!r}.")
     rows, cols = at_least_one(pool[0], "pool(rows, ...)"), at_least_one(pool[1], "pool(..., cols)")
     i = pool[2] if len(pool) > 2 else slice(None)
     j = pool[3] if len(pool) > 3 else slice(None)
@@ -59,18 +60,18 @@ def as_tiling(pool: Any, sizes: tuple[int, int]) -> Tiling:
 
 def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
     if not isinstance(part, slice) or part.step not in (None, 1):
-        raise ValueError(f"pool(..., {name}=): a slice without a step says which part is pooled; {part!r} came.")
+        raise ValueError(f"pool(..., {name}=): a slice without a step says which part is pooled; got {part!r}.")
     start, stop, _ = part.indices(n)
     return start, max(start, stop)
 
 
 def chosen_keys(keys: Any, n: int, tokens: Tokens | None, q: Tensor) -> Tensor:
-    """1 for the chosen of n keys, else 0; of the type and device that statistics have."""
+    """(j,): 1 for chosen keys, else 0, in the dtype of statistics."""
     flags = torch.zeros(n, dtype=upcast(q[..., :0]).dtype, device=q.device)
     if isinstance(keys, Tensor) and keys.dtype == torch.bool:
         if keys.shape != (n,):
-            raise ValueError(f"mass(keys): a bool tensor has one flag a key, ({n},); {tuple(keys.shape)} came.")
+            raise ValueError(f"mass(keys): a bool tensor has one flag a key, ({n},); got {tuple(keys.shape)}.")
         return keys.to(flags)
-    picked = parse((slice(None), keys), (1, n), (None, tokens))[1]
-    flags[as_index(positions_of(picked), q.device)] = 1
+    pick = parse((slice(None), keys), (1, n), (None, tokens))[1]
+    flags[as_index(positions_of(pick), q.device)] = 1
     return flags

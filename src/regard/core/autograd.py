@@ -1,10 +1,9 @@
-"""One request, one forward, one backward.
+"""One request, one forward, one backward: the engines' results as a node of PyTorch's autograd graph.
 
-The engines compute numbers; here those numbers become part of PyTorch's autograd. All that is asked of a
-matrix at once is one node of the graph: its backward makes the weights once more and results for every output
-together, in linear memory. Eager code goes through `torch.autograd.Function`; inside `torch.compile` the same
-two functions are the operators `regard::see` and `regard::pull_back`, with `regard::ask` for autograd.
-Imports `engines` and what is below them.
+All statistics of a request are one node. Its backward recomputes the weights once and returns the gradients of every
+output together, in linear memory. Eager code goes through `torch.autograd.Function`; inside `torch.compile` the same
+two functions are the operators `regard::attention` and `regard::attention_backward`, and
+`regard::attention_autograd` connects them to autograd.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines import Engine, get_engine, resolve
+from ..engines import Engine, fused_engine, resolve
 from ..engines.replay import is_constant, is_replayed_device, replay_or_record
 from ..engines.score_grad import ScoreGrad
 from .problem import Problem, repeat_kv, strides_like
@@ -31,25 +30,32 @@ from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = ["compute_with_autograd"]
 
-#: Answers that stand in their own gradients.
-OWN_SHARE = ("y", "mass", "entropy", "mean_distance", "cells")
+#: Results that occur in their own gradients.
+IN_OWN_GRADIENT = ("y", "mass", "entropy", "mean_distance", "cells")
 
 
-def compute_with_autograd(problem: Problem, request: Request, engine: Engine, cached: Results, live: bool) -> Results:
-    """Every answer that the request names; `known` are numbers that need not be computed again.
+def compute_with_autograd(
+    problem: Problem, request: Request, engine: Engine, cached: Results, requires_grad: bool
+) -> Results:
+    """Every result that the request names.
 
-    `live` says whether autograd is to know of it.
+    Args:
+        problem: The attention matrix.
+        request: Names of the results, and the tensors they need.
+        engine: Who computes.
+        cached: Results that need not be computed again, detached.
+        requires_grad: Whether the results become outputs of an autograd node.
     """
-    followed = is_tracing()
-    if not live and not followed and not is_replayed_device(problem.q):
+    tracing = is_tracing()
+    if not requires_grad and not tracing and not is_replayed_device(problem.q):
         return without_autocast(problem.q, lambda: compute(problem, request, engine, cached))
     spec, tensors = flatten((problem, request))
-    if followed and is_constant(spec):
-        spec, numbers = split_ints(spec)
-        outputs = torch.ops.regard.ask(tensors, numbers, repr((spec, engine.name, STAMP)))
-    elif not live:
-        key, given = ("see", spec, engine.name, *cached), [*tensors, *cached.values()]
-        return replay_or_record(key, given, lambda: compute(problem, request, engine, cached))
+    if tracing and is_constant(spec):
+        spec, ints = split_ints(spec)
+        outputs = torch.ops.regard.attention_autograd(tensors, ints, repr((spec, engine.name, STAMP)))
+    elif not requires_grad:
+        key, inputs = ("forward", spec, engine.name, *cached), [*tensors, *cached.values()]
+        return replay_or_record(key, inputs, lambda: compute(problem, request, engine, cached))
     else:
         _refuse_transforms()
         outputs = _EagerNode.apply(spec, engine, cached, *tensors)
@@ -57,7 +63,7 @@ def compute_with_autograd(problem: Problem, request: Request, engine: Engine, ca
 
 
 def compute(problem: Problem, request: Request, engine: Engine, cached: Results) -> Results:
-    """The numbers, without gradients."""
+    """The results, without gradients."""
     missing = tuple(name for name in request.names if name not in cached)
     results = dict(cached)
     if missing:
@@ -69,101 +75,109 @@ def compute(problem: Problem, request: Request, engine: Engine, cached: Results)
 
 
 def vjp(
-    problem: Problem, request: Request, engine: Engine, results: Results, flowing: Results, needs: list[bool]
+    problem: Problem,
+    request: Request,
+    engine: Engine,
+    results: Results,
+    grad_outputs: Results,
+    needs_input_grad: list[bool],
 ) -> list[Tensor | None]:
     """Gradients of all tensors of (problem, request), in the order of `flatten`; None for those without."""
-    clean, asked = problem.zero_invisible_keys(request)
-    engine = resolve(engine, clean, asked)
-    gradient = _score_grad(clean, asked, engine, results, flowing)
+    visible, visible_request = problem.zero_invisible_keys(request)
+    engine = resolve(engine, visible, visible_request)
+    gradient = _score_grad(visible, visible_request, engine, results, grad_outputs)
     _, tensors = flatten((problem, request))
-    others = request.keys, request.rows, request.cols
-    of_question = [x for x in (request.v, request.u, *others) if x is not None]
-    count = len(tensors) - len(of_question)
-    of_problem, dv, du = engine.backward(clean, asked, results["norm"], gradient, needs[:count])
-    of_problem = list(of_problem)
-    of_scores = [
-        _gathered_grads(clean, results[index], flowing[score]) for score, index in GATHERED if score in flowing
+    indices = request.keys, request.rows, request.cols
+    count = len(tensors) - sum(x is not None for x in (request.v, request.u, *indices))
+    grads, dv, du = engine.backward(visible, visible_request, results["norm"], gradient, needs_input_grad[:count])
+    grads = list(grads)
+    more = [
+        _gathered_grads(visible, results[index], grad_outputs[score])
+        for score, index in GATHERED
+        if score in grad_outputs
     ]
-    if "cells" in flowing:
-        of_scores.append(_cell_gradients(clean, asked, results["cells"], flowing["cells"]))
-    for gradients in of_scores:
-        for n, g in enumerate(gradients):
-            had = of_problem[n]
-            of_problem[n] = g if had is None else had + g
-    own = ((request.v, dv), (request.u, du), *((x, None) for x in others))
-    found = [*of_problem, *(g for t, g in own if t is not None)]
+    if "cells" in grad_outputs:
+        more.append(_cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))
+    for addends in more:
+        for n, addend in enumerate(addends):
+            total = grads[n]
+            grads[n] = addend if total is None else total + addend
+    of_request = ((request.v, dv), (request.u, du), *((x, None) for x in indices))
+    grads += [g for t, g in of_request if t is not None]
     return [
-        None if g is None or not t.is_floating_point() else g.to(t.dtype) for g, t in zip(found, tensors, strict=True)
+        None if g is None or not t.is_floating_point() else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)
     ]
 
 
 def _gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """Of q, k and the score's tensors, which stand first among the problem's; from scores at a few keys a row."""
+    """Gradients of q, k and the modifiers' tensors, the first of the problem's, from scores at a few keys a row."""
     cols = index.unsqueeze(-1) if index.ndim == 3 else index
     g = g.reshape(cols.shape).masked_fill(cols < 0, 0)
-    return _score_gradients(problem, lambda bare: bare.picked_scores(cols.clamp(min=0)), g)
+    return _grads_of_scores(problem, lambda unmasked: unmasked.picked_scores(cols.clamp(min=0)), g)
 
 
-def _cell_gradients(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def _cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """The same, from scores at chosen rows and keys."""
     block, hidden = problem.block(required(request.rows), required(request.cols)), cells == -torch.inf
     # A key that none of the rows sees must not reach them as the nan of 0 · nan.
     seen = (~hidden).any(2).any(1)
-    return _score_gradients(
-        problem, lambda bare: bare.at(block).blanked(seen).bare_scores(block), g.masked_fill(hidden, 0)
+    return _grads_of_scores(
+        problem, lambda unmasked: unmasked.at(block).blanked(seen).bare_scores(block), g.masked_fill(hidden, 0)
     )
 
 
-def _score_gradients(problem: Problem, scored: Callable[[Problem], Tensor], g: Tensor) -> tuple[Tensor, ...]:
-    """What a gradient of some scores is for q, k and the score's tensors; `scored` makes them of a problem."""
+def _grads_of_scores(problem: Problem, scores: Callable[[Problem], Tensor], g: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k and the modifiers' tensors, from the gradient g of `scores(problem)`."""
     spec, tensors = flatten(dataclasses.replace(problem, mask=None, sink=None))
 
     def of_tensors(*parts: Tensor) -> Tensor:
-        return scored(unflatten(spec, list(parts)))
+        return scores(unflatten(spec, list(parts)))
 
     return torch.func.vjp(of_tensors, *map(upcast, tensors))[1](g)
 
 
-def _score_grad(problem: Problem, request: Request, engine: Engine, results: Results, flowing: Results) -> ScoreGrad:
-    """Write everything that is linear in W as one product left · right, the rest as a few numbers a row."""
+def _score_grad(
+    problem: Problem, request: Request, engine: Engine, results: Results, grad_outputs: Results
+) -> ScoreGrad:
+    """All terms that are linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
-    # An engine that computes in narrow types takes the output's gradient as it came: a wide copy is slow.
-    flowing = {name: g if engine.narrow and name == "y" else g.to(problem.compute_dtype) for name, g in flowing.items()}
-    pairs, unfinished = [], []
-    if (g := flowing.get("y")) is not None:
-        c = engine.row_dot(g, results["y"])
+    # An engine that computes in 16 bits takes y's gradient as it is: a float32 copy is slow.
+    grads = {n: g if engine.narrow and n == "y" else g.to(problem.compute_dtype) for n, g in grad_outputs.items()}
+    pairs, without_row_term = [], []
+    if (g := grads.get("y")) is not None:
+        delta = engine.row_dot(g, results["y"])
         pairs.append((g, required(request.v) if engine.narrow else upcast(required(request.v))))
     else:
-        c = problem.q.new_zeros(b, h, i, dtype=problem.compute_dtype)
-    if (g := flowing.get("mass")) is not None:
-        c = c + g * results["mass"]
+        delta = problem.q.new_zeros(b, h, i, dtype=problem.compute_dtype)
+    if (g := grads.get("mass")) is not None:
+        delta = delta + g * results["mass"]
         pairs.append((g.unsqueeze(-1), upcast(required(request.keys)).view(1, 1, j, 1)))
-    if (g := flowing.get("z")) is not None:
-        unfinished.append((upcast(required(request.u)), g))
-    if (g := flowing.get("received")) is not None:
-        unfinished.append((torch.ones_like(c).unsqueeze(-1), g.unsqueeze(-1)))
-    if (g := flowing.get("pool")) is not None:
-        unfinished.append(_pool_factors(g, required(request.tiling), i, j))
-    if unfinished:
-        # Their share along a row, Σ_j w (left · right), was not computed forward: W applied to `right` gives it.
-        left, right = _concat_columns(unfinished, b, h)
+    if (g := grads.get("z")) is not None:
+        without_row_term.append((upcast(required(request.u)), g))
+    if (g := grads.get("received")) is not None:
+        without_row_term.append((torch.ones_like(delta).unsqueeze(-1), g.unsqueeze(-1)))
+    if (g := grads.get("pool")) is not None:
+        without_row_term.append(_pool_factors(g, required(request.tiling), i, j))
+    if without_row_term:
+        # Their row term Σ_j w (left · right) was not computed in forward: it is left · (W right).
+        left, right = _concat_columns(without_row_term, b, h)
         mixed = engine.compute(problem, Request(("y",), v=right), ("y",), {"norm": results["norm"]})["y"]
-        c = c + (left * mixed).sum(-1)
-    if (g := flowing.get("lse")) is not None:
-        c = c - g
-    if (g := flowing.get("norm")) is not None:
-        # Whoever uses m and l uses them as m + log l: what flows into m is the gradient of lse.
-        c = c - g[..., 0]
-    if (eta := flowing.get("entropy")) is not None:
-        c = c + eta * results["entropy"]
-    if (rho := flowing.get("mean_distance")) is not None:
-        c = c + rho * results["mean_distance"]
+        delta = delta + (left * mixed).sum(-1)
+    if (g := grads.get("lse")) is not None:
+        delta = delta - g
+    if (g := grads.get("norm")) is not None:
+        # m and l are only used as lse = m + log l, so ∂/∂m is the gradient of lse.
+        delta = delta - g[..., 0]
+    if (d_entropy := grads.get("entropy")) is not None:
+        delta = delta + d_entropy * results["entropy"]
+    if (d_distance := grads.get("mean_distance")) is not None:
+        delta = delta + d_distance * results["mean_distance"]
     left, right = (
-        _concat_columns([*pairs, *unfinished], b, h)
-        if pairs or unfinished
-        else (torch.zeros_like(c).unsqueeze(-1), c.new_zeros(1, 1, j, 1))
+        _concat_columns([*pairs, *without_row_term], b, h)
+        if pairs or without_row_term
+        else (torch.zeros_like(delta).unsqueeze(-1), delta.new_zeros(1, 1, j, 1))
     )
-    return ScoreGrad(left, right, c, eta, rho, dy=flowing.get("y"), dz=flowing.get("z"))
+    return ScoreGrad(left, right, delta, d_entropy, d_distance, dy=grads.get("y"), dz=grads.get("z"))
 
 
 def _concat_columns(pairs: list[tuple[Tensor, Tensor]], b: int, h: int) -> tuple[Tensor, Tensor]:
@@ -184,76 +198,94 @@ def _pool_factors(g: Tensor, tiling: Tiling, i: int, j: int) -> tuple[Tensor, Te
     return left, right
 
 
-def _unflatten_request(spec: Any, tensors: list[Tensor], numbers: Sequence[int] = ()) -> tuple[Problem, Request]:
-    """Problem and request, put together again."""
-    return unflatten(spec, tensors, numbers)
+def _unflatten_request(spec: Any, tensors: list[Tensor], ints: Sequence[int] = ()) -> tuple[Problem, Request]:
+    return unflatten(spec, tensors, ints)
 
 
 def _output_names(spec: Any) -> tuple[str, ...]:
-    """What the request names, in what `flatten` made of problem and request."""
-    return spec[2][1][1:]  # ("tuple", problem, ("Question", ("tuple", *names), ...))
+    """`Request.names`, from the spec that `flatten` returned for (problem, request)."""
+    return spec[2][1][1:]  # ("tuple", problem, ("Request", ("tuple", *names), ...))
 
 
-def _saved_for(results: Results, flowing: Results) -> Results:
-    """Those results whose numbers the gradient of what flows takes."""
-    picked = {index for score, index in GATHERED if score in flowing}
-    return {n: x for n, x in results.items() if n == "norm" or n in picked or (n in OWN_SHARE and n in flowing)}
+def _needed_in_backward(results: Results, grad_outputs: Results) -> Results:
+    """Those results whose values the backward reads."""
+    gathered = {index for score, index in GATHERED if score in grad_outputs}
+    return {
+        n: x for n, x in results.items() if n == "norm" or n in gathered or (n in IN_OWN_GRADIENT and n in grad_outputs)
+    }
+
+
+#: Gradients of the saved inputs, from those inputs, the results that backward reads, and the outputs' gradients.
+_InputGrads = Callable[[list[Tensor], Results, Results], Sequence[Tensor | None]]
+
+
+def _save(ctx: Any, names: tuple[str, ...], tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """What the forward of both nodes leaves for `_backward`."""
+    ctx.names = names
+    ctx.save_for_backward(*tensors, *outputs)
+    ctx.mark_non_differentiable(*(x for x, n in zip(outputs, names, strict=True) if n in NOT_DIFFERENTIATED))
+    ctx.set_materialize_grads(False)  # zeros for outputs without a gradient cost as much as real gradients
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None], input_grads: _InputGrads) -> Sequence[Tensor | None]:
+    """The backward of both nodes."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "regard computes first derivatives; got create_graph=True, which asks for a second one. "
+            'engine="reference" differentiates any number of times, in quadratic memory.'
+        )
+    saved = ctx.saved_tensors  # read once: a pack hook may unpack a saved tensor only once
+    count = len(saved) - len(ctx.names)
+    tensors, outputs = list(saved[:count]), saved[count:]
+    grad_outputs = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+    if not grad_outputs:
+        return [None] * count
+    return input_grads(
+        tensors, _needed_in_backward(dict(zip(ctx.names, outputs, strict=True)), grad_outputs), grad_outputs
+    )
 
 
 class _EagerNode(torch.autograd.Function):
-    """The node of the graph in eager code."""
+    """The autograd node of eager code."""
 
     @staticmethod
     def forward(ctx: Any, spec: Any, engine: Engine, cached: Results, *tensors: Tensor) -> tuple[Tensor, ...]:
-        names, key, given = _output_names(spec), ("see", spec, engine.name, *cached), [*tensors, *cached.values()]
+        names, key, inputs = _output_names(spec), ("forward", spec, engine.name, *cached), [*tensors, *cached.values()]
         results = replay_or_record(
-            key, given, lambda: compute(*_unflatten_request(spec, list(tensors)), engine, cached)
+            key, inputs, lambda: compute(*_unflatten_request(spec, list(tensors)), engine, cached)
         )
-        # A remembered number must not become this node's output: it may be another node's too.
+        # A cached tensor must not become this node's output: it may be the output of another node.
         outputs = tuple(results[n].detach() if n in cached else results[n] for n in names)
-        ctx.spec, ctx.engine, ctx.names = spec, engine, names
-        ctx.save_for_backward(*tensors, *outputs)
-        ctx.mark_non_differentiable(*(results[n] for n in names if n in NOT_DIFFERENTIATED))
-        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.engine = spec, engine
+        _save(ctx, names, tensors, outputs)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        _refuse_second_derivative()
-        saved = ctx.saved_tensors  # once: whoever packs what is saved may unpack it only once
-        count = len(saved) - len(ctx.names)
-        tensors, outputs = list(saved[:count]), saved[count:]
-        flowing = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
-        if not flowing:
-            return (None,) * (3 + count)
-        results = _saved_for(dict(zip(ctx.names, outputs, strict=True)), flowing)
-        needs = list(ctx.needs_input_grad[3:])
+        needs_input_grad = list(ctx.needs_input_grad[3:])
 
-        def gradients() -> list[Tensor | None]:
-            return vjp(*_unflatten_request(ctx.spec, tensors), ctx.engine, results, flowing, needs)
+        def input_grads(tensors: list[Tensor], results: Results, grad_outputs: Results) -> Sequence[Tensor | None]:
+            key = ("backward", ctx.spec, ctx.engine.name, *grad_outputs, *needs_input_grad)
 
-        key = ("pull back", ctx.spec, ctx.engine.name, *flowing, *needs)
-        return None, None, None, *replay_or_record(key, [*tensors, *results.values(), *flowing.values()], gradients)
+            def gradients() -> list[Tensor | None]:
+                problem, request = _unflatten_request(ctx.spec, tensors)
+                return vjp(problem, request, ctx.engine, results, grad_outputs, needs_input_grad)
+
+            return replay_or_record(key, [*tensors, *results.values(), *grad_outputs.values()], gradients)
+
+        return None, None, None, *_backward(ctx, grads, input_grads)
 
 
 def _refuse_transforms() -> None:
     if in_functorch():
         raise NotImplementedError(
-            "torch.func differentiates what it can follow, and regard's engines compute beside it. "
-            'engine="reference" is plain PyTorch, in quadratic memory; or take torch.autograd.grad.'
-        )
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "regard computes first derivatives; a second one was asked for (create_graph=True). "
-            'engine="reference" differentiates as often as you like, in quadratic memory.'
+            "torch.func cannot follow regard's engines, which compute outside of PyTorch's operators. "
+            'engine="reference" is plain PyTorch, in quadratic memory; or use torch.autograd.grad.'
         )
 
 
 # The same two functions as operators that torch.compile can put into a graph. They are defined by hand: the decorator
-# `custom_op` takes a dozen Python calls more for each of theirs, in every layer of every step.
+# `custom_op` takes a dozen Python calls more for each call, in every layer of every step.
 
 _OPERATORS = torch.library.Library("regard", "FRAGMENT")
 
@@ -263,11 +295,12 @@ def _stamp() -> int:
         return zlib.crc32(
             b"".join(Path(__file__).with_name(name).read_bytes() for name in ("autograd.py", "problem.py"))
         )
-    except OSError:  # no file of its own
+    except OSError:  # imported from an archive
         return 0
 
 
-#: Part of every request in a graph: PyTorch keeps compiled graphs on disk, and one of another version calls others.
+#: A part of every call in a graph: PyTorch caches compiled graphs on disk, and those of another version of these files
+#: must not be used.
 STAMP = _stamp()
 
 
@@ -283,24 +316,24 @@ def _operator(schema: str, *keys: str) -> Callable[[Callable[..., Any]], Callabl
 
 @lru_cache(maxsize=1024)
 def _parse_call(call: str) -> tuple[Any, str]:
-    """The constants of a request and the name of an engine; a graph asks the same ones again and again."""
+    """Spec of (problem, request) and name of the engine. Cached: a graph makes the same calls in every step."""
     return ast.literal_eval(call)[:2]
 
 
-@_operator("see(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]", "CompositeExplicitAutograd")
-def _forward_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
-    def answer() -> list[Tensor]:
+@_operator("attention(Tensor[] tensors, SymInt[] ints, str call) -> Tensor[]", "CompositeExplicitAutograd")
+def _forward_op(tensors: list[Tensor], ints: list[int], call: str) -> list[Tensor]:
+    def outputs() -> list[Tensor]:
         spec, engine = _parse_call(call)
-        problem, request = _unflatten_request(spec, tensors, numbers)
-        results = compute(problem, request, get_engine(engine), {})
+        problem, request = _unflatten_request(spec, tensors, ints)
+        results = compute(problem, request, fused_engine(engine), {})
         return [_to_layout(results[name], request.v if name == "y" else None) for name in _output_names(spec)]
 
-    return replay_or_record(("see", call, *numbers), tensors, answer)
+    return replay_or_record(("forward", call, *ints), tensors, outputs)
 
 
-@torch.library.register_fake("regard::see", lib=_OPERATORS)
-def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
-    problem, request = _unflatten_request(_parse_call(call)[0], tensors, numbers)
+@torch.library.register_fake("regard::attention", lib=_OPERATORS)
+def _(tensors: list[Tensor], ints: list[int], call: str) -> list[Tensor]:
+    problem, request = _unflatten_request(_parse_call(call)[0], tensors, ints)
     return [
         _empty_in_layout(required(request.v), shape, dtype) if name == "y" else problem.q.new_empty(shape, dtype=dtype)
         for name, (shape, dtype) in zip(request.names, _output_specs(problem, request), strict=True)
@@ -308,24 +341,24 @@ def _(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
 
 
 def _empty_in_layout(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Something new that lies as x does, if that has heads and positions."""
+    """Empty tensor in x's memory layout (contiguous unless x is 4-D)."""
     if x.ndim == 4:
         return x.new_empty_strided(shape, strides_like(x, shape), dtype=dtype)
     return x.new_empty(shape, dtype=dtype)
 
 
-def _to_layout(found: Tensor, x: Tensor | None) -> Tensor:
-    """What an engine found, in the place that `_empty_in_layout` promised."""
+def _to_layout(result: Tensor, x: Tensor | None) -> Tensor:
+    """An engine's result in the layout that the fake implementation promised: that of x, contiguous without one."""
     if x is None or x.ndim != 4:
-        return found.contiguous()
-    promised = zip(found.shape, found.stride(), strides_like(x, found.shape), strict=True)
-    if all(n == 1 or has == wanted for n, has, wanted in promised):
-        return found
-    return _empty_in_layout(x, found.shape, found.dtype).copy_(found)
+        return result.contiguous()
+    strides = zip(result.shape, result.stride(), strides_like(x, result.shape), strict=True)
+    if all(n == 1 or has == promised for n, has, promised in strides):
+        return result
+    return _empty_in_layout(x, result.shape, result.dtype).copy_(result)
 
 
 def _output_specs(problem: Problem, request: Request) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of every answer."""
+    """Shape and dtype of every result."""
     b, h, i, j = problem.shape
     shapes: dict[str, tuple[int, ...]] = {
         "norm": (b, h, i, 2),
@@ -348,62 +381,65 @@ def _output_specs(problem: Problem, request: Request) -> list[tuple[tuple[int, .
 
 
 @_operator(
-    "pull_back(Tensor[] tensors, Tensor[] results, Tensor[] grads, SymInt[] numbers, str taken, str flowing, str call)"
-    " -> Tensor[]",
+    "attention_backward(Tensor[] tensors, Tensor[] results, Tensor[] grads, SymInt[] ints, str saved,"
+    " str grad_outputs, str call) -> Tensor[]",
     "CompositeExplicitAutograd",
 )
 def _backward_op(
-    tensors: list[Tensor], results: list[Tensor], grads: list[Tensor], numbers: list[int], taken: str, flowing: str,
+    tensors: list[Tensor], results: list[Tensor], grads: list[Tensor], ints: list[int], saved: str, grad_outputs: str,
     call: str,
 ) -> list[Tensor]:  # fmt: skip
+    """Gradients of the floating-point tensors; `saved` and `grad_outputs` name what `results` and `grads` are."""
+
     def gradients() -> list[Tensor]:
         spec, engine = _parse_call(call)
-        cached, flow = (dict(zip(n.split(), x, strict=True)) for n, x in ((taken, results), (flowing, grads)))
-        needs = [t.is_floating_point() for t in tensors]
-        whole = _unflatten_request(spec, tensors, numbers)
-        found = zip(vjp(*whole, get_engine(engine), cached, flow, needs), tensors, strict=True)
-        live = [(g, t) for g, t in found if t.is_floating_point()]
-        return [_empty_in_layout(t, t.shape, t.dtype).zero_() if g is None else _to_layout(g, t) for g, t in live]
+        problem, request = _unflatten_request(spec, tensors, ints)
+        values = dict(zip(saved.split(), results, strict=True))
+        incoming = dict(zip(grad_outputs.split(), grads, strict=True))
+        needs_input_grad = [t.is_floating_point() for t in tensors]
+        pairs = zip(
+            vjp(problem, request, fused_engine(engine), values, incoming, needs_input_grad), tensors, strict=True
+        )
+        return [
+            _empty_in_layout(t, t.shape, t.dtype).zero_() if g is None else _to_layout(g, t)
+            for g, t in pairs
+            if t.is_floating_point()
+        ]
 
-    return replay_or_record(("pull back", call, taken, flowing, *numbers), [*tensors, *results, *grads], gradients)
+    return replay_or_record(("backward", call, saved, grad_outputs, *ints), [*tensors, *results, *grads], gradients)
 
 
-@torch.library.register_fake("regard::pull_back", lib=_OPERATORS)
+@torch.library.register_fake("regard::attention_backward", lib=_OPERATORS)
 def _(tensors: list[Tensor], *_: Any) -> list[Tensor]:
     return [_empty_in_layout(t, t.shape, t.dtype) for t in tensors if t.is_floating_point()]
 
 
-@_operator("ask(Tensor[] tensors, SymInt[] numbers, str call) -> Tensor[]", "Autograd", "CompositeExplicitAutograd")
-def _autograd_op(tensors: list[Tensor], numbers: list[int], call: str) -> list[Tensor]:
-    """`compute_with_autograd` that autograd knows of. A compiled graph holds only what it calls."""
+@_operator(
+    "attention_autograd(Tensor[] tensors, SymInt[] ints, str call) -> Tensor[]", "Autograd", "CompositeExplicitAutograd"
+)
+def _autograd_op(tensors: list[Tensor], ints: list[int], call: str) -> list[Tensor]:
+    """`regard::attention` with an autograd node where a gradient is needed."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return list(_CompiledNode.apply(call, numbers, *tensors))
-    return torch.ops.regard.see(tensors, numbers, call)
+        return list(_CompiledNode.apply(call, ints, *tensors))
+    return torch.ops.regard.attention(tensors, ints, call)
 
 
 class _CompiledNode(torch.autograd.Function):
-    """The node of the graph in compiled code."""
+    """The autograd node of compiled code."""
 
     @staticmethod
-    def forward(ctx: Any, call: str, numbers: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs = torch.ops.regard.see(tensors, numbers, call)
-        ctx.call, ctx.numbers, ctx.count = call, numbers, len(tensors)
-        ctx.set_materialize_grads(False)  # zeros for what nobody differentiates cost as much as real gradients
-        ctx.save_for_backward(*tensors, *outputs)
-        names = _output_names(_parse_call(call)[0])
-        ctx.mark_non_differentiable(*(x for x, n in zip(outputs, names, strict=True) if n in NOT_DIFFERENTIATED))
+    def forward(ctx: Any, call: str, ints: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = torch.ops.regard.attention(tensors, ints, call)
+        ctx.call, ctx.ints = call, ints
+        _save(ctx, _output_names(_parse_call(call)[0]), tensors, outputs)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
-        saved = ctx.saved_tensors
-        tensors, outputs = list(saved[: ctx.count]), saved[ctx.count :]
-        names = _output_names(_parse_call(ctx.call)[0])
-        flowing = {n: g for n, g in zip(names, grads, strict=True) if g is not None}
-        if not flowing:
-            return (None,) * (2 + ctx.count)
-        taken = _saved_for(dict(zip(names, outputs, strict=True)), flowing)
-        given = list(taken.values()), list(flowing.values()), ctx.numbers
-        found = iter(torch.ops.regard.pull_back(tensors, *given, " ".join(taken), " ".join(flowing), ctx.call))
-        return None, None, *(next(found) if t.is_floating_point() else None for t in tensors)
+        def input_grads(tensors: list[Tensor], results: Results, grad_outputs: Results) -> Sequence[Tensor | None]:
+            values = list(results.values()), list(grad_outputs.values()), ctx.ints
+            names = " ".join(results), " ".join(grad_outputs)
+            of_floats = iter(torch.ops.regard.attention_backward(tensors, *values, *names, ctx.call))
+            return [next(of_floats) if t.is_floating_point() else None for t in tensors]
+
+        return None, None, *_backward(ctx, grads, input_grads)

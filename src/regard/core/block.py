@@ -1,7 +1,4 @@
-"""Rectangles of the attention matrix: which rows and columns, and where they stand.
-
-Scores and masks are always asked about a block. Imports nothing of regard.
-"""
+"""Blocks of the attention matrix: rows, columns and their positions. Scores and masks are computed block by block."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ Where = slice | Tensor
 class MatrixBlock:
     """The cells (row, col) for every row of `rows` and col of `cols`.
 
-    Both are slices with their ends given, or 1-D tensors of indices. `offset` is the key position of
+    Both are slices with both ends, or 1-D tensors of indices. `offset` is the key position of
     query 0: query row r stands at position r + offset.
     """
 
@@ -49,7 +46,7 @@ class MatrixBlock:
 
 @dataclass(frozen=True, eq=False)
 class PickedCells:
-    """For every query row its own few columns: `cols` is (b, h, i, n). The other cells are not there."""
+    """For every query row a few columns of its own: `cols` is (b, h, i, n)."""
 
     cols: Tensor
     offset: int
@@ -64,7 +61,7 @@ class PickedCells:
 
     def take(self, tensor: Tensor) -> Tensor:
         """The picked cells of a tensor (b|1, h|1, i|1, j|1)."""
-        # Indexing the tensor itself, not an expanded view, keeps its gradient at the tensor's own size.
+        # Indexing the tensor itself, not an expanded view: its gradient then has the tensor's own size.
         at = [
             torch.arange(n, device=self.cols.device).view([-1 if axis == k else 1 for k in range(4)])
             if n != 1

@@ -1,8 +1,7 @@
-"""What users write in brackets, turned into positions.
+"""Indexing: what stands in brackets becomes positions.
 
-`W[3, "it", 2:5]` names a head, a word and a range of keys. Here numbers are counted from either end and checked,
-words are looked up among the tokens, and each axis ends up as an int, a range or a list of ints.
-Imports nothing of regard.
+`W[3, "it", 2:5]` names a head, a token and a range of keys. Numbers count from either end and are checked, tokens are
+looked up, and each axis becomes an int, a range or a list of ints.
 """
 
 from __future__ import annotations
@@ -15,15 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["At", "Pick", "Tokens", "as_index", "indices", "parse", "positions_of", "runs", "word_at"]
+__all__ = [
+    "At",
+    "Pick",
+    "Tokens",
+    "as_index",
+    "expand",
+    "indices",
+    "parse",
+    "pick_axes",
+    "positions_of",
+    "runs",
+    "word_at",
+]
 
-#: One axis: an int drops it, a range keeps it.
+#: Positions of one axis; an int drops the axis.
 Pick = int | range | list[int]
 
 
 @dataclass(frozen=True)
 class At:
-    """The nth occurrence of a word, counted from 1."""
+    """The nth occurrence of a token, counted from 1."""
 
     word: str
     nth: int
@@ -31,7 +42,7 @@ class At:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The words of one axis."""
+    """The tokens of one axis."""
 
     words: tuple[str, ...]
 
@@ -51,7 +62,7 @@ class Tokens:
                 )
             return places[0]
         if nth > len(places):
-            raise KeyError(f"{name!r} occurs {len(places)} times; occurrence {nth} was asked for.")
+            raise KeyError(f"{name!r} occurs {len(places)} times; got occurrence {nth}.")
         return places[nth - 1]
 
     def _listed(self) -> str:
@@ -61,39 +72,49 @@ class Tokens:
 
 def word_at(word: Any, nth: Any) -> At:
     if not isinstance(word, str):
-        raise TypeError(f"at(word, nth): the word must be a string; {type(word).__name__} came.")
+        raise TypeError(f"at(word, nth): the word must be a string; got {type(word).__name__}.")
     if not isinstance(nth, int) or isinstance(nth, bool) or nth < 1:
-        raise ValueError(f"at(word, nth): occurrences are counted from 1; {nth!r} came.")
+        raise ValueError(f"at(word, nth): occurrences are counted from 1; got {nth!r}.")
     return At(word, nth)
 
 
 def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | None]) -> list[Pick]:
     """One pick for every axis of `shape`, whose last two are rows and columns with these tokens."""
+    return pick_axes(expand(key, shape), shape, tokens)
+
+
+def expand(key: Any, shape: Sequence[int]) -> list[Any]:
+    """What stands in the brackets, one item for every axis of `shape`: `:` for an axis that is not mentioned."""
     items = list(key) if isinstance(key, tuple) else [key]
     items = _place_words(items, len(shape))
     if sum(item is Ellipsis for item in items) > 1:
         raise IndexError("an index may have one ellipsis (...) only.")
     if not any(item is Ellipsis for item in items):
         items.append(Ellipsis)
-    given = len(items) - 1
-    if given > len(shape):
-        raise IndexError(f"{given} indices for the {len(shape)} axes {tuple(shape)}.")
+    mentioned = len(items) - 1
+    if mentioned > len(shape):
+        raise IndexError(f"{mentioned} indices for the {len(shape)} axes {tuple(shape)}.")
     where = next(n for n, item in enumerate(items) if item is Ellipsis)
-    items[where : where + 1] = [slice(None)] * (len(shape) - given)
+    items[where : where + 1] = [slice(None)] * (len(shape) - mentioned)
+    return items
+
+
+def pick_axes(items: list[Any], shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | None]) -> list[Pick]:
+    """The positions that each of the items takes on its axis."""
     names: list[Tokens | None] = [*[None] * (len(shape) - 2), *tokens]
     picks = [
         _pick(item, axis, n, names[axis], axis - len(shape))
         for axis, (item, n) in enumerate(zip(items, shape, strict=True))
     ]
     if sum(isinstance(pick, list) for pick in picks) > 1:
-        raise IndexError("a list of positions may stand on one axis; ask for the rest in a second step.")
+        raise IndexError("a list of positions may stand on one axis; index the rest in a second step.")
     return picks
 
 
 def _place_words(items: list[Any], axes: int) -> list[Any]:
-    """Words address the last two axes: one word is a row, two are a row and a column."""
-    words = [n for n, item in enumerate(items) if isinstance(item, str | At)]
-    # Where every axis is given, or an ellipsis says where the others are, each word has its place already.
+    """Tokens address the last two axes: one is a row, two are a row and a column."""
+    words = [n for n, item in enumerate(items) if isinstance(item, (str, At))]
+    # Where every axis is mentioned, or an ellipsis stands for the others, each token has its axis already.
     if not words or len(items) >= axes or any(item is Ellipsis for item in items):
         return items
     outer, tail = items[: words[0]], items[words[0] :]
@@ -101,7 +122,7 @@ def _place_words(items: list[Any], axes: int) -> list[Any]:
 
 
 def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> Pick:
-    if isinstance(item, str | At):
+    if isinstance(item, (str, At)):
         if from_end < -2:
             raise IndexError(f"words name rows and columns, the last two axes; {item!r} stands at axis {axis}.")
         if tokens is None:
@@ -109,22 +130,22 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
         return tokens.find(item)
     if isinstance(item, slice):
         if item.step is not None and operator.index(item.step) < 0:
-            raise IndexError("slices run forward here; a negative step was given.")
+            raise IndexError(f"slices run forward here; got step {item.step}.")
         return range(*item.indices(size))
     if isinstance(item, Tensor):
         if item.is_floating_point() or str(item.dtype) == "torch.bool":
             raise IndexError(
-                f"indices must be whole numbers; a tensor of {item.dtype} came. Use mask.nonzero().flatten()."
+                f"indices must be whole numbers; got a tensor of {item.dtype}. Use mask.nonzero().flatten()."
             )
         item = item.tolist()
-    if isinstance(item, list | range):
+    if isinstance(item, (list, range)):
         return [_one(n, axis, size, tokens, from_end) for n in item]
     return _number(item, axis, size)
 
 
 def _one(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> int:
-    """One position out of a list."""
-    if not isinstance(item, str | At):
+    """One item of a list as a position."""
+    if not isinstance(item, (str, At)):
         return _number(item, axis, size)
     position = _pick(item, axis, size, tokens, from_end)
     assert isinstance(position, int), "a word is one position"
@@ -136,9 +157,9 @@ def _number(item: Any, axis: int, size: int) -> int:
         n = operator.index(item)
     except TypeError:
         n = None
-    if n is None or isinstance(item, bool):  # a bool counts as an int: flags would be read as positions 0 and 1
+    if n is None or isinstance(item, bool):  # bool is an int: flags would be read as positions 0 and 1
         raise IndexError(
-            f"axis {axis}: an index is an int, a slice, a word or a list of ints; {type(item).__name__} came."
+            f"axis {axis}: an index is an int, a slice, a word or a list of ints; got {type(item).__name__}."
         )
     if not -size <= n < size:
         raise IndexError(f"index {n} is out of range for axis {axis}, which has {size} positions.")
@@ -151,7 +172,7 @@ def positions_of(pick: Pick) -> list[int] | range:
 
 
 def runs(positions: list[int] | range) -> Iterator[range]:
-    """Positions as runs of neighbours."""
+    """Runs of adjacent positions."""
     if isinstance(positions, range) and positions.step == 1:
         if positions:
             yield positions
@@ -169,13 +190,13 @@ def runs(positions: list[int] | range) -> Iterator[range]:
 
 
 def as_index(positions: list[int] | range, device: torch.device | None = None) -> Any:
-    """As an index: a slice with both ends for neighbours, else a tensor of positions."""
+    """An index of tensors: a slice with both ends for adjacent positions, else an int64 tensor."""
     if isinstance(positions, range) and positions.step == 1:
         return slice(positions.start, max(positions.start, positions.stop))
     return torch.tensor(list(positions), dtype=torch.int64, device=device)
 
 
 def indices(positions: list[int] | range, device: torch.device) -> Tensor:
-    """As a tensor of positions, neighbours too."""
+    """An int64 tensor of positions."""
     at = as_index(positions, device)
     return torch.arange(at.start, at.stop, device=device) if isinstance(at, slice) else at

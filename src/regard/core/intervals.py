@@ -1,130 +1,138 @@
-"""Masks as engines take them on a GPU: intervals of every row, found out once and kept with the mask.
-
-One mask serves all layers of a model, and there finding out what it shows takes longer than attention does.
-Imports `mask` and what is below it.
-"""
+"""Visible keys as a few intervals for every row: what engines loop over, whatever the mask is."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, take
-from .masks import And, Causal, Documents, Geometry, KeyIntervals, Mask, Not, Padding, Window
-from .pytree import flatten, register_node
 from .torch_state import host_sync_forbidden, in_functorch, is_tracing
 
-__all__ = ["IntervalMask", "cached_on_mask", "lower_to_intervals"]
+__all__ = ["Geometry", "KeyIntervals", "band", "cache_allowed", "cached_on_mask", "caches_on"]
 
-#: Where kernels run beside the host, so that its time counts.
-KEPT_ON = ("cuda",)
-#: So much is kept with a mask: layers ask for the same, those of a decoder for two or three things.
-MOST_FOUND = 8
-
-
-@register_node
-class IntervalMask(Mask):
-    """A mask as the engines see it, written out as intervals of every row: what padding and documents come to."""
-
-    lo: Tensor  # b|1 1 i r, int32
-    hi: Tensor
-    keys_seen: Tensor | None  # those that some row sees, bool, b|1 1 1 j; None where that is all of them
-    keys: int
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        lo, hi = take(self.lo, -2, block.rows), take(self.hi, -2, block.rows)
-        inside = [(block.j >= lo[..., r, None]) & (block.j < hi[..., r, None]) for r in range(lo.shape[-1])]
-        return functools.reduce(torch.logical_or, inside)
-
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        return KeyIntervals(self.lo[:, 0].mT, self.hi[:, 0].mT, exact=True)
-
-    def visible_keys(self, layout: Geometry) -> Tensor | None:
-        return None if self.keys_seen is None else self.keys_seen[:, 0, 0]
-
-    def sees_all_keys(self, layout: Geometry) -> bool:
-        return self.keys_seen is None
-
-    def narrow(self, rows: slice) -> Mask:
-        lo, hi = take(self.lo, -2, rows), take(self.hi, -2, rows)
-        spans = KeyIntervals(lo[:, 0].mT.long(), hi[:, 0].mT.long(), exact=True)
-        return IntervalMask(
-            lo, hi, spans.visible_keys(self.keys)[:, None, None], self.keys
-        )  # fewer rows see fewer keys
+#: Devices whose kernels run beside the host, so that its time counts.
+CACHING_DEVICES = ("cuda",)
+#: Entries of a mask's cache: layers ask for the same, those of a decoder for two or three things.
+MAX_ENTRIES = 8
 
 
-def lower_to_intervals(mask: Mask, batch: torch.Size, folded: Mask, layout: Geometry) -> Mask:
-    """A mask laid over a matrix as `IntervalMask`, where tensors tell them and they are the whole truth; else as it is.
+@dataclass(frozen=True, eq=False)
+class KeyIntervals:
+    """For every row a few disjoint intervals lo <= j < hi of keys, in order; the rest is invisible.
 
-    `folded`: the same with its batch axes as one, as engines take it; kept is what is found out with `mask`.
+    `exact` says that everything inside is visible. Sets of intervals are closed under `& | ~`: any combination of
+    structured masks is again a few intervals, and costs only what it shows.
     """
-    leaves = _leaves(mask)
-    of_tensors = [leaf for leaf in leaves if isinstance(leaf, Padding | Documents)]
-    cached = all(isinstance(leaf, Causal | Window | Padding | Documents) for leaf in leaves)
-    if not cached or not of_tensors or layout.device.type not in KEPT_ON:
-        return folded
-    if is_tracing():  # layers write out the same, and the compiler sees that
-        found = _written_out(folded, layout) if _one_interval(mask) else None
-    else:
-        spec, tensors = flatten(mask)
-        if not _kept(tensors, layout.device):
-            return folded
-        about = spec, batch, layout
-        found = cached_on_mask(of_tensors[0], about, tensors, layout.device, lambda: _written_out(folded, layout))
-    return folded if found is None else found
+
+    lo: Tensor  # b|1 r i
+    hi: Tensor  # b|1 r i
+    exact: bool
+
+    def __and__(self, other: KeyIntervals) -> KeyIntervals:
+        lo = torch.maximum(self.lo[:, :, None], other.lo[:, None])  # b r r' i
+        hi = torch.minimum(self.hi[:, :, None], other.hi[:, None])
+        return _canonical(lo.flatten(1, 2), hi.flatten(1, 2), self.exact and other.exact)
+
+    def complement(self, keys: int) -> KeyIntervals:
+        """The gaps: before the first interval, between two of them, after the last."""
+        edge = torch.zeros_like(self.lo[:, :1])
+        return _canonical(torch.cat([edge, self.hi], 1), torch.cat([self.lo, edge + keys], 1), self.exact)
+
+    def visible_keys(self, keys: int) -> Tensor:
+        """Which keys are in an interval of at least one row: bool, (b|1, j)."""
+        # Count starts and ends along the keys: a key is covered while more intervals began than ended.
+        depth = self.lo.new_zeros(len(self.lo), keys + 1)
+        one = torch.ones_like(self.lo.flatten(1))
+        depth.scatter_add_(1, self.lo.flatten(1), one).scatter_add_(1, self.hi.flatten(1), -one)
+        return depth.cumsum(1)[:, :keys] > 0
 
 
-def _one_interval(mask: Mask) -> bool:
-    """Whether it is plain, without looking at tensors, that a row sees one interval of keys and all of it."""
-    if type(mask) is And:
-        return _one_interval(mask.left) and _one_interval(mask.right)
-    return not isinstance(mask, And | Not) and (not isinstance(mask, Documents) or mask.contiguous is True)
+def _canonical(lo: Tensor, hi: Tensor, exact: bool) -> KeyIntervals:
+    """Sort the intervals, empty ones last, and drop those that are empty in every row."""
+    empty = lo >= hi
+    if lo.shape[1] == 1:
+        return KeyIntervals(lo.masked_fill(empty, 0), hi.masked_fill(empty, 0), exact)
+    lo, order = lo.masked_fill(empty, torch.iinfo(lo.dtype).max).sort(dim=1)
+    # An empty interval becomes end..end of the one before it, so that gaps stay right.
+    hi = hi.masked_fill(empty, 0).gather(1, order).cummax(dim=1).values
+    lo = torch.minimum(lo, hi)
+    # A sync on a GPU: only where there are several intervals, of which some can be dropped.
+    used = max(1, int((lo < hi).flatten(2).any(2).any(0).sum()))
+    return KeyIntervals(lo[:, :used], hi[:, :used], exact)
 
 
-def _written_out(mask: Mask, layout: Geometry) -> IntervalMask | None:
-    spans, seen = mask.intervals(layout), mask.visible_keys(layout)
-    if not spans.exact:
-        return None
-    if mask.sees_all_keys(layout):
-        seen = None
-    else:
-        seen = spans.visible_keys(layout.keys) if seen is None else seen
-        # On a GPU the host must wait for this, once for all layers; where all keys are seen, none has to be blanked.
-        seen = None if not is_tracing() and bool(seen.all()) else seen[:, None, None]
-    lo, hi = (x.int().contiguous().mT[:, None] for x in (spans.lo, spans.hi))
-    return IntervalMask(lo, hi, seen, layout.keys)
+@dataclass(frozen=True)
+class Geometry:
+    """Lengths and positions of the matrix that a mask belongs to."""
+
+    rows: int
+    keys: int
+    offset: int  # the key position of query 0
+    device: torch.device
+
+    def interval(self, lo: Tensor | int, hi: Tensor | int, exact: bool = True) -> KeyIntervals:
+        """One interval a row, clamped to the keys; lo and hi broadcast to (b|1, 1, i)."""
+        blank = torch.zeros(1, 1, self.rows, dtype=torch.int64, device=self.device)
+        low, high = torch.broadcast_tensors(blank + lo, blank + hi)
+        low = low.clamp(0, self.keys)
+        return KeyIntervals(low, torch.maximum(low, high.clamp(0, self.keys)), exact)
+
+    def everything(self) -> KeyIntervals:
+        return band(self, None, None)
+
+    @property
+    def positions(self) -> Tensor:
+        """Key positions of the queries, (i,)."""
+        return torch.arange(self.rows, device=self.device) + self.offset
 
 
-def _leaves(mask: Mask) -> list[Mask]:
-    parts = mask.masks()
-    return [leaf for part in parts for leaf in _leaves(part)] if parts else [mask]
+def band(layout: Geometry, before: int | None, after: int | None) -> KeyIntervals:
+    """From `before` keys before each position to `after` keys after it; None for no limit."""
+    uncached = is_tracing() or host_sync_forbidden(layout.device)
+    return _band(layout, before, after) if uncached else _cached_band(layout, before, after)
 
 
-def _kept(tensors: list[Tensor], device: torch.device) -> bool:
-    """Whether something may be kept about these tensors. (Of inference tensors nobody counts the changes.)"""
-    if device.type not in KEPT_ON or is_tracing() or in_functorch() or host_sync_forbidden(device):
+def _band(layout: Geometry, before: int | None, after: int | None) -> KeyIntervals:
+    lo = 0 if before is None else layout.positions - before
+    hi = layout.keys if after is None else layout.positions + after + 1
+    return layout.interval(lo, hi)
+
+
+#: All layers of a model have the same few bands.
+_cached_band = functools.lru_cache(maxsize=8)(_band)
+
+
+def caches_on(device: torch.device) -> bool:
+    """Whether intervals are computed once and cached for matrices on this device."""
+    return device.type in CACHING_DEVICES
+
+
+def cache_allowed(tensors: list[Tensor], device: torch.device) -> bool:
+    """Whether a result about these tensors may be cached. Inference tensors do not count their changes."""
+    if not caches_on(device) or is_tracing() or in_functorch() or host_sync_forbidden(device):
         return False
     return not any(t.is_inference() for t in tensors)
 
 
-def cached_on_mask(
-    keeper: Mask, about: Any, tensors: list[Tensor], device: torch.device, find: Callable[[], Any]
-) -> Any:
-    """What is found out about these tensors, kept with a mask while they are the same and not changed in place."""
-    if not _kept(tensors, device):
-        return find()
-    kept: dict[Any, Any] = vars(keeper).setdefault("found", {})
-    about = about, device
-    now = [*map(id, tensors)], [t._version for t in tensors]
-    when, _, found = kept.get(about, (None, None, None))
-    if when != now:
-        with torch.inference_mode(False):  # what is made there could not be saved for a backward later on
-            found = find()
-        if len(kept) >= MOST_FOUND:
-            kept.clear()
-        kept[about] = now, tensors, found  # held, so that no other tensor can have the name of one of them
-    return found
+def cached_on_mask(mask: Any, key: Any, tensors: list[Tensor], device: torch.device, compute: Callable[[], Any]) -> Any:
+    """`compute()`, cached in `vars(mask)` while these very tensors are not changed in place.
+
+    A mask serves all layers of a model, and on a GPU computing its intervals takes longer than attention does.
+    """
+    if not cache_allowed(tensors, device):
+        return compute()
+    cache: dict[Any, Any] = vars(mask).setdefault("cache", {})
+    key = key, device
+    state = [*map(id, tensors)], [t._version for t in tensors]
+    cached_state, _, value = cache.get(key, (None, None, None))
+    if cached_state != state:
+        with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward
+            value = compute()
+        if len(cache) >= MAX_ENTRIES:
+            cache.clear()
+        cache[key] = state, tensors, value  # holds the tensors, so that no other gets the id of one of them
+    return value

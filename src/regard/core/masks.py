@@ -1,224 +1,60 @@
-"""Who may look at whom.
+"""Masks: which query may see which key. Here are those from positions and those from lengths and ids.
 
-A mask says for every query i and key j whether i may see j. Masks combine with `& | ~` and draw
-themselves when printed. The engines ask a mask two things: which cells of a block are visible
-(`visible`), and, for every row, a few intervals of keys outside which nothing is (`spans`). For all
-masks built from `causal`, `window`, `padding` and `documents` the intervals are the whole truth, so
-empty blocks are never visited; a tensor or a function is evaluated block by block.
-Imports `again`, `around`, `block` and `tree`.
+Masks combine with `& | ~` and draw themselves when printed. Engines ask a mask two things: which cells of a block are
+visible (`visible`), and, for every row, a few intervals of keys outside which nothing is (`intervals`). For masks built
+from `causal`, `window`, `padding` and `documents` the intervals are exact, so that empty blocks are never visited; a
+tensor or a function is evaluated block by block.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .block import MatrixBlock, take
-from .pytree import flatten, register_node, tree_map
+from .broadcast import MatrixShape, check_broadcast, with_leading_axes
+from .intervals import Geometry, KeyIntervals, band, cached_on_mask
+from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask, makes_mask
+from .pytree import flatten, register_node
 from .torch_state import host_sync_forbidden, in_functorch, is_tracing
 
 __all__ = [
+    "And",
+    "Causal",
+    "Dense",
+    "Documents",
     "Geometry",
     "KeyIntervals",
     "Mask",
+    "Not",
+    "Or",
+    "Padding",
+    "Predicate",
+    "Window",
     "as_mask",
     "causal",
     "documents",
-    "host_sync_forbidden",
     "padding",
     "window",
 ]
-
-
-@dataclass(frozen=True, eq=False)
-class KeyIntervals:
-    """For every row a few disjoint intervals lo <= j < hi of keys, in order; the rest is invisible.
-
-    `exact` says that everything inside is visible. Sets of intervals are closed under `& | ~`, which
-    is why any combination of structured masks costs only what it shows.
-    """
-
-    lo: Tensor  # b|1 r i
-    hi: Tensor  # b|1 r i
-    exact: bool
-
-    def __and__(self, other: KeyIntervals) -> KeyIntervals:
-        lo = torch.maximum(self.lo[:, :, None], other.lo[:, None])  # b r r' i
-        hi = torch.minimum(self.hi[:, :, None], other.hi[:, None])
-        return _canonical(lo.flatten(1, 2), hi.flatten(1, 2), self.exact and other.exact)
-
-    def complement(self, keys: int) -> KeyIntervals:
-        """The gaps: before the first interval, between neighbours, after the last."""
-        edge = torch.zeros_like(self.lo[:, :1])
-        return _canonical(torch.cat([edge, self.hi], 1), torch.cat([self.lo, edge + keys], 1), self.exact)
-
-    def visible_keys(self, keys: int) -> Tensor:
-        """Which keys lie in an interval of at least one row: bool, (b|1, j)."""
-        # Count starts and ends along the keys: a key is covered while more intervals began than ended.
-        depth = self.lo.new_zeros(len(self.lo), keys + 1)
-        one = torch.ones_like(self.lo.flatten(1))
-        depth.scatter_add_(1, self.lo.flatten(1), one).scatter_add_(1, self.hi.flatten(1), -one)
-        return depth.cumsum(1)[:, :keys] > 0
-
-
-def _canonical(lo: Tensor, hi: Tensor, exact: bool) -> KeyIntervals:
-    """Put the intervals in order, the empty ones last, and drop what is empty in every row."""
-    empty = lo >= hi
-    if lo.shape[1] == 1:
-        return KeyIntervals(lo.masked_fill(empty, 0), hi.masked_fill(empty, 0), exact)
-    lo, order = lo.masked_fill(empty, torch.iinfo(lo.dtype).max).sort(dim=1)
-    # An empty interval becomes end..end of the one before it, so that gaps stay right.
-    hi = hi.masked_fill(empty, 0).gather(1, order).cummax(dim=1).values
-    lo = torch.minimum(lo, hi)
-    # Only several are looked at for what can be dropped: on a GPU the host must wait for the answer.
-    used = max(1, int((lo < hi).flatten(2).any(2).any(0).sum()))
-    return KeyIntervals(lo[:, :used], hi[:, :used], exact)
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """What a mask must know of the matrix it is laid over."""
-
-    rows: int
-    keys: int
-    offset: int  # the key position of query 0
-    device: torch.device
-
-    def interval(self, lo: Tensor | int, hi: Tensor | int, exact: bool = True) -> KeyIntervals:
-        """One interval a row, cut to the keys there are; lo and hi broadcast to (b|1, 1, i)."""
-        blank = torch.zeros(1, 1, self.rows, dtype=torch.int64, device=self.device)
-        low, high = torch.broadcast_tensors(blank + lo, blank + hi)
-        low = low.clamp(0, self.keys)
-        return KeyIntervals(low, torch.maximum(low, high.clamp(0, self.keys)), exact)
-
-    def everything(self) -> KeyIntervals:
-        return _band(self, None, None)
-
-    @property
-    def positions(self) -> Tensor:
-        return torch.arange(self.rows, device=self.device) + self.offset
-
-
-def _band(layout: Geometry, before: int | None, after: int | None) -> KeyIntervals:
-    """The interval from `before` keys before each position to `after` keys after it; None for no limit."""
-    alone = is_tracing() or host_sync_forbidden(layout.device)
-    return _made_around(layout, before, after) if alone else _kept_around(layout, before, after)
-
-
-def _made_around(layout: Geometry, before: int | None, after: int | None) -> KeyIntervals:
-    lo = 0 if before is None else layout.positions - before
-    hi = layout.keys if after is None else layout.positions + after + 1
-    return layout.interval(lo, hi)
-
-
-#: Layers of a model ask for the same again and again.
-_kept_around = functools.lru_cache(maxsize=8)(_made_around)
-
-#: So many rows and columns of a mask are printed.
-CORNER = 32
-
-
-class Mask:
-    """Who may look at whom. Combine masks with `& | ~`; `print` draws one."""
-
-    #: Whether the mask compares positions, so that `align` matters when lengths differ.
-    positional: ClassVar[bool] = False
-    #: Whether `spans` tell everything, for a mask laid over a matrix.
-    structured: ClassVar[bool] = True
-    #: Whether every query sees the key at its own position.
-    sees_itself: ClassVar[bool] = False
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        """Which cells of the block are visible: bool, broadcastable to (b, h, i, j)."""
-        raise NotImplementedError
-
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        """Intervals of keys that hold all that is visible; nothing better cached: all of them."""
-        return layout.interval(0, layout.keys, exact=False)
-
-    def visible_keys(self, layout: Geometry) -> Tensor | None:
-        """Which keys at least one row sees, (b|1, j), where the mask knows it at once."""
-        return None
-
-    def masks(self) -> tuple[Mask, ...]:
-        """The masks this one is combined from."""
-        return ()
-
-    def narrow(self, rows: slice) -> Mask:
-        """The same for a run of neighbouring rows, of a mask laid over a matrix."""
-        return tree_map(self, lambda t: take(t, -2, rows))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what was found out: that belongs to these very tensors."""
-        return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]
-
-    def size(self) -> tuple[int, int] | None:
-        """The (i, j) this mask is made for, if its tensors tell."""
-        cached = [size for mask in self.masks() if (size := mask.size())]
-        return (min(i for i, _ in cached), min(j for _, j in cached)) if cached else None
-
-    def sees_all_keys(self, layout: Geometry) -> bool:
-        """Whether it is plain, without looking at tensors, that every key is seen by some row."""
-        return self.sees_itself and layout.offset <= 0 and layout.rows + layout.offset >= layout.keys
-
-    def __and__(self, other: Any) -> Mask:
-        return And(self, as_mask(other))
-
-    def __rand__(self, other: Any) -> Mask:
-        return And(as_mask(other), self)
-
-    def __or__(self, other: Any) -> Mask:
-        return Or(self, as_mask(other))
-
-    def __ror__(self, other: Any) -> Mask:
-        return Or(as_mask(other), self)
-
-    def __invert__(self) -> Mask:
-        return Not(self)
-
-    def draw(self, i: int | None = None, j: int | None = None, align: str = "start") -> str:
-        """The mask as a drawing of i rows and j columns: ■ visible, · hidden.
-
-        >>> print(causal().draw(3, 5, align="end"))
-        ■ ■ ■ · ·
-        ■ ■ ■ ■ ·
-        ■ ■ ■ ■ ■
-        """
-        cached = self.size() or (8, 8)
-        i, j = (cached[0] if i is None else i), (cached[1] if j is None else j)
-        offset = j - i if align == "end" else 0
-        device = next((tensor.device for tensor in flatten(self)[1]), torch.device("cpu"))
-        cells = self.visible(MatrixBlock(slice(0, i), slice(0, j), offset, device))
-        if 0 in cells.shape[:-2]:
-            return ""
-        cells = cells[(0,) * (cells.ndim - 2)].expand(i, j)  # of a batch, the first
-        return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in cells.tolist())
-
-    def __str__(self) -> str:
-        """The drawing; of a large mask its first corner."""
-        i, j = self.size() or (8, 8)
-        shown = self.draw(min(i, CORNER), min(j, CORNER))
-        return shown if max(i, j) <= CORNER else f"{shown}\n(the first {CORNER} rows and columns; draw() shows all)"
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__.lower()}()"
 
 
 @register_node
 class Causal(Mask):
     positional = True
     sees_itself = True
+    interval_source = "positions"
+    is_one_interval = True
 
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.j <= block.i
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
-        return _band(layout, None, 0)
+        return band(layout, None, 0)
 
     def sees_all_keys(self, layout: Geometry) -> bool:
         return layout.rows + layout.offset >= layout.keys  # the last row sees all
@@ -230,6 +66,8 @@ class Window(Mask):
     after: int
     positional = True
     sees_itself = True
+    interval_source = "positions"
+    is_one_interval = True
 
     def __repr__(self) -> str:
         return f"window({self.before}, {self.after})"
@@ -239,22 +77,41 @@ class Window(Mask):
         return (distance >= -self.before) & (distance <= self.after)
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
-        return _band(layout, self.before, self.after)
+        return band(layout, self.before, self.after)
 
 
 @register_node
 class Padding(Mask):
-    lengths: Tensor  # as given; (*batch|1, 1, 1, 1) once laid over a matrix
+    lengths: Tensor  # the user's; (*batch|1, 1, 1, 1) once broadcast to a matrix
+    interval_source = "tensors"
+    is_one_interval = True
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The shortest and the longest. Kept: one mask serves all layers of a model, and a GPU is waited for once."""
-        changes = 0 if self.lengths.is_inference() else self.lengths._version
-        kept = vars(self).setdefault("ends_then", {})
-        if changes not in kept:
-            kept.clear()
-            kept[changes] = int(self.lengths.min()), int(self.lengths.max())
-        return kept[changes]
+        """The shortest and the longest. Cached: one mask serves all layers of a model, and this syncs with a GPU."""
+        version = 0 if self.lengths.is_inference() else self.lengths._version
+        cached = vars(self).setdefault("ends_by_version", {})
+        if version not in cached:
+            cached.clear()
+            cached[version] = int(self.lengths.min()), int(self.lengths.max())
+        return cached[version]
+
+    def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        return cached_on_mask(self, matrix.full, [self.lengths], matrix.device, partial(self._broadcast, matrix))
+
+    def _broadcast(self, matrix: MatrixShape) -> Padding:
+        lengths, keys = self.lengths.to(matrix.device), matrix.full[-1]
+        check_broadcast(lengths.shape, matrix.batch, "padding(lengths)", "one length a sequence")
+        if not is_tracing() and not host_sync_forbidden(matrix.device) and lengths.numel():
+            least, most = self.ends
+            if least < 0 or most > keys:
+                raise ValueError(
+                    f"padding(lengths) must lie between 0 and the {keys} keys there are; got {least} … {most}."
+                )
+        return Padding(with_leading_axes(lengths[..., None, None, None], len(matrix.batch)))
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return Padding((self.lengths - cols.start).clamp(0, cols.stop - cols.start))
 
     def visible(self, block: MatrixBlock) -> Tensor:
         lengths = self.lengths if self.lengths.ndim >= 4 else self.lengths.reshape(-1, 1, 1, 1)
@@ -274,11 +131,13 @@ class Padding(Mask):
 
 @register_node
 class Documents(Mask):
-    ids: Tensor  # of the queries: as given; (*batch|1, 1, i, 1) once laid over a matrix
-    key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once laid over a matrix
-    #: Whether each stood in one run of keys when the mask was made, for graphs, which cannot ask; None: not looked at.
+    ids: Tensor  # of the queries: the user's; (*batch|1, 1, i, 1) once broadcast to a matrix
+    key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once broadcast to a matrix
+    #: Whether every document was contiguous when the mask was built (None: unknown). Captured graphs cannot sync to
+    #: check.
     contiguous: bool | None = None
-    same_sequence: bool = False  # laid over a matrix: queries are numbered as the keys at their positions
+    same_sequence: bool = False  # broadcast to a matrix: queries have the ids of the keys at their positions
+    interval_source = "tensors"
 
     @property
     def sees_itself(self) -> bool:  # type: ignore[override]
@@ -289,6 +148,10 @@ class Documents(Mask):
         return self.key_ids is None
 
     @property
+    def is_one_interval(self) -> bool:  # type: ignore[override]
+        return self.contiguous is True
+
+    @property
     def structured(self) -> bool:  # type: ignore[override]
         """Whether every document is one run of keys."""
         return (
@@ -296,15 +159,47 @@ class Documents(Mask):
             and self.intervals(Geometry(self.ids.shape[-2], self.key_ids.shape[-1], 0, self.ids.device)).exact
         )
 
+    def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        tensors, key = flatten(self)[1], (matrix.full, matrix.offset)
+        return cached_on_mask(self, key, tensors, matrix.device, partial(self._broadcast, matrix))
+
+    def _broadcast(self, matrix: MatrixShape) -> Documents:
+        i, j = matrix.full[-2:]
+        ids = self.ids.to(matrix.device)
+        keys = ids if self.key_ids is None else self.key_ids.to(matrix.device)
+        lengths = [("documents(ids)", ids, j)]
+        if self.key_ids is not None:
+            lengths = [("documents(ids)", ids, i), ("documents(key_ids)", keys, j)]
+        for what, numbers, n in lengths:
+            if numbers.ndim < 1 or numbers.shape[-1] != n:
+                raise ValueError(
+                    f"{what} needs one id a position, {n} on the last axis; got shape {tuple(numbers.shape)}. "
+                    "Queries numbered apart: documents(ids, key_ids)."
+                )
+            check_broadcast(numbers.shape[:-1], matrix.batch, what, "one row of ids a sequence")
+        same_sequence = self.key_ids is None
+        if same_sequence:
+            # Query row r stands at key position r + offset; a position outside the keys belongs to no document.
+            at = torch.arange(i, device=matrix.device) + matrix.offset
+            inside = (at >= 0) & (at < j)
+            ids = torch.where(inside, ids[..., at.clamp(0, max(j - 1, 0))] if j else 0, torch.iinfo(torch.int64).min)
+        n = len(matrix.batch)
+        ids, keys = with_leading_axes(ids[..., None, :, None], n), with_leading_axes(keys[..., None, None, :], n)
+        return Documents(ids, keys, self.contiguous, same_sequence)
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        assert self.key_ids is not None, "broadcast to a matrix"
+        return Documents(take(self.ids, -2, rows), take(self.key_ids, -1, cols))
+
     def visible(self, block: MatrixBlock) -> Tensor:
-        if self.key_ids is None or self.ids.ndim < 3:  # not laid over a matrix yet: only drawn
+        if self.key_ids is None or self.ids.ndim < 3:  # not broadcast to a matrix yet: only drawn
             both = self.ids, self.ids if self.key_ids is None else self.key_ids
             ids, key_ids = (x.unsqueeze(0).flatten(0, -2)[:1, None] for x in both)
             return block.take(ids.mT) == block.take(key_ids)
         return block.take(self.ids) == block.take(self.key_ids)
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
-        assert self.key_ids is not None, "laid over a matrix"
+        assert self.key_ids is not None, "broadcast to a matrix"
         keys = self.key_ids.flatten(-3).flatten(0, -2)  # b|1 j
         ids = self.ids.flatten(-3).flatten(0, -2)  # b|1 i
         (batch,) = torch.broadcast_shapes(keys.shape[:1], ids.shape[:1])
@@ -319,9 +214,9 @@ class Documents(Mask):
         hi = order.gather(1, (end - 1).clamp(min=0)) + 1
         some = end > begin
         lo, hi = torch.where(some, lo, 0), torch.where(some, hi, 0)
-        # Asked, unless the host must not ask: it may have been changed in place.
-        sure = self.contiguous is True and (is_tracing() or host_sync_forbidden(layout.device))
-        exact = sure or bool((hi - lo == end - begin).all())
+        # Checked again, since ids may have been changed in place, unless a sync is forbidden.
+        trusted = self.contiguous is True and (is_tracing() or host_sync_forbidden(layout.device))
+        exact = trusted or bool((hi - lo == end - begin).all())
         return KeyIntervals(lo[:, None], hi[:, None], exact)
 
     def size(self) -> tuple[int, int] | None:
@@ -329,114 +224,14 @@ class Documents(Mask):
         return rows, (rows if self.key_ids is None else self.key_ids.shape[-1])
 
 
-@register_node
-class Dense(Mask):
-    cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
-    structured = False
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        return block.take(self.cells)
-
-    def size(self) -> tuple[int, int] | None:
-        return self.cells.shape[-2], self.cells.shape[-1]
-
-
-@register_node
-class Predicate(Mask):
-    function: Callable[[Tensor, Tensor], Tensor]
-    positional = True
-    structured = False
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        cells = self.function(block.i, block.j)
-        if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
-            came = f"dtype {cells.dtype}" if isinstance(cells, Tensor) else type(cells).__name__
-            raise TypeError(
-                f"a mask function must return a bool tensor of visible cells; {came} came. "
-                "Write a comparison, for example lambda i, j: j <= i."
-            )
-        return cells
-
-
-@register_node
-class And(Mask):
-    left: Mask
-    right: Mask
-    sign: ClassVar[str] = "&"
-
-    def __repr__(self) -> str:
-        return f"({self.left!r} {self.sign} {self.right!r})"
-
-    @property
-    def positional(self) -> bool:  # type: ignore[override]
-        return self.left.positional or self.right.positional
-
-    @property
-    def structured(self) -> bool:  # type: ignore[override]
-        return self.left.structured and self.right.structured
-
-    @property
-    def sees_itself(self) -> bool:  # type: ignore[override]
-        return self.left.sees_itself and self.right.sees_itself
-
-    def masks(self) -> tuple[Mask, ...]:
-        return self.left, self.right
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        return self.left.visible(block) & self.right.visible(block)
-
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        return self.left.intervals(layout) & self.right.intervals(layout)
-
-
-@register_node
-class Or(And):
-    sign = "|"
-
-    @property
-    def sees_itself(self) -> bool:  # type: ignore[override]
-        return self.left.sees_itself or self.right.sees_itself
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        return self.left.visible(block) | self.right.visible(block)
-
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        left, right = self.left.intervals(layout), self.right.intervals(layout)
-        neither = left.complement(layout.keys) & right.complement(layout.keys)
-        return neither.complement(layout.keys)
-
-
-@register_node
-class Not(Mask):
-    of: Mask
-
-    def __repr__(self) -> str:
-        return f"~{self.of!r}"
-
-    @property
-    def positional(self) -> bool:  # type: ignore[override]
-        return self.of.positional
-
-    @property
-    def structured(self) -> bool:  # type: ignore[override]
-        return self.of.structured
-
-    def masks(self) -> tuple[Mask, ...]:
-        return (self.of,)
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        return ~self.of.visible(block)
-
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        spans = self.of.intervals(layout)
-        # Of the inside of an interval that is not exact nothing is cached, nor of its complement.
-        return spans.complement(layout.keys) if spans.exact else layout.interval(0, layout.keys, exact=False)
-
-
+@makes_mask("causal()")
 def causal() -> Mask:
-    """A query sees itself and what comes before it.
+    """A query sees itself and the keys before it.
 
-    >>> print(causal().draw(3, 3))
+    Returns:
+        A `Mask`.
+
+    >>> print(regard.causal().draw(3, 3))
     ■ · ·
     ■ ■ ·
     ■ ■ ■
@@ -444,10 +239,18 @@ def causal() -> Mask:
     return Causal()
 
 
+@makes_mask("window(before, after)")
 def window(before: int, after: int) -> Mask:
     """A query sees `before` keys before its own position, itself, and `after` keys after it.
 
-    >>> print(window(1, 0).draw(4, 4))
+    Args:
+        before: Number of keys, at least 0.
+        after: Number of keys, at least 0.
+
+    Returns:
+        A `Mask`.
+
+    >>> print(regard.window(1, 0).draw(4, 4))
     ■ · · ·
     ■ ■ · ·
     · ■ ■ ·
@@ -456,42 +259,55 @@ def window(before: int, after: int) -> Mask:
     for name, value in (("before", before), ("after", after)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(
-                f"window({name}=...) counts the keys {name} a position and must be an int >= 0; {value!r} came. "
+                f"window({name}=...) counts the keys {name} a position and must be an int >= 0; got {value!r}. "
                 "window(0, 0) shows a query only itself."
             )
     return Window(before, after)
 
 
-def padding(lengths: Any) -> Mask:
-    """Of sequence b the first lengths[b] keys are real; the rest is padding that nobody sees.
+@makes_mask("padding(lengths)")
+def padding(lengths: Tensor | Sequence[int] | int) -> Mask:
+    """The first lengths[b] keys of sequence b are real; the rest is padding that no query sees.
 
-    That lengths fit the keys is checked, but inside a compiled graph they are cut to what fits.
+    Args:
+        lengths: Whole numbers that broadcast to the batch axes, each from 0 to the number of keys. A compiled or
+            captured graph cannot check them, and clamps them instead.
 
-    >>> print(padding([2]).draw(2, 4))
+    Returns:
+        A `Mask`.
+
+    >>> print(regard.padding([2]).draw(2, 4))
     ■ ■ · ·
     ■ ■ · ·
     """
     return Padding(_whole_numbers(lengths, "padding(lengths)"))
 
 
-def documents(ids: Any, key_ids: Any = None) -> Mask:
-    """A query sees the keys of its own document. `key_ids` where keys are numbered apart from queries.
+@makes_mask("documents(ids)")
+def documents(ids: Tensor | Sequence[int], key_ids: Tensor | Sequence[int] | None = None) -> Mask:
+    """A query sees the keys of its own document.
 
-    Ids may be changed in place; but in a graph that is replayed, documents that stood in one run each when the mask was
-    made must stay so.
+    Args:
+        ids: Document of every position, whole numbers ``(..., j)``; with `key_ids` that of every query, ``(..., i)``.
+            They may be changed in place; but in a captured graph, documents that were contiguous when the mask was
+            built must stay so.
+        key_ids: Document of every key, ``(..., j)``, where queries and keys are different sequences.
 
-    >>> print(documents([0, 0, 1]))
+    Returns:
+        A `Mask`.
+
+    >>> print(regard.documents([0, 0, 1]))
     ■ ■ ·
     ■ ■ ·
     · · ■
     """
     numbers = _whole_numbers(ids, "documents(ids)")
     keys = None if key_ids is None else _whole_numbers(key_ids, "documents(key_ids)")
-    return Documents(numbers, keys, _in_runs(numbers if keys is None else keys))
+    return Documents(numbers, keys, _contiguous(numbers if keys is None else keys))
 
 
-def _in_runs(ids: Tensor) -> bool | None:
-    """Whether every document is one run of positions; None where the host may not ask."""
+def _contiguous(ids: Tensor) -> bool | None:
+    """Whether every document is one run of positions; None where a sync is forbidden."""
     if is_tracing() or in_functorch() or host_sync_forbidden(ids.device) or ids.is_meta or ids.ndim == 0:
         return None
     changes, documents = ((x[..., 1:] != x[..., :-1]).sum(-1) for x in (ids, ids.sort(-1).values))
@@ -499,31 +315,7 @@ def _in_runs(ids: Tensor) -> bool | None:
 
 
 def _whole_numbers(values: Any, name: str) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # an array's memory is not ours
+    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # copied: an array's owner may change it
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} must be whole numbers; dtype {tensor.dtype} came. Convert with .long().")
+        raise TypeError(f"{name} must be whole numbers; got dtype {tensor.dtype}. Convert with .long().")
     return tensor.long()
-
-
-def as_mask(mask: Any) -> Mask:
-    """A mask from what users pass: a Mask, a bool tensor (True = visible), or a function of (i, j)."""
-    if isinstance(mask, Mask):
-        return mask
-    if isinstance(mask, Tensor):
-        if mask.dtype != torch.bool:
-            raise TypeError(
-                f"a mask tensor must be bool, True where a key is visible; dtype {mask.dtype} came. "
-                "For numbers that are added to the scores use score=ScaledDot().bias(tensor)."
-            )
-        if mask.ndim < 2:
-            raise ValueError(
-                f"a mask tensor needs the axes (..., i, j); shape {tuple(mask.shape)} came. "
-                "For one flag a key use mask[None, :], for lengths use padding(lengths)."
-            )
-        return Dense(mask)
-    if callable(mask):
-        return Predicate(mask)
-    raise TypeError(
-        "mask must be causal(), window(), padding(), documents(), a bool tensor or a function of (i, j); "
-        f"{type(mask).__name__} came."
-    )

@@ -1,9 +1,7 @@
-"""Partial attention and its merge: the one idea that the code is built on.
+"""Online softmax: partial attention as a `State`, and its merge. The one idea that the code is built on.
 
-What attention over a set of keys has found out is a `State`. The state of two disjoint sets of keys is the
-merge of their states; merging is associative and commutative, and the state of no keys changes nothing. So
-blocks of keys, tiles of a kernel, steps of a cache and a sink are all the same thing: a state to merge in.
-Imports `block`, `factors` and `statistics`.
+The state of two disjoint sets of keys is the merge of their states; merging is associative and commutative, and the
+state of no keys is its identity. Blocks of keys, tiles of a kernel, steps of a cache and a sink are all such states.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ __all__ = ["State"]
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Attention over some keys, rows not yet divided by their sum. What nobody asked for is None."""
+    """Attention over some keys, rows not yet divided by their sum. A statistic that was not requested is None."""
 
     m: Tensor  # b h i : row maximum of s
     l: Tensor  # b h i : Σ exp(s − m)
@@ -54,7 +52,7 @@ class State:
 
     @staticmethod
     def of_block(s: Tensor, block: MatrixBlock, request: Request) -> State:
-        """The state of one block of scores (b, h, i, j), −inf where nothing may be seen."""
+        """The state of one block of scores (b, h, i, j), −inf where hidden."""
         if s.shape[-1] == 0:
             return State.empty(s.shape[:-1], request, s)
         m = s.amax(-1)
@@ -81,7 +79,7 @@ class State:
 
     @staticmethod
     def of_sink(logits: Tensor, request: Request, shape: tuple[int, ...]) -> State:
-        """A sink as the state of one more key, which gives nothing."""
+        """A sink as the state of one more key, without a value."""
         nothing = State.empty(shape, request, logits)
         m = logits.squeeze(-1).expand(shape)
         one = torch.where(m == -torch.inf, nothing.l, 1)  # a sink of −inf is no key at all
@@ -113,36 +111,36 @@ class State:
         )  # fmt: skip
 
     def finish(self, request: Request, sink: Tensor | None = None) -> Results:
-        """Divide by the row sums and name the results."""
-        whole = self if sink is None else self.merge(State.of_sink(sink.to(self.m.dtype), request, self.m.shape))
-        l = whole.l
+        """The requested results: sums divided by the row sums."""
+        total = self if sink is None else self.merge(State.of_sink(sink.to(self.m.dtype), request, self.m.shape))
+        l = total.l
         share = torch.where(l == 0, 0, 1 / l)  # a row with no key has weights 0, not 0/0
-        norm = torch.stack([whole.m, l], -1)
-        found: dict[str, Tensor | None] = {
+        norm = torch.stack([total.m, l], -1)
+        results: dict[str, Tensor | None] = {
             "norm": norm,
-            # A sink takes weight but is no key: the maximum is that of the keys.
+            # A sink takes weight but is no key: the maximum is over keys.
             "max_score": self.m,
             "argmax": self.argmax,
             "topk_scores": self.topk_scores,
             "topk_indices": self.topk_indices,
-            "y": None if whole.y is None else whole.y * share.unsqueeze(-1),
-            "mean_distance": None if whole.mean_distance is None else whole.mean_distance * share,
-            "mass": None if whole.mass is None else whole.mass * share,
+            "y": None if total.y is None else total.y * share.unsqueeze(-1),
+            "mean_distance": None if total.mean_distance is None else total.mean_distance * share,
+            "mass": None if total.mass is None else total.mass * share,
         }
         if request.wants("lse"):
-            found["lse"] = lse_of(norm)
-        if whole.t is not None:
-            found["entropy"] = torch.where(l == 0, 0, l.log() - whole.t * share).clamp(min=0)
-        return {name: value for name in request.names if (value := found.get(name)) is not None}
+            results["lse"] = lse_of(norm)
+        if total.t is not None:
+            results["entropy"] = torch.where(l == 0, 0, l.log() - total.t * share).clamp(min=0)
+        return {name: value for name in request.names if (value := results.get(name)) is not None}
 
 
 def _pivot(m: Tensor) -> Tensor:
-    """What to subtract before exp; 0 for a row with no key, since −inf − −inf is nan."""
+    """The number to subtract before exp; 0 for a row with no key, since −inf − −inf is nan."""
     return torch.where(m == -torch.inf, 0, m)
 
 
 def _shift(old: Tensor, new: Tensor) -> Tensor:
-    """old − new, for rescaling; 0 where there was nothing, since 0 · −inf is nan."""
+    """old − new, for rescaling; 0 where there was no key, since 0 · −inf is nan."""
     return torch.where(old == -torch.inf, 0, old - new)
 
 

@@ -1,8 +1,8 @@
-"""What the attention matrix is made of, in one normal form.
+"""The attention matrix in two normal forms: `Factors` as users think of it, `Problem` as engines compute it.
 
-`Factors` are queries, keys, a score and a mask laid over one another: every tensor in them has the axes
-(*batch|1, heads|1, x, y), so that selecting a head or folding the batch is the same act for all of them.
-`Problem` is the form that engines compute: one batch axis, the score lowered. Imports score, mask and block.
+`Factors` are queries, keys, a score and a mask, broadcast to one another: every tensor in them has the axes
+(*batch|1, heads|1, x, y), so that selecting a head or folding the batch is the same operation for all of them.
+`Problem` has one batch axis and the score lowered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,23 @@ import torch
 from torch import Tensor
 
 from .block import MatrixBlock, PickedCells, take
-from .intervals import lower_to_intervals
-from .masks import Geometry, KeyIntervals, Mask
+from .intervals import Geometry, KeyIntervals
+from .lowering import lower_to_intervals
+from .masks import Mask
 from .pytree import flatten, register_node, split_ints, tree_map, unflatten
-from .scores import Function, Modifier, Precomputed, Product, Score, TanhSum, upcast
+from .scores import Function, Modifier, Precomputed, Product, Score, TanhSum, repeat_kv, upcast
 from .torch_state import is_tracing
 
-__all__ = ["Factors", "Problem", "from_weights", "mask_scores", "repeat_kv", "strides_like", "zero_keys"]
+__all__ = [
+    "Factors",
+    "Problem",
+    "from_weights",
+    "mask_scores",
+    "repeat_kv",
+    "strides_like",
+    "sum_groups",
+    "zero_keys",
+]
 
 
 @register_node
@@ -34,7 +44,7 @@ class Factors:
     k: Tensor  # *batch g j d′
     score: Score
     mask: Mask | None
-    offset: int | None  # key position of query 0; None where lengths differ and nobody said
+    offset: int | None  # key position of query 0; None where lengths differ and `align` was not passed
 
     @property
     def batch(self) -> torch.Size:
@@ -46,15 +56,15 @@ class Factors:
 
     @property
     def query_offset(self) -> int:
-        """The key position of query 0, or 0 where nobody said."""
-        return 0 if self.offset is None else self.offset  # not `or`: a symbol would be asked whether it is 0
+        """The key position of query 0, or 0 where `align` was not passed."""
+        return 0 if self.offset is None else self.offset  # not `or`: that would put a guard on a SymInt
 
     def tensors(self) -> list[Tensor]:
         return flatten(self)[1]
 
-    def map(self, how: Callable[[Tensor], Tensor]) -> Factors:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Factors:
         """One change to every tensor but the parameters of users' functions, whose axes are their own."""
-        return tree_map(self, how)
+        return tree_map(self, change)
 
     def expanded(self, batch: torch.Size) -> Factors:
         """Over a larger batch that this one broadcasts to."""
@@ -71,7 +81,7 @@ class Factors:
         return self if len(self.batch) == 1 else self.map(lambda t: _fold(t, self.batch))
 
     def pick(self, axis: int, where: int | range | list[int]) -> Factors:
-        """Chosen places of one batch or head axis; an int drops a batch axis."""
+        """Chosen positions of one batch or head axis; an int drops a batch axis."""
         q, k = (_pick(t, axis, where, broadcasts=False) for t in (self.q, self.k))
         return dataclasses.replace(self.map(lambda t: _pick(t, axis, where)), q=q, k=k)
 
@@ -98,24 +108,24 @@ class Factors:
         )
 
     def _keys_to_lower(self) -> Tensor:
-        """Keys of one batch axis; zeros where no row may see them if the score makes something else of keys.
+        """Keys, with zeros where no row sees them if the score transforms keys.
 
-        A length or a projection of such a key is never looked at, but it has a gradient, and 0 · nan is nan.
+        The norm or projection of an invisible key is never read, but it has a gradient, and 0 · nan is nan.
         """
         if self.mask is None or not self.score.transforms_keys:
             return self.k
         bare = Problem(self.q.detach(), self.k.detach(), Product(1.0), (), None, self.mask, self.query_offset)
-        if is_tracing():  # there nobody can ask whether all keys are seen
+        if is_tracing():  # the host cannot branch on whether all keys are seen
             spec, tensors = flatten(bare)
-            spec, numbers = split_ints(spec)
-            return zero_keys(self.k, torch.ops.regard.seen(tensors, numbers, repr(spec)), -2)
+            spec, ints = split_ints(spec)
+            return zero_keys(self.k, torch.ops.regard.visible_keys(tensors, ints, repr(spec)), -2)
         seen = bare.visible_keys()
         return self.k if seen is None else zero_keys(self.k, seen, -2)
 
 
 @register_node
 class Problem:
-    """The attention matrix as the engines see it."""
+    """The attention matrix as engines compute it."""
 
     q: Tensor  # b h i d
     k: Tensor  # b g j d
@@ -132,7 +142,7 @@ class Problem:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The type that scores and statistics are computed in."""
+        """The dtype that scores and statistics are computed in."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def layout(self) -> Geometry:
@@ -140,7 +150,7 @@ class Problem:
 
     @functools.cached_property
     def intervals(self) -> KeyIntervals:
-        """Intervals of keys that hold all that each row sees."""
+        """For each row, intervals of keys that hold all that it sees."""
         layout = self.layout()
         return layout.everything() if self.mask is None else self.mask.intervals(layout)
 
@@ -148,17 +158,17 @@ class Problem:
         return MatrixBlock(rows, cols, self.offset, self.q.device)
 
     def at(self, block: MatrixBlock) -> Problem:
-        """The part of the factors that a block needs: slices of all tensors, the mask left out."""
+        """The problem cut to a block: slices of all tensors, without the mask."""
         return dataclasses.replace(
             self,
             q=_rows(self.q, block.rows),
             k=_rows(self.k, block.cols),
-            modifiers=tuple(tree_map(step, block.take) for step in self.modifiers),
+            modifiers=tree_map(self.modifiers, block.take),
             mask=None,
         )
 
     def narrow(self, start: int, stop: int) -> Problem:
-        """The same problem for a run of neighbouring rows."""
+        """The same problem for adjacent rows."""
         rows = slice(start, stop)
         return dataclasses.replace(
             self,
@@ -169,55 +179,56 @@ class Problem:
         )
 
     def scores(self, block: MatrixBlock) -> Tensor:
-        """Scores of a block, −inf where nothing may be seen: (b, h, i, j)."""
+        """Scores of a block, −inf where hidden: (b, h, i, j)."""
         local = self.at(block)
         if self.mask is None:
             return local.bare_scores(block)
         visible = self.mask.visible(block)
         visible = visible.reshape(*[1] * (4 - visible.ndim), *visible.shape)
-        # A key that no row of the block sees must not reach it, not even as the nan of 0 · nan in a gradient.
+        # A key that no row of the block sees must not reach it, not even in a gradient as the nan of 0 · nan.
         local = local.blanked(visible.any(2).any(1).expand(-1, local.k.shape[2]))
         return local.bare_scores(block).masked_fill(~visible, -torch.inf)
 
     def bare_scores(self, block: MatrixBlock) -> Tensor:
-        """Scores of a block whose tensors are `at` it already, mask not applied."""
+        """Scores of a block to which this problem is cut already (`at`), mask not applied."""
         q, k = upcast(self.q), upcast(self.k)
         if isinstance(self.similarity_kernel, Product):
-            # Heads that share keys stand as further rows: no copy of the keys.
+            # Heads that share keys become more rows: no copy of the keys.
             b, g, j, d = k.shape
             _, h, i, _ = q.shape
-            # The number of rows is written out: -1 is ambiguous where an axis is empty.
+            # Not -1, which is ambiguous where an axis is empty.
             s = self.similarity_kernel.pairwise(q.reshape(b, g, h // max(g, 1) * i, d), k).reshape(b, h, i, j)
         else:
             s = self.similarity_kernel.pairwise(q, repeat_kv(k, q.shape[1]))
         return _modified(s, self.modifiers, block)
 
     def picked_scores(self, cols: Tensor) -> Tensor:
-        """Scores of a few cells a row: cols (b, h, i, n) gives (b, h, i, n). Only cells that may be seen are asked."""
+        """Scores at a few keys a row, cols (b, h, i, n): (b, h, i, n). All of them must be visible."""
         b, h, i, n = cols.shape
-        if self.k.shape[2] == 0:  # no key can be picked, and gather has no index for that
+        if self.k.shape[2] == 0:  # gather has no valid index
             return torch.zeros(cols.shape, dtype=self.compute_dtype, device=cols.device)
         k = repeat_kv(self.k, h)  # b h j d
         index = cols.reshape(b, h, i * n, 1).expand(-1, -1, -1, k.shape[-1])
-        near = upcast(k.gather(2, index).reshape(b, h, i, n, k.shape[-1]))
-        s = self.similarity_kernel.pairwise(upcast(self.q).unsqueeze(-2), near).squeeze(-2)
+        picked = upcast(k.gather(2, index).reshape(b, h, i, n, k.shape[-1]))
+        s = self.similarity_kernel.pairwise(upcast(self.q).unsqueeze(-2), picked).squeeze(-2)
         cells = PickedCells(cols, self.offset)
-        return _modified(s, tuple(tree_map(step, cells.take) for step in self.modifiers), cells)
+        return _modified(s, tree_map(self.modifiers, cells.take), cells)
 
     def visible_keys(self) -> Tensor | None:
-        """Which keys at least one row may see, (b|1, j); None where that is all of them."""
+        """Which keys at least one row sees, (b|1, j); None where that is all of them."""
         if self.mask is None or self.mask.sees_all_keys(self.layout()):
             return None
         exact, seen = True, self.mask.visible_keys(self.layout())
         if seen is None:
             exact, seen = self.intervals.exact, self.intervals.visible_keys(self.shape[3])
-        # To be told that all is seen, or nothing, would save work; but a GPU would have to be waited for.
-        may_ask = self.q.device.type == "cpu"
-        if not exact and not (may_ask and not bool(seen.any())):
+        # Where all keys are seen, or none, work is saved; but reading that syncs with a GPU.
+        may_sync = self.q.device.type == "cpu"
+        if not exact and not (may_sync and not bool(seen.any())):
             seen = self._scan_visible_keys(seen)
-        return None if may_ask and bool(seen.all()) else seen
+        return None if may_sync and bool(seen.all()) else seen
 
     def _scan_visible_keys(self, outer: Tensor) -> Tensor:
+        """Visible keys block by block, for a mask with inexact intervals; `outer` holds them all."""
         b, _, rows, keys = self.shape
         assert self.mask is not None
         seen = torch.zeros(b, keys, dtype=torch.bool, device=self.q.device)
@@ -229,7 +240,7 @@ class Problem:
         return seen & outer
 
     def zero_invisible_keys(self, request: Any) -> tuple[Problem, Any]:
-        """Zeros for keys and values that no row may see: what stands there, nan or inf, must not matter."""
+        """Zeros for keys and values that no row sees: nan or inf there must not matter."""
         if self.mask is None or self.mask.sees_all_keys(self.layout()):
             return self, request
         if self.q.device.type == "cpu" and self._all_finite(request.v):
@@ -241,30 +252,34 @@ class Problem:
         return self.blanked(seen), dataclasses.replace(request, v=v)
 
     def blanked(self, seen: Tensor) -> Problem:
-        steps = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
-        blanked = dataclasses.replace(self, k=zero_keys(self.k, seen, -2), modifiers=steps)
-        if "intervals" in vars(self):  # found out already, and the same
+        """The same with zeros for keys that are not `seen` (b|1, j)."""
+        modifiers = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
+        blanked = dataclasses.replace(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers)
+        if "intervals" in vars(self):  # a cached property, with the same value
             vars(blanked)["intervals"] = self.intervals
         return blanked
 
     def _all_finite(self, v: Tensor | None) -> bool:
         per_key = [t for t in flatten(self.modifiers)[1] if t.ndim == 4 and t.shape[-1] > 1]
-        # A sum is finite only if all its parts are.
+        # A sum is finite only if all its terms are.
         return all(t is None or bool(t.sum().isfinite()) for t in (self.k, v, *per_key))
 
 
-@torch.library.custom_op("regard::seen", mutates_args=())
-def _seen_op(tensors: list[Tensor], numbers: list[int], spec: str) -> Tensor:
-    """Which keys at least one row may see, (b, j), as an operator that torch.compile can put into a graph."""
-    problem = unflatten(ast.literal_eval(spec), tensors, numbers)
+# The schema is spelt out: torch 2.6 cannot infer it from list[Tensor].
+@torch.library.custom_op(
+    "regard::visible_keys", mutates_args=(), schema="(Tensor[] tensors, SymInt[] ints, str spec) -> Tensor"
+)
+def _visible_keys_op(tensors: list[Tensor], ints: list[int], spec: str) -> Tensor:
+    """Which keys at least one row sees, (b, j), as an operator that torch.compile can put into a graph."""
+    problem = unflatten(ast.literal_eval(spec), tensors, ints)
     b, _, _, j = problem.shape
     seen = problem.visible_keys()
     return torch.ones(b, j, dtype=torch.bool, device=problem.q.device) if seen is None else seen.expand(b, j).clone()
 
 
-@_seen_op.register_fake
-def _(tensors: list[Tensor], numbers: list[int], spec: str) -> Tensor:
-    problem = unflatten(ast.literal_eval(spec), tensors, numbers)
+@_visible_keys_op.register_fake
+def _(tensors: list[Tensor], ints: list[int], spec: str) -> Tensor:
+    problem = unflatten(ast.literal_eval(spec), tensors, ints)
     return problem.q.new_empty(problem.shape[0], problem.shape[3], dtype=torch.bool)
 
 
@@ -276,26 +291,29 @@ def zero_keys(x: Tensor, seen: Tensor, axis: int) -> Tensor:
 
 
 def mask_scores(s: Tensor, mask: Mask | None, block: MatrixBlock) -> Tensor:
+    """Scores of a block, −inf where hidden."""
     return s if mask is None else s.masked_fill(~mask.visible(block), -torch.inf)
 
 
 def strides_like(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides for something new of this shape: its heads lie within its positions where those of x do, as models have
-    them, which lay the heads of a position side by side when they are done."""
+    """Strides of a new (b, h, n, e) tensor in x's layout: (b, n, h, e) order if x has it, else contiguous.
+
+    Keeps a model's final transpose + flatten free of copies.
+    """
     _, h, n, e = shape
-    # The stride of a single head or position says nothing, and in a graph it is another. (A symbol stands for several.)
+    # The stride of an axis of size 1 is arbitrary, and in a graph it is another. (A SymInt stands for several.)
     several = all(not isinstance(size, int) or size > 1 for size in x.shape[1:3])
     return (n * h * e, e, h * e, 1) if several and x.stride(1) < x.stride(2) else (h * n * e, n * e, e, 1)
 
 
-def repeat_kv(x: Tensor, heads: int) -> Tensor:
-    """One head of keys or values for every head of queries: (b, g, j, e) to (b, h, j, e)."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+def sum_groups(x: Tensor, heads: int) -> Tensor:
+    """The sum over the query heads that share a key head: (b, h, j, e) to (b, g, j, e)."""
+    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
 
 
-def _modified(s: Tensor, steps: tuple[Modifier, ...], block: Any) -> Tensor:
-    for step in steps:
-        s = step.apply(s, block)
+def _modified(s: Tensor, modifiers: tuple[Modifier, ...], block: Any) -> Tensor:
+    for modifier in modifiers:
+        s = modifier.apply(s, block)
     return s
 
 
@@ -306,14 +324,14 @@ def _rows(x: Tensor, where: slice | Tensor) -> Tensor:
 
 
 def from_weights(w: Tensor) -> Factors:
-    """Factors of weights that are written out already: only their sizes are cached, and the weights."""
+    """Factors of weights that exist already: queries and keys of size 0, and the weights as `Precomputed`."""
     w = w.unsqueeze(0) if w.ndim == 2 else w
     *outer, i, j = w.shape
     return Factors(w.new_empty(*outer, i, 0), w.new_empty(*outer, j, 0), Precomputed(w), None, 0 if i == j else None)
 
 
 def _pick(t: Tensor, axis: int, where: int | range | list[int], broadcasts: bool = True) -> Tensor:
-    """Places along one axis; where the tensor `broadcasts`, an axis of size one stands for any length."""
+    """Positions along one axis; where the tensor `broadcasts`, an axis of size one stands for any length."""
     if isinstance(where, int):
         return t.select(axis, where if t.shape[axis] > 1 else 0)
     if broadcasts and t.shape[axis] == 1 and len(where):

@@ -1,45 +1,64 @@
-"""Values made of tensors and constants, taken apart and put together again.
+"""Trees of frozen dataclasses with tensors at the leaves: flatten, unflatten, map.
 
-Scores, masks, problems and questions are trees of frozen dataclasses with tensors at the leaves. Autograd and
-`torch.compile` want flat lists of tensors and plain constants: `flatten` and `unflatten` go between the two.
-Imports nothing of regard.
+Scores, masks, problems and requests are such trees. Autograd and `torch.compile` take flat lists of tensors and plain
+constants instead.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform, overload
 
 from torch import SymFloat, SymInt, Tensor
 
-__all__ = ["flatten", "register_node", "split_ints", "tree_map", "unflatten"]
+__all__ = ["STORABLE", "flatten", "register_node", "split_ints", "tree_map", "unflatten"]
 
 T = TypeVar("T")
 
 _NODES: dict[str, type] = {}
+#: Nodes that a file may name. A node that holds a user's function is not among them: code is never stored.
+STORABLE: dict[str, type] = {}
 _CONSTANTS = frozenset((type(None), bool, int, float, str))
 
 
+@overload
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
-def register_node(cls: type[T]) -> type[T]:
-    """A frozen dataclass that may stand in a tree. Compared by identity: tensors have no plain equality."""
+def register_node(cls: type[T]) -> type[T]: ...
+@overload
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def register_node(*, storable: bool = False) -> Callable[[type[T]], type[T]]: ...
+def register_node(cls: Any = None, *, storable: bool = False) -> Any:
+    """Class decorator: a frozen dataclass that may be a node of a tree, compared by identity as tensors are.
+
+    Args:
+        cls: The class; its name is its name in specs and files.
+        storable: Whether recordings may contain it.
+    """
+    if cls is None:
+        return lambda cls: _register(cls, storable)
+    return _register(cls, storable)
+
+
+def _register(cls: type[T], storable: bool) -> type[T]:
     cls = dataclasses.dataclass(frozen=True, eq=False, repr=False)(cls)
-    made: Any = cls
-    made.parts = tuple(field.name for field in dataclasses.fields(made))
-    made.in_order = not any(field.kw_only for field in dataclasses.fields(made))
+    node: Any = cls
+    node.parts = tuple(field.name for field in dataclasses.fields(node))
+    node.in_order = not any(field.kw_only for field in dataclasses.fields(node))
     _NODES[cls.__name__] = cls
+    if storable:
+        STORABLE[cls.__name__] = cls
     return cls
 
 
 def flatten(value: Any) -> tuple[Any, list[Tensor]]:
-    """A tree as plain constants and the tensors that stood in it, in order."""
+    """A tree as a spec of plain constants, and its tensors in order."""
     tensors: list[Tensor] = []
     return _plain(value, tensors), tensors
 
 
 def _plain(value: Any, tensors: list[Tensor]) -> Any:
-    if type(value) in _CONSTANTS:  # most leaves; asked first, since every request is taken apart several times
+    if type(value) in _CONSTANTS:  # checked first: most leaves are constants, and every request is flattened often
         return value
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -52,46 +71,46 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def split_ints(spec: Any) -> tuple[Any, list[int]]:
-    """The constants without whole numbers, and those in order: in a graph they may be symbols, which no text holds."""
-    numbers: list[int] = []
-    return _without_numbers(spec, numbers), numbers
+    """The spec without its ints, and the ints in order: in a graph they may be SymInts, which have no text form."""
+    ints: list[int] = []
+    return _without_ints(spec, ints), ints
 
 
-def _without_numbers(spec: Any, numbers: list[Any]) -> Any:
-    if isinstance(spec, int | SymInt) and not isinstance(spec, bool):
-        numbers.append(spec)
-        return ("number", len(numbers) - 1)
+def _without_ints(spec: Any, ints: list[Any]) -> Any:
+    if isinstance(spec, (int, SymInt)) and not isinstance(spec, bool):
+        ints.append(spec)
+        return ("int", len(ints) - 1)
     if isinstance(spec, SymFloat):
         return float(spec)
     if type(spec) is not tuple or spec[0] == "tensor":
         return spec
-    return (spec[0], *[_without_numbers(part, numbers) for part in spec[1:]])
+    return (spec[0], *[_without_ints(part, ints) for part in spec[1:]])
 
 
-def unflatten(spec: Any, tensors: list[Tensor], numbers: Sequence[int] = ()) -> Any:
-    """The tree that `flatten` took apart, over these tensors; and over these numbers, if it is `split_ints`."""
+def unflatten(spec: Any, tensors: list[Tensor], ints: Sequence[int] = ()) -> Any:
+    """The tree of a spec over these tensors, and over these ints if the spec is from `split_ints`."""
     if not isinstance(spec, tuple):
         return spec
     kind, *parts = spec
     if kind == "tensor":
         return tensors[parts[0]]
-    if kind == "number":
-        return numbers[parts[0]]
-    built = [unflatten(part, tensors, numbers) for part in parts]
+    if kind == "int":
+        return ints[parts[0]]
+    built = [unflatten(part, tensors, ints) for part in parts]
     if kind == "tuple":
         return tuple(built)
     cls: Any = _NODES[kind]
-    # A score's own fields come after `steps` and `sink_logits`, which are given by name only.
+    # A score's own fields come after `modifiers` and `sink_logits`, which are keyword-only.
     return cls(*built) if cls.in_order else cls(**dict(zip(cls.parts, built, strict=True)))
 
 
-def tree_map(value: Any, how: Callable[[Tensor], Tensor]) -> Any:
+def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The tree with every tensor changed, but for the `parameters` of users' functions, whose axes are their own."""
     if isinstance(value, Tensor):
-        return how(value)
+        return change(value)
     if isinstance(value, tuple):
-        return tuple(tree_map(part, how) for part in value)
+        return tuple(tree_map(part, change) for part in value)
     if type(value).__name__ not in _NODES:
         return value
     fields = {name: getattr(value, name) for name in value.parts}
-    return type(value)(**{n: part if n == "parameters" else tree_map(part, how) for n, part in fields.items()})
+    return type(value)(**{n: part if n == "parameters" else tree_map(part, change) for n, part in fields.items()})

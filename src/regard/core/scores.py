@@ -1,13 +1,8 @@
-"""How alike are a query and a key: similarity functions, and what may be done to a score before softmax.
+"""Scores: how alike a query and a key are, and how scores are modified before softmax.
 
-A `Score` is a similarity (dot product, cosine, Gaussian, bilinear, additive, or a function of your own)
-followed by modifiers in the order they are written:
-
-    ScaledDot().bias(b).softcap(30.0).sink(logits)
-
-Every score has two faces. `similarity` is the formula of the textbook; it defines what is right. `lower`
-turns queries and keys into what the engines compute: nearly every similarity is a dot product of something.
-Imports `block` and `tree`.
+A `Score` is a similarity (dot product, cosine, Gaussian, bilinear, additive, or a function of your own) followed by
+modifiers in the order they are written. Every score has two forms: `similarity` is the textbook's formula and defines
+what is right; `lower` returns what engines compute, since nearly every similarity is a dot product of something.
 """
 
 from __future__ import annotations
@@ -17,14 +12,15 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from .block import MatrixBlock, PickedCells
+from .broadcast import MatrixShape, per_head, with_leading_axes
+from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_axes, need_finite, need_floats, open_function
 from .pytree import register_node
+from .similarity import Function, Product, TanhSum
 
 __all__ = [
     "Additive",
@@ -46,118 +42,14 @@ __all__ = [
     "Softcap",
     "TanhSum",
     "as_score",
+    "repeat_kv",
+    "upcast",
 ]  # fmt: skip
-
-
-# Modifiers: each takes a block of scores and returns it changed.
-
-
-class Modifier:
-    """One modifier of a block of scores."""
-
-    #: Whether the modifier compares positions, so that `align` matters when lengths differ.
-    positional: ClassVar[bool] = False
-
-    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
-        raise NotImplementedError
-
-
-@register_node
-class Bias(Modifier):
-    """s + tensor. As given by the user; (*batch|1, h|1, i|1, j|1) once laid over a matrix."""
-
-    tensor: Tensor
-
-    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
-        return s + self.tensor.to(s.dtype)
-
-
-@register_node
-class Alibi(Modifier):
-    """s − slope · |distance|. Slopes as given; (*batch|1, h|1, 1, 1) once laid over a matrix."""
-
-    slopes: Tensor
-    positional = True
-
-    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
-        return s - self.slopes.to(s.dtype) * (block.i - block.j).abs()
-
-
-@register_node
-class Softcap(Modifier):
-    """cap · tanh(s / cap): scores stay within ±cap."""
-
-    cap: float
-
-    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
-        return self.cap * torch.tanh(s / self.cap)
-
-
-@register_node
-class Modify(Modifier):
-    """A user's function f(s, i, j, *parameters) of a block of scores and its positions."""
-
-    function: Callable[..., Tensor]
-    parameters: tuple[Tensor, ...] = ()
-    positional = True
-
-    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
-        changed = self.function(s, block.i, block.j, *self.parameters)
-        if not isinstance(changed, Tensor) or changed.shape != s.shape:
-            came = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-            raise ValueError(
-                f"modify(f): f(s, i, j) must return scores of the shape it was given, {tuple(s.shape)}; {came} came."
-            )
-        return changed
-
-
-# What similarities become. Blocks have the axes (..., i, d) and (..., j, d), leading ones alike.
-
-
-@register_node
-class Product:
-    """scale · q kᵀ."""
-
-    scale: float
-
-    def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT) * self.scale
-
-
-@register_node
-class TanhSum:
-    """Σ_a v_a tanh(q_a + k_a), of queries and keys that are projected already. v is (*batch|1, h|1, 1, a)."""
-
-    v: Tensor
-
-    def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
-        v = self.v.mT.to(q.dtype)  # b h a 1
-        v = v.reshape(*v.shape[:-2], *[1] * (q.ndim - v.ndim + 1), *v.shape[-2:])
-        return (torch.tanh(q.unsqueeze(-2) + k.unsqueeze(-3)) @ v).squeeze(-1)
-
-
-@register_node
-class Function:
-    """A user's similarity f(q, k, *parameters) on blocks."""
-
-    function: Callable[..., Tensor]
-    parameters: tuple[Tensor, ...] = ()
-
-    def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
-        s = self.function(q, k, *self.parameters)
-        shape = (*q.shape[:-1], k.shape[-2])
-        if not isinstance(s, Tensor) or s.shape != shape:
-            came = tuple(s.shape) if isinstance(s, Tensor) else type(s).__name__
-            raise ValueError(
-                f"a similarity f(q, k) must return scores {shape} for q {tuple(q.shape)} and k {tuple(k.shape)}; "
-                f"{came} came. The dot product, for example, is lambda q, k: q @ k.mT."
-            )
-        return s
 
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """Queries, keys and how a block of them is scored: what the engines compute."""
+    """Queries, keys and how a block of them is scored, as engines compute it."""
 
     q: Tensor  # *batch h i d
     k: Tensor  # *batch g j d
@@ -170,13 +62,19 @@ class Lowered:
 
 @register_node
 class Score:
-    """A similarity and its modifiers. Modifiers return a new score; they apply in the order written."""
+    """A similarity and its modifiers, which apply in the order written. Each modifier returns a new score.
+
+    A score of your own is a subclass with `similarity` and `lower`, or simply a function: see `Similarity`.
+
+    >>> regard.ScaledDot().softcap(30.0).alibi(torch.tensor([0.5]))
+    ScaledDot().softcap(30).alibi(1)
+    """
 
     modifiers: tuple[Modifier, ...] = dataclasses.field(default=(), kw_only=True)
     sink_logits: Tensor | None = dataclasses.field(default=None, kw_only=True)
     #: Whether queries and keys may differ in size.
     sizes_may_differ: ClassVar[bool] = False
-    #: Whether `lower` makes something else of the keys (a direction, a projection), with a gradient of its own.
+    #: Whether `lower` computes other keys (a direction, a projection), which have a gradient of their own.
     transforms_keys: ClassVar[bool] = False
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
@@ -187,47 +85,122 @@ class Score:
         """The same in the form that engines compute; k may have fewer heads than q."""
         raise NotImplementedError
 
+    def check_sizes(self, q: Tensor, k: Tensor) -> None:
+        """Raise ValueError unless this score can compare q (..., h, i, d) and k (..., g, j, d′)."""
+        d, other = q.shape[-1], k.shape[-1]
+        if d != other and not self.sizes_may_differ:
+            hint = " It looks as if k is transposed: pass k.mT." if k.shape[-2] == d else ""
+            raise ValueError(
+                f"q has size {d} and k has size {other} on the last axis; "
+                f"a {type(self).__name__} score needs them equal.{hint}"
+            )
+
+    def broadcast_to(self, matrix: MatrixShape) -> Self:
+        """The same for one matrix: tensors checked, and with the axes (*batch|1, h|1, x, y)."""
+        sink = None if self.sink_logits is None else per_head(self.sink_logits, matrix, "sink(logits)")
+        modifiers = tuple(modifier.broadcast_to(matrix) for modifier in self.modifiers)
+        return dataclasses.replace(self, modifiers=modifiers, sink_logits=sink)
+
     def bias(self, tensor: Tensor) -> Self:
-        """Add a tensor that broadcasts to (..., h, i, j). It gets gradients."""
-        _need_floats(tensor, "bias(tensor)")
+        """Add a tensor to the scores.
+
+        Args:
+            tensor: Broadcasts to ``(..., h, i, j)``. It gets gradients.
+
+        Returns:
+            A new score.
+
+        >>> regard.weights(torch.zeros(2, 4), score=regard.Dot().bias(torch.tensor([[0.0, -torch.inf]]))).dense()
+        tensor([[1., 0.],
+                [1., 0.]])
+        """
+        need_floats(tensor, "bias(tensor)")
         return self._then(Bias(tensor))
 
     def alibi(self, slopes: Tensor) -> Self:
-        """Subtract slope · |distance|, one slope a head. The slopes get gradients."""
-        _need_floats(slopes, "alibi(slopes)")
+        """Subtract slope · |distance|: nearer keys weigh more (ALiBi).
+
+        Args:
+            slopes: One number a head, ``(h,)`` or ``(..., h)``. They get gradients.
+
+        Returns:
+            A new score.
+
+        >>> W = regard.weights(torch.zeros(3, 4), score=regard.Dot().alibi(torch.tensor([9.0])))
+        >>> W.peak().indices
+        tensor([0, 1, 2])
+        """
+        need_floats(slopes, "alibi(slopes)")
         return self._then(Alibi(slopes))
 
     def softcap(self, cap: float) -> Self:
-        """Keep scores within ±cap: cap · tanh(s / cap)."""
-        if not isinstance(cap, int | float) or not 0 < cap < math.inf:
-            raise ValueError(f"softcap(cap) needs a finite cap > 0; {cap!r} came. Leave it out for no cap.")
+        """Limit scores smoothly to ±cap: cap · tanh(s / cap).
+
+        Args:
+            cap: A finite number > 0.
+
+        Returns:
+            A new score.
+
+        >>> regard.weights(100 * torch.eye(2), score=regard.Dot().softcap(5.0)).max_score()
+        tensor([5., 5.])
+        """
+        if not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
+            raise ValueError(f"softcap(cap) needs a finite cap > 0; got {cap!r}. Leave it out for no cap.")
         return self._then(Softcap(float(cap)))
 
     def sink(self, logits: Tensor) -> Self:
-        """A learned extra key, one logit a head, that takes weight and gives nothing: rows sum to less than one."""
-        _need_floats(logits, "sink(logits)")
+        """Add a learned key that takes weight and has no value: rows sum to less than one.
+
+        Args:
+            logits: The sink's score, one number a head, ``(h,)`` or ``(..., h)``. They get gradients.
+
+        Returns:
+            A new score.
+
+        >>> regard.weights(torch.zeros(1, 4), score=regard.Dot().sink(torch.zeros(1))).dense()
+        tensor([[0.5000]])
+        """
+        need_floats(logits, "sink(logits)")
         if self.sink_logits is not None:
             raise ValueError("this score has a sink already, and a row has one sink. Add the logits up before.")
         return dataclasses.replace(self, sink_logits=logits)
 
     def modify(self, function: Callable[..., Tensor], *parameters: Tensor) -> Self:
-        """Any change f(s, i, j, *parameters) → s of a block of scores at positions i, j. Parameters get gradients."""
-        return self._then(Modify(*_open(function, parameters, "modify")))
+        """Change scores by a function of your own, block by block.
 
-    def _then(self, step: Modifier) -> Self:
-        return dataclasses.replace(self, modifiers=(*self.modifiers, step))
+        Args:
+            function: ``f(s, i, j, *parameters) -> s`` of scores ``(b, h, i, j)`` and the positions of their queries
+                ``(i, 1)`` and keys ``(1, j)``; or a module.
+            *parameters: Tensors that get gradients. The function must not capture such tensors.
+
+        Returns:
+            A new score.
+
+        >>> nearby = regard.Dot().modify(lambda s, i, j: s - (i - j).abs())
+        >>> regard.weights(torch.zeros(3, 4), score=nearby).peak().indices
+        tensor([0, 1, 2])
+        """
+        return self._then(Modify(*open_function(function, parameters, "modify")))
+
+    def _then(self, modifier: Modifier) -> Self:
+        return dataclasses.replace(self, modifiers=(*self.modifiers, modifier))
 
     def __repr__(self) -> str:
         own = [f for f in dataclasses.fields(self) if not f.kw_only and getattr(self, f.name) is not None]
         text = f"{type(self).__name__}({', '.join(_brief(getattr(self, f.name)) for f in own)})"
-        for step in self.modifiers:
-            text += f".{type(step).__name__.lower()}({_brief(next(iter(vars(step).values())))})"
+        for modifier in self.modifiers:
+            text += f".{type(modifier).__name__.lower()}({_brief(next(iter(vars(modifier).values())))})"
         return text if self.sink_logits is None else f"{text}.sink({_brief(self.sink_logits)})"
 
 
 @register_node
 class Dot(Score):
-    """s = q · k: the basic form."""
+    """s = q · k.
+
+    >>> regard.weights(torch.eye(2), score=regard.Dot()).max_score()
+    tensor([1., 1.])
+    """
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT
@@ -238,16 +211,23 @@ class Dot(Score):
 
 @register_node
 class ScaledDot(Score):
-    """s = scale · q · k; without a scale 1/√d, which keeps softmax out of saturation."""
+    """s = scale · q · k, the default score.
+
+    Args:
+        scale: A finite number. Default: 1/√d, which keeps softmax out of saturation.
+
+    >>> regard.weights(torch.eye(2), score=regard.ScaledDot(0.5)).max_score()
+    tensor([0.5000, 0.5000])
+    """
 
     scale: float | None = None
 
     def __post_init__(self) -> None:
         if self.scale is not None:
-            _need_finite(self.scale, "ScaledDot(scale)")
+            need_finite(self.scale, "ScaledDot(scale)")
 
     def factor(self, size: int) -> float:
-        # While compiling, a size may be a symbol: `index` makes it a number.
+        # Under torch.compile a size may be a SymInt: `index` makes it an int.
         return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
@@ -259,13 +239,20 @@ class ScaledDot(Score):
 
 @register_node
 class Cosine(Score):
-    """s = scale · cos(q, k). A zero vector is alike to nothing: its cosine is 0."""
+    """s = scale · cos(q, k). The cosine of a zero vector is 0.
+
+    Args:
+        scale: A finite number.
+
+    >>> regard.weights(3 * torch.eye(2), score=regard.Cosine(10.0)).max_score()
+    tensor([10., 10.])
+    """
 
     scale: float = 1.0
     transforms_keys = True
 
     def __post_init__(self) -> None:
-        _need_finite(self.scale, "Cosine(scale)")
+        need_finite(self.scale, "Cosine(scale)")
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT * self.scale
@@ -277,16 +264,23 @@ class Cosine(Score):
 
 @register_node
 class Gaussian(Score):
-    """s = −|q − k|² / 2σ²: alike means near."""
+    """s = −|q − k|² / 2σ²: near vectors are alike.
+
+    Args:
+        sigma: The distance at which alikeness fades, > 0.
+
+    >>> regard.weights(torch.tensor([[0.0], [5.0]]), score=regard.Gaussian(1.0)).max_score()
+    tensor([0., 0.])
+    """
 
     sigma: float = 1.0
     transforms_keys = True
 
     def __post_init__(self) -> None:
-        _need_finite(self.sigma, "Gaussian(sigma)")
+        need_finite(self.sigma, "Gaussian(sigma)")
         if not self.sigma > 0:
             raise ValueError(
-                f"Gaussian(sigma) needs sigma > 0, the distance at which alikeness fades; {self.sigma} came."
+                f"Gaussian(sigma) needs sigma > 0, the distance at which alikeness fades; got {self.sigma}."
             )
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
@@ -295,26 +289,41 @@ class Gaussian(Score):
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         # −|q − k|²/2σ² = q·k/σ² − |q|²/2σ² − |k|²/2σ²: a dot product, a bias per row and one per key.
         if q.dtype == k.dtype and q.dtype in (torch.float32, torch.float64):
-            # The three terms cancel badly far from the origin; distances do not change when it moves to the keys.
+            # The three terms cancel badly far from the origin; distances do not change when it moves to the keys' mean.
             finite = torch.where(k.isfinite(), k, 0).detach()
             centre = finite.mean(-2, keepdim=True) if k.shape[-2] else finite.sum(-2, keepdim=True)
-            q, k = q - _for_heads_of(q, centre), k - centre
+            q, k = q - repeat_kv(centre, q.shape[-3]), k - centre
         row = upcast(q).square().sum(-1, keepdim=True) / (-2 * self.sigma**2)  # *batch h i 1
         key = upcast(k).square().sum(-1).unsqueeze(-2) / (-2 * self.sigma**2)  # *batch g 1 j
-        key = _for_heads_of(q, key)
+        key = repeat_kv(key, q.shape[-3])
         return Lowered(q, k, Product(1 / self.sigma**2), (Bias(row), Bias(key), *self.modifiers))
 
 
 @register_node
 class Bilinear(Score):
-    """s = qᵀ W k; W is d × d′, or one such matrix a head (h, d, d′). It gets gradients."""
+    """s = qᵀ W k.
+
+    Args:
+        weight: W, ``(d, d′)`` or one matrix a head ``(h, d, d′)``. It gets gradients.
+
+    >>> q, k = torch.randn(5, 3), torch.randn(7, 2)
+    >>> regard.weights(q, k, score=regard.Bilinear(torch.randn(3, 2))).shape
+    torch.Size([5, 7])
+    """
 
     weight: Tensor
     sizes_may_differ = True
 
     def __post_init__(self) -> None:
-        _need_floats(self.weight, "Bilinear(weight)")
-        _need_axes(self.weight, 2, "Bilinear(weight)", "(d, d′) or (h, d, d′)")
+        need_floats(self.weight, "Bilinear(weight)")
+        need_axes(self.weight, 2, "Bilinear(weight)", "(d, d′) or (h, d, d′)")
+
+    def check_sizes(self, q: Tensor, k: Tensor) -> None:
+        _check_projections(self, q, k, {"weight": (q.shape[-1], k.shape[-1])})
+
+    def broadcast_to(self, matrix: MatrixShape) -> Self:
+        score = super().broadcast_to(matrix)
+        return dataclasses.replace(score, weight=with_leading_axes(self.weight, len(matrix.batch)))
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ self.weight.to(q.dtype) @ k.mT
@@ -325,7 +334,17 @@ class Bilinear(Score):
 
 @register_node
 class Additive(Score):
-    """s = vᵀ tanh(q A + k B); A is d × a, B is d′ × a, v has a. A leading head axis is allowed. All get gradients."""
+    """s = vᵀ tanh(q A + k B), with hidden size a. All tensors get gradients.
+
+    Args:
+        query_weight: A, ``(d, a)`` or one matrix a head ``(h, d, a)``.
+        key_weight: B, ``(d′, a)`` or ``(h, d′, a)``.
+        v: ``(a,)`` or ``(h, a)``.
+
+    >>> score = regard.Additive(torch.randn(3, 8), torch.randn(2, 8), torch.randn(8))
+    >>> regard.weights(torch.randn(5, 3), torch.randn(7, 2), score=score).shape
+    torch.Size([5, 7])
+    """
 
     query_weight: Tensor
     key_weight: Tensor
@@ -339,15 +358,29 @@ class Additive(Score):
             ("key_weight", self.key_weight, 2),
             ("v", self.v, 1),
         ):
-            _need_floats(tensor, f"Additive({name})")
-            _need_axes(tensor, axes, f"Additive({name})", {2: "(d, a) or (h, d, a)", 1: "(a,) or (h, a)"}[axes])
+            need_floats(tensor, f"Additive({name})")
+            need_axes(tensor, axes, f"Additive({name})", {2: "(d, a) or (h, d, a)", 1: "(a,) or (h, a)"}[axes])
         sizes = {
             "query_weight": self.query_weight.shape[-1],
             "key_weight": self.key_weight.shape[-1],
             "v": self.v.shape[-1],
         }
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"Additive: query_weight, key_weight and v must end in one size a; they end in {sizes}.")
+            raise ValueError(f"Additive: query_weight, key_weight and v must end in one size a; got {sizes}.")
+
+    def check_sizes(self, q: Tensor, k: Tensor) -> None:
+        a = self.v.shape[-1]
+        sizes = {"query_weight": (q.shape[-1], a), "key_weight": (k.shape[-1], a), "v": (a,)}
+        _check_projections(self, q, k, sizes)
+
+    def broadcast_to(self, matrix: MatrixShape) -> Self:
+        n = len(matrix.batch)
+        return dataclasses.replace(
+            super().broadcast_to(matrix),
+            query_weight=with_leading_axes(self.query_weight, n),
+            key_weight=with_leading_axes(self.key_weight, n),
+            v=with_leading_axes(self.v.unsqueeze(-2), n),
+        )
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         a, b = self._projected(q, k)
@@ -355,7 +388,7 @@ class Additive(Score):
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         if self.key_weight.ndim > 2 and self.key_weight.shape[-3] > k.shape[-3]:
-            k = _for_heads_of(q, k)
+            k = repeat_kv(k, q.shape[-3])
         return Lowered(*self._projected(q, k), TanhSum(self.v), self.modifiers)
 
     def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -364,10 +397,16 @@ class Additive(Score):
 
 @register_node
 class Similarity(Score):
-    """s = f(q, k, *parameters), your own function of blocks q (..., i, d) and k (..., j, d′); parameters get gradients.
+    """s = f(q, k, *parameters), a function of your own.
 
-    A module is taken with its parameters. The function sees one block at a time, in float32 (float64 for
-    float64 inputs), with heads of q and k already matched.
+    Args:
+        function: ``f(q, k, *parameters) -> (..., i, j)`` of blocks q ``(..., i, d)`` and k ``(..., j, d′)`` with the
+            same heads, in float32 (float64 for float64 inputs); or a module, with its parameters.
+        parameters: Tensors that get gradients. The function must not capture such tensors.
+
+    >>> manhattan = regard.Similarity(lambda q, k: -torch.cdist(q, k, p=1))
+    >>> regard.weights(torch.tensor([[0.0], [5.0]]), score=manhattan).peak().indices
+    tensor([0, 1])
     """
 
     function: Callable[..., Tensor]
@@ -375,7 +414,7 @@ class Similarity(Score):
     sizes_may_differ = True
 
     def __post_init__(self) -> None:
-        function, parameters = _open(self.function, self.parameters, "Similarity")
+        function, parameters = open_function(self.function, self.parameters, "Similarity")
         object.__setattr__(self, "function", function)
         object.__setattr__(self, "parameters", parameters)
 
@@ -388,7 +427,7 @@ class Similarity(Score):
 
 @register_node
 class Precomputed(Score):
-    """No score at all: weights that somebody else wrote out, (*batch, h, i, j)."""
+    """Weights (*batch, h, i, j) that exist already, in the place of a score."""
 
     w: Tensor
 
@@ -400,7 +439,7 @@ BY_NAME: dict[str, type[Score]] = {"dot": Dot, "scaled_dot": ScaledDot, "cosine"
 
 
 def as_score(score: Any) -> Score:
-    """A score from what users pass: a Score, a name, or a function f(q, k)."""
+    """A score from what users pass: a name, a Score, or a function f(q, k)."""
     if isinstance(score, Score):
         return score
     if isinstance(score, str):
@@ -414,88 +453,33 @@ def as_score(score: Any) -> Score:
         raise TypeError(f"score must be an object, not the class: write score={score.__name__}(...).")
     if callable(score):
         return Similarity(score)
-    raise TypeError(f"score must be a name, a Score or a function f(q, k); {type(score).__name__} came.")
+    raise TypeError(f"score must be a name, a Score or a function f(q, k); got {type(score).__name__}.")
 
 
-def _for_heads_of(q: Tensor, x: Tensor) -> Tensor:
-    """One head of x, made from keys, for every head of q; where no head was chosen there are none of either."""
-    return x if x.shape[-3] == q.shape[-3] else x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+def repeat_kv(x: Tensor, heads: int) -> Tensor:
+    """One head of keys or values for every head of queries: (..., g, j, e) to (..., h, j, e)."""
+    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _check_projections(score: Score, q: Tensor, k: Tensor, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise ValueError unless the named tensors of a score have these shapes, or these with a head axis."""
+    h = q.shape[-3]
+    for name, shape in shapes.items():
+        got = getattr(score, name).shape
+        extra = got[: -len(shape)]
+        if tuple(got[-len(shape) :]) != shape or len(extra) > 1 or (extra and extra[0] not in (1, h)):
+            raise ValueError(
+                f"{type(score).__name__}({name}) must be {shape} or {(h, *shape)} for q of size {q.shape[-1]} with "
+                f"{h} heads and k of size {k.shape[-1]}; got {tuple(got)}."
+            )
 
 
 def upcast(x: Tensor) -> Tensor:
-    """In the type that scores and statistics are computed in: float32, float64 for float64."""
+    """In the dtype that scores and statistics are computed in: float32, float64 for float64."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-@dataclass(frozen=True, eq=False)
-class _ModuleCall:
-    """A module as a function of its inputs and, explicitly, its parameters."""
-
-    module: nn.Module
-    names: tuple[str, ...]
-
-    def __call__(self, *args: Tensor) -> Tensor:
-        inputs, parameters = args[: len(args) - len(self.names)], args[len(args) - len(self.names) :]
-        return torch.func.functional_call(self.module, dict(zip(self.names, parameters, strict=True)), inputs)
-
-
-def _open(function: Any, parameters: tuple[Tensor, ...], what: str) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """Make every tensor that must get a gradient a parameter that is passed, not one that is captured."""
-    if not callable(function):
-        raise TypeError(f"{what}: a function was expected; {type(function).__name__} came.")
-    parameters = tuple(parameters)
-    if isinstance(function, nn.Module) and not parameters:
-        named = dict(function.named_parameters())
-        return _ModuleCall(function, tuple(named)), tuple(named.values())
-    if caught := _captured(function):
-        raise ValueError(
-            f"{what}: the function captures {caught}, which needs gradients; they would be lost. "
-            f"Pass such tensors on: {what}(f, tensor) calls f(..., tensor). A module can be passed as it is."
-        )
-    return function, parameters
-
-
-def _captured(function: Any) -> str | None:
-    """The name of a tensor or module with gradients that a function reaches through its closure or globals."""
-    if not isinstance(function, FunctionType):
-        return None
-    code = function.__code__
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    reached: list[tuple[str, Any]] = [(name, _content(cell)) for name, cell in cells]
-    reached += [(name, function.__globals__[name]) for name in code.co_names if name in function.__globals__]
-    for name, value in reached:
-        if isinstance(value, Tensor) and value.requires_grad:
-            return f"the tensor {name!r}"
-        if isinstance(value, nn.Module) and any(p.requires_grad for p in value.parameters()):
-            return f"the module {name!r}"
-    return None
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a cell that is not filled yet
-        return None
 
 
 def _brief(value: Any) -> str:
     if isinstance(value, Tensor):
         return "×".join(map(str, value.shape)) or "scalar"
     return getattr(value, "__name__", None) or (f"{value:g}" if isinstance(value, float) else str(value))
-
-
-def _need_finite(value: Any, name: str) -> None:
-    if not isinstance(value, int | float) or not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be a finite number; {value!r} came.")
-
-
-def _need_floats(tensor: Any, name: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor; {type(tensor).__name__} came. Use torch.tensor(...).")
-    if not tensor.is_floating_point():
-        raise TypeError(f"{name} must be a floating-point tensor; dtype {tensor.dtype} came. Convert with .float().")
-
-
-def _need_axes(tensor: Tensor, axes: int, name: str, shapes: str) -> None:
-    if tensor.ndim < axes:
-        raise ValueError(f"{name} must be {shapes}; shape {tuple(tensor.shape)} came.")

@@ -1,8 +1,7 @@
-"""What can be asked of the weights, and what each answer means on a matrix that is written out.
+"""The statistics of the weights: their names, a request for them, and their definitions on dense weights.
 
-Some results are had in one pass over the keys, carried along in a state; others need the finished rows and
-take a second pass. The formulas on dense weights at the end of this file define every statistic: the
-reference engine and `Weights.from_dense` are made of them. Imports only `block` and `factors`.
+Row statistics take one pass over the keys, with a running state; column statistics need finished rows and take a second
+pass. The formulas at the end of this file define every statistic; `reference` and `Weights.from_dense` use them.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from .problem import repeat_kv
 from .pytree import register_node
+from .torch_state import in_functorch
 
 __all__ = [
     "ONE_PASS",
@@ -29,9 +29,9 @@ __all__ = [
     "with_sink",
 ]
 
-#: Carried in the state while the keys go by. `norm` is what a row was normalised by: its maximum m and its sum l, from
-#: which weights are made again as exp(s − m) / l. Their one number lse = m + log l would not do: where all scores of a
-#: row are huge (a bias of −1e9), log l is lost in it.
+#: Results of the pass over the keys. `norm` is a row's maximum m and its sum l, from which weights are recomputed as
+#: exp(s − m) / l. The one number lse = m + log l would not do: where all scores of a row are huge (a bias of −1e9),
+#: log l is lost in it.
 ONE_PASS = (
     "y",
     "lse",
@@ -44,16 +44,16 @@ ONE_PASS = (
     "topk_scores",
     "topk_indices",
 )
-#: Column by column, from the finished rows.
+#: Results of the pass over columns, from the norm of every row.
 SECOND_PASS = ("received", "pool", "z")
-# Beside the two passes, `cells` are scores at chosen rows and keys, by the very product that made the norm, so that no
-# weight exp(s − m) / l exceeds 1: a product of another shape is an ulp off, and at scores near 10,000 an ulp is a
-# thousandth of the weight.
-#: What an engine may tell unasked, where it has it at hand; outside of graphs, since it is not differentiated.
+# Beside the two passes, `cells` are scores at chosen rows and keys, by the very product that the norm comes from, so
+# that no weight exp(s − m) / l exceeds 1: a product of another shape is an ulp off, and at scores near 10,000 an ulp is
+# a thousandth of the weight.
+#: Outputs an engine may add for free (eager only; no gradient).
 OPTIONAL_OUTPUTS = ("topk_weights",)
 #: Indices have no gradient.
 NOT_DIFFERENTIATED = ("argmax", "topk_indices")
-#: Scores at places that were found: their gradient is that of the score at the place.
+#: Scores at an index: their gradient is that of the score there.
 GATHERED = (("max_score", "argmax"), ("topk_scores", "topk_indices"))
 
 Results = dict[str, Tensor]
@@ -65,7 +65,7 @@ T = TypeVar("T")
 class Tiling:
     """How a part of the matrix is pooled: `rows` × `cols` tiles over i0 ≤ i < i1 and j0 ≤ j < j1.
 
-    Tile r of n positions sees_all_keys ⌊r·n/rows⌋ up to, not including, ⌊(r+1)·n/rows⌋.
+    Tile r of n positions begins at ⌊r·n/rows⌋ and ends before ⌊(r+1)·n/rows⌋.
     """
 
     rows: int
@@ -88,14 +88,14 @@ def _tile_of(position: Tensor, tiles: int, n: int) -> Tensor:
 
 @register_node
 class Request:
-    """Which results are wanted, and the tensors they need."""
+    """Names of the wanted results, and the tensors they need."""
 
     names: tuple[str, ...]
     topk: int = 0
     tiling: Tiling | None = None
     v: Tensor | None = None  # b g|h j e : y = W v
     u: Tensor | None = None  # b h i e : z = Wᵀ u
-    keys: Tensor | None = None  # j : 1 for the keys whose mass is asked, else 0
+    keys: Tensor | None = None  # j : 1 for the keys whose mass is requested, else 0
     rows: Tensor | None = None  # n : rows of the cells
     cols: Tensor | None = None  # n : keys of the cells
 
@@ -108,8 +108,8 @@ class Request:
 
 
 def required(part: T | None) -> T:
-    """A part of a request that comes with what is asked."""
-    assert part is not None, "the request names an answer and leaves out what it needs"
+    """A part of a request that its names imply."""
+    assert part is not None, "the request names a result without the input it needs"
     return part
 
 
@@ -135,15 +135,16 @@ def of_dense(w: Tensor, s: Tensor, request: Request, offset: int, sink: Tensor |
 
 
 def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Weights (b, h, i, j) of whole rows of scores; with a sink's logits also the share (b, h, i) that it takes."""
-    every = with_sink(s, logits)
-    # softmax of a row of −inf is nan, in its gradient too: such a row is set to 0 before. And what is hidden weighs
-    # 0 also in a row that is nan.
+    """Weights (b, h, i, j) of complete rows of scores; with a sink's logits also the share (b, h, i) that it takes."""
+    every, j = with_sink(s, logits), s.shape[-1]
+    # softmax of a row of −inf is nan. A hidden key weighs 0, also in a row that is nan.
     hidden = every == -torch.inf
-    p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)
-    j = s.shape[-1]
-    w = p[..., :j].masked_fill(hidden[..., :j], 0)
-    return w, None if logits is None else p[..., j].masked_fill(hidden[..., j], 0)
+    if every.requires_grad or in_functorch():
+        # The gradient of a row of −inf is nan as well: such a row is set to 0 before.
+        p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1).masked_fill(hidden, 0)
+    else:
+        p = every.softmax(-1).masked_fill_(hidden, 0)
+    return (p, None) if logits is None else (p[..., :j].contiguous(), p[..., j])
 
 
 def with_sink(s: Tensor, logits: Tensor | None) -> Tensor:
@@ -183,7 +184,7 @@ def lse_of(norm: Tensor) -> Tensor:
 def stable_topk(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """The n largest along the last axis, ties to the lower index; −inf and index −1 where there are fewer.
 
-    A value of −inf is no entry: nobody may see it.
+    A value of −inf is a hidden key and counts as missing.
     """
     value, index = x.sort(dim=-1, descending=True, stable=True)
     value, index = value[..., :n], index[..., :n]

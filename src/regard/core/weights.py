@@ -1,166 +1,173 @@
-"""The attention matrix as an object: index it, multiply with it, request it. It is never stored.
-
-`Weights` keeps factors (queries, keys, a score, a mask) and what was found out on the way: detached numbers, valid
-as long as no factor changes. Everything else is computed when it is asked for, exactly there.
-Imports `compute_with_autograd` and what is below it.
-"""
+"""The attention matrix as an object: index it, multiply with it, ask for statistics. It is never stored."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
-from .. import engines
-from ..engines import reference
-from ..engines.score_grad import weights_from_norm as weights_and_logs
-from .arguments import as_tiling, as_tokens, as_values, at_least_one, chosen_keys
-from .autograd import compute_with_autograd
-from .indexing import At, Pick, Tokens, as_index, indices, parse, positions_of, runs, word_at
-from .problem import Factors, Problem, from_weights
-from .result_cache import ResultCache, check_fits, format_bytes
+from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
+from .evaluation import LazyMatrix
+from .indexing import At, expand, pick_axes, positions_of, word_at
+from .problem import from_weights
+from .result_cache import format_bytes
+from .results import Peak, Statistics, TopK
 from .scores import Precomputed
-from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
-from .torch_state import without_autocast
+from .stats import Request
+from .types import KeyLike, KeysLike, StatisticName
 
-__all__ = ["Peak", "Statistics", "TopK", "Transposed", "Weights"]
+if TYPE_CHECKING:
+    from ..look import View
 
+__all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 
-class TopK(NamedTuple):
-    """The largest weights of every row and the keys they fall on, (..., h, i, n); (0, −1) where there are fewer."""
-
-    values: Tensor
-    indices: Tensor
-
-
-class Peak(NamedTuple):
-    """The largest weight of every row and the key it falls on, (..., h, i)."""
-
-    values: Tensor
-    indices: Tensor
+#: Statistics that `see` takes by name; topk, pool, mass and values are keywords.
+STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
 
 
-class Statistics:
-    """The results to one `compute_with_autograd`, as attributes. What was not asked for is not there."""
+class Weights(LazyMatrix):
+    """Attention weights ``(..., h, i, j)``, or ``(i, j)`` for one head; made by `regard.weights`.
 
-    def __init__(self, **results: Any) -> None:
-        # One by one: torch.compile of PyTorch 2.11 does not follow `vars(self).update`.
-        for name, answer in results.items():
-            setattr(self, name, answer)
+    | expression | is |
+    |---|---|
+    | ``W @ v``, ``W.mT @ u``, ``u @ W`` | linear maps, in linear memory |
+    | ``W[0, 3]`` | `Weights`: rows and columns are left alone |
+    | ``W[..., 10, 2]``, ``W[3, "it"]`` | a tensor, computed only there |
+    | ``W.entropy()``, ``W.topk(8)``, ... | statistics, float32 (float64 for float64 inputs) |
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name!r} was not asked for; here are {', '.join(self.__dict__)}. Ask see({name!r}).")
+    Results are differentiable, and cached while no factor changes.
 
-    def __repr__(self) -> str:
-        return f"Statistics({', '.join(self.__dict__)})"
-
-
-#: What `compute_with_autograd` takes by name; top, pool, mass and values are given as keywords.
-STATISTICS = ("lse", "max_score", "peak", "entropy", "received", "mean_distance")
-
-#: Which of the engines' results each statistic is made of.
-_RAW_OUTPUTS = {
-    "lse": ("lse", "norm"),
-    "peak": ("max_score", "argmax", "norm"),
-    "topk": ("topk_scores", "topk_indices", "norm"),
-    "values": ("y",),
-}
-
-
-class Weights:
-    """The weights of attention, (..., h, i, j), or (i, j) for one head; made by `regard.weights`.
-
-    W @ v, W.mT @ u, u @ W          linear maps, in linear memory
-    W[0, 3]                         batch and head axes alone give a Weights
-    W[..., 10, 2], W[3, "it"]       rows and columns give a tensor, computed exactly there
-    W.entropy(), W.topk(8), ...      statistics, float32 (float64 for float64 inputs)
+    >>> W = regard.weights(torch.eye(3), mask=regard.causal())
+    >>> W.shape
+    torch.Size([3, 3])
+    >>> W[0]
+    tensor([1., 0., 0.])
     """
-
-    def __init__(
-        self,
-        factors: Factors,
-        engine: str,
-        *,
-        one_head: bool,
-        tokens: tuple[Tokens | None, Tokens | None] = (None, None),
-    ) -> None:
-        self._factors = factors
-        self._engine = engine
-        self._one_head = one_head
-        self._tokens = tokens
-        self._leaves = factors.tensors()
-        self._cache = ResultCache()
 
     @staticmethod
     def from_dense(w: Tensor) -> Weights:
-        """The same object over weights that somebody else wrote out, (..., h, i, j) or (i, j)."""
+        """Weights that exist already, as the same kind of object.
+
+        Args:
+            w: Weights ``(..., h, i, j)`` or ``(i, j)``, floating point.
+
+        Returns:
+            `Weights` that answer all but `lse` and `max_score`, which need scores.
+
+        >>> regard.Weights.from_dense(torch.tensor([[0.5, 0.5], [0.0, 1.0]])).entropy()
+        tensor([0.6931, 0.0000])
+        """
         if not isinstance(w, Tensor) or not w.is_floating_point():
-            came = w.dtype if isinstance(w, Tensor) else type(w).__name__
-            raise TypeError(f"from_dense(w) takes a floating-point tensor of weights; {came} came.")
+            got = w.dtype if isinstance(w, Tensor) else type(w).__name__
+            raise TypeError(f"from_dense(w) takes a floating-point tensor of weights; got {got}.")
         if w.ndim < 2:
-            raise ValueError(f"from_dense(w) takes (..., h, i, j) or (i, j); shape {tuple(w.shape)} came.")
+            raise ValueError(f"from_dense(w) takes (..., h, i, j) or (i, j); got shape {tuple(w.shape)}.")
         return Weights(from_weights(w), "reference", one_head=w.ndim == 2)
-
-    # What it is.
-
-    @property
-    def shape(self) -> torch.Size:
-        head = () if self._one_head else (self._factors.heads,)
-        return torch.Size((*self._factors.batch, *head, *self._sizes))
 
     @property
     def ndim(self) -> int:
+        """Number of axes.
+
+        >>> regard.weights(torch.randn(2, 8, 5, 4)).ndim
+        4
+        """
         return len(self.shape)
 
     @property
-    def device(self) -> torch.device:
-        return self._factors.q.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the weights and of every statistic: float32, float64 for float64 inputs."""
-        return torch.float64 if self._factors.q.dtype == torch.float64 else torch.float32
-
-    @property
     def tokens(self) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-        """The words of rows and of columns, as given to `label`."""
+        """Tokens of the rows and of the columns, as passed to `label`; None where there are none.
+
+        >>> regard.weights(torch.eye(2)).label(["a", "b"]).tokens
+        (('a', 'b'), ('a', 'b'))
+        """
         rows, cols = self._tokens
         return rows.words if rows else None, cols.words if cols else None
 
     def to(self, *args: Any, **kwargs: Any) -> Weights:
-        """The same weights on another device or from factors of another floating-point type."""
-        return self._with(self._factors.map(lambda t: _moved(t, *args, **kwargs)))
+        """The same weights on another device, or from factors of another floating-point type.
+
+        Args:
+            *args: As for `torch.Tensor.to`: a device, a dtype, or both.
+            **kwargs: As for `torch.Tensor.to`.
+
+        Returns:
+            New `Weights`. Integer and bool tensors (masks) change their device only.
+
+        >>> regard.weights(torch.eye(2)).to(torch.float64).dtype
+        torch.float64
+        """
+        return self._with(self._factors.map(lambda t: _to(t, *args, **kwargs)))
 
     def detach(self) -> Weights:
-        """The same weights, cut off from autograd."""
+        """The same weights without autograd.
+
+        Returns:
+            `Weights` over detached factors.
+
+        >>> regard.weights(torch.eye(2, requires_grad=True)).detach().entropy().requires_grad
+        False
+        """
         return self._with(self._factors.map(Tensor.detach))
 
     def label(self, rows: Sequence[str], cols: Sequence[str] | None = None) -> Weights:
-        """The same weights with words for rows and columns; one list serves both when the lengths agree."""
+        """The same weights with tokens, which then serve as indices.
+
+        Args:
+            rows: One token for each query position.
+            cols: One token for each key position. Default: `rows`, where the lengths agree.
+
+        Returns:
+            `Weights` with `tokens`; cached results stay.
+
+        >>> W = regard.weights(torch.eye(3)).label(["the", "cat", "sat"])
+        >>> W["cat", "sat"] == W[1, 2]
+        tensor(True)
+        """
         i, j = self._sizes
         if cols is None and i != j:
             raise ValueError(f"{i} rows and {j} columns need tokens apart: label(row_tokens, column_tokens).")
-        given = as_tokens(rows, i, "row"), as_tokens(rows if cols is None else cols, j, "column")
-        labelled = self._with(self._factors, tokens=given)
+        tokens = as_tokens(rows, i, "row"), as_tokens(rows if cols is None else cols, j, "column")
+        labelled = self._with(self._factors, tokens=tokens)
         labelled._cache = self._cache.copy()
         return labelled
 
     def at(self, word: str, nth: int) -> At:
-        """The nth occurrence of a word, counted from 1, for use as an index."""
+        """One of several equal tokens, as an index.
+
+        Args:
+            word: The token.
+            nth: Which occurrence, counted from 1.
+
+        Returns:
+            An index for the last two axes.
+
+        >>> W = regard.weights(torch.eye(3)).label(["the", "cat", "the"])
+        >>> W[W.at("the", 2), "cat"] == W[2, 1]
+        tensor(True)
+        """
         return word_at(word, nth)
 
-    def show(self, word: Any = None, **options: Any) -> Any:
-        """The picture: a page in a notebook, text in a terminal, .save("x.html") or .save("x.svg"); see `look.View`."""
-        # The room above is entered by name, when it is asked for: imports point downwards.
+    def show(self, word: KeyLike | None = None, **options: Any) -> View:
+        """The picture: a page in a notebook, text in a terminal; ``.save("x.html")`` or ``.save("x.svg")``.
+
+        Args:
+            word: The row to show first: its position or token.
+            **options: As for `regard.look.View`.
+
+        Returns:
+            A `regard.look.View`.
+
+        >>> type(regard.weights(torch.eye(3)).show()).__name__
+        'View'
+        """
+        # Imported by name: `look` is above this module.
         return import_module("regard.look").View(self, word=word, **options)
 
     def __repr__(self) -> str:
-        size = "×".join(map(str, self.shape))
-        parts = [size, repr(self._factors.score)]
+        parts = ["×".join(map(str, self.shape)), repr(self._factors.score)]
         if self._factors.mask is not None:
             parts.append(repr(self._factors.mask))
         dense = format_bytes(self.shape.numel() * self.dtype.itemsize)
@@ -168,70 +175,181 @@ class Weights:
 
     # Linear maps.
 
-    def __matmul__(self, v: Any) -> Tensor:
+    def __matmul__(self, v: Tensor) -> Tensor:
         return self.see(values=v).y
 
-    def __rmatmul__(self, u: Any) -> Tensor:
+    def __rmatmul__(self, u: Tensor) -> Tensor:
         if not isinstance(u, Tensor):
             return NotImplemented
         return self.mT @ u if u.ndim == 1 else (self.mT @ u.mT).mT
 
     @property
     def mT(self) -> Transposed:
-        """The transposed matrix, for `W.mT @ u`."""
+        """The transposed matrix, for ``W.mT @ u``: what every key collects from the rows that look at it.
+
+        >>> W = regard.weights(torch.eye(3))
+        >>> torch.allclose(W.mT @ torch.ones(3), W.received())
+        True
+        """
         return Transposed(self)
 
     T = mT
 
-    # Statistics. Each is one question; `compute_with_autograd` asks several at once.
+    # Statistics. Each is one request; `see` computes several in the fewest passes.
 
     def lse(self) -> Tensor:
-        """log Σ_j exp(s_ij), natural log, (..., h, i); −inf for a row that sees nothing."""
+        """Log-sum-exp of the scores of every row, natural log.
+
+        Returns:
+            ``(..., h, i)``; -inf for a row that sees no key.
+
+        >>> regard.weights(torch.zeros(2, 4)).lse()
+        tensor([0.6931, 0.6931])
+        """
         return self.see("lse").lse
 
     def max_score(self) -> Tensor:
-        """The largest score of every row, before softmax, (..., h, i)."""
+        """The largest score of every row, before softmax. A sink is no key and does not count.
+
+        Returns:
+            ``(..., h, i)``; -inf for a row that sees no key.
+
+        >>> regard.weights(3 * torch.eye(2), score="dot").max_score()
+        tensor([9., 9.])
+        """
         return self.see("max_score").max_score
 
     def peak(self) -> Peak:
-        """The largest weight of every row and where it falls."""
+        """The largest weight of every row and the key it falls on.
+
+        Returns:
+            `Peak` with `values` and `indices`, each ``(..., h, i)``.
+
+        >>> regard.weights(torch.eye(3)).peak().indices
+        tensor([0, 1, 2])
+        """
         return self.see("peak").peak
 
     def entropy(self) -> Tensor:
-        """−Σ_j w_ij log w_ij in nats, (..., h, i); a sink's share counts as one more outcome."""
+        """Entropy -Σ_j w_ij log w_ij of every row in nats; a sink's share counts as one more outcome.
+
+        Returns:
+            ``(..., h, i)``; 0 for a row that sees no key.
+
+        >>> regard.weights(torch.zeros(2, 4)).entropy()  # two keys alike: log 2
+        tensor([0.6931, 0.6931])
+        """
         return self.see("entropy").entropy
 
     def topk(self, k: int) -> TopK:
-        """The n largest weights of every row, largest first, ties to the lower index."""
+        """The k largest weights of every row, largest first, ties to the lower index.
+
+        Args:
+            k: How many, at least 1.
+
+        Returns:
+            `TopK` with `values` and `indices`, each ``(..., h, i, k)``; (0, -1) where a row sees fewer keys.
+
+        >>> regard.weights(torch.eye(3), mask=regard.causal()).topk(1).indices
+        tensor([[0],
+                [1],
+                [2]])
+        """
         return self.see(topk=k).topk
 
     def received(self) -> Tensor:
-        """Σ_i w_ij: what each key is given by all rows, for every query head, (..., h, j)."""
+        """The weight Σ_i w_ij that each key receives from all rows.
+
+        Returns:
+            ``(..., h, j)``, for every query head.
+
+        >>> regard.weights(torch.zeros(2, 4)).received()
+        tensor([1., 1.])
+        """
         return self.see("received").received
 
     def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None)) -> Tensor:
-        """The sum of the weights in each of rows × cols tiles of a part of the matrix, (..., h, rows, cols).
+        """The sum of the weights in each of rows × cols tiles: the matrix at lower resolution.
 
-        Tile r of n positions sees_all_keys ⌊r·n/rows⌋ up to, not including, ⌊(r+1)·n/rows⌋.
+        Tile r of n positions begins at ⌊r·n/rows⌋ and ends before ⌊(r+1)·n/rows⌋.
+
+        Args:
+            rows: Number of tiles along the queries.
+            cols: Number of tiles along the keys.
+            i: The part of the queries that is pooled, a slice without step.
+            j: The part of the keys that is pooled, a slice without step.
+
+        Returns:
+            ``(..., h, rows, cols)``.
+
+        >>> regard.weights(torch.zeros(4, 2)).pool(2, 2)
+        tensor([[1., 1.],
+                [1., 1.]])
         """
         return self.see(pool=(rows, cols, i, j)).pool
 
     def mean_distance(self) -> Tensor:
-        """Σ_j w_ij |distance|: how far away every row looks, in positions, (..., h, i)."""
+        """The mean distance Σ_j w_ij |i - j| of every row, in positions.
+
+        Returns:
+            ``(..., h, i)``.
+
+        Raises:
+            ValueError: Lengths differ and `align` was not passed to `regard.weights`.
+
+        >>> regard.weights(torch.zeros(3, 2), mask=regard.causal()).mean_distance()
+        tensor([0.0000, 0.5000, 1.0000])
+        """
         return self.see("mean_distance").mean_distance
 
-    def mass(self, keys: Any) -> Tensor:
-        """Σ of w_ij over chosen keys (a word, an int, a slice, a list of them, or a bool tensor), (..., h, i)."""
+    def mass(self, keys: KeysLike) -> Tensor:
+        """The weight that every row puts on chosen keys.
+
+        Args:
+            keys: A position, a token, a slice, a list of positions or tokens, or one bool a key ``(j,)``.
+
+        Returns:
+            ``(..., h, i)``.
+
+        >>> regard.weights(torch.zeros(4, 2)).mass([0, 3])
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+        """
         return self.see(mass=keys).mass
 
     def see(
-        self, *names: str, topk: int | None = None, pool: Any = None, mass: Any = None, values: Any = None
+        self,
+        *names: StatisticName,
+        topk: int | None = None,
+        pool: tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice] | None = None,
+        mass: KeysLike | None = None,
+        values: Tensor | None = None,
     ) -> Statistics:
-        """Several results at once, in the fewest passes, with one backward.
+        """Several statistics at once, in the fewest passes and with one backward.
 
-        seen = W.see("entropy", "received", topk=8, pool=(64, 64), values=v)
-        seen.entropy, seen.received, seen.topk.values, seen.pool, seen.y
+        Args:
+            *names: ``"lse"``, ``"max_score"``, ``"peak"``, ``"entropy"``, ``"received"``, ``"mean_distance"``.
+            topk: k of `topk`.
+            pool: ``(rows, cols)`` or ``(rows, cols, i, j)`` of `pool`.
+            mass: keys of `mass`.
+            values: v ``(..., j, e)`` of ``W @ v``, which is the field `y`.
+
+        Returns:
+            `Statistics` with a field for each; any other field raises AttributeError.
+
+        Raises:
+            ValueError: Nothing was requested, or a name is unknown.
+
+        >>> q, v = torch.randn(8, 5, 4), torch.randn(8, 5, 4)
+        >>> seen = regard.weights(q).see("entropy", topk=2, values=v)
+        >>> seen.entropy.shape, seen.topk.indices.shape, seen.y.shape
+        (torch.Size([8, 5]), torch.Size([8, 5, 2]), torch.Size([8, 5, 4]))
         """
+        return self._statistics(*self._requested(names, topk, pool, mass, values))
+
+    def _requested(
+        self, names: tuple[str, ...], topk: Any, pool: Any, mass: Any, values: Any
+    ) -> tuple[list[str], dict[str, Any]]:
+        """Statistics and the inputs of their request, checked."""
         for name in names:
             if name not in STATISTICS:
                 raise ValueError(
@@ -239,136 +357,50 @@ class Weights:
                     "as keywords: topk=k, pool=(rows, cols), mass=keys, values=v."
                 )
             if name in ("lse", "max_score") and isinstance(self._factors.score, Precomputed):
-                raise ValueError(
-                    f"{name}: weights that were given ready-made tell nothing about the scores they came from."
-                )
+                raise ValueError(f"{name} needs scores, and weights that were passed to from_dense have none.")
         if not names and topk is None and pool is None and mass is None and values is None:
             raise ValueError(
-                f"see() was asked nothing. By name: {', '.join(STATISTICS)}; as keywords: topk=, pool=, mass=, values=."
+                f"see() needs at least one statistic. By name: {', '.join(STATISTICS)}; "
+                "as keywords: topk=, pool=, mass=, values=."
             )
         if "mean_distance" in names:
             self._need_positions("mean_distance")
-        asked = list(names)
-        extra: dict[str, Any] = {}
+        statistics = list(names)
+        inputs: dict[str, Any] = {}
         if topk is not None:
-            asked.append("topk")
-            extra["topk"] = at_least_one(topk, "topk(k)")
+            statistics.append("topk")
+            inputs["topk"] = at_least_one(topk, "topk(k)")
         if pool is not None:
-            asked.append("pool")
-            extra["tiling"] = as_tiling(pool, self._sizes)
+            statistics.append("pool")
+            inputs["tiling"] = as_tiling(pool, self._sizes)
         if mass is not None:
-            asked.append("mass")
-            extra["keys"] = chosen_keys(mass, self._sizes[1], self._tokens[1], self._factors.q)
+            statistics.append("mass")
+            inputs["keys"] = chosen_keys(mass, self._sizes[1], self._tokens[1], self._factors.q)
         if values is not None:
-            asked.append("values")
-            extra["v"] = values
-        return self._seen(asked, extra)
+            statistics.append("values")
+            inputs["v"] = values
+        return statistics, inputs
 
-    # How results are had.
-
-    def _seen(self, asked: list[str], extra: dict[str, Any]) -> Statistics:
-        vector = isinstance(extra.get("v"), Tensor) and extra["v"].ndim == 1
-        if "v" in extra:
-            extra["v"] = self._laid_values(extra["v"].unsqueeze(-1) if vector else extra["v"], self._sizes[1], "values")
-        raw = tuple(dict.fromkeys(name for statistic in asked for name in _RAW_OUTPUTS.get(statistic, (statistic,))))
-        results = self._ask(Request(raw, **extra))
-        found: dict[str, Any] = {}
-        for statistic in asked:
-            if statistic == "peak":
-                weight = self._weight_of(results["max_score"], results["norm"])
-                found["peak"] = Peak(weight, results["argmax"])
-            elif statistic == "topk":
-                if (weights := results.get("topk_weights")) is None:
-                    weights = self._weight_of(results["topk_scores"], results["norm"].unsqueeze(-2))
-                found["topk"] = TopK(weights, results["topk_indices"])
-            elif statistic == "values":
-                found["y"] = results["y"].squeeze(-1) if vector else results["y"]
-            else:
-                found[statistic] = results[statistic].to(self.dtype)
-        return Statistics(**found)
-
-    def _weight_of(self, score: Tensor, norm: Tensor) -> Tensor:
-        """The weight of a score; without a key the score is −inf and the weight 0, also in rows that see nothing."""
-        m, l = norm.unbind(-1)
-        nothing = l == 0
-        return (score - m.masked_fill(nothing, 0)).exp() / l.masked_fill(nothing, 1)
-
-    def _ask(self, request: Request) -> Results:
-        """The engines' results, with this matrix's batch and head axes."""
-        batch = self._batch_with(request)
-        factors = self._factors.expanded(batch)
-        live = _need_gradients(*self._leaves, request.v, request.u)
-        # The gradient of a maximum is that of the score it falls on, so its place is asked for; the norm serves all.
-        names = request.names
-        if live:
-            names = tuple(dict.fromkeys((*names, "norm", *(("argmax",) if "max_score" in names else ()))))
-        v, u = _fold(request.v, batch), _fold(request.u, batch)
-        asked = dataclasses.replace(request, names=names, v=v, u=u)
-        results = self._computed(factors, asked, live, remember=batch == self._factors.batch)
-        return {
-            name: self._unfolded(results[name], batch)
-            for name in (*request.names, *OPTIONAL_OUTPUTS)
-            if name in results
-        }
-
-    def _computed(self, factors: Factors, request: Request, live: bool, remember: bool) -> Results:
-        if self._engine == "reference":
-            return reference.answer(factors.folded(), request)
-        cached = self._cache.get(self._leaves, request) if remember else {}
-        if not live and all(name in cached for name in request.names):
-            return cached
-        problem = factors.problem()
-        engine = engines.get_engine(self._engine)
-        results = compute_with_autograd(problem, request, engine, cached, live)
-        if remember:
-            self._cache.put(self._leaves, request, results)
-        return results
-
-    def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
-        """The weights at these rows and columns, (*batch, h, i, j)."""
-        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
-        check_fits(cells * self.dtype.itemsize, self.device)
-        if self._engine == "reference":
-            w = reference.weights(self._factors.folded())[:, :, as_index(rows)][..., as_index(cols)]
-            return w.reshape(*self._factors.batch, *w.shape[1:])
-        problem = self._factors.problem()
-        if cols == range(self._sizes[1]):
-            block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
-            # A whole row is normalised by its own scores.
-            w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])
-        else:
-            parts = list(self._parts_of_rows(problem, rows, cols))
-            nothing = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
-            w = torch.cat(parts, 2) if parts else nothing
-        return w.reshape(*self._factors.batch, *w.shape[1:])
-
-    def _parts_of_rows(self, problem: Problem, rows: list[int] | range, cols: list[int] | range) -> Iterator[Tensor]:
-        """Weights at these rows and columns, run by run of neighbouring rows: scores and norm come from one product."""
-        live, engine = _need_gradients(*self._leaves), engines.get_engine(self._engine)
-        keys = indices(cols, self.device)
-        asked = Request(("norm", "cells"), rows=indices(rows, self.device), cols=keys)
-        remembered = {} if live else self._cache.get(self._leaves, Request(("norm",)))
-        if remembered and engines.same_product(engine, problem):
-            results = compute_with_autograd(problem, asked, engine, remembered, live)
-            yield weights_and_logs(results["cells"], results["norm"][:, :, asked.rows], False)[0]
-            return
-        for run in runs(rows):
-            every = indices(range(len(run)), self.device)
-            request = dataclasses.replace(asked, rows=every)
-            results = compute_with_autograd(problem.narrow(run.start, run.stop), request, engine, {}, live)
-            yield weights_and_logs(results["cells"], results["norm"], False)[0]
+    def _need_positions(self, what: str) -> None:
+        if self._factors.offset is None:
+            i, j = self._sizes
+            raise ValueError(
+                f"{what} depends on positions, and {i} queries and {j} keys do not say how they correspond: pass "
+                'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as '
+                "with a cache) to weights()."
+            )
 
     # Indexing.
 
-    def __getitem__(self, key: Any) -> Any:
-        picks = parse(key, self.shape, self._tokens)
-        outer, rows, cols = picks[:-2], picks[-2], picks[-1]
-        chosen = self._selected(outer)
-        i, j = self._sizes
-        if rows == range(i) and cols == range(j) and not isinstance(rows, int):
+    def __getitem__(self, key: Any) -> Any:  # a Weights or a Tensor, by what stands in the brackets
+        items = expand(key, self.shape)
+        picks = pick_axes(items, self.shape, self._tokens)
+        chosen = self._select(picks[:-2])
+        # Only `:` and `...` leave rows and columns alone, so that the type does not depend on lengths.
+        if all(isinstance(item, slice) and item == slice(None) for item in items[-2:]):
             return chosen
-        row_list, col_list = positions_of(rows), positions_of(cols)
-        block = chosen._block(row_list, col_list)
+        rows, cols = picks[-2:]
+        block = chosen._block(positions_of(rows), positions_of(cols))
         if chosen._one_head:
             block = block.squeeze(-3)
         if isinstance(cols, int):
@@ -380,90 +412,64 @@ class Weights:
     def __iter__(self) -> Iterator[Any]:
         return (self[n] for n in range(self.shape[0]))
 
-    def row(self, i: int | str | At) -> Tensor:
-        """Whom query i looks at: w_ij for every key, (..., h, j)."""
+    def row(self, i: KeyLike) -> Tensor:
+        """The weights of query i: where it looks.
+
+        Args:
+            i: A position or a token.
+
+        Returns:
+            ``(..., h, j)``.
+
+        >>> regard.weights(torch.zeros(2, 4)).row(0)
+        tensor([0.5000, 0.5000])
+        """
         return self[..., i, :]
 
-    def column(self, j: int | str | At) -> Tensor:
-        """Who looks at key j: w_ij for every query, (..., h, i)."""
+    def column(self, j: KeyLike) -> Tensor:
+        """The weights on key j: who looks at it.
+
+        Args:
+            j: A position or a token.
+
+        Returns:
+            ``(..., h, i)``.
+
+        >>> regard.weights(torch.zeros(2, 4), mask=regard.causal()).column(0)
+        tensor([1.0000, 0.5000])
+        """
         return self[..., :, j]
 
     def dense(self) -> Tensor:
-        """The whole matrix written out. Quadratic memory: refused, with what to ask instead, when it would not fit."""
+        """All weights as a tensor, in quadratic memory.
+
+        Returns:
+            ``(..., h, i, j)`` or ``(i, j)``.
+
+        Raises:
+            MemoryError: It would not fit; the message says what to ask for instead.
+
+        >>> regard.weights(torch.zeros(2, 4), mask=regard.causal()).dense()
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
+        """
         block = self._block(range(self._sizes[0]), range(self._sizes[1]))
         return block.squeeze(-3) if self._one_head else block
 
-    def _selected(self, picks: list[Pick]) -> Weights:
-        """Chosen sequences and heads."""
-        factors, batch = self._factors, len(self._factors.batch)
-        if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
-            return self
-        heads = picks[batch] if len(picks) > batch else None
-        if heads is not None:
-            factors = factors.pick_heads(heads)
-        for axis in reversed(range(batch)):
-            factors = factors.pick(axis, picks[axis])
-        return self._with(factors, one_head=self._one_head or isinstance(heads, int))
-
-    # Small things.
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        return self._factors.q.shape[-2], self._factors.k.shape[-2]
-
-    def _with(self, factors: Factors, **changes: Any) -> Weights:
-        kept = {"one_head": self._one_head, "tokens": self._tokens}
-        return Weights(factors, self._engine, **{**kept, **changes})
-
-    def _need_positions(self, what: str) -> None:
-        if self._factors.offset is None:
-            i, j = self._sizes
-            raise ValueError(
-                f"{what} depends on positions, and {i} queries and {j} keys do not say how they correspond: pass "
-                'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as '
-                "with a cache) to weights()."
-            )
-
-    def _laid_values(self, v: Any, length: int, what: str) -> Tensor:
-        """With all axes (*batch, heads, length, e)."""
-        v = as_values(v, length, what, self.device, self.shape)
-        if self._factors.heads % v.shape[-3]:
-            raise ValueError(
-                f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide "
-                "those of the weights. If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."
-            )
-        missing = len(self._factors.batch) + 3 - v.ndim
-        return v.reshape(*[1] * missing, *v.shape) if missing > 0 else v
-
-    def _batch_with(self, request: Request) -> torch.Size:
-        others = [t.shape[:-3] for t in (request.v, request.u) if t is not None]
-        if all(other == self._factors.batch for other in others):
-            return self._factors.batch
-        try:
-            return torch.Size(torch.broadcast_shapes(self._factors.batch, *others))
-        except RuntimeError:
-            raise ValueError(
-                f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, "
-                f"{tuple(self._factors.batch)}."
-            ) from None
-
-    def _unfolded(self, x: Tensor, batch: torch.Size) -> Tensor:
-        x = x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:])
-        return x.squeeze(len(batch)) if self._one_head else x
-
 
 class Transposed:
-    """Wᵀ, for `W.mT @ u`: what every key collects from the rows that look at it."""
+    """Wᵀ, for ``W.mT @ u``: what every key collects from the rows that look at it."""
 
     def __init__(self, weights: Weights) -> None:
         self.mT = self.T = weights
 
     @property
     def shape(self) -> torch.Size:
+        """``(..., h, j, i)``, or ``(j, i)`` for one head."""
         *outer, i, j = self.mT.shape
         return torch.Size((*outer, j, i))
 
-    def __matmul__(self, u: Any) -> Tensor:
+    def __matmul__(self, u: Tensor) -> Tensor:
         w = self.mT
         vector = isinstance(u, Tensor) and u.ndim == 1
         rows = w._laid_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
@@ -479,22 +485,7 @@ class Transposed:
         return f"Transposed({self.mT!r})"
 
 
-# Helpers of the two classes.
-
-
-def _need_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
-    if x is None:
-        return None
-    if x.shape[:-3] == batch and len(batch) == 1:
-        return x
-    return x.expand(*batch, *x.shape[-3:]).reshape(batch.numel(), *x.shape[-3:])
-
-
-def _moved(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`t.to(...)`, where a floating-point type leaves whole numbers and masks as they are."""
+def _to(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`t.to(...)`, where a floating-point type leaves integers and bools as they are."""
     moved = t.to(*args, **kwargs)
     return moved if t.is_floating_point() or moved.dtype == t.dtype else t.to(moved.device)

@@ -1,7 +1,7 @@
-"""Who computes: the engines and the table by which `engine="auto"` picks one.
+"""Who computes: the engines, and the table by which `engine="auto"` picks one.
 
-An engine turns a problem and a request into numbers, and a gradient of the weights into gradients of what
-they were made of. Engines agree by test; each says what it serves. Imports `factors`, `statistics`, `state`.
+An engine turns a problem and a request into results, and the gradient of the scores into gradients of the problem's
+tensors. All engines agree by test; each says what it serves.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from torch import Tensor
 
 from ..core.problem import Problem
 from ..core.stats import Request, Results
-from . import blockwise, triton
+from . import blockwise, reference, triton
+from .reference import Reference
 from .score_grad import InputGrads, ScoreGrad
 
-__all__ = ["ENGINES", "Engine", "get_engine", "resolve"]
-
-#: What users may name. `auto` picks the first that serves; `reference` is t × t and is never picked.
-ENGINES = ("auto", "triton", "blockwise", "reference")
+__all__ = ["ENGINES", "Engine", "Reference", "fused_engine", "get_engine", "resolve", "same_product"]
 
 
 class Engine(Protocol):
+    """An engine that computes problems in linear memory. `Reference` is the other kind: plain autograd over factors."""
+
     name: str
     #: Whether the gradient of y is taken in its own type, not in float32.
     narrow: bool
 
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
-        """The named results to the question; `known` may hold norm already."""
+        """The named results of the request; `cached` may hold `norm` already."""
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
     ) -> InputGrads:
-        """Gradients of the problem's tensors, of v and of u; `needs` says of which of the problem's tensors."""
+        """Gradients of the problem's tensors, of v and of u; `needs`: for each of the problem's tensors."""
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
-        """Σ_e a b for every row, (b, h, i), in the type of statistics."""
+        """Σ_e a b for every row, (b, h, i), in the dtype of statistics."""
 
 
 class Auto:
@@ -43,44 +43,62 @@ class Auto:
 
     | on | what | engine |
     |---|---|---|
-    | NVIDIA GPUs | all that `triton` serves: see `triton.why_not` | `triton` |
+    | NVIDIA GPUs | all that `triton` serves: see `triton.unsupported_reason` | `triton` |
     | anywhere | everything | `blockwise` |
     """
 
     name = "auto"
     narrow = False
 
-    def picked(self, problem: Problem, request: Request) -> Engine:
+    def pick(self, problem: Problem, request: Request) -> Engine:
         """The engine that `auto` means for this problem."""
         on_gpu = problem.q.device.type == "cuda" and not request.wants("cells")
         return triton.ENGINE if on_gpu and triton.unsupported_reason(problem, request) is None else blockwise.ENGINE
 
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
-        return self.picked(problem, request).compute(problem, request, names, cached)
+        return self.pick(problem, request).compute(problem, request, names, cached)
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
     ) -> InputGrads:
-        return self.picked(problem, request).backward(problem, request, norm, gradient, needs)
+        return self.pick(problem, request).backward(problem, request, norm, gradient, needs)
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         return blockwise.ENGINE.row_dot(a, b)
 
 
+AUTO = Auto()
+
+_BY_NAME: dict[str, Engine | Reference] = {
+    engine.name: engine for engine in (AUTO, triton.ENGINE, blockwise.ENGINE, reference.ENGINE)
+}
+#: The names that users may pass. `auto` picks the first that serves; `reference` is t × t and is never picked.
+ENGINES = tuple(_BY_NAME)
+
+
+def get_engine(name: str) -> Engine | Reference:
+    """The engine of that name.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name not in _BY_NAME:
+        raise ValueError(f"unknown engine {name!r}; the engines are {', '.join(map(repr, ENGINES))}.")
+    return _BY_NAME[name]
+
+
+def fused_engine(name: str) -> Engine:
+    """The engine of that name, for graphs, which hold no `reference`."""
+    engine = get_engine(name)
+    assert not isinstance(engine, Reference), "torch.compile traces the reference engine: no operator calls it"
+    return engine
+
+
 def resolve(engine: Engine, problem: Problem, request: Request) -> Engine:
     """The engine that computes: `auto` decided, any other itself."""
-    return AUTO.picked(problem, request) if isinstance(engine, Auto) else engine
+    return AUTO.pick(problem, request) if isinstance(engine, Auto) else engine
 
 
 def same_product(engine: Engine, problem: Problem) -> bool:
-    """Whether the scores of `cells` are those that this engine's norm of the same problem was made of."""
+    """Whether `cells` are the very scores that this engine's norm of the same problem was computed from."""
     return resolve(engine, problem, Request(("norm",))) is blockwise.ENGINE
-
-
-def get_engine(name: str) -> Engine:
-    """The engine of that name."""
-    by_name: dict[str, Engine] = {"auto": AUTO, "triton": triton.ENGINE}
-    return by_name.get(name, blockwise.ENGINE)
-
-
-AUTO = Auto()

@@ -1,9 +1,8 @@
 """Block by block in plain PyTorch: any score, any mask, any device, linear memory.
 
-Four walks over the same tiles. `forward` merges the state of every tile into that of its rows; `column_pass`
-makes the weights of finished rows once more and adds up their columns; `cells` copies scores out of the few tiles that
-hold them; `backward` makes the weights again and sends gradients into the scores.
-Imports `factors`, `statistics` and `state`.
+Four loops over the same tiles. `forward` merges the state of every tile into that of its rows; `column_pass` recomputes
+the weights from the norm and adds up columns; `cells` copies scores out of the few tiles that hold them; `backward`
+recomputes the weights and differentiates the scores of each tile.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..core.block import MatrixBlock, take
-from ..core.masks import KeyIntervals
+from ..core.intervals import KeyIntervals
 from ..core.online_softmax import State
-from ..core.problem import Problem, mask_scores
+from ..core.problem import Problem, mask_scores, sum_groups
 from ..core.pytree import flatten, unflatten
 from ..core.scores import TanhSum, upcast
 from ..core.stats import ONE_PASS, SECOND_PASS, Request, Results, Tiling, required
@@ -32,7 +31,7 @@ TILE_NUMBERS = 2**21
 
 
 class Blockwise:
-    """The engine of this file; where `compiled` serves a problem, its tiles are used."""
+    """The engine of this file; where `numba` serves a problem, its compiled tiles are used."""
 
     name = "blockwise"
     narrow = False
@@ -45,12 +44,11 @@ class Blockwise:
         if second and "norm" not in (*cached, *first):
             first = (*first, "norm")
         if first:
-            asked = dataclasses.replace(request, names=first)
-            results |= tiles.forward(problem, asked) if tiles else forward(problem, asked)
+            rows = dataclasses.replace(request, names=first)
+            results |= tiles.forward(problem, rows) if tiles else forward(problem, rows)
         if second:
-            asked = dataclasses.replace(request, names=second)
-            norm = results["norm"]
-            results |= tiles.column_pass(problem, asked, norm) if tiles else column_pass(problem, asked, norm)
+            columns, norm = dataclasses.replace(request, names=second), results["norm"]
+            results |= tiles.column_pass(problem, columns, norm) if tiles else column_pass(problem, columns, norm)
         if "cells" in names:
             results["cells"] = tiles.cells(problem, request) if tiles else cells(problem, request)
         return results
@@ -70,16 +68,18 @@ ENGINE = Blockwise()
 
 
 def forward(problem: Problem, request: Request) -> Results:
-    """One pass over the keys: what rows can tell."""
+    """One pass over the keys: row statistics."""
     like = torch.empty(0, dtype=problem.compute_dtype, device=problem.q.device)
     b, h, i, _ = problem.shape
     parts = []
     for rows, tiles in tiled(problem):
         state = State.empty((b, h, rows.stop - rows.start), request, like)
-        for cols, whole in tiles:
+        for cols, all_visible in tiles:
             block = problem.block(rows, cols)
             s = problem.at(block).bare_scores(block)
-            state = state.merge(State.of_block(s if whole else mask_scores(s, problem.mask, block), block, request))
+            state = state.merge(
+                State.of_block(s if all_visible else mask_scores(s, problem.mask, block), block, request)
+            )
         parts.append(state.finish(request, problem.sink))
     if not parts:  # no rows at all
         parts = [State.empty((b, h, i), request, like).finish(request, problem.sink)]
@@ -87,7 +87,7 @@ def forward(problem: Problem, request: Request) -> Results:
 
 
 def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
-    """A second pass over the weights of finished rows: what columns can tell."""
+    """A second pass, over the weights of finished rows: column statistics."""
     b, h, _, j = problem.shape
     total = {}
     if request.wants("received"):
@@ -99,8 +99,8 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
         assert request.tiling is not None
         total["pool"] = norm.new_zeros(b, h, request.tiling.rows, request.tiling.cols, dtype=problem.compute_dtype)
     for rows, tiles in tiled(problem):
-        for cols, whole in tiles:
-            w, _ = weights_of(problem, rows, cols, whole, norm)
+        for cols, all_visible in tiles:
+            w, _ = weights_of(problem, rows, cols, all_visible, norm)
             if "received" in total:
                 total["received"][:, :, cols] += w.sum(2)
             if "z" in total:
@@ -114,22 +114,22 @@ def cells(problem: Problem, request: Request) -> Tensor:
     """Scores at chosen rows and keys, (b, h, rows, cols), −inf where hidden; from the tiles of `forward`."""
     b, h, _, _ = problem.shape
     rows, cols = required(request.rows), required(request.cols)
-    found = torch.full((b, h, len(rows), len(cols)), -torch.inf, dtype=problem.compute_dtype, device=problem.q.device)
+    scores = torch.full((b, h, len(rows), len(cols)), -torch.inf, dtype=problem.compute_dtype, device=problem.q.device)
     for row_block, tiles in tiled(problem):
         if not len(i := _inside(rows, row_block)):
             continue
-        for keys, whole in tiles:
+        for keys, all_visible in tiles:
             if not len(j := _inside(cols, keys)):
                 continue
             block = problem.block(row_block, keys)
             s = problem.at(block).bare_scores(block)
-            s = s if whole else mask_scores(s, problem.mask, block)
-            found[:, :, i[:, None], j] = s[:, :, (rows[i] - row_block.start)[:, None], cols[j] - keys.start]
-    return found
+            s = s if all_visible else mask_scores(s, problem.mask, block)
+            scores[:, :, i[:, None], j] = s[:, :, (rows[i] - row_block.start)[:, None], cols[j] - keys.start]
+    return scores
 
 
 def _inside(positions: Tensor, part: slice) -> Tensor:
-    """Which of these positions fall into a part."""
+    """Indices of the positions that are in a part."""
     return ((positions >= part.start) & (positions < part.stop)).nonzero().flatten()
 
 
@@ -142,22 +142,24 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     dv = None if dy is None or v is None else torch.zeros(v.shape, dtype=problem.compute_dtype, device=v.device)
     du = None if dz is None or u is None else torch.zeros(u.shape, dtype=problem.compute_dtype, device=u.device)
     for rows, tiles in tiled(problem):
-        for cols, whole in tiles:
+        for cols, all_visible in tiles:
             block = problem.block(rows, cols)
             local = dataclasses.replace(problem.at(block), sink=None)
             local_spec, local_tensors = flatten(local)
-            live = [upcast(t) if t.is_floating_point() else t for t in local_tensors]
+            inputs = [upcast(t) if t.is_floating_point() else t for t in local_tensors]
 
-            def scored(*parts: Tensor, spec: Any = local_spec, block: MatrixBlock = block) -> Tensor:
+            def scores(*parts: Tensor, spec: Any = local_spec, block: MatrixBlock = block) -> Tensor:
                 return unflatten(spec, list(parts)).bare_scores(block)
 
-            s, pull = torch.func.vjp(scored, *live)[:2]
-            w, log_w = weights_from_norm(s if whole else mask_scores(s, problem.mask, block), norm[:, :, rows], whole)
-            far = (block.i - block.j).abs() if gradient.d_distance is not None else None
-            pulled = pull(gradient.into_scores(w, log_w, rows, cols, far))
-            _add_block(unflatten(local_spec, list(pulled)), dataclasses.replace(total, sink=None), block)
+            s, pull_back = torch.func.vjp(scores, *inputs)[:2]
+            w, log_w = weights_from_norm(
+                s if all_visible else mask_scores(s, problem.mask, block), norm[:, :, rows], all_visible
+            )
+            distance = (block.i - block.j).abs() if gradient.d_distance is not None else None
+            grads = pull_back(gradient.into_scores(w, log_w, rows, cols, distance))
+            _add_block(unflatten(local_spec, list(grads)), dataclasses.replace(total, sink=None), block)
             if dv is not None and dy is not None:
-                dv[:, :, cols] += _sum_groups(w.mT @ dy[:, :, rows], dv.shape[1])
+                dv[:, :, cols] += sum_groups(w.mT @ dy[:, :, rows], dv.shape[1])
             if du is not None and dz is not None:
                 du[:, :, rows] += w @ dz[:, :, cols]
     if problem.sink is not None:
@@ -166,21 +168,21 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
 
 
 def _add_block(part: Problem, total: Problem, block: MatrixBlock) -> None:
-    """Add the gradients of a block's tensors into those of the whole."""
+    """Add the gradients of a block's tensors into those of all tensors."""
     total.q[:, :, block.rows] += part.q
     total.k[:, :, block.cols] += part.k
-    for mine, whole in zip(flatten(part.modifiers)[1], flatten(total.modifiers)[1], strict=True):
-        mine_at = take(take(whole, -2, block.rows), -1, block.cols) if whole.ndim == 4 else whole
-        mine_at += mine
-    for mine, whole in zip(flatten(part.similarity_kernel)[1], flatten(total.similarity_kernel)[1], strict=True):
-        whole += mine
+    for g, all_g in zip(flatten(part.modifiers)[1], flatten(total.modifiers)[1], strict=True):
+        cut = take(take(all_g, -2, block.rows), -1, block.cols) if all_g.ndim == 4 else all_g
+        cut += g
+    for g, all_g in zip(flatten(part.similarity_kernel)[1], flatten(total.similarity_kernel)[1], strict=True):
+        all_g += g
 
 
-def weights_of(problem: Problem, rows: slice, cols: slice, whole: bool, norm: Tensor) -> tuple[Tensor, Tensor]:
+def weights_of(problem: Problem, rows: slice, cols: slice, all_visible: bool, norm: Tensor) -> tuple[Tensor, Tensor]:
     """The weights of a block and their logarithms: exp(s − m) / l."""
     block = problem.block(rows, cols)
     s = problem.at(block).bare_scores(block)
-    return weights_from_norm(s if whole else mask_scores(s, problem.mask, block), norm[:, :, rows], whole)
+    return weights_from_norm(s if all_visible else mask_scores(s, problem.mask, block), norm[:, :, rows], all_visible)
 
 
 def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tiling) -> None:
@@ -195,16 +197,11 @@ def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tili
     pool.index_add_(2, row, by_col)
 
 
-def _sum_groups(x: Tensor, heads: int) -> Tensor:
-    """Sum the heads of a group: (b, h, j, e) to (b, g, j, e)."""
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
-
-
 # Which tiles are visited.
 
 
 def tiled(problem: Problem) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-    """Row blocks, each with the key blocks its rows can see and whether they see all of each."""
+    """Row blocks, each with the key blocks its rows can see, and whether all cells of each are visible."""
     b, h, rows, keys = problem.shape
     if rows == 0 or b * h == 0:
         return
@@ -229,23 +226,23 @@ def _tile_size(problem: Problem) -> tuple[int, int]:
     return min(rows, tallest, max(16, cells // width)), width
 
 
-def _ranges(spans: KeyIntervals, starts: list[int], rows: int) -> list[list[tuple[int, int, int, int]]]:
+def _ranges(intervals: KeyIntervals, starts: list[int], rows: int) -> list[list[tuple[int, int, int, int]]]:
     """For each row block the key ranges it touches: (first, end, and the part all its rows see in full)."""
     ends = [*starts[1:], rows]
-    found = []
+    ranges = []
     for start, end in zip(starts, ends, strict=True):
-        lo, hi = spans.lo[:, :, start:end], spans.hi[:, :, start:end]
+        lo, hi = intervals.lo[:, :, start:end], intervals.hi[:, :, start:end]
         filled = lo < hi
         first = torch.where(filled, lo, torch.iinfo(lo.dtype).max).amin((0, 2)).tolist()
         last = torch.where(filled, hi, 0).amax((0, 2)).tolist()
-        sure = spans.exact and spans.lo.shape[1] == 1
-        full = (int(lo.max()), int(hi.min())) if sure else (0, 0)
-        found.append(_united([(f, e, *full) for f, e in zip(first, last, strict=True) if f < e]))
-    return found
+        one_exact = intervals.exact and intervals.lo.shape[1] == 1
+        full = (int(lo.max()), int(hi.min())) if one_exact else (0, 0)
+        ranges.append(_united([(f, e, *full) for f, e in zip(first, last, strict=True) if f < e]))
+    return ranges
 
 
 def _united(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
-    """Overlapping ranges made one, so that no cell is visited twice."""
+    """Overlapping ranges united, so that no cell is visited twice."""
     out: list[tuple[int, int, int, int]] = []
     for first, end, full_from, full_to in sorted(ranges):
         if out and first <= out[-1][1]:

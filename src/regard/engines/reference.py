@@ -1,8 +1,7 @@
-"""The textbook, t × t: what it computes is right by definition.
+"""The textbook, t × t: its results are right by definition.
 
-Scores are written out, softmax is taken over whole rows, and every statistic is its formula on dense weights.
-Plain PyTorch throughout, so it differentiates as often as one likes. Memory is quadratic: for tests and for
-small inputs. Imports `factors` and `statistics`.
+Scores of all cells, softmax over rows, every statistic by its formula on dense weights. Plain PyTorch throughout, so
+that autograd differentiates it any number of times. Memory is quadratic: for tests and small inputs.
 """
 
 from __future__ import annotations
@@ -18,50 +17,60 @@ from ..core.pytree import tree_map
 from ..core.scores import Precomputed, upcast
 from ..core.stats import Request, Results, lse_of, of_dense, softmax, with_sink
 
-__all__ = ["answer", "dense", "weights"]
+__all__ = ["ENGINE", "Reference", "dense"]
 
 
-def answer(factors: Factors, request: Request) -> Results:
-    """Everything asked of the weights of these factors, whose batch is one axis."""
-    s, w, norm, sink = dense(factors)
-    if request.v is not None and (seen := _seen(factors)) is not None:
-        request = dataclasses.replace(request, v=zero_keys(request.v, seen, -2))
-    results = of_dense(w, s, request, factors.query_offset, sink)
-    results |= {"norm": norm, "lse": lse_of(norm)}
-    if request.v is not None:
-        results["y"] = results["y"].to(request.v.dtype)
-    return {name: results[name] for name in request.names}
+class Reference:
+    """The engine of this file. It takes `Factors`, since it computes the score's formula and not its lowered form.
+
+    Autograd differentiates what it computes; it needs no backward of its own.
+    """
+
+    name = "reference"
+
+    def compute(self, factors: Factors, request: Request) -> Results:
+        """The requested results of factors with one batch axis."""
+        s, w, norm, sink = dense(factors)
+        if request.v is not None and (seen := _visible_keys(factors)) is not None:
+            request = dataclasses.replace(request, v=zero_keys(request.v, seen, -2))
+        results = of_dense(w, s, request, factors.query_offset, sink)
+        results |= {"norm": norm, "lse": lse_of(norm)}
+        if request.v is not None:
+            results["y"] = results["y"].to(request.v.dtype)
+        return {name: results[name] for name in request.names}
+
+    def weights(self, factors: Factors) -> Tensor:
+        """All weights, (b, h, i, j), of factors with one batch axis."""
+        return dense(factors)[1]
 
 
-def weights(factors: Factors) -> Tensor:
-    """The matrix written out, (b, h, i, j)."""
-    return dense(factors)[1]
+ENGINE = Reference()
 
 
 def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Scores and weights (b, h, i, j), the norm of rows (b, h, i, 2), and the share of the sink, if there is one."""
+    """Scores and weights (b, h, i, j), norm (b, h, i, 2), and the share (b, h, i) of the sink, if there is one."""
     score = factors.score
     if isinstance(score, Precomputed):
         w = upcast(score.w)
         return w.log(), w, w.new_tensor([0.0, 1.0]).expand(*w.shape[:3], 2), None
-    k, steps = factors.k, score.modifiers
-    if (seen := _seen(factors)) is not None:  # what no row may see may be anything, also nan
-        k, steps = zero_keys(k, seen, -2), tree_map(steps, lambda t: zero_keys(t, seen, -1))
+    k, modifiers = factors.k, score.modifiers
+    if (seen := _visible_keys(factors)) is not None:  # a key that no row sees may hold nan
+        k, modifiers = zero_keys(k, seen, -2), tree_map(modifiers, lambda t: zero_keys(t, seen, -1))
     block = MatrixBlock(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.query_offset, k.device)
     s = score.similarity(upcast(factors.q), repeat_kv(upcast(k), factors.heads))
-    for step in steps:
-        s = step.apply(s, block)
+    for modifier in modifiers:
+        s = modifier.apply(s, block)
     s = mask_scores(s, factors.mask, block)
     w, share = softmax(s, score.sink_logits)
     return s, w, _norm(with_sink(s, score.sink_logits)), share
 
 
-def _seen(factors: Factors) -> Tensor | None:
+def _visible_keys(factors: Factors) -> Tensor | None:
     return factors.problem().visible_keys() if factors.mask is not None else None
 
 
 def _norm(s: Tensor) -> Tensor:
-    """Maximum and sum (b, h, i, 2) of rows of scores, in which a sink is one more column."""
+    """Maximum and sum of every row of scores, (b, h, i, 2); a sink is one of the columns."""
     empty = (s == -torch.inf).all(-1, keepdim=True)
     flat = s.masked_fill(empty, 0)
     m = flat.detach().amax(-1, keepdim=True) if s.shape[-1] else flat.sum(-1, keepdim=True)

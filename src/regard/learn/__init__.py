@@ -1,10 +1,7 @@
-"""Learn: small language models and translators, trained here, to be looked into.
+"""Training of small language models and translators, to be looked into.
 
-Rooms: `settings` (what can be chosen, with its defaults), `text` (tokens), `data` (batches; each a function of the seed
-and the step), `tasks` (the two things that are learned), `training` (the loop), `progress` (what is shown meanwhile),
-`checkpoint` (what is on the disk, and opened again), `generate` (sampling, beam search, BLEU), `command` (the verbs).
-Imports `regard.nn`, `regard.watch` and the recorder's way to write files; tokenizers, safetensors, rich and sacrebleu
-only when they are used.
+`lm` and `translate` train, `open_model` opens what they saved, `history` reads the statistics of every head from the
+run. On the command line: `regard learn`, `regard generate`, `regard translate`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,13 +9,15 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy_getattr
 
 if TYPE_CHECKING:
-    from .checkpoint import Trained, history, is_checkpoint, open_model
+    from .checkpoint import is_checkpoint
     from .settings import LMSettings, TranslateSettings
-    from .training import Diverged, lm, translate
+    from .trained import Trained, history, open_model
+    from .training import Diverged, Result, lm, translate
 
 __all__ = [
     "Diverged",
     "LMSettings",
+    "Result",
     "Trained",
     "TranslateSettings",
     "history",
@@ -31,8 +30,9 @@ __all__ = [
 __getattr__ = lazy_getattr(
     __name__,
     {
-        "checkpoint": ("Trained", "history", "is_checkpoint", "open_model"),
+        "checkpoint": ("is_checkpoint",),
         "settings": ("LMSettings", "TranslateSettings"),
-        "training": ("Diverged", "lm", "translate"),
+        "trained": ("Trained", "history", "open_model"),
+        "training": ("Diverged", "Result", "lm", "translate"),
     },
 )

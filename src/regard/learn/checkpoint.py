@@ -1,24 +1,25 @@
-"""What a run leaves on the disk, and how it is opened again. Nothing in it is ever executed.
+"""The files of a run, and how they are opened again. Nothing in them is ever executed.
 
-    settings.json       the kind of model, all settings, what data it was trained on
-    tokenizer.json      by the `tokenizers` library
+    settings.json       kind of model, all settings, digests of the training data and of tokenizer.json
+    tokenizer.json      of the `tokenizers` library
     model.safetensors   the best weights so far, by validation loss
-    last.safetensors    all that is needed to go on: weights, their average, AdamW's two moments, the step
+    last.safetensors    everything to resume from: weights, their moving average, AdamW's moments, the step
     history.json        the numbers shown while training
 
-Every file is written under another name, synced, and renamed: whoever is killed, or runs out of disk, leaves the old
-file or the new one. There is no state of random numbers to save: they follow from the seed and the step.
-Imports `settings`, `tasks`, `text`, `generate`; and writing from the recorder's file.
+Every file is written atomically: a run that is killed, or runs out of disk, leaves the old file or the new one. Every
+tensor, the fields beside them, the tokenizer and the settings carry checksums, verified before they are used. There is
+no random state to save: it follows from the seed and the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,82 +27,119 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recorder.file import left_behind, write
+from .._io import atomic_write, partial_files
 from . import tokenizer as texts
-from .generate import Beam, beam_search
 from .settings import Settings, from_json
 from .tasks import build
 
 __all__ = [
-    "Trained",
-    "alone",
-    "history",
+    "encode_json",
+    "exclusive_lock",
     "is_checkpoint",
-    "open_model",
+    "load_model",
+    "read_history",
     "read_json",
     "read_settings",
     "read_tensors",
+    "read_tokenizer",
     "save",
     "save_json",
+    "save_settings",
+    "seal",
     "sweep",
 ]
 
-FORMAT = "regard model 1"
+FORMAT = "regard model 2"
 
 SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
     "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json",
 )  # fmt: skip
 FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY
 
+#: Larger JSON files are none of ours.
+MAX_JSON_BYTES = 1 << 30
 
-# Writing and reading.
+
+# Writing.
 
 
 def safetensors() -> Any:
-    """The library that writes and reads tensors; asked for before a run begins, not when it first saves."""
+    """The safetensors library; loaded before a run starts, not when it first saves."""
     try:
         return import_module("safetensors.torch"), import_module("safetensors")
     except ImportError:
-        raise ImportError("checkpoints are kept by safetensors: pip install 'regard[learn]'.") from None
+        raise ImportError("checkpoints need safetensors: pip install 'regard[learn]'.") from None
 
 
-def save(path: Path, tensors: dict[str, Tensor], told: dict[str, str] | None = None) -> None:
-    """Tensors into a file, all of them or none."""
+def save(path: Path, tensors: dict[str, Tensor], fields: dict[str, str] | None = None) -> None:
+    """Write tensors and fields of text, with a checksum for each tensor and one for all of the rest."""
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    # One entry: the library writes several in an order of chance, and the same run is to give the same bytes.
-    _written(path, safetensors()[0].save(plain, {"regard": json.dumps(told or {}, sort_keys=True)}))
+    checksums = {name: _checksum(tensor) for name, tensor in plain.items()}
+    metadata = seal({"fields": fields or {}, "tensors": checksums})
+    # One metadata entry: the library writes several in random order, and the same run must give the same bytes.
+    _write(path, safetensors()[0].save(plain, {"regard": json.dumps(metadata, sort_keys=True)}))
 
 
 def save_json(path: Path, value: Any) -> None:
-    """JSON into a file, all of it or nothing."""
-    _written(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
+    """Write JSON."""
+    _write(path, encode_json(value))
 
 
-def _written(path: Path, data: bytes) -> None:
-    def chunks() -> Iterator[bytes]:
-        yield data
+def encode_json(value: Any) -> bytes:
+    """JSON as it stands in the files of a run."""
+    return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
+
+def save_settings(folder: Path, kind: str, settings: Settings, data: str, tokenizer: str) -> None:
+    """Write the tokenizer and then the settings: a folder with settings is a run."""
+    encoded = encode_json(json.loads(tokenizer))
+    digest = hashlib.sha256(encoded).hexdigest()
+    description = {"format": FORMAT, "kind": kind, "settings": settings.json(), "data": data, "tokenizer": digest}
     try:
-        write(path, chunks())
-    except OSError as wrong:
-        why = "the disk is full" if wrong.errno in (errno.ENOSPC, errno.EDQUOT) else wrong.strerror
-        stands = "; the file of before stands as it was" if path.exists() else ""
-        then = "then go on with --resume" if (path.parent / SETTINGS).exists() else "and start again"
+        _write(folder / TOKENIZER, encoded)
+        save_json(folder / SETTINGS, seal(description))
+    except OSError:
+        (folder / TOKENIZER).unlink(missing_ok=True)  # the next attempt would refuse to overwrite it
+        raise
+
+
+def seal(description: dict[str, Any]) -> dict[str, Any]:
+    """A description with the checksum of everything else in it."""
+    rest = {name: value for name, value in description.items() if name != "checksum"}
+    canonical = json.dumps(rest, sort_keys=True, ensure_ascii=True).encode()
+    return {**rest, "checksum": hashlib.sha256(canonical).hexdigest()}
+
+
+def _checksum(tensor: Tensor) -> str:
+    """Checksum of a contiguous CPU tensor: its type, its shape and its bytes."""
+    hasher = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if size := tensor.numel() * tensor.element_size():
+        hasher.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
+    return hasher.hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        atomic_write(path, [data])
+    except OSError as error:
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        old = "; the old file is unchanged" if path.exists() else ""
+        then = "then continue with --resume" if (path.parent / SETTINGS).exists() else "then start again"
         raise OSError(
-            f"{path} ({len(data):,} bytes) could not be written: {why}{stands}. Make room, {then}."
-        ) from None  # fmt: skip
+            f"{path} ({len(data):,} bytes) could not be written: {reason}{old}. Free some space, {then}."
+        ) from None
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a run that was killed while it wrote has left half written."""
+    """Remove temporary files of a run that was killed while it wrote."""
     for name in FILES:
-        for part in left_behind(folder / name):
-            part.unlink(missing_ok=True)
+        for partial in partial_files(folder / name):
+            partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One run at a time in a folder. The system lets go of it, however a run ends."""
+def exclusive_lock(folder: Path) -> Iterator[None]:
+    """Allow one run at a time in a folder. The system releases the lock, however the process ends."""
     try:
         import fcntl
     except ImportError:  # Windows has none
@@ -112,7 +150,7 @@ def alone(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise ValueError(f"{folder} is in use by a run that goes on: stop that one, or choose another --out.") from None
+        raise ValueError(f"{folder} is in use by another run: stop that one, or choose another --out.") from None
     except OSError:  # a file system without locks
         pass
     try:
@@ -121,181 +159,164 @@ def alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+# Reading.
+
+
 def read_json(path: Path) -> Any:
+    """JSON of a file; anything else is a ValueError that names the file."""
     try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as wrong:
-        raise ValueError(f"{path} is damaged: {wrong}") from None
+        return json.loads(_read_bytes(path))
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: its values are nested too deeply.") from None
+    except ValueError as error:  # no UTF-8, no JSON, a number of too many digits
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    if not path.is_file():  # opening a pipe would wait for a writer
+        raise ValueError(f"{path} is missing or no regular file.")
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise ValueError(f"{path} is damaged: {size:,} bytes are too many.")
+    return path.read_bytes()
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors of a file, and what was told with them."""
+    """The tensors and fields of a file, after their checksums were verified."""
     library = safetensors()[1]
+    if not path.is_file():
+        raise ValueError(f"{path} is missing or no regular file.")
     try:
         with library.safe_open(str(path), "pt") as file:
-            told = file.metadata() or {}
+            metadata = (file.metadata() or {}).get("regard", "{}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no dict
-            return tensors, json.loads(told["regard"]) if "regard" in told else told
-    except library.SafetensorError as wrong:
-        raise ValueError(f"{path} is damaged: {wrong}") from None
-
-
-# Opening what was trained.
-
-
-def is_checkpoint(path: Any) -> bool:
-    """Whether a folder holds a model trained by `regard learn`."""
+    except (library.SafetensorError, OSError, RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     try:
-        return json.loads((Path(path) / SETTINGS).read_text())["format"].startswith("regard model")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        description = json.loads(metadata)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is damaged: its metadata is no JSON.") from None
+    _check_seal(description, path)
+    fields, checksums = description.get("fields"), description.get("tensors")
+    if not _is_text_table(fields) or not _is_text_table(checksums) or checksums.keys() != tensors.keys():
+        raise ValueError(f"{path} is damaged: its metadata does not list its tensors.")
+    for name, tensor in tensors.items():
+        if _checksum(tensor.contiguous()) != checksums[name]:
+            raise ValueError(f"{path} is damaged: the checksum of {name} differs.")
+    return tensors, fields
+
+
+def _check_seal(description: Any, path: Path) -> None:
+    if not isinstance(description, dict) or "checksum" not in description:
+        raise ValueError(f"{path} is damaged: it has no checksum.")
+    if seal(description)["checksum"] != description["checksum"]:
+        raise ValueError(f"{path} is damaged or was edited: its checksum differs.")
+
+
+def _is_text_table(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a run of `regard learn`.
+
+    Args:
+        path: The folder.
+
+    Returns:
+        True if its `settings.json` is one of regard, of any version. Never raises.
+
+    Example:
+        >>> is_checkpoint("/")
+        False
+    """
+    try:
+        description = read_json(Path(path) / SETTINGS)
+        return isinstance(description, dict) and str(description.get("format")).startswith("regard model")
+    except (OSError, ValueError, TypeError):
         return False
 
 
-@dataclass
-class Trained:
-    """A model trained by `regard learn`, with its tokenizer, ready to be run and looked into."""
-
-    model: Any
-    kind: str  # "lm" or "translate"
-    settings: Any
-    tokenizer: Any
-
-    @property
-    def context(self) -> int | None:
-        """How many tokens a language model looks back; None for a translator."""
-        return self.settings.context if self.kind == "lm" else None
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.words.table.weight.device
-
-    def ids(self, text: str) -> Tensor:
-        """The numbers of a text's tokens, (1, t); those of a translator's source end with <end>."""
-        numbers = texts.ids_of(self.tokenizer, text)
-        if self.kind == "translate":
-            numbers = [*numbers, self.tokenizer.token_to_id(texts.END)]
-        if not numbers:
-            raise ValueError("there is no text: at least one token is needed.")
-        return torch.tensor([numbers], device=self.device)
-
-    def beginning(self) -> Tensor:
-        """What to go on from where nothing is given, (1, 1): a new line, or the first token where there is none."""
-        return torch.tensor([[self.tokenizer.token_to_id("\n") or 0]], device=self.device)
-
-    def tokens(self, text: str) -> list[str]:
-        """The tokens of a text, as many as `ids` has."""
-        return self._words(self.ids(text)[0].tolist())
-
-    def _words(self, numbers: list[int]) -> list[str]:
-        return [self.tokenizer.id_to_token(number) for number in numbers]
-
-    @torch.no_grad()
-    def translate(self, text: str, beam: Beam | None = None) -> str:
-        """The sentence in the other language, by beam search."""
-        return self.translate_all([text], beam)[0]
-
-    @torch.no_grad()
-    def translate_all(self, lines: list[str], beam: Beam | None = None, batch: int = 64) -> list[str]:
-        """Many sentences; an empty line stays empty."""
-        self.need("translate")
-        full = [n for n, line in enumerate(lines) if line.strip()]
-        encoded = {n: self.ids(lines[n])[0].tolist() for n in full}
-        room = self.model.max_positions
-        if room is not None and (over := next((n for n in full if len(encoded[n]) > room), None)) is not None:
-            raise ValueError(
-                f"line {over + 1} has {len(encoded[over])} tokens, and this model has learned {room} positions: "
-                "shorten it, or train with --positions rotary or sinusoidal."
-            )
-        order = sorted(full, key=lambda n: len(encoded[n]))
-        written = [""] * len(lines)
-        start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
-        for at in range(0, len(order), batch):
-            chosen = order[at : at + batch]
-            longest = max(len(encoded[n]) for n in chosen)
-            pad = self.model.PAD
-            source = torch.tensor([encoded[n] + [pad] * (longest - len(encoded[n])) for n in chosen])
-            found = beam_search(self.model, source.to(self.device), start, end, beam or Beam())
-            for n, numbers in zip(chosen, found, strict=True):
-                written[n] = self.tokenizer.decode(numbers)
-        return written
-
-    @torch.no_grad()
-    def run(self, text: str) -> Any:
-        """Run the model once, to be overheard: the tokens, or (source, target) of a translator with its translation."""
-        ids = self.ids(text)
-        if self.kind == "lm":
-            context = self.context or ids.shape[1]
-            if ids.shape[1] > context:
-                raise ValueError(f"{ids.shape[1]} tokens came, and this model looks back {context}: take less text.")
-            self.model(ids)
-            return self._words(ids[0].tolist())
-        from ..recorder.hooks import tap
-
-        with tap.quiet():  # what is to be seen is the one pass over the whole, not the search for it
-            start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
-            found = beam_search(self.model, ids, start, end, Beam())[0]
-        target = [start, *found]
-        self.model(ids, torch.tensor([target], device=ids.device))
-        return self._words(ids[0].tolist()), self._words(target)
-
-    def need(self, kind: str) -> None:
-        """That it is a model of this kind."""
-        if self.kind != kind:
-            what = {"lm": "a language model", "translate": "a translator"}
-            raise ValueError(f"this folder holds {what[self.kind]}, and {what[kind]} is needed.")
-
-
-def open_model(path: Any, device: str | torch.device = "cpu") -> Trained:
-    """Open a folder that `regard learn` made; the model is in eval mode."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{path} is no folder; a model trained by `regard learn … --out {path}` is one.")
-    if not is_checkpoint(folder):
-        raise ValueError(f"{path} holds no model trained by `regard learn`: {SETTINGS} is missing or foreign.")
-    if not (folder / MODEL).exists():
-        raise ValueError(f"{path} holds a run that has saved no model yet; go on with --resume.")
-    kind, settings = read_settings(folder)
-    tokenizer = texts.load(folder / TOKENIZER)
-    model = build(kind, settings, tokenizer.get_vocab_size())
-    tensors, _ = read_tensors(folder / MODEL)
-    _fill(model, tensors, folder / MODEL)
-    return Trained(model.to(device).eval(), kind, settings, tokenizer)
-
-
-def history(path: Any) -> list[tuple[int, dict[str, float]]]:
-    """Entropy and largest score of every head while a model was trained, as `regard.watch` tells them: for a `View`."""
-    return [
-        (
-            row["step"],
-            {
-                f"{layer}/{what}/{n}": v
-                for layer, of in row["heads"].items()
-                for what in of
-                for n, v in enumerate(of[what])
-            },
-        )
-        for row in read_json(Path(path) / HISTORY)
-        if "heads" in row
-    ]
-
-
-def read_settings(folder: Path) -> tuple[str, Settings]:
-    """The kind of a run and its settings."""
-    told = read_json(folder / SETTINGS)
-    if told["format"] != FORMAT:
-        raise ValueError(f"{folder / SETTINGS} is of format {told['format']!r}; this version reads {FORMAT!r}.")
-    if missing := [name for name in ("kind", "settings", "data") if name not in told]:
-        raise ValueError(f"{folder / SETTINGS} is damaged: it must tell {', '.join(map(repr, missing))} too.")
+def read_settings(folder: Path) -> tuple[str, Settings, str]:
+    """The kind of a run, its settings, and the digest of its training data."""
+    path = folder / SETTINGS
+    description = read_json(path)
+    if not isinstance(description, dict) or "format" not in description:
+        raise ValueError(f"{path} is damaged: it has no format.")
+    if description["format"] != FORMAT:
+        raise ValueError(f"{path} has the format {str(description['format'])[:40]!r}; this version reads {FORMAT!r}.")
+    if missing := [name for name in ("kind", "settings", "data", "tokenizer") if name not in description]:
+        raise ValueError(f"{path} is damaged: {', '.join(map(repr, missing))} must be in it.")
+    _check_seal(description, path)
     try:
-        return told["kind"], from_json(told["kind"], told["settings"])
-    except ValueError as wrong:
-        raise ValueError(f"{folder / SETTINGS}: {wrong}") from None
+        settings = from_json(description["kind"], description["settings"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return description["kind"], settings, str(description["data"])
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    came = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if wanted != came:
-        differ = sorted(name for name in wanted.keys() | came.keys() if wanted.get(name) != came.get(name))
-        raise ValueError(f"{path} does not fit its settings: {', '.join(differ[:3])} differ.")
+def read_tokenizer(folder: Path, kind: str) -> Any:
+    """The tokenizer of a run, after its digest was compared with the one in the settings."""
+    path = folder / TOKENIZER
+    data = _read_bytes(path)
+    if hashlib.sha256(data).hexdigest() != read_json(folder / SETTINGS).get("tokenizer"):
+        raise ValueError(f"{path} is damaged or was edited: its checksum differs from the one in {SETTINGS}.")
+    tokenizer = texts.load(data, path)
+    special = (texts.PAD, texts.START, texts.END) if kind == "translate" else ()
+    if missing := [name for name in special if tokenizer.token_to_id(name) is None]:
+        raise ValueError(f"{path} is no tokenizer of a translator: {', '.join(missing)} must be in it.")
+    return tokenizer
+
+
+def load_model(folder: Path, kind: str, settings: Settings, vocabulary: int) -> nn.Module:
+    """The best model of a run. Shapes are compared with the file before anything is allocated."""
+    path = folder / MODEL
+    tensors, _ = read_tensors(path)
+    check_shapes(tensors, kind, settings, vocabulary, path)
+    model = build(kind, settings, vocabulary)
     model.load_state_dict(tensors)
+    return model
+
+
+def check_shapes(tensors: dict[str, Tensor], kind: str, settings: Settings, vocabulary: int, path: Path) -> None:
+    """Compare the tensors of a file with the model that its settings describe, built without memory."""
+    expected: dict[str, Any] = {}
+    if settings.layers <= len(tensors):  # a hostile number of layers would take hours even without memory
+        try:
+            with torch.device("meta"):
+                expected = _forms(dict(build(kind, settings, vocabulary).state_dict()))
+        except RuntimeError:  # sizes beyond 2^63
+            expected = {}
+    if expected != (forms := _forms(tensors)):
+        differ = sorted(name for name in expected.keys() | forms.keys() if expected.get(name) != forms.get(name))
+        raise ValueError(f"{path} does not fit its settings: {', '.join(differ[:3])} differ.")
+
+
+def _forms(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """The rows of `history.json`, checked: one dict per step, with numbers per head where heads were watched."""
+    path = folder / HISTORY
+    rows = read_json(path)
+    if not isinstance(rows, list) or not all(_is_history_row(row) for row in rows):
+        raise ValueError(
+            f"{path} is damaged: it must be a list of rows, each with a step and, under heads, numbers of every head."
+        )
+    return rows
+
+
+def _is_history_row(row: Any) -> bool:
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int) or isinstance(row["step"], bool):
+        return False
+    heads = row.get("heads", {})
+    return isinstance(heads, dict) and all(
+        isinstance(statistics, dict) and all(_is_number_list(values) for values in statistics.values())
+        for statistics in heads.values()
+    )
+
+
+def _is_number_list(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(value, (int, float)) and not isinstance(value, bool) for value in values
+    )

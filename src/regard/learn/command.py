@@ -1,4 +1,4 @@
-"""The verbs of this room on the command line: learn, generate, translate. Imports the other rooms when they run."""
+"""The command line of `learn`: the verbs learn, generate and translate."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 import sys
 from typing import Any
 
+from .._io import decode, read_text
 from .settings import LMSettings, Settings, TranslateSettings
 
 __all__ = ["add"]
@@ -16,11 +17,11 @@ __all__ = ["add"]
 LEARN = """\
 regard learn lm tinyshakespeare.txt --out bard/
 regard learn translate train.en train.de --out ende/
-Ctrl-C saves; the same command with --resume goes on, with the same result as if nothing had happened."""
+Ctrl-C saves; the same command with --resume continues, with the same result as an uninterrupted run."""
 
 
 def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add this room's verbs."""
+    """Add the verbs learn, generate and translate to a parser."""
     raw = argparse.RawDescriptionHelpFormatter
     learn = verbs.add_parser(
         "learn", help="train a small model", description="Train a small model.", epilog=LEARN, formatter_class=raw
@@ -33,159 +34,164 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _add_lm(kinds: Any) -> None:
-    lm = kinds.add_parser("lm", help="a language model", description=LMSettings.__doc__)
+    lm = kinds.add_parser("lm", help="a language model", description=_summary(LMSettings))
     lm.add_argument("file", metavar="FILE", help="the text to learn from, UTF-8")
     _add_settings(lm, LMSettings)
     lm.set_defaults(run=_learn_lm)
 
 
 def _add_translate(kinds: Any) -> None:
-    pairs = kinds.add_parser("translate", help="a translator", description=TranslateSettings.__doc__)
+    pairs = kinds.add_parser("translate", help="a translator", description=_summary(TranslateSettings))
     pairs.add_argument("source", metavar="EN", help="sentences to read, one a line")
     pairs.add_argument("target", metavar="DE", help="their translations, line by line")
     pairs.add_argument(
-        "--validation", nargs=2, metavar=("EN", "DE"), help="two files for validation; not given: the last pairs"
+        "--validation", nargs=2, metavar=("EN", "DE"), help="two files for validation (default: the last pairs)"
     )
     _add_settings(pairs, TranslateSettings)
     pairs.set_defaults(run=_learn_translate)
 
 
-def _add_settings(parser: argparse.ArgumentParser, among: type[Settings]) -> None:
+def _summary(settings: type[Settings]) -> str:
+    """The first paragraph of a docstring."""
+    return (settings.__doc__ or "").partition("\n\n")[0]
+
+
+def _add_settings(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
     parser.add_argument(
-        "--out", required=True, type=_named, metavar="DIR", help="the folder of the run: model, checkpoints, history"
+        "--out", required=True, type=_path, metavar="DIR", help="the folder of the run: model, checkpoints, history"
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    for one in dataclasses.fields(among):
-        flag, told = f"--{one.name.replace('_', '-')}", one.metadata["told"]
-        if one.type == "bool":
-            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=told)
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    for spec in dataclasses.fields(settings):
+        flag, text = f"--{spec.name.replace('_', '-')}", spec.metadata["help"]
+        if spec.type == "bool":
+            parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
             continue
-        kind = {"int": int, "int | None": int, "float": float}.get(str(one.type), str)
-        among_these = one.metadata["among"] or None
-        shown = (
-            ""
-            if one.default is None
-            else f" (default {one.default:g})"
-            if kind is float
-            else f" (default {one.default})"
-        )
+        kind = {"int": int, "int | None": int, "float": float}.get(str(spec.type), str)
+        choices = spec.metadata["choices"] or None
+        if spec.default is not None:
+            text += f" (default {spec.default:g})" if kind is float else f" (default {spec.default})"
         parser.add_argument(
-            flag, type=kind, default=argparse.SUPPRESS, choices=among_these, help=told + shown,
-            metavar=None if among_these else "N" if kind is int else "X",
+            flag, type=kind, default=argparse.SUPPRESS, choices=choices, help=text,
+            metavar=None if choices else "N" if kind is int else "X",
         )  # fmt: skip
 
 
-def _named(text: str) -> str:
-    """A file or folder on the command line: `--out "$UNSET"` is no wish for the folder one stands in."""
+def _path(text: str) -> str:
+    """argparse type of a file or folder: rejects an empty path, as `--out "$UNSET"` gives."""
     if not text:
-        raise argparse.ArgumentTypeError("a name is needed, and nothing came")
+        raise argparse.ArgumentTypeError("a path is needed, got an empty one")
     return text
 
 
-def _given(asked: argparse.Namespace, among: type[Settings]) -> dict[str, Any]:
-    return {one.name: getattr(asked, one.name) for one in dataclasses.fields(among) if hasattr(asked, one.name)}
+def _overrides(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]:
+    """The settings that the command line names."""
+    return {spec.name: getattr(args, spec.name) for spec in dataclasses.fields(settings) if hasattr(args, spec.name)}
 
 
-def _learn_lm(asked: argparse.Namespace) -> int:
+def _learn_lm(args: argparse.Namespace) -> int:
     from .training import lm
 
-    return _learned(
-        asked, lambda progress: lm(
-            asked.file, asked.out, resume=asked.resume, progress=progress, **_given(asked, LMSettings)
+    return _train(
+        args, lambda progress: lm(
+            args.file, args.out, resume=args.resume, progress=progress, **_overrides(args, LMSettings)
         )
     )  # fmt: skip
 
 
-def _learn_translate(asked: argparse.Namespace) -> int:
+def _learn_translate(args: argparse.Namespace) -> int:
     from .training import translate
 
-    given = _given(asked, TranslateSettings)
-    held = tuple(asked.validation) if asked.validation else None
-    return _learned(
-        asked, lambda progress: translate(
-            asked.source, asked.target, asked.out, held=held, resume=asked.resume, progress=progress, **given
+    overrides = _overrides(args, TranslateSettings)
+    validation = tuple(args.validation) if args.validation else None
+    return _train(
+        args, lambda progress: translate(
+            args.source, args.target, args.out, validation=validation, resume=args.resume, progress=progress,
+            **overrides,
         )
     )  # fmt: skip
 
 
-def _learned(asked: argparse.Namespace, train: Any) -> int:
+def _train(args: argparse.Namespace, train: Any) -> int:
     from .progress import open_progress
     from .training import Diverged
 
     progress = open_progress()
     try:
         result = train(progress)
-    except Diverged as wrong:
-        progress.note(f"regard: {wrong}")
+    except Diverged as error:
+        progress.note(f"regard: {error}")
         return 1
     if result.finished:
-        next_verb = "generate" if hasattr(asked, "file") else "translate"
+        next_verb = "generate" if hasattr(args, "file") else "translate"
         rest = '--prompt "…"' if next_verb == "generate" else '"…"'
         progress.note(
             f"done: validation loss {result.best:.4f}, {result.seconds:.0f} s. "
             f"Try: regard {next_verb} {result.folder} {rest}"
         )
         return 0
-    none = "" if math.isfinite(result.best) else " (no model to use yet: the first validation keeps one)"
-    progress.note(f"stopped at step {result.step:,} of {result.steps:,}, saved{none}. Go on with:\n{_again(asked)}")
+    no_model = "" if math.isfinite(result.best) else " (no model to use yet: the first validation saves one)"
+    resume = _resume_command(args)
+    progress.note(f"stopped at step {result.step:,} of {result.steps:,}, saved{no_model}. Continue with:\n{resume}")
     return 130
 
 
-def _again(asked: argparse.Namespace) -> str:
-    files = ["lm", asked.file] if hasattr(asked, "file") else ["translate", asked.source, asked.target]
-    held = ["--validation", *asked.validation] if getattr(asked, "validation", None) and len(files) == 3 else []
-    return "regard " + shlex.join(["learn", *files, *held, "--out", asked.out, "--resume"])
+def _resume_command(args: argparse.Namespace) -> str:
+    files = ["lm", args.file] if hasattr(args, "file") else ["translate", args.source, args.target]
+    validation = ["--validation", *args.validation] if getattr(args, "validation", None) and len(files) == 3 else []
+    return "regard " + shlex.join(["learn", *files, *validation, "--out", args.out, "--resume"])
 
 
-# Using what was trained.
+# Using a trained model.
 
 
 def _add_generate(verbs: Any) -> None:
     generate = verbs.add_parser(
-        "generate", help="write with a language model", description="Write with a trained language model."
+        "generate", help="write text with a language model", description="Write text with a trained language model."
     )
     generate.add_argument("model", metavar="DIR", help="a folder made by `regard learn lm`")
-    generate.add_argument("--prompt", help="what to go on from (default: a new line)")
-    generate.add_argument("--count", type=int, default=300, metavar="N", help="tokens to write (default 300)")
+    generate.add_argument("--prompt", help="the beginning of the text (default: a new line)")
+    generate.add_argument("--count", type=int, default=300, metavar="N", help="number of tokens (default 300)")
     generate.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="X",
-        help="0 takes the likeliest token, 1 draws as the model says (default 0.8)",
+        help="0 takes the likeliest token, 1 samples the model's distribution (default 0.8)",
     )
-    generate.add_argument("--top", type=int, metavar="N", help="draw among the N likeliest tokens only (default: all)")
-    generate.add_argument("--seed", type=int, metavar="N", help="the same seed writes the same text (default: chance)")
     generate.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="where it runs (default auto)"
+        "--top", type=int, metavar="N", help="sample among the N likeliest tokens only (default: all)"
+    )
+    generate.add_argument("--seed", type=int, metavar="N", help="seed of the samples (default: random)")
+    generate.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one (default auto)"
     )
     generate.set_defaults(run=_generate)
 
 
-def _generate(asked: argparse.Namespace) -> int:
-    from .checkpoint import open_model
+def _generate(args: argparse.Namespace) -> int:
     from .generate import sample
-    from .training import chosen_device
+    from .trained import open_model
+    from .training import choose_device
 
-    _need(asked.count >= 1, "count", asked.count, "at least 1")
-    _need(asked.top is None or asked.top >= 1, "top", asked.top, "at least 1")
-    _need(0 <= asked.temperature < math.inf, "temperature", asked.temperature, "at least 0 and finite")
-    _need(asked.seed is None or abs(asked.seed) < 2**63, "seed", asked.seed, "smaller than 2^63")
-    trained = open_model(asked.model, chosen_device(asked.device))
-    trained.need("lm")
-    ids = trained.beginning() if asked.prompt is None else trained.ids(asked.prompt)
+    _require(args.count >= 1, "count", args.count, "at least 1")
+    _require(args.top is None or args.top >= 1, "top", args.top, "at least 1")
+    _require(0 <= args.temperature < math.inf, "temperature", args.temperature, "at least 0 and finite")
+    _require(args.seed is None or abs(args.seed) < 2**63, "seed", args.seed, "smaller than 2^63")
+    trained = open_model(args.model, choose_device(args.device))
+    trained.require("lm")
+    ids = trained.default_prompt() if args.prompt is None else trained.ids(args.prompt)
     recent = ids[0].tolist()
     sys.stdout.write(trained.tokenizer.decode(recent))
     tokens = sample(
         trained.model,
         ids,
-        asked.count,
-        temperature=asked.temperature,
-        top=asked.top,
-        seed=asked.seed,
+        args.count,
+        temperature=args.temperature,
+        top=args.top,
+        seed=args.seed,
     )
     for number in tokens:
-        # What a token adds depends on its neighbours, but not on all of the text.
+        # The text of a token depends on its neighbours: decode the last 32 with and without it.
         recent = recent[-32:]
         before, text = (trained.tokenizer.decode(part) for part in (recent, [*recent, number]))
         sys.stdout.write(text[len(before) :])
@@ -195,60 +201,62 @@ def _generate(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _need(holds: bool, name: str, came: Any, what: str) -> None:
-    if not holds:
-        raise ValueError(f"--{name} must be {what}; {came} came.")
+def _require(condition: bool, name: str, value: Any, what: str) -> None:
+    if not condition:
+        raise ValueError(f"--{name} must be {what}; got {value}.")
 
 
 def _add_translation(verbs: Any) -> None:
     translate = verbs.add_parser(
         "translate",
         help="translate with a trained model",
-        description="Translate with a trained model; lines of stdin where no text is given.",
+        description="Translate sentences, or the lines of stdin, with a trained model.",
     )
     translate.add_argument("model", metavar="DIR", help="a folder made by `regard learn translate`")
-    translate.add_argument("text", nargs="*", metavar="TEXT", help="sentences; none: the lines of --file, or of stdin")
-    translate.add_argument("--file", type=_named, metavar="EN", help="translate the lines of a file")
     translate.add_argument(
-        "--reference", type=_named, metavar="DE", help="its translations by people: report BLEU on stderr"
+        "text", nargs="*", metavar="TEXT", help="sentences (default: the lines of --file, or of stdin)"
     )
-    translate.add_argument("--beam", type=int, default=5, metavar="N", help="beginnings kept in the search (default 5)")
+    translate.add_argument("--file", type=_path, metavar="EN", help="translate the lines of a file")
+    translate.add_argument(
+        "--reference", type=_path, metavar="DE", help="reference translations of --file: report BLEU on stderr"
+    )
+    translate.add_argument("--beam", type=int, default=5, metavar="N", help="hypotheses of the beam search (default 5)")
     translate.add_argument(
         "--penalty",
         type=float,
         default=1.0,
         metavar="X",
-        help="judge by log p / length^X: more makes longer sentences (default 1)",
+        help="rank by log p / length^X: a larger X favours longer sentences (default 1)",
     )
     translate.add_argument(
-        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="where it runs (default auto)"
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one (default auto)"
     )
     translate.set_defaults(run=_translate, more="text")
 
 
-def _translate(asked: argparse.Namespace) -> int:
-    from .checkpoint import open_model
+def _translate(args: argparse.Namespace) -> int:
     from .generate import Beam, bleu
-    from .tokenizer import lines_of, read
-    from .training import chosen_device
+    from .tokenizer import lines_of
+    from .trained import open_model
+    from .training import choose_device
 
-    trained = open_model(asked.model, chosen_device(asked.device))
-    trained.need("translate")
-    if asked.text and asked.file:
-        raise ValueError("give sentences or --file, not both.")
-    if asked.reference and not asked.file:
+    trained = open_model(args.model, choose_device(args.device))
+    trained.require("translate")
+    if args.text and args.file:
+        raise ValueError("pass sentences or --file, not both.")
+    if args.reference and not args.file:
         raise ValueError("--reference goes with --file: line by line.")
-    lines = asked.text or lines_of(read(asked.file, "a text to translate") if asked.file else _from_stdin())
-    wanted = lines_of(read(asked.reference, "a translation")) if asked.reference else lines
-    if len(wanted) != len(lines):  # before the work, not after it
+    lines = args.text or lines_of(read_text(args.file, "a text to translate") if args.file else _read_stdin())
+    references = lines_of(read_text(args.reference, "a translation")) if args.reference else lines
+    if len(references) != len(lines):  # before the work, not after it
         raise ValueError(
-            f"{asked.file} has {len(lines)} lines and {asked.reference} has {len(wanted)}: one each is needed."
+            f"{args.file} has {len(lines)} lines and {args.reference} has {len(references)}: one each is needed."
         )
-    written = trained.translate_all(lines, Beam(asked.beam, asked.penalty))
+    written = trained.translate_all(lines, Beam(args.beam, args.penalty))
     for line in written:
         print(line)
-    if asked.reference:
-        scores = bleu(written, wanted)
+    if args.reference:
+        scores = bleu(written, references)
         print(
             f"BLEU {scores['cased']:.2f}, lower-cased {scores['lower']:.2f} ({scores['cased_signature']})",
             file=sys.stderr,
@@ -256,7 +264,5 @@ def _translate(asked: argparse.Namespace) -> int:
     return 0
 
 
-def _from_stdin() -> str:
-    from .tokenizer import decoded
-
-    return decoded(sys.stdin.buffer.read(), "stdin")
+def _read_stdin() -> str:
+    return decode(sys.stdin.buffer.read(), "stdin")

@@ -1,7 +1,4 @@
-"""Batches. Each is a function of the seed and the step alone, so that a resumed run draws what it would have drawn.
-
-Imports nothing of regard.
-"""
+"""Batches: each is a function of the seed and the step alone, so a resumed run draws the same ones."""
 
 from __future__ import annotations
 
@@ -11,38 +8,39 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["Pairs", "Windows", "drawn", "filled"]
+__all__ = ["SentencePairs", "TextWindows", "pad_rows", "step_seed"]
 
 
-def drawn(seed: int, step: int) -> int:
-    """A seed for one step; neighbours have nothing in common."""
+def step_seed(seed: int, step: int) -> int:
+    """The seed of one step, unrelated to its neighbours'."""
     return random.Random(f"{seed}/{step}").getrandbits(63)
 
 
-class Windows:
-    """Windows of a long text: `context` tokens, and the same shifted by one as what comes next."""
+class TextWindows:
+    """Windows of a long text: `context` tokens as input, and the same shifted by one as targets."""
 
     def __init__(self, ids: Tensor, context: int, batch: int, seed: int) -> None:
         self.ids, self.context, self.batch, self.seed = ids, context, batch, seed
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        chance = torch.Generator().manual_seed(drawn(self.seed, step))
-        starts = torch.randint(len(self.ids) - self.context, (self.batch,), generator=chance).to(self.ids.device)
+        """Inputs and targets of a step, each (batch, context)."""
+        generator = torch.Generator().manual_seed(step_seed(self.seed, step))
+        starts = torch.randint(len(self.ids) - self.context, (self.batch,), generator=generator).to(self.ids.device)
         windows = self.ids[starts[:, None] + torch.arange(self.context + 1, device=self.ids.device)]
         return windows[:, :-1], windows[:, 1:]
 
     def all(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The whole text in windows that do not overlap; a last one that is not full is left out if others are."""
+        """All of the text in windows that do not overlap; an incomplete last one is left out if there are others."""
         size = min(self.context, len(self.ids) - 1)
         count = (len(self.ids) - 1) // size
         x, y = (self.ids[shift : shift + count * size].view(count, size) for shift in (0, 1))
         yield from zip(x.split(batch), y.split(batch), strict=True)
 
 
-class Pairs:
-    """Sentence pairs, those of like length in one batch: (source, what is written so far, what comes next)."""
+class SentencePairs:
+    """Sentence pairs in batches of similar length: source, decoder input and decoder target."""
 
-    #: Batches that are sorted by length together; beyond them order is chance.
+    #: Batches that are sorted by length together; the order of such pools is random.
     POOL = 32
 
     def __init__(
@@ -59,26 +57,28 @@ class Pairs:
         return -(-len(self.source) // self.batch)
 
     def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Source, decoder input and decoder target of a step, each (batch, length)."""
         epoch, n = divmod(step, self.batches)
         if self._epoch[0] != epoch:
-            self._epoch = epoch, self._ordered(epoch)
+            self._epoch = epoch, self._shuffled(epoch)
         return self._tensors(self._epoch[1][n])
 
     def all(self, batch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """All pairs, sorted by length."""
         order = sorted(range(len(self.source)), key=self._length)
         for n in range(0, len(order), batch):
             yield self._tensors(order[n : n + batch])
 
-    def _ordered(self, epoch: int) -> list[list[int]]:
-        chance = random.Random(f"{self.seed}/epoch {epoch}")
+    def _shuffled(self, epoch: int) -> list[list[int]]:
+        generator = random.Random(f"{self.seed}/epoch {epoch}")
         order = list(range(len(self.source)))
-        chance.shuffle(order)
+        generator.shuffle(order)
         pool = self.batch * self.POOL
         batches = []
         for n in range(0, len(order), pool):
-            near = sorted(order[n : n + pool], key=self._length)
-            batches += [near[m : m + self.batch] for m in range(0, len(near), self.batch)]
-        chance.shuffle(batches)
+            similar = sorted(order[n : n + pool], key=self._length)
+            batches += [similar[m : m + self.batch] for m in range(0, len(similar), self.batch)]
+        generator.shuffle(batches)
         return batches
 
     def _length(self, n: int) -> tuple[int, int]:
@@ -88,10 +88,10 @@ class Pairs:
         source = [[*self.source[n], self.end] for n in chosen]
         before = [[self.start, *self.target[n]] for n in chosen]
         after = [[*self.target[n], self.end] for n in chosen]
-        return tuple(filled(rows, self.pad, self.device) for rows in (source, before, after))  # type: ignore[return-value]
+        return tuple(pad_rows(rows, self.pad, self.device) for rows in (source, before, after))  # type: ignore[return-value]
 
 
-def filled(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:
-    """Rows of different lengths as one tensor, filled up on the right to a multiple of 8."""
+def pad_rows(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:
+    """Rows of different lengths as one tensor, padded on the right to a multiple of 8."""
     longest = -(-max(map(len, rows)) // 8) * 8
     return torch.tensor([row + [pad] * (longest - len(row)) for row in rows]).to(device)

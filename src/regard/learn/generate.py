@@ -1,7 +1,4 @@
-"""Writing with a trained model: sampling token by token, beam search, and how good a translation is (BLEU).
-
-Imports nothing of this room.
-"""
+"""Decoding with a trained model: sampling token by token, beam search, and BLEU."""
 
 from __future__ import annotations
 
@@ -21,119 +18,175 @@ __all__ = ["Beam", "beam_search", "bleu", "sample"]
 def sample(
     model: Any, ids: Tensor, count: int, *, temperature: float = 0.8, top: int | None = None, seed: int | None = None
 ) -> Iterator[int]:
-    """`count` further tokens after ids (1, t), one by one; temperature 0 takes the likeliest."""
-    chance = torch.Generator()
+    """Sample tokens of a language model, one by one.
+
+    Args:
+        model: A `regard.nn.LanguageModel` in eval mode.
+        ids: The prompt ``(1, t)``.
+        count: Number of tokens.
+        temperature: 0 takes the likeliest token, 1 samples from the model's distribution.
+        top: Sample among this many likeliest tokens only.
+        seed: Seed of the samples. Default: random.
+
+    Yields:
+        Token ids.
+
+    Example:
+        >>> from regard.nn import LanguageModel
+        >>> model = LanguageModel(11, dim=8, heads=2, layers=1).eval()
+        >>> len(list(sample(model, torch.tensor([[1, 2]]), 5, seed=0)))
+        5
+    """
+    generator = torch.Generator()
     if seed is None:
-        chance.seed()  # not torch.seed(), which would change the caller's chance
+        generator.seed()  # not torch.seed(), which would change the caller's random state
     else:
-        chance.manual_seed(seed)
+        generator.manual_seed(seed)
     context = model.context
-    cache, fresh = model.cache(), ids[:, -context:]
-    past = fresh
+    cache, new = model.cache(), ids[:, -context:]
+    past = new
     for _ in range(count):
-        if len(cache[0][0]) + fresh.shape[1] > context:
-            # The window is full: keep its later half, read anew, so that this happens once in many tokens.
-            cache, fresh = model.cache(), past[:, -max(1, context // 2) :]
-        logits = model(fresh, cache)[0, -1].float().cpu()
-        number = _drawn(logits, temperature, top, chance)
+        if len(cache[0][0]) + new.shape[1] > context:
+            # The context is full: start again from its later half, so that this happens once in many tokens.
+            cache, new = model.cache(), past[:, -max(1, context // 2) :]
+        logits = model(new, cache)[0, -1].float().cpu()
+        number = _sample_token(logits, temperature, top, generator)
         yield number
-        fresh = torch.tensor([[number]], device=ids.device)
-        past = torch.cat([past, fresh], 1)[:, -context:]
+        new = torch.tensor([[number]], device=ids.device)
+        past = torch.cat([past, new], 1)[:, -context:]
 
 
-def _drawn(logits: Tensor, temperature: float, top: int | None, chance: torch.Generator) -> int:
+def _sample_token(logits: Tensor, temperature: float, top: int | None, generator: torch.Generator) -> int:
     if temperature <= 0:
         return int(logits.argmax())
     if top is not None and top < len(logits):
         logits = logits.masked_fill(logits < logits.topk(top).values[-1], -torch.inf)
-    # The largest is 0 and stays 0, however cold it is: nothing overflows upwards.
+    # Relative to the maximum: dividing by a tiny temperature cannot overflow to +inf.
     relative = (logits - logits.max()).double() / temperature
-    return int(torch.multinomial(relative.softmax(-1), 1, generator=chance))
+    return int(torch.multinomial(relative.softmax(-1), 1, generator=generator))
 
 
 @dataclass(frozen=True)
 class Beam:
-    """How a translation is searched: `width` beginnings at a time, judged by log p / length^`penalty`."""
+    """Options of a beam search.
+
+    Attributes:
+        width: Number of hypotheses per sentence.
+        penalty: Hypotheses are ranked by log p / length^penalty; a larger one favours longer sentences.
+
+    Example:
+        >>> Beam(width=4)
+        Beam(width=4, penalty=1.0)
+    """
 
     width: int = 5
     penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if self.width < 1:
-            raise ValueError(f"a beam is at least 1 wide; {self.width} came.")
+            raise ValueError(f"a beam must be at least 1 wide; got {self.width}.")
         if not (math.isfinite(self.penalty) and abs(self.penalty) <= 10):
-            raise ValueError(f"a penalty is a number from -10 to 10; {self.penalty} came.")
+            raise ValueError(f"a penalty must be a number from -10 to 10; got {self.penalty}.")
 
 
 @torch.no_grad()
 def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) -> list[list[int]]:
-    """The best target of every source (n, s), without start and end.
+    """Translate by beam search.
 
-    A sentence is done when nothing that goes on is better, at its length so far, than the best that ended, or when it
-    has become as long as it may. From then on nothing changes it: its neighbours in the batch may need longer.
+    A sentence is done when no open hypothesis is better, at its length so far, than the best that ended, or at
+    2 · source length + 10 tokens. From then on it is frozen: other sentences of the batch may need more steps.
+
+    Args:
+        model: A `regard.nn.Translator` in eval mode.
+        source: Token ids ``(n, s)``, padded with 0.
+        start: Id of the start token.
+        end: Id of the end token.
+        beam: Width and length penalty.
+
+    Returns:
+        The best target of every sentence, without start and end.
+
+    Example:
+        >>> from regard.nn import Translator
+        >>> model = Translator(12, dim=8, heads=2, layers=1).eval()
+        >>> words = beam_search(model, torch.tensor([[5, 6, 7]]), 1, 2, Beam(3))
+        >>> len(words), len(words[0]) <= 16
+        (1, True)
     """
     n, width = len(source), beam.width
-    room = math.inf if model.max_positions is None else model.max_positions
-    longest = [min(2 * length + 10, room) for length in model.lengths(source).tolist()]
+    limit = math.inf if model.max_positions is None else model.max_positions
+    max_lengths = [min(2 * length + 10, limit) for length in model.lengths(source).tolist()]
     memory, visible = model.encode(source.repeat_interleave(width, 0))
     caches = model.decoder.cache()
     tokens = torch.full((n, width, 1), start, device=source.device)
     scores = torch.full((n, width), -torch.inf, device=source.device)
-    scores[:, 0] = 0.0  # all beams of a sentence begin alike: one of them counts
+    scores[:, 0] = 0.0  # all hypotheses start equal: only the first counts
     first = torch.arange(n, device=source.device)[:, None] * width
     best: list[tuple[float, list[int]]] = [(-torch.inf, [])] * n
-    open_ones = set(range(n))
+    unfinished = set(range(n))
     for length in itertools.count(1):
         logits = model.decode(tokens[:, :, -1].reshape(-1, 1), memory, visible, caches)[:, -1]
         log_p = logits.float().log_softmax(-1).view(n, width, -1)
         log_p[:, :, [model.PAD, start]] = -torch.inf
         total = scores[:, :, None] + log_p
-        # Of 2 · width candidates at most width end, so width go on.
-        found, place = total.flatten(1).topk(2 * width)
-        origin, word = place // log_p.shape[-1], place % log_p.shape[-1]
-        over = word == end
-        _finish(best, open_ones, tokens, found, origin, over, length, beam)
-        going, order = found.masked_fill(over, -torch.inf).topk(width)
+        # At most width of 2 · width candidates end here, so that at least width continue.
+        candidates, index = total.flatten(1).topk(2 * width)
+        origin, word = index // log_p.shape[-1], index % log_p.shape[-1]
+        ended = word == end
+        _update_best(best, unfinished, tokens, candidates, origin, ended, length, beam)
+        scores, order = candidates.masked_fill(ended, -torch.inf).topk(width)
         origin, word = origin.gather(1, order), word.gather(1, order)
         tokens = torch.cat([tokens.gather(1, origin[..., None].expand(-1, -1, length)), word[..., None]], 2)
-        scores = going
-        hope = (going[:, 0] / length**beam.penalty).tolist()
-        for sentence in list(open_ones):
+        ahead = (scores[:, 0] / length**beam.penalty).tolist()
+        for sentence in list(unfinished):
             score = best[sentence][0]
-            if score >= hope[sentence] or length >= longest[sentence]:
-                open_ones.remove(sentence)
-                if score == -torch.inf:  # nothing ended in time: what is likeliest so far
+            if score >= ahead[sentence] or length >= max_lengths[sentence]:
+                unfinished.remove(sentence)
+                if score == -torch.inf:  # no hypothesis ended in time: take the likeliest
                     best[sentence] = score, tokens[sentence, 0, 1:].tolist()
-        if not open_ones:
+        if not unfinished:
             break
         for cache in caches:
-            cache[0].reorder((first + origin).flatten())  # the memory's keys are alike for all beams of a sentence
+            cache[0].reorder((first + origin).flatten())  # not cache[1]: all hypotheses of a sentence share its memory
     return [words for _, words in best]
 
 
-def _finish(
-    best: list[Any], open_ones: set[int], tokens: Tensor, found: Tensor, origin: Tensor, over: Tensor, length: int,
-    beam: Beam,
+def _update_best(
+    best: list[Any], unfinished: set[int], tokens: Tensor, candidates: Tensor, origin: Tensor, ended: Tensor,
+    length: int, beam: Beam,
 ) -> None:  # fmt: skip
-    """Take note of candidates that end here, among the first `width` of open sentences, if they are the best so far."""
-    over = over[:, : beam.width] & found[:, : beam.width].isfinite()
-    for sentence, rank in over.nonzero().tolist():
-        score = float(found[sentence, rank]) / length**beam.penalty
-        if sentence in open_ones and score > best[sentence][0]:
+    """Record hypotheses that end here, among the first `width` of each sentence, where they are the best so far."""
+    ended = ended[:, : beam.width] & candidates[:, : beam.width].isfinite()
+    for sentence, rank in ended.nonzero().tolist():
+        score = float(candidates[sentence, rank]) / length**beam.penalty
+        if sentence in unfinished and score > best[sentence][0]:
             best[sentence] = score, tokens[sentence, origin[sentence, rank], 1:].tolist()
 
 
-def bleu(written: list[str], wanted: list[str]) -> dict[str, float]:
-    """BLEU by sacrebleu, cased and lower-cased, and its signature."""
+def bleu(written: list[str], references: list[str]) -> dict[str, Any]:
+    """BLEU by sacrebleu.
+
+    Args:
+        written: Translations.
+        references: One reference per translation.
+
+    Returns:
+        Scores "cased" and "lower", and sacrebleu's "cased_signature" and "lower_signature".
+
+    Example:
+        >>> same = ["Der Hund läuft über die Straße."]
+        >>> round(bleu(same, same)["cased"])
+        100
+    """
     try:
         from sacrebleu.metrics import BLEU
     except ImportError:
         raise ImportError("BLEU is computed by sacrebleu: pip install 'regard[learn]'.") from None
-    if len(written) != len(wanted):
-        raise ValueError(f"{len(written)} translations and {len(wanted)} references came; one each is needed.")
+    if len(written) != len(references):
+        raise ValueError(f"{len(written)} translations and {len(references)} references: one each is needed.")
     scores: dict[str, Any] = {}
     for name, lower in (("cased", False), ("lower", True)):
         metric = BLEU(lowercase=lower)
-        scores[name] = metric.corpus_score(written, [wanted]).score
+        scores[name] = metric.corpus_score(written, [references]).score
         scores[f"{name}_signature"] = str(metric.get_signature())
     return scores

@@ -1,7 +1,4 @@
-"""What is shown while a model trains: a live panel where `rich` and a terminal are there, plain lines elsewhere.
-
-Imports nothing of regard.
-"""
+"""Progress of a training run: a live panel with `rich` on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,42 +10,42 @@ __all__ = ["Plain", "Silent", "open_progress"]
 
 
 class Silent:
-    """Shows nothing; what the others do, by name."""
+    """Shows nothing; the base class of the others."""
 
     def begin(self, step: int, steps: int) -> None:
-        """Training begins at a step."""
+        """Training starts at a step."""
 
-    def tell(self, step: int, numbers: dict[str, Any]) -> None:
-        """The newest numbers: loss, val_loss, tokens_per_second, heads (name → list of numbers a head)."""
+    def update(self, step: int, numbers: dict[str, Any]) -> None:
+        """Newest numbers: loss, val_loss, tokens_per_second, heads (layer → statistic → a number per head)."""
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Print a line."""
 
     def close(self) -> None:
         """Training ended."""
 
 
 class Plain(Silent):
-    """A line for every validation, on stderr."""
+    """One line per validation, on stderr."""
 
     def __init__(self) -> None:
         self.steps = 0
-        self.known: dict[str, Any] = {}
+        self.latest: dict[str, Any] = {}
 
     def begin(self, step: int, steps: int) -> None:
         self.steps = steps
 
-    def tell(self, step: int, numbers: dict[str, Any]) -> None:
-        self.known |= numbers
+    def update(self, step: int, numbers: dict[str, Any]) -> None:
+        self.latest |= numbers
         if "val_loss" in numbers:
-            self.note(f"step {step:,}/{self.steps:,}  {_numbers(self.known)}  {_heads(self.known.get('heads', {}))}")
+            self.note(f"step {step:,}/{self.steps:,}  {_numbers(self.latest)}  {_heads(self.latest.get('heads', {}))}")
 
     def note(self, text: str) -> None:
         print(text.rstrip(), file=sys.stderr, flush=True)
 
 
 class Rich(Silent):
-    """A bar with the newest numbers, and under it the entropy and the largest score of every head."""
+    """A progress bar with the newest numbers, and a table of every head's entropy and largest score."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -59,18 +56,18 @@ class Rich(Silent):
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
         self.bar = Progress(*columns, TextColumn("{task.description}"), console=self.console)
         self.live = Live(console=self.console, refresh_per_second=4)
-        self.known: dict[str, Any] = {}
+        self.latest: dict[str, Any] = {}
 
     def begin(self, step: int, steps: int) -> None:
         self.task = self.bar.add_task("", total=steps, completed=step)
         self.live.start()
 
-    def tell(self, step: int, numbers: dict[str, Any]) -> None:
+    def update(self, step: int, numbers: dict[str, Any]) -> None:
         from rich.console import Group
 
-        self.known |= numbers
-        self.bar.update(self.task, completed=step, description=_numbers(self.known))
-        self.live.update(Group(self.bar, _table(self.known.get("heads", {}), self.live.console.width)))
+        self.latest |= numbers
+        self.bar.update(self.task, completed=step, description=_numbers(self.latest))
+        self.live.update(Group(self.bar, _table(self.latest.get("heads", {}), self.live.console.width)))
 
     def note(self, text: str) -> None:
         self.console.print(text.rstrip(), markup=False, highlight=False)
@@ -80,25 +77,25 @@ class Rich(Silent):
 
 
 def open_progress() -> Silent:
-    """The best way to show progress here."""
+    """`Rich` on a terminal with rich installed, else `Plain`."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
         return Rich()
     return Plain()
 
 
-def _numbers(known: dict[str, Any]) -> str:
+def _numbers(latest: dict[str, Any]) -> str:
     parts = [("loss", "loss", ".4f"), ("val_loss", "val", ".4f"), ("best", "best", ".4f")]
-    text = [f"{label} {known[name]:{form}}" for name, label, form in parts if name in known]
-    if "tokens_per_second" in known:
-        text.append(f"{known['tokens_per_second']:,.0f} tokens/s")
+    text = [f"{label} {latest[name]:{form}}" for name, label, form in parts if name in latest]
+    if "tokens_per_second" in latest:
+        text.append(f"{latest['tokens_per_second']:,.0f} tokens/s")
     return "  ".join(text)
 
 
 def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
-    """The range over all heads, with the head at the end that is dangerous."""
+    """The lowest entropy and the largest score over all heads, and the heads that have them."""
     if not heads:
         return ""
-    low = min((value, f"{name} head {n}") for name, of in heads.items() for n, value in enumerate(of["entropy"]))
+    low = min((value, f"{name} head {n}") for name, of in heads.items() for n, value in enumerate(of["entropy_share"]))
     text = f"entropy ≥ {low[0]:.2f} ({_short(low[1])})"
     scores = [(v, f"{name} head {n}") for name, of in heads.items() for n, v in enumerate(of.get("max_score", []))]
     if scores:
@@ -108,21 +105,21 @@ def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
 
 
 def _table(heads: dict[str, dict[str, list[float]]], width: int) -> Any:
-    """Every head where there is room for it, in one line a layer or in two; else the head at either end."""
+    """A table of all heads in one or two lines per layer; where it is too wide, only each layer's extremes."""
     from rich.table import Table
 
-    count = max((len(of["entropy"]) for of in heads.values()), default=0)
-    together, apart = 8 + 12 * count <= width, 16 + 7 * count <= width
-    title = "entropy / largest score, head by head" if together or apart else None
+    count = max((len(of["entropy_share"]) for of in heads.values()), default=0)
+    one_line, two_lines = 8 + 12 * count <= width, 16 + 7 * count <= width
+    title = "entropy / largest score, per head" if one_line or two_lines else None
     table = Table(box=None, padding=(0, 1), title=title, title_style="dim")
     table.add_column("layer", style="dim", no_wrap=True)
-    for title in map(str, range(count)) if together or apart else ("lowest entropy", "largest score"):
+    for title in map(str, range(count)) if one_line or two_lines else ("lowest entropy", "largest score"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, of in heads.items():
-        entropy, scores = of["entropy"], of.get("max_score", [float("nan")] * len(of["entropy"]))
-        if together:
+        entropy, scores = of["entropy_share"], of.get("max_score", [float("nan")] * len(of["entropy_share"]))
+        if one_line:
             table.add_row(_short(name), *[f"{e:.2f}/{s:.1f}" for e, s in zip(entropy, scores, strict=True)])
-        elif apart:
+        elif two_lines:
             table.add_row(f"{_short(name)} entropy", *[f"{e:.2f}" for e in entropy])
             table.add_row("score", *[f"{s:.3g}" for s in scores])
         else:

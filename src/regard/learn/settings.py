@@ -1,6 +1,6 @@
-"""What can be chosen for a training run: one field a choice, with its default and its sentence for `--help`.
+"""The options of a training run: one dataclass field each, with its default and its help text.
 
-Imports nothing of regard.
+The command line makes a flag of every field (`eval_every` is `--eval-every`), so names here are words of the API.
 """
 
 from __future__ import annotations
@@ -13,132 +13,188 @@ from typing import Any
 __all__ = ["KINDS", "LMSettings", "Settings", "TranslateSettings", "from_json"]
 
 
-def choice(default: Any, told: str, among: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"told": told, "among": among})
+def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    """A field with its help text and, for words, the values it may take."""
+    return field(default=default, metadata={"help": help, "choices": choices})
 
 
-#: What a field's annotation allows, and its words for an error.
+#: Annotation of a field: the types it accepts, and their name in an error.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "a whole number"),
-    "int | None": ((int, type(None)), "a whole number or nothing"),
+    "int": ((int,), "an integer"),
+    "int | None": ((int, type(None)), "an integer or None"),
     "float": ((int, float), "a number"),
-    "str": ((str,), "a word"),
+    "str": ((str,), "a string"),
     "bool": ((bool,), "true or false"),
 }
 
-
-#: Said of the warm-up of all kinds.
-RISE = ", at most a fifth of --steps; after them it falls as a cosine"
+POSITIONS = ("rotary", "sinusoidal", "learned")
+WARMUP_HELP = "steps in which the learning rate rises, at most a fifth of --steps; afterwards it falls as a cosine"
+EMA_HELP = "decay of an exponential moving average of the weights, which is then validated and saved; 0: none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What every run has."""
+    """Options of every training run; see `LMSettings` and `TranslateSettings`."""
 
-    steps: int = choice(2000, "training steps")
-    batch: int = choice(12, "sequences a step")
-    layers: int = choice(4, "blocks on top of each other")
-    heads: int = choice(4, "attention heads of a block")
-    dim: int = choice(128, "size of the vectors between blocks")
-    hidden: int | None = choice(None, "width of the feed-forward network (default: 8/3 of --dim)")
-    positions: str = choice("rotary", "how attention is told where a word stands", ("rotary", "sinusoidal", "learned"))
-    dropout: float = choice(0.0, "share of the residual branches dropped while training")
-    lr: float = choice(3e-3, "largest learning rate")
-    warmup: int = choice(100, f"steps in which the learning rate rises{RISE}")
-    weight_decay: float = choice(0.1, "AdamW's weight decay, of matrices only")
-    clip: float = choice(1.0, "largest norm of the gradient")
-    average: float = choice(0.0, "keep a running average of the weights with this memory, and judge that; 0: none")
-    check: int = choice(250, "steps between two validations; each saves a checkpoint")
-    seed: int = choice(0, "everything random follows from it")
-    device: str = choice("auto", "auto takes a GPU where there is one", ("auto", "cpu", "cuda"))
-    precision: str = choice(
-        "auto", "of products; auto is bfloat16 on a GPU and float32 elsewhere", ("auto", "float32", "bfloat16")
+    steps: int = option(2000, "training steps")
+    batch: int = option(12, "sequences per step")
+    layers: int = option(4, "transformer blocks")
+    heads: int = option(4, "attention heads per block")
+    dim: int = option(128, "size of the vectors")
+    hidden: int | None = option(None, "width of the feed-forward network (default: 8/3 of --dim)")
+    positions: str = option("rotary", "position encoding", POSITIONS)
+    dropout: float = option(0.0, "dropout of embeddings and residual branches")
+    lr: float = option(3e-3, "largest learning rate")
+    warmup: int = option(100, WARMUP_HELP)
+    weight_decay: float = option(0.1, "AdamW's weight decay, of matrices only")
+    clip: float = option(1.0, "largest norm of the gradient")
+    ema: float = option(0.0, EMA_HELP)
+    eval_every: int = option(250, "steps between two validations; each saves a checkpoint")
+    seed: int = option(0, "seed of everything random")
+    device: str = option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
+    precision: str = option(
+        "auto", "of matrix products; auto: bfloat16 on a GPU, float32 elsewhere", ("auto", "float32", "bfloat16")
     )
-    compile: bool = choice(
-        False, "run the training step through torch.compile; on a GPU a language model's is replayed as CUDA graphs"
+    compile: bool = option(
+        False, "compile the training step with torch.compile; on a GPU a language model uses CUDA graphs"
     )
 
     def __post_init__(self) -> None:
-        for one in dataclasses.fields(self):
-            kinds, what = TYPES[str(one.type)]
-            value = getattr(self, one.name)
-            # True is an int to Python, and no number of steps.
-            fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            self._need(fits, one.name, what)
-        for name in ("steps", "batch", "layers", "heads", "dim", "check"):
-            self._need(getattr(self, name) >= 1, name, "at least 1")
-        self._need(self.hidden is None or self.hidden >= 1, "hidden", "at least 1")
-        self._need(self.warmup >= 0, "warmup", "at least 0")
-        self._need(0 <= self.dropout < 1, "dropout", "from 0 up to, not including, 1")
-        self._need(0 <= self.average < 1, "average", "from 0 up to, not including, 1")
-        self._need(0 < self.lr < math.inf, "lr", "above 0 and finite")
-        self._need(self.clip > 0, "clip", "above 0")
-        self._need(0 <= self.weight_decay < math.inf, "weight_decay", "at least 0 and finite")
-        self._need(abs(self.seed) < 2**63, "seed", "smaller than 2^63")
-        for one in dataclasses.fields(self):
-            if among := one.metadata["among"]:
-                self._need(getattr(self, one.name) in among, one.name, "one of " + ", ".join(among))
+        for spec in dataclasses.fields(self):
+            types, what = TYPES[str(spec.type)]
+            value = getattr(self, spec.name)
+            # isinstance(True, int) holds, but True is no number of steps.
+            fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+            self._require(fits, spec.name, what)
+        for name in ("steps", "batch", "layers", "heads", "dim", "eval_every"):
+            self._require(getattr(self, name) >= 1, name, "at least 1")
+        self._require(self.hidden is None or self.hidden >= 1, "hidden", "at least 1")
+        self._require(self.warmup >= 0, "warmup", "at least 0")
+        self._require(0 <= self.dropout < 1, "dropout", "at least 0 and below 1")
+        self._require(0 <= self.ema < 1, "ema", "at least 0 and below 1")
+        self._require(0 < self.lr < math.inf, "lr", "above 0 and finite")
+        self._require(self.clip > 0, "clip", "above 0")
+        self._require(0 <= self.weight_decay < math.inf, "weight_decay", "at least 0 and finite")
+        self._require(abs(self.seed) < 2**63, "seed", "smaller than 2^63")
+        for spec in dataclasses.fields(self):
+            if choices := spec.metadata["choices"]:
+                self._require(getattr(self, spec.name) in choices, spec.name, "one of " + ", ".join(choices))
         if self.dim % self.heads or (self.positions == "rotary" and self.dim // self.heads % 2):
-            even = " of even size, which rotary positions turn in pairs" if self.positions == "rotary" else ""
+            even = " of even size, which rotary positions need" if self.positions == "rotary" else ""
             raise ValueError(f"--dim {self.dim} must split into --heads {self.heads} heads{even}.")
 
-    def _need(self, holds: bool, name: str, what: str) -> None:
-        if not holds:
-            raise ValueError(f"--{name.replace('_', '-')} must be {what}; {getattr(self, name)!r} came.")
+    def _require(self, condition: bool, name: str, what: str) -> None:
+        if not condition:
+            raise ValueError(f"--{name.replace('_', '-')} must be {what}; got {_short_repr(getattr(self, name))}.")
 
     def json(self) -> dict[str, Any]:
+        """The settings as plain values, for `settings.json`.
+
+        Example:
+            >>> LMSettings(steps=10).json()["steps"]
+            10
+        """
         return dataclasses.asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LMSettings(Settings):
-    """A language model: guesses the next token. The defaults take a few minutes on a CPU."""
+    """A language model: predicts the next token. The defaults take a few minutes on a CPU.
 
-    context: int = choice(64, "tokens it looks back")
-    tokens: str = choice("characters", "what a token is", ("characters", "bpe"))
-    vocabulary: int = choice(1000, "how many pieces BPE makes; characters are as many as there are")
-    validation: float = choice(0.1, "share of the text, at its end, kept for validation")
+    Attributes:
+        steps: Training steps.
+        batch: Sequences per step.
+        layers: Transformer blocks.
+        heads: Attention heads per block.
+        dim: Size of the vectors.
+        hidden: Width of the feed-forward network; None: 8/3 of `dim`.
+        positions: "rotary", "sinusoidal" or "learned".
+        dropout: Dropout of embeddings and residual branches.
+        lr: Largest learning rate.
+        warmup: Steps in which the learning rate rises, at most a fifth of `steps`; afterwards it falls as a cosine.
+        weight_decay: AdamW's weight decay, of matrices only.
+        clip: Largest norm of the gradient.
+        ema: Decay of an exponential moving average of the weights, which is validated and saved; 0: none.
+        eval_every: Steps between two validations; each saves a checkpoint.
+        seed: Seed of everything random.
+        device: "auto", "cpu" or "cuda".
+        precision: "auto", "float32" or "bfloat16", of matrix products.
+        compile: Whether the training step goes through torch.compile.
+        context: Tokens the model looks back.
+        tokens: "characters" or "bpe".
+        vocabulary: Number of BPE tokens.
+        validation: Share of the text, at its end, that is used for validation.
+
+    Example:
+        >>> LMSettings(steps=100, dim=32, heads=2).context
+        64
+        >>> LMSettings(steps=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: --steps must be at least 1; got 0.
+    """
+
+    context: int = option(64, "tokens the model looks back")
+    tokens: str = option("characters", "what a token is", ("characters", "bpe"))
+    vocabulary: int = option(1000, "number of BPE tokens (characters: as many as the text has)")
+    validation: float = option(0.1, "share of the text, at its end, used for validation")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._need(self.context >= 2, "context", "at least 2")
-        self._need(self.vocabulary >= 1, "vocabulary", "at least 1")
-        self._need(0 < self.validation < 1, "validation", "between 0 and 1")
+        self._require(self.context >= 2, "context", "at least 2")
+        self._require(self.vocabulary >= 1, "vocabulary", "at least 1")
+        self._require(0 < self.validation < 1, "validation", "between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TranslateSettings(Settings):
-    """A translator: reads one language, writes another. Made for a GPU; on a CPU take fewer --steps."""
+    """A translator: an encoder and a decoder. The defaults are for a GPU; on a CPU use fewer --steps.
 
-    steps: int = choice(6000, "training steps")
-    batch: int = choice(256, "sentence pairs a step")
-    positions: str = choice(
-        "sinusoidal", "how attention is told where a word stands", ("rotary", "sinusoidal", "learned")
-    )
-    dropout: float = choice(0.3, "share of the residual branches dropped while training")
-    warmup: int = choice(600, f"steps in which the learning rate rises{RISE}")
-    average: float = choice(0.999, "keep a running average of the weights with this memory, and judge that; 0: none")
-    vocabulary: int = choice(8000, "how many pieces BPE makes of both languages together")
-    smoothing: float = choice(0.1, "share of the target's probability spread over all tokens (label smoothing)")
-    longest: int = choice(64, "pairs with more tokens than this on a side are left out of training")
+    Attributes:
+        steps, batch, layers, heads, dim, hidden, positions, dropout, lr, warmup, weight_decay, clip, ema, eval_every,
+            seed, device, precision, compile: As in `LMSettings`; `batch` counts sentence pairs.
+        vocabulary: Number of BPE tokens of both languages together.
+        smoothing: Label smoothing.
+        max_length: Pairs with more tokens on a side are left out of training.
+
+    Example:
+        >>> TranslateSettings().positions
+        'sinusoidal'
+    """
+
+    steps: int = option(6000, "training steps")
+    batch: int = option(256, "sentence pairs per step")
+    positions: str = option("sinusoidal", "position encoding", POSITIONS)
+    dropout: float = option(0.3, "dropout of embeddings and residual branches")
+    warmup: int = option(600, WARMUP_HELP)
+    ema: float = option(0.999, EMA_HELP)
+    vocabulary: int = option(8000, "number of BPE tokens of both languages together")
+    smoothing: float = option(0.1, "label smoothing")
+    max_length: int = option(64, "pairs with more tokens on a side are left out of training")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._need(self.vocabulary >= 5, "vocabulary", "at least 5")
-        self._need(0 <= self.smoothing < 1, "smoothing", "from 0 up to, not including, 1")
-        self._need(self.longest >= 4, "longest", "at least 4")
+        self._require(self.vocabulary >= 5, "vocabulary", "at least 5")
+        self._require(0 <= self.smoothing < 1, "smoothing", "at least 0 and below 1")
+        self._require(self.max_length >= 4, "max_length", "at least 4")
 
 
 KINDS: dict[str, type[Settings]] = {"lm": LMSettings, "translate": TranslateSettings}
 
 
-def from_json(kind: str, told: dict[str, Any]) -> Settings:
-    """Settings as they were written; names that no version of this room knows are an error."""
-    if kind not in KINDS:
-        raise ValueError(f"the kind of a model is one of {', '.join(KINDS)}; {kind!r} came.")
-    if not isinstance(told, dict):
-        raise ValueError(f"settings are names with values; {told!r} came.")
-    known = {one.name for one in dataclasses.fields(KINDS[kind])}
-    if strange := set(told) - known:
-        raise ValueError(f"unknown settings {', '.join(sorted(strange))}: written by another version of regard.")
-    return KINDS[kind](**told)
+def from_json(kind: Any, values: Any) -> Settings:
+    """Settings from the values of a `settings.json`; unknown names are an error."""
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"the kind of a model must be one of {', '.join(KINDS)}; got {_short_repr(kind)}.")
+    if not isinstance(values, dict):
+        raise ValueError(f"settings must be names with values; got {_short_repr(values)}.")
+    names = {spec.name for spec in dataclasses.fields(KINDS[kind])}
+    if unknown := set(values) - names:
+        raise ValueError(f"unknown settings {', '.join(sorted(unknown)[:5])}: written by another version of regard.")
+    return KINDS[kind](**values)
+
+
+def _short_repr(value: Any) -> str:
+    """repr in at most 60 characters: a hostile file may hold a value of megabytes."""
+    text = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,19 +1,17 @@
-"""Text to tokens and back, by the `tokenizers` library: characters, or pieces found by BPE.
-
-Imports nothing of regard.
-"""
+"""Text to token ids and back, by the `tokenizers` library: characters, or BPE."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from .._io import decode as decoded  # look.command imports it from here
+
 __all__ = [
-    "END", "PAD", "START", "UNKNOWN", "bpe", "characters", "decoded", "digest", "ids_of", "lines_of", "load",
-    "pairs_bpe", "read",
+    "END", "PAD", "START", "UNKNOWN", "bpe", "characters", "decoded", "digest", "encode", "lines_of", "load",
+    "pairs_bpe",
 ]  # fmt: skip
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unknown>"
@@ -26,110 +24,106 @@ def _library() -> Any:
         raise ImportError("training needs tokenizers and safetensors: pip install 'regard[learn]'.") from None
 
 
-def read(path: Any, wanted: str = "a text to learn from") -> str:
-    """A text file; what is empty or no text is an error."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as wrong:
-        why = "is a folder" if Path(path).is_dir() else f"cannot be read ({wrong.strerror})"
-        raise type(wrong)(f"{path} {why}; a text file is needed.") from None
-    text = decoded(data, path)
-    if not text.strip():
-        raise ValueError(f"{path} is empty; {wanted} is needed.")
-    return text
-
-
-def decoded(data: bytes, name: Any) -> str:
-    """Bytes as text with line ends as they are here."""
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as wrong:
-        raise ValueError(f"{name} is not UTF-8 text: byte {wrong.start} cannot be read. Convert it first.") from None
-
-
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, as `wc -l` counts them, and one more that is not ended; empty ones are lines too."""
+    """The lines of a text, empty ones too, as `wc -l` counts them, plus a last one without a line end."""
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def digest(*texts: str) -> str:
-    """A number that tells whether the data of a run is still the same."""
+    """SHA-256 of the training data, to recognise it when a run is resumed."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
 def characters(text: str) -> Any:
-    """Every character of the text is a token."""
+    """A tokenizer with one token per character of the text."""
     lib = _library()
-    made = lib.Tokenizer(lib.models.WordLevel({char: n for n, char in enumerate(sorted(set(text)))}))
-    made.pre_tokenizer = lib.pre_tokenizers.Split(lib.Regex(r"[\s\S]"), "isolated")
-    made.decoder = lib.decoders.Fuse()
-    return made
+    tokenizer = lib.Tokenizer(lib.models.WordLevel({char: n for n, char in enumerate(sorted(set(text)))}))
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.Split(lib.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = lib.decoders.Fuse()
+    return tokenizer
 
 
 def bpe(text: str, vocabulary: int) -> Any:
-    """Pieces of words and line ends; nothing of the text is lost, but "▁", which stands for a space, becomes one."""
+    """A BPE tokenizer of words and line ends. Decoding restores the text, except that "▁" becomes a space."""
     lib = _library()
-    made = lib.Tokenizer(lib.models.BPE())
-    cuts = [lib.pre_tokenizers.Split("\n", "isolated"), lib.pre_tokenizers.Metaspace(prepend_scheme="never")]
-    made.pre_tokenizer = lib.pre_tokenizers.Sequence(cuts)
-    made.decoder = lib.decoders.Metaspace(prepend_scheme="never")
-    return _trained(made, text.splitlines(keepends=True), vocabulary, [])
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    splits = [lib.pre_tokenizers.Split("\n", "isolated"), lib.pre_tokenizers.Metaspace(prepend_scheme="never")]
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence(splits)
+    tokenizer.decoder = lib.decoders.Metaspace(prepend_scheme="never")
+    return _train(tokenizer, text.splitlines(keepends=True), vocabulary, [])
 
 
 def pairs_bpe(lines: Sequence[str], vocabulary: int) -> Any:
-    """Pieces of words and of signs, one vocabulary for both languages; ▁ marks the beginning of a word."""
+    """A BPE tokenizer with one vocabulary for both languages; ▁ marks the start of a word."""
     lib = _library()
-    made = lib.Tokenizer(lib.models.BPE(unk_token=UNKNOWN))
-    made.normalizer = lib.normalizers.Sequence([lib.normalizers.NFC(), lib.normalizers.Strip()])
-    made.pre_tokenizer = lib.pre_tokenizers.Sequence(
+    tokenizer = lib.Tokenizer(lib.models.BPE(unk_token=UNKNOWN))
+    tokenizer.normalizer = lib.normalizers.Sequence([lib.normalizers.NFC(), lib.normalizers.Strip()])
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence(
         [lib.pre_tokenizers.Metaspace(), lib.pre_tokenizers.Punctuation("isolated")]
     )
-    made.decoder = lib.decoders.Metaspace()
-    return _trained(made, lines, vocabulary, [PAD, START, END, UNKNOWN])
+    tokenizer.decoder = lib.decoders.Metaspace()
+    return _train(tokenizer, lines, vocabulary, [PAD, START, END, UNKNOWN])
 
 
-def _trained(made: Any, lines: Sequence[str], vocabulary: int, special: list[str]) -> Any:
+def _train(tokenizer: Any, lines: Sequence[str], vocabulary: int, special: list[str]) -> Any:
     trainer = _library().trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
-    made.train_from_iterator(lines, trainer)
-    found = made.get_vocab_size()
-    if found < vocabulary:
+    tokenizer.train_from_iterator(lines, trainer)
+    size = tokenizer.get_vocab_size()
+    if size < vocabulary:
         raise ValueError(
-            f"a vocabulary of {vocabulary} was asked for, and the data supports {found} pieces: "
-            f"take --vocabulary {found} or less, or more data."
+            f"the data has {size} BPE tokens, got --vocabulary {vocabulary}: use --vocabulary {size} or less, "
+            "or more data."
         )
-    if found > vocabulary:
+    if size > vocabulary:
         raise ValueError(
-            f"a vocabulary of {vocabulary} is smaller than the {found} single characters of the data: "
-            "take a larger --vocabulary."
+            f"--vocabulary must be at least {size}, the number of different characters of the data; got {vocabulary}."
         )
-    return _plain(made)
+    return _plain(tokenizer)
 
 
 def _plain(tokenizer: Any) -> Any:
-    """A tokenizer to which "<pad>" in a text is five signs like any others: only the model's own code sets marks."""
+    """Make a typed "<pad>" plain text of five characters: only the model's own code sets special tokens."""
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
-def ids_of(tokenizer: Any, text: str) -> list[int]:
-    """Numbers of the tokens of a text; a character that was never seen is an error."""
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text; a character outside the vocabulary is an error."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text has no valid character at position {error.start}: its bytes are not in the encoding of this "
+            "terminal. Set a UTF-8 locale, for example LC_ALL=C.UTF-8."
+        ) from None
     if tokenizer.token_to_id(UNKNOWN) is None:
-        known = tokenizer.get_vocab()
-        strange = sorted({c for c in set(text) if c not in known and not (c == " " and "▁" in known)})
-        if strange:
+        vocabulary = tokenizer.get_vocab()
+        unknown = sorted({c for c in set(text) if c not in vocabulary and not (c == " " and "▁" in vocabulary)})
+        if unknown:
             raise ValueError(
-                f"the model never saw {', '.join(map(repr, strange[:5]))}: "
-                "it knows the characters of the text it was trained on."
+                f"the model never saw {', '.join(map(repr, unknown[:5]))}: "
+                "it has only the characters of the text it was trained on."
             )
-    # Line by line, which is the same and twice as fast.
+    # Line by line: the same ids, twice as fast.
     encoded = tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
     return [number for line in encoded for number in line.ids]
 
 
-def load(path: Any) -> Any:
-    """A tokenizer from its file."""
-    lib = _library()
+def load(data: bytes, name: Any) -> Any:
+    """A tokenizer from the bytes of its file.
+
+    Raises:
+        ValueError: The bytes are no tokenizer, or its ids are not 0, 1, …, n − 1.
+    """
+    library = _library()
     try:
-        return _plain(lib.Tokenizer.from_file(str(path)))
-    except Exception as wrong:  # the library raises bare exceptions
-        raise ValueError(f"{path} is no tokenizer: {wrong}") from None
+        tokenizer = _plain(library.Tokenizer.from_str(data.decode()))
+        ids = tokenizer.get_vocab().values()
+        size = tokenizer.get_vocab_size()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exceptions, and panics of Rust are BaseExceptions
+        raise ValueError(f"{name} is no tokenizer: {str(error)[:200]}") from None
+    if max(ids, default=0) >= size:
+        raise ValueError(f"{name} is no tokenizer: its ids must be below {size}, got {max(ids)}.")
+    return tokenizer

@@ -1,16 +1,15 @@
-"""The loop: AdamW, warm-up and cosine, clipping, validation, checkpoints; interrupted and resumed at any moment.
+"""The training loop: AdamW, warm-up and cosine, clipping, validation, checkpoints, resuming at any step.
 
 Everything random in a step follows from the seed and the number of the step, so a run that was killed and resumed
-draws the same batches and drops the same branches as one that was not: on a CPU it ends with the same bits.
-Imports the other rooms of `learn`, and `regard.watch`.
+draws the same batches and the same dropout as an uninterrupted one: on a CPU it ends with the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
+import os
 import signal
 import threading
 import time
@@ -22,158 +21,231 @@ import torch
 from torch import Tensor, nn
 
 from ..recorder import watch
-from . import checkpoint as disk
-from . import tasks
-from . import tokenizer as texts
-from .data import drawn
+from . import checkpoint, tasks
+from .data import step_seed
 from .progress import Silent
 from .settings import LMSettings, Settings, TranslateSettings
 
-__all__ = ["Diverged", "Result", "chosen_device", "lm", "translate"]
+__all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
 
-#: Steps between two looks at the loss and at the heads.
-LOOK = 50
+#: Steps between two reports of the loss and of the heads.
+WATCH_EVERY = 50
 
 
 class Diverged(ArithmeticError):  # noqa: N818  a fact about a run
-    """The loss is no number any more."""
+    """The loss became NaN or infinite; the last good checkpoint is kept.
+
+    Example:
+        >>> issubclass(Diverged, ArithmeticError)
+        True
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended."""
+    """The end of a run.
+
+    Attributes:
+        folder: Where its files are.
+        step: Steps done.
+        steps: Steps of the whole run; `step` is smaller where it was interrupted.
+        best: Smallest validation loss; infinite before the first validation.
+        val_loss: Last validation loss.
+        seconds: Time of this call.
+
+    Example:
+        >>> Result(Path("run"), step=5, steps=10, best=1.5, val_loss=1.6, seconds=3.0).finished
+        False
+    """
 
     folder: Path
     step: int
     steps: int
-    best: float  # the smallest validation loss
-    val_loss: float  # the last one
+    best: float
+    val_loss: float
     seconds: float
 
     @property
     def finished(self) -> bool:
+        """Whether all steps were done."""
         return self.step == self.steps
 
 
-def lm(file: Any, out: Any, *, resume: bool = False, progress: Silent | None = None, **settings: Any) -> Result:
-    """Train a language model on a text file; settings are those of `LMSettings`."""
+def lm(
+    file: str | os.PathLike[str], out: str | os.PathLike[str], *, resume: bool = False,
+    progress: Silent | None = None, **settings: Any,
+) -> Result:  # fmt: skip
+    """Train a language model on a text file.
+
+    Ctrl-C and SIGTERM finish the step, save and return; `resume=True` continues with the same result.
+
+    Args:
+        file: The text, UTF-8.
+        out: Folder of the run: settings, tokenizer, checkpoints and history.
+        resume: Continue the run in `out`.
+        progress: Shows the numbers meanwhile. Default: nothing.
+        settings: The fields of `LMSettings`: steps, layers, dim, context, …
+
+    Returns:
+        Where the run ended, and its losses.
+
+    Raises:
+        ValueError: A setting or the text does not fit; nothing is written then.
+        Diverged: The loss became NaN or infinite.
+        OSError: A file cannot be read or written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "text").write_text("the cat sat on the mat. " * 20)
+        >>> result = lm(folder / "text", folder / "run", steps=4, dim=8, heads=2, layers=1, context=8, device="cpu")
+        >>> result.finished, result.step
+        (True, 4)
+    """
     return _run("lm", (Path(file),), None, Path(out), LMSettings, settings, resume, progress)
 
 
 def translate(
-    source: Any, target: Any, out: Any, *, held: tuple[Any, Any] | None = None, resume: bool = False,
-    progress: Silent | None = None, **settings: Any,
+    source: str | os.PathLike[str], target: str | os.PathLike[str], out: str | os.PathLike[str], *,
+    validation: tuple[Any, Any] | None = None, resume: bool = False, progress: Silent | None = None, **settings: Any,
 ) -> Result:  # fmt: skip
-    """Train a translator on two files, line by line; `held` are two files for validation."""
+    """Train a translator on two files; line n of one is the translation of line n of the other.
+
+    Args:
+        source: Sentences to read, UTF-8.
+        target: Their translations.
+        out: Folder of the run: settings, tokenizer, checkpoints and history.
+        validation: Two files for validation. Default: the last pairs of the data.
+        resume: Continue the run in `out`.
+        progress: Shows the numbers meanwhile. Default: nothing.
+        settings: The fields of `TranslateSettings`: steps, layers, dim, vocabulary, …
+
+    Returns:
+        Where the run ended, and its losses.
+
+    Raises:
+        ValueError: A setting or the data does not fit; nothing is written then.
+        Diverged: The loss became NaN or infinite.
+        OSError: A file cannot be read or written.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "en").write_text("a red cat\\na blue dog\\n" * 9)
+        >>> _ = (folder / "de").write_text("eine rote Katze\\nein blauer Hund\\n" * 9)
+        >>> small = {"dim": 8, "heads": 2, "layers": 1, "vocabulary": 30, "batch": 4, "device": "cpu"}
+        >>> translate(folder / "en", folder / "de", folder / "run", steps=2, **small).finished
+        True
+    """
     files = (Path(source), Path(target))
-    return _run("translate", files, held, Path(out), TranslateSettings, settings, resume, progress)
+    return _run("translate", files, validation, Path(out), TranslateSettings, settings, resume, progress)
 
 
 def _run(
-    kind: str, files: tuple[Path, ...], held: Any, out: Path, among: type[Settings], given: dict[str, Any],
-    resume: bool, progress: Silent | None,
+    kind: str, files: tuple[Path, ...], validation: Any, out: Path, settings_type: type[Settings],
+    overrides: dict[str, Any], resume: bool, progress: Silent | None,
 ) -> Result:  # fmt: skip
-    disk.safetensors()
-    settings, tokenizer = _settings(kind, out, among, given, resume)
-    device = chosen_device(settings.device)
-    with contextlib.ExitStack() as around:
+    checkpoint.safetensors()
+    settings, tokenizer, digest = _open_settings(kind, out, settings_type, overrides, resume)
+    device = choose_device(settings.device)
+    with contextlib.ExitStack() as stack:
         if resume:
-            around.enter_context(disk.alone(out))
-        digest = disk.read_json(out / disk.SETTINGS)["data"] if resume else None
-        task = tasks.make(kind, files, held, settings, tokenizer, device, digest)
-        interrupted = around.enter_context(_Interrupted())
+            stack.enter_context(checkpoint.exclusive_lock(out))
+            _verify(out, kind, settings, tokenizer.get_vocab_size())
+        task = tasks.make_task(kind, files, validation, settings, tokenizer, device, digest)
+        interrupted = stack.enter_context(_Interrupted())
         on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
-        around.enter_context(torch.random.fork_rng(on_gpu))  # the caller's chance is not ours to change
-        training = _built(task, out, device, progress or Silent(), interrupted, resume)
+        stack.enter_context(torch.random.fork_rng(on_gpu))  # the caller's random state must not change
+        training = _build_training(task, out, device, progress or Silent(), interrupted, resume)
         if resume:
-            disk.sweep(out)
+            checkpoint.sweep(out)
         else:
-            _made(out)
-            around.enter_context(disk.alone(out))
-            _begin(task, out)
+            _make_folder(out)
+            stack.enter_context(checkpoint.exclusive_lock(out))
+            checkpoint.save_settings(out, task.kind, task.settings, task.digest, task.tokenizer.to_str())
         try:
             return training.run()
         except Diverged:
-            if training.saved < 0 and not resume:  # nothing that is worth keeping, and it would be in the way
-                for name in (disk.SETTINGS, disk.TOKENIZER):
+            if training.saved < 0 and not resume:  # nothing to resume from: free the folder for another attempt
+                for name in (checkpoint.SETTINGS, checkpoint.TOKENIZER):
                     (out / name).unlink(missing_ok=True)
             raise
 
 
-def _built(task: tasks.Task, out: Path, *more: Any) -> _Training:
+def _build_training(task: tasks.Task, out: Path, *more: Any) -> _Training:
     try:
         return _Training(task, out, *more)
-    except (RuntimeError, MemoryError) as wrong:
-        if isinstance(wrong, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(wrong):
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
             raise MemoryError(
-                "the model does not fit into memory: take a smaller --dim, --hidden, --layers or vocabulary."
+                "the model does not fit into memory: use a smaller --dim, --hidden, --layers or vocabulary."
             ) from None
         raise
 
 
-def _settings(kind: str, out: Path, among: type[Settings], given: dict[str, Any], resume: bool) -> tuple[Settings, Any]:
-    """The settings of the run, and its tokenizer if it has begun already."""
-    begun = disk.is_checkpoint(out)
+def _open_settings(
+    kind: str, out: Path, settings_type: type[Settings], overrides: dict[str, Any], resume: bool
+) -> tuple[Settings, Any, str | None]:
+    """The settings of a run; its tokenizer and the digest of its data where it is resumed."""
+    started = checkpoint.is_checkpoint(out)
     if not resume:
-        if begun:
-            raise ValueError(f"{out} holds a run already: add --resume to go on with it, or choose another --out.")
-        _need_free(out)
-        return among(**given), None
-    if not begun:
-        _need_free(out)
-        raise ValueError(f"{out} holds no run to resume; leave --resume out to begin one.")
-    own, settings = disk.read_settings(out)
-    if own != kind:
-        raise ValueError(f"the run in {out} is of the kind {own!r}, not {kind!r}.")
-    for name, value in given.items():
-        if value != (had := getattr(settings, name)):
+        if started:
+            raise ValueError(f"{out} holds a run already: add --resume to continue it, or choose another --out.")
+        _require_free(out)
+        return settings_type(**overrides), None, None
+    if not started:
+        _require_free(out)
+        raise ValueError(f"{out} holds no run to resume; leave --resume out to start one.")
+    saved_kind, settings, digest = checkpoint.read_settings(out)
+    if saved_kind != kind:
+        raise ValueError(f"the run in {out} is of the kind {saved_kind!r}, not {kind!r}.")
+    for name, value in overrides.items():
+        if value != (saved := getattr(settings, name)):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(
-                f"the run in {out} has {flag} {had}, and {value} came: a resumed run goes on as it began. "
-                f"Leave {flag} out, or begin another with another --out."
+                f"the run in {out} has {flag} {saved}, got {value}: a resumed run keeps its settings. "
+                f"Leave {flag} out, or start another run with another --out."
             )
-    return settings, texts.load(out / disk.TOKENIZER)
+    return settings, checkpoint.read_tokenizer(out, kind), digest
 
 
-def _need_free(out: Path) -> None:
-    """That a run would overwrite nothing: what is there may be another program's, or a run whose settings are gone."""
+def _verify(out: Path, kind: str, settings: Settings, vocabulary: int) -> None:
+    """Verify the tensors of a run before it is resumed, also of the best model, which is not read otherwise."""
+    for name, prefix in ((checkpoint.MODEL, ""), (checkpoint.LAST, "weights/")):
+        if (path := out / name).exists():
+            tensors, _ = checkpoint.read_tensors(path)
+            weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            checkpoint.check_shapes(weights, kind, settings, vocabulary, path)
+
+
+def _require_free(out: Path) -> None:
+    """Refuse a folder in which a run would overwrite files: another program's, or a run without settings."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, and --out names the folder of a run: choose another --out.")
-    if there := [name for name in disk.FILES if (out / name).exists()]:
+    if existing := [name for name in checkpoint.FILES if (out / name).exists()]:
         raise ValueError(
-            f"{out} holds {', '.join(there)}, and no {disk.SETTINGS} of a run that could be read: it is another "
-            "program's or damaged, and stays as it is. Choose another --out."
+            f"{out} holds {', '.join(existing)}, and no readable {checkpoint.SETTINGS} of a run: it is another "
+            "program's or damaged, and is left alone. Choose another --out."
         )
 
 
-def _made(out: Path) -> None:
+def _make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as wrong:
-        raise OSError(f"the folder {out} could not be made: {wrong.strerror}. Choose another --out.") from None
+    except OSError as error:
+        raise OSError(f"the folder {out} could not be created: {error.strerror}. Choose another --out.") from None
 
 
-def _begin(task: tasks.Task, out: Path) -> None:
-    """The tokenizer and then the settings: a folder with settings is a run."""
-    told = {"format": disk.FORMAT, "kind": task.kind, "settings": task.settings.json(), "data": task.digest}
-    try:
-        disk.save_json(out / disk.TOKENIZER, json.loads(task.tokenizer.to_str()))
-        disk.save_json(out / disk.SETTINGS, told)
-    except OSError:
-        (out / disk.TOKENIZER).unlink(missing_ok=True)  # it would be in the way of the next attempt
-        raise
-
-
-def chosen_device(name: str) -> torch.device:
-    """A device from its name; "auto" is a GPU where there is one."""
-    there = torch.cuda.is_available()
-    if name == "cuda" and not there:
-        raise ValueError("--device cuda: PyTorch finds no GPU here; take --device cpu or auto.")
-    return torch.device("cuda" if there and name != "cpu" else "cpu")
+def choose_device(name: str) -> torch.device:
+    """A device by name; "auto" is a GPU if there is one."""
+    gpu = torch.cuda.is_available()
+    if name == "cuda" and not gpu:
+        raise ValueError("--device cuda: PyTorch finds no GPU here; use --device cpu or auto.")
+    return torch.device("cuda" if gpu and name != "cpu" else "cpu")
 
 
 class _Training:
-    """One run, from where it stands to its end."""
+    """One run, from its current step to the end."""
 
     def __init__(
         self, task: tasks.Task, out: Path, device: torch.device, progress: Silent, interrupted: _Interrupted,
@@ -181,23 +253,23 @@ class _Training:
     ) -> None:  # fmt: skip
         self.task, self.out, self.device, self.progress, self.interrupted = task, out, device, progress, interrupted
         self.settings: Settings = task.settings
-        torch.manual_seed(drawn(self.settings.seed, -1))
+        torch.manual_seed(step_seed(self.settings.seed, -1))
         self.model = tasks.build(task.kind, self.settings, task.tokenizer.get_vocab_size()).to(device)
         self.weights = dict(self.model.named_parameters())
-        self.optimizer = self._made_optimizer()
-        self.averaged = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.average else {}
-        self.loss_of: Any = self._compiled() if self.settings.compile else task.loss
+        self.optimizer = self._make_optimizer()
+        self.ema = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.ema else {}
+        self.compiled_loss: Any = self._compiled() if self.settings.compile else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
         self.history: list[dict[str, Any]] = []
-        if resume and (out / disk.LAST).exists():  # without it the run was killed before its first checkpoint
+        if resume and (out / checkpoint.LAST).exists():  # absent: the run was killed before its first checkpoint
             self._restore()
 
     def _compiled(self) -> Any:
-        """A GPU computes a small model faster than the host starts its kernels: where it can, they are replayed."""
-        replayed = self.device.type == "cuda" and self.task.steady
-        return torch.compile(self.task.loss, mode="reduce-overhead" if replayed else "default")
+        """The compiled loss, as CUDA graphs where shapes allow: a small model's launches cost more than its kernels."""
+        graphs = self.device.type == "cuda" and self.task.static_shapes
+        return torch.compile(self.task.loss, mode="reduce-overhead" if graphs else "default")
 
-    def _made_optimizer(self) -> torch.optim.AdamW:
+    def _make_optimizer(self) -> torch.optim.AdamW:
         matrices = [p for p in self.weights.values() if p.ndim >= 2]
         others = [p for p in self.weights.values() if p.ndim < 2]
         groups = [
@@ -209,6 +281,7 @@ class _Training:
     # The loop.
 
     def run(self) -> Result:
+        """Train to the last step or an interruption."""
         began = time.perf_counter()
         self.progress.begin(self.step, self.settings.steps)
         try:
@@ -219,63 +292,65 @@ class _Training:
         return Result(self.out, self.step, self.settings.steps, self.best, self.val_loss, seconds)
 
     def _steps(self) -> None:
-        sound = torch.ones((), dtype=torch.bool, device=self.device)
-        since, taught = time.perf_counter(), 0
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        since, trained = time.perf_counter(), 0
         while self.step < self.settings.steps:
-            looking = self.step % LOOK == 0
+            watching = self.step % WATCH_EVERY == 0
             batch = self.task.batch(self.step)
-            loss, norm, heads = self._step(batch, looking)
-            taught += self.task.tokens(batch)
-            # A number that is none is looked for on the device, so that it need not be waited for.
-            sound = sound & loss.isfinite() & norm.isfinite()
+            loss, norm, heads = self._step(batch, watching)
+            trained += self.task.tokens(batch)
+            # Accumulated on the device: no sync per step.
+            finite = finite & loss.isfinite() & norm.isfinite()
             self.step += 1
             last = self.step == self.settings.steps
-            due = last or self.step % self.settings.check == 0
-            if looking or due or self.interrupted:
-                self._need_sound(sound)
+            due = last or self.step % self.settings.eval_every == 0
+            if watching or due or self.interrupted:
+                self._require_finite(finite)
                 numbers = {"loss": float(loss), "lr": self._rate(self.step - 1)}
-                if looking and self.step > 1:
-                    numbers["tokens_per_second"] = taught / (time.perf_counter() - since)
-                    since, taught = time.perf_counter(), 0
-                self._tell(numbers, heads, keep=looking or due)
+                if watching and self.step > 1:
+                    numbers["tokens_per_second"] = trained / (time.perf_counter() - since)
+                    since, trained = time.perf_counter(), 0
+                self._report(numbers, heads, keep=watching or due)
             if due:
                 began = time.perf_counter()
-                self._check()
-                since += time.perf_counter() - began  # nothing is taught meanwhile
+                self._evaluate()
+                since += time.perf_counter() - began  # validation does not count as training time
             elif self.interrupted:
                 self._save_last()
             if self.interrupted:
                 return
 
-    def _step(self, batch: tuple[Tensor, ...], looking: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        torch.manual_seed(drawn(self.settings.seed, self.step))  # what is dropped in this step
+    def _step(self, batch: tuple[Tensor, ...], watching: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        torch.manual_seed(step_seed(self.settings.seed, self.step))  # of this step's dropout
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)  # first: what is replayed writes where the last gradients lie
+        self.optimizer.zero_grad(
+            set_to_none=True
+        )  # before forward: a CUDA graph writes its gradients into the same memory
         heads: dict[str, Any] = {}
         with self._precision():
-            if looking:  # captured code cannot be overheard: this one pass runs as it is written
-                with watch(self.model, every=1) as watching:
+            if watching:  # hooks do not fire in compiled code: this step runs eagerly
+                with watch(self.model, every=1) as monitor:
                     loss = self.task.loss(self.model, batch)
                 heads = {
-                    name: {what: [round(v, 4) for v in values.tolist()] for what, values in found.items()}
-                    for name, found in watching.layers.items()
+                    name: {what: [round(v, 4) for v in values.tolist()] for what, values in statistics.items()}
+                    for name, statistics in monitor.layers.items()
                 }
             else:
                 torch.compiler.cudagraph_mark_step_begin()
-                loss = self.loss_of(self.model, batch)
+                loss = self.compiled_loss(self.model, batch)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)
         self.optimizer.step()
-        if self.averaged:
-            # Early on the average remembers little: it would remember the beginning.
-            memory = min(self.settings.average, (1 + self.step) / (10 + self.step))
-            torch._foreach_lerp_(list(self.averaged.values()), [p.detach() for p in self.weights.values()], 1 - memory)
+        if self.ema:
+            # A smaller decay in the first steps: the average must forget the initial weights.
+            decay = min(self.settings.ema, (1 + self.step) / (10 + self.step))
+            torch._foreach_lerp_(list(self.ema.values()), [p.detach() for p in self.weights.values()], 1 - decay)
         return loss.detach(), norm.detach(), heads
 
     def _rate(self, step: int) -> float:
-        """Up in a straight line, then down as half a cosine. A short run would never reach the top: it rises faster."""
+        """Linear warm-up, at most a fifth of the run so that a short one reaches the top, then half a cosine."""
         s = self.settings
         rise = min(s.warmup, s.steps // 5)
         if step < rise:
@@ -287,52 +362,50 @@ class _Training:
         narrow = name == "bfloat16" or (name == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, torch.bfloat16) if narrow else contextlib.nullcontext()
 
-    def _need_sound(self, sound: Tensor) -> None:
-        if bool(sound):
+    def _require_finite(self, finite: Tensor) -> None:
+        if bool(finite):
             return
         s = self.settings
-        stands = (
-            f"the checkpoint of step {self.saved} stands in {self.out}" if self.saved >= 0 else "nothing was saved yet"
-        )
+        saved = f"the checkpoint of step {self.saved} is in {self.out}" if self.saved >= 0 else "nothing was saved yet"
         raise Diverged(
-            f"the loss is no number any more at step {self.step}; {stands}. "
+            f"the loss is NaN or infinite at step {self.step}; {saved}. "
             f"Try a smaller --lr (it is {s.lr:g}), a longer --warmup ({s.warmup}), "
             f"a smaller --clip ({s.clip:g}) or --precision float32{', with another --out' if self.saved >= 0 else ''}."
         )
 
-    def _tell(self, numbers: dict[str, Any], heads: dict[str, Any], keep: bool = True) -> None:
-        """Show the numbers; an interruption is no reason to keep them, so that the history does not tell of it."""
+    def _report(self, numbers: dict[str, Any], heads: dict[str, Any], keep: bool = True) -> None:
+        """Show the numbers, and add them to the history. Not at an interruption: it must leave no trace there."""
         if heads:
             numbers = {**numbers, "heads": heads}
         if keep:
             self.history.append({"step": self.step, **numbers})
-        self.progress.tell(self.step, numbers)
+        self.progress.update(self.step, numbers)
 
     # Checkpoints.
 
-    def _check(self) -> None:
-        """Validate, keep the weights if they are the best, and save all that is needed to go on."""
-        with self._judged():
+    def _evaluate(self) -> None:
+        """Validate, save the weights if they are the best so far, and save everything to resume from."""
+        with self._ema_weights():
             self.model.eval()
             with torch.no_grad(), self._precision():
                 self.val_loss = self.task.validate(self.model)
             if not math.isfinite(self.val_loss):
-                self._need_sound(torch.tensor(False))
+                self._require_finite(torch.tensor(False))
             if self.val_loss < self.best:
                 self.best = self.val_loss
-                told = {"step": str(self.step), "val_loss": repr(self.val_loss)}
-                disk.save(self.out / disk.MODEL, dict(self.model.state_dict()), told)
-        self._tell({"val_loss": self.val_loss, "best": self.best}, {})
+                fields = {"step": str(self.step), "val_loss": repr(self.val_loss)}
+                checkpoint.save(self.out / checkpoint.MODEL, dict(self.model.state_dict()), fields)
+        self._report({"val_loss": self.val_loss, "best": self.best}, {})
         self._save_last()
 
     @contextlib.contextmanager
-    def _judged(self) -> Iterator[None]:
-        """The averaged weights in the model, where there are some."""
-        if not self.averaged:
+    def _ema_weights(self) -> Iterator[None]:
+        """The moving average in the model, where there is one."""
+        if not self.ema:
             yield
             return
         own = {name: p.detach().clone() for name, p in self.weights.items()}
-        self._load(self.averaged)
+        self._load(self.ema)
         try:
             yield
         finally:
@@ -345,52 +418,64 @@ class _Training:
 
     def _save_last(self) -> None:
         tensors: dict[str, Tensor] = {f"weights/{name}": p for name, p in self.weights.items()}
-        tensors |= {f"averaged/{name}": p for name, p in self.averaged.items()}
+        tensors |= {f"ema/{name}": p for name, p in self.ema.items()}
         for name, p in self.weights.items():
             tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state[p].items()}
-        told = {"step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss)}
-        disk.save_json(self.out / disk.HISTORY, self.history)
-        disk.save(self.out / disk.LAST, tensors, told)
+        fields = {"step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss)}
+        checkpoint.save_json(self.out / checkpoint.HISTORY, self.history)
+        checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
         self.saved = self.step
 
     def _restore(self) -> None:
-        tensors, told = disk.read_tensors(self.out / disk.LAST)
+        path = self.out / checkpoint.LAST
+        tensors, fields = checkpoint.read_tensors(path)
+
+        def take(name: str, like: Tensor) -> Tensor:
+            if name not in tensors:
+                raise ValueError(f"{path} does not fit its settings: {name} is missing.")
+            if tensors[name].shape != like.shape or tensors[name].dtype != like.dtype:
+                raise ValueError(f"{path} does not fit its settings: {name} differs.")
+            return tensors[name].to(like.device)
+
+        self._load({name: take(f"weights/{name}", p) for name, p in self.weights.items()})
+        for name, average in self.ema.items():
+            average.copy_(take(f"ema/{name}", average))
+        for name, p in self.weights.items():
+            likes = {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}
+            state = {key: take(f"optimizer/{key}/{name}", like.detach()) for key, like in likes.items()}
+            self.optimizer.state[p] = state
         try:
-            self._load({name: tensors[f"weights/{name}"] for name in self.weights})
-            for name in self.averaged:
-                self.averaged[name].copy_(tensors[f"averaged/{name}"])
-            for name, p in self.weights.items():
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                self.optimizer.state[p] = {key: tensors[f"optimizer/{key}/{name}"].to(p.device) for key in keys}
-        except KeyError as wrong:
-            raise ValueError(f"{self.out / disk.LAST} does not fit its settings: {wrong} is missing.") from None
-        self.step = self.saved = int(told["step"])
-        self.best, self.val_loss = float(told["best"]), float(told["val_loss"])
-        if (self.out / disk.HISTORY).exists():  # it may be newer than the checkpoint
-            self.history = [row for row in disk.read_json(self.out / disk.HISTORY) if row["step"] <= self.step]
+            self.step = self.saved = int(fields["step"])
+            self.best, self.val_loss = float(fields["best"]), float(fields["val_loss"])
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path} is damaged: its step and losses cannot be read ({error}).") from None
+        if not 0 <= self.step <= self.settings.steps:
+            raise ValueError(f"{path} is damaged: its step must be at most {self.settings.steps}, got {self.step}.")
+        if (self.out / checkpoint.HISTORY).exists():  # it may be newer than the checkpoint
+            self.history = [row for row in checkpoint.read_history(self.out) if row["step"] <= self.step]
 
 
 class _Interrupted:
-    """True once Ctrl-C or a polite kill came; the step in hand is finished first. A second Ctrl-C stops at once."""
+    """True after SIGINT or SIGTERM: the current step is finished first. A second signal raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self.came = False
-        self._before: dict[int, Any] = {}
+        self.signalled = False
+        self._handlers: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
-        return self.came
+        return self.signalled
 
     def __enter__(self) -> _Interrupted:
         if threading.current_thread() is threading.main_thread():
-            for kind in (signal.SIGINT, signal.SIGTERM):
-                self._before[kind] = signal.signal(kind, self._take)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for kind, before in self._before.items():
-            signal.signal(kind, before)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
-    def _take(self, kind: int, frame: Any) -> None:
-        if self.came:
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.signalled:
             raise KeyboardInterrupt
-        self.came = True
+        self.signalled = True

@@ -1,9 +1,10 @@
-"""Look: the picture of attention, in the terminal, in a page, in a notebook.
+"""Look: pictures of attention in the terminal, in a page and in a notebook.
 
-Rooms: `words` (tokens as people read them), `reading` (weights of words), `walk` (the six steps), `ranking` (which
-heads matter for a word), `spot` (one word lit), `model` (what is looked at), then one room a face: `terminal` (with
-`lines`, laid out in cells), `picture` (SVG), `page` (with `payload`, page.js and page.css); `view` holds them together,
-`command` has the verbs.
+From words to pictures: `token_text` (special tokens, words, names), `token_groups` (weights of words), `layers` (one
+sequence, layer by layer), `ranking` (which heads matter for a word), `spotlight` (one word lit, and all words),
+`walk` (the six steps), `history` (training). One module for every medium: `terminal` and `terminal_walk` (with
+`text_layout`), `svg`, `page`. `view` and `options` join them, `loading` opens models, `command` has the verbs of the
+command line.
 """
 
 from typing import TYPE_CHECKING
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 from .._lazy import lazy_getattr
 
 if TYPE_CHECKING:
+    from .options import ViewOptions
     from .view import View
 
-__all__ = ["View"]
+__all__ = ["View", "ViewOptions"]
 
-__getattr__ = lazy_getattr(__name__, {"view": ("View",)})
+__getattr__ = lazy_getattr(__name__, {"options": ("ViewOptions",), "view": ("View",)})

@@ -1,24 +1,28 @@
-"""A picture for a paper: one SVG with the lit sentence, arcs by weight, and the whole matrix as a square.
+"""A picture for a paper: one SVG with the lit sentence, arcs by weight, and the matrix as a square.
 
-Vectors only and text as text, dark on a light ground, with a title and a description for those who cannot see it. Two
-heads are told apart by colour, by side (above and below the words) and by their labels. A long text is shown by its
-strongest words, and its matrix by sums over tiles: never t × t. Imports `spot`, `lines` and `words`.
+Vectors only and text as text, dark on a light ground, with a title and a description for screen readers. Two heads
+differ in colour, in side (above and below the words) and in their labels. Of a long text the strongest words are drawn,
+and its matrix as sums over tiles, never as i × j weights.
 """
 
 from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 import torch
 
-from . import spotlight, token_text
-from .text_layout import number
-from .token_groups import Reading
+from .history import MEASURES, History, head_label, head_series, is_history
+from .layers import LayerView, Subject
+from .options import ViewOptions
+from .spotlight import Spotlight, overview, spotlight
+from .text_layout import format_number
+from .token_groups import TokenGroups
+from .token_text import cell_width, clip, printable
 
 __all__ = ["svg"]
 
@@ -32,63 +36,56 @@ _MARGIN = 24.0
 _LINE = 640.0  # how wide a line of words may get
 #: Positions up to which the square shows every cell; beyond, sums over so many tiles.
 _CELLS = 48
-#: Words up to which a sentence is shown whole.
+#: Words up to which a sentence is drawn in full.
 _WORDS = 60
 _STRIP = (520.0, 120.0)  # width and height of what a training history fills
 
 
-def svg(
-    subject: Any,
-    *,
-    word: str | int | None = None,
-    layer: int | str | None = None,
-    head: int | None = None,
-    title: str | None = None,
-    hide_special: bool = False,
-    merge: bool = False,
-    item: int = 0,
-    to: str | int | None = None,
-    notes: Sequence[str] = (),
-) -> str:
-    """A recording or a `Weights` as one standalone SVG: the spotlight on a word, where one is given, and the square.
+def svg(subject: Subject | History, options: ViewOptions | None = None, **changes: Any) -> str:
+    """A recording, a `Weights` or a training history as one standalone SVG.
 
-    A training history becomes two strips, entropy and largest score of every head over the steps.
+    With a word: the sentence with arcs to the words it looks at, in the two heads that matter most, and the square of
+    the first of them. Without: the square of the head with the strongest tie. A training history becomes two strips,
+    entropy and largest score of every head over the steps.
 
-    Without a layer and a head the spotlight shows the two heads that matter most for the word, and the square the
-    first of them; without a word it shows the head with the strongest tie. `to`: the heads by the weight on this word;
-    `notes`: sentences to be written below.
+    Args:
+        subject: What to draw.
+        options: What to begin with.
+        changes: Single options, by the names of `ViewOptions`.
     """
-    if spotlight.is_history(subject):
-        return _strips(subject, title or "Attention while training")
-    reading = {"hide_special": hide_special, "merge": merge, "item": item}
-    drawn: list[str] = []
-    told: list[str] = []
+    options = replace(options or ViewOptions(), **changes)
+    if is_history(subject):
+        return _strips(subject, options.title or "Attention while training")  # type: ignore[arg-type]
+    elements: list[str] = []
+    sentences: list[str] = []  # of the description
     top, right = _MARGIN, 0.0
-    if word is None:
-        seen = spotlight.overview(subject, layer=layer, head=head, **reading)  # type: ignore[arg-type]
-        best = seen.links[0].head if seen.links else spotlight.Head(seen.sheets[0].index, head or 0, 0, 0.0, 0.0)
-        sheet = next(one for one in seen.sheets if one.index == best.layer)
-        rows, cols, lit_row = seen.rows, seen.cols, None
+    if (word := options.word_name) is None:
+        summary = overview(subject, **options.selection)  # type: ignore[arg-type]
+        view, head = summary.layers[0], options.head or 0
+        if summary.ties:
+            best = summary.ties[0].head
+            view, head = next(view for view in summary.layers if view.index == best.layer), best.head
+        square = _Square(view, head, summary.rows, summary.cols, None, top)
+        name, notes = "Attention", summary.notes
     else:
-        lit = spotlight.spotlight(subject, word, to=to, layer=layer, head=head, **reading)  # type: ignore[arg-type]
-        best, sheet = lit.shown[0], lit.layers[lit.shown[0].layer]
-        rows, cols, lit_row = lit.rows, lit.cols, lit.at
-        picture = _Spotlight(lit, top)
-        drawn += picture.drawn
-        told += picture.told
-        top, right = picture.bottom + 28, picture.right
-    square = _Square(sheet, best.head, rows, cols, lit_row, top)
-    drawn += square.drawn
-    told.append(square.told)
+        lit = spotlight(subject, word, target=options.target, **options.selection)  # type: ignore[arg-type]
+        arcs = _Arcs(lit, top)
+        elements += arcs.elements
+        sentences += arcs.sentences
+        top, right = arcs.bottom + 28, arcs.right
+        best = lit.heads[0]
+        square = _Square(lit.layers[best.layer], best.head, lit.rows, lit.cols, lit.position, top)
+        name, notes = f"Attention of “{printable(lit.word)}”", lit.notes
+    elements += square.elements
+    sentences.append(square.sentence)
     bottom = square.bottom
-    for note in [*(seen if word is None else lit).notes, *notes]:
+    for note in [*notes, *options.notes]:
         bottom += 20
-        drawn.append(_text(_MARGIN, bottom, note, 12))
-        told.append(note)
+        elements.append(_text(_MARGIN, bottom, note, 12))
+        sentences.append(note)
         right = max(right, _MARGIN + _width(note))
-    name = title or (f"Attention of “{token_text.shown(rows.labels[lit_row])}”" if lit_row is not None else "Attention")
     width = max(right, square.right, 300.0) + _MARGIN
-    return _document(name, " ".join(told), width, bottom + _MARGIN, drawn)
+    return _document(options.title or name, " ".join(sentences), width, bottom + _MARGIN, elements)
 
 
 # The sentence, a word lit.
@@ -96,7 +93,7 @@ def svg(
 
 @dataclass(frozen=True)
 class _Box:
-    """Where a word stands."""
+    """The place of a word."""
 
     x: float
     y: float  # of the line's middle
@@ -107,54 +104,55 @@ class _Box:
         return self.x + self.width / 2
 
 
-class _Spotlight:
+class _Arcs:
     """The sentence with arcs from the lit word, the first head's above the words and the second's below.
 
     In cross-attention two sentences, the one with the lit word on top; the second head's lines are dashed.
     """
 
-    def __init__(self, lit: spotlight.Spot, top: float) -> None:
+    def __init__(self, lit: Spotlight, top: float) -> None:
         self.lit = lit
-        self.drawn: list[str] = []
-        self.told: list[str] = []
+        self.elements: list[str] = []
+        self.sentences: list[str] = []
         keys = {place: _label(lit.cols.labels[place]) for place in _in_sight(lit)}
         self._legend(top)
-        top += 18 * len(lit.shown) + 10
+        top += 18 * len(lit.heads) + 10
         self.reach = 74.0 if sum(map(_width, keys.values())) + _GAP * len(keys) <= _LINE else 46.0
-        over = self.reach * len(lit.shown) + _SIZE + 14
+        over = self.reach * len(lit.heads) + _SIZE + 14
         rows: dict[int, _Box] = {}
         if not lit.same:
-            looking = range(len(lit.rows.labels)) if len(lit.rows.labels) <= _WORDS else [lit.at]
+            looking = range(len(lit.rows.labels)) if len(lit.rows.labels) <= _WORDS else [lit.position]
             names = {place: _label(lit.rows.labels[place]) for place in looking}
-            rows = _laid(names, top + _SIZE, 24)
-            self._words(names, rows, lit.at)
+            rows = _flow_words(names, top + _SIZE, 24)
+            self._words(names, rows, lit.position)
             top, over = max(box.y for box in rows.values()), 34
-        boxes = _laid(keys, top + self.reach, over)
-        start = boxes.get(lit.at) if lit.same else rows[lit.at]
-        for n in range(len(lit.shown)):
+        boxes = _flow_words(keys, top + self.reach, over)
+        start = boxes.get(lit.position) if lit.same else rows[lit.position]
+        for n in range(len(lit.heads)):
             self._head(n, boxes, start)
-        self._words(keys, boxes, lit.at if lit.same else None)
+        self._words(keys, boxes, lit.position if lit.same else None)
         ends = [box.x + box.width for box in [*boxes.values(), *rows.values()]]
-        self.right = max(ends + [_MARGIN + 16 + _width(text) for text in self.told])
-        below = self.reach if lit.same and len(lit.shown) > 1 else 24
+        self.right = max(ends + [_MARGIN + 16 + _width(text) for text in self.sentences])
+        below = self.reach if lit.same and len(lit.heads) > 1 else 24
         self.bottom = max([box.y for box in boxes.values()], default=top) + below
 
     def _legend(self, top: float) -> None:
-        for n, (one, hidden) in enumerate(zip(self.lit.shown, self.lit.hidden, strict=True)):
-            place = self.lit.layers[one.layer].place(one.head)
-            word, key = (
-                token_text.clip(token_text.shown(x), 24) for x in (self.lit.word, self.lit.cols.labels[one.key])
-            )
-            text = f"{place}{': ' if place else ''}“{word}” → “{key}” {number(one.weight)}"
+        for n, (tie, hidden) in enumerate(zip(self.lit.heads, self.lit.hidden, strict=True)):
+            place = self.lit.layers[tie.layer].head_name(tie.head)
+            text = f"{place}{': ' if place else ''}“{_label(self.lit.word)}” "
+            if (key := self.lit.headline_key(n)) is None:
+                text += "looks at nothing"
+            else:
+                text += f"→ “{_label(self.lit.cols.labels[key])}” {format_number(self.lit.weights[n][key])}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
             side = ("above", "below")[n] if self.lit.same else ("solid", "dashed")[n]
-            self.drawn.append(_rect(_MARGIN, y - 9, 10, 10, f'fill="{_HUES[n]}"'))
-            self.drawn.append(
-                _text(_MARGIN + 16, y, f"{text}{f', {side}' if len(self.lit.shown) > 1 else ''}", size=12)
+            self.elements.append(_rect(_MARGIN, y - 9, 10, 10, f'fill="{_HUES[n]}"'))
+            self.elements.append(
+                _text(_MARGIN + 16, y, f"{text}{f', {side}' if len(self.lit.heads) > 1 else ''}", size=12)
             )
-            self.told.append(text + ".")
+            self.sentences.append(text + ".")
 
     def _head(self, n: int, boxes: dict[int, _Box], start: _Box | None) -> None:
         """Lines and shades of one head, the weak ones first."""
@@ -167,32 +165,32 @@ class _Spotlight:
             y = box.y - _SIZE if up else box.y + 5
             height = 3 + 3 * weight
             shade = f'rx="1.5" fill="{hue}" fill-opacity="{0.15 + 0.85 * weight:.3f}"'
-            self.drawn.append(_rect(box.x, y - height if up else y, box.width, height, shade))
+            self.elements.append(_rect(box.x, y - height if up else y, box.width, height, shade))
             if start is None or box == start:
                 continue
             if self.lit.same:
-                self.drawn.append(_arc(start, box, up, weight, hue, self.reach))
+                self.elements.append(_arc(start, box, up, weight, hue, self.reach))
             else:
-                self.drawn.append(_drop(start, box, n, weight))
+                self.elements.append(_drop(start, box, n, weight))
             if weight >= 0.1:
                 written = _text(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
-                self.drawn.append(written)
+                self.elements.append(written)
 
     def _words(self, names: dict[int, str], boxes: dict[int, _Box], lit: int | None) -> None:
         before = None
         for place, text in names.items():
             box = boxes[place]
-            self.drawn.append(_word(box, text, place == lit))
+            self.elements.append(_word(box, text, place == lit))
             if before is not None and place != before + 1:
-                self.drawn.append(_text(box.x - _GAP / 2, box.y, "…", 11, _PALE, "middle"))
+                self.elements.append(_text(box.x - _GAP / 2, box.y, "…", 11, _PALE, "middle"))
             before = place
 
 
 def _label(token: str) -> str:
-    return token_text.clip(token_text.shown(token), 24)
+    return clip(printable(token), 24)
 
 
-def _laid(names: dict[int, str], first: float, step: float) -> dict[int, _Box]:
+def _flow_words(names: dict[int, str], first: float, step: float) -> dict[int, _Box]:
     """Words from left to right, in as many lines as it takes."""
     boxes: dict[int, _Box] = {}
     x, y = _MARGIN, first
@@ -205,13 +203,13 @@ def _laid(names: dict[int, str], first: float, step: float) -> dict[int, _Box]:
     return boxes
 
 
-def _in_sight(lit: spotlight.Spot) -> list[int]:
+def _in_sight(lit: Spotlight) -> list[int]:
     """All words of a sentence; of a long text the strongest, those beside them, and the lit one."""
     total = len(lit.cols.labels)
     if total <= _WORDS:
         return list(range(total))
     strength = [max(w[j] for w in lit.weights) for j in range(total)]
-    centres = sorted(range(total), key=lambda j: -strength[j])[:8] + ([lit.at] if lit.same else [])
+    centres = sorted(range(total), key=lambda j: -strength[j])[:8] + ([lit.position] if lit.same else [])
     return sorted({j for c in centres for j in range(max(0, c - 2), min(total, c + 3))})
 
 
@@ -228,7 +226,7 @@ def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float
 
 
 def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
-    """A line down from the lit word to a word of the other sentence; heads are told apart by their dashes."""
+    """A line down from the lit word to a word of the other sentence; the lines of the second head are dashed."""
     y0, y1 = start.y + 7, end.y - _SIZE - 7
     x0, x1, half = start.middle, end.middle + 6 * n - 3, (y0 + y1) / 2
     dash = f' stroke-dasharray="{4 + 5 * weight:.1f} {3 + 3 * weight:.1f}"' if n else ""
@@ -241,89 +239,80 @@ def _stroke(hue: str, weight: float) -> str:
     return f'fill="none" stroke="{hue}" stroke-width="{thick:.2f}" stroke-opacity="{opaque:.3f}"'
 
 
-# The whole matrix.
+# The matrix.
 
 
 class _Square:
     """The matrix of one head, rows looking at columns; tiles where it is long."""
 
     def __init__(
-        self, sheet: spotlight.Sheet, head: int, rows: Reading, cols: Reading, lit: int | None, top: float
+        self, view: LayerView, head: int, rows: TokenGroups, cols: TokenGroups, lit: int | None, top: float
     ) -> None:
-        self.drawn: list[str] = []
-        whole = len(rows.labels) <= _CELLS and len(cols.labels) <= _CELLS
-        cells = _cells(sheet, head, rows, cols) if whole else _tiles(sheet, head)
-        place = sheet.place(head)
+        self.elements: list[str] = []
+        exact = len(rows.labels) <= _CELLS and len(cols.labels) <= _CELLS
+        cells = _cells(view, head, rows, cols) if exact else _tiles(view, head)
+        place = view.head_name(head)
         n, m = len(cells), len(cells[0]) if cells else 0
         side = min(16.0, max(6.0, 520.0 / max(n, m, 1)))
-        names = (
-            [token_text.clip(token_text.shown(label), 14) for label in rows.labels]
-            if whole
-            else _ticks(sheet.weights.shape[1], n)
-        )
-        across = (
-            [token_text.clip(token_text.shown(label), 14) for label in cols.labels]
-            if whole
-            else _ticks(sheet.weights.shape[2], m)
-        )
+        names = [clip(printable(label), 14) for label in rows.labels] if exact else _ticks(view.weights.shape[1], n)
+        across = [clip(printable(label), 14) for label in cols.labels] if exact else _ticks(view.weights.shape[2], m)
         left = _MARGIN + max(map(_width, names), default=0.0) * 0.85 + 8
-        head_room = max(map(_width, across), default=0.0) * 0.85 + 10
-        self.drawn.append(_text(_MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
-        y0 = top + 24 + head_room
+        label_height = max(map(_width, across), default=0.0) * 0.85 + 10
+        self.elements.append(_text(_MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
+        y0 = top + 24 + label_height
         most = max((x for row in cells for x in row if x == x), default=0.0)
         for i, row in enumerate(cells):
             y = y0 + i * side
-            bold = whole and i == lit
-            self.drawn.append(_text(left - 6, y + side * 0.72, names[i], 11, _INK, "end", bold=bold))
+            bold = exact and i == lit
+            self.elements.append(_text(left - 6, y + side * 0.72, names[i], 11, _INK, "end", bold=bold))
             for j, x in enumerate(row):
                 shade = (x / most if most > 0 else 0.0) ** 0.7
                 if shade >= 0.01:
-                    self.drawn.append(_rect(left + j * side, y, side, side, _dark(shade)))
+                    self.elements.append(_rect(left + j * side, y, side, side, _dark(shade)))
             if bold:
-                self.drawn.append(_frame(left, y, m * side, side, _HUES[0], 1.5))
+                self.elements.append(_frame(left, y, m * side, side, _HUES[0], 1.5))
         for j, name in enumerate(across):
             x = left + (j + 0.5) * side + 3.5
             turned = f' transform="rotate(-90 {x:.1f} {y0 - 6:.1f})"'
-            self.drawn.append(_text(x, y0 - 6, name, 11, _INK, extra=turned))
-        self.drawn.append(_frame(left, y0, m * side, n * side, _PALE, 0.75))
+            self.elements.append(_text(x, y0 - 6, name, 11, _INK, extra=turned))
+        self.elements.append(_frame(left, y0, m * side, n * side, _PALE, 0.75))
         self.right, self.bottom = left + m * side, y0 + n * side
-        self._scale(most, whole, left)
-        self.told = self._description(place, cells, whole, rows, cols)
+        self._scale(most, exact, left)
+        self.sentence = self._description(place, cells, exact, rows, cols)
 
-    def _scale(self, most: float, whole: bool, left: float) -> None:
-        """What the darkest shade stands for."""
+    def _scale(self, most: float, exact: bool, left: float) -> None:
+        """The legend of the shades."""
         y = self.bottom + 16
         for n in range(10):
             shade = ((n + 1) / 10) ** 0.7
-            self.drawn.append(_rect(left + n * 10, y, 10, 8, _dark(shade)))
-        what = "weight" if whole else "sum of the weights in a tile"
-        self.drawn.append(_text(left + 106, y + 8, f"0 to {most:.3f}, {what}", 10.5, _PALE))
+            self.elements.append(_rect(left + n * 10, y, 10, 8, _dark(shade)))
+        what = "weight" if exact else "sum of the weights in a tile"
+        self.elements.append(_text(left + 106, y + 8, f"0 to {most:.3f}, {what}", 10.5, _PALE))
         self.bottom = y + 12
 
-    def _description(self, place: str, cells: Any, whole: bool, rows: Reading, cols: Reading) -> str:
+    def _description(self, place: str, cells: Any, exact: bool, rows: TokenGroups, cols: TokenGroups) -> str:
         of = f" of {place}" if place else ""
-        if not whole:
+        if not exact:
             size = f"{len(cells)} by {len(cells[0])}"
             return f"A square of {size} tiles{of}: sums of weights over parts of a long text."
         best = [max(range(len(row)), key=lambda j: row[j]) for row in cells] if cols.labels else []
         ties = [
-            f"{token_text.shown(name)} → {token_text.shown(cols.labels[j])} "
-            f"{f'{row[j]:.2f}' if row[j] == row[j] else 'NaN'}"
+            f"{printable(name)} → {printable(cols.labels[j])} {f'{row[j]:.2f}' if row[j] == row[j] else 'NaN'}"
             for name, j, row in zip(rows.labels, best, cells, strict=False)
         ]
         return f"A square{of}; the darkest cell of every row: {', '.join(ties)}."
 
 
 @torch.no_grad()
-def _cells(sheet: spotlight.Sheet, head: int, rows: Reading, cols: Reading) -> list[list[float]]:
-    w, _ = cols.shares(sheet.weights[head].dense())
-    return rows.rows(w.mT).mT.tolist()
+def _cells(view: LayerView, head: int, rows: TokenGroups, cols: TokenGroups) -> list[list[float]]:
+    w, _ = cols.word_weights(view.weights[head].dense())
+    return rows.mean_rows(w).tolist()
 
 
 @torch.no_grad()
-def _tiles(sheet: spotlight.Sheet, head: int) -> list[list[float]]:
-    i, j = sheet.weights.shape[-2:]
-    return sheet.weights[head].pool(min(i, _CELLS), min(j, _CELLS)).tolist()
+def _tiles(view: LayerView, head: int) -> list[list[float]]:
+    i, j = view.weights.shape[-2:]
+    return view.weights[head].pool(min(i, _CELLS), min(j, _CELLS)).tolist()
 
 
 def _ticks(total: int, count: int) -> list[str]:
@@ -334,50 +323,51 @@ def _ticks(total: int, count: int) -> list[str]:
 # Training.
 
 
-def _strips(history: spotlight.History, title: str) -> str:
-    """What `regard.watch` told, a strip a measure."""
-    drawn: list[str] = []
-    told: list[str] = []
+def _strips(history: History, title: str) -> str:
+    """The numbers of `regard.watch`, a strip for every measure."""
+    elements: list[str] = []
+    sentences: list[str] = []
     top = _MARGIN
-    for kind, what in spotlight.WATCHED.items():
-        if lines := spotlight.series(history, kind):
-            # The head that is closest to dying: entropy dies at the bottom, scores explode at the top.
-            # One that ends in no number at all is dead.
-            ends = {name: points[-1][1] for name, points in lines.items()}
-            dead = -math.inf if kind == "entropy" else math.inf
-            worst = (min if kind == "entropy" else max)(
+    for measure, title_of_measure in MEASURES.items():
+        series = {head_label(*pair): list(values.items()) for pair, values in head_series(history, measure).items()}
+        if series:
+            # In colour, the head that is closest to dying: a head collapses at entropy 0, and explodes at large scores.
+            # A head that ends in NaN is dead.
+            ends = {name: points[-1][1] for name, points in series.items()}
+            dead = -math.inf if measure == "entropy_share" else math.inf
+            worst = (min if measure == "entropy_share" else max)(
                 ends, key=lambda name: ends[name] if ends[name] == ends[name] else dead
             )
-            text = f"{what}: {len(lines)} heads; {worst} ends at {ends[worst]:.3g}".replace("nan", "NaN")
-            drawn += [_text(_MARGIN, top + 10, text, 12), *_strip(lines, worst, top + 22)]
-            told.append(f"{text}.")
+            text = f"{title_of_measure}: {len(series)} heads; {worst} ends at {ends[worst]:.3g}".replace("nan", "NaN")
+            elements += [_text(_MARGIN, top + 10, text, 12), *_strip(series, worst, top + 22)]
+            sentences.append(f"{text}.")
             top += 22 + _STRIP[1] + 36
-    return _document(title, " ".join(told), 2 * _MARGIN + 44 + _STRIP[0], top, drawn)
+    return _document(title, " ".join(sentences), 2 * _MARGIN + 44 + _STRIP[0], top, elements)
 
 
-def _strip(lines: dict[str, list[tuple[int, float]]], worst: str, top: float) -> list[str]:
-    """A line a head over the steps, one of them in colour."""
+def _strip(series: dict[str, list[tuple[int, float]]], worst: str, top: float) -> list[str]:
+    """A line for every head over the steps, one of them in colour."""
     (width, height), left = _STRIP, _MARGIN + 44
-    steps = [step for points in lines.values() for step, _ in points]
-    values = [value for points in lines.values() for _, value in points if math.isfinite(value)] or [0.0]
+    steps = [step for points in series.values() for step, _ in points]
+    values = [value for points in series.values() for _, value in points if math.isfinite(value)] or [0.0]
     first, last, low, high = min(steps), max(steps), min(values), max(values)
 
     def place(step: int, value: float) -> str:
         x = left + width * (step - first) / max(1, last - first)
         return f"{x:.1f} {top + height * (1 - (value - low) / ((high - low) or 1)):.1f}"
 
-    drawn = []
-    for name in sorted(lines, key=lambda name: name == worst):  # the coloured one on top
+    elements = []
+    for name in sorted(series, key=lambda name: name == worst):  # the coloured one on top
         ink = f'stroke="{_HUES[0]}" stroke-width="2"' if name == worst else f'stroke="{_PALE}" stroke-opacity="0.45"'
-        if points := [place(*point) for point in lines[name] if math.isfinite(point[1])]:
-            drawn.append(f'<path d="M{"L".join(points)}" fill="none" stroke-linejoin="round" {ink}/>')
-    drawn.append(_frame(left, top, width, height, _PALE, 0.75))
-    drawn += [_text(left - 6, y, f"{x:.3g}", 10.5, _PALE, "end") for x, y in ((high, top + 9), (low, top + height))]
+        if points := [place(*point) for point in series[name] if math.isfinite(point[1])]:
+            elements.append(f'<path d="M{"L".join(points)}" fill="none" stroke-linejoin="round" {ink}/>')
+    elements.append(_frame(left, top, width, height, _PALE, 0.75))
+    elements += [_text(left - 6, y, f"{x:.3g}", 10.5, _PALE, "end") for x, y in ((high, top + 9), (low, top + height))]
     ends = ((first, left, "start"), (last, left + width, "end"))
-    return drawn + [_text(x, top + height + 14, f"step {step:,}", 10.5, _PALE, side) for step, x, side in ends]
+    return elements + [_text(x, top + height + 14, f"step {step:,}", 10.5, _PALE, side) for step, x, side in ends]
 
 
-# Elements. Every text that is not ours goes through `_text` or `_word`, and there through `escape`.
+# Elements. Every text of the subject goes through `_text` or `_word`, which escape it.
 
 
 def _text(
@@ -402,7 +392,7 @@ def _text(
 
 
 def _word(box: _Box, text: str, bold: bool) -> str:
-    """A word in the middle of its place; a long one made exactly as wide, whatever font the reader has."""
+    """A word in the middle of its box; a long one is stretched to the box, whatever font the reader has."""
     style = ' font-weight="700"' if bold else ""
     style += f' textLength="{box.width:.1f}" lengthAdjust="spacingAndGlyphs"' if len(text) > 3 else ""
     style += ' direction="rtl" unicode-bidi="isolate"' if _right_to_left(text) else ""
@@ -436,12 +426,12 @@ def _width(text: str) -> float:
     """About how wide a word is set: wide letters take an em, capitals more than small ones."""
     narrow = sum(letter in "iljtf.,:;'|!()[] " for letter in text)
     broad = sum(letter.isupper() or letter in "mw@%" for letter in text)
-    return max(6.0, _SIZE * (0.56 * token_text.cells(text) - 0.24 * narrow + 0.16 * broad))
+    return max(6.0, _SIZE * (0.56 * cell_width(text) - 0.24 * narrow + 0.16 * broad))
 
 
-def _document(title: str, description: str, width: float, height: float, drawn: Iterable[str]) -> str:
-    name = token_text.shown(title, 400)
-    body = "\n".join(part for part in drawn if part)
+def _document(title: str, description: str, width: float, height: float, elements: Iterable[str]) -> str:
+    name = printable(title, 400)
+    body = "\n".join(element for element in elements if element)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label={quoteattr(_safe_attribute(name))} '

@@ -1,4 +1,4 @@
-"""Weights of words: tokens that make one word are read as one, and some are left out. Imports `words`."""
+"""Tokens grouped into words: the pieces of one word become one label, and special tokens can be left out."""
 
 from __future__ import annotations
 
@@ -8,54 +8,67 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .token_text import is_special, joined, resolve, words
+from .token_text import is_special, join_tokens, resolve, word_slices
 
-__all__ = ["Reading", "reading"]
+__all__ = ["TokenGroups", "group_tokens"]
 
 
 @dataclass(frozen=True)
-class Reading:
-    """How the tokens of one axis are read: which make a word, which are left out."""
+class TokenGroups:
+    """The words of one axis: which tokens make each of them, and which tokens are left out."""
 
     tokens: tuple[str, ...]
-    groups: tuple[slice, ...]  # the tokens of every word that is shown
-    labels: tuple[str, ...]  # those words
-    hidden: tuple[int, ...] = ()  # tokens that are not shown
+    groups: tuple[slice, ...]  # the tokens of every word
+    labels: tuple[str, ...]  # the text of every word
+    hidden: tuple[int, ...] = ()  # tokens that are left out
 
-    def columns(self, w: Tensor) -> Tensor:
-        """Weights of tokens (..., j) as weights of words (..., n): what a word is given is the sum over its tokens."""
+    def sum_columns(self, w: Tensor) -> Tensor:
+        """Weights of tokens (..., j) as weights of words (..., n): the weight of a word is the sum over its tokens."""
         if len(self.groups) == w.shape[-1]:
             return w
         parts = [w[..., group].sum(-1, keepdim=True) for group in self.groups]
         return torch.cat(parts, -1) if parts else w[..., :0]
 
-    def rows(self, w: Tensor) -> Tensor:
-        """Rows of tokens (..., i) as rows of words (..., n): how a word looks is the mean over its tokens."""
-        if len(self.groups) == w.shape[-1]:
+    def mean_rows(self, w: Tensor) -> Tensor:
+        """Rows of tokens (..., i, j) as rows of words (..., n, j): the row of a word is the mean over its tokens."""
+        if len(self.groups) == w.shape[-2]:
             return w
-        parts = [w[..., group].mean(-1, keepdim=True) for group in self.groups]
-        return torch.cat(parts, -1) if parts else w[..., :0]
+        parts = [w[..., group, :].mean(-2, keepdim=True) for group in self.groups]
+        return torch.cat(parts, -2) if parts else w[..., :0, :]
 
-    def shares(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights of words, renormalised over what is shown, and the weight (...) that hidden tokens had."""
-        kept = self.columns(w)
+    def word_weights(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights of words (..., n), the share of hidden tokens spread over them, and that share, (...).
+
+        A row that had the sum 0.9, because a sink took 0.1, still has it.
+        """
+        visible = self.sum_columns(w)
         if not self.hidden:
-            return kept, w.new_zeros(w.shape[:-1])
-        took = w[..., list(self.hidden)].sum(-1)
-        left = kept.sum(-1, keepdim=True)
-        # What a sink key holds is nobody's: the shown and the hidden together stay what they were.
-        return torch.where(left > 0, kept / left.clamp(min=1e-30) * (left + took.unsqueeze(-1)), 0), took
+            return visible, w.new_zeros(w.shape[:-1])
+        hidden = w[..., list(self.hidden)].sum(-1)
+        total = visible.sum(-1, keepdim=True)
+        scale = (total + hidden.unsqueeze(-1)) / total.clamp(min=1e-30)
+        return torch.where(total > 0, visible * scale, 0), hidden
 
     def resolve(self, word: str | int) -> int:
         """The position of a word among the labels."""
         return resolve(self.labels, word)
 
+    def first_token(self, word: int) -> int:
+        """The position of the first token of a word."""
+        return self.groups[word].start
 
-def reading(tokens: Sequence[str], *, hide_special: bool = False, merge: bool = False) -> Reading:
-    """How these tokens are read: special ones hidden or not, pieces merged to words or not."""
+
+def group_tokens(tokens: Sequence[str], *, hide_special: bool = False, merge: bool = False) -> TokenGroups:
+    """Group tokens into words.
+
+    Args:
+        tokens: The tokens of one axis.
+        hide_special: Leave out [CLS], </s> and the like.
+        merge: Join the pieces of a word; otherwise every token is a word of its own.
+    """
     tokens = tuple(tokens)
-    groups = words(tokens) if merge else [slice(n, n + 1) for n in range(len(tokens))]
-    hidden = [n for n, token in enumerate(tokens) if hide_special and is_special(token)]
-    kept = tuple(group for group in groups if group.start not in set(hidden))
-    labels = tuple(joined(tokens[group]) if merge else tokens[group.start] for group in kept)
-    return Reading(tokens, kept, labels, tuple(hidden))
+    slices = word_slices(tokens) if merge else [slice(n, n + 1) for n in range(len(tokens))]
+    hidden = tuple(n for n, token in enumerate(tokens) if hide_special and is_special(token))
+    groups = tuple(group for group in slices if group.start not in set(hidden))
+    labels = tuple(join_tokens(tokens[group]) if merge else tokens[group.start] for group in groups)
+    return TokenGroups(tokens, groups, labels, hidden)

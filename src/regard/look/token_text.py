@@ -1,7 +1,7 @@
 """Tokens as people read them: which are special, which make one word, which one is meant, how an odd one is shown.
 
 A piece that continues the word before it is written with ## in front, as WordPiece does; the signs of byte-level BPE
-(Ġ) and of SentencePiece (▁) for a space are read as well. Imports nothing of regard.
+(Ġ) and of SentencePiece (▁) for a space are read as well.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 
 __all__ = [
     "bare",
-    "cells",
+    "cell_width",
     "clip",
     "is_special",
-    "joined",
-    "named",
-    "numbered",
+    "join_tokens",
+    "name_of",
+    "occurrence_suffix",
+    "printable",
     "resolve",
-    "shown",
-    "words",
+    "word_slices",
 ]
 
 #: Marks of where a text begins and ends, not words of it. [MASK] and [UNK] stand for words and are kept.
@@ -49,10 +49,12 @@ def bare(token: str) -> str:
 # Words of several tokens.
 
 
-def words(tokens: Sequence[str], marked: bool | None = None) -> list[slice]:
-    """Which tokens make one word: neighbouring slices that cover all of them.
+def word_slices(tokens: Sequence[str], marked: bool | None = None) -> list[slice]:
+    """The tokens of every word: neighbouring slices that cover all tokens.
 
-    marked   whether a word begins only where a space is marked; seen by the marks if it is not said
+    Args:
+        tokens: The tokens of a text.
+        marked: Whether a word begins only where a space is marked. Default: whether there is such a mark.
     """
     if marked is None:
         marked = any(token.startswith(_SPACE_BEFORE) and len(token) > 1 for token in tokens) or _is_spelt(tokens)
@@ -88,12 +90,12 @@ def _apostrophe(token: str) -> bool:
 
 
 def _is_word(token: str) -> bool:
-    """Letters, digits, or a clitic such as 's: what a word of several pieces is made of."""
+    """Whether a token is letters, digits or a clitic such as 's, of which words of several pieces are made."""
     text = bare(token)
     return bool(_BYTE.match(text)) or text[:1].isalnum() or (text[:1] in "'’" and text[1:].isalpha())
 
 
-def joined(tokens: Sequence[str]) -> str:
+def join_tokens(tokens: Sequence[str]) -> str:
     """Several tokens as the one word they make; bytes become the character they spell."""
     text = "".join(bare(token) for token in tokens if len(tokens) == 1 or token not in _SPACE_BEFORE)
     return re.sub(r"(?:<0x[0-9A-Fa-f]{2}>)+", _spelt, text)
@@ -111,52 +113,57 @@ def _spelt(run: re.Match[str]) -> str:
 
 
 def resolve(tokens: Sequence[str], word: str | int) -> int:
-    """The position of a word: "it", "the:1" for the first of several, a number for a position."""
+    """The position of a word.
+
+    Args:
+        tokens: The tokens of a text.
+        word: "it", "the:1" for the first of several, or a position, counted from 0 (−1 is the last).
+    """
     if isinstance(word, int):
         return _in_range(tokens, word)
     if not word.strip() and word not in tokens:
-        raise LookupError("no word was named: give one of the text, or its position counted from 0.")
+        raise LookupError("word must be a word of the text or its position counted from 0, got an empty one.")
     places = _places(tokens, word)
     if len(places) == 1:
         return places[0]
     if places:
         at = ", ".join(map(str, places[:12])) + (" …" if len(places) > 12 else "")
-        name = shown(word)
+        name = printable(word)
         raise LookupError(
             f"{name!r} occurs {len(places)} times, at positions {at}; say which one: {name}:1 is the first, "
             f"{name}:{len(places)} the last."
         )
     name, _, nth = word.rpartition(":")
     if not (nth.isdecimal() and nth.isascii()):
-        raise LookupError(_unknown(tokens, word))
+        raise LookupError(_missing_word(tokens, word))
     if not name:  # "7" or ":7"
         return _in_range(tokens, int(nth))
     places = _places(tokens, name)
     if not places:
-        raise LookupError(_unknown(tokens, name))
+        raise LookupError(_missing_word(tokens, name))
     if not 1 <= int(nth) <= len(places):
         times = "once" if len(places) == 1 else f"{len(places)} times"
-        raise LookupError(f"{shown(name)!r} occurs {times}; {shown(word)} asks for number {nth}, counted from 1.")
+        raise LookupError(f"{printable(name)!r} occurs {times}, counted from 1; got {printable(word)}.")
     return places[int(nth) - 1]
 
 
-def named(tokens: Sequence[str], position: int) -> str:
-    """How a position can be asked for: "it", or "the:2" where the word occurs several times."""
+def name_of(tokens: Sequence[str], position: int) -> str:
+    """The name that `resolve` finds a position by: "it", or "the:2" if the word occurs several times."""
     word = bare(tokens[position])
     places = _places(tokens, word)
-    if position not in places or word != shown(word):
+    if position not in places or word != printable(word):
         return str(position)
     return word if len(places) == 1 else f"{word}:{places.index(position) + 1}"
 
 
-def numbered(tokens: Sequence[str], position: int) -> str:
-    """What tells a token from others that are written the same: ":2" for the second, nothing for the only one."""
+def occurrence_suffix(tokens: Sequence[str], position: int) -> str:
+    """The suffix that tells equal tokens apart: ":2" for the second, nothing for the only one."""
     places = [n for n, token in enumerate(tokens) if token == tokens[position]]
     return f":{places.index(position) + 1}" if len(places) > 1 else ""
 
 
 def _places(tokens: Sequence[str], word: str) -> list[int]:
-    """Where a token is this word: exactly, else without its marks, else whatever its case."""
+    """The positions of the tokens that are this word: exactly, else without marks, else in any case."""
     for same in (str, bare, lambda token: bare(token).casefold()):
         if places := [n for n, token in enumerate(tokens) if same(token) == same(word)]:
             return places
@@ -165,26 +172,25 @@ def _places(tokens: Sequence[str], word: str) -> list[int]:
 
 def _in_range(tokens: Sequence[str], position: int) -> int:
     if not -len(tokens) <= position < len(tokens):
-        raise LookupError(f"position {position} was asked for and there are {len(tokens)}, counted from 0.")
+        raise LookupError(f"position must be 0 to {len(tokens) - 1}, got {position}.")
     return position % len(tokens)
 
 
-def _unknown(tokens: Sequence[str], word: str) -> str:
-    for part in words(tokens):
-        if part.stop - part.start > 1 and joined(tokens[part]).casefold() == word.casefold():
-            pieces = " ".join(shown(token) for token in tokens[part])
-            return (
-                f"{shown(word)!r} is {part.stop - part.start} tokens here: {pieces}; name one, or merge them (--merge)."
-            )
-    known = list(dict.fromkeys(shown(bare(token)) for token in tokens if not is_special(token)))
-    more = f" … ({len(known)} in all)" if len(known) > 20 else ""
-    return f"{shown(word)!r} is not among the words: {' '.join(known[:20])}{more}."
+def _missing_word(tokens: Sequence[str], word: str) -> str:
+    """The message for a word that is not there: its tokens if it is several, else the words that are."""
+    for part in word_slices(tokens):
+        if part.stop - part.start > 1 and join_tokens(tokens[part]).casefold() == word.casefold():
+            count, pieces = part.stop - part.start, " ".join(printable(token) for token in tokens[part])
+            return f"{printable(word)!r} is {count} tokens here: {pieces}; name one, or merge them (--merge)."
+    unique = list(dict.fromkeys(printable(bare(token)) for token in tokens if not is_special(token)))
+    more = f" … ({len(unique)} in all)" if len(unique) > 20 else ""
+    return f"{printable(word)!r} is not among the words: {' '.join(unique[:20])}{more}."
 
 
 # Odd characters.
 
 
-def shown(text: str, limit: int = 200) -> str:
+def printable(text: str, limit: int = 200) -> str:
     """A text made safe and visible on one line: no control characters or escapes, nothing that reorders the line."""
     if not text:
         return "∅"
@@ -214,7 +220,7 @@ def _visible(letter: str, before: str, after: str) -> str:
     return letter
 
 
-def cells(text: str) -> int:
+def cell_width(text: str) -> int:
     """How many columns of a terminal a text takes: two for wide letters and emoji, none for marks and joiners."""
     total, last, glued = 0, 0, False
     for letter in text:
@@ -235,11 +241,11 @@ def cells(text: str) -> int:
 
 def clip(text: str, width: int) -> str:
     """A text cut to so many columns, with … where something is missing."""
-    if cells(text) <= width:
+    if cell_width(text) <= width:
         return text
-    kept = ""
+    start = ""
     for letter in text:
-        if cells(kept + letter) > width - 1:
+        if cell_width(start + letter) > width - 1:
             break
-        kept += letter
-    return kept + "…" if width > 0 else ""
+        start += letter
+    return start + "…" if width > 0 else ""

@@ -1,110 +1,67 @@
-"""A view: one value with every face. `str()` for the terminal, `_repr_html_` for a notebook, `save` for a file.
-
-`Recording.show` and `Weights.show` make one. Nothing is computed before a face is asked for. Imports the recorder's
-`file`, which writes all or nothing, and, when they are used, the rooms of the faces.
-"""
+"""A view: one object for every medium. `print` shows it in a terminal, a notebook as a page, `save` writes a file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from ..core.indexing import At
-from ..recorder.file import write
+from .._io import atomic_write
+from .history import History, as_history, is_history
+from .layers import Subject
+from .options import ViewOptions
 
 __all__ = ["View"]
 
 
 class View:
-    """What `seen.show()` and `W.show()` return.
+    """Attention to look at: what `seen.show()` and `W.show()` return. Nothing is computed before it is shown.
 
-    view = seen.show("it")          the heads that matter for "it" come first
-    view                            a notebook shows the page, a terminal the picture
-    view.save("it.html")            one file that needs no network
-    view.save("it.svg")             vectors, for a paper
+    Args:
+        subject: A `Recording`, a `Weights`, or a training history: the (step, numbers) pairs of `regard.watch`.
+        options: What the view begins with.
+        changes: Single options, by the names of `ViewOptions`: ``View(seen, word="it", merge=True)``.
 
-    subject   a Recording, a Weights, or a training history: the (step, numbers) pairs that
-              regard.watch(model, to=lambda numbers, step: history.append((step, numbers))) collects
-    word      the word to begin with: "it", "the:1" for the first of several, or a position
-    to        with `word`: begin with the heads that give this word the most weight
-    layer     with `head`: the head to begin with
-    embedded  word vectors and their projections, for the steps from word vectors to a head (`regard.look.model`)
-    values    the value vectors of a `Weights`, (..., h, j, e) or (j, e), for the steps after softmax
-    item      which sequence of a batch
-    notes     sentences to be written below, such as what was left out of the text
-    hide_special, merge   begin without special tokens, with pieces merged to words
+    Example:
+        >>> import torch, regard
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+        >>> view = regard.weights(x).label(["the", "cat", "sat"]).show("cat")
+        >>> print(str(view).splitlines()[0])
+        “cat” → “cat” 0.768
+        >>> view.save("cat.html")                   # doctest: +SKIP
+        >>> view.save("cat.svg")                    # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        subject: Any,
-        *,
-        word: Any = None,
-        to: str | int | None = None,
-        title: str | None = None,
-        layer: int | str | None = None,
-        head: int | None = None,
-        embedded: Any = None,
-        values: Tensor | None = None,
-        item: int = 0,
-        notes: Sequence[str] = (),
-        hide_special: bool = False,
-        merge: bool = False,
-    ) -> None:
-        if to is not None and word is None:
-            raise ValueError("to=… goes with word=…: the heads by the weight from one word to another.")
-        self.subject = as_history(subject) if is_history(subject) else subject
-        word = f"{word.word}:{word.nth}" if isinstance(word, At) else word
-        self.word, self.title, self.layer, self.head = word, title, layer, head
-        self.embedded, self.values, self.item = embedded, values, item
-        self.to, self.notes = to, list(notes)
-        self.hide_special, self.merge = hide_special, merge
-
-    @property
-    def _begin(self) -> dict[str, Any]:
-        """What every face is told."""
-        return {
-            "word": self.word,
-            "to": self.to,
-            "layer": self.layer,
-            "head": self.head,
-            "item": self.item,
-            "hide_special": self.hide_special,
-            "merge": self.merge,
-        }
+    def __init__(self, subject: Any, options: ViewOptions | None = None, **changes: Any) -> None:
+        self.subject: Subject | History = as_history(subject) if is_history(subject) else subject
+        self.options = replace(options or ViewOptions(), **changes)
 
     def html(self, fragment: bool = False) -> str:
-        """The page as one string; as a `fragment` the frame that a notebook shows."""
+        """The page as one string.
+
+        Args:
+            fragment: Return the sandboxed frame that a notebook shows instead of a document.
+        """
         from .page.html import frame, html
         from .page.payload import pack
 
-        packed = pack(
-            self.subject,
-            title=self.title,
-            embedded=self.embedded,
-            values=self.values,
-            notes=self.notes,
-            **self._begin,
-        )
-        return frame(html(packed)) if fragment else html(packed)
+        page = html(pack(self.subject, self.options))
+        return frame(page) if fragment else page
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one file: .html, a page that opens anywhere, or .svg, a picture for a paper."""
-        where = Path(path)
-        kind = where.suffix.lower()
-        if kind in (".html", ".htm"):
+        """Write one file: .html, a page that opens anywhere without a network, or .svg, a picture for a paper."""
+        file = Path(path)
+        suffix = file.suffix.lower()
+        if suffix in (".html", ".htm"):
             text = self.html()
-        elif kind == ".svg":
+        elif suffix == ".svg":
             from .svg import svg
 
-            text = svg(self.subject, title=self.title, notes=self.notes, **self._begin)
+            text = svg(self.subject, self.options)
         else:
-            raise ValueError(f"save(path) writes .html or .svg, by the end of the name; {where.name!r} came.")
-        write(where, iter([text.encode("utf-8", errors="replace")]))
+            raise ValueError(f"save(path) writes .html or .svg, got {file.name!r}: choose one of these suffixes.")
+        atomic_write(file, iter([text.encode("utf-8", errors="replace")]))
 
     def _repr_html_(self) -> str:
         return self.html(fragment=True)
@@ -112,34 +69,7 @@ class View:
     def __str__(self) -> str:
         from .terminal import draw
 
-        return draw(self.subject, **self._begin)
+        return draw(self.subject, self.options)
 
     def __repr__(self) -> str:
-        # At the prompt, showing is what `show` is for.
-        return str(self)
-
-
-# Training histories.
-
-History = list[tuple[int, dict[str, float]]]
-
-
-def is_history(subject: Any) -> bool:
-    """Whether this is a training history: pairs of a step and its numbers, either way round, or {step: numbers}."""
-    if isinstance(subject, Mapping):
-        return bool(subject) and all(isinstance(numbers, Mapping) for numbers in subject.values())
-    if not isinstance(subject, Sequence) or isinstance(subject, str):
-        return False
-    return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in subject)
-
-
-def as_history(subject: Any) -> History:
-    """(step, numbers) pairs in the order of the steps."""
-    pairs = list(subject.items()) if isinstance(subject, Mapping) else [tuple(pair) for pair in subject]
-    pairs = [(b, a) if isinstance(a, Mapping) else (a, b) for a, b in pairs]
-    if not pairs:
-        raise ValueError(
-            "a training history needs at least one look: regard.watch(model, to=lambda numbers, step: "
-            "history.append((step, numbers)))."
-        )
-    return sorted(((int(step), dict(numbers)) for step, numbers in pairs), key=lambda pair: pair[0])
+        return str(self)  # at the prompt, the picture is what one wants to see

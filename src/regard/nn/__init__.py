@@ -1,15 +1,16 @@
-"""Layers that train, on regard's own operation: every one of them can be asked for its weights.
+"""Trainable layers on regard's own attention: every layer answers `weights(x)` and `see(x, …)` for its input.
 
-Rooms: `positions` (where a word stands), `scoring` (scores with parameters), `attention` (the layers themselves, their
-cache, what can be asked on the way), `block` (attention and feed-forward), `stack` (encoder and decoder), `models`
-(language model and translator), `exchange` (to and from torch.nn). Imports the door and what is below it.
+From small to large: positions, `SelfAttention` and `CrossAttention` (with `Cache` and `Probe`), `Block`, `Encoder` and
+`Decoder`, `LanguageModel` and `Translator`. Weights go to and from the layers of `torch.nn`.
 """
 
-from .attention import Cache, CrossAttention, Probe, SelfAttention
+from .attention import CrossAttention, SelfAttention
 from .block import Block, FeedForward
+from .cache import Cache
 from .encoder_decoder import Decoder, Encoder
 from .models import LanguageModel, Translator
 from .positions import Learned, Positions, Rotary, Sinusoidal
+from .probe import Probe
 
 __all__ = [
     "Block",

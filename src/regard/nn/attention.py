@@ -1,12 +1,12 @@
-"""The layers: self-attention and cross-attention with trainable W_q, W_k, W_v and W_o.
+"""Self-attention and cross-attention layers with trainable W_q, W_k, W_v and W_o.
 
-A layer makes queries, keys and values, and leaves the rest to `regard.attend`; asked for its weights it gives the same
-factors to `regard.weights`. It keeps nothing of what passes through it. Imports the door, `positions` and `scoring`.
+A layer projects its input to queries, keys and values and calls `regard.attend`; `layer.weights` gives the same
+queries and keys to `regard.weights`. A layer stores nothing of its inputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,111 +14,44 @@ from torch import Tensor, nn
 
 from ..core.api import attend, weights
 from ..core.masks import Mask, as_mask, causal
-from ..core.weights import STATISTICS, Statistics, Weights
-from .positions import Rotary, as_positions
-from .score_module import as_scoring
+from ..core.scores import Score
+from ..core.types import Align, StatisticName
+from ..core.weights import Statistics, Weights
+from .cache import Cache
+from .positions import Positions, Rotary, as_positions
+from .probe import Probe
+from .score_module import as_score_module
 
-__all__ = ["Cache", "CrossAttention", "Probe", "SelfAttention"]
-
-
-class Cache:
-    """Keys and values of the words so far, (b, g, n, d) and (b, g, n, e); a layer's forward adds the new ones."""
-
-    def __init__(self) -> None:
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
-        self.memory: Tensor | None = None  # what cross-attention filled it from
-
-    def __len__(self) -> int:
-        return 0 if self.k is None else self.k.shape[-2]
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What came before and then these."""
-        if self.k is None or self.v is None:
-            return k, v
-        if self.k.shape[:-2] != k.shape[:-2]:
-            had, came = (tuple(x.shape[:-2]) for x in (self.k, k))
-            raise ValueError(
-                f"this cache holds keys of (batch, heads) {had}, and {came} came: begin a new one with Cache()."
-            )
-        return torch.cat([self.k, k], -2), torch.cat([self.v, v], -2)
-
-    def reorder(self, sequences: Tensor) -> None:
-        """Keep these sequences of the batch, in this order: beams that go on."""
-        if self.k is not None and self.v is not None:
-            self.k, self.v = self.k.index_select(0, sequences), self.v.index_select(0, sequences)
-        if self.memory is not None:
-            self.memory = self.memory.index_select(0, sequences)
+__all__ = ["CrossAttention", "MaskLike", "SelfAttention"]
 
 
-class Probe:
-    """What every attention layer is to tell while it computes, in the same fused pass; one for each call.
-
-    Answers are added to it, layer after layer.
-
-    probe = regard.nn.Probe("entropy", "max_score")
-    logits = model(ids, probe=probe)
-    probe[3].entropy            # layer 3, (b, h, i), part of the graph
-    probe.heads("max_score")    # (layers, h), detached: the largest score of every head, the mean of all else
-    """
-
-    def __init__(self, *names: str) -> None:
-        for name in names:
-            if name not in STATISTICS:
-                raise ValueError(f"unknown statistic {name!r}; a layer can be asked {', '.join(STATISTICS)}.")
-        self.names = names
-        self.seen: list[Statistics] = []
-
-    def __len__(self) -> int:
-        return len(self.seen)
-
-    def __getitem__(self, layer: int) -> Statistics:
-        return self.seen[layer]
-
-    def __iter__(self) -> Iterator[Statistics]:
-        return iter(self.seen)
-
-    def heads(self, name: str) -> Tensor:
-        """One number a head of every layer, (layers, h), detached."""
-        if name not in self.names:
-            raise ValueError(f"{name!r} was not asked; Probe({', '.join(map(repr, self.names))}) knows what it names.")
-        if not self.seen:
-            raise ValueError("nothing was told yet: call the model with probe=… first.")
-        with torch.no_grad():  # and not only detached: some compilers would still send zeros back through it
-            rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
-            if len({row.shape for row in rows}) == 1:  # one pass over all layers, not one each
-                return _of_heads(torch.stack(rows), name)
-            return torch.stack([_of_heads(row.unsqueeze(0), name).squeeze(0) for row in rows])
-
-
-def _of_heads(rows: Tensor, name: str) -> Tensor:
-    """One number a head, (layers, h), of rows (layers, ..., h, i)."""
-    others = [n for n in range(1, rows.ndim) if n != rows.ndim - 2]
-    return rows.amax(others) if name == "max_score" else rows.mean(others)
+#: What users pass as a mask: a `Mask`, a bool tensor (True = visible), or ``f(i, j) -> bool``.
+MaskLike = Mask | Tensor | Callable[[Tensor, Tensor], Tensor]
+#: What users pass as a score: a name, a `Score`, or ``f(q, k) -> (..., i, j)``.
+ScoreLike = str | Score | Callable[[Tensor, Tensor], Tensor]
 
 
 class _Attention(nn.Module):
-    """What both layers share: projections into heads, the score, and W_o."""
+    """Shared by both layers: projections into heads, the score, and W_o."""
 
     def __init__(
         self, dim: int, memory: int, heads: int, kv_heads: int | None, key_size: int | None, value_size: int | None,
-        score: Any, bias: bool, output: bool, parameters: bool,
+        score: ScoreLike | None, bias: bool, output: bool, parameters: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
-            raise ValueError(f"heads must be a multiple of kv_heads, both at least 1; {heads} and {kv_heads} came.")
+            raise ValueError(f"heads must be a multiple of kv_heads, both at least 1; got {heads} and {kv_heads}.")
         if not parameters:
             _refuse_parameters(heads, kv_heads, key_size, value_size, score, bias)
         if key_size is None:
             if dim % heads:
-                raise ValueError(f"dim {dim} does not split into {heads} heads of one size; say key_size=....")
+                raise ValueError(f"dim {dim} does not split into {heads} heads of one size: pass key_size=....")
             key_size = dim // heads
         value_size = key_size if value_size is None else value_size
         if min(dim, memory, key_size, value_size) < 1:
             raise ValueError(
-                "dim, key_size and value_size must be at least 1; "
-                f"{min(dim, memory)}, {key_size} and {value_size} came."
+                f"dim, key_size and value_size must be at least 1; got {min(dim, memory)}, {key_size} and {value_size}."
             )
         self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
         self.key_size, self.value_size = key_size, value_size
@@ -126,23 +59,23 @@ class _Attention(nn.Module):
         self.key = nn.Linear(memory, kv_heads * key_size, bias) if parameters else nn.Identity()
         self.value = nn.Linear(memory, kv_heads * value_size, bias) if parameters else nn.Identity()
         self.output = nn.Linear(heads * value_size, dim, bias) if output and parameters else nn.Identity()
-        # Without W_q and W_k there is nothing to keep small: the basic form has the bare product.
-        self.score = as_scoring(score or ("scaled_dot" if parameters else "dot"), heads, key_size)
+        # The basic form without W_q and W_k is defined with the unscaled product.
+        self.score = as_score_module(score or ("scaled_dot" if parameters else "dot"), heads, key_size)
 
-    def _split(self, x: Tensor, heads: int) -> Tensor:
+    def _split_heads(self, x: Tensor, heads: int) -> Tensor:
         return x.unflatten(-1, (heads, -1)).transpose(-2, -3)  # ... h t d
 
     def _attended(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: str | None, probe: Probe | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, probe: Probe | None
     ) -> Tensor:
-        """Attention of heads, (..., h, i, e); what `regard.record` overhears."""
+        """Attention of all heads, (..., h, i, e). `regard.record` hooks this method."""
         if probe is None:
             return attend(q, k, v, score=self.score(), mask=mask, align=align)
         seen = weights(q, k, score=self.score(), mask=mask, align=align).see(*probe.names, values=v)
         probe.seen.append(seen)
         return seen.y
 
-    def _joined(self, y: Tensor) -> Tensor:
+    def _merge_heads(self, y: Tensor) -> Tensor:
         return self.output(y.transpose(-2, -3).flatten(-2))  # ... t dim
 
     def extra_repr(self) -> str:
@@ -151,30 +84,40 @@ class _Attention(nn.Module):
 
 
 class SelfAttention(_Attention):
-    """Every word looks at every word: y = softmax(score(x W_q, x W_k)) x W_v, then W_o; (..., t, dim) in and out.
+    """Self-attention: y = softmax(score(x W_q, x W_k)) x W_v W_o, ``(..., t, dim)`` in and out.
 
-    SelfAttention(dim, parameters=False)                   the basic form: softmax(x xᵀ) x
-    SelfAttention(dim, key_size=64, output=False)          the six steps of one head: q, k, v, score, softmax, sum
-    SelfAttention(dim, heads=8)                            multi-head attention
-    SelfAttention(dim, heads=8, kv_heads=2)               heads share keys and values in groups
+    Args:
+        dim: Size of the input and output vectors.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads, a divisor of `heads` (grouped-query attention). Default: `heads`.
+        key_size: Size of a head's queries and keys. Default: ``dim // heads``.
+        value_size: Size of a head's values. Default: `key_size`.
+        score: As in `regard.weights`; "additive" and "bilinear" create their own parameters. Default: "scaled_dot",
+            and "dot" without parameters.
+        positions: "rotary", "sinusoidal", "learned", or an object of `regard.nn`. Default: none.
+        causal: Whether a token sees only itself and the tokens before it.
+        bias: Whether the projections have a bias.
+        output: Whether there is a W_o.
+        parameters: False gives the basic form softmax(x xᵀ) x, without any projection.
 
-    key_size, value_size   of one head; dim // heads and key_size where not given
-    score                  as in `regard.weights`, or "additive", "bilinear" with parameters of their own;
-                           "scaled_dot" where not given, "dot" without parameters
-    positions              "rotary", "sinusoidal", "learned", or an object of `regard.nn`
-    causal                 a word sees itself and what came before it
-    bias, output           whether the projections have a bias, and whether there is a W_o
-
-    >>> layer = SelfAttention(16, heads=4)
-    >>> x = torch.randn(2, 5, 16)
-    >>> layer(x).shape, layer.weights(x).shape
-    (torch.Size([2, 5, 16]), torch.Size([2, 4, 5, 5]))
+    Example:
+        >>> layer = SelfAttention(16, heads=4)
+        >>> x = torch.randn(2, 5, 16)
+        >>> layer(x).shape, layer.weights(x).shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 4, 5, 5]))
+        >>> basic = SelfAttention(16, parameters=False)            # softmax(x xᵀ) x
+        >>> torch.allclose(basic(x), (x @ x.mT).softmax(-1) @ x, atol=1e-5)
+        True
+        >>> grouped = SelfAttention(16, heads=4, kv_heads=2)       # two query heads share keys and values
+        >>> grouped.key.weight.shape
+        torch.Size([8, 16])
     """
 
     def __init__(
         self, dim: int, heads: int = 1, *, kv_heads: int | None = None, key_size: int | None = None,
-        value_size: int | None = None, score: Any = None, positions: Any = None, causal: bool = False,
-        bias: bool = False, output: bool = True, parameters: bool = True,
+        value_size: int | None = None, score: ScoreLike | None = None,
+        positions: str | Positions | None = None, causal: bool = False, bias: bool = False, output: bool = True,
+        parameters: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(dim, dim, heads, kv_heads, key_size, value_size, score, bias, output, parameters)
         if positions == "learned" and not parameters:
@@ -184,128 +127,290 @@ class SelfAttention(_Attention):
             self.positions.check(self.key_size)
         self.causal = causal
 
-    def forward(self, x: Tensor, mask: Any = None, cache: Cache | None = None, probe: Probe | None = None) -> Tensor:
-        """The output, (..., t, dim). The keys and values of a cache come first, and x's are added to it."""
-        q, k, v = self._made(x, cache)
-        y = self._joined(self._attended(q, k, v, *self._visible(mask, q, k), probe))
+    def forward(
+        self, x: Tensor, mask: MaskLike | None = None, cache: Cache | None = None, probe: Probe | None = None
+    ) -> Tensor:
+        """Attend to x, and to the cached tokens before it.
+
+        Args:
+            x: Input ``(..., t, dim)``.
+            mask: Further mask over ``(..., h, t, n)``, combined with the causal one.
+            cache: Keys and values of earlier tokens; those of x are appended.
+            probe: Collects statistics in the same pass.
+
+        Returns:
+            Output ``(..., t, dim)``.
+
+        Example:
+            >>> SelfAttention(16, heads=4, causal=True)(torch.randn(2, 5, 16)).shape
+            torch.Size([2, 5, 16])
+        """
+        q, k, v = self._qkv(x, cache)
+        y = self._merge_heads(self._attended(q, k, v, *self._visible(mask, q, k), probe))
         if cache is not None:  # a call that failed has added nothing
             cache.k, cache.v = k, v
         return y
 
-    def weights(self, x: Tensor, mask: Any = None, cache: Cache | None = None) -> Weights:
-        """The weights that `forward` would use, (..., h, t, n); a cache is looked at and left as it is."""
-        q, k, _ = self._made(x, cache)
+    def weights(self, x: Tensor, mask: MaskLike | None = None, cache: Cache | None = None) -> Weights:
+        """The attention weights of `forward`, lazily; a cache is read and not changed.
+
+        Args:
+            x: Input ``(..., t, dim)``.
+            mask: As in `forward`.
+            cache: As in `forward`.
+
+        Returns:
+            `Weights` of shape ``(..., h, t, n)``, n the number of cached tokens plus t.
+
+        Example:
+            >>> W = SelfAttention(16, heads=4, causal=True).weights(torch.randn(2, 5, 16))
+            >>> W.entropy().shape, W[0, 0, 0, 1].item()
+            (torch.Size([2, 4, 5]), 0.0)
+        """
+        q, k, _ = self._qkv(x, cache)
         visible, align = self._visible(mask, q, k)
         return weights(q, k, score=self.score(), mask=visible, align=align)
 
-    def see(self, x: Tensor, *names: str, mask: Any = None, cache: Cache | None = None, **more: Any) -> Statistics:
-        """The output as `y` and statistics of its weights, in one fused pass; see `Weights.see`."""
-        q, k, v = self._made(x, cache)
+    def see(
+        self, x: Tensor, *names: StatisticName, mask: MaskLike | None = None, cache: Cache | None = None, **more: Any
+    ) -> Statistics:
+        """The output and statistics of its weights, in one fused pass.
+
+        Args:
+            x: Input ``(..., t, dim)``.
+            names: Statistics of `Weights.see`: "entropy", "lse", "max_score", …
+            mask: As in `forward`.
+            cache: As in `forward`.
+            more: Further questions of `Weights.see`, as keywords: ``topk=``, ``pool=``, ``mass=``.
+
+        Returns:
+            `Statistics`: the output as ``y``, and each statistic under its name.
+
+        Example:
+            >>> seen = SelfAttention(16, heads=4).see(torch.randn(2, 5, 16), "entropy", "max_score")
+            >>> seen.y.shape, seen.entropy.shape
+            (torch.Size([2, 5, 16]), torch.Size([2, 4, 5]))
+        """
+        q, k, v = self._qkv(x, cache)
         visible, align = self._visible(mask, q, k)
         seen = weights(q, k, score=self.score(), mask=visible, align=align).see(*names, values=v, **more)
         if cache is not None:
             cache.k, cache.v = k, v
-        return Statistics(**{**vars(seen), "y": self._joined(seen.y)})
+        return Statistics(**{**vars(seen), "y": self._merge_heads(seen.y)})
 
-    def _made(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of x; keys and values of the cache and of x."""
+    def _qkv(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of x; keys and values of the cache followed by those of x."""
         _check_input(x, self.dim, "x")
         start = 0 if cache is None else len(cache)
         if self.positions is not None:
             x = self.positions.add_to(x, start)
-        q = self._split(self.query(x), self.heads)
-        k, v = (self._split(f(x), self.kv_heads) for f in (self.key, self.value))
+        q = self._split_heads(self.query(x), self.heads)
+        k, v = (self._split_heads(f(x), self.kv_heads) for f in (self.key, self.value))
         if self.positions is not None:
             q, k = (self.positions.rotate(heads, start) for heads in (q, k))
         return (q, k, v) if cache is None else (q, *cache.append(k, v))
 
-    def _visible(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Mask | None, str | None]:
-        """Who may look at whom, and how positions correspond: the last query stands at the last key."""
+    def _visible(self, mask: Any, q: Tensor, k: Tensor) -> tuple[Mask | None, Align | None]:
+        """The effective mask, and how positions correspond: the last query is at the last key."""
         i, j = q.shape[-2], k.shape[-2]
         visible = None if mask is None else as_mask(mask)
-        if self.causal and i > 1:  # a single word at the end may look at all there is
+        if self.causal and i > 1:  # a single query at the end sees all keys
             visible = causal() if visible is None else causal() & visible
         return visible, None if i == j else "end"
 
     @staticmethod
     def from_torch(mha: nn.MultiheadAttention, *, causal: bool = False) -> SelfAttention:
-        """The same layer with the weights of an `nn.MultiheadAttention`, batch first."""
+        """A layer with the weights of an `nn.MultiheadAttention`; equal outputs in eval mode.
+
+        Args:
+            mha: The layer, with ``batch_first=True`` or not: only its weights are read.
+            causal: Whether the new layer is causal.
+
+        Returns:
+            The layer, on the device and in the type of `mha`.
+
+        Example:
+            >>> mha, x = torch.nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(2, 5, 16)
+            >>> torch.allclose(SelfAttention.from_torch(mha)(x), mha(x, x, x)[0], atol=1e-5)
+            True
+        """
         from .torch_interop import self_attention
 
         return self_attention(mha, causal)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The same layer as an `nn.MultiheadAttention`, batch first; its causal mask is given at every call."""
+        """This layer as an `nn.MultiheadAttention`, batch first; pass it a causal mask at every call.
+
+        Returns:
+            The layer, on the same device and in the same type.
+
+        Raises:
+            ValueError: The layer has something `nn.MultiheadAttention` lacks: another score, positions, kv_heads, ….
+
+        Example:
+            >>> layer, x = SelfAttention(16, heads=4), torch.randn(2, 5, 16)
+            >>> torch.allclose(layer.to_torch()(x, x, x)[0], layer(x), atol=1e-5)
+            True
+        """
         from .torch_interop import multihead
 
         return multihead(self)
 
 
 class CrossAttention(_Attention):
-    """Words look at the words of another sequence, the memory: queries of x, keys and values of the memory.
+    """Cross-attention: queries of x, keys and values of another sequence, the memory.
 
-    memory_dim is the size of the memory's vectors where it is not dim. All else is as in SelfAttention.
+    Args:
+        dim: Size of the vectors of x and of the output.
+        heads: Number of query heads.
+        memory_dim: Size of the memory's vectors. Default: `dim`.
+        kv_heads, key_size, value_size, score, bias, output, parameters: As in `SelfAttention`.
 
-    >>> layer = CrossAttention(16, heads=4)
-    >>> layer(torch.randn(2, 5, 16), torch.randn(2, 9, 16)).shape
-    torch.Size([2, 5, 16])
+    Example:
+        >>> layer = CrossAttention(16, heads=4)
+        >>> x, memory = torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+        >>> layer(x, memory).shape, layer.weights(x, memory).shape
+        (torch.Size([2, 5, 16]), torch.Size([2, 4, 5, 9]))
     """
 
     def __init__(
         self, dim: int, heads: int = 1, *, memory_dim: int | None = None, kv_heads: int | None = None,
-        key_size: int | None = None, value_size: int | None = None, score: Any = None, bias: bool = False,
+        key_size: int | None = None, value_size: int | None = None, score: ScoreLike | None = None, bias: bool = False,
         output: bool = True, parameters: bool = True,
     ) -> None:  # fmt: skip
         memory = dim if memory_dim is None else memory_dim
         if not parameters and memory != dim:
-            raise ValueError(f"without parameters x and memory must have one size; {dim} and {memory} came.")
+            raise ValueError(f"without parameters x and memory must have one size; got {dim} and {memory}.")
         super().__init__(dim, memory, heads, kv_heads, key_size, value_size, score, bias, output, parameters)
         self.memory_dim = memory
 
     def forward(
-        self, x: Tensor, memory: Tensor | None, mask: Any = None, cache: Cache | None = None, probe: Probe | None = None
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        mask: MaskLike | None = None,
+        cache: Cache | None = None,
+        probe: Probe | None = None,
     ) -> Tensor:
-        """The output, (..., t, dim). A cache is filled from the memory once; after that it is the same, or None."""
-        q, k, v = self._made(x, memory, cache)
-        y = self._joined(self._attended(q, k, v, None if mask is None else as_mask(mask), None, probe))
+        """Attend from x to the memory.
+
+        Args:
+            x: Input ``(..., t, dim)``.
+            memory: The other sequence ``(..., n, memory_dim)``; None with a filled cache.
+            mask: Mask over ``(..., h, t, n)``, for example `regard.padding(lengths)`.
+            cache: Keys and values of the memory: filled at the first call, used at the next ones.
+            probe: Collects statistics in the same pass.
+
+        Returns:
+            Output ``(..., t, dim)``.
+
+        Example:
+            >>> layer, cache = CrossAttention(16, heads=4), Cache()
+            >>> y = layer(torch.randn(1, 1, 16), torch.randn(1, 9, 16), cache=cache)
+            >>> layer(torch.randn(1, 1, 16), None, cache=cache).shape
+            torch.Size([1, 1, 16])
+        """
+        q, k, v = self._qkv(x, memory, cache)
+        y = self._merge_heads(self._attended(q, k, v, None if mask is None else as_mask(mask), None, probe))
         _fill(cache, k, v, memory)
         return y
 
-    def weights(self, x: Tensor, memory: Tensor | None, mask: Any = None, cache: Cache | None = None) -> Weights:
-        """The weights that `forward` would use, (..., h, t, n)."""
-        q, k, _ = self._made(x, memory, cache)
+    def weights(
+        self, x: Tensor, memory: Tensor | None, mask: MaskLike | None = None, cache: Cache | None = None
+    ) -> Weights:
+        """The attention weights of `forward`, lazily.
+
+        Args:
+            x: Input ``(..., t, dim)``.
+            memory: As in `forward`.
+            mask: As in `forward`.
+            cache: As in `forward`; read and not changed.
+
+        Returns:
+            `Weights` of shape ``(..., h, t, n)``.
+
+        Example:
+            >>> CrossAttention(16, heads=4).weights(torch.randn(5, 16), torch.randn(9, 16)).shape
+            torch.Size([4, 5, 9])
+        """
+        q, k, _ = self._qkv(x, memory, cache)
         return weights(q, k, score=self.score(), mask=mask)
 
     def see(
-        self, x: Tensor, memory: Tensor | None, *names: str, mask: Any = None, cache: Cache | None = None, **more: Any
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        *names: StatisticName,
+        mask: MaskLike | None = None,
+        cache: Cache | None = None,
+        **more: Any,
     ) -> Statistics:
-        """The output as `y` and statistics of its weights, in one fused pass; see `Weights.see`."""
-        q, k, v = self._made(x, memory, cache)
+        """The output and statistics of its weights, in one fused pass.
+
+        Args:
+            x: Input ``(..., t, dim)``.
+            memory: As in `forward`.
+            names: Statistics of `Weights.see`: "entropy", "lse", "max_score", …
+            mask: As in `forward`.
+            cache: As in `forward`.
+            more: Further questions of `Weights.see`, as keywords: ``topk=``, ``pool=``, ``mass=``.
+
+        Returns:
+            `Statistics`: the output as ``y``, and each statistic under its name.
+
+        Example:
+            >>> seen = CrossAttention(16, heads=4).see(torch.randn(5, 16), torch.randn(9, 16), "entropy")
+            >>> seen.y.shape, seen.entropy.shape
+            (torch.Size([5, 16]), torch.Size([4, 5]))
+        """
+        q, k, v = self._qkv(x, memory, cache)
         seen = weights(q, k, score=self.score(), mask=mask).see(*names, values=v, **more)
         _fill(cache, k, v, memory)
-        return Statistics(**{**vars(seen), "y": self._joined(seen.y)})
+        return Statistics(**{**vars(seen), "y": self._merge_heads(seen.y)})
 
-    def _made(self, x: Tensor, memory: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _qkv(self, x: Tensor, memory: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         _check_input(x, self.dim, "x")
-        q = self._split(self.query(x), self.heads)
+        q = self._split_heads(self.query(x), self.heads)
         if cache is not None and cache.k is not None and cache.v is not None:
             _check_memory(cache, memory)
             return q, cache.k, cache.v
         if memory is None:
-            raise ValueError("cross-attention needs a memory: pass memory=..., or a cache that was filled from one.")
+            raise ValueError("cross-attention needs a memory: pass memory=..., or a cache that is filled.")
         _check_input(memory, self.memory_dim, "memory")
-        k, v = (self._split(f(memory), self.kv_heads) for f in (self.key, self.value))
+        k, v = (self._split_heads(f(memory), self.kv_heads) for f in (self.key, self.value))
         return q, k, v
 
     @staticmethod
     def from_torch(mha: nn.MultiheadAttention) -> CrossAttention:
-        """The same layer with the weights of an `nn.MultiheadAttention`, batch first."""
+        """A layer with the weights of an `nn.MultiheadAttention`; equal outputs in eval mode.
+
+        Args:
+            mha: The layer; its ``kdim`` and ``vdim`` must be equal.
+
+        Returns:
+            The layer, on the device and in the type of `mha`.
+
+        Example:
+            >>> mha = torch.nn.MultiheadAttention(16, 4, batch_first=True)
+            >>> x, memory = torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+            >>> torch.allclose(CrossAttention.from_torch(mha)(x, memory), mha(x, memory, memory)[0], atol=1e-5)
+            True
+        """
         from .torch_interop import cross_attention
 
         return cross_attention(mha)
 
     def to_torch(self) -> nn.MultiheadAttention:
-        """The same layer as an `nn.MultiheadAttention`, batch first."""
+        """This layer as an `nn.MultiheadAttention`, batch first.
+
+        Returns:
+            The layer, on the same device and in the same type.
+
+        Example:
+            >>> layer, x, memory = CrossAttention(16, heads=4), torch.randn(2, 5, 16), torch.randn(2, 9, 16)
+            >>> torch.allclose(layer.to_torch()(x, memory, memory)[0], layer(x, memory), atol=1e-5)
+            True
+        """
         from .torch_interop import multihead
 
         return multihead(self)
@@ -313,37 +418,37 @@ class CrossAttention(_Attention):
 
 def _check_input(x: Any, dim: int, name: str) -> None:
     if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[-1] != dim:
-        came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be (..., length, {dim}); {came} came.")
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be (..., length, {dim}); got {got}.")
 
 
 def _fill(cache: Cache | None, k: Tensor, v: Tensor, memory: Tensor | None) -> None:
-    """Keys and values of a memory into an empty cache."""
+    """Store keys and values of a memory in an empty cache."""
     if cache is not None and cache.k is None:
         cache.k, cache.v, cache.memory = k, v, memory
 
 
 def _check_memory(cache: Cache, memory: Tensor | None) -> None:
-    """That a filled cache is not given another memory, which it would pass over in silence."""
+    """Refuse another memory than the one that filled the cache: it would be ignored in silence."""
     if memory is None or memory is cache.memory:
         return
-    was = cache.memory
-    alike = was is not None and (was.shape, was.dtype, was.device) == (memory.shape, memory.dtype, memory.device)
-    if was is None or not alike or not torch.equal(memory, was):
+    old = cache.memory
+    alike = old is not None and (old.shape, old.dtype, old.device) == (memory.shape, memory.dtype, memory.device)
+    if old is None or not alike or not torch.equal(memory, old):
         raise ValueError(
-            "this cache was filled from another memory: pass memory=None to go on with that one, "
+            "this cache was filled from another memory: pass memory=None to continue with that one, "
             "or an empty Cache() for the new one."
         )
 
 
 def _refuse_parameters(
-    heads: int, kv_heads: int, key_size: int | None, value_size: int | None, score: Any, bias: bool
+    heads: int, kv_heads: int, key_size: int | None, value_size: int | None, score: ScoreLike | None, bias: bool
 ) -> None:
-    wants = [
+    conflicts = [
         ("key_size and value_size", key_size is not None or value_size is not None),
         ("kv_heads", heads != kv_heads),
         (f"score={score!r}", isinstance(score, str) and score in ("additive", "bilinear")),
         ("bias=True", bias),
     ]
-    if refused := [what for what, wanted in wants if wanted]:
+    if refused := [what for what, conflict in conflicts if conflict]:
         raise ValueError(f"parameters=False is attention of x itself; {refused[0]} needs parameters.")

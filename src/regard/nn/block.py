@@ -1,7 +1,4 @@
-"""A block: attention, then a feed-forward network for every word; each on a residual branch with a norm and dropout.
-
-Imports `attention`.
-"""
+"""A transformer block: attention, then a feed-forward network, each on a residual branch with norm and dropout."""
 
 from __future__ import annotations
 
@@ -10,23 +7,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import Cache, CrossAttention, Probe, SelfAttention
+from .attention import CrossAttention, MaskLike, SelfAttention
+from .cache import Cache
+from .probe import Probe
 
-__all__ = ["Block", "FeedForward", "norm_of"]
+__all__ = ["Block", "FeedForward", "make_norm"]
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
 
 
 class FeedForward(nn.Module):
-    """y = f(x W_in) W_out, for every word alone; "swiglu" multiplies what f lets through with a second x W_gate."""
+    """y = f(x W_in) W_out for every token; "swiglu" computes (silu(x W_in) · x W_gate) W_out.
+
+    Args:
+        dim: Size of the input and output vectors.
+        hidden: Width of the hidden layer. Default: ``4 · dim``, and 8/3 of dim with a gate, which has a third matrix.
+        activation: "gelu", "relu", "silu" or "swiglu".
+        bias: Whether the linear maps have a bias.
+
+    Example:
+        >>> FeedForward(16, activation="swiglu")(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
+    """
 
     def __init__(self, dim: int, hidden: int | None = None, *, activation: str = "gelu", bias: bool = True) -> None:
         super().__init__()
         gated = activation == "swiglu"
         name = "silu" if gated else activation
         if name not in ACTIVATIONS:
-            raise ValueError(f"activation is one of {', '.join(ACTIVATIONS)}, swiglu; {activation!r} came.")
-        # A gate is a third matrix: two thirds of the width keep the number of parameters.
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, swiglu; got {activation!r}.")
+        # A gate is a third matrix: two thirds of the width give the same number of parameters.
         hidden = hidden or (round(8 * dim / 3 / 8) * 8 or 8 if gated else 4 * dim)
         self.inner = nn.Linear(dim, hidden, bias)
         self.gate = nn.Linear(dim, hidden, bias) if gated else None
@@ -34,21 +44,41 @@ class FeedForward(nn.Module):
         self.outer = nn.Linear(hidden, dim, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        inside = self.activation(self.inner(x))
-        return self.outer(inside if self.gate is None else inside * self.gate(x))
+        """Apply the network to every token.
+
+        Args:
+            x: Input ``(..., dim)``.
+
+        Returns:
+            Output ``(..., dim)``.
+
+        Example:
+            >>> FeedForward(16)(torch.randn(5, 16)).shape
+            torch.Size([5, 16])
+        """
+        hidden = self.activation(self.inner(x))
+        return self.outer(hidden if self.gate is None else hidden * self.gate(x))
 
 
 class Block(nn.Module):
-    """x + dropout(attention(norm(x))), with cross-attention in between where `cross`, then the same with feed-forward.
+    """x + dropout(attention(norm(x))), the same with cross-attention where `cross`, and with the feed-forward network.
 
-    hidden      width of the feed-forward network; 4 · dim where not given
-    norm        "layer" or "rms"; norm_first=False puts it after the sum, as the first Transformer had it
-    dropout     on the residual branches, while training
-    attention   what else SelfAttention takes: kv_heads, score, positions, causal, …; cross-attention takes the same,
-                but for positions and causal, which the memory does not have
+    Args:
+        dim: Size of the vectors.
+        heads: Number of attention heads.
+        hidden: Width of the feed-forward network. Default: as in `FeedForward`.
+        activation: As in `FeedForward`.
+        norm: "layer" or "rms".
+        norm_first: False puts the norms after the sums, as in the first Transformer.
+        dropout: Share of the residual branches' numbers dropped while training.
+        bias: Whether linear maps and norms have a bias.
+        cross: Whether there is a cross-attention between the two.
+        attention: Further arguments of `SelfAttention`: kv_heads, score, positions, causal, …. Cross-attention gets
+            the same, without positions and causal.
 
-    >>> Block(16, heads=4, causal=True)(torch.randn(2, 5, 16)).shape
-    torch.Size([2, 5, 16])
+    Example:
+        >>> Block(16, heads=4, causal=True)(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
     """
 
     def __init__(
@@ -57,23 +87,46 @@ class Block(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.attention = SelfAttention(dim, heads, bias=bias, **attention)
-        self.attention_norm = norm_of(norm, dim, bias)
-        other = {name: value for name, value in attention.items() if name not in ("positions", "causal")}
-        self.cross = CrossAttention(dim, heads, bias=bias, **other) if cross else None
-        self.cross_norm = norm_of(norm, dim, bias) if cross else None
+        self.attention_norm = make_norm(norm, dim, bias)
+        cross_options = {name: value for name, value in attention.items() if name not in ("positions", "causal")}
+        self.cross = CrossAttention(dim, heads, bias=bias, **cross_options) if cross else None
+        self.cross_norm = make_norm(norm, dim, bias) if cross else None
         self.feed_forward = FeedForward(dim, hidden, activation=activation, bias=bias)
-        self.feed_forward_norm = norm_of(norm, dim, bias)
+        self.feed_forward_norm = make_norm(norm, dim, bias)
         self.dropout = nn.Dropout(dropout)
         self.norm_first = norm_first
 
     def cache(self) -> list[Cache]:
-        """Empty caches: of self-attention, and of cross-attention where there is one."""
+        """Empty caches for `forward`: one of self-attention, and one of cross-attention where there is one.
+
+        Example:
+            >>> len(Block(16, cross=True).cache())
+            2
+        """
         return [Cache()] if self.cross is None else [Cache(), Cache()]
 
     def forward(
-        self, x: Tensor, memory: Tensor | None = None, mask: Any = None, memory_mask: Any = None,
-        cache: list[Cache] | None = None, probe: Probe | None = None,
+        self, x: Tensor, memory: Tensor | None = None, mask: MaskLike | None = None,
+        memory_mask: MaskLike | None = None, cache: list[Cache] | None = None, probe: Probe | None = None,
     ) -> Tensor:  # fmt: skip
+        """Run the block.
+
+        Args:
+            x: Input ``(..., t, dim)``.
+            memory: What cross-attention attends to, ``(..., n, dim)``.
+            mask: Mask of self-attention.
+            memory_mask: Mask of cross-attention.
+            cache: Caches from `cache()`, for generation.
+            probe: Collects statistics of both attentions.
+
+        Returns:
+            Output ``(..., t, dim)``.
+
+        Example:
+            >>> block = Block(16, heads=4, cross=True)
+            >>> block(torch.randn(2, 5, 16), torch.randn(2, 9, 16)).shape
+            torch.Size([2, 5, 16])
+        """
         own, other = (None, None) if cache is None else (cache[0], cache[-1])
         x = self._branch(x, self.attention_norm, lambda h: self.attention(h, mask, own, probe))
         if (cross := self.cross) is not None and self.cross_norm is not None:
@@ -87,25 +140,49 @@ class Block(nn.Module):
 
     @staticmethod
     def from_torch(layer: nn.TransformerEncoderLayer, *, causal: bool = False) -> Block:
-        """The same block with the weights of an `nn.TransformerEncoderLayer`, batch first."""
+        """A block with the weights of an `nn.TransformerEncoderLayer`; equal outputs in eval mode.
+
+        Args:
+            layer: The layer: only its weights and options are read.
+            causal: Whether the new block is causal.
+
+        Returns:
+            The block, on the device and in the type of `layer`.
+
+        Example:
+            >>> layer = torch.nn.TransformerEncoderLayer(16, 4, batch_first=True).eval()
+            >>> x = torch.randn(2, 5, 16)
+            >>> torch.allclose(Block.from_torch(layer)(x), layer(x), atol=1e-5)
+            True
+        """
         from .torch_interop import block
 
         return block(layer, causal)
 
     def to_torch(self) -> nn.TransformerEncoderLayer:
-        """The same block as an `nn.TransformerEncoderLayer`, batch first; its causal mask is given at every call:
+        """This block as an `nn.TransformerEncoderLayer`, batch first; pass it a causal mask at every call.
 
-        layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(t), is_causal=True)
+        Returns:
+            The layer, on the same device and in the same type.
+
+        Raises:
+            ValueError: The block has something that layer lacks: cross-attention, a gate, RMS norms, ….
+
+        Example:
+            >>> layer = Block(16, heads=4, causal=True).eval().to_torch()
+            >>> mask = torch.nn.Transformer.generate_square_subsequent_mask(5)
+            >>> layer(torch.randn(2, 5, 16), src_mask=mask, is_causal=True).shape
+            torch.Size([2, 5, 16])
         """
         from .torch_interop import encoder_layer
 
         return encoder_layer(self)
 
 
-def norm_of(kind: str, dim: int, bias: bool) -> nn.Module:
-    """A norm by name."""
+def make_norm(kind: str, dim: int, bias: bool) -> nn.Module:
+    """A norm by name: "layer" or "rms"."""
     if kind == "layer":
         return nn.LayerNorm(dim, bias=bias)
     if kind == "rms":
         return nn.RMSNorm(dim, eps=1e-6)
-    raise ValueError(f'norm is "layer" or "rms"; {kind!r} came.')
+    raise ValueError(f'norm must be "layer" or "rms"; got {kind!r}.')

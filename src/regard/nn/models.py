@@ -1,4 +1,4 @@
-"""Two whole models: one that guesses the next token, and one that translates. Imports `stack` and `positions`."""
+"""Two complete models: a language model (next token) and a translator (encoder and decoder)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from ..core.masks import Mask, padding
-from .attention import Cache, Probe
+from .attention import MaskLike
 from .block import Block
+from .cache import Cache
 from .encoder_decoder import Decoder, Encoder
 from .positions import Learned, Positions, Rotary, as_positions
+from .probe import Probe
 
 __all__ = ["LanguageModel", "Translator"]
 
 
 class _Words(nn.Module):
-    """Token numbers to vectors with positions, and vectors to scores over the vocabulary by the same table."""
+    """Token ids to vectors with positions, and vectors to logits by the same (tied) table."""
 
     def __init__(self, vocabulary: int, dim: int, positions: Positions | None, dropout: float) -> None:
         super().__init__()
@@ -35,56 +37,97 @@ class _Words(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Guesses the next token: words, causal blocks, and a score for every word of the vocabulary.
+    """A decoder-only language model: embeddings, causal blocks, logits by the tied embedding table.
 
-    context    how many tokens it is trained to look back; learned positions end there
-    positions  "rotary" (in every layer), "sinusoidal" or "learned" (added to the words once), or None
-    block      what else Block takes
+    Args:
+        vocabulary: Number of tokens.
+        dim: Size of the vectors.
+        heads: Number of attention heads per block.
+        layers: Number of blocks.
+        context: Number of tokens it is trained to look back; learned positions end there.
+        dropout: Share dropped while training, of embeddings and residual branches.
+        positions: "rotary" (in every layer), "sinusoidal" or "learned" (added to the embeddings), an object, or None.
+        block: Further arguments of `Block`.
 
-    >>> model = LanguageModel(65, dim=16, heads=2, layers=2)
-    >>> model(torch.randint(65, (3, 10))).shape
-    torch.Size([3, 10, 65])
+    Example:
+        >>> model = LanguageModel(65, dim=16, heads=2, layers=2)
+        >>> model(torch.randint(65, (3, 10))).shape
+        torch.Size([3, 10, 65])
     """
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, context: int = 64,
-        dropout: float = 0.0, positions: Any = "rotary", **block: Any,
+        dropout: float = 0.0, positions: str | Positions | None = "rotary", **block: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim, context)
         self.context = context
         self.words = _Words(vocabulary, dim, kind, dropout)
-        turning = kind if isinstance(kind, Rotary) else None
-        self.body = Encoder(dim, heads, layers, dropout=dropout, positions=turning, causal=True, **block)
+        rotary = kind if isinstance(kind, Rotary) else None
+        self.body = Encoder(dim, heads, layers, dropout=dropout, positions=rotary, causal=True, **block)
         _initialise(self, depth=2 * layers)
 
     def cache(self) -> list[list[Cache]]:
-        """Empty caches of all blocks, for `forward(ids, cache)`."""
+        """Empty caches of all blocks, for `forward`.
+
+        Example:
+            >>> model = LanguageModel(65, dim=16, heads=2).eval()
+            >>> caches, ids = model.cache(), torch.randint(65, (1, 4))
+            >>> steps = [model(ids[:, n : n + 1], caches) for n in range(4)]
+            >>> torch.allclose(torch.cat(steps, 1), model(ids), atol=1e-4)
+            True
+        """
         return self.body.cache()
 
     def forward(
-        self, ids: Tensor, cache: list[list[Cache]] | None = None, probe: Probe | None = None, mask: Any = None
-    ) -> Tensor:
-        """Scores of the next token at every position, (b, t, vocabulary)."""
+        self, ids: Tensor, cache: list[list[Cache]] | None = None, probe: Probe | None = None,
+        mask: MaskLike | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits of the next token at every position.
+
+        Args:
+            ids: Token ids ``(b, t)``.
+            cache: Caches from `cache()`, for generation.
+            probe: Collects statistics of every attention layer.
+            mask: Further mask, combined with the causal one.
+
+        Returns:
+            Logits ``(b, t, vocabulary)``.
+
+        Example:
+            >>> LanguageModel(65, dim=16)(torch.randint(65, (3, 10)), mask=regard.window(4, 0)).shape
+            torch.Size([3, 10, 65])
+        """
         start = 0 if cache is None else len(cache[0][0])
         return self.words.logits(self.body(self.words(ids, start), mask, cache, probe))
 
 
 class Translator(nn.Module):
-    """Reads a sentence in one language and writes it in another; both share one vocabulary and one table.
+    """An encoder-decoder model; both languages share one vocabulary and one embedding table.
 
-    Sentences of a batch are filled up on the right with token 0: nobody looks at what comes after the last other token.
+    The sentences of a batch are padded on the right with token 0, which attention never sees.
 
-    >>> model = Translator(100, dim=16, heads=2, layers=2)
-    >>> model(torch.randint(1, 100, (3, 7)), torch.randint(1, 100, (3, 9))).shape
-    torch.Size([3, 9, 100])
+    Args:
+        vocabulary: Number of tokens.
+        dim: Size of the vectors.
+        heads: Number of attention heads per block.
+        layers: Number of blocks, of the encoder and of the decoder each.
+        dropout: Share dropped while training, of embeddings and residual branches.
+        positions: "rotary" (in every layer), "sinusoidal" or "learned" (added to the embeddings), an object, or None.
+        block: Further arguments of `Block`.
+
+    Example:
+        >>> model = Translator(100, dim=16, heads=2, layers=2)
+        >>> model(torch.randint(1, 100, (3, 7)), torch.randint(1, 100, (3, 9))).shape
+        torch.Size([3, 9, 100])
     """
 
+    #: Id of the padding token.
     PAD = 0
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, dropout: float = 0.0,
-        positions: Any = "rotary", **block: Any,
+        positions: str | Positions | None = "rotary", **block: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim)
@@ -95,30 +138,90 @@ class Translator(nn.Module):
         _initialise(self, depth=2 * layers)
 
     def forward(self, source: Tensor, target: Tensor, probe: Probe | None = None) -> Tensor:
-        """Scores of the next target token at every position, (b, t, vocabulary); the target begins with a start."""
+        """Logits of the next target token at every position.
+
+        Args:
+            source: Token ids ``(b, n)``, padded with 0.
+            target: Token ids so far ``(b, t)``, beginning with a start token.
+            probe: Collects statistics of every attention layer, encoder first.
+
+        Returns:
+            Logits ``(b, t, vocabulary)``.
+
+        Example:
+            >>> model = Translator(100, dim=16, layers=1)
+            >>> model(torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 4], [1, 4]])).shape
+            torch.Size([2, 2, 100])
+        """
         memory, visible = self.encode(source, probe)
         return self.decode(target, memory, visible, probe=probe)
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens have a position, where positions are learned; None: there is no end."""
+        """Number of learned positions; None where positions have no limit.
+
+        Example:
+            >>> Translator(100, dim=16, positions="learned").max_positions
+            1024
+        """
         return len(self.words.positions.table) if isinstance(self.words.positions, Learned) else None
 
     def lengths(self, source: Tensor) -> Tensor:
-        """How long each sentence of (b, n) tokens is: up to the last that does not fill up."""
-        places = torch.arange(1, source.shape[-1] + 1, device=source.device)
-        return ((source != self.PAD) * places).amax(-1)
+        """Length of every sentence, up to its last token that is not padding.
+
+        Args:
+            source: Token ids ``(b, n)``, padded with 0.
+
+        Returns:
+            Lengths ``(b,)``.
+
+        Example:
+            >>> Translator(100, dim=16).lengths(torch.tensor([[5, 6, 7], [8, 9, 0]]))
+            tensor([3, 2])
+        """
+        numbers = torch.arange(1, source.shape[-1] + 1, device=source.device)
+        return ((source != self.PAD) * numbers).amax(-1)
 
     def encode(self, source: Tensor, probe: Probe | None = None) -> tuple[Tensor, Mask]:
-        """What the encoder makes of (b, n) tokens, and which of it is real."""
+        """Run the encoder.
+
+        Args:
+            source: Token ids ``(b, n)``, padded with 0.
+            probe: Collects statistics of every attention layer.
+
+        Returns:
+            The memory ``(b, n, dim)``, and the mask that hides its padding.
+
+        Example:
+            >>> memory, visible = Translator(100, dim=16).encode(torch.tensor([[5, 6, 7], [8, 9, 0]]))
+            >>> memory.shape
+            torch.Size([2, 3, 16])
+        """
         visible = padding(self.lengths(source))
         return self.encoder(self.words(source), visible, probe=probe), visible
 
     def decode(
-        self, target: Tensor, memory: Tensor | None, visible: Any, cache: list[list[Cache]] | None = None,
-        probe: Probe | None = None,
+        self, target: Tensor, memory: Tensor | None, visible: MaskLike | None,
+        cache: list[list[Cache]] | None = None, probe: Probe | None = None,
     ) -> Tensor:  # fmt: skip
-        """Scores of what comes after each target token."""
+        """Run the decoder.
+
+        Args:
+            target: Token ids ``(b, t)``; with a cache, only the new ones.
+            memory: The encoder's output ``(b, n, dim)``; None with filled caches.
+            visible: The mask from `encode`.
+            cache: Caches from ``decoder.cache()``, for generation.
+            probe: Collects statistics of every attention layer.
+
+        Returns:
+            Logits ``(b, t, vocabulary)`` of the token after each target token.
+
+        Example:
+            >>> model = Translator(100, dim=16)
+            >>> memory, visible = model.encode(torch.tensor([[5, 6, 7]]))
+            >>> model.decode(torch.tensor([[1]]), memory, visible).shape
+            torch.Size([1, 1, 100])
+        """
         start = 0 if cache is None else len(cache[0][0])
         x = self.decoder(self.words(target, start), memory, None, visible, cache, probe)
         return self.words.logits(x)
@@ -126,18 +229,18 @@ class Translator(nn.Module):
 
 @torch.no_grad()
 def _initialise(model: nn.Module, depth: int) -> None:
-    """What has length 1 keeps it through every matrix; what is added to the residual stream shrinks with the depth."""
+    """Variance-preserving weights; outputs onto the residual stream are divided by √depth, as in GPT-2."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):  # times √dim, words are as large as the waves of their positions
+        elif isinstance(module, nn.Embedding):  # scaled by √dim in forward: as large as sinusoidal positions
             nn.init.normal_(module.weight, std=1 / math.sqrt(module.embedding_dim))
     for module in model.modules():
         if isinstance(module, Block):
             parts = [module.attention, module.cross]
-            outer = [part.output for part in parts if part is not None] + [module.feed_forward.outer]
-            for linear in outer:
+            outputs = [part.output for part in parts if part is not None] + [module.feed_forward.outer]
+            for linear in outputs:
                 if isinstance(linear, nn.Linear):
                     linear.weight.div_(math.sqrt(depth))

@@ -1,7 +1,7 @@
-"""Where a word stands, told to attention, which by itself sees its input as a set.
+"""Position encodings: attention alone treats its input as a set.
 
-Two ways: a vector is *added* to the input (sinusoidal, learned), or queries and keys are *turned* by an angle that
-grows with the position (rotary), so that a score depends on the distance. Imports nothing of regard.
+Absolute encodings add a vector to the input (`Sinusoidal`, `Learned`). `Rotary` rotates queries and keys by an angle
+that grows with the position, so that a score depends on the distance.
 """
 
 from __future__ import annotations
@@ -14,26 +14,70 @@ from torch import Tensor, nn
 
 __all__ = ["Learned", "Positions", "Rotary", "Sinusoidal", "as_positions"]
 
-#: How many positions `positions="learned"` makes room for; `Learned(length, dim)` says it.
+#: Number of positions of `positions="learned"`, and of the first rotary table.
 LENGTH = 1024
-#: Positions up to which rotary ones are kept.
-LONGEST = 2**16
+#: Longest rotary table that is cached; longer sequences compute theirs at every call.
+MAX_CACHED_LENGTH = 2**16
 
 
 class Positions(nn.Module):
-    """The base of all: each kind does one of the two things and leaves the other as it is."""
+    """Base class: override `add_to` (absolute positions) or `rotate` (rotary ones).
+
+    Both return their input unchanged here.
+
+    Example:
+        >>> class Even(Positions):
+        ...     def add_to(self, x, start=0):
+        ...         at = torch.arange(start, start + x.shape[-2])
+        ...         return x + (at % 2 == 0)[:, None]
+        >>> Even().add_to(torch.zeros(3, 2))[:, 0]
+        tensor([1., 0., 1.])
+    """
 
     def add_to(self, x: Tensor, start: int = 0) -> Tensor:
-        """The input (..., t, dim) with its positions, the first of which is `start`."""
+        """Add the encoding of positions ``start, start + 1, …`` to the input.
+
+        Args:
+            x: The layer's input ``(..., t, dim)``.
+            start: Position of the first of the t vectors: the length of the cache.
+
+        Returns:
+            A tensor of the shape of x.
+
+        Example:
+            >>> Sinusoidal().add_to(torch.zeros(2, 4))[0]
+            tensor([0., 1., 0., 1.])
+        """
         return x
 
     def rotate(self, q: Tensor, start: int = 0) -> Tensor:
-        """Queries or keys (..., h, t, d) with their positions."""
+        """Rotate queries or keys by the angles of positions ``start, start + 1, …``.
+
+        Args:
+            q: Queries or keys ``(..., h, t, d)``.
+            start: Position of the first of the t vectors: the length of the cache.
+
+        Returns:
+            A tensor of the shape of q.
+
+        Example:
+            >>> q = torch.randn(2, 5, 8)
+            >>> torch.allclose(Rotary().rotate(q).norm(dim=-1), q.norm(dim=-1))   # a rotation keeps lengths
+            True
+        """
         return q
 
 
 class Sinusoidal(Positions):
-    """x + p with p_2n = sin(position / base^(2n/dim)), p_2n+1 = cos of the same; any length, no parameters."""
+    """Adds sin(t / base^(2n/dim)) to component 2n and the cosine to 2n + 1; any length, no parameters.
+
+    Args:
+        base: Ratio of the longest wavelength to the shortest.
+
+    Example:
+        >>> Sinusoidal().add_to(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
 
     def __init__(self, base: float = 10_000.0) -> None:
         super().__init__()
@@ -50,7 +94,16 @@ class Sinusoidal(Positions):
 
 
 class Learned(Positions):
-    """x + p with one learned vector a position, for up to `length` of them."""
+    """Adds one learned vector per position; longer inputs raise.
+
+    Args:
+        length: Number of positions.
+        dim: Size of the vectors.
+
+    Example:
+        >>> Learned(16, 8).add_to(torch.zeros(2, 5, 8)).shape
+        torch.Size([2, 5, 8])
+    """
 
     def __init__(self, length: int, dim: int) -> None:
         super().__init__()
@@ -60,8 +113,8 @@ class Learned(Positions):
         t, length = x.shape[-2], len(self.table)
         if start + t > length:
             raise ValueError(
-                f"{length} positions were learned and {start + t} are needed; "
-                f"make it positions=Learned({start + t}, {x.shape[-1]}), or use rotary ones, which have no end."
+                f"there are {length} learned positions, and this input needs {start + t}; pass "
+                f"positions=Learned({start + t}, {x.shape[-1]}), or use rotary positions, which have no limit."
             )
         return x + self.table[start : start + t]
 
@@ -70,54 +123,74 @@ class Learned(Positions):
 
 
 class Rotary(Positions):
-    """Pairs of q and k turned by position · base^(−2n/d): the product depends on the distance alone.
+    """Rotates pairs (n, n + d/2) of q and k by position · base^(−2n/d): scores depend on distances alone.
 
-    Sines and cosines of the first positions are kept, and of more as they come: a compiler would make them anew for
-    every number that is turned (bench/LOG.md). They are no buffer: they are no state, and their number grows.
+    Cosines and sines are cached, and the cache grows with the longest sequence: torch.compile would fuse their
+    computation into every use of q and k (bench/LOG.md). The cache is no buffer: it is no state and has no fixed size.
+
+    Args:
+        base: Ratio of the slowest rotation's period to the fastest one's.
+
+    Example:
+        >>> q, k = torch.randn(2, 1, 8).double()
+        >>> turn = lambda x, at: Rotary().rotate(x, at)
+        >>> near, far = turn(q, 5) @ turn(k, 3).mT, turn(q, 105) @ turn(k, 103).mT
+        >>> torch.allclose(near, far)
+        True
     """
 
-    turns: Tensor | None = None  # 2 n d/2 : cos and sin, in float32
+    table: Tensor | None = None  # (2, length, d/2): cos and sin in float32
 
     def __init__(self, base: float = 10_000.0) -> None:
         super().__init__()
         self.base = base
 
     def check(self, key_size: int) -> None:
-        """That heads of this size can be turned; makes ready for it."""
+        """Check that heads of this size can be rotated, and compute the first table.
+
+        Raises:
+            ValueError: `key_size` is odd.
+
+        Example:
+            >>> Rotary().check(7)
+            Traceback (most recent call last):
+                ...
+            ValueError: rotary positions rotate pairs: key_size must be even, got 7.
+        """
         if key_size % 2:
-            raise ValueError(f"rotary positions turn pairs of numbers: key_size must be even; {key_size} came.")
-        if self.turns is None:
-            self.turns = self._made(0, LENGTH, key_size, torch.empty(0, dtype=torch.float32))
+            raise ValueError(f"rotary positions rotate pairs: key_size must be even, got {key_size}.")
+        if self.table is None:
+            self.table = self._cos_sin(0, LENGTH, key_size, torch.empty(0, dtype=torch.float32))
 
     def rotate(self, q: Tensor, start: int = 0) -> Tensor:
-        cos, sin = self._from(start, q)
+        cos, sin = self._table_for(start, q)
         left, right = q.to(cos.dtype).chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(q.dtype)
 
-    def _from(self, start: int, q: Tensor) -> Tensor:
+    def _table_for(self, start: int, q: Tensor) -> Tensor:
         """cos and sin of the positions of q, (2, t, d/2)."""
         self.check(q.shape[-1])
-        end, size, kept = start + q.shape[-2], q.shape[-1], self.turns
-        if q.dtype == torch.float64 or end > LONGEST:
-            return self._made(start, end, size, q)
-        if kept is None or kept.shape[1] < end or 2 * kept.shape[2] != size or kept.device != q.device:
-            kept = self._made(0, max(LENGTH, 1 << (end - 1).bit_length()), size, q)
-            if type(kept) is Tensor and not torch.compiler.is_compiling():  # and no tensor that only stands for one
-                self.turns = kept
-        return kept[:, start:end]
+        end, size, table = start + q.shape[-2], q.shape[-1], self.table
+        if q.dtype == torch.float64 or end > MAX_CACHED_LENGTH:
+            return self._cos_sin(start, end, size, q)
+        if table is None or table.shape[1] < end or 2 * table.shape[2] != size or table.device != q.device:
+            table = self._cos_sin(0, max(LENGTH, 1 << (end - 1).bit_length()), size, q)
+            if type(table) is Tensor and not torch.compiler.is_compiling():  # never a fake or functional tensor
+                self.table = table
+        return table[:, start:end]
 
-    def _made(self, start: int, end: int, size: int, like: Tensor) -> Tensor:
-        with torch.inference_mode(False):  # what is kept may be differentiated through later
+    def _cos_sin(self, start: int, end: int, size: int, like: Tensor) -> Tensor:
+        with torch.inference_mode(False):  # the cached table may take part in a gradient later
             angles = _angles(self.base, start, end - start, size, like)
             return torch.stack([angles.cos(), angles.sin()])
 
     def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
-        """Made anew where the model is moved to, so that a compiler finds it there."""
+        """Compute the table again on the device that the model moves to, so that a compiled graph finds it there."""
         super()._apply(fn, recurse)
         device = fn(torch.empty(0)).device
-        if self.turns is not None and self.turns.device != device:
-            _, count, half = self.turns.shape
-            self.turns = self._made(0, count, 2 * half, torch.empty(0, dtype=torch.float32, device=device))
+        if self.table is not None and self.table.device != device:
+            _, count, half = self.table.shape
+            self.table = self._cos_sin(0, count, 2 * half, torch.empty(0, dtype=torch.float32, device=device))
         return self
 
     def extra_repr(self) -> str:
@@ -126,25 +199,25 @@ class Rotary(Positions):
 
 def _angles(base: float, start: int, count: int, size: int, like: Tensor) -> Tensor:
     """position · base^(−2n/size), (count, ⌈size/2⌉)."""
-    # Narrow types cannot tell position 300 from 301: float32, or float64 where it is asked for.
+    # bfloat16 cannot tell position 300 from 301: at least float32.
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    at = torch.arange(start, start + count, device=like.device, dtype=dtype)
+    positions = torch.arange(start, start + count, device=like.device, dtype=dtype)
     rates = base ** (-torch.arange(0, size, 2, device=like.device, dtype=dtype) / size)
-    return at[:, None] * rates
+    return positions[:, None] * rates
 
 
-def as_positions(positions: Any, dim: int, length: int = LENGTH) -> Positions | None:
-    """Positions from what users pass: a name, an object, or None."""
+def as_positions(positions: str | Positions | None, dim: int, length: int = LENGTH) -> Positions | None:
+    """Positions from a user's argument: a name, an object, or None."""
     if positions is None or isinstance(positions, Positions):
         return positions
-    made: dict[str, Callable[[], Positions]] = {
+    constructors: dict[str, Callable[[], Positions]] = {
         "rotary": Rotary,
         "sinusoidal": Sinusoidal,
         "learned": lambda: Learned(length, dim),
     }
-    if isinstance(positions, str) and positions in made:
-        return made[positions]()
+    if isinstance(positions, str) and positions in constructors:
+        return constructors[positions]()
     raise ValueError(
-        f'positions are "rotary", "sinusoidal", "learned", None, or an object such as Learned(length, dim); '
-        f"{positions!r} came."
+        f'positions must be "rotary", "sinusoidal", "learned", None, or an object such as Learned(length, dim); '
+        f"got {positions!r}."
     )

@@ -1,7 +1,7 @@
-"""Scores as parts of a module: their tensors are its parameters and buffers.
+"""A score as an nn.Module: the tensors of a `Score` become parameters and buffers.
 
-A `Score` is a value with tensors in it. A layer must own them, so that an optimizer finds them, `.to()` moves them and
-`state_dict` saves them; the score is put together from them again at every call. Imports `score` and `tree`.
+A `Score` is a value that holds tensors. A layer must own them, so that an optimizer finds them, `.to()` moves them and
+`state_dict` saves them; `forward` rebuilds the score from the tensors the module has now.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ..core.pytree import flatten, unflatten
 from ..core.scores import Additive, Bilinear, Score, as_score
 
-__all__ = ["Scoring", "as_scoring"]
+__all__ = ["ScoreModule", "as_score_module"]
 
 
-class Scoring(nn.Module):
-    """Calling it gives the score over the tensors it has now. What came as nn.Parameter is trained."""
+class ScoreModule(nn.Module):
+    """Owns the tensors of a score; calling it returns the score. An nn.Parameter is trained, other tensors are not."""
 
     def __init__(self, score: Score) -> None:
         super().__init__()
@@ -39,25 +39,27 @@ class Scoring(nn.Module):
         return repr(self())
 
 
-def as_scoring(score: Any, heads: int, key_size: int) -> Scoring:
-    """A score from what users pass; "additive" and "bilinear" make parameters for every head."""
+def as_score_module(score: Any, heads: int, key_size: int) -> ScoreModule:
+    """A score module from a user's argument; "additive" and "bilinear" create parameters for every head."""
     if score == "bilinear":
-        # Begins as the scaled dot product: the identity over √d, and what is learned is what differs from it.
+        # Starts as the scaled dot product, the identity over √d: training learns the difference.
         start = torch.eye(key_size).repeat(heads, 1, 1) / math.sqrt(key_size)
-        return Scoring(Bilinear(nn.Parameter(start)))
+        return ScoreModule(Bilinear(nn.Parameter(start)))
     if score == "additive":
         spread = 1 / math.sqrt(key_size)
         matrix, vector = (heads, key_size, key_size), (heads, key_size)
         a, b, v = (nn.Parameter(torch.randn(shape) * spread) for shape in (matrix, matrix, vector))
-        return Scoring(Additive(query_weight=a, key_weight=b, v=v))
+        return ScoreModule(Additive(query_weight=a, key_weight=b, v=v))
     try:
-        return Scoring(as_score(score))
-    except ValueError as wrong:
-        raise ValueError(f'{wrong} A layer also knows "additive" and "bilinear", whose parameters it makes.') from None
+        return ScoreModule(as_score(score))
+    except ValueError as error:
+        raise ValueError(
+            f'{error} A layer also takes "additive" and "bilinear", for which it creates the parameters.'
+        ) from None
 
 
 def _paths(value: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """A name for every tensor of a tree, in the order of `flatten`: where it stands."""
+    """A name for every tensor of a pytree: its path, in the order of `flatten`."""
     if isinstance(value, Tensor):
         yield "_".join(path)
     elif isinstance(value, tuple):

@@ -1,7 +1,7 @@
-"""The same weights in torch.nn's layers: from and to `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`.
+"""Conversion from and to `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`.
 
-Outputs are equal in eval mode. Two things have no counterpart here and are left behind: dropout of the weights
-themselves, and dropout inside the feed-forward network. Imports `attention` and `block`.
+Outputs are equal in eval mode. Two things of torch.nn have no counterpart here and are dropped: dropout of the
+attention weights, and dropout inside the feed-forward network.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUNCTIONS: dict[type, Callable[[Tensor], Tensor]] = {
 }
 
 
-# From torch.
+# From torch.nn.
 
 
 def self_attention(mha: nn.MultiheadAttention, causal: bool) -> SelfAttention:
@@ -34,43 +34,45 @@ def self_attention(mha: nn.MultiheadAttention, causal: bool) -> SelfAttention:
     if not mha._qkv_same_embed_dim:
         raise ValueError(f"kdim {mha.kdim} and vdim {mha.vdim} differ from {mha.embed_dim}: use CrossAttention.")
     layer = SelfAttention(mha.embed_dim, mha.num_heads, bias=mha.in_proj_bias is not None, causal=causal)
-    return _filled(layer, mha)
+    return _copy_weights(layer, mha)
 
 
 def cross_attention(mha: nn.MultiheadAttention) -> CrossAttention:
     _check_multihead(mha)
     if mha.kdim != mha.vdim:
-        raise ValueError(f"keys and values are made from one memory here; kdim {mha.kdim} and vdim {mha.vdim} came.")
+        raise ValueError(
+            f"keys and values come from one memory here: kdim and vdim must be equal; got {mha.kdim} and {mha.vdim}."
+        )
     bias = mha.in_proj_bias is not None
-    return _filled(CrossAttention(mha.embed_dim, mha.num_heads, memory_dim=mha.kdim, bias=bias), mha)
+    return _copy_weights(CrossAttention(mha.embed_dim, mha.num_heads, memory_dim=mha.kdim, bias=bias), mha)
 
 
 def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
     if not isinstance(layer, nn.TransformerEncoderLayer):
         raise TypeError(
-            f"from_torch takes an nn.TransformerEncoderLayer; {type(layer).__name__} came. The attentions of another "
-            "layer are taken one by one, by SelfAttention.from_torch and CrossAttention.from_torch."
+            f"from_torch takes an nn.TransformerEncoderLayer; got {type(layer).__name__}. Convert the attentions of "
+            "another layer one by one, by SelfAttention.from_torch and CrossAttention.from_torch."
         )
     hidden, dim = layer.linear1.weight.shape
     bias = layer.linear1.bias is not None
-    made = Block(
+    new = Block(
         dim, layer.self_attn.num_heads, hidden=hidden, activation=_activation_name(layer.activation),
         norm_first=layer.norm_first, dropout=layer.dropout1.p, bias=bias, causal=causal,
-    ).to(layer.linear1.weight)  # fmt: skip  # before the weights come: float64 must not pass through float32
-    made.attention = self_attention(layer.self_attn, causal)
+    ).to(layer.linear1.weight)  # fmt: skip  # before copying: float64 weights must not pass through float32
+    new.attention = self_attention(layer.self_attn, causal)
     pairs = [
-        (made.attention_norm, layer.norm1),
-        (made.feed_forward_norm, layer.norm2),
-        (made.feed_forward.inner, layer.linear1),
-        (made.feed_forward.outer, layer.linear2),
+        (new.attention_norm, layer.norm1),
+        (new.feed_forward_norm, layer.norm2),
+        (new.feed_forward.inner, layer.linear1),
+        (new.feed_forward.outer, layer.linear2),
     ]
     for ours, theirs in pairs:
         ours.load_state_dict(theirs.state_dict())
-    made.attention_norm.eps, made.feed_forward_norm.eps = layer.norm1.eps, layer.norm2.eps  # type: ignore[assignment]
-    return made.train(layer.training)
+    new.attention_norm.eps, new.feed_forward_norm.eps = layer.norm1.eps, layer.norm2.eps  # type: ignore[assignment]
+    return new.train(layer.training)
 
 
-def _filled(layer: Any, mha: nn.MultiheadAttention) -> Any:
+def _copy_weights(layer: Any, mha: nn.MultiheadAttention) -> Any:
     if mha._qkv_same_embed_dim:
         matrices = mha.in_proj_weight.chunk(3)
     else:
@@ -86,7 +88,7 @@ def _filled(layer: Any, mha: nn.MultiheadAttention) -> Any:
 
 def _check_multihead(mha: Any) -> None:
     if not isinstance(mha, nn.MultiheadAttention):
-        raise TypeError(f"from_torch takes an nn.MultiheadAttention; {type(mha).__name__} came.")
+        raise TypeError(f"from_torch takes an nn.MultiheadAttention; got {type(mha).__name__}.")
     if mha.bias_k is not None or mha.add_zero_attn:
         raise ValueError("add_bias_kv and add_zero_attn add keys that this layer does not have.")
 
@@ -99,21 +101,21 @@ def _activation_name(activation: Any) -> str:
         return "gelu"
     if activation is nn.functional.silu or isinstance(activation, nn.SiLU):
         return "silu"
-    raise ValueError(f"the activation must be relu, gelu or silu; {activation!r} came.")
+    raise ValueError(f"the activation must be relu, gelu or silu; got {activation!r}.")
 
 
-# To torch.
+# To torch.nn.
 
 
 def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
     d = layer.dim // layer.heads
     sizes = (layer.kv_heads, layer.key_size, layer.value_size, layer.heads * d)
-    _need(sizes == (layer.heads, d, d, layer.dim), "heads of size dim // heads for queries, keys and values", layer)
-    _need(isinstance(layer.query, nn.Linear) and isinstance(layer.output, nn.Linear), "projections and W_o", layer)
+    _require(sizes == (layer.heads, d, d, layer.dim), "heads of size dim // heads for queries, keys and values", layer)
+    _require(isinstance(layer.query, nn.Linear) and isinstance(layer.output, nn.Linear), "projections and W_o", layer)
     score = layer.score()
     plain = type(score) is ScaledDot and score.scale is None and not score.modifiers and score.sink_logits is None
-    _need(plain, "the plain scaled dot product as score", layer)
-    _need(getattr(layer, "positions", None) is None, "no positions of its own", layer)
+    _require(plain, "the plain scaled dot product as score", layer)
+    _require(getattr(layer, "positions", None) is None, "no positions of its own", layer)
     memory = getattr(layer, "memory_dim", layer.dim)
     bias = layer.query.bias is not None
     mha = nn.MultiheadAttention(layer.dim, layer.heads, bias=bias, kdim=memory, vdim=memory, batch_first=True)
@@ -131,28 +133,28 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
     return mha.train(layer.training)
 
 
-def encoder_layer(made: Block) -> nn.TransformerEncoderLayer:
-    feed = made.feed_forward
-    _need(made.cross is None, "no cross-attention", made)
-    _need(feed.gate is None and type(feed.activation) in FUNCTIONS, "no gate", made)
-    _need(isinstance(made.attention_norm, nn.LayerNorm), "layer norms", made)
+def encoder_layer(block: Block) -> nn.TransformerEncoderLayer:
+    feed = block.feed_forward
+    _require(block.cross is None, "no cross-attention", block)
+    _require(feed.gate is None and type(feed.activation) in FUNCTIONS, "no gate", block)
+    _require(isinstance(block.attention_norm, nn.LayerNorm), "layer norms", block)
     layer = nn.TransformerEncoderLayer(
-        made.attention.dim, made.attention.heads, feed.inner.out_features, made.dropout.p, batch_first=True,
+        block.attention.dim, block.attention.heads, feed.inner.out_features, block.dropout.p, batch_first=True,
         activation=FUNCTIONS[type(feed.activation)],
-        norm_first=made.norm_first, bias=feed.inner.bias is not None,
+        norm_first=block.norm_first, bias=feed.inner.bias is not None,
     ).to(feed.inner.weight)  # fmt: skip
-    mha = multihead(made.attention)
+    mha = multihead(block.attention)
     layer.self_attn.load_state_dict(mha.state_dict())
-    layer.norm1.load_state_dict(made.attention_norm.state_dict())
-    layer.norm2.load_state_dict(made.feed_forward_norm.state_dict())
-    layer.norm1.eps, layer.norm2.eps = made.attention_norm.eps, made.feed_forward_norm.eps  # type: ignore[assignment]
+    layer.norm1.load_state_dict(block.attention_norm.state_dict())
+    layer.norm2.load_state_dict(block.feed_forward_norm.state_dict())
+    layer.norm1.eps, layer.norm2.eps = block.attention_norm.eps, block.feed_forward_norm.eps  # type: ignore[assignment]
     layer.linear1.load_state_dict(feed.inner.state_dict())
     layer.linear2.load_state_dict(feed.outer.state_dict())
-    return layer.train(made.training)
+    return layer.train(block.training)
 
 
-def _need(holds: bool, what: str, layer: nn.Module) -> None:
-    if not holds:
+def _require(condition: bool, what: str, layer: nn.Module) -> None:
+    if not condition:
         raise ValueError(
             f"torch.nn's layer has {what}; this one differs: {type(layer).__name__}({layer.extra_repr()})."
         )

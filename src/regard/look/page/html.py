@@ -1,9 +1,9 @@
-"""The page: one HTML file with its script, its style and its data inside, that never asks anybody for anything.
+"""The page as one HTML file with its script, its style and its data inside; it requests nothing from anywhere.
 
 A Content-Security-Policy allows this script and this style, by their hashes, and nothing else: no request, no other
-script, whatever the data says. Script, style and data travel deflated, since a notebook holds one page a view; a few
-plain lines unpack them, and the browser runs what has the right hash. The only text outside is the title. In a notebook
-the page stands in a frame of its own, without rights over the notebook. Imports `payload`.
+script, whatever the data says. Script, style and data are deflated, since a notebook stores a page for every view; a
+few plain lines unpack them, and the browser runs only what has the right hash. The title is the only text outside of
+the data. In a notebook the page is in a sandboxed frame without access to the notebook.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import zlib
 from importlib.resources import files
 
-from .payload import Packed
+from .format import Packed
 
 __all__ = ["frame", "html"]
 
@@ -59,13 +59,19 @@ try {
 }
 """
 
-#: How high the page stands in a notebook; it can be pulled larger.
+#: The modules of the script, in the order in which they become one.
+_MODULES = (
+    "data", "numbers", "elements", "book", "page",
+    "spotlight", "walk", "play", "square", "overview", "long", "training", "views",
+)  # fmt: skip
+
+#: The height of the page in a notebook, in pixels; the frame can be resized.
 HEIGHT = 760
 
 
 def html(packed: Packed) -> str:
-    """The whole page, in ASCII."""
-    script, style = _file("page.js"), _file("page.css")
+    """The complete page, in ASCII."""
+    script, style = _script(), _file("page.css")
     policy = (
         f"default-src 'none'; script-src '{_hash(_UNPACK)}' '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -81,7 +87,7 @@ def html(packed: Packed) -> str:
 
 
 def frame(page: str) -> str:
-    """The page as a notebook shows it: in a frame that may run its own script and nothing else."""
+    """The page as a notebook shows it: in a frame that may run its own script only."""
     return (
         f'<iframe sandbox="allow-scripts" srcdoc="{escaping.escape(page)}" '
         f'style="width:100%;height:{HEIGHT}px;border:0;resize:vertical" title="attention, shown by regard"></iframe>'
@@ -96,10 +102,17 @@ def _text(title: str) -> str:
 
 @functools.cache
 def _file(name: str) -> str:
-    """A file that lies beside this one, without comments on lines of their own and without indentation."""
+    """A file of this folder, without indentation and without comments that have a line to themselves."""
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     lines = (line.strip() for line in text.splitlines())
     return "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
+
+
+@functools.cache
+def _script() -> str:
+    """The modules as one: without imports and exports, since the names of all modules differ."""
+    script = "\n".join(_file(f"js/{name}.js") for name in _MODULES)
+    return re.sub(r"^import \{[^}]*\} from [^\n]*\n|^export ", "", script, flags=re.M)
 
 
 def _hash(text: str) -> str:

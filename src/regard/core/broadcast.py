@@ -1,0 +1,56 @@
+"""Tensors of masks and scores, checked and broadcast to the axes (*batch|1, h|1, x, y) of a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["MatrixShape", "check_broadcast", "per_cell", "per_head", "with_leading_axes"]
+
+
+class MatrixShape(NamedTuple):
+    """The matrix that masks and scores are broadcast to."""
+
+    full: tuple[int, ...]  # *batch, h, i, j
+    offset: int  # the key position of query 0
+    device: torch.device
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.full[:-3]
+
+
+def per_cell(tensor: Tensor, matrix: MatrixShape, what: str) -> Tensor:
+    """A tensor that broadcasts to (..., h, i, j), with all axes."""
+    _check_device(tensor, matrix, what)
+    check_broadcast(tensor.shape, matrix.full, what, "(..., h, i, j)")
+    return with_leading_axes(tensor, len(matrix.batch))
+
+
+def per_head(tensor: Tensor, matrix: MatrixShape, what: str) -> Tensor:
+    """One number for each head, (..., h), as (*batch|1, h|1, 1, 1)."""
+    _check_device(tensor, matrix, what)
+    check_broadcast(tensor.shape, matrix.full[:-2], what, "one number a head")
+    return with_leading_axes(tensor[..., None, None], len(matrix.batch))
+
+
+def _check_device(tensor: Tensor, matrix: MatrixShape, what: str) -> None:
+    if tensor.device != matrix.device:
+        raise ValueError(f"{what} is on {tensor.device} and q on {matrix.device}; move one with .to(device).")
+
+
+def check_broadcast(shape: Sequence[int], onto: Sequence[int], what: str, axes: str) -> None:
+    """Raise ValueError unless a tensor of this shape broadcasts."""
+    shape, onto = tuple(shape), tuple(onto)
+    pairs = zip(reversed(shape), reversed(onto), strict=False)
+    fits = len(shape) <= len(onto) and all(a == 1 or a == b for a, b in pairs)  # `a in (1, b)` fails for a SymInt
+    if not fits:
+        raise ValueError(f"{what} of shape {shape} does not broadcast to {onto}: {axes} is needed.")
+
+
+def with_leading_axes(tensor: Tensor, batch_axes: int) -> Tensor:
+    """With leading axes of size one, up to (*batch, h, x, y)."""
+    return tensor.reshape(*[1] * (batch_axes + 3 - tensor.ndim), *tensor.shape)

@@ -1,0 +1,241 @@
+"""How a lazy matrix is evaluated: requests through an engine and the result cache, blocks of weights exactly.
+
+`LazyMatrix` holds the factors and decides who computes; `weights.Weights` adds the public methods.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .. import engines
+from ..engines.score_grad import weights_from_norm
+from .arguments import as_values
+from .autograd import compute_with_autograd
+from .indexing import Pick, Tokens, as_index, indices, runs
+from .problem import Factors, Problem
+from .result_cache import ResultCache, check_fits
+from .results import Peak, Statistics, TopK
+from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
+from .torch_state import without_autocast
+
+__all__ = ["LazyMatrix"]
+
+#: Which of the engines' results a statistic is computed from; any other from the result of its own name.
+_RAW_OUTPUTS = {
+    "lse": ("lse", "norm"),
+    "peak": ("max_score", "argmax", "norm"),
+    "topk": ("topk_scores", "topk_indices", "norm"),
+    "values": ("y",),
+}
+
+
+class LazyMatrix:
+    """Factors, an engine and the results that are still valid. No weight is stored."""
+
+    def __init__(
+        self,
+        factors: Factors,
+        engine: str,
+        *,
+        one_head: bool,
+        tokens: tuple[Tokens | None, Tokens | None] = (None, None),
+    ) -> None:
+        self._factors = factors
+        self._engine = engine
+        self._one_head = one_head  # the head axis has size 1 and is not shown
+        self._tokens = tokens
+        self._leaves = factors.tensors()
+        self._cache = ResultCache()
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(..., h, i, j)``, or ``(i, j)`` for one head.
+
+        >>> regard.weights(torch.randn(8, 5, 4)).shape
+        torch.Size([8, 5, 5])
+        """
+        head = () if self._one_head else (self._factors.heads,)
+        return torch.Size((*self._factors.batch, *head, *self._sizes))
+
+    @property
+    def device(self) -> torch.device:
+        """Where queries and keys are, and where results are computed.
+
+        >>> regard.weights(torch.eye(2)).device
+        device(type='cpu')
+        """
+        return self._factors.q.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights and of every statistic: float32, float64 for float64 inputs.
+
+        >>> regard.weights(torch.eye(2).bfloat16()).dtype
+        torch.float32
+        """
+        return torch.float64 if self._factors.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._factors.q.shape[-2], self._factors.k.shape[-2]
+
+    def _with(self, factors: Factors, **changes: Any) -> Self:
+        options = {"one_head": self._one_head, "tokens": self._tokens}
+        return type(self)(factors, self._engine, **{**options, **changes})
+
+    def _select(self, picks: list[Pick]) -> Self:
+        """Chosen sequences and heads: one pick for each axis before the last two."""
+        factors, batch = self._factors, len(self._factors.batch)
+        if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
+            return self
+        heads = picks[batch] if len(picks) > batch else None
+        if heads is not None:
+            factors = factors.pick_heads(heads)
+        for axis in reversed(range(batch)):
+            factors = factors.pick(axis, picks[axis])
+        return self._with(factors, one_head=self._one_head or isinstance(heads, int))
+
+    # Requests.
+
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
+        """The named statistics from one request; `inputs` are its fields (`Request`)."""
+        vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
+        if "v" in inputs:
+            v = inputs["v"].unsqueeze(-1) if vector else inputs["v"]
+            inputs["v"] = self._laid_values(v, self._sizes[1], "values")
+        raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
+        results = self._ask(Request(raw, **inputs))
+        fields: dict[str, Any] = {}
+        for statistic in statistics:
+            if statistic == "peak":
+                fields["peak"] = Peak(_weights_of(results["max_score"], results["norm"]), results["argmax"])
+            elif statistic == "topk":
+                if (weights := results.get("topk_weights")) is None:
+                    weights = _weights_of(results["topk_scores"], results["norm"].unsqueeze(-2))
+                fields["topk"] = TopK(weights, results["topk_indices"])
+            elif statistic == "values":
+                fields["y"] = results["y"].squeeze(-1) if vector else results["y"]
+            else:
+                fields[statistic] = results[statistic].to(self.dtype)
+        return Statistics(**fields)
+
+    def _ask(self, request: Request) -> Results:
+        """The engine's results, with this matrix's batch and head axes."""
+        batch = self._batch_with(request)
+        factors = self._factors.expanded(batch)
+        requires_grad = _requires_grad(*self._leaves, request.v, request.u)
+        # A maximum's gradient is that of the score at its place, so backward needs argmax; norm serves every gradient.
+        names = request.names
+        if requires_grad:
+            names = tuple(dict.fromkeys((*names, "norm", *(("argmax",) if "max_score" in names else ()))))
+        folded = dataclasses.replace(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
+        results = self._compute(factors, folded, requires_grad, use_cache=batch == self._factors.batch)
+        return {
+            name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
+        }
+
+    def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
+        engine = engines.get_engine(self._engine)
+        if isinstance(engine, engines.Reference):
+            return engine.compute(factors.folded(), request)
+        cached = self._cache.get(self._leaves, request) if use_cache else {}
+        if not requires_grad and all(name in cached for name in request.names):
+            return cached
+        results = compute_with_autograd(factors.problem(), request, engine, cached, requires_grad)
+        if use_cache:
+            self._cache.put(self._leaves, request, results)
+        return results
+
+    # Blocks of weights.
+
+    def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
+        """The weights at these rows and columns, (*batch, h, i, j)."""
+        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
+        check_fits(cells * self.dtype.itemsize, self.device)
+        engine = engines.get_engine(self._engine)
+        if isinstance(engine, engines.Reference):
+            w = engine.weights(self._factors.folded())[:, :, as_index(rows)][..., as_index(cols)]
+            return w.reshape(*self._factors.batch, *w.shape[1:])
+        problem = self._factors.problem()
+        if cols == range(self._sizes[1]):
+            block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
+            # All keys of a row are here: it is normalised by its own scores.
+            w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])
+        else:
+            parts = list(self._blocks_of_runs(problem, engine, rows, cols))
+            empty = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
+            w = torch.cat(parts, 2) if parts else empty
+        return w.reshape(*self._factors.batch, *w.shape[1:])
+
+    def _blocks_of_runs(
+        self, problem: Problem, engine: engines.Engine, rows: list[int] | range, cols: list[int] | range
+    ) -> Iterator[Tensor]:
+        """Weights at these rows and columns, one block a run of adjacent rows.
+
+        Scores and norm come from one product: of two products with different shapes, one may be an ulp off, and at
+        scores near 10,000 that makes a weight exceed 1.
+        """
+        requires_grad = _requires_grad(*self._leaves)
+        request = Request(("norm", "cells"), rows=indices(rows, self.device), cols=indices(cols, self.device))
+        cached = {} if requires_grad else self._cache.get(self._leaves, Request(("norm",)))
+        if cached and engines.same_product(engine, problem):
+            results = compute_with_autograd(problem, request, engine, cached, requires_grad)
+            yield weights_from_norm(results["cells"], results["norm"][:, :, request.rows], False)[0]
+            return
+        for run in runs(rows):
+            local = dataclasses.replace(request, rows=indices(range(len(run)), self.device))
+            results = compute_with_autograd(problem.narrow(run.start, run.stop), local, engine, {}, requires_grad)
+            yield weights_from_norm(results["cells"], results["norm"], False)[0]
+
+    # Axes.
+
+    def _laid_values(self, v: Any, length: int, what: str) -> Tensor:
+        """Values with all axes, (*batch, heads, length, e)."""
+        v = as_values(v, length, what, self.device, self.shape)
+        if self._factors.heads % v.shape[-3]:
+            raise ValueError(
+                f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide "
+                "those of the weights. If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."
+            )
+        missing = len(self._factors.batch) + 3 - v.ndim
+        return v.reshape(*[1] * missing, *v.shape) if missing > 0 else v
+
+    def _batch_with(self, request: Request) -> torch.Size:
+        others = [t.shape[:-3] for t in (request.v, request.u) if t is not None]
+        if all(other == self._factors.batch for other in others):
+            return self._factors.batch
+        try:
+            return torch.Size(torch.broadcast_shapes(self._factors.batch, *others))
+        except RuntimeError:
+            raise ValueError(
+                f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, "
+                f"{tuple(self._factors.batch)}."
+            ) from None
+
+    def _unfold(self, x: Tensor, batch: torch.Size) -> Tensor:
+        x = x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:])
+        return x.squeeze(len(batch)) if self._one_head else x
+
+
+def _weights_of(score: Tensor, norm: Tensor) -> Tensor:
+    """The weight of a score; where there is no key the score is −inf and the weight 0, also in a row without keys."""
+    m, l = norm.unbind(-1)
+    empty = l == 0
+    return (score - m.masked_fill(empty, 0)).exp() / l.masked_fill(empty, 1)
+
+
+def _requires_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
+    if x is None:
+        return None
+    if x.shape[:-3] == batch and len(batch) == 1:
+        return x
+    return x.expand(*batch, *x.shape[-3:]).reshape(batch.numel(), *x.shape[-3:])

@@ -1,0 +1,306 @@
+"""What a mask is, and how masks combine: `& | ~` over bool tensors, functions and the masks of `masks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from .block import MatrixBlock, take
+from .broadcast import MatrixShape, per_cell
+from .intervals import Geometry, KeyIntervals
+from .pytree import flatten, register_node, tree_map
+
+__all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask", "makes_mask"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Functions that make masks, with a call of each: passed themselves as a mask they would be called with positions.
+_MASK_FUNCTIONS: dict[Callable[..., Any], str] = {}
+
+
+def makes_mask(call: str) -> Callable[[F], F]:
+    """Decorator of a public function that makes a mask; `call` is shown to a user who forgot the brackets."""
+
+    def register(function: F) -> F:
+        _MASK_FUNCTIONS[function] = call
+        return function
+
+    return register
+
+
+#: Rows and columns of a mask that are printed.
+CORNER = 32
+
+
+class Mask:
+    """Which query may see which key. Combine masks with ``& | ~``; `print` draws one.
+
+    A mask of your own is a subclass with `visible`, and with `intervals` where a row sees few intervals of keys.
+
+    >>> print((regard.causal() & ~regard.window(0, 0)).draw(3, 3))  # the past without oneself
+    · · ·
+    ■ · ·
+    ■ ■ ·
+    """
+
+    #: Whether the mask compares positions, so that `align` matters when lengths differ.
+    positional: ClassVar[bool] = False
+    #: Whether the intervals of a mask that is broadcast to a matrix are exact.
+    structured: ClassVar[bool] = True
+    #: Whether every query sees the key at its own position.
+    sees_itself: ClassVar[bool] = False
+    #: What exact intervals are computed from; None where they may be inexact.
+    interval_source: ClassVar[Literal["positions", "tensors"] | None] = None
+    #: Whether a row sees one interval and all of it, as far as is certain without reading tensors.
+    is_one_interval: ClassVar[bool] = False
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        """Which cells of the block are visible: bool, broadcastable to (b, h, i, j)."""
+        raise NotImplementedError
+
+    def intervals(self, layout: Geometry) -> KeyIntervals:
+        """Intervals of keys that hold all that is visible. Default: all keys, inexact."""
+        return layout.interval(0, layout.keys, exact=False)
+
+    def visible_keys(self, layout: Geometry) -> Tensor | None:
+        """Which keys at least one row sees, (b|1, j); None where the mask cannot say it at once."""
+        return None
+
+    def masks(self) -> tuple[Mask, ...]:
+        """The masks this one is combined from."""
+        return ()
+
+    def leaves(self) -> list[Mask]:
+        """The uncombined masks in it."""
+        return [leaf for mask in self.masks() for leaf in mask.leaves()] or [self]
+
+    def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        """The same mask for one matrix: tensors checked, and with the axes (*batch|1, h|1, x, y)."""
+        return self
+
+    def narrow(self, rows: slice) -> Mask:
+        """The same for adjacent rows, of a mask that is broadcast to a matrix."""
+        return tree_map(self, lambda t: take(t, -2, rows))
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        """The same for adjacent rows and keys, of a mask that is broadcast to a matrix; positions move along."""
+        return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the cache, which belongs to these very tensors."""
+        return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]
+
+    def size(self) -> tuple[int, int] | None:
+        """The (i, j) that this mask is for, if its tensors say so."""
+        sizes = [size for mask in self.masks() if (size := mask.size())]
+        return (min(i for i, _ in sizes), min(j for _, j in sizes)) if sizes else None
+
+    def sees_all_keys(self, layout: Geometry) -> bool:
+        """Whether every key is seen by some row, as far as is certain without reading tensors."""
+        return self.sees_itself and layout.offset <= 0 and layout.rows + layout.offset >= layout.keys
+
+    def __and__(self, other: Mask | Tensor | Callable[[Tensor, Tensor], Tensor]) -> Mask:
+        return And(self, as_mask(other))
+
+    def __rand__(self, other: Mask | Tensor | Callable[[Tensor, Tensor], Tensor]) -> Mask:
+        return And(as_mask(other), self)
+
+    def __or__(self, other: Mask | Tensor | Callable[[Tensor, Tensor], Tensor]) -> Mask:
+        return Or(self, as_mask(other))
+
+    def __ror__(self, other: Mask | Tensor | Callable[[Tensor, Tensor], Tensor]) -> Mask:
+        return Or(as_mask(other), self)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    def draw(self, i: int | None = None, j: int | None = None, align: Literal["start", "end"] = "start") -> str:
+        """The mask as text: ■ visible, · hidden; of a batch the first sequence.
+
+        Args:
+            i: Number of rows. Default: what the mask's tensors say, else 8.
+            j: Number of columns, likewise.
+            align: Which query and key stand at the same position: the first ones or the last ones.
+
+        Returns:
+            i lines of j cells.
+
+        >>> print(regard.causal().draw(3, 5, align="end"))
+        ■ ■ ■ · ·
+        ■ ■ ■ ■ ·
+        ■ ■ ■ ■ ■
+        """
+        size = self.size() or (8, 8)
+        i, j = (size[0] if i is None else i), (size[1] if j is None else j)
+        offset = j - i if align == "end" else 0
+        device = next((tensor.device for tensor in flatten(self)[1]), torch.device("cpu"))
+        cells = self.visible(MatrixBlock(slice(0, i), slice(0, j), offset, device))
+        if 0 in cells.shape[:-2]:
+            return ""
+        cells = cells[(0,) * (cells.ndim - 2)].expand(i, j)
+        return "\n".join(" ".join("■" if cell else "·" for cell in row) for row in cells.tolist())
+
+    def __str__(self) -> str:
+        """The drawing; of a large mask its first corner."""
+        i, j = self.size() or (8, 8)
+        shown = self.draw(min(i, CORNER), min(j, CORNER))
+        return shown if max(i, j) <= CORNER else f"{shown}\n(the first {CORNER} rows and columns; draw() shows all)"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__.lower()}()"
+
+
+@register_node
+class Dense(Mask):
+    cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
+    structured = False
+
+    def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        return Dense(per_cell(self.cells, matrix, "mask"))
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        return block.take(self.cells)
+
+    def size(self) -> tuple[int, int] | None:
+        return self.cells.shape[-2], self.cells.shape[-1]
+
+
+@register_node
+class Predicate(Mask):
+    function: Callable[[Tensor, Tensor], Tensor]
+    positional = True
+    structured = False
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        cells = self.function(block.i, block.j)
+        if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
+            got = f"dtype {cells.dtype}" if isinstance(cells, Tensor) else type(cells).__name__
+            raise TypeError(
+                f"a mask function must return a bool tensor of visible cells; got {got}. "
+                "Write a comparison, for example lambda i, j: j <= i."
+            )
+        return cells
+
+
+@register_node
+class And(Mask):
+    left: Mask
+    right: Mask
+    sign: ClassVar[str] = "&"
+
+    def __repr__(self) -> str:
+        return f"({self.left!r} {self.sign} {self.right!r})"
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return self.left.positional or self.right.positional
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.left.structured and self.right.structured
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.left.sees_itself and self.right.sees_itself
+
+    @property
+    def is_one_interval(self) -> bool:  # type: ignore[override]
+        return self.left.is_one_interval and self.right.is_one_interval
+
+    def masks(self) -> tuple[Mask, ...]:
+        return self.left, self.right
+
+    def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        return type(self)(self.left.broadcast_to(matrix), self.right.broadcast_to(matrix))
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return type(self)(self.left.crop(rows, cols), self.right.crop(rows, cols))
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        return self.left.visible(block) & self.right.visible(block)
+
+    def intervals(self, layout: Geometry) -> KeyIntervals:
+        return self.left.intervals(layout) & self.right.intervals(layout)
+
+
+@register_node
+class Or(And):
+    sign = "|"
+
+    @property
+    def sees_itself(self) -> bool:  # type: ignore[override]
+        return self.left.sees_itself or self.right.sees_itself
+
+    @property
+    def is_one_interval(self) -> bool:  # type: ignore[override]
+        return False
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        return self.left.visible(block) | self.right.visible(block)
+
+    def intervals(self, layout: Geometry) -> KeyIntervals:
+        left, right = self.left.intervals(layout), self.right.intervals(layout)
+        neither = left.complement(layout.keys) & right.complement(layout.keys)
+        return neither.complement(layout.keys)
+
+
+@register_node
+class Not(Mask):
+    of: Mask
+
+    def __repr__(self) -> str:
+        return f"~{self.of!r}"
+
+    @property
+    def positional(self) -> bool:  # type: ignore[override]
+        return self.of.positional
+
+    @property
+    def structured(self) -> bool:  # type: ignore[override]
+        return self.of.structured
+
+    def masks(self) -> tuple[Mask, ...]:
+        return (self.of,)
+
+    def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        return Not(self.of.broadcast_to(matrix))
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return Not(self.of.crop(rows, cols))
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        return ~self.of.visible(block)
+
+    def intervals(self, layout: Geometry) -> KeyIntervals:
+        intervals = self.of.intervals(layout)
+        # Inexact intervals over-approximate; their complement does not.
+        return intervals.complement(layout.keys) if intervals.exact else layout.interval(0, layout.keys, exact=False)
+
+
+def as_mask(mask: Any) -> Mask:
+    """A mask from what users pass: a Mask, a bool tensor (True: visible), or a function of (i, j)."""
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"a mask tensor must be bool, True where a key is visible; got dtype {mask.dtype}. "
+                "For numbers that are added to the scores use score=ScaledDot().bias(tensor)."
+            )
+        if mask.ndim < 2:
+            raise ValueError(
+                f"a mask tensor needs the axes (..., i, j); got shape {tuple(mask.shape)}. "
+                "For one flag a key use mask[None, :], for lengths use padding(lengths)."
+            )
+        return Dense(mask)
+    if callable(mask):
+        if (call := next((call for function, call in _MASK_FUNCTIONS.items() if function is mask), None)) is not None:
+            raise TypeError(f"mask must be a mask, and regard.{mask.__name__} is the function that makes one: {call}.")
+        return Predicate(mask)
+    raise TypeError(
+        "mask must be causal(), window(), padding(), documents(), a bool tensor or a function of (i, j); "
+        f"got {type(mask).__name__}."
+    )

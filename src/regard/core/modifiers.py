@@ -1,0 +1,161 @@
+"""Modifiers of scores: bias, ALiBi, soft cap, functions of users; and the checks of what users pass to a score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .block import MatrixBlock, PickedCells
+from .broadcast import MatrixShape, per_cell, per_head
+from .pytree import register_node
+
+__all__ = ["Alibi", "Bias", "Modifier", "Modify", "Softcap", "need_axes", "need_finite", "need_floats", "open_function"]
+
+
+class Modifier:
+    """A change of scores before softmax."""
+
+    #: Whether the modifier compares positions, so that `align` matters when lengths differ.
+    positional: ClassVar[bool] = False
+
+    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
+        """The scores (b, h, i, j) of a block, modified; this modifier's tensors are cut to the block already."""
+        raise NotImplementedError
+
+    def broadcast_to(self, matrix: MatrixShape) -> Modifier:
+        """The same for one matrix: tensors checked, and with the axes (*batch|1, h|1, i|1, j|1)."""
+        return self
+
+
+@register_node
+class Bias(Modifier):
+    """s + tensor."""
+
+    tensor: Tensor  # the user's; (*batch|1, h|1, i|1, j|1) once broadcast to a matrix
+
+    def broadcast_to(self, matrix: MatrixShape) -> Modifier:
+        return Bias(per_cell(self.tensor, matrix, "bias(tensor)"))
+
+    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
+        return s + self.tensor.to(s.dtype)
+
+
+@register_node
+class Alibi(Modifier):
+    """s − slope · |distance|."""
+
+    slopes: Tensor  # the user's; (*batch|1, h|1, 1, 1) once broadcast to a matrix
+    positional = True
+
+    def broadcast_to(self, matrix: MatrixShape) -> Modifier:
+        return Alibi(per_head(self.slopes, matrix, "alibi(slopes)"))
+
+    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
+        return s - self.slopes.to(s.dtype) * (block.i - block.j).abs()
+
+
+@register_node
+class Softcap(Modifier):
+    """cap · tanh(s / cap): scores stay within ±cap."""
+
+    cap: float
+
+    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
+        return self.cap * torch.tanh(s / self.cap)
+
+
+@register_node
+class Modify(Modifier):
+    """A user's function f(s, i, j, *parameters) of a block of scores and its positions."""
+
+    function: Callable[..., Tensor]
+    parameters: tuple[Tensor, ...] = ()
+    positional = True
+
+    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
+        changed = self.function(s, block.i, block.j, *self.parameters)
+        if not isinstance(changed, Tensor) or changed.shape != s.shape:
+            got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            raise ValueError(
+                f"modify(f): f(s, i, j) must return scores of the shape of s, {tuple(s.shape)}; got {got}."
+            )
+        return changed
+
+
+# What users pass to a score.
+
+
+@dataclass(frozen=True, eq=False)
+class _ModuleCall:
+    """A module as a function of its inputs and its parameters."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        inputs, parameters = args[: len(args) - len(self.names)], args[len(args) - len(self.names) :]
+        return torch.func.functional_call(self.module, dict(zip(self.names, parameters, strict=True)), inputs)
+
+
+def open_function(
+    function: Any, parameters: tuple[Tensor, ...], what: str
+) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
+    """A user's function and its parameters, where every tensor with a gradient is a parameter and none is captured."""
+    if not callable(function):
+        raise TypeError(f"{what}: a function was expected; got {type(function).__name__}.")
+    parameters = tuple(parameters)
+    if isinstance(function, nn.Module) and not parameters:
+        named = dict(function.named_parameters())
+        return _ModuleCall(function, tuple(named)), tuple(named.values())
+    if captured := _captured(function):
+        raise ValueError(
+            f"{what}: the function captures {captured}, which needs gradients; they would be lost. "
+            f"Pass such tensors on: {what}(f, tensor) calls f(..., tensor). A module can be passed as it is."
+        )
+    return function, parameters
+
+
+def _captured(function: Any) -> str | None:
+    """The name of a tensor or module with gradients that a function reaches through its closure or globals."""
+    if not isinstance(function, FunctionType):
+        return None
+    code = function.__code__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    reached: list[tuple[str, Any]] = [(name, _content(cell)) for name, cell in cells]
+    reached += [(name, function.__globals__[name]) for name in code.co_names if name in function.__globals__]
+    for name, value in reached:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return f"the tensor {name!r}"
+        if isinstance(value, nn.Module) and any(p.requires_grad for p in value.parameters()):
+            return f"the module {name!r}"
+    return None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return None
+
+
+def need_finite(value: Any, name: str) -> None:
+    if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be a finite number; got {value!r}.")
+
+
+def need_floats(tensor: Any, name: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}. Use torch.tensor(...).")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor; got dtype {tensor.dtype}. Convert with .float().")
+
+
+def need_axes(tensor: Tensor, axes: int, name: str, shapes: str) -> None:
+    if tensor.ndim < axes:
+        raise ValueError(f"{name} must be {shapes}; got shape {tuple(tensor.shape)}.")

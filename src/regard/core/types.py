@@ -1,0 +1,35 @@
+"""Types of what users may pass, by role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+
+from .indexing import At
+from .masks import Mask
+from .scores import Score
+
+__all__ = ["Align", "EngineName", "KeyLike", "KeysLike", "MaskLike", "ScoreLike", "StatisticName"]
+
+#: A score: by name, as an object, or as a function f(q, k) of blocks (..., i, d) and (..., j, d′).
+ScoreLike: TypeAlias = Literal["scaled_dot", "dot", "cosine"] | Score | Callable[..., Tensor]
+
+#: A mask: an object, a bool tensor that broadcasts to (..., h, i, j), or a function f(i, j); True is visible.
+MaskLike: TypeAlias = Mask | Tensor | Callable[[Tensor, Tensor], Tensor]
+
+#: One position of a row or key: its number, its token, or one of several equal tokens (`Weights.at`).
+KeyLike: TypeAlias = int | str | At
+
+#: Several keys: one of them, a slice, a list, int64 positions, or one bool a key.
+KeysLike: TypeAlias = KeyLike | slice | Sequence[KeyLike] | Tensor
+
+#: Which query and key stand at the same position where the lengths differ: the first ones or the last ones.
+Align: TypeAlias = Literal["start", "end"]
+
+#: Who computes.
+EngineName: TypeAlias = Literal["auto", "triton", "blockwise", "reference"]
+
+#: Statistics that `Weights.see` takes by name.
+StatisticName: TypeAlias = Literal["lse", "max_score", "peak", "entropy", "received", "mean_distance"]

@@ -1,0 +1,246 @@
+"""A trained model with its tokenizer, opened from the folder of a run."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint
+from . import tokenizer as texts
+from .generate import Beam, beam_search
+
+__all__ = ["Trained", "history", "open_model"]
+
+
+@dataclass
+class Trained:
+    """A trained model with its tokenizer, in eval mode; made by `open_model`.
+
+    Attributes:
+        model: A `regard.nn.LanguageModel` or `regard.nn.Translator`.
+        kind: "lm" or "translate".
+        settings: The `LMSettings` or `TranslateSettings` of the run.
+        tokenizer: A tokenizer of the `tokenizers` library.
+
+    Example:
+        >>> from regard.nn import LanguageModel
+        >>> from regard.learn import LMSettings
+        >>> from regard.learn.tokenizer import characters
+        >>> model = LanguageModel(4, dim=8, heads=2, layers=1).eval()
+        >>> trained = Trained(model, "lm", LMSettings(), characters("cats"))
+        >>> trained.tokens("cat")
+        ['c', 'a', 't']
+    """
+
+    model: Any
+    kind: str
+    settings: Any
+    tokenizer: Any
+
+    @property
+    def context(self) -> int | None:
+        """Number of tokens a language model looks back; None for a translator."""
+        return self.settings.context if self.kind == "lm" else None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.model.words.table.weight.device
+
+    def ids(self, text: str) -> Tensor:
+        """Token ids of a text.
+
+        Args:
+            text: The text; for a language model, in characters it was trained on.
+
+        Returns:
+            Ids ``(1, t)``; a translator's source ends with ``<end>``.
+
+        Raises:
+            ValueError: The text is empty, or has a character that the model never saw.
+        """
+        numbers = texts.encode(self.tokenizer, text)
+        if self.kind == "translate":
+            numbers = [*numbers, self.tokenizer.token_to_id(texts.END)]
+        if not numbers:
+            raise ValueError("the text is empty: at least one token is needed.")
+        return torch.tensor([numbers], device=self.device)
+
+    def default_prompt(self) -> Tensor:
+        """The prompt where there is none, ``(1, 1)``: a new line, or the first token of the vocabulary."""
+        return torch.tensor([[self.tokenizer.token_to_id("\n") or 0]], device=self.device)
+
+    def tokens(self, text: str) -> list[str]:
+        """The tokens of a text as strings, one for each of `ids`."""
+        return self._strings(self.ids(text)[0].tolist())
+
+    def _strings(self, numbers: list[int]) -> list[str]:
+        return [self.tokenizer.id_to_token(number) for number in numbers]
+
+    @torch.no_grad()
+    def translate(self, text: str, beam: Beam | None = None) -> str:
+        """Translate a sentence by beam search.
+
+        Args:
+            text: The sentence.
+            beam: Width and length penalty. Default: ``Beam(5, 1.0)``.
+
+        Returns:
+            The translation.
+
+        Raises:
+            ValueError: This is a language model.
+        """
+        return self.translate_all([text], beam)[0]
+
+    @torch.no_grad()
+    def translate_all(self, lines: list[str], beam: Beam | None = None, batch: int = 64) -> list[str]:
+        """Translate many sentences, in batches of similar length.
+
+        Args:
+            lines: The sentences; an empty one stays empty.
+            beam: Width and length penalty. Default: ``Beam(5, 1.0)``.
+            batch: Sentences at a time.
+
+        Returns:
+            One translation per line.
+        """
+        self.require("translate")
+        full = [n for n, line in enumerate(lines) if line.strip()]
+        encoded = {n: self.ids(lines[n])[0].tolist() for n in full}
+        limit = self.model.max_positions
+        if limit is not None and (over := next((n for n in full if len(encoded[n]) > limit), None)) is not None:
+            raise ValueError(
+                f"line {over + 1} has {len(encoded[over])} tokens, and this model has learned {limit} positions: "
+                "shorten it, or train with --positions rotary or sinusoidal."
+            )
+        order = sorted(full, key=lambda n: len(encoded[n]))
+        written = [""] * len(lines)
+        start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
+        for first in range(0, len(order), batch):
+            chosen = order[first : first + batch]
+            longest = max(len(encoded[n]) for n in chosen)
+            pad = self.model.PAD
+            source = torch.tensor([encoded[n] + [pad] * (longest - len(encoded[n])) for n in chosen])
+            targets = beam_search(self.model, source.to(self.device), start, end, beam or Beam())
+            for n, numbers in zip(chosen, targets, strict=True):
+                written[n] = self.tokenizer.decode(numbers)
+        return written
+
+    @torch.no_grad()
+    def run(self, text: str) -> Any:
+        """Run the model once over a text, inside `regard.record`.
+
+        A translator first searches its translation, unrecorded, and then runs once over both sentences.
+
+        Args:
+            text: The text.
+
+        Returns:
+            The tokens of a language model; the source's and the target's tokens of a translator.
+        """
+        ids = self.ids(text)
+        if self.kind == "lm":
+            context = self.context or ids.shape[1]
+            if ids.shape[1] > context:
+                raise ValueError(f"this model looks back {context} tokens, got {ids.shape[1]}: use a shorter text.")
+            self.model(ids)
+            return self._strings(ids[0].tolist())
+        from ..recorder.hooks import tap
+
+        with tap.suspended():  # record the one pass over both sentences, not the search
+            start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
+            target = [start, *beam_search(self.model, ids, start, end, Beam())[0]]
+        self.model(ids, torch.tensor([target], device=ids.device))
+        return self._strings(ids[0].tolist()), self._strings(target)
+
+    def require(self, kind: str) -> None:
+        """Raise a ValueError unless the model is of this kind, "lm" or "translate"."""
+        if self.kind != kind:
+            names = {"lm": "a language model", "translate": "a translator"}
+            raise ValueError(f"{names[kind]} is needed, got {names[self.kind]}.")
+
+
+def open_model(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> Trained:
+    """Open the best model of a run. Checksums of settings, tokenizer and tensors are verified.
+
+    Args:
+        path: The folder that `regard learn`, `lm` or `translate` wrote.
+        device: Where the model goes.
+
+    Returns:
+        The model in eval mode, with its tokenizer.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        ValueError: The folder holds no run, no model yet, or damaged files.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from regard.learn import lm
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "text").write_text("the cat sat on the mat. " * 20)
+        >>> _ = lm(folder / "text", folder / "run", steps=2, dim=8, heads=2, layers=1, context=8, device="cpu")
+        >>> trained = open_model(folder / "run")
+        >>> trained.kind, trained.ids("the cat").shape
+        ('lm', torch.Size([1, 7]))
+        >>> with regard.record(trained.model) as seen:
+        ...     tokens = trained.run("the cat")
+        >>> seen[0].shape
+        torch.Size([1, 2, 7, 7])
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{path} is no folder; `regard learn … --out {path}` writes one.")
+    if not checkpoint.is_checkpoint(folder):
+        raise ValueError(
+            f"{path} holds no model trained by `regard learn`: {checkpoint.SETTINGS} is missing or another program's."
+        )
+    if not (folder / checkpoint.MODEL).exists():
+        raise ValueError(f"{path} holds a run that has saved no model yet; continue it with --resume.")
+    kind, settings, _ = checkpoint.read_settings(folder)
+    tokenizer = checkpoint.read_tokenizer(folder, kind)
+    model = checkpoint.load_model(folder, kind, settings, tokenizer.get_vocab_size())
+    return Trained(model.to(device).eval(), kind, settings, tokenizer)
+
+
+def history(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]]]:
+    """Entropy and largest score of every head during a run, in the form of `regard.watch`.
+
+    Args:
+        path: The folder of the run.
+
+    Returns:
+        Pairs (step, numbers), numbers by "layer/statistic/head". `regard.look.View` draws them.
+
+    Raises:
+        ValueError: `history.json` is missing or damaged.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from regard.learn import lm
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "text").write_text("the cat sat on the mat. " * 20)
+        >>> _ = lm(folder / "text", folder / "run", steps=2, dim=8, heads=2, layers=1, context=8, device="cpu")
+        >>> step, numbers = history(folder / "run")[0]
+        >>> step, sorted(numbers)[:2]
+        (1, ['body.blocks.0.attention/entropy_share/0', 'body.blocks.0.attention/entropy_share/1'])
+    """
+    return [
+        (
+            row["step"],
+            {
+                f"{layer}/{name}/{head}": value
+                for layer, statistics in row["heads"].items()
+                for name, values in statistics.items()
+                for head, value in enumerate(values)
+            },
+        )
+        for row in checkpoint.read_history(Path(path))
+        if "heads" in row
+    ]

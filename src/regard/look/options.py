@@ -1,0 +1,71 @@
+"""The options of a view: one dataclass for the page, the picture, the terminal and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..core.indexing import At
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .word_vectors import WordVectors
+
+__all__ = ["ViewOptions"]
+
+
+@dataclass(frozen=True)
+class ViewOptions:
+    """What a view begins with.
+
+    Args:
+        word: The word to light: ``"it"``, ``"the:1"`` for the first of several, ``W.at("the", 1)``, or a position.
+            Default: the word that is tied to another one most clearly.
+        target: With `word`: begin with the heads that give this word the most weight.
+        layer: Only this layer, by position or by name; together with `head`, the head to begin with.
+        head: Only this head of the layer.
+        item: Which sequence of a batch.
+        hide_special: Leave out [CLS], </s> and the like; the other weights are scaled up to the same sum.
+        merge: Join the pieces of a word: a word gets the sum over its tokens, and looks with their mean.
+        title: The title of the page or picture. Default: the text.
+        model: The name of the model, which a page shows beside its sizes.
+        word_vectors: Word embeddings and their projections (`regard.look.word_vectors.word_vectors`), from which a page
+            builds attention step by step.
+        values: The value vectors of a `Weights`, ``(..., g, j, e)`` or ``(j, e)``, for the steps after softmax.
+        notes: Sentences to write below, such as how much of the text was cut.
+    """
+
+    word: str | int | At | None = None
+    target: str | int | None = None
+    layer: int | str | None = None
+    head: int | None = None
+    item: int = 0
+    hide_special: bool = False
+    merge: bool = False
+    title: str | None = None
+    model: str | None = None
+    word_vectors: WordVectors | None = None
+    values: Tensor | None = None
+    notes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.target is not None and self.word is None:
+            raise ValueError("target=… needs word=…: it ranks the heads by the weight from one word to another.")
+
+    @property
+    def word_name(self) -> str | int | None:
+        """The word as a name or a position: `W.at("the", 2)` is ``"the:2"``."""
+        return f"{self.word.word}:{self.word.nth}" if isinstance(self.word, At) else self.word
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """The arguments that choose layers, heads and words, as `spotlight` and `overview` take them."""
+        return {
+            "layer": self.layer,
+            "head": self.head,
+            "item": self.item,
+            "hide_special": self.hide_special,
+            "merge": self.merge,
+        }

@@ -1,0 +1,56 @@
+"""The binary format of a page's data: a JSON header and arrays behind it, deflated as one block of bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Packed", "Packer"]
+
+
+@dataclass
+class Packed:
+    """The content of a page: its title and one block of bytes."""
+
+    title: str
+    data: bytes
+
+
+class Packer:
+    """Collects the arrays of a page; equal arrays are written once.
+
+    The n-th bytes of all numbers of an array stand together: they are alike, so deflate packs them better.
+    """
+
+    DTYPES: ClassVar = {"f4": torch.float32, "f2": torch.float16, "u4": torch.int32, "u1": torch.uint8}
+
+    def __init__(self) -> None:
+        self._shapes: list[list[Any]] = []  # [dtype, *shape] of every array
+        self._parts: list[bytes] = []
+        self._numbers: dict[tuple[str, bytes], int] = {}
+
+    def add(self, x: Tensor, dtype: str = "f4") -> int:
+        """Add an array; returns the number under which the page finds it."""
+        flat = x.detach().to("cpu", self.DTYPES[dtype]).contiguous()
+        planes = flat.reshape(-1, 1).view(torch.uint8).T if flat.element_size() > 1 else flat
+        planes = planes.contiguous()
+        raw = ctypes.string_at(planes.data_ptr(), planes.nbytes) if x.numel() else b""
+        key = (f"{dtype}{tuple(x.shape)}", raw)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._parts)
+            self._shapes.append([dtype, *x.shape])
+            self._parts.append(raw)
+        return self._numbers[key]
+
+    def pack(self, header: dict[str, Any]) -> Packed:
+        """The block: length of the header, header, arrays; deflated."""
+        text = json.dumps({**header, "arrays": self._shapes}, allow_nan=False, separators=(",", ":")).encode()
+        block = struct.pack("<I", len(text)) + text + b"".join(self._parts)
+        return Packed(header["title"], zlib.compress(block, 6))

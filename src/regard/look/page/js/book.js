@@ -1,0 +1,165 @@
+// The content of a page: sequences, stacks of layers, heads and their weights as words.
+
+import { largest, range, sum } from "./numbers.js";
+import { Stored } from "./long.js";
+
+export function openBook(header) {
+  const sequences = header.sequences.map((s) => ({
+    ...s, special: new Set(s.special), label: (n) => (s.tokens ? s.tokens[n] : String(n)),
+    rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false,
+  }));
+  const stacks = header.stacks.map((s, n) => ({ ...s, n, rows: sequences[s.rows], cols: sequences[s.cols],
+    heads: [] }));
+  const heads = [];
+  header.layers.forEach((layer, place) => layer.held.forEach((head, n) => {
+    const one = new Head(header, layer, place, head, n, stacks[layer.stack], heads.length);
+    stacks[layer.stack].heads.push(one);
+    heads.push(one);
+  }));
+  const total = sum(header.all.map(([, , heads]) => heads));
+  return { header, sequences, stacks, heads, total };
+}
+
+const RIGHT_TO_LEFT = /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
+
+// The direction of a text is that of its first strong letter.
+function rightToLeft(tokens, special) {
+  const skip = new Set(special);
+  for (let n = 0; n < Math.min(tokens.length, 400); n++) {
+    const strong = skip.has(n) ? null : tokens[n].match(/\p{L}/u);
+    if (strong) return RIGHT_TO_LEFT.test(strong[0]);
+  }
+  return false;
+}
+
+class Head {
+  constructor(header, layer, place, head, n, stack, id) {
+    Object.assign(this, { header, layer, place, head, n, stack, id, i: stack.rows.length, j: stack.cols.length,
+      sheets: new Map() });
+    this.name = layer.name ? `layer ${layer.index}, head ${head}` : layer.heads > 1 ? `head ${head}` : "these weights";
+    this.brief = layer.name ? `${layer.index}·${head}` : `${head}`;
+  }
+  // This head's part of one of its layer's arrays, (heads, a, b); heads may share values and keys.
+  part(name) {
+    const { held, with_vectors, per_value: v, per_key: k, [name]: ref } = this.layer;
+    const n = (name === "w" ? held : with_vectors).indexOf(this.head);
+    if (ref === undefined || n < 0) return null;
+    const [many, a, b] = this.header.shape(ref), sharing = { v, k }[name] ?? 1;
+    const at = many === 1 ? 0 : sharing > 1 ? Math.floor(this.head / sharing) : n;
+    return this.header.array(ref).subarray(at * a * b, (at + 1) * a * b);
+  }
+  vectors(name) {
+    const flat = this.part(name);
+    if (!flat) return null;
+    const size = this.header.shape(this.layer[name]).at(-1), length = flat.length / size;
+    return range(length).map((n) => flat.subarray(n * size, (n + 1) * size));
+  }
+  get w() { return (this._w ??= this.part("w")); }
+  get stored() { return (this._stored ??= new Stored(this)); }
+  at(i, j) { return this.w[i * this.j + j]; }
+  row(i) { return this.w.subarray(i * this.j, (i + 1) * this.j); }
+  visible(i, j) {
+    if (this._visible === undefined) this._visible = this.part("visible");
+    return !this._visible || this._visible[i * this.j + j] > 0;
+  }
+
+  // The weights of words: what a word is given is the sum over its tokens, how it looks the mean over them.
+  // Hidden tokens leave their share to the others, so that a row keeps its sum.
+  sheet(options) {
+    const key = `${options.hide}${options.merge}`;
+    if (!this.sheets.has(key)) {
+      const [rows, cols] = [reading(this.stack.rows, options), reading(this.stack.cols, options)];
+      this.sheets.set(key, new Sheet(rows, cols, rows.groups.map((group) => this.readRow(group, cols)), this.stack.same));
+    }
+    return this.sheets.get(key);
+  }
+  readRow([from, to], cols) {
+    const mean = (a, b) => {
+      let total = 0;
+      for (let i = from; i < to; i++) for (let j = a; j < b; j++) total += this.at(i, j);
+      return total / (to - from);
+    };
+    const row = Float64Array.from(cols.groups, ([a, b]) => mean(a, b));
+    const shown = sum(row), hidden = sum(cols.hidden.map((j) => mean(j, j + 1)));
+    return hidden && shown ? row.map((x) => (x * (shown + hidden)) / shown) : row;
+  }
+}
+
+// The weights of one head as they are read, and how much of them is habit.
+class Sheet {
+  constructor(rows, cols, w, same) {
+    Object.assign(this, { rows, cols, w, same, most: Math.max(...w.map((row) => row[largest(row)])), bests: [] });
+  }
+  // Sums and counts of what every word is given, and of what is given at every distance.
+  get habits() {
+    if (this._habits) return this._habits;
+    const { w } = this, [m, n] = [w.length, this.cols.labels.length], zeros = (size) => new Float64Array(size);
+    const to = zeros(n), seen = zeros(n), far = zeros(m + n), met = zeros(m + n);
+    w.forEach((row, i) => row.forEach((x, j) => {
+      if (!(x > 0)) return;
+      to[j] += x; seen[j]++; far[j - i + m] += x; met[j - i + m]++;
+    }));
+    return (this._habits = { to, seen, far, met });
+  }
+  // The word that a row is tied to beyond habit: more than it gives that word, or that distance, anyway.
+  // Special tokens, and a word itself, count only where there is nothing else; a word without weight never does:
+  // the mask may forbid it. The key is null where the row gives no word any weight.
+  best(i) {
+    if (this.bests[i]) return this.bests[i];
+    const { to, seen, far, met } = this.habits, m = this.w.length, row = this.w[i];
+    const one = { key: row.some(Number.isNaN) ? 0 : null, beyond: -Infinity };
+    row.forEach((x, j) => {
+      if (x === 0) return;
+      const own = x > 0 ? 1 : 0, others = (total, count) => (total - x) / Math.max(1, count - own), d = j - i + m;
+      const habit = Math.max(others(to[j], seen[j]), this.same ? others(far[d], met[d]) : -Infinity);
+      const barred = (this.cols.special[j] ? 2 : 0) + (this.same && i === j ? 2 : 0);
+      if (x - habit - barred > one.beyond) Object.assign(one, { key: j, beyond: x - habit - barred });
+    });
+    return (this.bests[i] = one);
+  }
+  // The word that a headline names: the one the row is tied to, or, where no word gets more than habit gives it,
+  // the one it looks at most; null where it looks at nothing.
+  named(i) {
+    const { key, beyond } = this.best(i);
+    return key === null || beyond > 0 ? key : largest(this.w[i]);
+  }
+}
+
+function reading(sequence, { hide, merge }) {
+  const { length, label, special, words } = sequence;
+  const all = merge && words ? words : range(length).map((n) => [n, n + 1, label(n)]);
+  const gone = (n) => hide && special.has(n) && special.size < length;
+  const groups = all.filter(([a]) => !gone(a));
+  const at = new Array(length).fill(-1);
+  groups.forEach(([a, b], n) => { for (let t = a; t < b; t++) at[t] = n; });
+  const labels = groups.map((g) => g[2]);
+  return { groups, at, labels, names: numbered(labels), hidden: range(length).filter(gone),
+    special: groups.map(([a]) => special.has(a)), rtl: sequence.rtl };
+}
+
+// Words that occur several times get a number, as a subscript: the₁, the₂.
+function numbered(labels) {
+  const total = new Map(), seen = new Map(), digits = "₀₁₂₃₄₅₆₇₈₉";
+  for (const label of labels) total.set(label, (total.get(label) ?? 0) + 1);
+  return labels.map((label) => {
+    if (total.get(label) === 1) return label;
+    seen.set(label, (seen.get(label) ?? 0) + 1);
+    return label + [...String(seen.get(label))].map((digit) => digits[digit]).join("");
+  });
+}
+
+// The heads for a word, the most telling first; two to begin with that look at different words.
+export function ranked({ stack, state }) {
+  const heads = stack.heads.filter((head) => state.layer === null || head.place === state.layer);
+  return heads.sort((a, b) => bestOf(b, state).beyond - bestOf(a, state).beyond || a.id - b.id);
+}
+export function bestOf(head, state) {
+  if (head.stack.long) return head.stored.best(state.word);
+  const sheet = head.sheet(state);
+  return sheet.best(Math.max(0, sheet.rows.at[state.word]));
+}
+export function firstTwo(heads, state) {
+  if (heads.length < 2 || heads[0].stack.long) return heads.slice(0, 1);
+  const first = heads[0], other = heads.find((head) => bestOf(head, state).key !== bestOf(first, state).key);
+  return [first, other ?? heads[1]];
+}

@@ -1,0 +1,95 @@
+// Elements of the document: tables, bars, heat maps and colours. Text of the subject becomes textContent alone.
+
+import { clamp, range, weightText } from "./numbers.js";
+
+function make(node, props, children) {
+  for (const [key, value] of Object.entries(props ?? {})) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key === "style") for (const [name, v] of Object.entries(value)) node.style.setProperty(name, v);
+    else if (key === "text") node.textContent = value;
+    else if (key === "value" || key === "checked") node[key] = value;
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+export const el = (tag, props, ...children) => make(document.createElement(tag), props, children);
+export const svg = (tag, props, ...children) => make(document.createElementNS("http://www.w3.org/2000/svg", tag), props,
+  children);
+// A word in its own direction, whatever stands around it.
+export const word = (text) => el("bdi", { class: "token", text: text.length > 60 ? text.slice(0, 59) + "…" : text,
+  title: text.length > 24 ? text : undefined });
+
+export function choice(label, key, options, value, onchange) {
+  const menu = el("select", { "data-key": key, onchange: (e) => onchange(e.target.value) },
+    options.map(([id, text]) => el("option", { value: id, text })));
+  menu.value = value;
+  return el("label", { class: "field" }, el("span", { text: label }), menu);
+}
+
+export function tick(label, key, on, onchange) {
+  return el("label", { class: "tick" }, el("input", { type: "checkbox", "data-key": key, checked: on,
+    onchange: (e) => onchange(e.target.checked) }), el("span", {}, label));
+}
+
+// The table behind a picture; written when it is opened.
+export function behind(caption, write) {
+  const box = el("div", { class: "scroll" });
+  const fold = el("details",
+    { class: "behind", ontoggle: () => { if (fold.open) box.replaceChildren(table(caption, ...write())); } },
+    el("summary", { text: "The same as a table" }), box);
+  return fold;
+}
+
+export function table(caption, head, rows) {
+  const cell = (x) => (x instanceof Node ? x : document.createTextNode(typeof x === "number" ? weightText(x) : x));
+  return el("table", {}, el("caption", { text: caption }),
+    el("thead", {}, el("tr", {}, head.map((x) => el("th", { scope: "col" }, cell(x))))),
+    el("tbody", {}, rows.map((row) => el("tr", {},
+      row.map((x, n) => (n ? el("td", {}, cell(x)) : el("th", { scope: "row" }, cell(x))))))));
+}
+
+// A bar of a share of the width with its number, and several under one another.
+export const lane = (colour, share, text, props, before) => el("span",
+  { class: "lane", style: { "--colour": colour, "--w": `${100 * share}%`, "--was": `${100 * (before ?? 0)}%` } },
+  el("i"), before !== undefined && el("span", { class: "ghost" }), el("b", { ...props, text }));
+export const lanes = (all) => el("span", { class: "lanes" }, all);
+
+// Colours of the theme, read from the style sheet: one hue for weights, two for signed numbers.
+export function palette(root) {
+  const read = (name) => getComputedStyle(root).getPropertyValue(name).trim().split(/\s+/).map(Number);
+  const stops = range(5).map((n) => read(`--tint-${n}`));
+  const [minus, plus] = [read("--minus"), read("--plus")];
+  const blend = (a, b, t) => a.map((x, c) => Math.round(x + (b[c] - x) * t));
+  const shades = range(1025).map((m) => {
+    const at = m / 256, n = Math.min(3, Math.floor(at));
+    return blend(stops[n], stops[n + 1], at - n);
+  });
+  const tint = (x) => shades[Math.round(clamp(Number.isFinite(x) ? x : 0, 0, 1) * 1024)];
+  const signed = (x) => blend(stops[0], x < 0 ? minus : plus, Math.min(1, Math.abs(x)));
+  return { tint, signed, wash: read("--wash")[0], css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
+    ink: ([r, g, b]) => (r * 0.299 + g * 0.587 + b * 0.114 > 140 ? "#101418" : "#fbfcfd") };
+}
+
+// Small weights must be seen beside large ones: colour goes with a root of the weight.
+export const shade = (w, most) => (most > 0 ? (w / most) ** 0.6 : 0);
+
+// A heat map of rows × cols numbers, one pixel each; the style sheet makes the pixels large.
+export function heat(rows, cols, colour) {
+  const canvas = el("canvas", { class: "heat", width: cols, height: rows, "aria-hidden": "true" });
+  const ctx = canvas.getContext("2d");
+  const image = ctx.createImageData(Math.max(1, cols), Math.max(1, rows));
+  for (let r = 0, at = 0; r < rows; r++) for (let c = 0; c < cols; c++, at += 4) {
+    const [red, green, blue] = colour(r, c);
+    image.data[at] = red; image.data[at + 1] = green; image.data[at + 2] = blue; image.data[at + 3] = 255;
+  }
+  ctx.putImageData(image, 0, 0);
+  return canvas;
+}
+
+// A vector as a strip of signed cells.
+export function strip(vector, most, paint, label) {
+  const canvas = heat(1, vector.length, (_, c) => paint.signed(most ? vector[c] / most : 0));
+  return el("span", { class: "strip", role: "img", "aria-label": label }, canvas);
+}

@@ -1,0 +1,222 @@
+// The page: its state, its frame, its tabs, and the controls that several views share.
+
+import { count, largest, range } from "./numbers.js";
+import { choice, el, palette, tick, word } from "./elements.js";
+import { firstTwo, openBook, ranked } from "./book.js";
+import { VIEWS } from "./views.js";
+
+export class Page {
+  constructor(root, header) {
+    this.root = root;
+    this.book = header.kind === "attention" ? openBook(header) : null;
+    this.header = header;
+    const start = header.start;
+    this.state = {
+      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false,
+        merge: start?.merge ?? false, target: start?.target ?? null, theme: "auto",
+      chosen: start?.heads.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
+        && x.head === h)) : null,
+      layer: start?.heads.length ? null : start?.layer ?? null, cell: null,
+    };
+    this.views = Object.entries(VIEWS).filter(([, view]) => view.when?.(this) ?? this.book?.stacks.some(view.stack));
+    this.state.view = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
+    this.views.sort(([a], [b]) => (b === this.state.view) - (a === this.state.view));
+    this.frame();
+    this.readAddress();
+    this.open(this.state.view);
+    this.ready = true;
+    addEventListener("hashchange", () => { this.readAddress(); this.open(this.state.view); });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
+    new ResizeObserver(() => { const width = root.clientWidth; if (width !== this.width) { this.width = width;
+      this.keepingFocus(() => this.refresh?.(true)); } }).observe(root);
+  }
+  get stack() { return this.book.stacks[this.state.stack]; }
+  get paint() { return (this.colours ??= palette(this.root)); }
+  get row() { return this.state.hover ?? this.state.word; }
+  // The heads that are shown: those chosen, else those that matter for the word.
+  get heads() {
+    const { chosen } = this.state;
+    return chosen ? chosen.map((id) => this.book.heads[id]) : firstTwo(ranked(this), this.state);
+  }
+  get head() { return this.heads[0] ?? this.stack.heads[0]; }
+  colour(n) { return `var(--h${n % 4})`; }
+  set(changes) {
+    if (Object.entries(changes).every(([key, value]) => this.state[key] === value)) return;
+    // The word that was asked for is that of the first lit word alone.
+    if ("word" in changes && changes.word !== this.state.word) this.state.target = null;
+    Object.assign(this.state, changes);
+    this.writeAddress();
+    const redraw = ["stack", "hide", "merge", "theme"].some((name) => name in changes);
+    this.keepingFocus(() => (redraw ? this.draw() : this.refresh?.()));
+  }
+  // The state as the fragment of the address, so that a link, a reload and the history lead to the same picture.
+  get address() {
+    const { view, stack, word, chosen, hide, merge } = this.state;
+    const heads = chosen?.map((id) => `${this.book.heads[id].place}.${this.book.heads[id].head}`).join(",");
+    const fields = { v: view, s: stack || null, w: this.book ? word : null, h: heads ?? null, hide: hide ? 1 : null,
+      merge: merge ? 1 : null };
+    return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
+  }
+  readAddress() {
+    const fields = new URLSearchParams(location.hash.slice(1)), { state, book } = this;
+    if (fields.has("v") && this.views.some(([id]) => id === fields.get("v"))) state.view = fields.get("v");
+    if (!book || !fields.has("w")) return;
+    const index = (name, length) => { const n = Number(fields.get(name) ?? 0); return Number.isInteger(n) && n >= 0
+      && n < length ? n : 0; };
+    const stack = index("s", book.stacks.length), heads = (fields.get("h") ?? "").split(",").map((text) =>
+      book.heads.findIndex((head) => `${head.place}.${head.head}` === text)).filter((id) => id >= 0);
+    const word = index("w", book.stacks[stack].rows.length);
+    if (word !== state.word) state.target = null;
+    Object.assign(state, { stack, word, hover: null, cell: null, chosen: heads.length ? heads : null, hide: fields.has("hide"), merge: fields.has("merge") });
+  }
+  writeAddress() {
+    // A frame without an origin, as in a notebook, may not write its address.
+    try { if (this.ready && location.hash !== this.address) history.replaceState(null, "", this.address); } catch { /* no address */ }
+  }
+  // A control that is drawn anew keeps the focus.
+  keepingFocus(redraw) {
+    const key = document.activeElement?.getAttribute("data-key");
+    redraw();
+    if (key && document.activeElement === document.body) this.root.querySelector(
+      `[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+  }
+  repaint() {
+    this.colours = null;
+    this.keepingFocus(() => this.draw());
+  }
+  // Another stack: the word and the heads start anew there.
+  setStack(n) {
+    const stack = this.book.stacks[n];
+    const i = stack.rows === this.stack.rows ? this.state.word : telling(stack);
+    this.set({ stack: n, word: i, hover: null, chosen: null, layer: null });
+  }
+  choose(head, view) {
+    this.state.chosen = [head.id];
+    if (head.stack.n !== this.state.stack) Object.assign(this.state,
+      { stack: head.stack.n, word: telling(head.stack), target: null });
+    this.open(view);
+    this.main.querySelector('[tabindex="0"], select, button')?.focus({ preventScroll: true });
+  }
+  frame() {
+    const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Views", onkeydown: (e) => this.tabKey(e) },
+      this.views.map(([id, view]) => el("button", { role: "tab", id: `tab-${id}`, "data-key": `tab-${id}`,
+        "aria-controls": "view", text: view.name, onclick: () => this.open(id) })));
+    this.main = el("main", { id: "view", role: "tabpanel", tabindex: "-1" });
+    this.root.className = "regard";
+    this.root.replaceChildren(
+      el("header", { class: "top" }, el("p", { class: "mark", text: "regard" }),
+        el("h1", {}, el("bdi", { text: this.header.title })),
+        this.header.about && el("p", { class: "about" }, el("bdi", { text: this.header.about })),
+        el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark",
+          title: "light / dark", onclick: () => this.turn() }, "◐")),
+      ...(this.views.length > 1 ? [tabs] : []), this.main, this.foot());
+  }
+  foot() {
+    const { notes, refused } = this.header;
+    return el("footer", {}, notes.map((note) => el("p", { text: note })),
+      refused.length ? el("details", {},
+        el("summary", { text: `${refused.length} ${refused.length > 1 ? "modules were" : "module was"} not recorded` }),
+        el("ul", {}, refused.map(([name, why]) => el("li", {}, el("b", { text: name }), `: ${why}`)))) : null);
+  }
+  turn() {
+    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+    const now = this.state.theme === "auto" ? (dark ? "dark" : "light") : this.state.theme;
+    const theme = now === "dark" ? "light" : "dark";
+    this.root.ownerDocument.documentElement.setAttribute("data-theme", theme);
+    this.state.theme = theme;
+    this.repaint();
+  }
+  tabKey(event) {
+    const step = { ArrowRight: 1, ArrowLeft: -1, Home: -99, End: 99 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    const names = this.views.map(([id]) => id), at = names.indexOf(this.state.view);
+    const to = Math.abs(step) === 99 ? (step < 0 ? 0 : names.length - 1) : (at + step + names.length) % names.length;
+    this.open(names[to]);
+    this.root.querySelector(`#tab-${names[to]}`).focus();
+  }
+  open(id) {
+    this.state.view = id;
+    const view = VIEWS[id];
+    if (view.stack && !view.stack(this.stack)) {
+      const n = this.book.stacks.findIndex(view.stack);
+      Object.assign(this.state, { stack: n, word: telling(this.book.stacks[n]), chosen: null, hover: null,
+        layer: null, target: null });
+    }
+    for (const [name] of this.views) {
+      const tab = this.root.querySelector(`#tab-${name}`);
+      tab?.setAttribute("aria-selected", String(name === id));
+      tab?.setAttribute("tabindex", name === id ? "0" : "-1");
+    }
+    this.main.setAttribute("aria-labelledby", `tab-${id}`);
+    this.draw();
+    this.writeAddress();
+  }
+  draw() {
+    const view = VIEWS[this.state.view];
+    const box = el("section", { class: `view ${this.state.view}` });
+    this.main.replaceChildren(el("p", { class: "look", text: view.look }), box);
+    this.refresh = view.build(this, box) ?? null;
+    this.refresh?.();
+  }
+}
+
+// The row of a stack that some head ties most clearly.
+function telling(stack) {
+  if (stack.long) {
+    const strength = (i) => Math.max(...stack.heads.map((head) => (i < head.stored.settled ? -Infinity
+      : head.stored.best(i).beyond)));
+    return largest(range(stack.rows.length).map(strength));
+  }
+  const rows = range(stack.rows.length).filter((i) => !stack.rows.special.has(i));
+  const strength = rows.map((i) =>
+    Math.max(...stack.heads.map((head) => head.sheet({ hide: false, merge: false }).best(i).beyond)));
+  return rows[largest(strength)] ?? 0;
+}
+
+// Controls that several views share.
+
+export function readingControls(page) {
+  const { rows, cols } = page.stack;
+  const special = rows.special.size + cols.special.size > 0, merged = rows.words || cols.words;
+  return [
+    stackChoice(page),
+    special ? tick("hide special tokens", "hide", page.state.hide, (hide) => page.set({ hide })) : null,
+    merged ? tick("merge pieces to words", "merge", page.state.merge, (merge) => page.set({ merge })) : null,
+    page.state.hide && special
+      ? el("span", { class: "warn", text: "renormalised: the hidden tokens’ share is spread over the rest" }) : null,
+  ];
+}
+
+export function stackChoice(page) {
+  const fits = page.book.stacks.filter((s) => VIEWS[page.state.view].stack?.(s) ?? true);
+  if (fits.length < 2) return null;
+  const name = (s) => {
+    const names = s.heads.map((head) => head.layer.name);
+    const first = (names[0] ?? "").split(".")[0] || "layers";
+    const [rows, cols] = [count(s.rows.length), count(s.cols.length)];
+    return `${first}: ${s.same ? `among ${rows} words` : `from ${rows} words to ${cols}`}`;
+  };
+  return choice("sentence", "stack", fits.map((s) => [s.n, name(s)]), page.state.stack,
+    (n) => page.setStack(Number(n)));
+}
+
+export function headChoice(page) {
+  const heads = page.stack.heads;
+  if (heads.length < 2) return null;
+  return choice("head", "head", heads.map((head) => [head.id, head.name]), page.head.id,
+    (id) => page.set({ chosen: [Number(id)] }));
+}
+
+export function wordChoice(page) {
+  const { rows } = page.stack;
+  return choice("word", "word", range(rows.length).map((n) => [n, repeated(rows, n)]), page.state.word,
+    (n) => page.set({ word: Number(n), hover: null }));
+}
+
+// A word that occurs several times gets a number.
+function repeated(rows, n) {
+  const name = rows.label(n), places = rows.tokens ? range(rows.length).filter((m) => rows.tokens[m] === name) : [n];
+  const short = name.length > 30 ? name.slice(0, 29) + "…" : name;
+  return places.length > 1 ? `${short} (${places.indexOf(n) + 1} of ${places.length})` : short;
+}

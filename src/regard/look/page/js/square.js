@@ -1,0 +1,109 @@
+// Square: all weights of a head.
+
+import { clamp, fixed, largest, sum, weightText } from "./numbers.js";
+import { behind, el, heat, shade, svg, word } from "./elements.js";
+import { headChoice, readingControls } from "./page.js";
+
+export function square(page, box) {
+  const bar = el("div", { class: "controls" }), stage = el("div", { class: "matrix" });
+  const message = el("p", { class: "readout", "aria-live": "polite" });
+  box.append(bar, message, stage, behind("Weights", () => {
+    const { rows, cols, w } = page.head.sheet(page.state);
+    return [["", ...cols.labels.map(word), "sum"], w.map((row, i) => [word(rows.labels[i]), ...row, sum(row)])];
+  }));
+  let drawn = null;
+  return (resized) => {
+    const sheet = page.head.sheet(page.state);
+    if (resized === true || drawn?.sheet !== sheet) {
+      bar.replaceChildren(...[headChoice(page), ...readingControls(page)].filter(Boolean));
+      drawn = matrix(page, stage, sheet);
+    }
+    const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
+    drawn.mark(i, j);
+    const row = sheet.w[i] ?? [], key = j ?? largest(row);
+    message.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: " → " }),
+      word(sheet.cols.labels[key] ?? ""),
+      el("b", { "data-read": "cell", text: fixed(row[key], 4) }),
+        el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
+  };
+}
+
+// Cells on a canvas; names, row sums and the marked row and column above it.
+function matrix(page, stage, sheet) {
+  const { rows, cols, w, most } = sheet, { paint } = page, [m, n] = [rows.labels.length, cols.labels.length];
+  const letters = (labels) => clamp(Math.max(...labels.slice(0, 60).map((x) => x.length)), 2, 12) * 7.6 + 12;
+  const [left, top, right] = [letters(rows.labels), letters(cols.labels), 78];
+  const cell = clamp((stage.clientWidth - left - right) / n, 1, 40), [width, height] = [cell * n, cell * m];
+  const canvas = heat(m, n, (i, j) => paint.tint(shade(w[i][j], most)));
+  for (const [name, size] of Object.entries({ left, top, width, height })) canvas.style.setProperty(name, `${size}px`);
+  const place = { left, top, cell, width, height };
+  const [rowNames, colNames] = [names(rows.labels, place, false), names(cols.labels, place, true)];
+  const [across, down] = [svg("rect", { class: "marker" }), svg("rect", { class: "marker" })];
+  const over = svg("svg", {
+    width: left + width + right, height: top + height + 6, tabindex: 0, "data-key": "matrix", role: "img",
+    "aria-label": "The attention matrix. Arrow keys move from cell to cell.",
+  }, rowNames.filter(Boolean), colNames.filter(Boolean), rowSums(w, place), across, down);
+  pointAt(page, over, sheet, place);
+  stage.replaceChildren(canvas, over, legend(page, most));
+  const frame = (node, sizes) => { for (const [key, value] of Object.entries(sizes)) node.setAttribute(key, value); };
+  const mark = (i, j) => {
+    frame(across, { x: left, y: top + i * cell, width, height: cell });
+    frame(down, { x: left + (j ?? 0) * cell, y: top, width: j === null ? 0 : cell, height });
+    rowNames.forEach((node, r) => node && node.classList.toggle("on", r === i));
+    colNames.forEach((node, c) => node && node.classList.toggle("on", c === j));
+  };
+  return { sheet, mark };
+}
+
+// Names beside the rows or above the columns; where cells are small, every so many.
+function names(labels, { left, top, cell }, upright) {
+  const step = Math.max(1, Math.ceil(11 / cell)), clip = (text) => (text.length > 12 ? text.slice(0, 11) + "…" : text);
+  return labels.map((text, n) => {
+    if (n % step) return null;
+    const middle = (n + 0.5) * cell;
+    const where = upright ? { transform: `translate(${left + middle} ${top - 8}) rotate(-90)` } : { x: left - 8,
+      y: top + middle, "text-anchor": "end" };
+    return svg("text", { class: "name", "dominant-baseline": "central", ...where, text: clip(text) });
+  });
+}
+
+function rowSums(w, { left, top, cell, width }) {
+  const x = left + width + 8, step = Math.max(1, Math.ceil(11 / cell));
+  const bar = (total, i) => svg("rect", { class: "sum", x, y: top + (i + 0.2) * cell, height: Math.max(1, 0.6 * cell),
+    width: 26 * Math.min(1, total || 0) });
+  const number = (total, i) => svg("text", { class: "tiny", x: x + 30, y: top + (i + 0.5) * cell,
+    "dominant-baseline": "central", text: fixed(total, 2) });
+  return [svg("text", { class: "tiny", x, y: top - 8, text: "row sums" }),
+    w.map((row, i) => (i % step ? null : svg("g", {}, bar(sum(row), i), cell > 9 && number(sum(row), i))))];
+}
+
+export const ARROWS = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] };
+
+// Pointer and arrow keys choose a cell; a click lights its row.
+function pointAt(page, over, { rows, cols }, { left, top, cell }) {
+  const [m, n] = [rows.labels.length, cols.labels.length];
+  const at = (event) => {
+    const box = over.getBoundingClientRect();
+    const [i, j] = [Math.floor((event.clientY - box.top - top) / cell),
+      Math.floor((event.clientX - box.left - left) / cell)];
+    return i >= 0 && i < m && j >= 0 && j < n ? [i, j] : null;
+  };
+  const go = (where) => { if (String(where) !== String(page.state.cell)) page.set({ cell: where }); };
+  over.addEventListener("mousemove", (event) => go(at(event)));
+  over.addEventListener("mouseleave", () => go(null));
+  over.addEventListener("click",
+    (event) => { if (at(event)) page.set({ word: rows.groups[at(event)[0]][0], hover: null }); });
+  over.addEventListener("keydown", (event) => {
+    const move = ARROWS[event.key];
+    if (!move) return;
+    event.preventDefault();
+    const [i, j] = page.state.cell ?? [Math.max(0, rows.at[page.state.word]), 0];
+    go([clamp(i + move[0], 0, m - 1), clamp(j + move[1], 0, n - 1)]);
+  });
+}
+
+export function legend(page, most, sign = "") {
+  const { paint } = page;
+  return el("p", { class: "legend", "aria-hidden": "true" }, "0", heat(1, 64, (_, c) => paint.tint(shade(c / 63, 1))),
+    sign ? `${sign}${weightText(most)}` : fixed(most, 2));
+}

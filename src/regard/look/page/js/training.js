@@ -1,0 +1,59 @@
+// Training: every head over the steps.
+
+import { clamp, count, fixed, largest } from "./numbers.js";
+import { behind, choice, el, heat, svg } from "./elements.js";
+import { tileUnder } from "./long.js";
+
+const STRIPS = {
+  entropy_share: ["entropy, as a share of the most it could be",
+    "Faint is sharp. A row that fades and stays so is a head that collapsed."],
+  max_score: ["largest score", "A row that grows strong to the right is a head whose scores explode."],
+};
+
+export function training(page, box) {
+  page.looked ??= {};
+  for (const one of page.header.strips) box.append(trainingStrip(page, one));
+}
+
+function trainingStrip(page, { what, heads, values }) {
+  const { steps } = page.header, { paint } = page, n = steps.length, numbers = page.header.array(values);
+  // One pass: a long run has more numbers than a call takes arguments.
+  let [low, high] = [0, what === "entropy_share" ? 1 : 0];
+  for (const x of numbers) if (Number.isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
+  const part = (x) => (Number.isFinite(x) ? (x - low) / (high - low || 1) : x > 0 ? 1 : 0);
+  const canvas = heat(heads.length, n, (h, c) => paint.tint(part(numbers[h * n + c])));
+  canvas.style.setProperty("height", `${clamp(heads.length * 14, 60, 420)}px`);
+  const message = el("p", { class: "readout", "aria-live": "polite" }), curve = el("div", {});
+  const short_ = (name) => (name.length > 40 ? `…${name.slice(-39)}` : name);
+  const look = (h, c) => {
+    page.looked[what] = h;
+    menu.querySelector("select").value = h;
+    message.replaceChildren(el("bdi", { text: heads[h][0] }), ` head ${heads[h][1]}, step ${count(steps[c])} `,
+      el("b", { "data-read": what, text: fixed(numbers[h * n + c], 3) }));
+    curve.replaceChildren(lineOf(steps, numbers.subarray(h * n, (h + 1) * n), low, high));
+  };
+  const menu = choice("head", `train-${what}`, heads.map(([layer, head], h) => [h, `${short_(layer)} · ${head}`]), 0,
+    (h) => look(Number(h), n - 1));
+  canvas.addEventListener("mousemove", (event) => look(...tileUnder(canvas, event, heads.length, n)));
+  const last = heads.map((_, h) => numbers[h * n + n - 1] * (what === "entropy_share" ? -1 : 1));
+  look(page.looked[what] ?? largest(last), n - 1);
+  const [title, hint] = STRIPS[what];
+  return el("figure", { class: "train" }, el("h2", { text: title }), el("p", { class: "hint", text: hint }), canvas,
+    el("p", { class: "ends" }, el("span", { text: `step ${count(steps[0])}` }),
+      el("span", { text: `step ${count(steps[n - 1])}` })),
+    el("div", { class: "controls" }, menu), message, curve,
+    behind(title, () => [["step", ...heads.map(([layer, head]) => `${layer} · ${head}`)],
+      steps.map((step, c) => [count(step), ...heads.map((_, h) => numbers[h * n + c])])]));
+}
+
+function lineOf(steps, numbers, low, high) {
+  const [width, height] = [640, 90], first = steps[0], last = steps.at(-1);
+  const x = (step) => (last > first ? ((step - first) / (last - first)) * width : width / 2);
+  const y = (value) => height - ((value - low) / (high - low || 1)) * height;
+  const points = steps.filter((_, c) => Number.isFinite(numbers[c])).map((step) =>
+    `${x(step)},${y(numbers[steps.indexOf(step)])}`);
+  return svg("svg", { class: "wide", viewBox: `-4 -6 ${width + 8} ${height + 12}`, role: "img",
+    "aria-label": `from ${fixed(numbers[0], 3)} to ${fixed(numbers.at(-1), 3)}` },
+    svg("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height }),
+    svg("polyline", { class: "curve", points: points.join(" "), style: { stroke: "var(--accent)" } }));
+}

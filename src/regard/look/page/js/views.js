@@ -1,0 +1,64 @@
+// The views in the order of their tabs, and the start of the page.
+
+import { inflate, unpack } from "./data.js";
+import { Page } from "./page.js";
+import { spotlight } from "./spotlight.js";
+import { walk } from "./walk.js";
+import { play } from "./play.js";
+import { square } from "./square.js";
+import { overview } from "./overview.js";
+import { long } from "./long.js";
+import { training } from "./training.js";
+
+const short = (stack) => !stack.long && stack.heads.length > 0;
+const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.layer.q !== undefined);
+
+export const VIEWS = {
+  spotlight: {
+    name: "Spotlight", build: spotlight, stack: (s) => short(s) && s.same,
+    look: "Follow the lines from the lit word: the thicker, the more of it is made of that other word. "
+      + "Point at another word, or click to keep it lit.",
+  },
+  cross: {
+    name: "Two sentences", build: spotlight, stack: (s) => short(s) && !s.same,
+    look: "The lit word above looks into the sentence below: which of its words does it draw on?",
+  },
+  long: {
+    name: "Long input", build: long, stack: (s) => s.long && s.heads.length > 0,
+    look: "A strong column is a word everybody looks at, a strong diagonal is the neighbourhood; "
+      + "single strong tiles are ties worth a closer look.",
+  },
+  walk: {
+    name: "Walk", build: walk, stack: short,
+    look: "Read downwards: how a score becomes a weight, and weights become the output, number by number.",
+  },
+  play: {
+    name: "Play", build: play, stack: withVectors,
+    look: "Turn the scale up until one word takes everything, and down until all are alike; then change the rules.",
+  },
+  square: {
+    name: "Square", build: square, stack: short,
+    look: "Each row is one word looking, each column one word looked at. "
+      + "A strong column is a word everybody looks at, a diagonal is a habit of place.",
+  },
+  overview: {
+    name: "All heads", build: overview, when: (page) => page.book?.total > 1,
+    look: "The pattern of every head, rows looking at columns: find the odd one out, and click to open it.",
+  },
+  training: {
+    name: "Training", build: training, when: (page) => page.header.kind === "training",
+    look: "Time runs to the right, one row a head: look for rows that change colour for good.",
+  },
+};
+
+export async function show(root, base64) {
+  try {
+    return new Page(root, unpack(await inflate(base64)));
+  } catch (error) {
+    root.textContent = `This page could not be shown: ${error.message}`;
+    throw error;
+  }
+}
+
+const data = globalThis.document?.getElementById("regard-data");
+if (data) globalThis.regard = show(document.getElementById("regard"), data.textContent);

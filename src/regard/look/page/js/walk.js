@@ -1,0 +1,179 @@
+// Walk: the six steps of attention for one word.
+
+import { dot, fixed, mix, range, softmax, sum } from "./numbers.js";
+import { el, shade, strip, tick, word } from "./elements.js";
+import { headChoice, stackChoice, wordChoice } from "./page.js";
+
+export function walk(page, box) {
+  const embedded = page.header.embedded?.stack === page.state.stack ? page.header.embedded : null;
+  const own = (page.walk ??= { source: "words", q: false, k: false, v: false, cell: null });
+  if (!embedded) own.source = "head";
+  const bar = el("div", { class: "controls" });
+  const message = el("p", { class: "message" });
+  const grid = el("div", { class: "scroll" });
+  const cells = el("div", { class: "cells", "aria-live": "polite" });
+  box.append(bar, message, grid, cells);
+  const again = (change) => { Object.assign(own, change); page.keepingFocus(() => page.refresh()); };
+  return () => {
+    const i = page.state.word;
+    const steps = own.source === "head" ? stepsOfHead(page.head, i) : stepsOfWords(page, embedded, own, i);
+    bar.replaceChildren(...walkControls(page, own, embedded, again));
+    message.textContent = steps.message;
+    grid.replaceChildren(stepTable(page, steps, i, own.cell, (j) => again({ cell: own.cell === j ? null : j })));
+    cells.replaceChildren(...dotProduct(page, steps, i, own.cell));
+  };
+}
+
+function walkControls(page, own, embedded, again) {
+  const source = (id, text) => el("button", {
+    class: "chip", "data-key": `walk-${id}`, "aria-pressed": String(own.source === id), text,
+    onclick: () => again({ source: id, cell: null }),
+  });
+  const project = (x) => tick(["W", el("sub", { text: x })], `walk-W${x}`, own[x],
+    (on) => again({ [x]: on, cell: null }));
+  const both = [source("words", "word vectors"), source("head", "a recorded head")];
+  return [
+    stackChoice(page),
+    wordChoice(page),
+    embedded && el("span", { class: "group", role: "group", "aria-label": "What is walked through" }, both),
+    ...(own.source === "words" ? ["q", "k", "v"].map(project) : [headChoice(page)]),
+  ].filter(Boolean);
+}
+
+// The steps of basic self-attention on word vectors, W_q, W_k and W_v switched on one at a time.
+// All products are in the page, but only the first coordinates of the vectors.
+function stepsOfWords(page, embedded, own, i) {
+  const { header } = page, t = page.stack.rows.length, few = header.shape(embedded.x)[1], { size } = embedded;
+  const vectors = (name) => {
+    const flat = header.array(embedded[own[name] ? name : "x"]);
+    return range(t).map((n) => flat.subarray(n * few, (n + 1) * few));
+  };
+  const at = ((own.q ? 1 : 0) + (own.k ? 2 : 0)) * t * t + i * t;
+  const raw = Array.from(header.array(embedded.dots).subarray(at, at + t));
+  const scale = own.q || own.k ? 1 / Math.sqrt(size) : 1;
+  const s = raw.map((x) => x * scale), w = softmax(s), v = vectors("v");
+  return {
+    message: describeWords(own), what: "q·k", scaleText: scale === 1 ? "by nothing" : `÷ √${size}`, size, values: size,
+    q: vectors("q")[i], k: vectors("k"), v, raw, s, masked: s, hidden: false, w, y: mix(w, v),
+  };
+}
+
+function describeWords(own) {
+  const name = (x) => (own[x] ? `${x} = x·W${x}` : `${x} = x`);
+  if (!own.q && !own.k && !own.v) {
+    return "Basic self-attention on the model’s own word vectors, before positions: no parameters, q = k = v = x. "
+      + "A word is most like itself; switch the projections on and see that change.";
+  }
+  return "The model’s own word vectors, before positions, through its first layer’s projections: "
+    + `${["q", "k", "v"].map(name).join(", ")}, all heads joined as one.`;
+}
+
+function stepsOfHead(head, i) {
+  const { layer } = head, w = Array.from(head.row(i)), keys = range(head.j);
+  const q = head.vectors("q")?.[i], k = head.vectors("k"), v = head.vectors("v"), scores = head.part("s");
+  const raw = q ? keys.map((j) => dot(q, k[j])) : null;
+  const s = scores ? keys.map((j) => scores[i * head.j + j]) : raw?.map((x) => x * layer.scale);
+  const masked = s?.map((x, j) => (head.visible(i, j) ? x : -Infinity));
+  return {
+    message: describeHead(head, s, v), what: "q·k", scaleText: layer.score_name ?? scaling(layer),
+    size: layer.d, values: v?.[0].length, mask: layer.mask_name, sink: layer.sink,
+    q, k, v, raw, s, masked, hidden: masked?.includes(-Infinity), w, y: v && mix(w, v),
+  };
+}
+
+function describeHead({ layer, name }, scores, values) {
+  const said = [];
+  if (!scores && layer.score === "Precomputed") said.push("These weights came ready-made: only the last three of six steps are known.");
+  else if (!scores) said.push("Of this head the page holds the weights alone.");
+  if (!values) said.push("Without values the walk ends at the weights.");
+  if (scores && values) said.push(`${layer.name ? `The recorded ${name}` : "One row of these weights"}, number by number.`);
+  return said.join(" ");
+}
+
+function scaling({ scale, d }) {
+  if (scale === 1 || scale === undefined) return "by nothing";
+  return Math.abs(scale * Math.sqrt(d) - 1) < 1e-6 ? `÷ √${d}` : `× ${fixed(scale, 4)}`;
+}
+
+function stepTable(page, steps, i, picked, onpick) {
+  const { rows, cols, same } = page.stack, t = cols.length;
+  const words = range(t).map((j) => el("th", { scope: "col", class: same && i === j ? "self" : "" },
+    word(cols.label(j))));
+  const lines = [...stepsToWeights(page, steps, t, picked, onpick), ...(steps.v ? stepsToOutput(page, steps, t) : [])];
+  return el("table", { class: "steps" }, el("caption", { class: "hidden", text: "The six steps" }),
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, word(rows.label(i)), " looks at"), words)),
+    el("tbody", {}, lines));
+}
+
+function stepLine(n, name, shape, cells, props) {
+  const title = [el("span", { class: "step", text: n }), el("span", { text: name }),
+    el("span", { class: "shape", text: shape })];
+  return el("tr", props, el("th", { scope: "row" }, el("div", {}, title)), cells);
+}
+
+function stepsToWeights(page, steps, t, picked, onpick) {
+  const { paint } = page, numbers = (x) => x.map((v) => el("td", { text: fixed(v, 2) }));
+  const product = (x, j) => el("td", {}, el("button", {
+    class: "cell", "data-key": `dot-${j}`, "aria-pressed": String(picked === j), text: fixed(x, 2),
+    title: "the dot product, cell by cell", onclick: () => onpick(j),
+  }));
+  const weight = (w, j) => {
+    const colour = paint.tint(shade(w, 1));
+    return el("td", { class: "w", "data-j": j, style: { background: paint.css(colour), color: paint.ink(colour) },
+      text: fixed(w, 3) });
+  };
+  const total = sum(steps.w), lines = [];
+  if (steps.raw) lines.push(stepLine("1", steps.what, `1×${steps.size} · ${steps.size}×${t}`, steps.raw.map(product)));
+  if (steps.s) {
+    lines.push(stepLine("2", `${steps.raw ? "scaled" : "score"} ${steps.scaleText}`, `1×${t}`, numbers(steps.s)));
+    const masked = steps.hidden ? `masked by ${steps.mask}` : "mask: none";
+    lines.push(stepLine("3", masked, `1×${t}`, numbers(steps.masked), { class: steps.hidden ? "" : "pale" }));
+  }
+  const name = steps.sink ? `softmax, with a sink that takes ${fixed(1 - total, 3)}` : "softmax";
+  lines.push(stepLine("4", name, `1×${t}, sum ${fixed(total, 2)}`, steps.w.map(weight)));
+  return lines;
+}
+
+function stepsToOutput(page, steps, t) {
+  const { paint } = page, few = 32, size = (x) => Math.max(...Array.from(x, Math.abs));
+  const most = Math.max(...steps.v.map((v, j) => steps.w[j] * size(v)));
+  const weighted = (v, j) => {
+    const label = `${fixed(steps.w[j], 3)} times the value of ${page.stack.cols.label(j)}`;
+    return el("td", {}, strip(Array.from(v.slice(0, few), (x) => x * steps.w[j]), most, paint, label));
+  };
+  const have = steps.v[0].length, shown = have < steps.values ? `first ${have} of ${steps.values}` : steps.values;
+  const first = steps.y.slice(0, 6).map((x) => fixed(x, 2)).join(", ");
+  const output = el("td", { colspan: t, class: "y" }, strip(steps.y.slice(0, few), size(steps.y), paint, "the output"),
+    el("span", { class: "vector", text: `y = [${first}${steps.values > 6 ? ", …" : ""}]  (${shown} coordinates)` }));
+  return [stepLine("5", "weight × value", `${t}×${steps.values}`, steps.v.map(weighted)),
+    stepLine("6", "sum: the output y", `1×${steps.values}`, output)];
+}
+
+// The coordinates of a query and a key and their products, so many a line.
+const COORDINATES = 16;
+function dotProduct(page, steps, i, j) {
+  if (!steps.q) return [];
+  if (j === null) return [el("p",
+    { class: "hint", text: "Choose a number of the first row to see its dot product cell by cell." })];
+  const a = Array.from(steps.q), b = Array.from(steps.k[j]), products = a.map((x, n) => x * b[n]), total = steps.raw[j];
+  const { paint } = page;
+  const line = (name, x, from) => {
+    const most = Math.max(...x.map(Math.abs)) || 1;
+    const cells = x.slice(from, from + COORDINATES).map((v) => {
+      const colour = paint.signed(v / most);
+      return el("td", { style: { background: paint.css(colour), color: paint.ink(colour) }, text: fixed(v, 2) });
+    });
+    return el("tr", {}, el("th", { scope: "row", text: name }), cells);
+  };
+  const parts = range(Math.ceil(a.length / COORDINATES)).map((n) => n * COORDINATES);
+  const message = a.length < steps.size
+    ? `The first ${a.length} of ${steps.size} coordinates; the other products sum to ${fixed(total - sum(products), 3)}.`
+    : `All ${steps.size} products sum to ${fixed(total, 3)}.`;
+  return [
+    el("h3", {}, "q of ", word(page.stack.rows.label(i)), " · k of ", word(page.stack.cols.label(j)),
+      ` = ${fixed(total, 3)}`),
+    el("div", { class: "scroll" }, el("table", { class: "products" },
+      parts.map((from) => el("tbody", {}, line("q", a, from), line("k", b, from), line("q × k", products, from))))),
+    el("p", { class: "hint", text: message }),
+  ];
+}

@@ -1,0 +1,37 @@
+"""The page of a training history: entropy and largest score of every head over the steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..history import MEASURES, History, head_series
+from .format import Packed, Packer
+
+__all__ = ["pack_history"]
+
+
+def pack_history(history: History, title: str | None) -> Packed:
+    """Pack a training history for a page."""
+    packer = Packer()
+    steps = [step for step, _ in history]
+    strips = []
+    for measure in MEASURES:
+        if series := head_series(history, measure):
+            table = [[values.get(step, math.nan) for step in steps] for values in series.values()]
+            strips.append({"what": measure, "heads": list(series), "values": packer.add(torch.tensor(table))})
+    if not strips:
+        raise ValueError(
+            'a training history must have numbers named "layer/entropy_share/head" or "layer/max_score/head", as '
+            f"regard.watch makes them; got {', '.join(sorted(history[0][1])[:3]) or 'none'}."
+        )
+    header = {
+        "kind": "training",
+        "title": title if title is not None else "Attention while training",
+        "steps": steps,
+        "strips": strips,
+        "refused": [],
+        "notes": [],
+    }
+    return packer.pack(header)

@@ -1,0 +1,85 @@
+"""Statistics of every attention layer, computed in the same fused pass as the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..core.types import StatisticName
+from ..core.weights import STATISTICS, Statistics
+
+__all__ = ["Probe"]
+
+
+class Probe:
+    """Statistics that every attention layer of a model computes in the same fused pass as its output.
+
+    Pass a fresh one to each call of a model; the layers append their results, in order. ``probe[n]`` is the
+    `Statistics` of layer n, part of the graph.
+
+    Args:
+        names: Statistics of `Weights.see`, for example "entropy", "max_score", "lse".
+
+    Attributes:
+        names: The statistics asked for.
+        seen: One `Statistics` per layer so far.
+
+    Example:
+        >>> from regard.nn import LanguageModel
+        >>> model, probe = LanguageModel(65, dim=16, heads=2, layers=3), Probe("entropy", "max_score")
+        >>> logits = model(torch.randint(65, (4, 10)), probe=probe)
+        >>> probe[2].entropy.shape                      # layer 2, (b, h, i)
+        torch.Size([4, 2, 10])
+        >>> probe.heads("max_score").shape              # (layers, h)
+        torch.Size([3, 2])
+    """
+
+    def __init__(self, *names: StatisticName) -> None:
+        for name in names:
+            if name not in STATISTICS:
+                raise ValueError(f"unknown statistic {name!r}; a layer computes {', '.join(STATISTICS)}.")
+        self.names = names
+        self.seen: list[Statistics] = []
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+    def __getitem__(self, layer: int) -> Statistics:
+        return self.seen[layer]
+
+    def __iter__(self) -> Iterator[Statistics]:
+        return iter(self.seen)
+
+    def heads(self, name: str) -> Tensor:
+        """One number per head: the largest "max_score", the mean of every other statistic.
+
+        Args:
+            name: One of the statistics this probe asks for.
+
+        Returns:
+            ``(layers, h)``, detached from the graph.
+
+        Example:
+            >>> from regard.nn import SelfAttention
+            >>> layer, probe = SelfAttention(16, heads=4), Probe("entropy")
+            >>> y = layer(torch.randn(2, 5, 16), probe=probe)
+            >>> probe.heads("entropy").shape
+            torch.Size([1, 4])
+        """
+        if name not in self.names:
+            raise ValueError(f"{name!r} was not asked; this probe has {', '.join(map(repr, self.names))}.")
+        if not self.seen:
+            raise ValueError("this probe has no results yet: call the model with probe=… first.")
+        with torch.no_grad():  # detach alone is not enough: some compilers still send zero gradients through it
+            rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
+            if len({row.shape for row in rows}) == 1:  # one reduction for all layers
+                return _reduce_rows(torch.stack(rows), name)
+            return torch.stack([_reduce_rows(row.unsqueeze(0), name).squeeze(0) for row in rows])
+
+
+def _reduce_rows(rows: Tensor, name: str) -> Tensor:
+    """One number per head, (layers, h), from rows (layers, ..., h, i)."""
+    others = [n for n in range(1, rows.ndim) if n != rows.ndim - 2]
+    return rows.amax(others) if name == "max_score" else rows.mean(others)
