@@ -29,8 +29,11 @@ from ..core.scores import (
 
 __all__ = ["check_factors", "check_values", "require"]
 
-#: Positions and windows of a file lie within this.
-MAX_POSITION = 2**31
+#: The widest window of a file.
+MAX_WINDOW = 2**31
+
+#: The longest axis of a tensor without elements: its size is not bounded by the bytes of the file.
+MAX_EMPTY = 2**16
 
 
 def require(holds: bool, otherwise: str) -> None:
@@ -46,19 +49,28 @@ def check_factors(factors: Factors, shape: tuple[int, ...]) -> None:
     _check_floats(q, "queries")
     _check_floats(k, "keys")
     require(q.ndim == 4 and k.ndim == 4, "queries and keys need four axes")
+    require(not _is_unbounded(factors), f"queries {tuple(q.shape)} or keys {tuple(k.shape)} have no elements")
     require(q.dtype == k.dtype, f"queries are {q.dtype} and keys {k.dtype}")
     require(tuple(q.shape[:3]) == (b, h, i), f"queries {tuple(q.shape)} do not have the layer's shape {shape}")
     require(k.shape[0] == b and k.shape[2] == j, f"keys {tuple(k.shape)} do not have the layer's shape {shape}")
     g = k.shape[1]
     require((h == g == 0) or (g > 0 and h % g == 0), f"{h} heads of queries are no multiple of {g} heads of keys")
     offset = factors.offset
-    if offset is not None:
-        require(type(offset) is int and abs(offset) < MAX_POSITION, f"the offset is {offset!r:.80}")
+    aligned = offset is None or (type(offset) is int and offset in (0, j - i))
+    require(aligned, f"query 0 is at key {offset!r:.80}, which is neither the start nor the end")
+    require(offset is not None or i != j, "queries and keys are as many and have no offset")
     require(isinstance(factors.score, Score), "there is no score")
     _check_score(factors.score, factors, shape)
     if factors.mask is not None:
         _check_mask(factors.mask, shape, factors.query_offset, 0)
         require(not factors.mask.positional or offset is not None, "a mask compares positions and there is no offset")
+
+
+def _is_unbounded(factors: Factors) -> bool:
+    """Whether an axis is long though no bytes stand behind it."""
+    q, k, score = factors.q, factors.k, factors.score
+    content = [score.w] if isinstance(score, Precomputed) and isinstance(score.w, Tensor) else [q, k]
+    return any(not x.numel() for x in content) and max(*q.shape, *k.shape) > MAX_EMPTY
 
 
 def check_values(values: Tensor, factors: Factors) -> None:
@@ -136,7 +148,7 @@ def _check_mask(mask: Any, shape: tuple[int, ...], offset: int, depth: int) -> N
         _check_mask(mask.of, shape, offset, depth + 1)
     elif isinstance(mask, Window):
         for side in (mask.before, mask.after):
-            require(type(side) is int and 0 <= side < MAX_POSITION, f"a window reaches {side!r:.80}")
+            require(type(side) is int and 0 <= side < MAX_WINDOW, f"a window reaches {side!r:.80}")
     elif isinstance(mask, Padding):
         _check_broadcast(mask.lengths, (b, 1, 1, 1), "padding", _is_int64)
         inside = not mask.lengths.numel() or bool(((mask.lengths >= 0) & (mask.lengths <= j)).all())

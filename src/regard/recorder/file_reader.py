@@ -183,6 +183,7 @@ def _layer(described: dict[str, Any], position: int, tensors: dict[str, Tensor],
     require(index >= 0, "a layer's index is negative")
     saved = _saved_call(described, shape, tensors) if "factors" in described else None
     statistics = _statistics(described["statistics"], shape, tensors)
+    require(saved is not None or "entropy" in statistics, "a layer has neither factors nor statistics")
     return Layer(name, index, kind, saved, statistics, shape, _tokens(described["words"], shape), one)  # type: ignore[arg-type]
 
 

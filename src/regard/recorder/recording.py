@@ -71,7 +71,7 @@ class Layer:
         """The attention matrix ``(b, h, i, j)``; with tokens where there is one sequence."""
         if self.saved is None:
             raise ValueError(
-                f"of layer {self.index} ({self.name}) only statistics were saved: {', '.join(self.statistics)}; they "
+                f"of layer {self.index} ({self.name}) only numbers were kept: {', '.join(self.statistics)}; they "
                 'are in .statistics. For its weights record with keep="factors".'
             )
         self.saved.check()
@@ -239,7 +239,7 @@ class Recording:
         if layer is None:
             numbers = [layer.index for layer in self.layers]
             has = f"{len(numbers)} were" if numbers == list(range(len(numbers))) else f"{numbers} were"
-            raise IndexError(f"there is no layer {which}: {has} recorded.")
+            raise IndexError(f"layer {which} was asked for and {has} recorded.")
         return layer
 
     def _layer_by_name(self, name: str) -> Layer:

@@ -162,6 +162,8 @@ class Watch:
         self._look = None
         tap.deactivate(look)
         self.layers, self.fresh, self.refused = look.layers, True, look.refused
+        if not look.layers and is_compiled(model):
+            look.refuse("", CAPTURED)
         for name, reason in look.refused:
             self._refuse(name, reason)
         self._judge()

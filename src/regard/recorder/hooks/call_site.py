@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 __all__ = [
     "SHARED_AXIS",
@@ -87,11 +87,11 @@ def calling_module(frame: FrameType | None, names: dict[int, str] | None) -> Cal
             if module is not site.module:
                 break
             site.frames.append(at)  # a method of the module, called by its forward
-        elif names is None:
+        elif names is None and not (isinstance(module, fx.GraphModule) and _is_compiled(frame, None)):
             site = CallSite(type(module).__name__, module, [at], _is_compiled(frame, at))
-        elif id(module) in names:
+        elif names is not None and id(module) in names:
             site = CallSite(names[id(module)], module, [at], _is_compiled(frame, at))
-        elif _has_own_state(module):
+        elif _has_own_state(module) and not isinstance(module, fx.GraphModule):  # a compiled graph is no model
             return None  # another model, called by a method of this one
     return site or (CallSite("", None, []) if names is None else None)
 
@@ -101,8 +101,8 @@ def _has_own_state(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _is_compiled(frame: FrameType | None, end: FrameType) -> bool:
-    """Whether code made by torch.compile runs between an operator and the frame of its module."""
+def _is_compiled(frame: FrameType | None, end: FrameType | None) -> bool:
+    """Whether code made by torch.compile runs between an operator and the frame of its module; None: anywhere."""
     dynamo = graph = False
     while frame is not None and frame is not end:
         name = frame.f_globals.get("__name__") or ""
@@ -139,7 +139,7 @@ def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
             first = frame.f_locals.get(code.co_varnames[0])
             # A softmax that is a module of its own belongs to the attention around it.
             if isinstance(first, nn.Module) and not isinstance(first, nn.Softmax | nn.Dropout):
-                yield frame, first
+                yield frame, getattr(first, "_orig_mod", first)  # of torch.compile(m), m
         frame = frame.f_back
 
 

@@ -111,8 +111,10 @@ class RecentProduct(NamedTuple):
 
     def may_be_scores_of(self, w: Tensor) -> bool:
         """Whether w could be a softmax of this product, perhaps with a sink as one more column."""
-        j = self.shape[-1]
+        i, j = self.shape[-2:]
         rows = self.shape.numel() // max(1, j)
+        if w.shape[-1] == i and w.numel() == self.shape.numel():  # of the transposed scores
+            return True
         return w.shape[-1] in (j, j + 1) and w.numel() == rows * w.shape[-1]
 
     def is_tensor(self, x: Tensor) -> bool:
