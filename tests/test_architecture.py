@@ -271,7 +271,7 @@ def test_no_class_name_stands_for_two_classes() -> None:
 
 
 #: Packages whose docstrings still name their imports. This list only shrinks.
-NAME_THEIR_IMPORTS = ("engines/numba", "engines/triton")
+NAME_THEIR_IMPORTS = ("engines/numba",)
 SAY_NO_IMPORTS = [
     path
     for path in sorted(ROOT.rglob("*.py"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,15 @@ from torch import Tensor
 
 __all__ = ["host_sync_forbidden", "in_functorch", "is_tracing", "replay_state", "without_autocast"]
 
-_mode, _KINDS = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+log = logging.getLogger("regard")
+
+# Private names of PyTorch. Without them make_fx and fake tensors are not noticed, and torch.compile still is.
+_get_mode: Any = getattr(torch._C, "_get_dispatch_mode", None)
+_keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
+_PROXY, _FAKE = getattr(_keys, "PROXY", None), getattr(_keys, "FAKE", None)
+if _get_mode is None or _PROXY is None or _FAKE is None:
+    _get_mode = None
+    log.warning("this PyTorch has no torch._C._get_dispatch_mode: make_fx cannot trace regard's results")
 
 
 class _ReplayState(threading.local):
@@ -24,7 +33,9 @@ replay_state = _ReplayState()
 
 def is_tracing() -> bool:
     """True while torch.compile, torch.export or make_fx trace the code: results become part of a graph."""
-    return torch.compiler.is_compiling() or _mode(_KINDS.PROXY) is not None or _mode(_KINDS.FAKE) is not None
+    if torch.compiler.is_compiling():
+        return True
+    return _get_mode is not None and (_get_mode(_PROXY) is not None or _get_mode(_FAKE) is not None)
 
 
 def in_functorch() -> bool:

@@ -36,11 +36,10 @@ def explain(engine: Engine | Reference, problem: Problem | None, request: Reques
 
 def _kernels(chosen: Engine, problem: Problem) -> str:
     if chosen is triton.ENGINE:
-        from .triton import launcher, tile_config
+        from .triton import tile_config
 
         gluon = "Hopper's where they fit" if tile_config._runs_gluon(problem.q.device) else "the plain ones"
-        direct = triton_version().startswith(launcher.DIRECT_LAUNCH_VERSIONS)
-        return f"Triton {triton_version()}, {gluon}, launched {'directly' if direct else 'by Triton'}"
+        return f"Triton {triton_version()}, {gluon}"
     return "tiles compiled by numba" if numba.serves(problem) else "tiles in plain PyTorch"
 
 
@@ -66,14 +65,13 @@ def _reasons(engine: Engine, chosen: Engine, problem: Problem, request: Request)
         if (reason := numba.unsupported_reason(problem)) is not None:
             reasons.append(("compiled tiles", reason))
     else:
-        from .triton import launcher, tile_config
+        from .triton import tile_config
 
-        if not triton_version().startswith(tile_config.GLUON_VERSIONS):
+        if not tile_config.HOPPER_KERNELS:
+            reasons.append(("Hopper's kernels", "REGARD_HOPPER=0 turns them off"))
+        elif not triton_version().startswith(tile_config.GLUON_VERSIONS):
             tested = ", ".join(f"{v}x" for v in tile_config.GLUON_VERSIONS)
             reasons.append(("Hopper's kernels", f"they are tested with Triton {tested}; got {triton_version()}"))
-        if not triton_version().startswith(launcher.DIRECT_LAUNCH_VERSIONS):
-            tested = ", ".join(f"{v}x" for v in launcher.DIRECT_LAUNCH_VERSIONS)
-            reasons.append(("direct launches", f"they are tested with Triton {tested}; got {triton_version()}"))
     return reasons
 
 
