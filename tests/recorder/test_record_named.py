@@ -478,3 +478,36 @@ def test_advice_names_the_key_of_this_config(family, key, more):
     net = getattr(transformers, f"{family}Model")(config).train()
     with pytest.raises(ValueError, match=f"Set {key}=0 in the config"):
         net(torch.zeros(1, 3, dtype=torch.long))
+
+
+# Small things that raised, or misled.
+
+
+def test_a_token_of_a_batch_says_which_index_is_missing(x):
+    net = model()
+    with regard.record(net, tokens=list("abcde")) as seen:
+        net(x)
+    with pytest.raises(KeyError, match=r"seen\[layer, head, 0\]"):
+        seen[1, 1]["a", "b"]
+    assert seen[1, 1, 0]["a", "b"] == seen[1].dense()[0, 1, 0, 1]
+
+
+def test_a_summary_of_statistics(x):
+    net = model()
+    with regard.record(net, keep="statistics") as numbers:
+        net(x)
+    with regard.record(net) as seen:
+        net(x)
+    for row, expected in zip(numbers.summary(), seen.summary(), strict=True):
+        assert row.entropy == pytest.approx(expected.entropy, abs=1e-5)
+        assert row.sink == pytest.approx(expected.sink, abs=1e-5)
+        assert row.peak != row.peak  # largest weights were not saved
+
+
+def test_rollout_of_a_decoder_token():
+    net = nn.Transformer(8, 2, 3, 2, 16, 0.0, batch_first=True).eval()
+    source, target = torch.randn(1, 5, 8), torch.randn(1, 4, 8)
+    with torch.no_grad(), regard.record(net, tokens=(list("abcde"), list("wxyz"))) as seen:
+        net(source, target)
+    assert seen.rollout("a").shape == (5,)
+    assert seen.rollout("x").shape == (4,)
