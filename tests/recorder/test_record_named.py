@@ -155,6 +155,25 @@ def test_a_compiled_block_inside_is_copied(x):
     assert {layer.name for layer in seen.layers} | {name for name, _ in seen.refused} == {"0", "1", "2"}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::regard.recorder.RefusedWarning")
+def test_a_block_that_compiles_itself_is_recorded_or_named_not_both(x):
+    torch._dynamo.reset()
+    net = model()
+    weights = truth(net, x)
+    net[0].compile()
+    with torch.no_grad():
+        plain = net(x)
+        for _ in range(2):
+            with regard.record(net) as seen:
+                assert torch.equal(net(x), plain)
+            recorded, refused = {layer.name for layer in seen.layers}, {name for name, _ in seen.refused}
+            assert recorded | refused == {"0", "1", "2"}
+            assert not recorded & refused
+            for layer in seen.layers:
+                torch.testing.assert_close(layer.weights.dense(), weights[int(layer.name)], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("way", [compiled_outside, compiled_in_place, compiled_forward])
 def test_watching_a_compiled_model_gives_numbers_or_a_warning(way, x, monkeypatch):
@@ -293,6 +312,16 @@ def test_attention_by_name_is_still_suspected():
     assert looks_like_attention(Mixer(), "blocks.0.attn")
     assert not looks_like_attention(Mixer(), "blocks.0.mlp")
     assert looks_like_attention(nn.MultiheadAttention(8, 2))
+    for name in (
+        "SelfAttention",
+        "SqueezeBertSelfAttention",
+        "SegformerEfficientSelfAttention",
+        "Conv1DAttn",
+        "GatedDeltaNet",
+    ):
+        assert looks_like_attention(type(name, (nn.Module,), {})())
+    for name in ("LlamaRMSNorm", "ConvDropoutLayerNorm", "SqueezeExcite", "SEModule", "DropPath"):
+        assert not looks_like_attention(type(name, (Mixer,), {})(), "attn")
 
 
 # Requests that do not fit.
