@@ -365,7 +365,8 @@ class Weights(LazyMatrix):
             )
         if "mean_distance" in names:
             self._need_positions("mean_distance")
-        statistics, inputs = list(names), dict[str, Any]()
+        statistics = list(names)
+        inputs: dict[str, Any] = {}
         if topk is not None:
             statistics.append("topk")
             inputs["topk"] = at_least_one(topk, "topk(k)")
