@@ -155,6 +155,25 @@ def test_a_compiled_block_inside_is_copied(x):
     assert {layer.name for layer in seen.layers} | {name for name, _ in seen.refused} == {"0", "1", "2"}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::regard.recorder.RefusedWarning")
+def test_a_block_that_compiles_itself_is_recorded_or_named_not_both(x):
+    torch._dynamo.reset()
+    net = model()
+    weights = truth(net, x)
+    net[0].compile()
+    with torch.no_grad():
+        plain = net(x)
+        for _ in range(2):
+            with regard.record(net) as seen:
+                assert torch.equal(net(x), plain)
+            recorded, refused = {layer.name for layer in seen.layers}, {name for name, _ in seen.refused}
+            assert recorded | refused == {"0", "1", "2"}
+            assert not recorded & refused
+            for layer in seen.layers:
+                torch.testing.assert_close(layer.weights.dense(), weights[int(layer.name)], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("way", [compiled_outside, compiled_in_place, compiled_forward])
 def test_watching_a_compiled_model_gives_numbers_or_a_warning(way, x, monkeypatch):
@@ -293,6 +312,16 @@ def test_attention_by_name_is_still_suspected():
     assert looks_like_attention(Mixer(), "blocks.0.attn")
     assert not looks_like_attention(Mixer(), "blocks.0.mlp")
     assert looks_like_attention(nn.MultiheadAttention(8, 2))
+    for name in (
+        "SelfAttention",
+        "SqueezeBertSelfAttention",
+        "SegformerEfficientSelfAttention",
+        "Conv1DAttn",
+        "GatedDeltaNet",
+    ):
+        assert looks_like_attention(type(name, (nn.Module,), {})())
+    for name in ("LlamaRMSNorm", "ConvDropoutLayerNorm", "SqueezeExcite", "SEModule", "DropPath"):
+        assert not looks_like_attention(type(name, (Mixer,), {})(), "attn")
 
 
 # Requests that do not fit.
@@ -478,3 +507,36 @@ def test_advice_names_the_key_of_this_config(family, key, more):
     net = getattr(transformers, f"{family}Model")(config).train()
     with pytest.raises(ValueError, match=f"Set {key}=0 in the config"):
         net(torch.zeros(1, 3, dtype=torch.long))
+
+
+# Small things that raised, or misled.
+
+
+def test_a_token_of_a_batch_says_which_index_is_missing(x):
+    net = model()
+    with regard.record(net, tokens=list("abcde")) as seen:
+        net(x)
+    with pytest.raises(KeyError, match=r"seen\[layer, head, 0\]"):
+        seen[1, 1]["a", "b"]
+    assert seen[1, 1, 0]["a", "b"] == seen[1].dense()[0, 1, 0, 1]
+
+
+def test_a_summary_of_statistics(x):
+    net = model()
+    with regard.record(net, keep="statistics") as numbers:
+        net(x)
+    with regard.record(net) as seen:
+        net(x)
+    for row, expected in zip(numbers.summary(), seen.summary(), strict=True):
+        assert row.entropy == pytest.approx(expected.entropy, abs=1e-5)
+        assert row.sink == pytest.approx(expected.sink, abs=1e-5)
+        assert row.peak != row.peak  # largest weights were not saved
+
+
+def test_rollout_of_a_decoder_token():
+    net = nn.Transformer(8, 2, 3, 2, 16, 0.0, batch_first=True).eval()
+    source, target = torch.randn(1, 5, 8), torch.randn(1, 4, 8)
+    with torch.no_grad(), regard.record(net, tokens=(list("abcde"), list("wxyz"))) as seen:
+        net(source, target)
+    assert seen.rollout("a").shape == (5,)
+    assert seen.rollout("x").shape == (4,)

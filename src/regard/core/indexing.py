@@ -126,7 +126,10 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
         if from_end < -2:
             raise IndexError(f"words name rows and columns, the last two axes; {item!r} stands at axis {axis}.")
         if tokens is None:
-            raise KeyError(f"{item!r}: these weights have no tokens. Give them first: W.label(tokens)[...].")
+            raise KeyError(
+                f"{item!r}: these weights have no tokens. Give them first: W.label(tokens)[...]; "
+                "of a recorded batch take one sequence: seen[layer, head, 0]."
+            )
         return tokens.find(item)
     if isinstance(item, slice):
         if item.step is not None and operator.index(item.step) < 0:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.weights import Weights
-from .slicing import cells, real_rows, row_mean
+from .slicing import cells, row_mean
 
 __all__ = [
     "BY",
@@ -283,11 +283,15 @@ def overview(layers: list[Any]) -> Table[HeadSummary]:
     """A `HeadSummary` for every head, over all sequences without their padding rows."""
     rows = []
     for layer in layers:
-        weights = layer.weights
-        seen = weights.see("entropy", "received", "peak")
-        real = real_rows(weights, layer.kind)
-        entropy, peak = row_mean(seen.entropy, real), row_mean(seen.peak.values, real)
-        share = (seen.received / seen.received.sum(-1, keepdim=True).clamp(min=1e-30)).amax(-1).mean(0)
+        rows_of_layer = layer.real_rows()
+        if layer.saved is None:  # keep="statistics" has no largest weights
+            entropies, received = layer.statistics["entropy"], layer.statistics["received"]
+            peaks = torch.full_like(entropies, torch.nan)
+        else:
+            seen = layer.weights.see("entropy", "received", "peak")
+            entropies, received, peaks = seen.entropy, seen.received, seen.peak.values
+        entropy, peak = row_mean(entropies, rows_of_layer), row_mean(peaks, rows_of_layer)
+        share = (received / received.sum(-1, keepdim=True).clamp(min=1e-30)).amax(-1).mean(0)
         for h, numbers in enumerate(zip(entropy.tolist(), peak.tolist(), share.tolist(), strict=True)):
             rows.append(HeadSummary(layer.index, layer.name, layer.kind, h, *numbers))
     return Table(HeadSummary._fields, rows)
@@ -296,7 +300,7 @@ def overview(layers: list[Any]) -> Table[HeadSummary]:
 @torch.no_grad()
 def rollout(layers: list[Any], token: Any, item: int | None) -> Tensor:
     """A row vector multiplied by ½ (I + mean over heads of W) of every layer, the last first: linear memory."""
-    stack = _one_stack(layers)
+    stack = _one_stack(layers, token, item)
     if not stack:
         raise ValueError("rollout follows self-attention through the layers, and none was recorded.")
     top = _one_sequence(stack[-1], item)
@@ -320,11 +324,12 @@ def _row_number(weights: Weights, token: Any) -> int:
     return pick
 
 
-def _one_stack(layers: list[Any]) -> list[Any]:
-    """The longest run of square self-attention layers of one size: an encoder, or a decoder."""
+def _one_stack(layers: list[Any], token: Any, item: int | None) -> list[Any]:
+    """The longest run of square self-attention layers of one size that has the token: an encoder, or a decoder."""
     square = [layer for layer in layers if layer.kind == "self" and layer.shape[-1] == layer.shape[-2]]
     runs = [list(run) for _, run in itertools.groupby(square, key=_stack_key)]
-    return max(runs, key=len, default=[])
+    with_token = [run for run in runs if _has_token(_one_sequence(run[-1], item), token, 0)]
+    return max(with_token or runs, key=len, default=[])
 
 
 def _stack_key(layer: Any) -> tuple[Any, str]:

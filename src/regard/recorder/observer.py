@@ -173,6 +173,7 @@ class Observer:
         for name, reason in self.hooks.unheard_modules(recorded):
             if self.only is None or any(isinstance(w, str) and fnmatch.fnmatchcase(name, w) for w in self.only):
                 self.refuse(name, reason)
+        self._drop_needless_refusals()
         self._check_request(max(counts))
         self._done, self.names, self.masks = [], None, {}
 
@@ -183,6 +184,11 @@ class Observer:
             self.refuse(call.name, str(error))
             return None
         return Layer(call.name, call.number, call.kind, saved, call.statistics, call.shape)
+
+    def _drop_needless_refusals(self) -> None:
+        """A compiled module that still called PyTorch's kernels is recorded, not refused."""
+        names = {layer.name for one in self.seen.passes for layer in one.layers}
+        self.seen.refused[:] = [(name, why) for name, why in self.seen.refused if why != CAPTURED or name not in names]
 
     def _check_request(self, calls: int) -> None:
         """Name layers that were requested and never called, and tokens that fit no layer."""

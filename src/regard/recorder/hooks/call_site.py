@@ -37,7 +37,8 @@ _ATTENTION_CLASS = re.compile(
 
 #: Names of classes that never do, whatever a model calls them: `ln_attn` is a norm.
 _NEVER_ATTENTION = re.compile(
-    r"norm\d*d?$|dropout|droppath|identity|linear\d*$|conv\d*d?$|activation|squeeze|excite|^se", re.I
+    r"norm\d*d?$|dropout\d*d?$|^(droppath|identity|linear|conv\d*d?)$|^squeeze_?(and_?)?excit|^se(module|block|layer)?$",
+    re.I,
 )
 
 #: Names that models use for an attention module, whatever its class.
