@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..core.types import StatisticName
 from ..core.weights import STATISTICS, Statistics
 
 __all__ = ["Probe"]
@@ -35,7 +36,7 @@ class Probe:
         torch.Size([3, 2])
     """
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: StatisticName) -> None:
         for name in names:
             if name not in STATISTICS:
                 raise ValueError(f"unknown statistic {name!r}; a layer computes {', '.join(STATISTICS)}.")
