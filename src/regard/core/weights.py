@@ -17,6 +17,7 @@ from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
 from .scores import Precomputed
 from .stats import Request
+from .torch_state import as_size
 from .types import KeyLike, KeysLike, StatisticName
 
 if TYPE_CHECKING:
@@ -365,7 +366,8 @@ class Weights(LazyMatrix):
             )
         if "mean_distance" in names:
             self._need_positions("mean_distance")
-        statistics, inputs = list(names), dict[str, Any]()
+        statistics = list(names)
+        inputs: dict[str, Any] = {}
         if topk is not None:
             statistics.append("topk")
             inputs["topk"] = at_least_one(topk, "topk(k)")
@@ -466,7 +468,7 @@ class Transposed:
     def shape(self) -> torch.Size:
         """``(..., h, j, i)``, or ``(j, i)`` for one head."""
         *outer, i, j = self.mT.shape
-        return torch.Size((*outer, j, i))
+        return as_size((*outer, j, i))
 
     def __matmul__(self, u: Tensor) -> Tensor:
         w = self.mT

@@ -29,7 +29,7 @@ MOST_STEPS, MOST_BYTES = 64, 2**28
 TAPES: dict[Hashable, Tape | str] = {}
 MAX_TAPES, SEEN_ONCE, NOT_REPLAYABLE = 1024, "asked", "never"
 
-CONSTANTS = frozenset((type(None), bool, int, float, str, torch.SymInt, torch.SymFloat))
+CONSTANTS = (type(None), bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 TensorPlace = tuple[int, int]  # a tensor's number, and how many bytes from where it begins
 Start = Callable[[list[int]], None]
