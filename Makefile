@@ -19,7 +19,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -63,6 +63,10 @@ test-libraries: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .libraries \
 	    timm==1.0.30 torchvision==0.28.0 diffusers==0.42.1 importlib_metadata zipp requests urllib3 charset_normalizer certifi
 	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/recorder/test_record_libraries.py
+
+# 10,000 hostile .regard files with right checksums; about five minutes.
+test-hostile-files: $(READY)
+	$(BIN)/python -m pytest tests/recorder/test_record_hostile.py -m "slow or not slow"
 
 test-planted: $(READY)
 	$(BIN)/python tests/support/planted.py

@@ -62,12 +62,12 @@ def train(clip, steps=80, limit=100.0, every=1):
             optimiser.step()
             if not watching.fresh:
                 continue
-            history.append((max_of(watching, "max_score"), -max_of(watching, "entropy", sign=-1)))
+            history.append((max_of(watching, "max_score"), -max_of(watching, "entropy_share", sign=-1)))
             if clip:
                 for name, found in watching.layers.items():
                     layer = model.get_submodule(name)
                     qk_clip(layer.query, layer.key, found["max_score"], limit)
-        log = watching.numbers()  # {"layers.0/entropy/0": 0.93, ...}
+        log = watching.numbers()  # {"layers.0/entropy_share/0": 0.93, ...}
     return history, log
 
 

@@ -35,7 +35,7 @@ ARROWS: dict[str, set[str]] = {
     "core.problem": {
         "core.block", "core.intervals", "core.lowering", "core.masks", "core.pytree", "core.scores", "core.torch_state",
     },
-    "core.stats": {"core.problem", "core.pytree"},
+    "core.stats": {"core.problem", "core.pytree", "core.torch_state"},
     "core.online_softmax": {"core.block", "core.problem", "core.stats"},
     "engines": {
         "core.block", "core.intervals", "core.masks", "core.online_softmax", "core.problem", "core.pytree",
@@ -58,7 +58,7 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.weights",
+        "_io", "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
@@ -219,3 +219,66 @@ def test_public_names_are_those_that_are_exported() -> None:
         assert getattr(regard, name).__module__ == "regard"
     with pytest.raises(AttributeError, match="no attribute 'atend'"):
         regard.atend  # noqa: B018
+
+
+#: Words that say nothing about the role or type of what they name.
+ROLELESS = frozenset(
+    ["told", "given", "kept", "found", "made", "asked", "room", "rooms", "lying", "laid", "heard", "whole", "known"]
+)
+
+
+def identifiers(tree: ast.AST) -> set[str]:
+    """Every name that a file binds or uses: variables, parameters, attributes, keywords, functions, classes, imports."""
+    names: set[str | None] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=name):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                names.add(asname or name)
+            case ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
+                names.add(name)
+    return {name for name in names if name is not None}
+
+
+def test_roleless_names_are_found_wherever_they_stand() -> None:
+    for line in (
+        "told = 1",
+        "x.kept",
+        "f(given=1)",
+        "def made(): ...",
+        "lambda room: 0",
+        "import x as laid",
+        "class whole: ...",
+    ):
+        assert identifiers(ast.parse(line)) & ROLELESS, line
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_name_says_its_role(path: Path) -> None:
+    assert not identifiers(ast.parse(path.read_text())) & ROLELESS
+
+
+def test_no_class_name_stands_for_two_classes() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+#: Packages whose docstrings still name their imports. This list only shrinks.
+NAME_THEIR_IMPORTS = ("engines/numba", "engines/triton")
+SAY_NO_IMPORTS = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if not any(path.is_relative_to(ROOT / package) for package in NAME_THEIR_IMPORTS)
+]
+
+
+@pytest.mark.parametrize("path", SAY_NO_IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_a_module_may_import_is_not_said_in_words(path: Path) -> None:
+    assert "Imports " not in (ast.get_docstring(ast.parse(path.read_text())) or "")

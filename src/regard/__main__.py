@@ -1,4 +1,4 @@
-"""`python -m regard`: the command line. Imports `cli`."""
+"""`python -m regard`: the command line."""
 
 import sys
 

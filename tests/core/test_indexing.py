@@ -92,11 +92,7 @@ picks = st.one_of(
 @given(picks, st.one_of(st.integers(-5, 4), st.slices(5).filter(lambda s: s.step is None or s.step > 0)))
 def test_any_two_picks_give_what_torch_gives(rows: object, cols: object) -> None:
     W = regard.weights(draw(5, 2), draw(5, 2), mask=regard.causal())
-    if (
-        isinstance(rows, slice)
-        and isinstance(cols, slice)
-        and len(range(*rows.indices(5))) == len(range(*cols.indices(5))) == 5
-    ):
+    if rows == cols == slice(None):
         assert isinstance(W[rows, cols], Weights)
         return
     dense = W.dense()
@@ -333,7 +329,7 @@ S = _Key()
 def test_a_slice_with_ends_gives_a_tensor_also_where_it_takes_all(key: object) -> None:
     for i, j in ((5, 3), (7, 4)):
         W = regard.weights(torch.randn(2, i, 4), torch.randn(2, j, 4))
-        assert torch.equal(W[key], W.dense()[key])
+        torch.testing.assert_close(W[key], W.dense()[key])
 
 
 def test_only_colons_and_ellipses_leave_rows_and_columns_alone() -> None:

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from regard.core.masks import Documents, Geometry, causal
-from regard.engines import replay as room
+from regard.engines import replay
 from regard.engines.replay import record_launch, replay_or_record
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(room, "TAPES", {})
-    monkeypatch.setattr(room, "DEVICES", ("cpu",))
+    monkeypatch.setattr(replay, "TAPES", {})
+    monkeypatch.setattr(replay, "DEVICES", ("cpu",))
 
 
 class Asked:
@@ -51,7 +51,7 @@ def several(x, y):
     return [where, torch.stack([largest, x.amin(-1)]), y.unflatten(0, (4, 2)).unbind(1)[1]]
 
 
-def new_room(x, y):
+def new_memory(x, y):
     lying = torch.empty_strided((4, 6), (1, 4), dtype=torch.float64).copy_(x)
     plain = torch.empty(8, 2, dtype=torch.float16)
     plain.copy_(y[:, None])
@@ -68,7 +68,7 @@ def same(a, b):
         assert p is None or (torch.equal(p, q) and p.stride() == q.stride() and p.dtype == q.dtype)
 
 
-@pytest.mark.parametrize("how", [views, in_place, several, new_room])
+@pytest.mark.parametrize("how", [views, in_place, several, new_memory])
 def test_the_third_answer_is_played_and_right(how):
     ask = Asked(how)
     for n in range(5):
@@ -153,7 +153,7 @@ def test_what_functorch_wraps_is_computed():
     for _ in range(4):
         x = torch.randn(5, 3)
         same([torch.vmap(lambda row: ask(row)[0])(x)], [x * 2])
-    assert not room.TAPES
+    assert not replay.TAPES
 
 
 elsewhere = torch.randn(4, 6)
@@ -190,11 +190,11 @@ def test_a_function_of_the_users_may_do_another_thing_each_time():
     for n in range(4):
         ask(torch.randn(3))
         assert ask.times == n + 1
-    assert not room.TAPES
+    assert not replay.TAPES
 
 
 def test_much_memory_is_not_held(monkeypatch):
-    monkeypatch.setattr(room, "MOST_BYTES", 1000)
+    monkeypatch.setattr(replay, "MAX_BYTES", 1000)
     ask = Asked(lambda x: [(x + 1) * 2 - 3])
     for n in range(4):
         ask(torch.randn(100))
@@ -254,7 +254,7 @@ def test_nothing_stays_alive():
 def test_what_is_not_needed_any_more_is_freed_at_once(monkeypatch):
     """Of a long chain never more than two links are held."""
     met, most = {}, 0
-    ran = room.OpStep.__call__
+    ran = replay.OpStep.__call__
 
     def watched(self, tensors, at):
         nonlocal most
@@ -262,7 +262,7 @@ def test_what_is_not_needed_any_more_is_freed_at_once(monkeypatch):
         met.update((id(t), weakref.ref(t)) for t in tensors if t is not None)
         most = max(most, sum(ref() is not None for ref in met.values()))
 
-    monkeypatch.setattr(room.OpStep, "__call__", watched)
+    monkeypatch.setattr(replay.OpStep, "__call__", watched)
     ask = Asked(lambda x: [((((x + 1) * 2) + 3) * 4) + 5])
     for _ in range(3):
         x = torch.randn(3)
@@ -324,7 +324,7 @@ def test_an_error_leaves_nothing_behind():
     for _ in range(3):
         with pytest.raises(RuntimeError):
             ask(torch.randn(3))
-    assert room.current_recorder() is None
+    assert replay.current_recorder() is None
     ask.how = lambda x: [x + 1]
     for _ in range(3):
         x = torch.randn(3)
@@ -332,12 +332,12 @@ def test_an_error_leaves_nothing_behind():
 
 
 def test_growing_lengths_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(room, "MAX_TAPES", 5)
+    monkeypatch.setattr(replay, "MAX_TAPES", 5)
     ask = Asked(lambda x: [x + 1])
     for n in range(20):
         for _ in range(3):
             ask(torch.randn(n))
-    assert len(room.TAPES) <= 5
+    assert len(replay.TAPES) <= 5
 
 
 @pytest.mark.parametrize("contiguous", [True, None])

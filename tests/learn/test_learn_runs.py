@@ -545,8 +545,8 @@ def test_history_has_loss_speed_and_every_head(text, tmp_path, monkeypatch):
     assert all("loss" in row and "lr" in row for row in looked)
     assert all(row["tokens_per_second"] > 0 for row in looked[1:])
     head = looked[0]["heads"]["body.blocks.0.attention"]
-    assert len(head["entropy"]) == len(head["max_score"]) == 2
+    assert len(head["entropy_share"]) == len(head["max_score"]) == 2
     told = history(tmp_path / "run")
     assert [step for step, _ in told] == [row["step"] for row in looked]
-    assert told[0][1]["body.blocks.0.attention/entropy/1"] == head["entropy"][1]
+    assert told[0][1]["body.blocks.0.attention/entropy_share/1"] == head["entropy_share"][1]
     assert "<svg" in svg.svg(told)

@@ -459,7 +459,7 @@ def test_what_is_not_installed_is_said_before_anything_is_done(
 def test_no_number_of_the_training_panel_is_cut(heads, width):
     from rich.console import Console
 
-    of = {"entropy": [0.5 + n for n in range(heads)], "max_score": [1000.5 - n for n in range(heads)]}
+    of = {"entropy_share": [0.5 + n for n in range(heads)], "max_score": [1000.5 - n for n in range(heads)]}
     console = Console(width=width, force_terminal=False, record=True, file=io.StringIO())
     console.print(_table({f"body.blocks.{n}.attention": of for n in range(2)}, width))
     text = console.export_text()
@@ -475,7 +475,7 @@ def test_without_rich_or_a_terminal_progress_is_plain(monkeypatch):
     assert type(open_progress()) is Plain
 
 
-HEADS = {"body.blocks.0.attention": {"entropy": [0.5, 0.25], "max_score": [3.0, 40.0]}}
+HEADS = {"body.blocks.0.attention": {"entropy_share": [0.5, 0.25], "max_score": [3.0, 40.0]}}
 
 
 def test_plain_progress_is_lines_on_stderr(capsys):

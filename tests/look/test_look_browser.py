@@ -484,13 +484,13 @@ def test_a_hundred_thousand_tokens_fit_into_five_megabytes_and_two_seconds(
 def test_training_shows_every_head_over_the_steps(show: Any) -> None:
     shown = show(View(history()))
     last = history()[-1][1]
-    for what, head in (("entropy", 3), ("max_score", 3)):
+    for what, head in (("entropy_share", 3), ("max_score", 3)):
         assert number(shown.text(f'[data-read="{what}"]')) == pytest.approx(
             last[f"layers.0.attn/{what}/{head}"], abs=5.1e-4
         )
     box = shown.tab.locator(".train > canvas").first.bounding_box()
     shown.tab.mouse.move(box["x"] + 2, box["y"] + box["height"] - 2)
-    assert number(shown.text('[data-read="entropy"]')) == pytest.approx(0.9)
+    assert number(shown.text('[data-read="entropy_share"]')) == pytest.approx(0.9)
     assert "layers.2.attn head 3, step 0" in shown.text(".train .readout")
     assert len(shown.opened_table()) == 20
 
@@ -612,7 +612,9 @@ def test_hostile_tokens_layers_and_refusals_are_text(show: Any) -> None:
 
 
 def test_hostile_names_while_training_are_text(show: Any) -> None:
-    shown = show(View([(step, {f"{text}/entropy/0": 0.5 for text in HOSTILE}) for step in (0, 1)], title=HOSTILE[3]))
+    shown = show(
+        View([(step, {f"{text}/entropy_share/0": 0.5 for text in HOSTILE}) for step in (0, 1)], title=HOSTILE[3])
+    )
     shown.opened_table()
     assert shown.tab.locator("main img, main script, main iframe").count() == 0
     assert shown.text("h1") == HOSTILE[3]

@@ -310,7 +310,7 @@ def test_a_page_begins_with_the_heads_that_tie_two_words(run):
 
 def test_numbers_that_are_none_are_null_in_json(run):
     broken = opened(None).look_at(SENTENCE)
-    broken.layers[5].kept.q.data[0, 3, 10] = float("nan")  # of "it", in one head
+    broken.layers[5].saved.q.data[0, 3, 10] = float("nan")  # of "it", in one head
     broken.save("broken.regard")
     told = json.loads(run("look", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])
     assert told["rows"][0]["weights"] == [None] * 15

@@ -22,7 +22,7 @@ with torch.no_grad(), regard.record(model, tokens="the cat sat on the mat".split
     model(torch.randn(1, 6, 16))
 seen.show("mat")""",
     """history = []
-with regard.watch(model.train(), every=1, to=lambda numbers, step: history.append((step, numbers))):
+with regard.watch(model.train(), every=1, callback=lambda numbers, step: history.append((step, numbers))):
     for _ in range(3):
         model(torch.randn(1, 6, 16)).sum().backward()
 regard.look.View(history)""",

@@ -54,7 +54,7 @@ def test_queries_keys_and_values_are_there_in_half_precision_and_give_the_same_w
     held = read(seen)
     for n, layer in enumerate(held.header["layers"]):
         q, k, v = (held.array(layer[name]).float() for name in "qkv")
-        kept = seen.layers[n].kept
+        kept = seen.layers[n].saved
         for mine, theirs in ((q, kept.q), (k, kept.k), (v, kept.v)):
             assert (mine - theirs[0]).abs().max() <= 2**-11 * theirs.abs().max()
         again = regard.weights(q, k, score=regard.ScaledDot(layer["scale"])).dense()
@@ -115,7 +115,7 @@ def test_the_overview_has_the_numbers_of_recording_heads(by: str) -> None:
     numbers = read(seen).header["metrics"][by]
     for layer, head, _, value in seen.heads(by):
         assert numbers[layer][head] == pytest.approx(value, rel=1e-4)
-    assert set(BY) == set(payload.METRICS)
+    assert set(BY) == {*payload.METRICS, "entropy_without_sink"}
 
 
 def test_word_vectors_are_shown_with_all_their_products() -> None:
@@ -289,7 +289,7 @@ def test_hostile_strings_leave_the_page_as_it_is(where: str, tmp_path: Path) -> 
         "tokens, layers, refusals": lambda: [View(hostile_recording())],
         "title": lambda: [View(refused(), title=text) for text in HOSTILE],
         "file name": lambda: [],
-        "history": lambda: [View([(1, {f"{text}/entropy/0": 0.5 for text in HOSTILE})])],
+        "history": lambda: [View([(1, {f"{text}/entropy_share/0": 0.5 for text in HOSTILE})])],
     }[where]()
     if where == "file name":
         names = {re.sub(r"[\x00/]", "_", text).encode("utf-8", "replace").decode()[:60] for text in HOSTILE}
@@ -447,7 +447,7 @@ WRONG = {
     "all refused": (lambda: regard.Recording([], [("mamba", "no weights")]), {}, ValueError, "Refused: mamba: no weights"),
     "no words at all": (lambda: regard.weights(torch.randn(0, 4)), {}, ValueError, "nothing to see"),
     "an empty history": (lambda: [], {}, ValueError, "at least one step, got none"),
-    "a history of other numbers": (lambda: [(0, {"loss": 1.0})], {}, ValueError, "layer/entropy/head"),
+    "a history of other numbers": (lambda: [(0, {"loss": 1.0})], {}, ValueError, "layer/entropy_share/head"),
 }  # fmt: skip
 
 

@@ -102,7 +102,12 @@ def test_of_a_batch_it_is_said_which_sequence_is_shown():
 
 
 def test_a_training_that_diverged_is_shown():
-    text = svg([(0, {"a/entropy/0": 0.5, "b/entropy/0": 0.4}), (1, {"a/entropy/0": math.nan, "b/entropy/0": 0.3})])
+    text = svg(
+        [
+            (0, {"a/entropy_share/0": 0.5, "b/entropy_share/0": 0.4}),
+            (1, {"a/entropy_share/0": math.nan, "b/entropy_share/0": 0.3}),
+        ]
+    )
     assert "a 0 ends at NaN" in text
     assert not re.search(r'="[^"]*nan', text)
 
@@ -130,7 +135,7 @@ def test_a_training_history_is_a_line_a_head():
     assert sum(line.get("stroke") == "#c2500a" for line in lines) == 2
     assert "entropy, a share of the most it could be: 4 heads; block.0 1 ends at 0.00865" in texts(root)
     assert "step 95" in texts(root)
-    read(svg([(0, {"</script>/entropy/0": 0.5})], title="one step"))
+    read(svg([(0, {"</script>/entropy_share/0": 0.5})], title="one step"))
 
 
 @pytest.mark.parametrize("start", range(0, len(HOSTILE), 20))

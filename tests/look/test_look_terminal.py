@@ -214,7 +214,10 @@ def test_a_row_that_is_not_a_number_leaves_the_others_as_they_are():
 
 
 def test_a_training_that_diverged_is_shown():
-    told = [(0, {"a/entropy/0": 0.5, "a/max_score/0": 2.0}), (1, {"a/entropy/0": NONE, "a/max_score/0": math.inf})]
+    told = [
+        (0, {"a/entropy_share/0": 0.5, "a/max_score/0": 2.0}),
+        (1, {"a/entropy_share/0": NONE, "a/max_score/0": math.inf}),
+    ]
     assert "0.5 → NaN" in draw(told)
     assert "2 → inf" in draw(told)
 

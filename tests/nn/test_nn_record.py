@@ -125,7 +125,7 @@ def test_watch_sees_every_head_while_training(score):
     model(ids, probe=probe)
     found = torch.stack([watching.layers[f"body.blocks.{n}.attention"]["max_score"] for n in range(2)])
     torch.testing.assert_close(found, probe.heads("max_score"))
-    entropies = [v for k, v in watching.numbers().items() if "/entropy/" in k]
+    entropies = [v for k, v in watching.numbers().items() if "/entropy_share/" in k]
     assert all(0 < v <= 1.0001 for v in entropies)
 
 

@@ -35,7 +35,7 @@ def hooks_of(module):
 
 
 def listening():
-    key = torch._C._dispatch_key_parse(tap.HEAR)
+    key = torch._C._dispatch_key_parse(tap.RECORD_KEY)
     return torch._C._dispatch_tls_is_dispatch_key_included(key)
 
 
@@ -50,7 +50,7 @@ def test_everything_is_gone_after_the_block(x):
         assert listening()
         net(x)
     assert not listening()
-    assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse(tap.FOLLOW))
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C._dispatch_key_parse(tap.FOLLOW_KEY))
     assert hooks_of(net) == 0
     assert tap.listeners() == []
 
@@ -103,6 +103,11 @@ def test_another_thread_sees_nothing_and_is_not_changed(x):
     assert len(seen.passes) == 2
 
 
+def _run(thread):
+    thread.start()
+    thread.join()
+
+
 def test_the_fast_path_of_an_encoder_stays_on_in_other_threads():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     x = torch.randn(2, 5, 8)
@@ -115,10 +120,10 @@ def test_the_fast_path_of_an_encoder_stays_on_in_other_threads():
 
     with torch.no_grad():
         expected = encoder(x)
-        with regard.record(encoder):
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
+        thread = threading.Thread(target=other)
+        recording = regard.record(encoder)
+        with pytest.warns(RefusedWarning, match="another thread"), recording:
+            _run(thread)
     assert torch.equal(results["y"], expected)
 
 
@@ -203,7 +208,7 @@ def test_memory_is_freed_with_the_recording(x):
     net = model()
     with regard.record(net) as seen:
         net(x)
-    kept = [weakref.ref(layer.kept) for layer in seen.layers]
+    kept = [weakref.ref(layer.saved) for layer in seen.layers]
     root = weakref.ref(net)
     del net
     gc.collect()
@@ -219,8 +224,8 @@ def test_factors_are_detached(x):
     with regard.record(net, values=True) as seen:
         net(x)
     for layer in seen.layers:
-        assert not layer.kept.q.requires_grad
-        assert not layer.kept.k.requires_grad
+        assert not layer.saved.q.requires_grad
+        assert not layer.saved.k.requires_grad
         assert not layer.values.requires_grad
 
 
@@ -241,7 +246,7 @@ def test_buffers_that_the_model_writes_over_are_copied(x):
     net(q * 3)
     with regard.record(net) as later:
         net(q)
-    torch.testing.assert_close(seen.layers[0].kept.weights().dense(), before)
+    torch.testing.assert_close(seen.layers[0].saved.weights().dense(), before)
     torch.testing.assert_close(later[0].dense(), before)
 
 
@@ -278,7 +283,7 @@ def test_statistics_are_numbers_of_every_pass(x):
         net(x)
     assert len(seen.passes) == 2
     for layer, other in zip(seen.layers, whole.layers, strict=True):
-        assert layer.kept is None
+        assert layer.saved is None
         torch.testing.assert_close(layer.statistics["entropy"], other.weights.entropy())
         torch.testing.assert_close(layer.statistics["received"], other.weights.received())
         torch.testing.assert_close(layer.statistics["max_score"], other.weights.max_score())
@@ -299,22 +304,22 @@ def test_values_are_kept_on_request(x):
     torch.testing.assert_close(layer.norm_weighted(0), expected)
 
 
-def test_to_a_path_writes_the_file(x, tmp_path):
+def test_path_writes_the_file(x, tmp_path):
     net = model()
-    with regard.record(net, to=tmp_path / "run.regard") as seen:
+    with regard.record(net, path=tmp_path / "run.regard") as seen:
         net(x)
     again = regard.load(tmp_path / "run.regard")
     torch.testing.assert_close(again[1].dense(), seen[1].dense())
 
 
-def test_to_a_path_keeps_one_layer_in_memory_at_a_time(x, tmp_path):
+def test_path_keeps_one_layer_in_memory_at_a_time(x, tmp_path):
     net = model()
     with torch.no_grad(), regard.record(net, values=True) as expected:
         net(x)
-    with torch.no_grad(), regard.record(net, values=True, to=tmp_path / "run.regard") as seen:
+    with torch.no_grad(), regard.record(net, values=True, path=tmp_path / "run.regard") as seen:
         net(x)
         net(x)
-    assert all(layer.kept.q is None for p in seen.passes for layer in p.layers)
+    assert all(layer.saved.q is None for p in seen.passes for layer in p.layers)
     for layer, other in zip(seen.layers, expected.layers, strict=True):
         assert torch.equal(layer.weights.dense(), other.weights.dense())
         assert torch.equal(layer.values, other.values)
@@ -359,7 +364,7 @@ def test_a_dense_mask_is_recognised():
             net = Net()
             with regard.record(net) as seen:
                 net(q, given)
-            assert repr(seen.layers[0].kept.mask).startswith(text), (text, seen.layers[0].kept.mask)
+            assert repr(seen.layers[0].saved.mask).startswith(text), (text, seen.layers[0].saved.mask)
             expected = (q @ q.mT / 2).masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1)
             torch.testing.assert_close(seen[0].dense(), expected * mask.any(-1, keepdim=True), atol=1e-6, rtol=1e-5)
 
@@ -380,7 +385,7 @@ def test_a_16k_causal_mask_is_not_stored():
     net = type("Net", (nn.Module,), {"forward": lambda self, q: F.scaled_dot_product_attention(q, q, q, mask)})()
     with torch.no_grad(), regard.record(net) as seen:
         net(torch.randn(1, 1, t, 8))
-    assert repr(seen.layers[0].kept.mask) == "causal()"
+    assert repr(seen.layers[0].saved.mask) == "causal()"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +393,7 @@ def test_a_16k_causal_mask_is_not_stored():
     [
         ({"model": "bert"}, TypeError, "nn.Module"),
         ({"keep": "all"}, ValueError, "factors"),
-        ({"to": 3}, TypeError, "path"),
+        ({"path": 3}, TypeError, "path"),
         ({"layers": 2.5}, TypeError, "numbers in the order"),
         ({"tokens": 5}, TypeError, "tokenizer"),
     ],

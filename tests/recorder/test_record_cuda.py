@@ -63,7 +63,7 @@ def test_autocast_is_followed():
     x = torch.randn(1, 64, 64, device="cuda")
     with torch.autocast("cuda", torch.bfloat16), regard.record(net) as seen:
         net(x)
-    assert seen.layers[0].kept.q.dtype == torch.bfloat16
+    assert seen.layers[0].saved.q.dtype == torch.bfloat16
     torch.testing.assert_close(seen[0].dense(), net.by_hand(x).detach().float(), atol=2e-2, rtol=0)
 
 
@@ -104,8 +104,8 @@ def test_the_encoder_keeps_its_fast_path(padded):
 def test_to_cpu_frees_the_gpu(tmp_path):
     net = Attention(SDPBackend.FLASH_ATTENTION).cuda().half()
     x = torch.randn(1, 64, 64, device="cuda", dtype=torch.float16)
-    with torch.no_grad(), regard.record(net, to="cpu") as seen:
+    with torch.no_grad(), regard.record(net, device="cpu") as seen:
         net(x)
-    assert seen.layers[0].kept.q.device.type == "cpu"
+    assert seen.layers[0].saved.q.device.type == "cpu"
     seen.save(tmp_path / "a.regard")
     assert regard.load(tmp_path / "a.regard")[0].shape == (1, 2, 64, 64)

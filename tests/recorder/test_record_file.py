@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
+from regard._io import atomic_write
 from regard.core.scores import ScaledDot
 from regard.recorder import Recording, RegardFileError
 from regard.recorder.calls import SavedCall
@@ -43,14 +44,14 @@ def same(a, b):
     for p, r in zip(a.passes, b.passes, strict=True):
         assert p.steps == r.steps
         for x, y in zip(p.layers, r.layers, strict=True):
-            assert (x.name, x.index, x.kind, tuple(x.shape), x.words) == (
+            assert (x.name, x.index, x.kind, tuple(x.shape), x.tokens) == (
                 y.name,
                 y.index,
                 y.kind,
                 tuple(y.shape),
-                y.words,
+                y.tokens,
             )
-            if x.kept is not None:
+            if x.saved is not None:
                 assert torch.equal(x.weights.dense(), y.weights.dense())
                 assert (x.values is None) == (y.values is None)
             for name, tensor in x.statistics.items():
@@ -87,7 +88,7 @@ def test_every_type_of_number(dtype, tmp_path):
     )
     seen.save(tmp_path / "a.regard")
     again = regard.load(tmp_path / "a.regard")
-    assert again.layers[0].kept.q.dtype == dtype
+    assert again.layers[0].saved.q.dtype == dtype
     same(seen, again)
 
 
@@ -98,7 +99,7 @@ def test_safetensors_can_read_it(tmp_path):
     with safetensors.safe_open(tmp_path / "a.regard", "pt") as file:
         assert json.loads(file.metadata()["regard"])["format"] == "regard recording"
         tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118  safetensors' own object
-    assert any(torch.equal(tensor, seen.layers[0].kept.q) for tensor in tensors if tensor.shape == (2, 2, 6, 4))
+    assert any(torch.equal(tensor, seen.layers[0].saved.q) for tensor in tensors if tensor.shape == (2, 2, 6, 4))
 
 
 def golden():
@@ -106,7 +107,7 @@ def golden():
     layer = Layer(
         "layer.0", 0, "self", SavedCall(q, q + 1, None, None, ScaledDot(0.5), regard.causal(), None), {}, (1, 1, 2, 2)
     )
-    layer.words = ([["a", "b"]], [["a", "b"]])
+    layer.tokens = ([["a", "b"]], [["a", "b"]])
     return Recording([Pass([layer])], [("layer.1", "linear attention")])
 
 
@@ -260,7 +261,6 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
 
 def forked_writer(path, pieces, instant):
     """Write a file in small pieces in a child that dies by SIGKILL at an instant; returns whether it died."""
-    from regard.recorder import file
 
     child = os.fork()
     if child == 0:
@@ -289,7 +289,7 @@ def forked_writer(path, pieces, instant):
                     return out
 
                 setattr(os, name, mortal)
-            file.write(path, slowly())
+            atomic_write(path, slowly())
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -326,13 +326,13 @@ def test_killed_from_outside_while_saving(tmp_path):
     code = textwrap.dedent("""
         import sys, torch, regard
         from regard.recorder import Recording
-        from regard.recorder.capture import Kept
+        from regard.recorder.calls import SavedCall
         from regard.recorder.recording import Layer, Pass
-        from regard.score import ScaledDot
+        from regard.core.scores import ScaledDot
         q = torch.randn(1, 8, 512, 64)
         print("ready", flush=True)
         while True:
-            kept = Kept(q, q, None, None, ScaledDot(), None, None)
+            kept = SavedCall(q, q, None, None, ScaledDot(), None, None)
             Recording([Pass([Layer("x", 0, "self", kept, {}, (1, 8, 512, 512))])]).save(sys.argv[1])
     """)
     path = tmp_path / "a.regard"

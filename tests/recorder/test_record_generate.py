@@ -86,9 +86,9 @@ def test_a_generation_is_one_matrix(case, left_padded):
         assert layer.shape == (2, 4, PROMPT + NEW - 1, PROMPT + NEW - 1)
         real = whole.bool()[:, None, :, None]
         torch.testing.assert_close(layer.weights.dense() * real, expected * real, atol=1e-5, rtol=0)
-        assert layer.words[0] == [[f"w{n}" for n in row] for row in text.tolist()]
-        if layer.kept.mask is not None:
-            assert "dense" not in repr(layer.kept.mask)
+        assert layer.tokens[0] == [[f"w{n}" for n in row] for row in text.tolist()]
+        if layer.saved.mask is not None:
+            assert "dense" not in repr(layer.saved.mask)
 
 
 def test_two_generations_are_two_passes():
@@ -157,9 +157,9 @@ def test_an_encoder_decoder_is_one_pass_with_the_right_words(name, cls):
             torch.testing.assert_close(layer.weights.dense(), w, atol=1e-5, rtol=0)
     source = [[f"w{n}" for n in row] for row in zoo.ids(2, PROMPT).tolist()]
     target = [[f"w{n}" for n in row] for row in out[:, :-1].tolist()]
-    assert encoder[0].words == (source, source)
-    assert decoder[0].words == (target, target)
-    assert cross[0].words == (target, source)
+    assert encoder[0].tokens == (source, source)
+    assert decoder[0].tokens == (target, target)
+    assert cross[0].tokens == (target, source)
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -176,7 +176,7 @@ def test_a_generation_is_stitched_from_the_disk_too(tmp_path):
     arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad(), regard.record(model) as expected:
         model.generate(zoo.ids(1, 5), **arguments)
-    with torch.no_grad(), regard.record(model, to=tmp_path / "run.regard"):
+    with torch.no_grad(), regard.record(model, path=tmp_path / "run.regard"):
         model.generate(zoo.ids(1, 5), **arguments)
     again = regard.load(tmp_path / "run.regard")
     assert again.passes[0].steps == 4
@@ -200,6 +200,6 @@ def test_memory_of_a_generation_grows_with_its_length_not_its_square():
     model = made("llama", "LlamaForCausalLM")
     with torch.no_grad(), regard.record(model) as seen:
         model.generate(zoo.ids(1, 5), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-    kept = seen.layers[0].kept
+    kept = seen.layers[0].saved
     assert kept.k.untyped_storage().nbytes() <= kept.k.numel() * kept.k.element_size() * 2
     assert kept.q.shape[2] == kept.k.shape[2] == 44

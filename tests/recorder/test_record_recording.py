@@ -80,14 +80,14 @@ def test_find_names_the_best_heads_first(seen):
     alone = seen.find("cat")
     best = max((w[a, h, 1].max().item(), WORDS[int(w[a, h, 1].argmax())], a, h) for a in range(3) for h in range(3))
     assert alone[0][:3] == (best[2], best[3], best[1])
-    with pytest.raises(KeyError, match="no layer knows 'dog'"):
+    with pytest.raises(KeyError, match="no layer has the token 'dog'"):
         seen.find("dog")
     with pytest.raises(KeyError, match="occurs 2 times"):
         seen.find("the", "cat")
 
 
 def test_heads_by_every_measure(seen):
-    for by in ("entropy", "mean_distance", "sink", "previous", "induction"):
+    for by in ("entropy", "entropy_without_sink", "mean_distance", "sink", "previous", "induction"):
         table = seen.heads(by)
         assert len(table) == 9
         for index, head, _, value in table:
@@ -100,7 +100,8 @@ def test_heads_by_every_measure(seen):
             rest = rest / share.unsqueeze(-1).clamp(min=1e-12)
             at = torch.arange(6)
             expected = {
-                "entropy": -((rest * rest.clamp(min=1e-30).log()).sum(-1) * share).sum() / share.sum(),
+                "entropy": -(w * w.clamp(min=1e-30).log()).sum(-1).mean(),
+                "entropy_without_sink": -((rest * rest.clamp(min=1e-30).log()).sum(-1) * share).sum() / share.sum(),
                 "mean_distance": ((rest * (at[:, None] - at).abs()).sum(-1) * share).sum() / share.sum(),
                 "sink": w[:, sink].mean(),
                 "previous": w[at[1:], at[:-1]].mean(),
@@ -126,7 +127,7 @@ def test_numpy_and_pandas(seen):
     table = seen.find("cat", "walks")
     assert table.numpy()["weight"][0] == table[0][2]
     pandas = pytest.importorskip("pandas")
-    frame = seen.pandas()
+    frame = seen.to_pandas()
     assert isinstance(frame, pandas.DataFrame)
     assert len(frame) == 9
     row = frame[(frame.layer == 1) & (frame["head"] == 2)].iloc[0]

@@ -90,7 +90,7 @@ def test_every_way_to_call_sdpa_is_recorded(route, x):
 def test_grouped_heads_keep_their_few_keys(x):
     k = torch.randn(B, 1, T, D)
     seen = seen_in(lambda q: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), x)
-    assert seen.layers[0].kept.k.shape == k.shape
+    assert seen.layers[0].saved.k.shape == k.shape
     close(seen[0].dense(), by_hand(x, k.expand(-1, H, -1, -1)))
 
 
@@ -157,7 +157,7 @@ HAND = {
 def test_softmax_by_hand_is_kept_as_the_model_wrote_it(way, x):
     seen = seen_in(HAND[way], x)
     assert len(seen) == 1
-    assert seen.layers[0].kept.w is not None
+    assert seen.layers[0].saved.w is not None
     close(seen[0].dense(), by_hand(x, x))
 
 
@@ -344,7 +344,7 @@ def test_transformer_decoder_tells_self_from_cross():
         assert [layer.kind for layer in seen.layers] == ["self", "cross"] * 2
         close(seen[0].dense(), mha_by_hand(model.layers[0].self_attn, x, x))
     assert seen[1].shape == (2, 3, 5, 7)
-    assert seen.layers[1].words == ([list("vwxyz")] * 2, [list("abcdefg")] * 2)
+    assert seen.layers[1].tokens == ([list("vwxyz")] * 2, [list("abcdefg")] * 2)
     assert len(seen.select(kind="cross")) == 2
 
 

@@ -39,16 +39,16 @@ def test_the_numbers_are_those_of_the_dense_matrix(fused):
     with regard.watch(net, every=1) as watching:
         net(x)
     entropy, score = by_hand(net[0], x)
-    torch.testing.assert_close(watching.layers["0"]["entropy"], entropy.detach(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(watching.layers["0"]["entropy_share"], entropy.detach(), atol=1e-5, rtol=0)
     torch.testing.assert_close(watching.layers["0"]["max_score"], score.detach(), atol=1e-5, rtol=0)
     numbers = watching.numbers()
-    assert set(numbers) == {f"{n}/{what}/{h}" for n in "01" for what in ("entropy", "max_score") for h in "01"}
+    assert set(numbers) == {f"{n}/{what}/{h}" for n in "01" for what in ("entropy_share", "max_score") for h in "01"}
     assert all(type(value) is float for value in numbers.values())
 
 
 def test_only_every_nth_training_pass_is_looked_at():
     net, x, told = nn.Sequential(Attention()), torch.randn(1, 4, 8), []
-    with regard.watch(net, every=3, to=lambda numbers, step: told.append(step)) as watching:
+    with regard.watch(net, every=3, callback=lambda numbers, step: told.append(step)) as watching:
         fresh = []
         for _ in range(7):
             net(x)
@@ -95,7 +95,7 @@ def test_a_causal_row_is_judged_by_the_keys_it_can_see():
     net = Causal()
     with regard.watch(net, every=1) as watching:
         net(torch.randn(1, 6, 8))
-    torch.testing.assert_close(watching.layers[""]["entropy"], torch.ones(2))
+    torch.testing.assert_close(watching.layers[""]["entropy_share"], torch.ones(2))
 
 
 def test_qk_clip_brings_the_largest_score_to_the_limit():

@@ -119,7 +119,7 @@ def test_flash_attention_is_heard_at_the_interface(name, monkeypatch):
     assert len(seen) == len(expected) > 0
     real = inputs["attention_mask"].bool()[:, None, :, None]
     for a, b in zip(seen.layers, expected.layers, strict=True):
-        assert a.kept.q is not None
+        assert a.saved.q is not None
         torch.testing.assert_close(a.weights.dense() * real, b.weights.dense() * real, atol=1e-5, rtol=0)
 
 
@@ -139,7 +139,7 @@ def test_flex_attention_is_heard_at_the_interface(name):
     assert seen.refused == []
     for a, b in zip(seen.layers, expected.layers, strict=True):
         torch.testing.assert_close(a.weights.dense() * real, b.weights.dense() * real, atol=1e-5, rtol=0)
-        assert "dense" not in repr(a.kept.mask)
+        assert "dense" not in repr(a.saved.mask)
 
 
 # A real pretrained model.

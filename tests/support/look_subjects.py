@@ -47,5 +47,5 @@ def fake_recording(tokens=TOKENS, source=None, layers=2, heads=3) -> Recording:
 
 
 HISTORY = [(step, {f"block.{b}/{what}/{h}": math.exp(-step / 40 * (h + 1)) * (9 if what == "max_score" else 1)
-                   for b in range(2) for what in ("entropy", "max_score") for h in range(2)}) for step in range(0, 100, 5)]  # fmt: skip
+                   for b in range(2) for what in ("entropy_share", "max_score") for h in range(2)}) for step in range(0, 100, 5)]  # fmt: skip
 WIDE = ["[CLS]", "日本", "語", "は", "😀", "👩‍👩‍👧", "שלום", "עולם", "naïve", "e\u0301tude", "##s", "[SEP]"]

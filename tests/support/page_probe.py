@@ -187,10 +187,10 @@ def history() -> list[tuple[int, dict[str, float]]]:
             step,
             {
                 f"layers.{layer}.attn/{what}/{head}": 0.9 / (1 + head * step / 100)
-                if what == "entropy"
+                if what == "entropy_share"
                 else 3 + 0.1 * step * head
                 for layer in range(3)
-                for what in ("entropy", "max_score")
+                for what in ("entropy_share", "max_score")
                 for head in range(4)
             },
         )

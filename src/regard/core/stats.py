@@ -137,10 +137,10 @@ def of_dense(w: Tensor, s: Tensor, request: Request, offset: int, sink: Tensor |
 def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Weights (b, h, i, j) of complete rows of scores; with a sink's logits also the share (b, h, i) that it takes."""
     every, j = with_sink(s, logits), s.shape[-1]
-    # softmax of a row of −inf is nan; a hidden key weighs 0 also in a row that is nan.
+    # softmax of a row of −inf is nan. A hidden key weighs 0, also in a row that is nan.
     hidden = every == -torch.inf
     if every.requires_grad or in_functorch():
-        # The gradient of a row of −inf is nan as well: its scores are set to 0 first.
+        # The gradient of a row of −inf is nan as well: such a row is set to 0 before.
         p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1).masked_fill(hidden, 0)
     else:
         p = every.softmax(-1).masked_fill_(hidden, 0)

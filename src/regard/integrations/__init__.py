@@ -1,1 +1,1 @@
-"""Other libraries' models on regard's own attention."""
+"""Models of other libraries with attention computed by regard."""

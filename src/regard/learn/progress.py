@@ -95,7 +95,7 @@ def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
     """The lowest entropy and the largest score over all heads, and the heads that have them."""
     if not heads:
         return ""
-    low = min((value, f"{name} head {n}") for name, of in heads.items() for n, value in enumerate(of["entropy"]))
+    low = min((value, f"{name} head {n}") for name, of in heads.items() for n, value in enumerate(of["entropy_share"]))
     text = f"entropy ≥ {low[0]:.2f} ({_short(low[1])})"
     scores = [(v, f"{name} head {n}") for name, of in heads.items() for n, v in enumerate(of.get("max_score", []))]
     if scores:
@@ -108,7 +108,7 @@ def _table(heads: dict[str, dict[str, list[float]]], width: int) -> Any:
     """A table of all heads in one or two lines per layer; where it is too wide, only each layer's extremes."""
     from rich.table import Table
 
-    count = max((len(of["entropy"]) for of in heads.values()), default=0)
+    count = max((len(of["entropy_share"]) for of in heads.values()), default=0)
     one_line, two_lines = 8 + 12 * count <= width, 16 + 7 * count <= width
     title = "entropy / largest score, per head" if one_line or two_lines else None
     table = Table(box=None, padding=(0, 1), title=title, title_style="dim")
@@ -116,7 +116,7 @@ def _table(heads: dict[str, dict[str, list[float]]], width: int) -> Any:
     for title in map(str, range(count)) if one_line or two_lines else ("lowest entropy", "largest score"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, of in heads.items():
-        entropy, scores = of["entropy"], of.get("max_score", [float("nan")] * len(of["entropy"]))
+        entropy, scores = of["entropy_share"], of.get("max_score", [float("nan")] * len(of["entropy_share"]))
         if one_line:
             table.add_row(_short(name), *[f"{e:.2f}/{s:.1f}" for e, s in zip(entropy, scores, strict=True)])
         elif two_lines:

@@ -153,7 +153,7 @@ class Trained:
             return self._strings(ids[0].tolist())
         from ..recorder.hooks import tap
 
-        with tap.quiet():  # record the one pass over both sentences, not the search
+        with tap.suspended():  # record the one pass over both sentences, not the search
             start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
             target = [start, *beam_search(self.model, ids, start, end, Beam())[0]]
         self.model(ids, torch.tensor([target], device=ids.device))
@@ -229,7 +229,7 @@ def history(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]]]:
         >>> _ = lm(folder / "text", folder / "run", steps=2, dim=8, heads=2, layers=1, context=8, device="cpu")
         >>> step, numbers = history(folder / "run")[0]
         >>> step, sorted(numbers)[:2]
-        (1, ['body.blocks.0.attention/entropy/0', 'body.blocks.0.attention/entropy/1'])
+        (1, ['body.blocks.0.attention/entropy_share/0', 'body.blocks.0.attention/entropy_share/1'])
     """
     return [
         (

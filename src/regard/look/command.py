@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .command_input import Input, cut_note, cut_of, read_input, read_text
 from .console import (
@@ -282,7 +282,7 @@ def _walk_word_vectors(args: argparse.Namespace) -> tuple[Walk, str]:
     q, k, v = (getattr(vectors, name if name in on else "x")[words] for name in "qkv")
     # The basic form is x·x as it is. Trained queries and keys are scaled by their full width, all heads joined, so that
     # scores are as large as those of a head, although no head of the model has exactly these.
-    score = "scaled_dot" if {"q", "k"} & on else "dot"
+    score: Literal["scaled_dot", "dot"] = "scaled_dot" if {"q", "k"} & on else "dot"
     weights = regard.weights(q, k, score=score).label([vectors.tokens[n] for n in words])
     title = [
         printable(model.name),

@@ -13,7 +13,7 @@ __all__ = ["MEASURES", "History", "as_history", "head_label", "head_series", "is
 History = list[tuple[int, dict[str, float]]]
 
 #: What `regard.watch` measures of every head, and how it is titled.
-MEASURES = {"entropy": "entropy, a share of the most it could be", "max_score": "largest score"}
+MEASURES = {"entropy_share": "entropy, a share of the most it could be", "max_score": "largest score"}
 
 
 def is_history(subject: Any) -> bool:

@@ -171,7 +171,7 @@ def layers_of(subject: Subject, item: int = 0, values: Tensor | None = None) -> 
 
 
 def _from_layer(layer: Layer, item: int) -> LayerView:
-    if layer.kept is None:
+    if layer.saved is None:
         return LayerView(layer.index, layer.name, layer.kind, None, statistics=layer.statistics)
     batch, values = layer.weights, layer.values
     if batch.shape[0] == 1:

@@ -297,6 +297,8 @@ def _head_metrics(layers: list[LayerView]) -> dict[str, list[tuple[int, int, flo
     """The heads by every metric, most telling first; metrics that do not apply are left out."""
     tables: dict[str, list[tuple[int, int, float]]] = {}
     for name, metric in BY.items():
+        if name == "entropy_without_sink":  # the overview shows one entropy, that of `Weights.entropy`
+            continue
         table: list[tuple[int, int, float]] = []
         for view in layers:
             if not view.fits_dense or (view.kind == "cross" and name not in ("entropy", "sink")):

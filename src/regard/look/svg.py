@@ -334,8 +334,8 @@ def _strips(history: History, title: str) -> str:
             # In colour, the head that is closest to dying: a head collapses at entropy 0, and explodes at large scores.
             # A head that ends in NaN is dead.
             ends = {name: points[-1][1] for name, points in series.items()}
-            dead = -math.inf if measure == "entropy" else math.inf
-            worst = (min if measure == "entropy" else max)(
+            dead = -math.inf if measure == "entropy_share" else math.inf
+            worst = (min if measure == "entropy_share" else max)(
                 ends, key=lambda name: ends[name] if ends[name] == ends[name] else dead
             )
             text = f"{title_of_measure}: {len(series)} heads; {worst} ends at {ends[worst]:.3g}".replace("nan", "NaN")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..recorder.file import write
+from .._io import atomic_write
 from .history import History, as_history, is_history
 from .layers import Subject
 from .options import ViewOptions
@@ -61,7 +61,7 @@ class View:
             text = svg(self.subject, self.options)
         else:
             raise ValueError(f"save(path) writes .html or .svg, got {file.name!r}: choose one of these suffixes.")
-        write(file, iter([text.encode("utf-8", errors="replace")]))
+        atomic_write(file, iter([text.encode("utf-8", errors="replace")]))
 
     def _repr_html_(self) -> str:
         return self.html(fragment=True)

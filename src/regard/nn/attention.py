@@ -20,7 +20,7 @@ from .positions import Positions, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
 
-__all__ = ["CrossAttention", "MaskLike", "SelfAttention"]
+__all__ = ["CrossAttention", "SelfAttention"]
 
 
 #: The scores of `regard.weights`, and those for which a layer creates parameters.

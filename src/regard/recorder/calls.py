@@ -1,12 +1,12 @@
-"""One attention call as it was overheard, and what is kept of it.
+"""An attention call while the model runs (`AttentionCall`), and the part of it that is saved (`SavedCall`).
 
-`AttentionCall` is what a seam found: queries and keys in the layout (b, h, i, d), or weights that the model wrote out
-itself. `SavedCall` is what outlives the call: detached tensors, copied where the model may write over them, from which
-`Weights` are made when somebody asks. Imports `recognise`, the door and what is below it.
+A handler reads queries and keys in the layout (b, h, i, d), or weights that the model computed itself. A saved call
+holds detached tensors, copied where the model may write over them; `Weights` are made from it on request.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,16 @@ from torch import Tensor
 
 from ..core.api import weights
 from ..core.masks import Mask
+from ..core.pytree import tree_map
 from ..core.scores import ScaledDot, Score
+from ..core.types import Align
 from ..core.weights import Weights
 from .mask_recognition import ParsedMask, parse_mask
 
-__all__ = ["AttentionCall", "Overwritten", "SavedCall", "save_call"]
+__all__ = ["AttentionCall", "MaskCache", "Overwritten", "SavedCall", "save_call"]
+
+#: Masks of a pass that were parsed: address and form → (mask, its version or a copy of it, the result).
+MaskCache = dict[Any, tuple[Tensor, Tensor | int, ParsedMask]]
 
 
 class Overwritten(RuntimeError):  # noqa: N818  a fact about a tensor
@@ -28,61 +33,63 @@ class Overwritten(RuntimeError):  # noqa: N818  a fact about a tensor
 
 @dataclass
 class AttentionCall:
-    """What a seam found in one call."""
+    """One attention call as a handler reads it."""
 
     q: Tensor | None = None  # b h i d
     k: Tensor | None = None  # b g j d
     v: Tensor | None = None  # b g j e
-    w: Tensor | None = None  # b h i j : weights the model wrote out; then q and k are not needed
-    s: Tensor | None = None  # b h i j : the scores those weights were made of, where they are wanted
+    w: Tensor | None = None  # b h i j : weights that the model computed; q and k are None then
+    s: Tensor | None = None  # b h i j : the scores of those weights, where the listener wants them
     scale: float | None = None
-    given: Tensor | None = None  # a bool or additive mask, as the model gave it
-    causal: bool = False
+    mask: Tensor | None = None  # a bool or additive mask, as the model passed it
+    is_causal: bool = False
     softcap: float | None = None
     sink: Tensor | None = None  # h
-    scored: Score | None = None  # the whole score, where the seam knows it: scale, softcap and sink are in it
-    said: ParsedMask | None = None  # the mask in few words, where the seam knows it better than `given`
-    same: bool | None = None  # whether queries and keys come from one sequence, where the seam knows
+    full_score: Score | None = None  # replaces scale, softcap and sink where the handler has the score itself
+    parsed_mask: ParsedMask | None = None  # replaces `mask` where the handler has a structured one
+    is_self: bool | None = None  # whether queries and keys come from one sequence, where the handler knows
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
+        """(b, h, i, j)"""
         if self.w is not None:
             return tuple(self.w.shape)  # type: ignore[return-value]
         assert self.q is not None
         assert self.k is not None
         return (*self.q.shape[:3], self.k.shape[2])  # type: ignore[return-value]
 
-    def read_mask(self, known: dict[Any, tuple[Tensor, Tensor | int, ParsedMask]] | None = None) -> ParsedMask:
-        """What the mask says; read once, and once for all layers of a pass that are given the same one."""
-        if self.said is not None:
-            return self.said
-        given = self.given
-        if known is None or given is None:
-            self.said = parse_mask(given, self.causal, self.shape)
-            return self.said
-        key = (given.data_ptr(), given.shape, given.stride(), given.dtype, self.causal, self.shape)
-        if key in known and _unchanged(given, known[key][1]):
-            self.said = known[key][2]
+    def parse_mask(self, cache: MaskCache | None = None) -> ParsedMask:
+        """The mask in structured form; parsed once for all layers of a pass that share one tensor."""
+        if self.parsed_mask is not None:
+            return self.parsed_mask
+        mask = self.mask
+        if cache is None or mask is None:
+            self.parsed_mask = parse_mask(mask, self.is_causal, self.shape)
+            return self.parsed_mask
+        key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, self.is_causal, self.shape)
+        if key in cache and _unchanged(mask, cache[key][1]):
+            self.parsed_mask = cache[key][2]
         else:
-            self.said = parse_mask(given, self.causal, self.shape)
-            # The tensor is held so that its place in memory cannot be given to another.
-            known[key] = given, given.clone() if given.is_inference() else given._version, self.said
-        return self.said
+            self.parsed_mask = parse_mask(mask, self.is_causal, self.shape)
+            # The cache holds the tensor itself, so that its address is not reused for another mask.
+            cache[key] = mask, mask.clone() if mask.is_inference() else mask._version, self.parsed_mask
+        return self.parsed_mask
 
     def score(self) -> Score:
-        if self.scored is not None:
-            return self.scored
+        """The score with its modifiers, the bias of the mask among them."""
+        if self.full_score is not None:
+            return self.full_score
         score = ScaledDot(self.scale)
         if self.softcap:
             score = score.softcap(self.softcap)
-        if self.said is not None and self.said.bias is not None:
-            score = score.bias(self.said.bias)
+        if self.parsed_mask is not None and self.parsed_mask.bias is not None:
+            score = score.bias(self.parsed_mask.bias)
         return score if self.sink is None else score.sink(self.sink)
 
 
 @dataclass
 class SavedCall:
-    """What is kept of a call: factors, or weights as the model wrote them."""
+    """The factors of a call, or its weights where the model computed them."""
 
     q: Tensor | None
     k: Tensor | None
@@ -90,8 +97,8 @@ class SavedCall:
     w: Tensor | None
     score: Score | None
     mask: Mask | None
-    align: str | None
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    align: Align | None
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)  # of tensors shared with the model
 
     def weights(self) -> Weights:
         """The attention matrix of this call."""
@@ -100,6 +107,7 @@ class SavedCall:
             if self.w is not None:
                 return Weights.from_dense(self.w)
             assert self.q is not None
+            assert self.score is not None
             return weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
 
     def loaded(self) -> SavedCall:
@@ -107,54 +115,66 @@ class SavedCall:
         return self
 
     def check(self) -> None:
-        """That nobody wrote over what was kept without a copy."""
+        """Raise `Overwritten` if a tensor that is shared with the model has changed."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise Overwritten("the model changed its queries, keys or weights in place after this call")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: the copy has tensors of its own, so their versions no longer matter."""
+        self.check()
+        return {**vars(self), "versions": []}
 
-def _unchanged(given: Tensor, before: Tensor | int) -> bool:
-    """Whether a mask is as it was when it was read; inference tensors do not count their changes."""
-    return torch.equal(given, before) if isinstance(before, Tensor) else given._version == before
+    def __copy__(self) -> SavedCall:
+        return dataclasses.replace(self)  # a shallow copy shares the tensors, and their versions still matter
 
 
-def save_call(found: AttentionCall, values: bool, to: str | None) -> SavedCall:
-    """Detach what was found; copy what the model may write over."""
-    said = found.read_mask()
-    kept = SavedCall(None, None, None, None, None, said.mask, said.align)
-    if found.w is not None:
-        kept.w = _own(found.w, kept.versions, to)
+def _unchanged(mask: Tensor, before: Tensor | int) -> bool:
+    """Whether a mask is as it was when it was parsed; inference tensors count no versions."""
+    return torch.equal(mask, before) if isinstance(before, Tensor) else mask._version == before
+
+
+def save_call(call: AttentionCall, values: bool, device: str | None, copy: bool = False) -> SavedCall:
+    """Detach the tensors of a call; copy those that the model may write over.
+
+    Args:
+        call: The call.
+        values: Whether to save the value vectors.
+        device: Where the tensors go; None: they stay.
+        copy: Copy all of them: compiled code reuses buffers without counting versions.
+    """
+    parsed = call.parse_mask()
+    saved = SavedCall(None, None, None, None, None, parsed.mask, parsed.align)
+    if call.w is not None:
+        saved.w = _saved_tensor(call.w, saved.versions, device, copy)
     else:
-        assert found.q is not None
-        assert found.k is not None
-        q = found.q if said.uniform_rows is None else found.q.masked_fill(said.uniform_rows, 0)
-        kept.q, kept.k = _own(q, kept.versions, to), _own(found.k, kept.versions, to)
-        kept.score = _moved_score(found, to)
-        kept.mask = _moved(said.mask, to)
-    if values and found.v is not None:
-        kept.v = _own(found.v, kept.versions, to)
-    return kept
+        assert call.q is not None
+        assert call.k is not None
+        q = call.q if parsed.uniform_rows is None else call.q.masked_fill(parsed.uniform_rows, 0)
+        saved.q = _saved_tensor(q, saved.versions, device, copy)
+        saved.k = _saved_tensor(call.k, saved.versions, device, copy)
+        saved.score = _saved_score(call, device)
+        saved.mask = _mask_on(parsed.mask, device)
+    if values and call.v is not None:
+        saved.v = _saved_tensor(call.v, saved.versions, device, copy)
+    return saved
 
 
-def _own(x: Tensor, versions: list[tuple[Tensor, int]], to: str | None) -> Tensor:
+def _saved_tensor(x: Tensor, versions: list[tuple[Tensor, int]], device: str | None, copy: bool) -> Tensor:
     x = x.detach()
-    if to is not None and x.device != torch.device(to):
-        return x.to(to)
-    # A tensor that was written to before will be again: caches are. An inference tensor does not count its writes.
-    if x.is_inference() or x._version > 0:
+    if device is not None and x.device != torch.device(device):
+        return x.to(device)
+    # A tensor that was written to before will be again: caches are. An inference tensor counts no versions.
+    if copy or x.is_inference() or x._version > 0:
         with torch.inference_mode(False):
             return x.clone()
     versions.append((x, x._version))
     return x
 
 
-def _moved_score(found: AttentionCall, to: str | None) -> Score:
-    from ..core.pytree import tree_map
-
-    score = tree_map(found.score(), lambda t: t.detach().clone() if t.is_inference() else t.detach())
-    return score if to is None else tree_map(score, lambda t: t.to(to))
+def _saved_score(call: AttentionCall, device: str | None) -> Score:
+    score = tree_map(call.score(), lambda t: t.detach().clone() if t.is_inference() else t.detach())
+    return score if device is None else tree_map(score, lambda t: t.to(device))
 
 
-def _moved(mask: Any, to: str | None) -> Any:
-    from ..core.pytree import tree_map
-
-    return mask if to is None or mask is None else tree_map(mask, lambda t: t.to(to))
+def _mask_on(mask: Any, device: str | None) -> Any:
+    return mask if device is None or mask is None else tree_map(mask, lambda t: t.to(device))

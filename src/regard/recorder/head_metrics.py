@@ -1,6 +1,6 @@
-"""Questions to all heads of all layers: which one ties two words, which is sharpest, what flows where.
+"""Measures over all heads of all layers: which head ties two tokens, which is sharpest, where attention flows.
 
-Answers are a `Table`: rows one can loop over, print, and turn into NumPy or pandas. Imports `part`.
+Results are a `Table` of named tuples: iterate over it, print it, or turn it into NumPy or pandas.
 """
 
 from __future__ import annotations
@@ -8,21 +8,82 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..core.weights import Weights
-from .slicing import cells
+from .slicing import cells, real_rows, row_mean
 
-__all__ = ["BY", "Table", "find", "heads", "overview", "rollout"]
+__all__ = [
+    "BY",
+    "HeadKey",
+    "HeadSummary",
+    "HeadValue",
+    "HeadWeight",
+    "Table",
+    "find",
+    "heads",
+    "overview",
+    "rollout",
+]
 
 
-class Table(list[tuple[Any, ...]]):
-    """Rows with named columns: a list, and a readable one."""
+class HeadWeight(NamedTuple):
+    """A head and the weight it gives from one token to another."""
 
-    def __init__(self, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    layer: int
+    head: int
+    weight: float
+
+
+class HeadKey(NamedTuple):
+    """A head, the key it gives most to from one token, and that weight."""
+
+    layer: int
+    head: int
+    key: str | int
+    weight: float
+
+
+class HeadValue(NamedTuple):
+    """A head and its value by one measure."""
+
+    layer: int
+    head: int
+    name: str
+    value: float
+
+
+class HeadSummary(NamedTuple):
+    """A head with mean entropy, mean largest weight, and the share of the key that receives most."""
+
+    layer: int
+    name: str
+    kind: str
+    head: int
+    entropy: float
+    peak: float
+    sink: float
+
+
+Row = TypeVar("Row", bound=tuple[Any, ...])
+
+
+class Table(list[Row], Generic[Row]):
+    """A list of named tuples with column titles.
+
+    Example:
+        >>> table = Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)])
+        >>> table
+        layer  head  weight
+            3     1   0.250
+        >>> table[0].weight
+        0.25
+    """
+
+    def __init__(self, columns: Sequence[str], rows: Sequence[Row]) -> None:
         super().__init__(rows)
         self.columns = tuple(columns)
 
@@ -35,13 +96,13 @@ class Table(list[tuple[Any, ...]]):
             if self
             else []
         )
-        return np.array(list(self), dtype=kinds)
+        return np.array([tuple(row) for row in self], dtype=kinds)
 
-    def pandas(self) -> Any:
+    def to_pandas(self) -> Any:
         """The rows as a pandas DataFrame."""
         import pandas
 
-        return pandas.DataFrame(list(self), columns=list(self.columns))
+        return pandas.DataFrame([tuple(row) for row in self], columns=list(self.columns))
 
     def __repr__(self) -> str:
         shown = [[_cell(v) for v in row] for row in self[:20]]
@@ -56,7 +117,7 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _one(layer: Any, item: int | None) -> Weights:
+def _one_sequence(layer: Any, item: int | None) -> Weights:
     """One sequence of a layer, (h, i, j)."""
     weights = layer.weights
     if item is not None:
@@ -66,64 +127,75 @@ def _one(layer: Any, item: int | None) -> Weights:
     return weights[0]
 
 
-def _knows(weights: Weights, word: Any, axis: int) -> bool:
-    if isinstance(word, int):
+def _has_token(weights: Weights, token: Any, axis: int) -> bool:
+    if isinstance(token, int):
         return True
-    words = weights.tokens[axis]
-    return words is not None and getattr(word, "word", word) in words
+    tokens = weights.tokens[axis]
+    return tokens is not None and getattr(token, "word", token) in tokens
 
 
 @torch.no_grad()
-def find(layers: list[Any], a: Any, b: Any, item: int | None) -> Table:
-    """Rows (layer, head, weight), best first; without b, (layer, head, key, weight) of the key each head looks at."""
-    rows: list[tuple[Any, ...]] = []
-    known = False
+def find(layers: list[Any], a: Any, b: Any, item: int | None) -> Table[Any]:
+    """`HeadWeight` rows, largest first; without b `HeadKey` rows of the key each head gives most to."""
+    rows: list[Any] = []
+    has_tokens = False
     for layer in layers:
-        weights = _one(layer, item)
-        if not _knows(weights, a, 0) or (b is not None and not _knows(weights, b, 1)):
+        weights = _one_sequence(layer, item)
+        if not _has_token(weights, a, 0) or (b is not None and not _has_token(weights, b, 1)):
             continue
-        known = True
+        has_tokens = True
         if b is not None:
-            rows += [(layer.index, h, w) for h, w in enumerate(weights[..., a, b].tolist())]
+            rows += [HeadWeight(layer.index, h, w) for h, w in enumerate(weights[..., a, b].tolist())]
         else:
             best = weights.row(a).max(-1)
-            words = weights.tokens[1]
-            names = [words[j] if words else j for j in best.indices.tolist()]
-            rows += [(layer.index, h, n, w) for h, (n, w) in enumerate(zip(names, best.values.tolist(), strict=True))]
-    if not known:
-        tokens = next((x.weights.tokens[0] for x in layers if x.kept is not None and x.weights.tokens[0]), None)
-        told = (
-            f"the tokens are {' '.join(map(repr, tokens[:30]))}"
-            if tokens
-            else "the recording has no tokens: record(model, tokens=...)"
-        )
-        raise KeyError(f"no layer knows {a!r}{'' if b is None else f' and {b!r}'}; {told}.")
-    columns = ("layer", "head", "weight") if b is not None else ("layer", "head", "key", "weight")
-    return Table(columns, sorted(rows, key=lambda row: -row[-1]))
+            tokens = weights.tokens[1]
+            keys = [tokens[j] if tokens else j for j in best.indices.tolist()]
+            pairs = zip(keys, best.values.tolist(), strict=True)
+            rows += [HeadKey(layer.index, h, key, w) for h, (key, w) in enumerate(pairs)]
+    if not has_tokens:
+        raise KeyError(f"no layer has the token {a!r}{'' if b is None else f' and {b!r}'}; {_tokens_hint(layers)}.")
+    columns = HeadWeight._fields if b is not None else HeadKey._fields
+    return Table(columns, sorted(rows, key=lambda row: -row.weight))
 
 
-# One number a head. The sink is the key that a layer's heads give most to; where it misleads, it is taken out.
+def _tokens_hint(layers: list[Any]) -> str:
+    tokens = next((layer.tokens[0][0] for layer in layers if layer.tokens[0]), None)
+    if tokens is None:
+        return "the recording has no tokens: record(model, tokens=...)"
+    return f"the tokens are {' '.join(map(repr, tokens[:30]))}"
+
+
+# One number a head. The sink is the key that a layer's heads give most to.
 
 
 def _sink(weights: Weights) -> tuple[int, Tensor]:
     """The key that receives most over all heads, and its column (h, i)."""
-    place = int(weights.received().sum(0).argmax())
-    return place, weights.column(place)
+    position = int(weights.received().sum(0).argmax())
+    return position, weights.column(position)
 
 
 def _entropy(weights: Weights) -> Tensor:
-    """Entropy without the sink: with its weight w and r = 1 − w, r·H′ = H + w log w + r log r; a mean weighted by r."""
+    """The mean over rows of `Weights.entropy`."""
+    return weights.entropy().mean(-1)
+
+
+def _entropy_without_sink(weights: Weights) -> Tensor:
+    """The entropy of the weights without the sink, renormalised; rows count by the weight they give to other keys.
+
+    With w the weight of the sink and r = 1 − w, the other weights have the entropy H′, and
+    r·H′ = H + w log w + r log r. The mean over rows is Σ r·H′ / Σ r.
+    """
     _, w = _sink(weights)
     rest = (1 - w).clamp(min=0)
     return _mean(weights.entropy() + _x_log_x(w) + _x_log_x(rest), rest)
 
 
 def _mean_distance(weights: Weights) -> Tensor:
-    """How far is looked, the sink taken out; rows count as much as they give to other keys."""
-    place, w = _sink(weights)
+    """The mean distance without the sink; rows count by the weight they give to other keys."""
+    position, w = _sink(weights)
     i, j = weights.shape[-2:]
-    far = (torch.arange(i, device=w.device) + j - i - place).abs()
-    return _mean(_positional(weights).mean_distance() - w * far, (1 - w).clamp(min=0))
+    distance = (torch.arange(i, device=w.device) + j - i - position).abs()
+    return _mean(_positional(weights).mean_distance() - w * distance, (1 - w).clamp(min=0))
 
 
 def _mean(weighted: Tensor, by: Tensor) -> Tensor:
@@ -143,11 +215,12 @@ def _positional(weights: Weights) -> Weights:
 
 
 def _share_of_sink(weights: Weights) -> Tensor:
+    """The mean weight on the sink."""
     return _sink(weights)[1].mean(-1)
 
 
 def _previous(weights: Weights) -> Tensor:
-    """Mean weight on the position before."""
+    """The mean weight on the position before."""
     i, j = weights.shape[-2:]
     at = torch.arange(i) + (j - i)
     rows = torch.arange(i)[at >= 1]
@@ -155,97 +228,105 @@ def _previous(weights: Weights) -> Tensor:
 
 
 def _induction(weights: Weights) -> Tensor:
-    """Mean weight on what followed the last occurrence of the same word: a head that continues what it saw before."""
-    words, (i, j) = weights.tokens[1], weights.shape[-2:]
-    if words is None:
-        raise ValueError("induction compares words: record(model, tokens=...).")
+    """The mean weight on the token after the last occurrence of the same token."""
+    tokens, (i, j) = weights.tokens[1], weights.shape[-2:]
+    if tokens is None:
+        raise ValueError("induction compares tokens: record(model, tokens=...).")
     last: dict[str, int] = {}
     pairs = []
-    for at, word in enumerate(words):
-        if word in last and at - (j - i) >= 0:
-            pairs.append((at - (j - i), last[word] + 1))
-        last[word] = at
+    for at, token in enumerate(tokens):
+        if token in last and at - (j - i) >= 0:
+            pairs.append((at - (j - i), last[token] + 1))
+        last[token] = at
     if not pairs:
-        raise ValueError("no word occurs twice, so no head can continue what followed it.")
+        raise ValueError("no token occurs twice, so no head can continue what followed it.")
     rows, cols = torch.tensor(pairs).T
     return cells(weights, rows, cols).mean(-1)
 
 
+#: Measures of `Recording.heads`: each takes the weights (h, i, j) of one sequence and returns (h,).
 BY: dict[str, Callable[[Weights], Tensor]] = {
     "entropy": _entropy,
     "mean_distance": _mean_distance,
     "sink": _share_of_sink,
     "previous": _previous,
     "induction": _induction,
+    "entropy_without_sink": _entropy_without_sink,
 }
+
+#: Measures that need no correspondence of positions, and those where the smallest value comes first.
+ANY_KIND = ("entropy", "entropy_without_sink", "sink")
+SMALLEST_FIRST = ("entropy", "entropy_without_sink")
 
 
 @torch.no_grad()
-def heads(layers: list[Any], by: str, item: int | None) -> Table:
-    """Every head of every layer with one number; sharpest first for entropy, largest first otherwise."""
+def heads(layers: list[Any], by: str, item: int | None) -> Table[HeadValue]:
+    """Every head of every layer with one number; smallest first for entropies, largest first otherwise."""
     if by not in BY:
-        raise ValueError(f"unknown measure {by!r}; heads are told apart by {', '.join(BY)}.")
-    if by != "entropy" and by != "sink":
+        raise ValueError(f"unknown measure {by!r}; the measures are {', '.join(BY)}.")
+    if by not in ANY_KIND:
         layers = [layer for layer in layers if layer.kind == "self"]
     rows = []
     for layer in layers:
-        if layer.kept is None and by == "entropy":
-            values = layer.statistics["entropy"].float().mean((0, 2))
+        if layer.saved is None and by == "entropy":
+            entropy = layer.statistics["entropy"].float()
+            values = row_mean(entropy, layer.real_rows()) if item is None else entropy[item].mean(-1)
         else:
-            values = BY[by](_one(layer, item))
-        rows += [(layer.index, h, layer.name, float(x)) for h, x in enumerate(values.tolist())]
-    return Table(("layer", "head", "name", by), sorted(rows, key=lambda row: row[3] if by == "entropy" else -row[3]))
+            values = BY[by](_one_sequence(layer, item))
+        rows += [HeadValue(layer.index, h, layer.name, float(x)) for h, x in enumerate(values.tolist())]
+    sign = 1 if by in SMALLEST_FIRST else -1
+    return Table(("layer", "head", "name", by), sorted(rows, key=lambda row: sign * row.value))
 
 
 @torch.no_grad()
-def overview(layers: list[Any]) -> Table:
-    """Every head with mean entropy, largest weight, and the share of the most received key; over the whole batch."""
+def overview(layers: list[Any]) -> Table[HeadSummary]:
+    """A `HeadSummary` for every head, over all sequences without their padding rows."""
     rows = []
     for layer in layers:
         weights = layer.weights
         seen = weights.see("entropy", "received", "peak")
-        entropy = seen.entropy.mean((0, 2))
-        peak = seen.peak.values.mean((0, 2))
+        real = real_rows(weights, layer.kind)
+        entropy, peak = row_mean(seen.entropy, real), row_mean(seen.peak.values, real)
         share = (seen.received / seen.received.sum(-1, keepdim=True).clamp(min=1e-30)).amax(-1).mean(0)
         for h, numbers in enumerate(zip(entropy.tolist(), peak.tolist(), share.tolist(), strict=True)):
-            rows.append((layer.index, layer.name, layer.kind, h, *numbers))
-    return Table(("layer", "name", "kind", "head", "entropy", "peak", "sink"), rows)
+            rows.append(HeadSummary(layer.index, layer.name, layer.kind, h, *numbers))
+    return Table(HeadSummary._fields, rows)
 
 
 @torch.no_grad()
-def rollout(layers: list[Any], word: Any, item: int | None) -> Tensor:
-    """A row vector carried down through ½ (I + mean over heads of W) of every layer, the last first: linear memory."""
-    chosen = _one_stack(layers)
-    if not chosen:
+def rollout(layers: list[Any], token: Any, item: int | None) -> Tensor:
+    """A row vector multiplied by ½ (I + mean over heads of W) of every layer, the last first: linear memory."""
+    stack = _one_stack(layers)
+    if not stack:
         raise ValueError("rollout follows self-attention through the layers, and none was recorded.")
-    top = _one(chosen[-1], item)
+    top = _one_sequence(stack[-1], item)
     flow = torch.zeros(top.shape[-2], dtype=top.dtype, device=top.device)
-    flow[_row_number(top, word)] = 1
-    for layer in reversed(chosen):
-        weights = _one(layer, item)
+    flow[_row_number(top, token)] = 1
+    for layer in reversed(stack):
+        weights = _one_sequence(layer, item)
         spread = weights.mT @ flow.expand(weights.shape[0], -1).unsqueeze(-1)  # h j 1
         flow = (flow + spread.squeeze(-1).mean(0)) / 2
     return flow
 
 
-def _row_number(weights: Weights, word: Any) -> int:
+def _row_number(weights: Weights, token: Any) -> int:
     from ..core.indexing import parse
 
     pick = parse(
-        (word,) if not isinstance(word, int) else (Ellipsis, word, slice(None)), weights.shape, weights._tokens
+        (token,) if not isinstance(token, int) else (Ellipsis, token, slice(None)), weights.shape, weights._tokens
     )[-2]
     if not isinstance(pick, int):
-        raise IndexError(f"rollout begins at one position; {word!r} names several.")
+        raise IndexError(f"rollout begins at one position; {token!r} names several.")
     return pick
 
 
 def _one_stack(layers: list[Any]) -> list[Any]:
     """The longest run of square self-attention layers of one size: an encoder, or a decoder."""
     square = [layer for layer in layers if layer.kind == "self" and layer.shape[-1] == layer.shape[-2]]
-    runs = [list(run) for _, run in itertools.groupby(square, key=_stack)]
+    runs = [list(run) for _, run in itertools.groupby(square, key=_stack_key)]
     return max(runs, key=len, default=[])
 
 
-def _stack(layer: Any) -> tuple[Any, str]:
-    """Layers of one size whose names differ only in their numbers stand on one another."""
+def _stack_key(layer: Any) -> tuple[Any, str]:
+    """Equal for layers of one size whose names differ only in their numbers."""
     return tuple(layer.shape), re.sub(r"\d+", "#", layer.name)

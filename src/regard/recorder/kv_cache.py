@@ -1,10 +1,9 @@
-"""Steps of a KV cache made one matrix: generate() seen whole.
+"""The steps of a generation with a KV cache, stitched into one attention matrix.
 
-Each step of a cached generation brings a few queries and all the keys there are. Stitched by position they are one
-causal matrix: the queries of all steps under each other, the keys of the last. Three kinds of cache are told apart
-by their sizes, and each is proved on the numbers: the keys a step shares with the one before must be bit-equal, or
-the layer is refused (beam search reorders the cache; others edit it).
-Imports `capture` and `recognise`.
+Each step has a few new queries and the keys of all positions so far. Stitched by position they are one causal matrix:
+the queries of all steps below each other, the keys of the last step. The sizes tell a growing cache, a static one and
+one that keeps a window apart; the numbers prove it: keys that two steps share must be bit-equal, or the layer is
+refused (beam search reorders the cache; other methods edit it).
 """
 
 from __future__ import annotations
@@ -16,29 +15,30 @@ from torch import Tensor
 
 from ..core.masks import Dense, Geometry, Mask
 from ..core.scores import Score
+from ..core.types import Align
 from .calls import AttentionCall, SavedCall
 from .mask_recognition import RowIntervals, intervals, recognise
 
 __all__ = ["CachedGeneration", "CannotStitch", "continues"]
 
-#: How many numbers a position bias, or weights the model wrote itself, may take once stitched.
+#: The most numbers that a stitched position bias, or stitched eager weights, may have.
 DENSE_CELLS = 2**26
 
 
 class CannotStitch(Exception):  # noqa: N818  a fact about steps
-    """Steps that do not make one matrix, and why."""
+    """The steps do not make one matrix; the message says why."""
 
 
-def continues(found: AttentionCall, total: int) -> bool:
+def continues(call: AttentionCall, total: int) -> bool:
     """Whether a call looks like the next step after `total` positions: more keys than queries."""
-    _, _, i, j = found.shape
+    _, _, i, j = call.shape
     if i >= j and not (i == 1 and total):
         return False
     return j == total + i or j > total + i or (j < total + i and j > i)
 
 
 class CachedGeneration:
-    """One layer of a generation: queries by step, keys by position."""
+    """One layer of a generation: queries step by step, keys by position."""
 
     def __init__(self, first: SavedCall, cross: bool) -> None:
         self.cross, self.first = cross, first
@@ -66,40 +66,40 @@ class CachedGeneration:
         parts = self.rows_of_w if self.first.w is not None else self.queries
         return sum(part.shape[2] for part in parts)
 
-    def extend(self, found: AttentionCall, kept: SavedCall) -> None:
-        """The next step: its queries, and what is new among its keys."""
+    def extend(self, call: AttentionCall, saved: SavedCall) -> None:
+        """Add a step: its queries, and its new keys."""
         self.steps += 1
-        if self.first.w is not None or found.w is not None:
-            self._extend_dense(kept.w)
+        if self.first.w is not None or call.w is not None:
+            self._extend_dense(saved.w)
             return
-        assert kept.q is not None
-        assert kept.k is not None
-        if kept.q.shape[:2] != self.queries[0].shape[:2] or kept.k.shape[:2] != self.keys.shape[:2]:
+        assert saved.q is not None
+        assert saved.k is not None
+        if saved.q.shape[:2] != self.queries[0].shape[:2] or saved.k.shape[:2] != self.keys.shape[:2]:
             raise CannotStitch("the batch changes between steps")
-        m, n = kept.q.shape[2], kept.k.shape[2]
-        seen = _intervals(kept.mask, m, n, kept.align, kept.q.device)
-        shift = self._extend_keys(kept.k, kept.v, m, n, seen)
-        self.queries.append(kept.q)
+        m, n = saved.q.shape[2], saved.k.shape[2]
+        seen = _intervals(saved.mask, m, n, saved.align, saved.q.device)
+        shift = self._extend_keys(saved.k, saved.v, m, n, seen)
+        self.queries.append(saved.q)
         filled = seen.hi > seen.lo
         self.seen.append(RowIntervals(torch.where(filled, seen.lo + shift, 0), torch.where(filled, seen.hi + shift, 0)))
-        bias = None if found.said is None else found.said.bias
+        bias = None if call.parsed_mask is None else call.parsed_mask.bias
         if shift and bias is not None:
             raise CannotStitch("a position bias and a cache that drops keys")
         self.biases.append(None if bias is None else bias[..., : self.total])
 
     def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, n: int, seen: RowIntervals) -> int:
-        """Take the new keys in; returns the position of the first key of this step."""
+        """Append the new keys; returns the position of the first key of this step."""
         if self.cross:
             if k.shape != self.keys.shape or not (k.data_ptr() == self.keys.data_ptr() or torch.equal(k, self.keys)):
                 raise CannotStitch("the keys of its cross-attention change between steps")
             return 0
         end = self.total + m
-        if n >= end:  # everything so far; behind it, in a static cache, room that nobody sees
+        if n >= end:  # all positions so far; a static cache has unused slots behind them
             if int(seen.hi.max()) > end:
                 raise CannotStitch(f"a step sees {int(seen.hi.max())} keys where {end} positions have passed")
             if not torch.equal(k[:, :, : self.total], self.keys):
                 raise CannotStitch("keys change between steps, as when beam search reorders the cache")
-            # Of a static cache only what is filled is kept; the cache itself is written over.
+            # Only the filled slots of a static cache are saved, as a copy: the model writes over them.
             self.keys = k if n == end else k[:, :, :end].clone()
             self.values = v if v is None or n == end else v[:, :, :end].clone()
             shift = 0
@@ -115,36 +115,39 @@ class CachedGeneration:
 
     def _extend_dense(self, w: Tensor | None) -> None:
         if w is None or w.shape[:2] != self.rows_of_w[0].shape[:2]:
-            raise CannotStitch("some steps wrote their weights out and others did not, or the batch changes")
+            raise CannotStitch("some steps have computed weights and others queries and keys, or the batch changes")
         if w.shape[-1] != (self.total if self.cross else self.total + w.shape[-2]):
-            raise CannotStitch("the weights that were written out do not tell which positions their keys have")
+            raise CannotStitch(
+                "its weights were computed over a part of the keys (a cache that keeps a window), and without keys "
+                'their positions are not known; attn_implementation="sdpa" records queries and keys'
+            )
         self.total = w.shape[-1]
         self.rows_of_w.append(w)
 
     def finish(self) -> SavedCall:
-        """One matrix."""
+        """The stitched matrix as one call."""
         if self.first.w is not None:
             cells = self.rows * self.total * self.rows_of_w[0].shape[0] * self.rows_of_w[0].shape[1]
             if cells > DENSE_CELLS:
-                raise CannotStitch(f"the weights it wrote out take {cells} numbers together")
+                raise CannotStitch(f"its weights have {cells} numbers together, more than {DENSE_CELLS}")
             wide = [torch.nn.functional.pad(w, (0, self.total - w.shape[-1])) for w in self.rows_of_w]
             return SavedCall(None, None, self.first.v, torch.cat(wide, 2), None, None, None)
         q = torch.cat(self.queries, 2)
         mask, align = self._mask(q)
         return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)
 
-    def _mask(self, q: Tensor) -> tuple[Mask | None, str | None]:
+    def _mask(self, q: Tensor) -> tuple[Mask | None, Align | None]:
         b = max(part.lo.shape[0] for part in self.seen)
         lo = torch.cat([part.lo.expand(b, -1) for part in self.seen], 1)
         hi = torch.cat([part.hi.expand(b, -1) for part in self.seen], 1)
         rows = RowIntervals(lo, hi)
-        known = recognise(rows, self.total)
-        if known is not None:
-            mask, align = known
-            # Rows stand at the end of the keys: the last query is the last position.
+        structured = recognise(rows, self.total)
+        if structured is not None:
+            mask, align = structured
+            # Aligned at the end: the last query is the last position.
             return mask, None if self.cross and (mask is None or not mask.positional) else align
         if b * q.shape[2] * self.total > DENSE_CELLS:
-            raise CannotStitch("its mask is neither causal, a window nor padding, and too large to be written out")
+            raise CannotStitch("its mask is neither causal, a window nor padding, and too large for a dense one")
         at = torch.arange(self.total, device=q.device)
         cells = (at >= lo[..., None]) & (at < hi[..., None])
         return Dense(cells[:, None]), None if self.cross else "end"
@@ -158,23 +161,23 @@ class CachedGeneration:
         batch = max(bias.shape[0] for bias in self.biases if bias is not None)
         if batch * heads * q.shape[2] * self.total > DENSE_CELLS:
             raise CannotStitch("its position biases are too large to be stitched")
-        whole = q.new_zeros(batch, heads, q.shape[2], self.total)
+        stitched = q.new_zeros(batch, heads, q.shape[2], self.total)
         row = 0
         for part, bias in zip(self.queries, self.biases, strict=True):
             if bias is not None:
-                whole[:, :, row : row + part.shape[2], : bias.shape[-1]] = bias
+                stitched[:, :, row : row + part.shape[2], : bias.shape[-1]] = bias
             row += part.shape[2]
         steps = tuple(step for step in score.modifiers if not hasattr(step, "tensor"))
-        return dataclasses.replace(score, modifiers=steps).bias(whole)
+        return dataclasses.replace(score, modifiers=steps).bias(stitched)
 
 
-def _intervals(mask: Mask | None, i: int, j: int, align: str | None, device: torch.device) -> RowIntervals:
-    """What each row of a step sees."""
+def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
+    """The visible keys of each row of a step."""
     if isinstance(mask, Dense):
-        found = intervals(mask.cells.expand(*mask.cells.shape[:2], i, j))
-        if found is None:
+        rows = intervals(mask.cells.expand(*mask.cells.shape[:2], i, j))
+        if rows is None:
             raise CannotStitch("a row of its mask has gaps")
-        return found
+        return rows
     layout = Geometry(i, j, j - i if align == "end" else 0, device)
     spans = layout.interval(0, j) if mask is None else mask.intervals(layout)
     if not spans.exact or spans.lo.shape[1] != 1:

@@ -1,8 +1,8 @@
-"""What a written-out mask says in few words: causal, a window, padding on either side.
+"""Structured masks from dense ones: causal, a window, padding on either side.
 
-A dense mask at 16,384 tokens takes 268 MB; most of them say "causal". Each row of a mask is read as one interval
-of visible keys, a structured mask is guessed from the intervals, and the guess is taken only if its intervals are
-exactly the same. What is not an interval stays as it was written. Imports `mask`.
+A dense mask at 16,384 tokens takes 268 MB, and most of them are causal. Each row of a mask is read as one interval of
+visible keys, a structured mask is guessed from the intervals, and the guess is taken only if its intervals are exactly
+the same. A mask whose rows have gaps stays dense.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ..core.masks import Dense, Geometry, Mask, causal, padding, window
+from ..core.types import Align
 
 __all__ = ["ParsedMask", "RowIntervals", "as_mask", "intervals", "parse_mask", "recognise"]
 
 
 @dataclass
 class RowIntervals:
-    """Row r of sequence b sees the keys lo <= j < hi; lo = hi = 0 where it sees nothing."""
+    """Row r of sequence b sees the keys lo <= j < hi; lo = hi = 0 where it sees none."""
 
     lo: Tensor  # b|1 i
     hi: Tensor  # b|1 i
@@ -27,12 +28,12 @@ class RowIntervals:
 
 @dataclass
 class ParsedMask:
-    """What a mask of an attention call says: who is visible, what is added, and how positions correspond."""
+    """The mask of an attention call: visible keys, an added bias, and how positions correspond."""
 
     mask: Mask | None = None
     bias: Tensor | None = None
-    align: str | None = None
-    uniform_rows: Tensor | None = None  # b|1 h|1 i 1 : rows whose scores a huge number has made all alike
+    align: Align | None = None
+    uniform_rows: Tensor | None = None  # b|1 h|1 i 1 : rows whose scores a huge added number makes all equal
 
 
 def intervals(cells: Tensor) -> RowIntervals | None:
@@ -43,12 +44,12 @@ def intervals(cells: Tensor) -> RowIntervals | None:
         cells = cells[:, :1]
     lows, highs = [], []
     keys = cells.shape[-1]
-    place = torch.arange(keys, device=cells.device, dtype=torch.int32)
-    step = max(1, 2**24 // max(1, keys * cells.shape[0]))  # few rows at a time: no second square in memory
+    position = torch.arange(keys, device=cells.device, dtype=torch.int32)
+    step = max(1, 2**24 // max(1, keys * cells.shape[0]))  # few rows at a time: memory stays linear
     for rows in cells[:, 0].split(step, dim=1):
         count = rows.sum(-1)
-        lo = torch.where(rows, place, keys).amin(-1) if keys else count
-        hi = torch.where(rows, place + 1, 0).amax(-1) if keys else count
+        lo = torch.where(rows, position, keys).amin(-1) if keys else count
+        hi = torch.where(rows, position + 1, 0).amax(-1) if keys else count
         if not bool((count == (hi - lo).clamp(min=0)).all()):
             return None
         lows.append(torch.where(count > 0, lo, 0).long())
@@ -58,10 +59,11 @@ def intervals(cells: Tensor) -> RowIntervals | None:
     return RowIntervals(torch.cat(lows, 1), torch.cat(highs, 1))
 
 
-def recognise(rows: RowIntervals, keys: int) -> tuple[Mask | None, str] | None:
-    """A structured mask with exactly these intervals, and its align; None if none of the known ones fits."""
+def recognise(rows: RowIntervals, keys: int) -> tuple[Mask | None, Align] | None:
+    """A structured mask with exactly these intervals, and its align; None if no structured mask fits."""
     i = rows.lo.shape[1]
-    for align in ("end", "start") if i != keys else ("start",):
+    aligns: tuple[Align, ...] = ("end", "start") if i != keys else ("start",)
+    for align in aligns:
         offset = keys - i if align == "end" else 0
         for guess in _guesses(rows, keys, offset):
             if _same(guess, rows, keys, offset):
@@ -74,7 +76,7 @@ def _guesses(rows: RowIntervals, keys: int, offset: int) -> list[Mask | None]:
     if not bool(filled.any()):
         return []
     at = torch.arange(rows.lo.shape[1], device=rows.lo.device) + offset
-    first = torch.where(filled, rows.lo, keys).amin(1)  # b : nothing before it is ever seen
+    first = torch.where(filled, rows.lo, keys).amin(1)  # b : the keys before it are never visible
     last = torch.where(filled, rows.hi, 0).amax(1)
     before = int(torch.where(filled, at - rows.lo, -1).amax())
     after = int(torch.where(filled, rows.hi - 1 - at, -1).amax())
@@ -90,11 +92,11 @@ def _guesses(rows: RowIntervals, keys: int, offset: int) -> list[Mask | None]:
 
 
 def _all(parts: list[Mask | None]) -> Mask | None:
-    whole: Mask | None = None
+    joined: Mask | None = None
     for part in parts:
         if part is not None:
-            whole = part if whole is None else whole & part
-    return whole
+            joined = part if joined is None else joined & part
+    return joined
 
 
 def _same(guess: Mask | None, rows: RowIntervals, keys: int, offset: int) -> bool:
@@ -108,40 +110,40 @@ def _same(guess: Mask | None, rows: RowIntervals, keys: int, offset: int) -> boo
     return bool((lo == rows.lo).all()) and bool((hi == rows.hi).all())
 
 
-def as_mask(cells: Tensor) -> tuple[Mask | None, str | None]:
-    """A bool mask (b|1, h|1, i, j), True where visible, in the fewest words."""
+def as_mask(cells: Tensor) -> tuple[Mask | None, Align | None]:
+    """A bool mask (b|1, h|1, i, j), True where visible, structured if possible, and its align."""
     if bool(cells.all()):
         return None, None
     rows = intervals(cells)
-    known = None if rows is None else recognise(rows, cells.shape[-1])
-    if known is None:
+    structured = None if rows is None else recognise(rows, cells.shape[-1])
+    if structured is None:
         return Dense(cells.clone()), None
-    mask, align = known
+    mask, align = structured
     return mask, align if mask is not None and mask.positional else None
 
 
-def parse_mask(given: Tensor | None, causal_flag: bool, shape: tuple[int, int, int, int]) -> ParsedMask:
-    """What `attn_mask` and `is_causal` of an attention call on (b, h, i, j) scores say together."""
+def parse_mask(mask_tensor: Tensor | None, causal_flag: bool, shape: tuple[int, int, int, int]) -> ParsedMask:
+    """`attn_mask` and `is_causal` of an attention call on (b, h, i, j) scores, together."""
     _, _, i, j = shape
-    if given is None:
+    if mask_tensor is None:
         if not causal_flag:
             return ParsedMask()
         return ParsedMask(causal(), None, None if i == j else "start")
-    cells = given.reshape(*[1] * (4 - given.ndim), *given.shape)
+    cells = mask_tensor.reshape(*[1] * (4 - mask_tensor.ndim), *mask_tensor.shape)
     cells = _shrunk(cells)
-    bias = wiped = None
+    bias = uniform = None
     if cells.dtype != torch.bool:
-        hidden, bias, wiped = _split(cells.expand(*cells.shape[:2], i, j))
+        hidden, bias, uniform = _split(cells.expand(*cells.shape[:2], i, j))
         cells = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=cells.device) if hidden is None else ~hidden
     cells = cells.expand(*cells.shape[:2], i, j)
     if causal_flag:
         cells = cells & torch.ones(i, j, dtype=torch.bool, device=cells.device).tril()
     mask, align = as_mask(cells)
-    return ParsedMask(mask, bias, align, wiped)
+    return ParsedMask(mask, bias, align, uniform)
 
 
 def _shrunk(x: Tensor) -> Tensor:
-    """Axes that only repeat (stride 0) made one: a mask expanded over heads is one mask."""
+    """Expanded axes (stride 0) narrowed to one: a mask expanded over heads is one mask."""
     for axis in (0, 1):
         if x.shape[axis] > 1 and x.stride(axis) == 0:
             x = x.narrow(axis, 0, 1)
@@ -149,17 +151,17 @@ def _shrunk(x: Tensor) -> Tensor:
 
 
 def _split(added: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """An additive mask (b|1, h|1, i, j) as what it hides, what it really adds, and the rows it wipes out."""
+    """An additive mask (b|1, h|1, i, j) as hidden cells, a bias, and the rows it makes uniform."""
     hidden = added <= torch.finfo(added.dtype).min / 2
     infinite = added == -torch.inf
-    wiped = hidden.all(-1, keepdim=True) & ~infinite.all(-1, keepdim=True)
-    if bool(wiped.any()):
-        # The smallest number added to all keys of a row hides none: next to it their scores are all alike.
+    uniform = hidden.all(-1, keepdim=True) & ~infinite.all(-1, keepdim=True)
+    if bool(uniform.any()):
+        # The smallest number added to all keys of a row hides none of them: it makes their scores equal.
         low, high = (torch.where(infinite, fill, added) for fill in (torch.inf, -torch.inf))
-        if bool((wiped & (low.amin(-1, keepdim=True) != high.amax(-1, keepdim=True))).any()):
-            raise NotImplementedError("an additive mask hides a whole row with numbers that differ")
-        hidden = torch.where(wiped, infinite, hidden)
-    rest = added.masked_fill(hidden | wiped, 0)
-    # In half precision the smallest number is -65504, next to which scores still count: it cancels in softmax.
-    alike = wiped if added.dtype != torch.float16 and bool(wiped.any()) else None
-    return (hidden if bool(hidden.any()) else None), (rest.clone() if bool((rest != 0).any()) else None), alike
+        if bool((uniform & (low.amin(-1, keepdim=True) != high.amax(-1, keepdim=True))).any()):
+            raise NotImplementedError("an additive mask hides a row with numbers that differ")
+        hidden = torch.where(uniform, infinite, hidden)
+    rest = added.masked_fill(hidden | uniform, 0)
+    # In half precision the smallest number is -65504, next to which scores still count: there it cancels in softmax.
+    uniform_rows = uniform if added.dtype != torch.float16 and bool(uniform.any()) else None
+    return (hidden if bool(hidden.any()) else None), (rest.clone() if bool((rest != 0).any()) else None), uniform_rows

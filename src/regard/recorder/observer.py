@@ -1,7 +1,7 @@
-"""`regard.record`: the context manager, and the observer that listens while it is open.
+"""`regard.record`: the context manager, and the listener that is active while it is open.
 
-The observer is told of every attention call of its thread (`seams`), keeps what was asked for, and at the end says
-which attention it could not record. Imports the other rooms of the recorder.
+The observer receives every attention call of its thread, saves the requested parts, and at the end names the attention
+that it could not record.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ import fnmatch
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .calls import AttentionCall, Overwritten, SavedCall, save_call
+from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
 from .hooks import seams, tap
 from .hooks.call_site import CallSite, called_by, calling_module, module_stack
-from .hooks.eager_attention import Trail
-from .hooks.model_hooks import Attached
+from .hooks.eager_attention import EagerTracker
+from .hooks.model_hooks import CAPTURED, ModelHooks
 from .kv_cache import CannotStitch
 from .passes import Call, OpenPass, with_encoders
-from .recording import Layer, Pass, Recording, numbers
+from .recording import Layer, Pass, Recording, row_statistics
 from .spill import Spill
-from .tokens import Embedded, label
+from .tokens import EmbeddedIds, label
 
 __all__ = ["Observer", "RefusedWarning", "record"]
 
@@ -39,179 +39,226 @@ def record(
     model: nn.Module | None,
     *,
     tokens: Any = None,
-    keep: str = "factors",
+    keep: Literal["factors", "statistics"] = "factors",
     values: bool = False,
-    to: Any = None,
-    layers: Any = None,
+    device: str | torch.device | None = None,
+    path: str | os.PathLike[str] | None = None,
+    layers: int | str | Iterable[int | str] | None = None,
 ) -> Observer:
-    """Look into any PyTorch model while it runs, unchanged and on its own kernels.
+    """Record the attention of any PyTorch model while it runs, unchanged and on its own kernels.
 
-        with regard.record(model, tokens=tokenizer) as seen:
-            model(**inputs)
-        seen[3, 1]["it", "animal"]
+    Args:
+        model: The model; None records every attention call of this thread.
+        tokens: A tokenizer, a function id -> text, a list of tokens, a list of such lists (one a sequence), or a tuple
+            (source, target) of lists for encoder and decoder. Default: positions have no text.
+        keep: `"factors"` saves queries and keys, from which every weight follows; `"statistics"` saves row
+            statistics only, for long runs.
+        values: Save the value vectors too.
+        device: Where saved tensors go, such as `"cpu"`. Default: they stay where they are.
+        path: A .regard file: tensors go to disk layer by layer, and the file is written when the block ends.
+        layers: The layers to record: numbers in the order of calls, module names, patterns such as `"*.self_attn"`.
+            Default: all. Layers keep their numbers.
 
-    model    None records every attention of this thread
-    tokens   a tokenizer, a list of words, a list of such lists (one a sequence), (source, target) lists, or nothing
-    keep     "factors" (queries and keys, from which every weight can be had) or "statistics" (numbers only)
-    values   keep the value vectors too
-    to       where recorded tensors go: None (they stay), "cpu", or a path: on the disk, a .regard file in the end
-    layers   which layers: numbers in the order of calls, module names, patterns such as "*.self_attn"
+    Returns:
+        A context manager whose value is the `Recording`. It fills when the block ends, and works for one block.
+
+    Example:
+        >>> model = nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> x = torch.randn(1, 3, 8)
+        >>> with record(model, tokens=["the", "cat", "sat"]) as seen:
+        ...     y = model(x, x, x)
+        >>> seen[0, 1]["cat", "the"].shape
+        torch.Size([])
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
-            f"record(model): an nn.Module is recorded, or None for all of this thread; {type(model).__name__} came."
+            f"record(model) needs an nn.Module, or None for all of this thread; got {type(model).__name__}."
         )
     if keep not in ("factors", "statistics"):
-        raise ValueError(f'keep is "factors" or "statistics"; {keep!r} came.')
-    return Observer(model, tokens, keep, values, *_destination(to), _as_list(layers))
+        raise ValueError(f'keep is "factors" or "statistics"; got {keep!r}.')
+    only = _as_list(layers)
+    if model is not None and only is not None:
+        _check_names(only, model)
+    return Observer(model, tokens, keep, values, _as_device(device, path), _as_path(path), only)
 
 
 class Observer:
-    """The block of a recording: listens between `__enter__` and `__exit__`."""
+    """The block of a recording: active between `__enter__` and `__exit__`."""
 
     wants_scores = False
+    _started = True  # until `__init__` is through: an object that failed there warns of nothing
 
-    def __init__(self, model: Any, tokens: Any, keep: str, values: bool, to: Any, path: Any, only: Any) -> None:
-        self.tokens, self.keep, self.values, self.to, self.path, self.only = tokens, keep, values, to, path, only
+    def __init__(
+        self, model: Any, tokens: Any, keep: str, values: bool, device: str | None, path: str | None, only: Any
+    ) -> None:
+        self.source, self.keep, self.wants_values, self.device, self.path, self.only = (
+            tokens, keep, values, device, path, only
+        )  # fmt: skip
         self.spill = None if path is None else Spill(path)
-        self.attached = Attached(model)
-        self.names = None if model is None else {id(module): name for name, module in self.attached.modules}
+        self.hooks = ModelHooks(model)
+        self.names = None if model is None else {id(module): name for name, module in self.hooks.modules}
         self.wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
         self.seen = Recording()
-        self.trail = Trail()
-        self.masks: dict[Any, Any] = {}  # masks of the running pass that were read already
+        self.eager = EagerTracker()
+        self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self._pass: OpenPass | None = None
         self._done: list[OpenPass] = []
-        self._beams = self._used = False
+        self._beams = self._started = False
         self._transformers: Any = None
 
     # The block.
 
     def __enter__(self) -> Recording:
-        if self._used:
+        if self._started:
             raise RuntimeError("a recording is one block; call regard.record(model) again for another.")
-        self._used = True
-        seams.listen()
+        self._started = True
+        seams.install()
         if "transformers.modeling_utils" in sys.modules:
             from .hooks import transformers
 
             self._transformers = transformers
-            transformers.listen()
-        for name, why in self.attached.deaf_spots():
-            self.refuse(name, why)
-        self.attached.attach(self._end_pass, self._pause)
-        if not self.attached.whole_is_captured():
-            tap.enter(self)
+            transformers.install()
+        for name, reason in self.hooks.known_unsupported():
+            self.refuse(name, reason)
+        self.hooks.attach(self._end_pass, self._pause)
+        if not self.hooks.is_fully_compiled():
+            tap.activate(self)
         return self.seen
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        tap.leave(self)
+        tap.deactivate(self)
         if self._transformers is not None:
-            self._transformers.leave()
+            self._transformers.uninstall()
         self._end_pass()
         try:
-            with tap.quiet(), torch.no_grad():
+            with tap.suspended(), torch.no_grad():
                 self._finish()
         finally:
-            self.attached.detach()
+            self.hooks.detach()
         if kind is None:
             self._warn()
             if self.path is not None:
                 self.seen.save(self.path)
 
+    def __repr__(self) -> str:
+        state = "open or done" if self._started else "not started: write `with regard.record(model) as seen:`"
+        return f"<regard.record, {state}>"
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError("regard.record(model) is a block: `with regard.record(model) as seen:`, then ask `seen`.")
+
+    def __del__(self) -> None:
+        if not self._started:
+            text = "regard.record(model) recorded nothing: it is a block, `with regard.record(model) as seen:`."
+            warnings.warn(text, RefusedWarning, stacklevel=2)
+
     def _pause(self, on: bool) -> None:
-        (tap.leave if on else tap.enter)(self)
+        (tap.deactivate if on else tap.activate)(self)
 
     def _finish(self) -> None:
-        """Calls become layers, passes are joined and labelled, and what stayed silent is named."""
-        heard = {name for name, _ in self.seen.refused}
+        """Make layers of calls, join and label passes, and name the attention that was not intercepted."""
+        recorded = {name for name, _ in self.seen.refused}
+        counts = [0]
         for one in with_encoders(self._done):
             finished = Pass([], one.steps)
+            counts.append(one.count)
             for call in one.calls:
-                heard.add(call.name)
-                if (layer := self._layer(call, len(finished.layers))) is not None:
-                    layer.of = finished
+                recorded.add(call.name)
+                if (layer := self._layer(call)) is not None:
+                    layer.parent = finished
                     finished.layers.append(layer)
-            label(finished.layers, one.embedded, self.tokens, self.attached.model)
+            label(finished.layers, one.embedded, self.source, self.hooks.model)
             if finished.layers:
                 self.seen.passes.append(finished)
-        for name, why in self.attached.silent(heard):
+        for name, reason in self.hooks.unheard_modules(recorded):
             if self.only is None or any(isinstance(w, str) and fnmatch.fnmatchcase(name, w) for w in self.only):
-                self.refuse(name, why)
+                self.refuse(name, reason)
+        self._check_request(max(counts))
         self._done, self.names, self.masks = [], None, {}
 
-    def _layer(self, call: Call, index: int) -> Layer | None:
+    def _layer(self, call: Call) -> Layer | None:
         try:
-            kept = call.finished()
-        except (CannotStitch, Overwritten) as why:
-            self.refuse(call.name, str(why))
+            saved = call.finished()
+        except (CannotStitch, Overwritten) as error:
+            self.refuse(call.name, str(error))
             return None
-        return Layer(call.name, index, call.kind, kept, call.statistics, call.shape)
+        return Layer(call.name, call.number, call.kind, saved, call.statistics, call.shape)
+
+    def _check_request(self, calls: int) -> None:
+        """Name layers that were requested and never called, and tokens that fit no layer."""
+        missing = [w for w in self.only or () if isinstance(w, int) and w >= calls]
+        if missing and calls:
+            self.refuse("layers", f"layers {missing} were requested, and a pass has {calls} attention calls")
+        layers = [layer for one in self.seen.passes for layer in one.layers]
+        if isinstance(self.source, list | tuple) and layers and all(x.tokens == (None, None) for x in layers):
+            sizes = sorted({(layer.shape[0], *layer.shape[2:]) for layer in layers})[:4]
+            shapes = ", ".join(f"{b} × {i} × {j}" for b, i, j in sizes)
+            self.refuse(
+                "tokens",
+                f"{_describe(self.source)} fit no layer; layers have batch × queries × keys {shapes}. Pass one list of "
+                "tokens, or one list for each sequence",
+            )
 
     def _warn(self) -> None:
         if refused := self.seen.refused:
-            named = "; ".join(f"{name or '(the model)'}: {why}" for name, why in refused[:4])
+            named = "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in refused[:4])
             more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
             warnings.warn(f"not recorded (all in seen.refused): {named}{more}.", RefusedWarning, stacklevel=3)
 
-    # What the seams tell.
+    # The listener: see `tap.Listener`.
 
-    def place(self, frame: FrameType) -> CallSite | None:
-        """Where in the model a call came from; None if the model is not on the stack."""
+    def call_site(self, frame: FrameType) -> CallSite | None:
         return calling_module(frame, self.names)
 
-    def batch(self) -> int | None:
-        """How many sequences go in at once, as far as it is known."""
-        return self.attached.batch
+    def batch_size(self) -> int | None:
+        return self.hooks.batch
 
-    def failed(self, frame: FrameType, why: str) -> None:
-        """Something that may be attention passed and could not be read."""
-        if (at := self.place(frame)) is not None:
-            self.refuse(at.name, why)
+    def refuse_at(self, frame: FrameType, reason: str) -> None:
+        if (site := self.call_site(frame)) is not None:
+            self.refuse(site.name, reason)
 
-    def captured(self, frame: FrameType) -> None:
-        """A compiler is tracing attention."""
-        at = self.place(frame)
-        if at is not None and at.module is not None:
-            self.attached.compiling(at.name, at.module)
+    def compiling(self, frame: FrameType) -> None:
+        site = self.call_site(frame)
+        if site is not None and site.module is not None:
+            self.hooks.compiling(site.name, site.module)
 
-    def refuse(self, name: str, why: str) -> None:
-        """Name what is not recorded, once."""
-        if (name, why) not in self.seen.refused:
-            self.seen.refused.append((name, why))
+    def refuse(self, name: str, reason: str) -> None:
+        if (name, reason) not in self.seen.refused:
+            self.seen.refused.append((name, reason))
 
-    def embedded(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
-        """Token numbers that went into a layer of embeddings."""
+    def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
         stack = module_stack(frame, self.names)
         if stack:
-            known = Embedded(stack, table.shape[0], table.data_ptr(), ids.detach().cpu().clone())
-            self._running().embedded.append(known)
+            entry = EmbeddedIds(stack, table.shape[0], table.data_ptr(), ids.detach().cpu().clone())
+            self._running().embedded.append(entry)
 
-    def attention(self, at: CallSite, found: AttentionCall, inside: str | None = None) -> None:
-        """An attention call."""
-        name = at.name
-        if inside is not None and hasattr(at.module, inside):
-            name = f"{name}.{inside}" if name else inside
-        one = self._running(name)
-        number, nth = one.counted(name)
-        if not self._wanted(name, number):
+    def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
+        name = site.name
+        if site.hides_modules:
+            self.refuse(name, CAPTURED)
             return
-        found.read_mask(self.masks)
-        kept = save_call(found, self.values, self.to)
-        if one.fresh and self.keep == "factors" and self._goes_on(one, at, name, nth, found, kept):
+        if submodule is not None and hasattr(site.module, submodule):
+            name = f"{name}.{submodule}" if name else submodule
+        one = self._running(name)
+        number, nth = one.number_call(name)
+        if not self._is_wanted(name, number):
+            return
+        call.parse_mask(self.masks)
+        saved = save_call(call, self.wants_values, self.device, copy=site.compiled)
+        if one.fresh and self.keep == "factors" and self._continue_generation(one, site, name, nth, call, saved):
             return
         one.fresh = False
         if one.step_of is not None:
-            self._add_step(one.step_of, name, nth, found, kept)
+            self._add_step(one.step_of, name, nth, call, saved)
             return
-        call = Call(name, nth, _kind(at, found), kept, found.shape)
+        entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
         if self.keep == "statistics":
-            call.statistics, call.kept = numbers(kept.weights()), None
+            entry.statistics, entry.saved = row_statistics(saved.weights()), None
         elif self.spill is not None:
-            call.kept = self.spill.put(kept)
-        one.calls.append(call)
+            entry.saved = self.spill.put(saved)
+        one.calls.append(entry)
 
-    def _wanted(self, name: str, number: int) -> bool:
+    def _is_wanted(self, name: str, number: int) -> bool:
         if self.only is None:
             return True
         return any(w == number if isinstance(w, int) else fnmatch.fnmatchcase(name, w) for w in self.only)
@@ -219,18 +266,18 @@ class Observer:
     # Passes.
 
     def _running(self, name: str | None = None) -> OpenPass:
-        """The pass that runs now."""
+        """The running pass; a new one if a call outside any forward starts it over."""
         one = self._pass
-        if one is not None and name is not None and self.attached.depth == 0 and one.begins_again_with(name):
+        if one is not None and name is not None and self.hooks.depth == 0 and one.restarts_with(name):
             self._end_pass()
         if self._pass is None:
-            self._pass = OpenPass(loose=self.attached.depth == 0)
+            self._pass = OpenPass(loose=self.hooks.depth == 0)
         return self._pass
 
     def _end_pass(self) -> None:
         one, self._pass = self._pass, None
-        self.trail.close()
-        self.trail, self.masks = Trail(), {}
+        self.eager.clear()
+        self.eager, self.masks = EagerTracker(), {}
         if one is None:
             return
         if one.step_of is not None:
@@ -239,59 +286,70 @@ class Observer:
         elif one.calls or one.embedded:
             self._done.append(one)
 
-    def _goes_on(self, one: OpenPass, at: CallSite, name: str, nth: int, found: AttentionCall, kept: SavedCall) -> bool:
-        """Whether the pass that begins with this call is the next step of the one before; then take the step."""
+    def _continue_generation(
+        self, one: OpenPass, site: CallSite, name: str, nth: int, call: AttentionCall, saved: SavedCall
+    ) -> bool:
+        """Whether the pass that begins with this call is the next step of the last one; then add the step."""
         before = self._done[-1] if self._done else None
-        call = None if before is None else before.find(name, nth)
-        if before is None or call is None or not call.goes_on(found):
+        entry = None if before is None else before.find(name, nth)
+        if before is None or entry is None or not entry.is_continued_by(call):
             return False
-        if self._beams or called_by(at.frames[0] if at.frames else None, "beam_search"):
+        if self._beams or called_by(site.frames[0] if site.frames else None, "beam_search"):
             self._beams = True
             self.refuse("generate", "beam search reorders the cache between steps; record with num_beams=1")
-            one.step_of, one.fresh = OpenPass(loose=True), False  # the steps of beams go nowhere
+            one.step_of, one.fresh = OpenPass(loose=True), False  # a pass that is thrown away
             return True
         try:
-            call.grow(found, kept)
-        except CannotStitch:  # not its continuation after all: a pass of its own
+            entry.extend(call, saved)
+        except CannotStitch as error:  # a pass of its own
+            if call.w is not None:  # weights without keys cannot prove that they are something else
+                self.refuse(name, f"its steps are passes of their own: {error}")
             return False
         one.step_of, one.fresh = before, False
         return True
 
-    def _add_step(self, whole: OpenPass, name: str, nth: int, found: AttentionCall, kept: SavedCall) -> None:
-        call = whole.find(name, nth)
-        if call is None:
+    def _add_step(self, generation: OpenPass, name: str, nth: int, call: AttentionCall, saved: SavedCall) -> None:
+        entry = generation.find(name, nth)
+        if entry is None:
             if not self._beams:
                 self.refuse(name, "it ran in a later step of a generation and not in the first")
             return
         try:
-            call.grow(found, kept)
-        except CannotStitch as why:
-            self.refuse(name, str(why))
-            whole.calls.remove(call)
+            entry.extend(call, saved)
+        except CannotStitch as error:
+            self.refuse(name, str(error))
+            generation.calls.remove(entry)
 
 
-def _kind(at: CallSite, found: AttentionCall) -> str:
-    """Whether keys come from the sequence of the queries."""
-    if found.same is not None:
-        return "self" if found.same else "cross"
-    *_, i, j = found.shape
-    if at.other_sequence(j):
+def _kind(site: CallSite, call: AttentionCall) -> str:
+    """ "self" if keys come from the sequence of the queries, else "cross"."""
+    if call.is_self is not None:
+        return "self" if call.is_self else "cross"
+    *_, i, j = call.shape
+    if site.other_sequence(j):
         return "cross"
-    cached = any(hasattr(at.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in at.name
+    cached = any(hasattr(site.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in site.name
     return "self" if i == j or cached else "cross"
 
 
-def _destination(to: Any) -> tuple[str | None, str | None]:
-    """A device for recorded tensors, and a path for the file."""
-    if to is None or isinstance(to, torch.device):
-        return None if to is None else str(to), None
+def _as_device(device: Any, path: Any) -> str | None:
+    """The device of saved tensors; with a path they pass through the CPU."""
+    if device is None:
+        return None if path is None else "cpu"
     try:
-        path = os.fspath(to)
+        return str(torch.device(device))
+    except (TypeError, RuntimeError) as error:
+        hint = " A file goes to path=." if isinstance(device, str | os.PathLike) else ""
+        raise TypeError(f'device must be a device such as "cpu"; got {device!r}.{hint}') from error
+
+
+def _as_path(path: Any) -> str | None:
+    if path is None:
+        return None
+    try:
+        return os.fspath(path)
     except TypeError:
-        raise TypeError(f'to is None, "cpu", a device or a path; {type(to).__name__} came.') from None
-    if path.split(":")[0] in ("cpu", "cuda", "mps", "xpu"):
-        return path, None
-    return "cpu", path
+        raise TypeError(f"path must be a path of a .regard file; got {type(path).__name__}.") from None
 
 
 def _as_list(layers: Any) -> list[int | str] | None:
@@ -300,5 +358,23 @@ def _as_list(layers: Any) -> list[int | str] | None:
     listed = isinstance(layers, Sequence | range | set) and not isinstance(layers, str)
     chosen = list(layers) if listed else [layers]
     if not all(isinstance(which, int | str) and not isinstance(which, bool) for which in chosen):
-        raise TypeError(f"layers are numbers in the order of calls, module names or patterns; {layers!r} came.")
+        raise TypeError(f"layers are numbers in the order of calls, module names or patterns; got {layers!r}.")
     return chosen
+
+
+def _check_names(layers: list[int | str], model: nn.Module) -> None:
+    """Every name or pattern must fit a module of the model."""
+    names = [name for name, _ in model.named_modules()]
+    for pattern in layers:
+        if isinstance(pattern, str) and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            some = ", ".join(repr(name) for name in names if name)
+            raise ValueError(
+                f"layers: no module of the model is named {pattern!r}; there are {some[:300]}. "
+                'Patterns such as "*.self_attn" work too.'
+            )
+
+
+def _describe(tokens: Any) -> str:
+    if all(isinstance(token, str) for token in tokens):
+        return f"{len(tokens)} tokens"
+    return f"{len(tokens)} lists of {', '.join(str(len(line)) for line in tokens[:6])} tokens"

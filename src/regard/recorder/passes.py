@@ -1,7 +1,7 @@
 """Passes while the block is open: the calls of one forward, and the forwards of one generation.
 
-A pass begins where the model's forward does; outside it, where its first layer is called again. A pass whose first
-call goes on where the last pass ended is its next step. Imports `capture`, `stitch` and `tokens`.
+A pass begins where the model's forward does; outside a forward, where its first layer is called again. A pass whose
+first call continues the KV cache of the last pass is the next step of its generation.
 """
 
 from __future__ import annotations
@@ -10,66 +10,69 @@ from torch import Tensor
 
 from .calls import AttentionCall, SavedCall
 from .kv_cache import CachedGeneration, CannotStitch, continues
-from .tokens import Embedded
+from .tokens import EmbeddedIds
 
 __all__ = ["Call", "OpenPass", "with_encoders"]
 
 
 class Call:
-    """A layer while the block is open."""
+    """A layer of an open pass."""
 
-    def __init__(self, name: str, nth: int, kind: str, kept: SavedCall | None, shape: tuple[int, ...]) -> None:
-        self.name, self.nth, self.kind, self.kept, self.shape = name, nth, kind, kept, shape
+    def __init__(
+        self, name: str, number: int, nth: int, kind: str, saved: SavedCall | None, shape: tuple[int, ...]
+    ) -> None:
+        self.name, self.kind, self.saved, self.shape = name, kind, saved, shape
+        self.number, self.nth = number, nth  # among the calls of the pass, and of the module
         self.statistics: dict[str, Tensor] = {}
-        self.growing: CachedGeneration | None = None
+        self.generation: CachedGeneration | None = None
 
-    def goes_on(self, found: AttentionCall) -> bool:
+    def is_continued_by(self, call: AttentionCall) -> bool:
         """Whether a later call looks like the next step after this one."""
-        if self.kind != "self" or self.kept is None or found.shape[:2] != self.shape[:2]:
+        if self.kind != "self" or self.saved is None or call.shape[:2] != self.shape[:2]:
             return False
         try:
-            growing = self.growing or CachedGeneration(self.kept.loaded(), cross=False)
+            generation = self.generation or CachedGeneration(self.saved.loaded(), cross=False)
         except CannotStitch:
             return False
-        return continues(found, growing.total)
+        return continues(call, generation.total)
 
-    def grow(self, found: AttentionCall, kept: SavedCall) -> None:
-        """One more step of a generation; `CannotStitch` if it is none."""
-        assert self.kept is not None, "numbers cannot grow"
-        growing = self.growing or CachedGeneration(self.kept.loaded(), cross=self.kind == "cross")
-        growing.extend(found, kept)
-        self.growing = growing
+    def extend(self, call: AttentionCall, saved: SavedCall) -> None:
+        """Add a step of the generation; raises `CannotStitch` if it is none."""
+        assert self.saved is not None, "statistics cannot be stitched"
+        generation = self.generation or CachedGeneration(self.saved.loaded(), cross=self.kind == "cross")
+        generation.extend(call, saved)
+        self.generation = generation
 
     def finished(self) -> SavedCall | None:
-        """What is kept in the end, stitched and untouched; else `CannotStitch` or `Overwritten`."""
-        kept = self.kept if self.growing is None else self.growing.finish()
-        if self.growing is not None:
-            self.shape = (*self.shape[:2], self.growing.rows, self.growing.total)
-        if kept is not None:
-            kept.check()
-        return kept
+        """The saved call, stitched; raises `CannotStitch` or `Overwritten`."""
+        saved = self.saved if self.generation is None else self.generation.finish()
+        if self.generation is not None:
+            self.shape = (*self.shape[:2], self.generation.rows, self.generation.total)
+        if saved is not None:
+            saved.check()
+        return saved
 
 
 class OpenPass:
-    """A pass while the block is open."""
+    """A forward pass while the block is open."""
 
     def __init__(self, loose: bool) -> None:
         self.loose = loose  # outside the model's own forward
         self.calls: list[Call] = []
-        self.embedded: list[Embedded] = []
+        self.embedded: list[EmbeddedIds] = []
         self.steps = 1
         self.fresh = True  # whether its first call is still to come
         self.step_of: OpenPass | None = None  # the generation this pass is a step of
         self.count = 0
         self._times: dict[str, int] = {}
 
-    def counted(self, name: str) -> tuple[int, int]:
+    def number_call(self, name: str) -> tuple[int, int]:
         """The number of a call in this pass, and among the calls of its module."""
         number, nth = self.count, self._times.get(name, 0)
         self.count, self._times[name] = number + 1, nth + 1
         return number, nth
 
-    def begins_again_with(self, name: str) -> bool:
+    def restarts_with(self, name: str) -> bool:
         """Whether a call outside any forward is the first of another pass: its first layer comes a second time."""
         if not self.loose or not self.calls or self.calls[0].name != name:
             return False
@@ -86,6 +89,9 @@ def with_encoders(passes: list[OpenPass]) -> list[OpenPass]:
         last = joined[-1] if joined else None
         names = {call.name for call in one.calls}
         if last is not None and last.loose and not one.loose and not names & {call.name for call in last.calls}:
+            for call in one.calls:
+                call.number += last.count
+            one.count += last.count
             one.calls = last.calls + one.calls
             one.embedded = last.embedded + one.embedded
             joined[-1] = one

@@ -1,8 +1,7 @@
-"""What was seen: layers in the order they were called, each with its attention matrix.
+"""A recording: passes of layers in the order they were called, each layer with its attention matrix.
 
-A `Recording` is passes of layers. Plain indexing means the last pass: `seen[3, 1]` is layer 3, head 1; with a batch
-`seen[3, 1, 0]` is its first sequence without padding. Everything else is asked of `Weights`.
-Imports `capture`, `part` and `tables`.
+Plain indexing means the last pass: `seen[3, 1]` is layer 3, head 1; with a batch `seen[3, 1, 0]` is its first sequence
+without padding. Every other question goes to `Weights`.
 """
 
 from __future__ import annotations
@@ -10,73 +9,96 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..core.types import StatisticName
 from ..core.weights import Statistics, Weights
 from . import head_metrics
 from .calls import SavedCall
-from .head_metrics import Table
-from .slicing import sequence_of, span_of
+from .head_metrics import HeadSummary, HeadValue, Table
+from .slicing import real_rows, sequence_of, span_of
 
-__all__ = ["STATISTICS", "Layer", "Pass", "Recording"]
+__all__ = ["STATISTICS", "Layer", "Pass", "Recording", "TokenLists"]
 
-#: What keep="statistics" keeps of every layer; reach where positions are known.
-STATISTICS = ("entropy", "max_score", "received", "lse")
+#: The statistics that keep="statistics" saves of every layer.
+STATISTICS: tuple[StatisticName, ...] = ("entropy", "max_score", "received", "lse")
 
-#: The words of a batch: one list a sequence.
-Words = list[list[str]]
+#: The tokens of a batch: one list a sequence.
+TokenLists = list[list[str]]
 
 
 @dataclass
 class Layer:
-    """One attention call of a pass."""
+    """One attention call of a pass.
+
+    Attributes:
+        name: Path of the module that attended, `"encoder.layer.3.attention"`.
+        index: Number of the call in its pass; it stays when layers are selected.
+        kind: `"self"` if keys and queries come from one sequence, else `"cross"`.
+        saved: Queries, keys, score and mask, or weights that the model computed; None with keep="statistics".
+        statistics: With keep="statistics": `entropy`, `max_score`, `lse` as ``(b, h, i)``, `received` as ``(b, h, j)``.
+        shape: ``(b, h, i, j)``.
+        tokens: Tokens of the rows and of the columns: for each side None, or a list of tokens for each sequence.
+
+    Example:
+        >>> import regard
+        >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> x = torch.randn(1, 3, 8)
+        >>> with regard.record(model, tokens=["the", "cat", "sat"]) as seen:
+        ...     y = model(x, x, x)
+        >>> layer = seen.layers[0]
+        >>> layer.shape, layer.tokens[1]
+        ((1, 2, 3, 3), [['the', 'cat', 'sat']])
+        >>> layer.weights.shape
+        torch.Size([1, 2, 3, 3])
+    """
 
     name: str
     index: int
-    kind: str  # "self" or "cross"
-    kept: SavedCall | None
+    kind: str
+    saved: SavedCall | None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     shape: tuple[int, ...] = ()
-    words: tuple[Words | None, Words | None] = (None, None)  # of rows, of columns
-    of: Pass | None = field(default=None, repr=False)
-    _made: Weights | None = field(default=None, repr=False)
+    tokens: tuple[TokenLists | None, TokenLists | None] = (None, None)
+    parent: Pass | None = field(default=None, repr=False)
+    _weights: Weights | None = field(default=None, repr=False)
 
     @property
     def weights(self) -> Weights:
-        """The attention matrix, (b, h, i, j); with words where there is one sequence."""
-        if self.kept is None:
+        """The attention matrix ``(b, h, i, j)``; with tokens where there is one sequence."""
+        if self.saved is None:
             raise ValueError(
-                f"of layer {self.index} ({self.name}) only numbers were kept: {', '.join(self.statistics)}; they are "
-                'in .statistics. For its weights record with keep="factors".'
+                f"of layer {self.index} ({self.name}) only numbers were kept: {', '.join(self.statistics)}; they "
+                'are in .statistics. For its weights record with keep="factors".'
             )
-        self.kept.check()
-        if self._made is not None:
-            return self._made
-        kept = self.kept.loaded()
-        made = kept.weights()
-        made = self._labelled(made, 0) if made.shape[0] == 1 else made
-        if kept is self.kept:  # what lies on the disk is not held in memory as well
-            self._made = made
-        return made
+        self.saved.check()
+        if self._weights is not None:
+            return self._weights
+        saved = self.saved.loaded()
+        weights = saved.weights()
+        weights = self._labelled(weights, 0) if weights.shape[0] == 1 else weights
+        if saved is self.saved:  # tensors on disk are not held in memory as well
+            self._weights = weights
+        return weights
 
     @property
     def values(self) -> Tensor | None:
-        """The value vectors, (b, g, j, e), where they were recorded (values=True)."""
-        return None if self.kept is None else self.kept.loaded().v
+        """The value vectors ``(b, g, j, e)``, where they were recorded (values=True)."""
+        return None if self.saved is None else self.saved.loaded().v
 
     def head(self, h: Any) -> Weights:
-        """One head; without the batch axis when there is one sequence."""
+        """One head: ``(i, j)`` when there is one sequence, else ``(b, i, j)``."""
         weights = self.weights
         return weights[0, h] if weights.shape[0] == 1 else weights[:, h]
 
     def sequence(self, item: int) -> Weights:
-        """One sequence of the batch, (h, i, j), without its padding."""
+        """One sequence of the batch, ``(h, i, j)``, without its padding."""
         weights = self.weights
         if not -weights.shape[0] <= item < weights.shape[0]:
-            raise IndexError(f"sequence {item} was asked for and the batch has {weights.shape[0]}.")
+            raise IndexError(f"the batch has {weights.shape[0]} sequences; got item {item}.")
         item %= weights.shape[0]
         cols = span_of(weights, item)
         rows = cols if self.kind == "self" else self._rows_of(item)
@@ -84,13 +106,13 @@ class Layer:
             behind = weights.shape[-1] - weights.shape[-2]
             rows = slice(max(0, cols.start - behind), weights.shape[-2])
         part = sequence_of(weights, item, rows, cols)
-        above, beside = self.words
-        if above is None or beside is None:
+        row_tokens, key_tokens = self.tokens
+        if row_tokens is None or key_tokens is None:
             return part
-        return part.label(above[item][rows], beside[item][cols])
+        return part.label(row_tokens[item][rows], key_tokens[item][cols])
 
     def norm_weighted(self, item: int = 0) -> Tensor:
-        """w_ij · |v_j| for one sequence, (h, i, j): what each key really adds. Quadratic, like `dense`."""
+        """w_ij · |v_j| for one sequence, ``(h, i, j)``: what each key really adds. Quadratic memory, like `dense`."""
         if self.values is None:
             raise ValueError("w_ij·|v_j| needs the values: record(model, values=True).")
         w = self.weights[item].dense()
@@ -98,21 +120,33 @@ class Layer:
         return w * size.repeat_interleave(w.shape[0] // size.shape[0], 0).unsqueeze(-2)
 
     def numpy(self) -> Any:
-        """The weights written out, as a NumPy array (b, h, i, j)."""
+        """The dense weights as a NumPy array ``(b, h, i, j)``."""
         return self.weights.dense().numpy(force=True)
+
+    def real_rows(self) -> Tensor | None:
+        """The rows that are no padding, bool ``(b, i)``; None: all of them, or not known (cross-attention)."""
+        if self.saved is not None:
+            return real_rows(self.weights, self.kind)
+        received = self.statistics.get("received")
+        if received is None or self.kind != "self" or self.shape[-1] != self.shape[-2]:
+            return None
+        return received.sum(1) > 0  # a key that receives nothing is padding
 
     def __repr__(self) -> str:
         return f"Layer({self.index}, {self.name!r}, {self.kind}, {'×'.join(map(str, self.shape))})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_weights": None}  # a copy makes its own
+
     def _labelled(self, weights: Weights, item: int) -> Weights:
-        rows, cols = self.words
+        rows, cols = self.tokens
         return weights if rows is None or cols is None else weights.label(rows[item], cols[item])
 
     def _rows_of(self, item: int) -> slice:
-        """Which rows of a cross-attention are real: those its decoder's self-attention sees."""
+        """The rows of cross-attention that are no padding: those that its decoder's self-attention sees."""
         i = self.shape[-2]
-        for layer in self.of.layers if self.of else ():
-            if layer.kind == "self" and layer.kept is not None and layer.shape[-1] == layer.shape[-2] == i:
+        for layer in self.parent.layers if self.parent else ():
+            if layer.kind == "self" and layer.saved is not None and layer.shape[-1] == layer.shape[-2] == i:
                 stem = self.name.split(".")[0]
                 if layer.name.split(".")[0] == stem or layer.index > 0:
                     return span_of(layer.weights, item)
@@ -121,10 +155,15 @@ class Layer:
 
 @dataclass
 class Pass:
-    """One forward pass, or one whole generation."""
+    """One forward pass, or all steps of one generation.
+
+    Attributes:
+        layers: Its layers, in the order they were called.
+        steps: The number of forward passes that were stitched into this one.
+    """
 
     layers: list[Layer] = field(default_factory=list)
-    steps: int = 1  # forward passes that were stitched into this one
+    steps: int = 1
 
     def __repr__(self) -> str:
         steps = f", {self.steps} steps stitched" if self.steps > 1 else ""
@@ -132,13 +171,28 @@ class Pass:
 
 
 class Recording:
-    """What `regard.record` saw; also what `regard.load` reads.
+    """What `regard.record` recorded and `regard.load` reads: passes of layers with their attention matrices.
 
-    seen[3]            the weights of layer 3, (b, h, i, j); a module's name works too
-    seen[3, 1]         its head 1, without the batch axis when there is one sequence
-    seen[3, 1, 0]      of the first sequence, without its padding
-    seen.layers, seen.passes, seen.select(kind="cross"), seen.refused
-    seen.find("it", "animal"), seen.heads(by="entropy"), seen.rollout("it")
+    | index | result |
+    |---|---|
+    | `seen[3]` | the weights of layer 3, ``(b, h, i, j)``; a module's name works too |
+    | `seen[3, 1]` | its head 1, without the batch axis when there is one sequence |
+    | `seen[3, 1, 0]` | of the first sequence, without its padding |
+
+    Attributes:
+        passes: Every forward pass, or generation, in order.
+        refused: Pairs (module, reason) of attention that could not be recorded.
+
+    Example:
+        >>> import regard
+        >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+        >>> x = torch.randn(1, 3, 8)
+        >>> with regard.record(model, tokens=["the", "cat", "sat"]) as seen:
+        ...     y = model(x, x, x)
+        >>> seen[0, 1].shape
+        torch.Size([3, 3])
+        >>> seen.find("cat", "the").columns
+        ('layer', 'head', 'weight')
     """
 
     def __init__(self, passes: list[Pass] | None = None, refused: list[tuple[str, str]] | None = None) -> None:
@@ -150,10 +204,15 @@ class Recording:
         """The layers of the last pass, in the order they were called."""
         return self.passes[-1].layers if self.passes else []
 
-    def select(self, kind: str | None = None, name: str | None = None) -> Recording:
-        """The same recording with a part of the layers: kind "self" or "cross", or names that contain a text."""
+    def select(self, kind: Literal["self", "cross"] | None = None, name: str | None = None) -> Recording:
+        """The same recording with a part of the layers, which keep their numbers.
+
+        Args:
+            kind: `"self"` or `"cross"`; None: both.
+            name: Text that the module's name contains; None: all.
+        """
         if kind not in (None, "self", "cross"):
-            raise ValueError(f'kind is "self" or "cross"; {kind!r} came.')
+            raise ValueError(f'kind is "self" or "cross"; got {kind!r}.')
 
         def wanted(layer: Layer) -> bool:
             return (kind is None or layer.kind == kind) and (name is None or name in layer.name)
@@ -168,25 +227,30 @@ class Recording:
         return iter(self.layers)
 
     def layer(self, which: int | str) -> Layer:
-        """A layer by its place in this recording, its module's name, or the end of that name."""
+        """A layer by its number (`Layer.index`; negative: from the end), its module's name, or the end of that name."""
         if not self.layers:
             refused = f" Refused: {self.refused[0][0]}: {self.refused[0][1]}." if self.refused else ""
             raise IndexError(f"nothing was recorded. Run the model inside the block.{refused}")
         if isinstance(which, str):
-            return self._named(which)
-        if not -len(self.layers) <= which < len(self.layers):
-            raise IndexError(f"layer {which} was asked for and {len(self.layers)} were recorded, counted from 0.")
-        return self.layers[which]
+            return self._layer_by_name(which)
+        if which < 0 and -which <= len(self.layers):
+            return self.layers[which]
+        layer = next((layer for layer in self.layers if layer.index == which), None)
+        if layer is None:
+            numbers = [layer.index for layer in self.layers]
+            has = f"{len(numbers)} were" if numbers == list(range(len(numbers))) else f"{numbers} were"
+            raise IndexError(f"layer {which} was asked for and {has} recorded.")
+        return layer
 
-    def _named(self, name: str) -> Layer:
+    def _layer_by_name(self, name: str) -> Layer:
         exact = [layer for layer in self.layers if layer.name == name]
-        found = exact or [layer for layer in self.layers if layer.name.endswith("." + name)]
-        if len(found) == 1:
-            return found[0]
-        if not found:
+        matches = exact or [layer for layer in self.layers if layer.name.endswith("." + name)]
+        if len(matches) == 1:
+            return matches[0]
+        if not matches:
             raise KeyError(f"no layer {name!r} was recorded; there are {', '.join(x.name for x in self.layers[:12])}.")
-        places = ", ".join(f"{layer.index} ({layer.name})" for layer in found)
-        raise KeyError(f"{name!r} names {len(found)} layers: {places}. Take one by its number.")
+        places = ", ".join(f"{layer.index} ({layer.name})" for layer in matches)
+        raise KeyError(f"{name!r} names {len(matches)} layers: {places}. Take one by its number.")
 
     def __getitem__(self, key: Any) -> Weights:
         if not isinstance(key, tuple):
@@ -198,28 +262,68 @@ class Recording:
 
     # Questions to all layers at once.
 
-    def find(self, a: Any, b: Any = None, item: int | None = None) -> Table:
-        """Which heads tie word a to word b: (layer, head, weight), best first; without b the word each looks at."""
+    def find(self, a: Any, b: Any = None, item: int | None = None) -> Table[Any]:
+        """The heads that tie token a to token b.
+
+        Args:
+            a: The token that attends, or its position.
+            b: The token it attends to, or its position; None: the key that each head gives most to.
+            item: The sequence, for a batch.
+
+        Returns:
+            Rows `(layer, head, weight)`, or `(layer, head, key, weight)` without b; the largest weight first.
+        """
         return head_metrics.find(self.layers, a, b, item)
 
-    def heads(self, by: str = "entropy", item: int | None = None) -> Table:
-        """Every head with one number: entropy, mean_distance, sink, previous or induction."""
+    def heads(self, by: str = "entropy", item: int | None = None) -> Table[HeadValue]:
+        """Every head with one number.
+
+        Args:
+            by: The measure.
+                `"entropy"`: mean over rows of `Weights.entropy`, in nats; the smallest first.
+                `"entropy_without_sink"`: the same for the weights without the sink (the key that the layer's heads give
+                most to), renormalised: Σ r·H′ / Σ r over rows, where r is the weight left and H′ its entropy.
+                `"mean_distance"`: mean distance to the keys without the sink, weighted in the same way.
+                `"sink"`: mean weight on the sink.
+                `"previous"`: mean weight on the position before.
+                `"induction"`: mean weight on the token after the last occurrence of the same token.
+            item: The sequence, for a batch.
+
+        Returns:
+            Rows `(layer, head, name, value)`; measures that compare positions skip cross-attention.
+        """
         return head_metrics.heads(self.layers, by, item)
 
-    def rollout(self, word: Any, item: int | None = None) -> Tensor:
-        """Attention rollout: how much of each input position reaches this word through all layers, (j,)."""
-        return head_metrics.rollout(self.layers, word, item)
+    def rollout(self, token: Any, item: int | None = None) -> Tensor:
+        """Attention rollout: the share of each input position in this token after all layers.
 
-    def pandas(self) -> Any:
-        """Every head of every layer with its statistics, as a pandas table."""
-        return head_metrics.overview(self.layers).pandas()
+        Args:
+            token: The token, or its position.
+            item: The sequence, for a batch.
+
+        Returns:
+            ``(j,)``, summing to 1.
+        """
+        return head_metrics.rollout(self.layers, token, item)
+
+    def summary(self) -> Table[HeadSummary]:
+        """Every head with its mean entropy, mean largest weight, and the share of the key that receives most."""
+        return head_metrics.overview(self.layers)
+
+    def to_pandas(self) -> Any:
+        """`summary` as a pandas DataFrame."""
+        return self.summary().to_pandas()
 
     def show(self, word: Any = None, **options: Any) -> Any:
         """The picture: a page in a notebook, text in a terminal, .save("x.html") or .save("x.svg"); see `look.View`."""
         return import_module("regard.look").View(self, word=word, **options)
 
     def save(self, path: Any) -> None:
-        """Write everything to a .regard file; the old file stays whole until the new one is."""
+        """Write the recording to a .regard file, which `regard.load` reads.
+
+        Args:
+            path: The file. An old one stays complete until the new one is; its permissions are kept.
+        """
         from .file import save
 
         save(self, path)
@@ -228,10 +332,11 @@ class Recording:
         lines = [self._title()]
         width = max((len(layer.name) for layer in self.layers), default=0)
         for layer in self.layers[:24]:
-            kept = "statistics" if layer.kept is None else "weights" if _written_out(layer.kept) else "factors"
-            mask = "" if layer.kept is None or layer.kept.mask is None else f"  {_brief(layer.kept.mask)}"
+            saved = layer.saved
+            content = "statistics" if saved is None else "weights" if _is_dense(saved) else "factors"
+            mask = "" if saved is None or saved.mask is None else f"  {_brief(saved.mask)}"
             size = "×".join(map(str, layer.shape))
-            lines.append(f"{layer.index:4d}  {layer.name:{width}}  {layer.kind:5}  {size}  {kept}{mask}")
+            lines.append(f"{layer.index:4d}  {layer.name:{width}}  {layer.kind:5}  {size}  {content}{mask}")
         if len(self.layers) > 24:
             lines.append(f"      … {len(self.layers) - 24} more")
         lines += [f"refused  {name or '(model)'}: {reason}" for name, reason in self.refused]
@@ -252,8 +357,8 @@ class Recording:
         return " × ".join(parts) + passes + steps
 
 
-def _written_out(kept: SavedCall) -> bool:
-    return kept.w is not None or getattr(kept, "dense", False)
+def _is_dense(saved: SavedCall) -> bool:
+    return saved.w is not None or getattr(saved, "dense", False)
 
 
 def _brief(mask: Any) -> str:
@@ -261,8 +366,8 @@ def _brief(mask: Any) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def numbers(weights: Weights) -> dict[str, Tensor]:
-    """What keep="statistics" keeps of a layer."""
+def row_statistics(weights: Weights) -> dict[str, Tensor]:
+    """The statistics that keep="statistics" saves of a layer."""
     names = [name for name in STATISTICS if not (weights._engine == "reference" and name in ("max_score", "lse"))]
     with torch.no_grad():
         seen: Statistics = weights.see(*names)

@@ -1,7 +1,4 @@
-"""Parts of an attention matrix that are matrices again: one sequence of a batch, without its padding, and single cells.
-
-Imports `matrix` and what is below it.
-"""
+"""Parts of an attention matrix: one sequence of a batch without its padding, its real rows, and single cells."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from ..core.pytree import tree_map
 from ..core.scores import Precomputed
 from ..core.weights import Weights
 
-__all__ = ["cells", "sequence_of", "span_of"]
+__all__ = ["cells", "real_rows", "row_mean", "sequence_of", "span_of"]
 
 
 def span_of(weights: Weights, item: int) -> slice:
-    """The keys of a sequence that at least one row may see: the rest is padding."""
+    """The keys of a sequence that at least one row may see; the others are padding."""
     factors = weights._factors
     keys = factors.k.shape[-2]
     if isinstance(factors.score, Precomputed):
@@ -34,6 +31,34 @@ def span_of(weights: Weights, item: int) -> slice:
         return slice(0, keys)
     places = seen.nonzero().flatten()
     return slice(int(places[0]), int(places[-1]) + 1)
+
+
+def visible_keys(weights: Weights) -> Tensor | None:
+    """The keys that at least one row may see, bool (b, j); None: all of them."""
+    factors = weights._factors
+    if isinstance(factors.score, Precomputed):
+        return factors.score.w.ne(0).any(-2).any(1)
+    seen = None if factors.mask is None else factors.problem().visible_keys()
+    return None if seen is None else seen.expand(weights.shape[0], -1)
+
+
+def real_rows(weights: Weights, kind: str) -> Tensor | None:
+    """The rows of self-attention that are no padding, bool (b, i); None: all of them, or not known.
+
+    A position that no row may see is padding, as key and as query. Cross-attention has no such correspondence.
+    """
+    i, j = weights.shape[-2:]
+    if kind != "self" or i != j:
+        return None
+    return visible_keys(weights)
+
+
+def row_mean(values: Tensor, rows: Tensor | None) -> Tensor:
+    """The mean of (b, h, i) over sequences and the chosen rows (b, i), (h,)."""
+    if rows is None or not bool(rows.any()):
+        return values.mean((0, 2))
+    chosen = rows.to(values.device).unsqueeze(1)
+    return torch.where(chosen, values, 0).sum((0, 2)) / chosen.sum((0, 2))
 
 
 def sequence_of(weights: Weights, item: int, rows: slice, cols: slice) -> Weights:
@@ -59,21 +84,21 @@ def _cut_mask(mask: Mask, cut: Any, cols: slice) -> Mask:
     if isinstance(mask, Padding):
         return Padding((mask.lengths - cols.start).clamp(0, cols.stop - cols.start))
     if isinstance(mask, Documents):
-        assert mask.key_ids is not None, "laid over a matrix"
+        assert mask.key_ids is not None, "broadcast to a matrix"
         return Documents(cut(mask.ids), cut(mask.key_ids))
     return tree_map(mask, cut)
 
 
 def cells(weights: Weights, rows: Tensor, cols: Tensor, chunk: int = 32) -> Tensor:
     """The weights at (rows[n], cols[n]), (..., h, n), a few rows at a time: linear memory."""
-    found = []
+    parts = []
     for start in range(0, len(rows), chunk):
         r, c = rows[start : start + chunk], cols[start : start + chunk]
         r0, r1 = int(r.min()), int(r.max()) + 1
         if r1 - r0 > 4 * chunk:  # far apart: one by one
-            found += [weights[..., int(a), [int(b)]] for a, b in zip(r, c, strict=True)]
+            parts += [weights[..., int(a), [int(b)]] for a, b in zip(r, c, strict=True)]
             continue
-        where, place = c.unique(return_inverse=True)
-        block = weights[..., r0:r1, where.tolist()]  # ... h r c
-        found.append(block[..., r - r0, place])
-    return torch.cat(found, -1) if found else torch.zeros(*weights.shape[:-2], 0)
+        columns, inverse = c.unique(return_inverse=True)
+        block = weights[..., r0:r1, columns.tolist()]  # ... h r c
+        parts.append(block[..., r - r0, inverse])
+    return torch.cat(parts, -1) if parts else torch.zeros(*weights.shape[:-2], 0)

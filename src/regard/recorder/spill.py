@@ -1,7 +1,7 @@
-"""What was kept, put on the disk while the model still runs: to="run.regard" holds one layer in memory, not all.
+"""Saved calls on disk while the model still runs: with path="run.regard" one layer is in memory, not all of them.
 
-Each call is a file of bare numbers in a folder of its own; how they belong together stays in memory. The folder goes
-when the recording does. Imports `capture`.
+Each call is a file of raw tensor bytes in a temporary folder; types, shapes and structure stay in memory. The folder is
+removed with the recording.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from torch import Tensor
 from ..core.masks import Dense
 from ..core.pytree import flatten, unflatten
 from .calls import SavedCall
+from .tensor_bytes import tensor_bytes
 
 __all__ = ["Spill", "Spilled"]
 
 
 class Spill:
-    """A folder beside the file that is to be written."""
+    """A temporary folder beside the file that will be written."""
 
     def __init__(self, path: Any) -> None:
-        where = Path(path)
-        self._folder = tempfile.mkdtemp(prefix=f".{where.name}.", suffix=".parts", dir=where.parent)
+        path = Path(path)
+        self._folder = tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".parts", dir=path.parent)
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._count = 0
 
-    def put(self, kept: SavedCall) -> Spilled:
-        """The tensors of a call on the disk, and what leads back to them."""
+    def put(self, saved: SavedCall) -> Spilled:
+        """Write the tensors of a call to disk."""
         self._count += 1
-        return Spilled(kept, Path(self._folder) / str(self._count), self)
+        return Spilled(saved, Path(self._folder) / str(self._count), self)
 
 
 class Spilled(SavedCall):
-    """A call whose tensors are on the disk."""
+    """A call whose tensors are on disk."""
 
-    def __init__(self, kept: SavedCall, path: Path, spill: Spill) -> None:
-        mask = None if isinstance(kept.mask, Dense) else kept.mask
-        super().__init__(None, None, None, None, None, mask, kept.align)
-        self.path, self.dense = path, kept.w is not None
-        self._spill = spill  # the folder lives as long as something leads into it
-        self._spec, tensors = flatten((kept.q, kept.k, kept.v, kept.w, kept.score, kept.mask))
+    def __init__(self, saved: SavedCall, path: Path, spill: Spill) -> None:
+        mask = None if isinstance(saved.mask, Dense) else saved.mask
+        super().__init__(None, None, None, None, None, mask, saved.align)
+        self.path, self.dense = path, saved.w is not None
+        self._spill = spill  # keeps the folder alive
+        self._spec, tensors = flatten((saved.q, saved.k, saved.v, saved.w, saved.score, saved.mask))
         self._forms = [(tensor.dtype, tensor.shape) for tensor in tensors]
         with open(path, "xb") as file:
             for tensor in tensors:
-                file.write(_bytes(tensor))
+                file.write(tensor_bytes(tensor))
 
     def weights(self) -> Any:
         return self.loaded().weights()
@@ -60,14 +61,14 @@ class Spilled(SavedCall):
         q, k, v, w, score, mask = unflatten(self._spec, tensors)
         return SavedCall(q, k, v, w, score, mask, self.align)
 
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle has its tensors in memory."""
+        saved = self.loaded()
+        return SavedCall, (saved.q, saved.k, saved.v, saved.w, saved.score, saved.mask, saved.align)
 
 
 def _read(file: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     size = shape.numel() * dtype.itemsize
     data = bytearray(file.read(size))
-    return (torch.frombuffer(data, dtype=torch.uint8).view(dtype) if size else torch.empty(0, dtype=dtype)).reshape(
-        shape
-    )
+    flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if size else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)

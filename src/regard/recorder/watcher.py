@@ -1,8 +1,8 @@
 """`regard.watch`: entropy and largest score of every head while a model trains.
 
-Every so many training steps one forward pass is overheard and reduced to two numbers a head: the mean entropy of
-its rows, relative to the most it could be, and its largest score. Collapse of the entropy and explosion of the scores
-are the two ways attention dies in training; both are warned of, once a layer. Imports `observe`'s neighbours.
+Every so many training steps one forward pass is intercepted and reduced to two numbers a head: the mean entropy of its
+rows as a share of the largest possible, and its largest score. Entropy collapse and exploding scores are the two ways
+attention fails in training; both are warned of, once a layer.
 """
 
 from __future__ import annotations
@@ -18,88 +18,120 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.masks import Geometry
 from .calls import AttentionCall, save_call
 from .hooks import seams, tap
 from .hooks.call_site import CallSite, calling_module
-from .hooks.eager_attention import Trail
+from .hooks.eager_attention import EagerTracker
+from .hooks.model_hooks import CAPTURED, Hook, is_compiled
+from .observer import RefusedWarning
+from .slicing import real_rows, row_mean
 
 __all__ = ["AttentionWarning", "Watch", "qk_clip", "watch"]
 
 
 class AttentionWarning(UserWarning):
-    """Attention is about to die: its entropy collapsed or its scores exploded."""
+    """The entropy of a head collapsed, or its scores exploded."""
 
 
 def watch(
     model: nn.Module,
     *,
     every: int = 100,
-    to: Callable[[dict[str, float], int], None] | None = None,
+    callback: Callable[[dict[str, float], int], None] | None = None,
     collapse: float = 0.02,
     explode: float = 100.0,
 ) -> Watch:
     """Watch every head of a model while it trains; call `close()`, or use it as a block.
 
-    with regard.watch(model, every=100) as watching:
-        for batch in data:
-            loss = model(batch) ...
-            if watching.fresh:
-                logger.log(watching.numbers())      # a plain dict: name/head → number
-    watching.show().save("training.html")           # every head over the steps
+    Args:
+        model: The model. Compiled code cannot be watched: it is named in a `RefusedWarning`.
+        every: Training passes (model.training and gradients on) between two looks; the first pass is looked at.
+        callback: Called with (numbers, step) after each look.
+        collapse: Entropy share of a head below which an `AttentionWarning` is given.
+        explode: Score above which an `AttentionWarning` is given (QK-clip acts at 100).
 
-    every     training passes (model.training and gradients on) between two looks; the first pass is looked at
-    to        called with (numbers, step) after each look
-    collapse  a head's entropy, as a share of the most it could be, below which a warning is given
-    explode   a score above which a warning is given (QK-clip acts at 100)
+    Returns:
+        A `Watch`, which is also a context manager.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        >>> with watch(model, every=1) as watching:
+        ...     model(torch.randn(1, 4, 8)).sum().backward()
+        >>> sorted(watching.numbers())[0]
+        'layers.0.self_attn/entropy_share/0'
     """
-    return Watch(model, every, to, collapse, explode)
+    return Watch(model, every, callback, collapse, explode)
 
 
 class Watch:
-    """What `regard.watch` returns."""
+    """Numbers of every head of a model, renewed every so many training passes.
 
-    def __init__(self, model: nn.Module, every: int, to: Any, collapse: float, explode: float) -> None:
+    Attributes:
+        step: Training passes so far, counted from 0; -1 before the first.
+        fresh: Whether the last training pass was looked at.
+        layers: The last look: module name → {"entropy_share": ``(h,)``, "max_score": ``(h,)``}.
+        history: (step, numbers) of every look so far.
+        refused: Pairs (module, reason) of attention that could not be read in the last look.
+
+    Example:
+        >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        >>> model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        >>> watching = watch(model, every=1)
+        >>> _ = model(torch.randn(1, 4, 8))
+        >>> watching.step, watching.layers["layers.0.self_attn"]["max_score"].shape
+        (0, torch.Size([2]))
+        >>> watching.close()
+    """
+
+    def __init__(self, model: nn.Module, every: int, callback: Any, collapse: float, explode: float) -> None:
         if not isinstance(model, nn.Module):
-            raise TypeError(f"watch(model): an nn.Module is watched; {type(model).__name__} came.")
+            raise TypeError(f"watch(model) needs an nn.Module; got {type(model).__name__}.")
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"watch(every=...): a whole number of passes, at least 1; {every!r} came.")
+            raise ValueError(f"watch(every=...) needs a number of passes, at least 1; got {every!r}.")
         if isinstance(model, nn.TransformerEncoderLayer):
             raise ValueError(
                 "watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it."
             )
-        seams.listen()
-        self.every, self.to, self.collapse, self.explode = every, to, collapse, explode
-        self.step = -1  # training passes so far, counted from 0
-        self.fresh = False  # whether the last pass was looked at
+        seams.install()
+        self.every, self.callback, self.collapse, self.explode = every, callback, collapse, explode
+        self.step = -1
+        self.fresh = False
         self.layers: dict[str, dict[str, Tensor]] = {}
-        self.history: list[tuple[int, dict[str, float]]] = []  # (step, numbers) of every look so far
+        self.history: list[tuple[int, dict[str, float]]] = []
         self.refused: list[tuple[str, str]] = []
-        self._names = {id(module): name for name, module in model.named_modules()}
         self._look: _Look | None = None
         self._warned: set[tuple[str, str]] = set()
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(self._end, always_call=True),
+        # The modules of a compiled model are those of the original, under their own names.
+        modules = dict(getattr(model, "_orig_mod", model).named_modules())
+        self._names = {id(module): name for name, module in modules.items()}
+        for name, module in modules.items():
+            if is_compiled(module):
+                self._refuse(name, CAPTURED)
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self._begin), prepend=True),
+            model.register_forward_hook(Hook(self._end), always_call=True),
         ]
 
     def numbers(self) -> dict[str, float]:
-        """The last look as a plain dict for any logger: "layer/entropy/head" and "layer/max_score/head"."""
+        """The last look as a plain dict for any logger: `"layer/entropy_share/head"` and `"layer/max_score/head"`."""
         return {
-            f"{name}/{what}/{head}": value
-            for name, found in self.layers.items()
-            for what, values in found.items()
+            f"{name}/{measure}/{head}": value
+            for name, measures in self.layers.items()
+            for measure, values in measures.items()
             for head, value in enumerate(values.tolist())
         }
 
     def show(self, **options: Any) -> Any:
-        """The picture: entropy and largest score of every head over the steps; see `look.View`."""
+        """The picture: entropy share and largest score of every head over the steps; see `look.View`."""
         return import_module("regard.look").View(self.history, **options)
 
     def close(self) -> None:
         """Stop watching."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
 
     def __enter__(self) -> Watch:
         return self
@@ -108,6 +140,11 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if kind is None and self.step < 0:
+            self._refuse(
+                "",
+                "no training pass was seen: it was not called in training mode with gradients, or it was " + CAPTURED,
+            )
 
     def _begin(self, model: nn.Module, args: Any) -> None:
         if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
@@ -116,126 +153,154 @@ class Watch:
         self.fresh = False
         if self.step % self.every == 0:
             self._look = _Look(self._names)
-            tap.enter(self._look)
+            tap.activate(self._look)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         look = self._look
         if look is None or look.thread != threading.get_ident():
             return
         self._look = None
-        tap.leave(look)
+        tap.deactivate(look)
         self.layers, self.fresh, self.refused = look.layers, True, look.refused
+        if not look.layers and is_compiled(model):
+            look.refuse("", CAPTURED)
+        for name, reason in look.refused:
+            self._refuse(name, reason)
         self._judge()
         self.history.append((self.step, self.numbers()))
-        if self.to is not None:
-            self.to(self.numbers(), self.step)
+        if self.callback is not None:
+            self.callback(self.numbers(), self.step)
 
     def _judge(self) -> None:
-        for name, found in self.layers.items():
-            low = float(found["entropy"].min())
-            high = float(found["max_score"].max()) if "max_score" in found else -math.inf
+        for name, measures in self.layers.items():
+            low = float(measures["entropy_share"].min())
+            high = float(measures["max_score"].max()) if "max_score" in measures else -math.inf
             if low < self.collapse:
-                head = int(found["entropy"].argmin())
+                head = int(measures["entropy_share"].argmin())
                 self._warn(
                     name,
-                    "entropy",
-                    f"the entropy of head {head} of {name} is {low:.3f} of what it could be: it collapsed",
+                    "entropy_share",
+                    f"the entropy of head {head} of {name} is {low:.3f} of the largest possible: it collapsed",
                 )
             if high > self.explode:
-                head = int(found["max_score"].argmax())
+                head = int(measures["max_score"].argmax())
                 advice = "regard.recorder.qk_clip bounds it"
                 self._warn(
                     name,
-                    "score",
+                    "max_score",
                     f"the largest score of head {head} of {name} is {high:.1f}, above {self.explode:g}: {advice}",
                 )
 
-    def _warn(self, name: str, what: str, text: str) -> None:
-        if (name, what) not in self._warned:
-            self._warned.add((name, what))
+    def _warn(self, name: str, measure: str, text: str) -> None:
+        if (name, measure) not in self._warned:
+            self._warned.add((name, measure))
             warnings.warn(f"step {self.step}: {text}.", AttentionWarning, stacklevel=2)
+
+    def _refuse(self, name: str, reason: str) -> None:
+        if (name, reason) not in self.refused:
+            self.refused.append((name, reason))
+        if (name, reason) not in self._warned:
+            self._warned.add((name, reason))
+            warnings.warn(f"not watched: {name or '(the model)'}: {reason}.", RefusedWarning, stacklevel=4)
 
 
 class _Look:
-    """Listens during one pass and keeps two numbers a head."""
+    """The listener of one pass: reduces every call to two numbers a head."""
 
-    wants_ids = values = False
+    wants_ids = wants_values = False
     wants_scores = True
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names, self.thread = names, threading.get_ident()
         self.layers: dict[str, dict[str, Tensor]] = {}
-        self.history: list[tuple[int, dict[str, float]]] = []  # (step, numbers) of every look so far
         self.refused: list[tuple[str, str]] = []
-        self.trail = Trail()
+        self.eager = EagerTracker()
 
-    def place(self, frame: FrameType) -> CallSite | None:
+    def call_site(self, frame: FrameType) -> CallSite | None:
         return calling_module(frame, self.names)
 
-    def batch(self) -> int | None:
+    def batch_size(self) -> int | None:
         return None
 
-    def failed(self, frame: FrameType, why: str) -> None:
-        at = self.place(frame)
-        self.refuse(at.name if at else "", why)
+    def refuse_at(self, frame: FrameType, reason: str) -> None:
+        if (site := self.call_site(frame)) is not None:
+            self.refuse(site.name, reason)
 
-    def captured(self, frame: FrameType) -> None:
-        self.failed(frame, "captured by torch.compile")
+    def compiling(self, frame: FrameType) -> None:
+        self.refuse_at(frame, CAPTURED)
 
-    def refuse(self, name: str, why: str) -> None:
-        if (name, why) not in self.refused:
-            self.refused.append((name, why))
+    def refuse(self, name: str, reason: str) -> None:
+        if (name, reason) not in self.refused:
+            self.refused.append((name, reason))
 
-    def attention(self, at: CallSite, found: AttentionCall, inside: str | None = None) -> None:
-        name = f"{at.name}.{inside}" if inside else at.name
+    def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
+        """Not reported: `wants_ids` is False."""
+
+    def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
+        if site.hides_modules:
+            self.refuse(site.name, CAPTURED)
+            return
+        name = f"{site.name}.{submodule}" if submodule else site.name
         while name in self.layers:
             name += "'"
-        self.layers[name] = _two_numbers(found)
+        self.layers[name] = _measures(call)
 
 
-def _two_numbers(found: AttentionCall) -> dict[str, Tensor]:
-    """Entropy and largest score of every head; only the entropy where the scores are not to be had."""
-    weights = save_call(found, False, None).weights()
-    dense = found.w is not None
+def _measures(call: AttentionCall) -> dict[str, Tensor]:
+    """Entropy share and largest score of every head, (h,), without padding rows; no score where it is not known."""
+    weights = save_call(call, False, None).weights()
+    dense = call.w is not None
     seen = weights.see("entropy") if dense else weights.see("entropy", "max_score")
-    visible = _visible(found).unsqueeze(-2)  # b|1 1 i
-    most = visible.clamp(min=2).log()
-    # A row with one key has no entropy to lose.
-    share = torch.where(visible > 1, seen.entropy / most, 1.0).mean((0, 2))
-    numbers = {"entropy": share.float().cpu()}
+    visible = _visible_keys(call).unsqueeze(-2)  # b|1 1 i
+    largest = visible.clamp(min=2).log()
+    # A row with one visible key has entropy 0 by necessity: it counts as 1.
+    share = torch.where(visible > 1, seen.entropy / largest, 1.0)
+    rows = real_rows(weights, "self") if call.is_self is not False else None
+    measures = {"entropy_share": row_mean(share, rows).float().cpu()}
     if not dense:
-        numbers["max_score"] = seen.max_score.amax((0, 2)).float().cpu()
-    elif found.s is not None:
-        numbers["max_score"] = found.s.amax((0, 2, 3)).float().cpu()
-    return numbers
+        measures["max_score"] = seen.max_score.amax((0, 2)).float().cpu()
+    elif call.s is not None:
+        measures["max_score"] = call.s.amax((0, 2, 3)).float().cpu()
+    return measures
 
 
-def _visible(found: AttentionCall) -> Tensor:
-    """How many keys each row may see, (b|1, i)."""
-    from ..core.masks import Geometry
-
-    said = found.read_mask()
-    *_, i, j = found.shape
-    device = (found.q if found.q is not None else found.w).device  # type: ignore[union-attr]
-    if found.w is not None:
-        return (found.w > 0).sum(-1).amax(1).float()
-    if said.mask is None:
+def _visible_keys(call: AttentionCall) -> Tensor:
+    """The number of keys each row may see, (b|1, i)."""
+    parsed = call.parse_mask()
+    *_, i, j = call.shape
+    device = (call.q if call.q is not None else call.w).device  # type: ignore[union-attr]
+    if call.w is not None:
+        return (call.w > 0).sum(-1).amax(1).float()
+    if parsed.mask is None:
         return torch.full((1, i), float(j), device=device)
-    spans = said.mask.intervals(Geometry(i, j, j - i if said.align == "end" else 0, device))
+    spans = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
     return (spans.hi - spans.lo).clamp(min=0).sum(1).float()
 
 
 @torch.no_grad()
 def qk_clip(query: nn.Linear, key: nn.Linear, max_score: Tensor, limit: float = 100.0) -> Tensor:
-    """QK-clip: where a head's largest score exceeds the limit, shrink its rows of W_q and W_k so that it no longer can.
+    """QK-clip: shrink the rows of W_q and W_k of every head whose largest score exceeds the limit.
 
-    max_score is one number a head, as `watch.layers[name]["max_score"]` has them. Returns the factor of every head.
-    Both projections take the square root of limit / score; heads that share a key head share its factor.
+    Both projections are multiplied by the square root of limit / score; heads that share a key head share its factor.
+
+    Args:
+        query: The query projection, ``h · d`` rows.
+        key: The key projection, ``g · d`` rows, ``h`` a multiple of ``g``.
+        max_score: The largest score of every head ``(h,)``, as in `Watch.layers[name]["max_score"]`.
+        limit: The largest score allowed.
+
+    Returns:
+        The factor of every head's scores, ``(h,)``.
+
+    Example:
+        >>> query, key = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        >>> qk_clip(query, key, torch.tensor([50.0, 200.0]))
+        tensor([1.0000, 0.5000])
     """
     heads = len(max_score)
     if query.out_features % heads:
         raise ValueError(
-            f"{heads} scores came for a query projection of {query.out_features} rows: one score a head is needed."
+            f"qk_clip needs one score a head; got {heads} scores for a query projection of {query.out_features} rows."
         )
     size = query.out_features // heads
     groups = key.out_features // size

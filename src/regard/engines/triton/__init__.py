@@ -1,16 +1,14 @@
-"""NVIDIA GPUs: the statistics of the weights at the speed of fused attention.
+"""The engine for NVIDIA GPUs: the statistics of the weights at the speed of fused attention.
 
-Rooms of kernels: `tiles` (words for tile operations), `tables` (which tiles are seen), `forward` (one pass over the keys),
-`column_pass` (a second pass over the columns), `top` (the largest of a row), `backward`, `additive`; `parted`, `parted_keys` and
-`ahead` are the forward pass, the gradient of keys and the second pass once more, for Hopper and what is asked most. Rooms that call
-them: `mask_format` (the mask), `prepared` (a problem as kernels take it), `configuration` (tile sizes by shape), `launch`, `largest` and
-`grad` (the passes), `launch` (one launch). Triton is imported when the engine first computes, never before.
+Device code is in `kernels` (Triton) and `hopper` (Gluon, for Hopper GPUs and the most common requests). Host code:
+`mask_args` (the mask as kernel arguments), `kernel_inputs` (a problem as kernel arguments), `tile_config` (tile sizes by
+shape), `forward_pass`, `topk_pass` and `backward_pass` (which kernels run, and on what), `launcher` (cached launches).
+Triton is imported when the engine first computes.
 
-Served: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
-fp16 and fp32; d up to 256 and any e; top n up to 64. Not served, and computed by `blockwise`: float64, users' functions,
+Supported: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
+fp16 and fp32; d up to 256 and any e; topk up to 64. `blockwise` computes the rest: float64, functions of the user,
 gradients of additive scores and of values with e above 256.
-A finite score below −1e22 counts as hidden here: a row that has no other sees nothing.
-Imports `factors`, `statistics`, `blockwise`.
+A finite score below −1e22 counts as hidden: a row without any other score sees no key.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ MAX_TOPK = 64
 
 
 class CannotServe(NotImplementedError):
-    """What was asked is beyond this engine; the message names one that serves."""
+    """The engine does not support the request; the message names one that does."""
 
 
 def unsupported_reason(problem: Problem, request: Request) -> str | None:
-    """The reason why this engine cannot serve; None where it can."""
+    """Why this engine does not support a request; None where it does."""
     if not _installed():
         return "Triton is not installed (it comes with PyTorch's CUDA builds for Linux)"
     if problem.q.device.type != "cuda" and not _interpreted():
@@ -58,7 +56,7 @@ def unsupported_reason(problem: Problem, request: Request) -> str | None:
     if not isinstance(problem.similarity_kernel, TanhSum) and problem.q.shape[-1] > MAX_SIZE:
         return f"its tiles hold sizes up to {MAX_SIZE}, and q and k have {problem.q.shape[-1]}"
     if request.topk > MAX_TOPK:
-        return f"it keeps up to {MAX_TOPK} keys a row, and topk({request.topk}) was asked"
+        return f"it keeps up to {MAX_TOPK} keys a row, got topk({request.topk})"
     return _mask_too_large(problem)
 
 
@@ -85,10 +83,10 @@ def _installed() -> bool:
 
 
 class Triton:
-    """The engine of this folder."""
+    """The engine of this package."""
 
     name = "triton"
-    #: The gradient of y is taken in its own type, and `row_dot` makes its share of c.
+    #: The gradient of y stays in its own dtype, and `row_dot` computes its part of delta.
     narrow = True
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
@@ -99,7 +97,7 @@ class Triton:
 
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
         _check(problem, request)
-        if request.wants("cells"):  # with a norm from the same product, not with that of the kernels
+        if request.wants("cells"):  # the norm must come from the same product, not from the kernels
             return blockwise.ENGINE.compute(problem, request, ("norm", "cells"), {})
         if 0 in (*problem.shape, problem.q.shape[-1]):
             return blockwise.ENGINE.compute(problem, request, names, cached)
@@ -120,7 +118,7 @@ ENGINE = Triton()
 
 
 def _upcast(gradient: ScoreGrad, wide: torch.dtype) -> ScoreGrad:
-    """As engines in plain PyTorch take it."""
+    """The gradient in the dtype in which plain PyTorch engines compute."""
     dy = None if gradient.dy is None else gradient.dy.to(wide)
     return dataclasses.replace(gradient, left=gradient.left.to(wide), right=gradient.right.to(wide), dy=dy)
 
@@ -157,7 +155,7 @@ def _first_pass(problem: Problem, request: Request, names: tuple[str, ...], with
     if v is None:
         return forward_pass.forward(problem, names, None, keys, with_tile_maxima)
     if v.shape[-1] == 1 and "mass" not in names:
-        # One number a key: added up in float32 on the way, no product.
+        # One number a key: summed in float32 as `mass`, without a product.
         renamed = tuple("mass" if n == "y" else n for n in names)
         results = forward_pass.forward(problem, renamed, None, _as_key_mass(v, problem.shape), with_tile_maxima)
         results["y"] = results.pop("mass").unsqueeze(-1)
@@ -184,7 +182,7 @@ def _second_pass(problem: Problem, request: Request, names: tuple[str, ...], nor
 
 
 def _as_key_mass(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """(b|1, g, j, 1) as numbers (b|1, h|1, 1, j)."""
+    """Values (b|1, g, j, 1) as key masses (b|1, h|1, 1, j)."""
     heads = v.shape[1]
     v = v.float() if heads in (1, shape[1]) else v.float().repeat_interleave(shape[1] // heads, 1)
     return v.mT
@@ -194,7 +192,7 @@ def _backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreG
     from . import backward_pass
 
     dq, dk, dv = backward_pass.backward(problem, request.v, norm, gradient)
-    # In the order of `flatten`: q, k, one tensor a step that has one, the sink; masks have no gradients.
+    # In the order of `flatten`: q, k, the tensor of each modifier that has one, the sink; masks have no gradients.
     grads: list[Tensor | None] = [dq if needs[0] else None, dk if needs[1] else None]
     for n, step in enumerate(problem.modifiers):
         if isinstance(step, Bias | Alibi):

@@ -1,7 +1,4 @@
-"""What flows back: the passes of gradients, from what `gradient` wrote down to dq, dk, dv and the gradients of modifiers.
-
-Imports `prepared` and the kernels of `backward`; loaded only when the engine computes.
-"""
+"""The backward passes: from a `ScoreGrad` to dq, dk, dv and the gradients of modifiers."""
 
 from __future__ import annotations
 
@@ -32,14 +29,14 @@ from .tile_config import Config, choose_config, is_short
 
 __all__ = ["BackwardInputs", "backward", "backward_inputs", "dkdv_pass", "dq_pass", "modifier_grad", "row_dot"]
 
-#: For sums along rows of what was multiplied just before. Threads that share a row each add the others' products to their own;
-#: were one's own product fused into that sum, and so never rounded, their sums would differ, and any of them may be written.
+#: Compiler option for kernels that sum products along rows. With FMA a thread fuses its own, unrounded product into the sum,
+#: so that threads of one row disagree in the last bit, and any of them may store the result.
 NO_FMA = {"enable_fp_fusion": False}
 
 
 @dataclasses.dataclass
 class BackwardInputs:
-    """What flows back as the kernels take it: the output's part apart from the further columns."""
+    """A `ScoreGrad` as kernel arguments: the output's gradient dy separate from the further columns."""
 
     p: KernelInputs
     v: Tensor | None
@@ -60,7 +57,7 @@ class BackwardInputs:
         return self.p.key and (self.p.key, *self.constants.values())
 
     def common_args(self) -> dict[str, Any]:
-        """What every kernel of the backward pass takes."""
+        """Arguments that every kernel of the backward pass takes."""
         p = self.p
         return {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "v": p.unused if self.v is None else tensor_arg(self.v),
@@ -71,7 +68,7 @@ class BackwardInputs:
 
 def backward_inputs(problem: Problem, v: Tensor | None, norm: Tensor, gradient: ScoreGrad) -> BackwardInputs:
     v = None if gradient.dy is None else v
-    # The gradient of y came in the type of y: nothing is lost.
+    # dy arrived in the dtype of y: the cast loses nothing.
     dy = None if v is None or gradient.dy is None else gradient.dy.to(v.dtype)
     e = 0 if v is None else v.shape[-1]
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
@@ -104,7 +101,7 @@ def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
     """dk and dv."""
     p, v, dy = f.p, f.v, f.dy
     g, hv = p.k.shape[1], 1 if v is None else v.shape[1]
-    # Keys and values that are shared by the same query heads are added up where they are computed.
+    # Where keys and values are shared by the same query heads, the kernel sums over them; else `sum_groups` does.
     heads = g if v is None or hv == g else p.h
     dk = empty(p.b, heads, p.j, p.d, like=p.k, dtype=p.k.dtype if heads == g else torch.float32, keep_layout=True)
     dv = None
@@ -135,7 +132,7 @@ def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
 
 
 def _dkdv_config(f: BackwardInputs, heads: int) -> Config:
-    """Warps are parted where the copy engine takes everything in and out, and nothing but products and rows' terms flows."""
+    """Warp specialisation needs TMA for all inputs and outputs, and no further columns."""
     p, v = f.p, f.v
 
     def fits(_: Config) -> bool:
@@ -208,7 +205,7 @@ def row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def modifier_grad(problem: Problem, n: int, v: Tensor | None, norm: Tensor, gradient: ScoreGrad) -> Tensor:
-    """The gradient of the tensor of step n, in its own shape."""
+    """The gradient of the tensor of modifier n, in the shape of that tensor."""
     f = backward_inputs(problem, v, norm, gradient)
     p, modifier = f.p, problem.modifiers[n]
     tensor = modifier.slopes if isinstance(modifier, Alibi) else modifier.tensor  # type: ignore[attr-defined]

@@ -1,7 +1,6 @@
-"""The passes over rows and columns: from a problem to the arguments of a kernel, and from its outputs to results.
+"""The forward pass and the column pass: from a problem to kernel arguments, and from outputs to results.
 
-Each says which tensors its kernel is given and how its other arguments are made; `launch` makes them once for a form. The largest
-of a row are `largest`, gradients are `grad`. Imports `prepared` and the kernels; loaded only when the engine computes.
+Each pass names the tensors of its kernel and how the other arguments are computed; `launch` computes them once a signature.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ from .kernel_inputs import (
     tma_descriptors,
 )
 from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
-from .kernels.forward import Outputs, forward_kernel
+from .kernels.forward import Outputs, forward_kernel, row_stats
 from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits
 from .launcher import launch
 from .tile_config import Config, choose_config, is_short
 
-#: Of how many groups of tiles the largest product is noted: four times as many as a ballot is asked for (`by_ballot`), and no
-#: more, since all are sorted for a bound.
+#: Groups of tiles whose largest score is stored: four times the 16 that `uses_candidates` allows, since all are sorted for a bound.
 MAX_GROUPS = 64
-#: What kernels in Gluon take of that which all are told: they know no steps, only products.
+#: Common arguments that the Gluon kernels accept: they support no score modifiers.
 GLUON_ARGS = ("mask", "sizes", "scale2", "D", "MASK")
 
 
 def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, with_tile_maxima: bool = False) -> dict[str, Tensor]:  # fmt: skip
-    """What one pass tells: y, lse, norm, max_score, argmax, entropy, mean_distance, mass. `keys` is (b|1, h|1, 1, j).
+    """Row statistics `names`: y, lse, norm, max_score, argmax, entropy, mean_distance, mass. `keys` is (b|1, h|1, 1, j).
 
-    For `top` also, if `with_tile_maxima`, `tile_maxima`: the largest product of every few tiles.
+    With `with_tile_maxima` also `tile_maxima`, the largest score of every few tiles, for topk.
     """
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
     e = 16 if v is None else v.shape[-1]
@@ -51,7 +49,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     config = _forward_config(p, names, v, e)
     tiles_per_group = 1
     if with_tile_maxima:
-        ragged = 0 if p.mask_format.kind in ("none", "causal") else 2  # at most: an edge on either side
+        ragged = 0 if p.mask_format.kind in ("none", "causal") else 2  # an edge on either side, at most
         visits = triton.cdiv(p.j, config.block_j) + ragged
         tiles_per_group = triton.cdiv(visits, MAX_GROUPS)
         outputs["tile_maxima"] = empty(
@@ -69,12 +67,10 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         }  # fmt: skip
         tile_maxima, common_args = rows.pop("tile_maxima"), p.common_args
         args: dict[str, Any] = {
-            name.upper(): name in names for name in ("lse", "norm", "entropy", "mean_distance", "mass", "argmax")
-        }
-        args |= {
+            "STATS": row_stats(names),
             "out": Outputs(**rows), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
             "keys": p.unused if keys is None else tensor_arg(keys), "sink": p.unused if problem.sink is None else tensor_arg(problem.sink),
-            "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "MAX": "max_score" in names, "TILE_MAXIMA": with_tile_maxima,
+            "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "TILE_MAXIMA": with_tile_maxima,
             "SINK": problem.sink is not None, "SHARED_KV": v is not None and p.product and _same_tensor(v, p.k), **config.launch,
         }  # fmt: skip
         if config.gluon and v is not None:
@@ -102,7 +98,7 @@ def _row_output(p: KernelInputs, name: str) -> Tensor:
 
 
 def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int) -> Config:
-    """Warps are parted only where the copy engine loads everything, and where there are two products to part them for."""
+    """Warp specialisation needs TMA for all inputs, and values as wide as keys."""
 
     def fits(config: Config) -> bool:
         if v is None or v.shape[-1] != p.d or not v.dtype == p.q.dtype == p.k.dtype:
@@ -113,7 +109,7 @@ def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e
 
 
 def _forward_name(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int) -> str:
-    """Which configuration a forward pass wants."""
+    """Name of the tile configuration of a forward pass."""
     if max(p.d, e) <= 64 and ("argmax" in names or p.mask_format.kind == "flags"):
         return "many_stats"
     if is_short(p, e):
@@ -136,12 +132,12 @@ def _forward_ws_args(p: KernelInputs, config: Config, v: Tensor, y: Tensor, args
 
 
 def _same_tensor(v: Tensor, k: Tensor) -> bool:
-    """Whether values and keys are the same numbers in the same place: then they are read once."""
+    """Whether values and keys are the same memory: then it is read once."""
     return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
 
 
 def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip
-    """What columns tell: received, z, pool."""
+    """Column statistics `names`: received, z, pool."""
     p = KernelInputs(problem)
     outputs: dict[str, Tensor] = {}
     if "received" in names:
@@ -183,7 +179,7 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
 
 
 def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str, Any]:
-    from .hopper.forward_ws import row_vector_descriptor
+    from .hopper.gluon_ops import row_vector_descriptor
 
     descriptors = gluon_tma_args(q=(p.q, config.block_i), k=(p.k, config.block_j))
     descriptors["lse2_desc"], descriptors["lse2_layout"] = row_vector_descriptor(
@@ -193,21 +189,21 @@ def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str,
 
 
 def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, bool]:
-    """Where columns are added up for a pooled map, and whether each tile of weights lies within one of its tile rows."""
+    """Buffer of a pooled map's column sums, and whether each tile of weights lies within one of its tile rows."""
     if tiling is None:
         return Pool(p.q, 1, 0, 1, 1), False
     block_i = _tile_rows(config)
     aligned, shape = _aligned(tiling, block_i), (p.b, p.h, tiling.rows, p.j)
     if aligned and p.mask_format.kind in ("none", "causal"):
         sums = empty(*shape, like=p.q, dtype=torch.float32)
-    else:  # what nobody sees is never written
+    else:  # columns that no row sees are never stored
         sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
     blocks = (tiling.i1 - tiling.i0) // (tiling.rows * block_i) if aligned else 1
     return Pool(sums, tiling.rows, tiling.i0, tiling.i1, blocks), aligned
 
 
 def _column_config(p: KernelInputs, names: tuple[str, ...], e: int, u: Tensor | None, tiling: Tiling | None) -> Config:
-    """Products run ahead only where the copy engine loads everything, and where a tile falls into one tile row."""
+    """The pipelined kernel needs TMA for all inputs, and tiles that lie within one tile row."""
 
     def fits(config: Config) -> bool:
         if p.q.dtype != p.k.dtype:
@@ -219,18 +215,18 @@ def _column_config(p: KernelInputs, names: tuple[str, ...], e: int, u: Tensor | 
 
 
 def _tile_rows(config: Config) -> int:
-    """Rows of a tile: where products run ahead, a block of rows is two."""
+    """Rows of a tile: a row block of the pipelined kernel is two tiles."""
     return config.block_i // 2 if config.gluon else config.block_i
 
 
 def _aligned(tiling: Tiling, block_i: int) -> bool:
-    """Whether every block of rows lies within one tile row of a pooled map."""
+    """Whether every row block lies within one tile row of a pooled map."""
     n = tiling.i1 - tiling.i0
     return n > 0 and n % (tiling.rows * block_i) == 0 and tiling.i0 % block_i == 0
 
 
 def _pool_columns(sums: Tensor, tiling: Tiling) -> Tensor:
-    """Sums of columns (b, h, rows, j) added up within each tile: (b, h, rows, cols), in a fixed order."""
+    """Column sums (b, h, rows, j) summed within each tile: (b, h, rows, cols), in a fixed order."""
     n = tiling.j1 - tiling.j0
     part = sums[..., tiling.j0 : tiling.j1]
     width = n // tiling.cols

@@ -1,7 +1,4 @@
-"""A problem as the kernels take it: sizes, steps of the score, the mask's form, and what the copy engine is told.
-
-Imports `mask_format`, `tiles`, `launch`, `configuration`.
-"""
+"""A problem as kernel arguments: sizes, modifiers, the mask, TMA descriptors."""
 
 from __future__ import annotations
 
@@ -33,24 +30,24 @@ __all__ = [
     "tma_descriptors",
 ]
 
-#: Keys and values of as many heads as fit here are worked on together (bytes; half the cache of an H200).
+#: Bytes of keys and values of heads that are scheduled together: half the L2 cache of an H200.
 CACHE = 24 * 2**20
 LOG2E = 1.4426950408889634
 
-#: How many programs run, and the arguments of their kernel.
+#: Number of programs and the arguments of their kernel.
 LaunchArgs = tuple[int, dict[str, Any]]
 
 
 def empty(*shape: int, like: Tensor, dtype: torch.dtype, keep_layout: bool = False) -> Tensor:
-    """Where a kernel writes; `keep_layout`: in the order in which `like` lies. Tests fill it with nan, to see that all of it is
-    written."""
+    """Output buffer of a kernel, with `keep_layout` in the memory layout of `like`. Tests fill it with nan to find cells that
+    no kernel writes."""
     if keep_layout:
         return torch.empty_strided(shape, strides_like(like, shape), dtype=dtype, device=like.device)
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 class KernelInputs:
-    """A problem as the kernels take it. What only the first call of a form needs is made when it is asked for."""
+    """A problem as kernel arguments. Properties that only the first launch of a signature needs are computed on demand."""
 
     def __init__(self, problem: Problem, v_heads: int = 1) -> None:
         self.problem, self.v_heads = problem, v_heads
@@ -70,7 +67,7 @@ class KernelInputs:
 
     @cached_property
     def key(self) -> Hashable | None:
-        """All that the arguments of a kernel depend on, but for tensors; None where they are made anew for every call."""
+        """Everything but tensors that the arguments of a kernel depend on; None where launches cannot be cached."""
         if not self.product:
             return None
         arg, mask_format = self.mask_format.arg, self.mask_format.kind
@@ -88,14 +85,14 @@ class KernelInputs:
 
     @cached_property
     def tensors(self) -> list[Tensor | None]:
-        """Those that every kernel is given."""
+        """Tensors that every kernel reads."""
         modifiers = [_tensor_of(s) for s in self.problem.modifiers]
         arg = self.mask_format.arg
         return [self.q, self.k, *modifiers, *([arg.lo, arg.hi, arg.flags] if self.mask_format.intervals else [])]
 
     @property
     def common_args(self) -> dict[str, Any]:
-        """What every kernel takes."""
+        """Arguments that every kernel takes."""
         tensors = [_tensor_of(s) for s in self.problem.modifiers]
         modifiers = [self.unused if x is None else tensor_arg(x) for x in tensors]
         caps = tuple(s.cap if isinstance(s, Softcap) else 0.0 for s in self.problem.modifiers)
@@ -109,7 +106,7 @@ class KernelInputs:
 
     @cached_property
     def tanh_arg(self) -> TanhArg:
-        """Additive scores: what is in front of tanh, and its exponentials."""
+        """Additive scores: the projected queries and keys, and their exponentials."""
         if self.product:
             unused = self.q
             return TanhArg(unused, unused, unused, unused, unused, 0, 0, unused, 0, 0, 0)
@@ -133,7 +130,7 @@ class KernelInputs:
         return "product" if self.product else "tanh-plain" if INTERPRETED else "tanh"
 
     def norm2(self, norm: Tensor) -> Tensor:
-        """The norm of finished rows as the kernels read it."""
+        """The norm of finished rows in base 2, as `load_norm2` reads it."""
         norm, rows = norm.contiguous(), norm.numel() // 2
         out = empty(rows if self.scale_folded else 2 * rows, like=norm, dtype=torch.float32)
         arguments = {"norm": norm, "out": out, "rows": rows, "SCALE_FOLDED": self.scale_folded, "BLOCK": 1024}
@@ -141,35 +138,35 @@ class KernelInputs:
         return out
 
     def heads_per_group(self, e: int) -> int:
-        """How many heads are worked on together."""
+        """Number of heads that are scheduled together, so that their keys and values fit the L2 cache."""
         if self.mask_format.kind == "none":
             return 1
         one = self.j * (self.d + e) * self.k.element_size()
         return max(1, min(self.b * self.h, CACHE // max(one, 1)))
 
     def edges(self, config: Config) -> bool:
-        """Whether there are tiles that must be looked at cell by cell."""
+        """Whether some tiles must be masked cell by cell."""
         return self.mask_format.kind != "none" or not self.even_blocks(config)
 
     def even_blocks(self, config: Config) -> bool:
-        """Whether rows and keys fill their last blocks: then no copy reads past an end."""
+        """Whether rows and keys fill their last blocks: then TMA never reads past an end."""
         return self.i % config.block_i == 0 and self.j % config.block_j == 0
 
     def single_tma_loop(self, config: Config) -> bool:
-        """Whether one loop by the copy engine can take all tiles, and at least one for every row."""
+        """Whether one TMA loop covers all tiles, with at least one visible tile for every row."""
         kind, offset = self.mask_format.kind, self.problem.offset
         see_some = kind in ("none", "causal") or (kind == "band" and self.i + offset <= self.j)
         return self.scale_folded and see_some and offset >= 0 and self.even_blocks(config) and self.j > 0
 
     def key_table(self, config: Config) -> TensorArg:
-        """Which blocks of rows see a block of keys."""
+        """Row blocks that see each key block."""
         if self.mask_format.intervals is None:
             return self.unused
         ranges = key_table(self.mask_format, config.block_i, config.block_j, self.j)
         return TensorArg(ranges, ranges.stride(0) if len(ranges) > 1 else 0, 0, 4, 1)
 
     def row_table(self, config: Config) -> TensorArg:
-        """Which blocks of keys a block of rows sees, in each of its intervals."""
+        """Key blocks that each row block sees, for each of its intervals."""
         if self.mask_format.intervals is None:
             return self.unused
         ranges = row_table(self.mask_format, config.block_i, config.block_j, self.j)
@@ -177,12 +174,12 @@ class KernelInputs:
 
 
 def _round_up_to_tiles(n: int) -> int:
-    """Positions filled up to whole tiles, none of which is longer than 128."""
+    """n rounded up to full tiles, which are at most 128 long."""
     return triton.cdiv(n, 128) * 128
 
 
 def _in_pairs(x: Tensor) -> Tensor:
-    """(b, h, a, i) with two neighbours along a in 64 bits each: (b, h, a / 2, i)."""
+    """(b, h, a, i) with two neighbours along a packed into 64 bits: (b, h, a / 2, i)."""
     return x.unflatten(2, (-1, 2)).transpose(3, 4).contiguous().view(torch.int64).squeeze(-1)
 
 
@@ -191,7 +188,7 @@ def _tensor_of(step: Any) -> Tensor | None:
 
 
 def _kind(step: Any) -> str:
-    """What a step does to a tile; a bias that is the same along rows or along keys is not read cell by cell."""
+    """The kind of a modifier in MODIFIERS; a bias that is constant along rows or along keys is not read cell by cell."""
     if not isinstance(step, Bias):
         return type(step).__name__.lower()
     return "bias_rows" if step.tensor.shape[3] == 1 else "bias_keys" if step.tensor.shape[2] == 1 else "bias"
@@ -200,8 +197,8 @@ def _kind(step: Any) -> str:
 def padded_size(n: int, x: Tensor | None = None) -> int:
     """The tile size for n components: a power of two that tensor cores take.
 
-    On a GPU at least 64 for 16-bit types: with narrower tiles in swizzled shared memory Triton 3.6 reads past their end
-    (seen with d = 24, e = 8: nan, or an illegal access).
+    On a GPU at least 64 for 16-bit types: Triton 3.6 reads past the end of narrower tiles in swizzled shared memory
+    (d = 24, e = 8 gave nan or an illegal access).
     """
     narrowest = 64 if x is not None and x.is_cuda and x.element_size() == 2 else 16
     return max(narrowest, triton.next_power_of_2(n))
@@ -210,19 +207,16 @@ def padded_size(n: int, x: Tensor | None = None) -> int:
 def tma_descriptors(
     p: KernelInputs, config: Config, *wanted: tuple[Tensor, tuple[int, int]]
 ) -> tuple[bool, list[Any], list[TmaLayout]]:
-    """Whether the copy engine serves, its descriptors and maps; where one tensor does not suit it, it copies none."""
+    """Whether TMA is used, its descriptors and layouts; it is used for all of these tensors or for none."""
     descriptors = [tma_descriptor(x, block) for x, block in wanted] if config.tma and p.product else [None]
     if any(f is None for f in descriptors):
         return False, [x for x, _ in wanted], [NO_LAYOUT] * len(wanted)
     return True, [f[0] for f in descriptors if f], [f[1] for f in descriptors if f]
 
 
-# For kernels in Gluon.
-
-
 def gluon_tma_args(**tensors: tuple[Tensor, int]) -> dict[str, Any]:
-    """What the copy engine is told of each tensor, for tiles of so many rows."""
-    from .hopper.forward_ws import gluon_descriptor
+    """TMA descriptors and layouts of these tensors for Gluon kernels, for tiles of so many rows."""
+    from .hopper.gluon_ops import gluon_descriptor
 
     args = {}
     for name, (x, rows) in tensors.items():
@@ -236,5 +230,5 @@ def num_sms(device: torch.device) -> int:
 
 
 def new_tile_counter(p: KernelInputs) -> Tensor:
-    """From which the programs of a parted kernel, as many as multiprocessors, draw one block of work after the other."""
+    """The counter from which the programs of a persistent kernel take tiles."""
     return torch.zeros(1, dtype=torch.int32, device=p.q.device)

@@ -1,8 +1,8 @@
-"""Starting a kernel: what a call prepares is kept, and the next one only says where its tensors lie.
+"""Cached kernel launches: the first call of a signature prepares the arguments, later ones only exchange addresses.
 
-By Triton's own door every argument of every call is looked at, to find the compiled kernel that serves: 0.1 ms of Python, as
-long as a short sequence takes to compute. Here the first call of a form goes through that door; the compiled kernel is
-kept with its arguments, and later calls put the addresses of their tensors into them. Imports `again`, which notes launches down.
+`kernel[grid](…)` re-specialises every argument, 0.1 ms of Python, as long as a short sequence takes to compute. Here the first
+call of a signature goes that way; the compiled kernel is cached with its arguments, and later calls write the addresses of
+their tensors into them. `DirectLauncher` also skips Triton's launcher; REGARD_DIRECT_LAUNCH=0 turns it off.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from ..replay import on_device_of, record_launch
 __all__ = ["INTERPRETED", "launch"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-#: Kept launches. Lengths that grow from call to call would keep one each: beyond this many, all are forgotten.
+#: Cached launches by signature. Growing lengths add one each: at MAX_LAUNCHES all are dropped.
 LAUNCHES: dict[Hashable, Launch] = {}
 MAX_LAUNCHES = 4096
-#: Versions of Triton whose way from a compiled kernel to the GPU is cached.
+DIRECT_LAUNCH = os.environ.get("REGARD_DIRECT_LAUNCH", "1") != "0"
+#: Triton versions whose launcher `DirectLauncher` knows.
 DIRECT_LAUNCH_VERSIONS = ("3.6.",)
-#: Arguments of kept launches for addresses that they met: a model that trains meets the same ones in every step.
+#: Packed arguments of cached launches by address: a training loop meets the same addresses in every step.
 PACKED_ARGS: dict[tuple[Any, ...], list[Any]] = {}
 MAX_PACKED_ARGS = 8192
 
@@ -32,10 +33,9 @@ Prepare = Callable[[], tuple[int, dict[str, Any]]]
 
 
 def launch(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prepare: Prepare) -> None:
-    """Run a kernel with the arguments that `prepare` makes, and with as many programs as it says.
+    """Run a kernel with the number of programs and the arguments that `prepare` returns.
 
-    `key`: all that they depend on, but for `tensors` (every one that the kernel is given, the first not None). With the key
-    None, nothing is kept.
+    `key`: everything they depend on but `tensors`, all tensors of the kernel (the first not None). None: not cached.
     """
     like = tensors[0]
     assert like is not None
@@ -45,7 +45,7 @@ def launch(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prep
             kernel[(programs,)](**arguments)
             record_launch(None, tensors)
             return
-        # A kernel is compiled for aligned addresses; and which tensors are one decides where their address goes.
+        # Kernels are specialised on alignment; and equal tensors share one slot of the rebinding.
         at = [0 if x is None else x.data_ptr() for x in tensors]
         layouts = [x if x is None else (x.shape, x.stride(), x.dtype, at[n] % 16) for n, x in enumerate(tensors)]
         signature = (kernel.__name__, key, *layouts, *map(at.index, at), like.device)
@@ -64,7 +64,7 @@ def launch(kernel: Any, key: Hashable | None, tensors: list[Tensor | None], prep
 
 
 class Launch:
-    """A compiled kernel with all its arguments, but for where its tensors lie; those themselves are not kept."""
+    """A compiled kernel with all its arguments but the addresses of tensors; it keeps no tensor alive."""
 
     def __init__(self, compiled: Any, programs: int, arguments: list[Any], tensors: list[Tensor | None]) -> None:
         self.run, self.direct = compiled[(programs, 1, 1)], direct_launcher(compiled, programs)
@@ -74,7 +74,7 @@ class Launch:
         self.rebound = [(n, rebind) for n, rebind in enumerate(rebinds) if rebind is not None]
 
     def __call__(self, at: list[int]) -> None:
-        """Start it on tensors of the same forms at these addresses."""
+        """Launch it on tensors of the same shapes, strides and dtypes at these addresses."""
         if self.direct is None or self.direct.has_launch_hooks():
             self.run(*self.arguments(at))
             return
@@ -93,19 +93,19 @@ class Launch:
 
 
 def direct_launcher(compiled: Any, programs: int) -> DirectLauncher | None:
-    """None where Triton's inside is another, or does more than start a kernel."""
+    """None where Triton's launcher is unknown, or does more than launch a kernel."""
     import triton
 
-    if not triton.__version__.startswith(DIRECT_LAUNCH_VERSIONS):
+    if not DIRECT_LAUNCH or not triton.__version__.startswith(DIRECT_LAUNCH_VERSIONS):
         return None
     scratch = compiled.run.global_scratch_size or compiled.run.profile_scratch_size
     return None if scratch else DirectLauncher(compiled, programs)
 
 
 class DirectLauncher:
-    """From a compiled kernel to the GPU; what the copy engine is told is written once for each place that it reads.
+    """Triton's C launcher, called directly; a TMA descriptor is encoded once for each address.
 
-    Triton's own way writes it anew for every start, which takes as long as all the rest.
+    Triton encodes it at every launch, which takes as long as everything else.
     """
 
     def __init__(self, compiled: Any, programs: int) -> None:
@@ -118,7 +118,7 @@ class DirectLauncher:
         meta = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * len(descriptors)
         self.descriptors, self.pack_descriptor = dict(zip(descriptors, meta, strict=True)), make_tensordesc_arg
         self.launch = launcher.launch
-        if descriptors:  # then it stands inside the function that writes what the copy engine is told
+        if descriptors:  # then the C launcher is in the closure of the function that encodes descriptors
             inside = dict(zip(self.launch.__code__.co_freevars, self.launch.__closure__, strict=True))
             self.launch = inside["launcher"].cell_contents
         self.programs, self.handle, self.hooks = programs, compiled.function, knobs.runtime
@@ -128,7 +128,7 @@ class DirectLauncher:
         self.stream_of, self.device = driver.active.get_current_stream, driver.active.get_current_device()
 
     def has_launch_hooks(self) -> bool:
-        """Whether somebody wants to hear of starts; they are told by Triton's own way."""
+        """Whether launch hooks are set (profilers); Triton's own launcher calls them."""
         return bool(self.hooks.launch_enter_hook.calls or self.hooks.launch_exit_hook.calls)
 
     def packed_args(self, arguments: list[Any]) -> list[Any]:
@@ -143,9 +143,9 @@ class DirectLauncher:
 
 
 def _rebind(x: Any, indices: dict[int, int]) -> Callable[[list[int]], Any] | None:
-    """What makes an argument anew from the addresses of the tensors; None for one that holds none.
+    """A function from addresses to an argument; None for an argument without tensors.
 
-    A tensor without a place would stay where it was when the launch was kept: that is an error (KeyError).
+    A tensor that is not in `indices` would keep its first address: that is an error (KeyError).
     """
     if isinstance(x, Tensor):
         return operator.itemgetter(indices[id(x)])
@@ -154,11 +154,11 @@ def _rebind(x: Any, indices: dict[int, int]) -> Callable[[list[int]], Any] | Non
         if any(rebinds[1:]):
             parts = [part if rebind is None else None for part, rebind in zip(x, rebinds, strict=True)]
             return lambda at: tuple([p if m is None else m(at) for p, m in zip(parts, rebinds, strict=True)])
-        if rebinds and rebinds[0] is not None:  # as nearly all are: where it is, and strides
+        if rebinds and rebinds[0] is not None:  # the usual case: pointer and strides
             head, rest = rebinds[0], tuple(x[1:])
             return lambda at: (head(at), *rest)
         return None
-    if isinstance(getattr(x, "base", None), Tensor):  # what the copy engine is told
+    if isinstance(getattr(x, "base", None), Tensor):  # a TMA descriptor
         kind, index, fields = type(x), indices[id(x.base)], {**vars(x), "base": None}
 
         def rebind_descriptor(at: list[int]) -> Any:
@@ -171,7 +171,7 @@ def _rebind(x: Any, indices: dict[int, int]) -> Callable[[list[int]], Any] | Non
 
 
 class Address(int):
-    """Where a tensor lies, for those who would ask a tensor."""
+    """An address in place of a tensor, for code that calls data_ptr()."""
 
     def data_ptr(self) -> int:
         return self

@@ -1,7 +1,6 @@
-"""How the kernels are told who is seen: nothing hidden, a band, intervals of every row, or flags of every cell.
+"""The mask as kernel arguments: none, causal, a band, intervals of every row, or flags of every cell.
 
-Also the tables by which they skip tiles: which blocks of keys a block of rows sees, and the other way round.
-Imports `tables`, `launch`, and `tiles` for the groups of arguments.
+Also the tables by which kernels skip tiles: the key blocks that a row block sees, and the other way round.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from .launcher import launch
 
 __all__ = ["MaskFormat", "band_of", "choose_mask_format", "key_table", "row_table"]
 
-#: No band is wider: further than any position, and far from overflow.
+#: Width of an unbounded band: beyond any position, and far from int32 overflow.
 UNBOUNDED = 2**30
 
 
 @dataclass(frozen=True)
 class MaskFormat:
-    """How the kernels are told who is seen."""
+    """The mask in the cheapest format that expresses it."""
 
     kind: str  # none, causal, band, spans, flags
     arg: MaskArg
@@ -60,7 +59,7 @@ def _mask_arg(
 
 
 def band_of(mask: Mask) -> tuple[int, int] | None:
-    """(before, after) of masks that show a band round the own position."""
+    """(before, after) of a mask that shows a band around the own position; None for any other."""
     if isinstance(mask, Causal):
         return UNBOUNDED, 0
     if isinstance(mask, Window):
@@ -71,7 +70,7 @@ def band_of(mask: Mask) -> tuple[int, int] | None:
 
 
 def dense_mask(problem: Problem) -> Tensor:
-    """The visible cells (b|1, h|1, i, j) as bytes."""
+    """Visible cells (b|1, h|1, i, j) as bytes."""
     _, _, i, j = problem.shape
     assert problem.mask is not None
     flags = problem.mask.visible(MatrixBlock(slice(0, i), slice(0, j), problem.offset, problem.q.device))
@@ -80,7 +79,7 @@ def dense_mask(problem: Problem) -> Tensor:
 
 
 def _ends_of_rows(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every row the first key that some head sees and the one after the last, (b|1, 1, i)."""
+    """First key of every row that some head sees, and the one after the last, (b|1, 1, i)."""
     some = flags.amax(1, keepdim=True)  # b 1 i j
     first = some.argmax(-1)
     last = some.shape[-1] - some.flip(-1).argmax(-1)
@@ -89,7 +88,7 @@ def _ends_of_rows(flags: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_table(mask_format: MaskFormat, block_i: int, block_j: int, keys: int) -> Tensor:
-    """For every block of rows and each interval: first block of keys, those seen in full from and to, past the last.
+    """For every row block and each interval: first key block, fully visible from and to, past the last.
 
     (b|1, r, blocks, 4)
     """
@@ -97,7 +96,7 @@ def row_table(mask_format: MaskFormat, block_i: int, block_j: int, keys: int) ->
 
 
 def key_table(mask_format: MaskFormat, block_i: int, block_j: int, keys: int) -> Tensor:
-    """For every block of keys: the first block of rows that sees it, those that see all of it from and to, past the last.
+    """For every key block: the first row block that sees it, those that see all of it from and to, past the last.
 
     (b|1, blocks, 4)
     """

@@ -1,11 +1,11 @@
-"""Which tile sizes, warps and stages a kernel runs with: a small table by shape, measured on one H200.
+"""Tile sizes, warps and pipeline stages of each kernel: a small table by shape, measured on one H200.
 
-No autotuning: it would compile for minutes at the first call, and on a kernel that accumulates it leaves garbage.
-Imports `again`.
+No autotuning: it would compile for minutes at the first call, and it runs accumulating kernels several times on one output.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,8 +21,8 @@ __all__ = ["Config", "choose_config", "forced", "is_short"]
 
 @dataclass(frozen=True)
 class Config:
-    """Rows and keys of a tile, warps, stages of the pipeline; by the copy engine; as the kernel in Gluon that does the same;
-    how many registers a thread may take, where fewer of them let more programs run side by side."""
+    """Rows and keys of a tile, warps, pipeline stages; whether TMA loads tiles; whether the Gluon kernel runs; and a limit on
+    registers of a thread, where fewer let more programs run on a multiprocessor."""
 
     block_i: int
     block_j: int
@@ -45,10 +45,10 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 64): Config(64, 128, 4, 2, registers=168),  # three programs at a time
     ("forward", 128): Config(128, 64, 8, 2, registers=128),  # two
     ("forward", 256): Config(128, 64, 8, 2),
-    # The same over few keys (`is_short`), and with more to remember of a row than those registers hold.
+    # `short`: at most 256 keys. `many_stats`: row state that would spill with the configuration above.
     ("short", 64): Config(64, 64, 4, 3, registers=128),
     ("many_stats", 64): Config(128, 64, 8, 3, registers=128),
-    # The forward pass where keys are values: one tile for both leaves room for more.
+    # `shared_kv`: keys are values, and one tile for both leaves shared memory for more stages.
     ("shared_kv", 64): Config(64, 128, 4, 3, registers=168),
     ("shared_kv", 128): Config(128, 64, 8, 3, registers=128),
     ("topk", 64): Config(64, 64, 4, 3),
@@ -60,7 +60,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("column_pass", 64): Config(64, 128, 4, 3, registers=128),
     ("column_pass", 128): Config(64, 128, 4, 3),
     ("column_pass", 256): Config(64, 64, 4, 2),
-    # The same where it also multiplies, z = Wᵀ u.
+    # With z = Wᵀ u, a second product.
     ("columns_with_u", 64): Config(64, 128, 4, 3, registers=128),
     ("columns_with_u", 128): Config(64, 64, 4, 3),
     ("columns_with_u", 256): Config(64, 64, 4, 2),
@@ -72,8 +72,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("dq", 256): Config(64, 32, 8, 1),
     ("dbias", 256): Config(64, 32, 4, 1),
 }
-#: The same for kernels in Gluon, where products run beside arithmetic by plan (`parted`, `parted_keys`, `ahead`): whole tiles of
-#: products. The language is young and still changes: used with the versions it was tested with, and no others.
+#: The same for the Gluon kernels, which need full tiles of products. Gluon still changes: only tested versions are used.
 GLUON: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
     ("shared_kv", 128): Config(128, 128, 4, 4, gluon=True, registers=168),
@@ -83,25 +82,26 @@ GLUON: dict[tuple[str, int], Config] = {
     ("dkdv", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
 }
 GLUON_VERSIONS = ("3.6.",)
-#: For float32, whose exact products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.
+HOPPER_KERNELS = os.environ.get("REGARD_HOPPER", "1") != "0"
+#: For float32, whose products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
     ("any", 64): Config(32, 32, 4, 2, tma=False),
     ("any", 128): Config(32, 32, 4, 1, tma=False),
     ("any", 256): Config(16, 32, 4, 1, tma=False),
 }
-#: Additive scores, by the size of values: no product to feed, all arithmetic. Columns of wide values leave registers for fewer keys.
+#: Additive scores, by the size of values: all arithmetic. Wide values leave registers for fewer keys.
 TANH: dict[int, Config] = {
     64: Config(32, 128, 8, 1, tma=False, registers=128),
     256: Config(32, 64, 8, 1, tma=False, registers=128),
 }
 
-#: Of which kernel a configuration is, where it has several.
+#: Kernel of a configuration, where a kernel has several.
 VARIANTS = {"short": "forward", "many_stats": "forward", "columns_with_u": "column_pass"}
-forced: dict[str, Config] = {}  # by kernel; tests and benchmarks put configurations here
+forced: dict[str, Config] = {}  # by kernel; set by tests and benchmarks
 
 
 def is_short(p: Any, e: int) -> bool:
-    """Two wide tiles or fewer are no pipeline: narrow ones are as fast or faster, and warps are not worth parting."""
+    """Two wide tiles or fewer fill no pipeline: narrow tiles are as fast or faster, without warp specialisation."""
     return p.j <= 256 and max(p.d, e) <= 64
 
 
@@ -110,14 +110,14 @@ def choose_config(
 ) -> Config:
     """The configuration of a kernel for a prepared problem with values of size e.
 
-    `fits`: whether the kernel in Gluon, where there is one, takes all that is asked; without it, it is not thought of.
+    `fits`: whether the Gluon kernel, where there is one, supports the request; None: it is not considered.
     """
 
     def in_gluon(config: Config) -> bool:
         return fits is not None and p.single_tma_loop(config) and fits(config)
 
     if (own := forced.get(VARIANTS.get(kernel, kernel)) or forced.get("any")) is not None:
-        record_launch(None, [])  # not to be done again once it is another
+        record_launch(None, [])  # a replay must not outlive a forced configuration
         return own if not own.gluon or in_gluon(own) else replace(own, gluon=False)
     size = max(p.d if p.product else 0, e)
     if not p.product:
@@ -129,9 +129,9 @@ def choose_config(
         planned = GLUON.get((kernel, size))
         if planned is not None and _runs_gluon(p.q.device) and in_gluon(planned):
             return planned
-    if "bias" in p.modifier_kinds:  # its tiles take room beside the keys
+    if "bias" in p.modifier_kinds:  # its tiles take shared memory beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
-    # A few rows need no tall tile.
+    # Few rows need no tall tile.
     height = min(chosen.block_i, max(16, 1 << (p.i - 1).bit_length()))
     if height == chosen.block_i:
         return chosen
@@ -150,10 +150,10 @@ def _on_hopper(kernel: str, size: int) -> Config:
 
 @lru_cache
 def _runs_gluon(device: torch.device) -> bool:
-    """Its products are instructions of Hopper alone: those after it have others."""
+    """Whether the Gluon kernels run: their products (wgmma) exist on Hopper only. REGARD_HOPPER=0 turns them off."""
     import triton
 
-    return triton.__version__.startswith(GLUON_VERSIONS) and _capability(device) == 9
+    return HOPPER_KERNELS and triton.__version__.startswith(GLUON_VERSIONS) and _capability(device) == 9
 
 
 @lru_cache

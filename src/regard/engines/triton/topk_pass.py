@@ -1,7 +1,6 @@
-"""The largest keys of every row: which kernels of `topk` run, and on what.
+"""The largest keys of every row: which kernels of `kernels.topk` run, and on what.
 
-By ballot where there are many tiles of plain products, else by search. Imports `prepared` and the kernels; loaded only when
-the engine computes.
+Problems with many tiles of plain products go by candidates, all others by search.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from .tile_config import choose_config
 
 __all__ = ["topk", "uses_candidates"]
 
-#: Bytes for marks on keys that may be among the largest, one bit a cell: what does not fit is done in turns.
+#: Bytes for the marks of candidates, one bit a cell: larger problems take several launches.
 MAX_MARK_BYTES = 2**30
-#: Rows of one program that writes down marked keys, and of one that scores and sorts them (with slots and components at a
-#: time, and warps). One warp: what several share must wait for all of them, in every round.
+#: Rows of a program of `compact_kernel`; rows, slots, components and warps of a program of `rescore_sort_kernel`. One warp
+#: each: with more, every round would synchronise them.
 COMPACT_ROWS, RESCORE_TILE = 4, (8, 8, 32, 1)
 
 
 def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tensor | None = None) -> dict[str, Tensor]:
-    """The n largest scores of every row, and with `norm` their weights. With `tile_maxima` of a forward pass: by ballot, else by
-    search."""
+    """The n largest scores of every row, and with `norm` their weights: by candidates where a forward pass stored
+    `tile_maxima`, else by search."""
     p = KernelInputs(problem)
     outputs = {"topk_scores": empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)}
     outputs["topk_indices"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
@@ -71,9 +70,9 @@ def _topk_args(p: KernelInputs, norm: Tensor | None, outputs: dict[str, Tensor])
 def _by_candidates(
     p: KernelInputs, n: int, tile_maxima: Tensor, norm: Tensor | None, outputs: dict[str, Tensor]
 ) -> tuple[Tensor, int]:
-    """Write the n best of nearly all rows; returns flags for blocks of rows that must be searched, and their height."""
+    """Store the n largest of nearly all rows; returns flags of row blocks that must be searched, and rows per flag."""
     config = choose_config("mark_candidates", p, 0, None)
-    # Of fewer groups than this the n-th largest is no good bound: too many keys would reach it, one row in a million.
+    # With fewer groups the n-th largest maximum is too low a bound: in one row in a million too many keys reach it.
     min_keys = (n + 3 * n // 4) * triton.cdiv(p.j, tile_maxima.shape[2])
     capacity = triton.next_power_of_2(3 * n + 8)
     bounds = _bounds(tile_maxima, n)
@@ -118,7 +117,7 @@ def _by_candidates(
 
     for first_program in range(0, blocks * heads, blocks_at_once):
         programs = min(blocks_at_once, blocks * heads - first_program)
-        # Turns are many and long: each is started the slow way, and none is kept.
+        # Several launches are long: they are not cached.
         key = p.key and (p.key, n, min_keys, config) if programs == blocks * heads else None
         launch(
             mark_candidates_kernel,
@@ -148,12 +147,12 @@ def _bounds(tile_maxima: Tensor, n: int) -> Tensor:
 
 
 def uses_candidates(problem: Problem, n: int) -> bool:
-    """Whether the n largest are found by ballot: it wants whole tiles of products that one band shows, and twice as many
-    tiles as keys are asked for; else many keys reach the bound."""
+    """Whether the n largest go by candidates: for full tiles of products under at most one band, and at least 2 n tiles;
+    with fewer tiles too many keys reach the bound."""
     p = KernelInputs(problem)
     if not p.product or p.fp32 or n > 16 or p.mask_format.kind not in ("none", "causal", "band"):
         return False
-    if p.i > 2**25:  # within a head its kernels count places in 32 bits
+    if p.i > 2**25:  # its kernels use 32-bit offsets within a head
         return False
     widest = max(
         choose_config(kernel, p, p.d, None, lambda _: True).block_j for kernel in ("forward", "mark_candidates")

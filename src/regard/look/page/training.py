@@ -23,7 +23,7 @@ def pack_history(history: History, title: str | None) -> Packed:
             strips.append({"what": measure, "heads": list(series), "values": packer.add(torch.tensor(table))})
     if not strips:
         raise ValueError(
-            'a training history must have numbers named "layer/entropy/head" or "layer/max_score/head", as '
+            'a training history must have numbers named "layer/entropy_share/head" or "layer/max_score/head", as '
             f"regard.watch makes them; got {', '.join(sorted(history[0][1])[:3]) or 'none'}."
         )
     header = {

@@ -1,7 +1,6 @@
-"""Where in the model an operator was called: the module whose `forward` stands on the stack.
+"""The module an operator was called from, read off the Python stack.
 
-Reading the stack leaves the model untouched; hooks on every module would cost more and be visible to other
-threads. Imports nothing of regard.
+Reading the stack leaves the model untouched; a hook on every module would cost more and be visible to other threads.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 __all__ = [
     "SHARED_AXIS",
@@ -29,51 +28,90 @@ _CROSS = re.compile(r"cross|encoder_attn|enc_?dec|encdecattention|(^|\.)multihea
 #: Names of arguments that carry the other sequence into such a module.
 _OTHER = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "context", "memory", "kv_states")
 
-_ATTENTION = re.compile(
+#: Names of classes that compute attention, linear attention and its relatives included.
+_ATTENTION_CLASS = re.compile(
     r"(attention|attn)(\d*d?)?(block|layer|module)?$|attn(?!.*(adapter|drop|norm|mask|out|bias|proj|embed))"
     r"|deltanet|mamba\d?mixer|retention$|recurrentblock|rglru|hyena",
     re.I,
 )
 
-#: The same for the name that a model gives such a module, whatever its class.
-_CALLED = re.compile(r"(^|[._])(attn|attention)\d?$", re.I)
+#: Names of classes that never do, whatever a model calls them: `ln_attn` is a norm.
+_NEVER_ATTENTION = re.compile(
+    r"norm\d*d?$|dropout|droppath|identity|linear\d*$|conv\d*d?$|activation|squeeze|excite|^se", re.I
+)
+
+#: Names that models use for an attention module, whatever its class.
+_ATTENTION_NAME = re.compile(r"(^|[._])(attn|attention)\d?$", re.I)
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
+
+#: Modules of PyTorch that run compiled graphs.
+_COMPILED_CODE = ("torch._inductor", "torch._functorch._aot_autograd")
 
 
 class CallSite:
     """The module an operator was called from."""
 
-    def __init__(self, name: str, module: nn.Module | None, frames: list[FrameType]) -> None:
+    def __init__(self, name: str, module: nn.Module | None, frames: list[FrameType], compiled: bool = False) -> None:
         self.name, self.module, self.frames = name, module, frames
+        self.compiled = compiled  # whether code made by torch.compile stands between the module and the operator
+
+    @property
+    def hides_modules(self) -> bool:
+        """Whether compiled code swallowed modules of its own, so that the true name of the call is lost."""
+        if not self.compiled or self.module is None:
+            return self.compiled
+        return any(part is not self.module and not _is_plain_layer(part) for part in self.module.modules())
 
     def other_sequence(self, keys: int) -> bool:
-        """Whether the module says, by its name or by what it was given, that its keys come from elsewhere."""
+        """Whether the module's name, flags or arguments say that its keys come from another sequence."""
         if getattr(self.module, "is_cross_attention", False):
             return True
         if _CROSS.search(self.name):
             return True
-        given = [frame.f_locals.get(name) for frame in self.frames for name in _OTHER]
-        # Where both sequences are joined and look at one another, there are more keys than the other sequence has.
-        return any(x is not None and not (isinstance(x, Tensor) and keys not in x.shape[:-1]) for x in given)
+        passed = [frame.f_locals.get(name) for frame in self.frames for name in _OTHER]
+        # Where both sequences are joined and attend to one another, there are more keys than the other sequence has.
+        return any(x is not None and not (isinstance(x, Tensor) and keys not in x.shape[:-1]) for x in passed)
 
 
 def calling_module(frame: FrameType | None, names: dict[int, str] | None) -> CallSite | None:
-    """The innermost module of the model on the stack; None when the model is not on it.
+    """The innermost module on the stack; None when it is not part of the model.
 
-    Without names every module counts, called by its class.
+    Args:
+        frame: Where the operator was called.
+        names: Names of the model's modules by id; None: every module counts and is named by its class.
     """
-    found: CallSite | None = None
+    site: CallSite | None = None
     for at, module in _modules(frame):
-        if found is not None:
-            if module is not found.module:
+        if site is not None:
+            if module is not site.module:
                 break
-            found.frames.append(at)  # a function of the module, called by its forward
-        elif names is None:
-            found = CallSite(type(module).__name__, module, [at])
-        elif id(module) in names:
-            found = CallSite(names[id(module)], module, [at])
-    return found or (CallSite("", None, []) if names is None else None)
+            site.frames.append(at)  # a method of the module, called by its forward
+        elif names is None and not (isinstance(module, fx.GraphModule) and _is_compiled(frame, None)):
+            site = CallSite(type(module).__name__, module, [at], _is_compiled(frame, at))
+        elif names is not None and id(module) in names:
+            site = CallSite(names[id(module)], module, [at], _is_compiled(frame, at))
+        elif _has_own_state(module) and not isinstance(module, fx.GraphModule):  # a compiled graph is no model
+            return None  # another model, called by a method of this one
+    return site or (CallSite("", None, []) if names is None else None)
+
+
+def _has_own_state(module: nn.Module) -> bool:
+    """Whether a module has parameters; one without is a function of the module that calls it."""
+    return next(module.parameters(), None) is not None
+
+
+def _is_compiled(frame: FrameType | None, end: FrameType | None) -> bool:
+    """Whether code made by torch.compile runs between an operator and the frame of its module; None: anywhere."""
+    dynamo = graph = False
+    while frame is not None and frame is not end:
+        name = frame.f_globals.get("__name__") or ""
+        if name.startswith(_COMPILED_CODE):
+            return True
+        dynamo = dynamo or name.startswith("torch._dynamo.eval_frame")
+        graph = graph or frame.f_code.co_filename.startswith("<eval_with_key>")
+        frame = frame.f_back
+    return dynamo and graph
 
 
 def module_stack(frame: FrameType | None, names: dict[int, str] | None) -> list[str]:
@@ -93,24 +131,50 @@ def called_by(frame: FrameType | None, word: str) -> bool:
 
 
 def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
+    """Frames whose first argument is a module, innermost first."""
     while frame is not None:
         code = frame.f_code
-        # The machinery of nn.Module itself would name every module twice.
+        # nn.Module's own __call__ machinery would name every module twice.
         if code.co_argcount and "call_impl" not in code.co_name:
             first = frame.f_locals.get(code.co_varnames[0])
-            # A softmax that is a module of its own belongs to the attention it stands in.
+            # A softmax that is a module of its own belongs to the attention around it.
             if isinstance(first, nn.Module) and not isinstance(first, nn.Softmax | nn.Dropout):
-                yield frame, first
+                yield frame, getattr(first, "_orig_mod", first)  # of torch.compile(m), m
         frame = frame.f_back
 
 
 def looks_like_attention(module: nn.Module, name: str = "") -> bool:
-    """Whether a module calls itself attention, or is called so, so that silence about it would mislead."""
-    return _ATTENTION.search(type(module).__name__) is not None or _CALLED.search(name) is not None
+    """Whether a module's class or name says attention, so that silence about it would mislead.
+
+    A name alone is not enough: models call norms, activations and squeeze-and-excite blocks `attn` as well. Such a
+    module must also have the projections that attention takes.
+    """
+    kind = type(module).__name__
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if _is_plain_layer(module) or isinstance(module, nn.Sequential) or _NEVER_ATTENTION.search(kind):
+        return False
+    if _ATTENTION_CLASS.search(kind) is not None:
+        return True
+    return _ATTENTION_NAME.search(name) is not None and _has_projections(module)
+
+
+def _is_plain_layer(module: nn.Module) -> bool:
+    """Whether a module is one of PyTorch's own layers without attention: a Linear, a norm, an activation."""
+    attends = isinstance(module, nn.MultiheadAttention | nn.Transformer | nn.TransformerEncoderLayer)
+    attends = attends or isinstance(module, nn.TransformerDecoderLayer)
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return type(module).__module__.startswith("torch.nn.modules") and not attends and type(module) not in containers
+
+
+def _has_projections(module: nn.Module) -> bool:
+    """Whether a module has matrices for queries and keys: two of them, or one that makes all three."""
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    return len(matrices) > 1 or any(max(m.shape) >= 3 * min(m.shape) for m in matrices)
 
 
 def _heads_of(module: nn.Module | None) -> int | None:
-    """How many heads a module says it has."""
+    """The number of heads a module or its config names."""
     for source in (module, getattr(module, "config", None)):
         for name in _HEADS:
             count = getattr(source, name, None)
@@ -120,7 +184,7 @@ def _heads_of(module: nn.Module | None) -> int | None:
 
 
 def _batch_first_owner(module: Any) -> bool:
-    """Whether batch and heads that share an axis are known to stand in this order, batch first."""
+    """Whether the module's library puts batch before heads where the two share an axis."""
     return type(module).__module__.split(".")[0] in ("torch", "transformers", "diffusers")
 
 
@@ -131,7 +195,7 @@ SHARED_AXIS = (
 
 
 def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:
-    """(n, i, d) with batch and heads in one axis to (b, h, i, d); None where nothing says how."""
+    """(n, i, d) with batch and heads in one axis to (b, h, i, d); None where the order is ambiguous."""
     if x.ndim == 2:
         return x[None, None]
     if x.ndim != 3:

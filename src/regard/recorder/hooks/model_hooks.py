@@ -1,12 +1,13 @@
-"""What a recording leaves on the model while it is open, and which attention it could not hear.
+"""Hooks on a model while a recording is open, and the attention that it cannot intercept.
 
-Hooks tell where the model's forward begins and ends, and whether a module that calls itself attention ran. They look
-at the thread first and touch nothing. Where a hook would change the model there is none: with hooks an
-`nn.TransformerEncoderLayer` leaves its C++ path, and captured code would be compiled again. Imports `where`.
+Hooks say where the model's forward begins and ends, and which modules that look like attention ran. They check the
+thread first and touch nothing. Where a hook would change the model there is none: an `nn.TransformerEncoderLayer` with
+hooks leaves its C++ path, and compiled code would be compiled again.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,103 +16,149 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import tap
 from .call_site import looks_like_attention
 
-__all__ = ["CAPTURED", "Attached"]
+__all__ = ["CAPTURED", "Hook", "ModelHooks", "is_compiled"]
 
 CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
 
+OTHER_THREAD = (
+    "the model ran in another thread than the one that opened the block; open the block in that thread, "
+    "inside the function it runs"
+)
+
 _GUESSES = "linear attention keeps no weights, a kernel called directly or captured by torch.compile shows none"
 
-#: Modules in whose calls a compiler was once seen at work; what it made runs unheard.
-_captured_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: Modules in whose calls a compiler was once seen at work; the code it made runs without interception.
+_compiled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class Attached:
-    """Hooks on one model for one thread."""
+class Hook:
+    """A hook that belongs to one model: in a copy of the model, or a pickle, it removes itself when first called."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        if not torch.compiler.is_compiling():  # a hook in compiled code would change the code
+            self.function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _CopiedHook:
+        return _CopiedHook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CopiedHook, ()
+
+
+class _CopiedHook:
+    """What a copied model holds in place of a hook."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        for hooks, *flags in (
+            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
+                for flag in flags:
+                    flag.pop(key, None)
+
+
+class ModelHooks:
+    """The hooks of one recording on one model, for one thread."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.modules = [] if model is None else list(model.named_modules())
         self.thread = threading.get_ident()
-        self.ran: dict[str, nn.Module] = {}
-        self.depth = 0  # how deep in the model's own forward
-        self.batch: int | None = None  # how many sequences went in
-        self._hooks: list[Any] = []
+        self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
+        self.depth = 0  # nesting of the model's own forward
+        self.batch: int | None = None  # number of sequences in the running pass
+        self.ran_elsewhere = False  # whether the model ran in a thread that does not record
+        self._handles: list[Any] = []
 
-    def here(self) -> bool:
-        """Whether this is the recording's thread, and not a checkpoint computing again."""
+    def is_current(self) -> bool:
+        """Whether this is the recording's thread, and not a checkpoint that recomputes in backward."""
         return threading.get_ident() == self.thread and torch._C._current_graph_task_id() == -1
 
     def attach(self, boundary: Callable[[], None], pause: Callable[[bool], None]) -> None:
-        """Call `boundary` where a forward of the model begins and ends, `pause` round captured code."""
+        """Call `boundary` where a forward of the model begins and ends, `pause` around compiled submodules."""
         self.thread = threading.get_ident()
         model = self.model
-        if model is None or _is_captured(model):
+        if model is None or is_compiled(model):
             return
         if not isinstance(model, nn.TransformerEncoderLayer):
-            self._hooks += [
-                model.register_forward_pre_hook(self._begin(boundary), with_kwargs=True, prepend=True),
-                model.register_forward_hook(self._end(boundary), always_call=True),
+            begin, end = Hook(self._begin(boundary)), Hook(self._end(boundary))
+            self._handles += [
+                model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
+                model.register_forward_hook(end, always_call=True),
             ]
-        closed: set[int] = set()
+        untouched: set[int] = set()
         for _, part in self.modules:
-            if isinstance(part, nn.TransformerEncoderLayer) or _is_captured(part):
-                closed |= {id(module) for module in part.modules()}
+            if isinstance(part, nn.TransformerEncoderLayer) or is_compiled(part):
+                untouched |= {id(module) for module in part.modules()}
             if type(part).__name__ == "OptimizedModule":
-                # While captured code runs, the thread's keys must be those it was compiled under.
-                self._hooks.append(part.register_forward_pre_hook(lambda *_: self._round(pause, True)))
-                self._hooks.append(part.register_forward_hook(lambda *_: self._round(pause, False), always_call=True))
+                # While compiled code runs, the thread's keys must be those it was compiled under.
+                before, after = (Hook(self._around(pause, on)) for on in (True, False))
+                self._handles.append(part.register_forward_pre_hook(before))
+                self._handles.append(part.register_forward_hook(after, always_call=True))
         for name, module in self.modules:
-            suspect = looks_like_attention(module, name) or module in _captured_modules
-            if name and suspect and id(module) not in closed:
-                self._hooks.append(module.register_forward_pre_hook(self._noted(name)))
+            suspect = looks_like_attention(module, name) or module in _compiled_modules
+            if name and suspect and id(module) not in untouched:
+                self._handles.append(module.register_forward_pre_hook(Hook(self._mark_ran(name))))
 
     def detach(self) -> None:
-        """Leave nothing behind."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.model, self.modules, self.ran = [], None, [], {}
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.model, self.modules, self.ran = [], None, [], {}
 
-    def _round(self, pause: Callable[[bool], None], on: bool) -> None:
-        if self.here():
-            pause(on)
+    def _around(self, pause: Callable[[bool], None], on: bool) -> Callable[..., None]:
+        def around(*_: Any) -> None:
+            if self.is_current():
+                pause(on)
+
+        return around
 
     def _begin(self, boundary: Callable[[], None]) -> Callable[..., None]:
         def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.here():
+            if self.is_current():
                 if self.depth == 0:
                     boundary()
                     self.batch = _batch_of(args, kwargs)
                 self.depth += 1
+            elif threading.get_ident() != self.thread and torch._C._current_graph_task_id() == -1:
+                # A thread that has a recording of its own knows what it does.
+                self.ran_elsewhere = self.ran_elsewhere or not tap.listeners()
 
         return begin
 
     def _end(self, boundary: Callable[[], None]) -> Callable[..., None]:
         def end(*_: Any) -> None:
-            if self.here():
+            if self.is_current():
                 self.depth = max(0, self.depth - 1)
                 if self.depth == 0:
                     boundary()
 
         return end
 
-    def _noted(self, name: str) -> Callable[..., None]:
-        def noted(module: nn.Module, args: Any) -> None:
-            if self.here():
+    def _mark_ran(self, name: str) -> Callable[..., None]:
+        def mark_ran(module: nn.Module, args: Any) -> None:
+            if self.is_current():
                 self.ran[name] = module
 
-        return noted
+        return mark_ran
 
-    # What cannot be heard.
+    # Attention that is not intercepted.
 
-    def whole_is_captured(self) -> bool:
-        return self.model is not None and _is_captured(self.model)
+    def is_fully_compiled(self) -> bool:
+        return self.model is not None and is_compiled(self.model)
 
-    def deaf_spots(self) -> Iterator[tuple[str, str]]:
-        """What is known beforehand not to be heard: (name, reason)."""
+    def known_unsupported(self) -> Iterator[tuple[str, str]]:
+        """Modules that cannot be recorded, known before the model runs: (name, reason)."""
         for name, module in self.modules:
-            if _is_captured(module):
+            if is_compiled(module):
                 yield name, CAPTURED
                 if not name:
                     return
@@ -119,23 +166,41 @@ class Attached:
             yield "", "DataParallel runs its replicas in threads of their own; record model.module"
 
     def compiling(self, name: str, module: nn.Module) -> None:
-        """A compiler is tracing attention in this module: it shows this time, and may not the next."""
-        _captured_modules.add(module)
+        """A compiler traces attention of this module: it is intercepted now, and perhaps not the next time."""
+        _compiled_modules.add(module)
         self.ran[name] = module
 
-    def silent(self, heard: set[str]) -> Iterator[tuple[str, str]]:
-        """Modules that call themselves attention, ran, and were not heard attending: (name, reason)."""
+    def unheard_modules(self, recorded: set[str]) -> Iterator[tuple[str, str]]:
+        """Modules that look like attention, ran, and were not intercepted: (name, reason)."""
+        if self.ran_elsewhere and not recorded:
+            yield "", OTHER_THREAD
         for name, module in self.ran.items():
-            known = any(_within(other, name) or _within(name, other) for other in heard)
-            inner = any(other != name and _within(other, name) for other in self.ran)
-            if not known and not inner:
+            is_recorded = any(_within(other, name) or _within(name, other) for other in recorded)
+            has_inner = any(other != name and _within(other, name) for other in self.ran)
+            if not is_recorded and not has_inner:
                 reason = f"{type(module).__name__} ran no attention that PyTorch's operators show: {_GUESSES}"
-                yield name, CAPTURED if module in _captured_modules else reason
+                yield name, CAPTURED if module in _compiled_modules else reason
+        if not recorded and not self.ran and _was_compiled(self.model):
+            yield "", CAPTURED
 
 
-def _is_captured(module: nn.Module) -> bool:
-    """Whether torch.compile was applied to a module, in either way."""
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile was applied to a module: `torch.compile(m)`, `m.compile()`, or to its `forward`."""
+    if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+def _was_compiled(model: nn.Module | None) -> bool:
+    """Whether torch.compile holds code for the model's class: `c = torch.compile(m)` leaves no mark on m itself."""
+    if model is None or "torch._dynamo" not in sys.modules:
+        return False
+    try:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        return bool(_debug_get_cache_entry_list(type(model).forward.__code__))
+    except (AttributeError, ImportError, TypeError):  # another version of PyTorch, or a forward without bytecode
+        return False
 
 
 def _within(name: str, other: str) -> bool:

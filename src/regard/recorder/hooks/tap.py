@@ -1,43 +1,81 @@
-"""How operators are overheard: in one thread, without changing them.
+"""Interception of ATen operators in one thread, without changing them.
 
-PyTorch's dispatcher looks at a set of keys, part of which belongs to the thread. Two keys that PyTorch reserves
-for experiments do nothing at all until a thread puts them into its set. A kernel registered under them for an
-attention operator is then called first, in that thread alone: it lets the operator run exactly as it would have
-and looks at what went in and what came out. Nothing else passes through Python, `has_torch_function` stays false,
-so `nn.TransformerEncoder` keeps its C++ path, and calls from TorchScript or C++ are overheard as well.
-Imports nothing of regard.
+PyTorch's dispatcher reads a set of keys, part of which is thread-local. Two keys that PyTorch reserves for experiments
+(`TESTING_ONLY_*`) do nothing until a thread includes them in its set. A kernel registered under such a key runs first,
+in that thread alone: it redispatches to the operator unchanged and hands inputs and output to the listeners. No
+`__torch_function__` is involved, so `nn.TransformerEncoder` keeps its C++ path, and calls from TorchScript or C++ are
+intercepted as well. Both keys are private to PyTorch; they are resolved when a recording starts, never on import.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Listener", "enter", "follow", "hear", "hear_higher_order", "is_quiet", "leave", "listeners", "quiet"]
+if TYPE_CHECKING:
+    from ..calls import AttentionCall
+    from .call_site import CallSite
+    from .eager_attention import EagerTracker
+
+__all__ = [
+    "FOLLOW_KEY",
+    "RECORD_KEY",
+    "Listener",
+    "activate",
+    "deactivate",
+    "follow",
+    "guarded",
+    "intercept",
+    "intercept_higher_order",
+    "is_suspended",
+    "listeners",
+    "suspended",
+]
 
 
 class Listener(Protocol):
-    """Whoever is told what was overheard."""
+    """The receiver of intercepted calls: the block of `regard.record`, or one look of `regard.watch`."""
 
-    def failed(self, frame: FrameType, why: str) -> None:
-        """Something that may have been attention passed, and could not be understood."""
+    eager: EagerTracker
+    wants_ids: bool  # whether token ids are reported
+    wants_scores: bool  # whether eager attention is reported with its scores
+    wants_values: bool  # whether value vectors are reported
 
-    def captured(self, frame: FrameType) -> None:
-        """A compiler is tracing attention: what it makes of it will not be heard."""
+    def call_site(self, frame: FrameType) -> CallSite | None:
+        """The module a call came from; None if it is not part of the model."""
+
+    def batch_size(self) -> int | None:
+        """The number of sequences of the running pass; None if it is not known."""
+
+    def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
+        """An attention call of `site`, or of its submodule of that name."""
+
+    def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
+        """Token ids that were looked up in a table of embeddings."""
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Attention of the module `name` cannot be recorded."""
+
+    def refuse_at(self, frame: FrameType, reason: str) -> None:
+        """The same for the module that stands on the stack of `frame`."""
+
+    def compiling(self, frame: FrameType) -> None:
+        """A compiler is tracing attention; the code it makes may not call intercepted operators."""
 
 
-#: What is done with a call that was overheard: (listener, arguments by name, result, the frame that called).
+#: A handler of an intercepted operator: (listener, arguments by name, output, the caller's frame).
 Handler = Callable[[Any, dict[str, Any], Any, FrameType], None]
 
-#: Always on while a thread records; and on only between a softmax and the product it may belong to.
-HEAR, FOLLOW = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
+#: Included while a thread records; FOLLOW_KEY only between a softmax and the product with its values.
+RECORD_KEY, FOLLOW_KEY = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
 
 
 class _Thread(threading.local):
@@ -47,95 +85,125 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.Lock()
-_libraries: list[Any] = []  # registrations last as long as their library object
-_heard: set[tuple[str, str]] = set()
+_libraries: list[Any] = []  # a registration lasts as long as its library object
+_registered: set[tuple[str, str]] = set()
 
 
+@functools.cache
 def _key(name: str) -> Any:
-    return torch._C._dispatch_key_parse(name)
+    """A dispatch key by its name, resolved on first use."""
+    try:
+        return torch._C._dispatch_key_parse(name)
+    except (AttributeError, RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"regard.record needs PyTorch's dispatch key {name}; torch {torch.__version__} does not have it ({error}). "
+            "Use a version of PyTorch that regard is tested with."
+        ) from error
 
 
-_BOTH = torch._C.DispatchKeySet(_key(HEAR)) | torch._C.DispatchKeySet(_key(FOLLOW))
+@functools.cache
+def _both_keys() -> Any:
+    return torch._C.DispatchKeySet(_key(RECORD_KEY)) | torch._C.DispatchKeySet(_key(FOLLOW_KEY))
 
 
 def listeners() -> list[Any]:
-    """Who listens in this thread, the latest last."""
+    """The listeners of this thread, the newest last."""
     return _thread.listeners
 
 
-def enter(listener: Any) -> None:
-    """From now on this thread's attention is reported to the listener."""
+def activate(listener: Listener) -> None:
+    """Report this thread's attention to the listener from now on."""
     _thread.listeners = [*_thread.listeners, listener]
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(HEAR), True)
+    torch._C._dispatch_tls_set_dispatch_key_included(_key(RECORD_KEY), True)
 
 
-def leave(listener: Any) -> None:
-    """No longer."""
+def deactivate(listener: Listener) -> None:
+    """Stop reporting to the listener; without listeners the thread's keys are as before."""
     _thread.listeners = [other for other in _thread.listeners if other is not listener]
     if not _thread.listeners:
-        torch._C._dispatch_tls_set_dispatch_key_included(_key(HEAR), False)
+        torch._C._dispatch_tls_set_dispatch_key_included(_key(RECORD_KEY), False)
         follow(False)
 
 
 def follow(on: bool) -> None:
-    """Whether this thread also overhears the operators that may stand between a softmax and its product."""
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(FOLLOW), on)
+    """Whether this thread also intercepts the operators between a softmax and the product with its values."""
+    torch._C._dispatch_tls_set_dispatch_key_included(_key(FOLLOW_KEY), on)
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Nothing is overheard inside: for our own computations."""
-    with torch._C._ExcludeDispatchKeyGuard(_BOTH):
+def suspended() -> Iterator[None]:
+    """Intercept nothing inside: for computations that are not the model's."""
+    if not _thread.listeners:
+        yield
+        return
+    with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
         yield
 
 
 @contextmanager
-def beside(listener: Any, frame: FrameType) -> Iterator[None]:
-    """For what a listener makes of a call: unheard, without gradients; what goes wrong must not reach the model."""
+def guarded(listener: Listener, frame: FrameType) -> Iterator[None]:
+    """For the work of a handler: not intercepted, without gradients, and its errors never reach the model."""
     try:
-        with quiet(), torch.no_grad():
+        with suspended(), torch.no_grad():
             yield
     except Exception as error:
-        listener.failed(frame, f"recording it failed: {type(error).__name__}: {error}")
+        listener.refuse_at(frame, f"recording it failed: {type(error).__name__}: {error}")
 
 
-def is_quiet() -> bool:
-    """Whether this thread is inside `quiet`."""
-    return torch._C._dispatch_tls_is_dispatch_key_excluded(_key(HEAR))
+def is_suspended() -> bool:
+    """Whether this thread is inside `suspended`."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_key(RECORD_KEY))
 
 
-def hear(name: str, handler: Handler, key: str = HEAR, namespace: str = "aten") -> None:
-    """Overhear one operator, "scaled_dot_product_attention" or "softmax.int". Registering twice does nothing."""
+def intercept(name: str, handler: Handler, key: str = RECORD_KEY, namespace: str = "aten") -> None:
+    """Register a handler for an operator, "scaled_dot_product_attention" or "softmax.int"; once per operator."""
     with _lock:
-        if (key, f"{namespace}::{name}") in _heard:
+        if (key, f"{namespace}::{name}") in _registered:
             return
-        _let_all_others_through(key)
+        _pass_through(key)
         packet, _, overload = name.partition(".")
-        found = getattr(getattr(torch.ops, namespace), packet, None)
-        if found is None:  # an operator of another version of PyTorch
+        operator = getattr(getattr(torch.ops, namespace), packet, None)
+        if operator is None:  # an operator of another version of PyTorch
             return
-        op = getattr(found, overload or "default")
+        op = getattr(operator, overload or "default", None)
+        if op is None:
+            return
         library = torch.library.Library(namespace, "IMPL")
         library.impl(name, _kernel(op, op._schema, handler), key)
         _libraries.append(library)
-        _heard.add((key, f"{namespace}::{name}"))
+        _registered.add((key, f"{namespace}::{name}"))
 
 
-def hear_higher_order(op: Any, names: tuple[str, ...], handler: Handler) -> None:
+def intercept_higher_order(op: Any, names: tuple[str, ...], handler: Handler) -> None:
     """The same for an operator that takes functions, such as FlexAttention's."""
     with _lock:
-        if (HEAR, op.name()) not in _heard:
-            _let_all_others_through(HEAR)
-            op.py_impl(_key(HEAR))(_kernel(op, None, handler, names))
-            _heard.add((HEAR, op.name()))
+        if (RECORD_KEY, op.name()) not in _registered:
+            _pass_through(RECORD_KEY)
+            op.py_impl(_key(RECORD_KEY))(_kernel(op, None, handler, names))
+            _registered.add((RECORD_KEY, op.name()))
 
 
-def _let_all_others_through(key: str) -> None:
-    if (key, "_") not in _heard:
-        library = torch.library.Library("_", "IMPL")
-        library.fallback(torch.library.fallthrough_kernel, key)
-        _libraries.append(library)
-        _heard.add((key, "_"))
+def _pass_through(key: str) -> None:
+    """Let every operator without a handler ignore the key."""
+    if (key, "_") in _registered:
+        return
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(torch.library.fallthrough_kernel, key)
+    _libraries.append(library)
+    _pass_through_higher_order(_key(key))
+    _registered.add((key, "_"))
+
+
+def _pass_through_higher_order(key: Any) -> None:
+    """The same for operators that take functions (cond, scan, vmap of autograd.Function), which read no fallback.
+
+    Such an operator raises for a key without a kernel; those that PyTorch defines later copy their keys from the list.
+    """
+    from torch import _ops
+
+    for op in _ops._higher_order_ops.values():
+        op.fallthrough(key)
+    _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
 
 
 def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -143,33 +211,33 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_BOTH):
+        with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
-        # A checkpoint recomputes its forward inside backward: that is no new pass.
+        # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
         if _thread.listeners and torch._C._current_graph_task_id() == -1:
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            _tell(handler, call, out, sys._getframe(1))
+            _report(handler, call, out, sys._getframe(1))
         return out
 
     return kernel
 
 
-def _tell(handler: Handler, call: dict[str, Any], out: Any, frame: FrameType) -> None:
-    strange = _strange([*call.values(), out])
-    if strange == "meta":  # nothing is computed
+def _report(handler: Handler, call: dict[str, Any], out: Any, frame: FrameType) -> None:
+    unsupported = _unsupported_tensor([*call.values(), out])
+    if unsupported == "meta":  # nothing is computed
         return
     for listener in _thread.listeners:
-        if strange == "FakeTensor":
-            listener.captured(frame)
+        if unsupported == "FakeTensor":
+            listener.compiling(frame)
             continue
-        if strange:
-            listener.failed(frame, f"its tensors are {strange}, which cannot be read here")
+        if unsupported:
+            listener.refuse_at(frame, f"its tensors are {unsupported}, which cannot be read here")
             continue
-        with beside(listener, frame):
+        with guarded(listener, frame):
             handler(listener, call, out, frame)
 
 
-def _strange(values: list[Any]) -> str | None:
+def _unsupported_tensor(values: list[Any]) -> str | None:
     """The kind of a tensor that holds no plain numbers; None when all do."""
     for value in values:
         if not isinstance(value, Tensor):

@@ -1,15 +1,15 @@
-"""transformers: its flash and flex attention overheard, and an attention of our own for it.
+"""transformers: interception of its flash and flex attention, and `attn_implementation="regard"`.
 
-Its sdpa and eager attention are heard by `seams` like everybody's. Flash and flex run kernels outside PyTorch's
-operators, so there its own interface is the seam: while somebody records, the entries of its table are functions
-that call the old ones and, in a thread that records, look at what went in.
+Its sdpa and eager attention are intercepted like everybody's. Flash and flex run kernels that are no operators of
+PyTorch, so there the interface of transformers is the seam: while a recording is open, the entries of its table of
+attention functions are wrappers that call the original and, in a thread that records, report its arguments.
 `register()` adds `attn_implementation="regard"`: attention whose statistics are part of the graph, to train on.
-Imports `tap`, `seams`, `capture` and the door; transformers only inside functions.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,24 +20,25 @@ import torch
 from torch import Tensor, nn
 
 from ...core.api import weights
+from ...core.types import StatisticName
 from ...core.weights import Statistics, Weights
 from ..calls import AttentionCall
 from ..mask_recognition import parse_mask
 from . import tap
 from .seams import flash_like
 
-__all__ = ["leave", "listen", "register", "statistics"]
+__all__ = ["install", "register", "statistics", "uninstall"]
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
 _lock = threading.Lock()
-_replaced: dict[str, Callable[..., Any]] = {}
+_originals: dict[str, Callable[..., Any]] = {}
 _users = 0
 
 
-def listen() -> None:
-    """Overhear flash and flex attention of transformers. In a thread that does not record this changes nothing."""
+def install() -> None:
+    """Wrap flash and flex attention of transformers. Nothing changes in a thread that does not record."""
     global _users
     from transformers.modeling_utils import AttentionInterface
 
@@ -45,42 +46,42 @@ def listen() -> None:
     with _lock:
         _users += 1
         for name in (*_FLASH, "flex_attention"):
-            if name in table and name not in _replaced:
-                _replaced[name] = table[name]
-                table[name] = _overheard(table[name], _flex_call if name == "flex_attention" else _flash_call)
+            if name in table and name not in _originals:
+                _originals[name] = table[name]
+                table[name] = _intercepted(table[name], _flex_call if name == "flex_attention" else _flash_call)
 
 
-def leave() -> None:
-    """When nobody records any more, in any thread, the table is as it was."""
+def uninstall() -> None:
+    """Undo `install`; the table is as it was when the last recording of any thread has ended."""
     global _users
     from transformers.modeling_utils import AttentionInterface
 
     with _lock:
         _users -= 1
         if _users == 0:
-            AttentionInterface._global_mapping.update(_replaced)
-            _replaced.clear()
+            AttentionInterface._global_mapping.update(_originals)
+            _originals.clear()
 
 
-def _overheard(own: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
+def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
     @functools.wraps(own)
-    def heard(
+    def attention_function(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **more: Any
     ) -> Any:
         listeners = tap.listeners()
         if not listeners:
             return own(module, query, key, value, attention_mask, **more)
-        with tap.quiet():
+        with tap.suspended():
             out = own(module, query, key, value, attention_mask, **more)
         if torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
             frame = sys._getframe(0)
             for listener in listeners:
-                if (at := listener.place(frame)) is not None:
-                    with tap.beside(listener, frame):
-                        listener.attention(at, read(module, query, key, value, attention_mask, **more))
+                if (site := listener.call_site(frame)) is not None:
+                    with tap.guarded(listener, frame):
+                        listener.attention(site, read(module, query, key, value, attention_mask, **more))
         return out
 
-    return heard
+    return attention_function
 
 
 def _flash_call(
@@ -88,7 +89,7 @@ def _flash_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Any,
+    mask: Any,
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -102,20 +103,18 @@ def _flash_call(
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = bool(causal) and q.shape[2] > 1
     before = -1 if sliding_window is None or k.shape[2] <= sliding_window else sliding_window - 1
-    found = flash_like(
-        q, k, v, scaling, causal, (before, -1 if before < 0 else 0 if causal else before), softcap or 0.0
-    )
-    if given is not None:
-        if given.ndim != 2:
-            raise NotImplementedError(f"a mask with {given.ndim} axes")
-        cells = given.bool()[:, None, None, :]
-        side = parse_mask(cells.expand(-1, 1, q.shape[2], -1), False, found.shape)
-        assert found.said is not None
-        found.said.mask = (
-            side.mask if found.said.mask is None else found.said.mask & side.mask if side.mask else found.said.mask
-        )
-    found.sink = s_aux
-    return found
+    call = flash_like(q, k, v, scaling, causal, (before, -1 if before < 0 else 0 if causal else before), softcap or 0.0)
+    if mask is not None:
+        if mask.ndim != 2:
+            raise NotImplementedError(f"a mask with {mask.ndim} axes")
+        cells = mask.bool()[:, None, None, :]
+        side = parse_mask(cells.expand(-1, 1, q.shape[2], -1), False, call.shape)
+        assert call.parsed_mask is not None
+        parsed = call.parsed_mask
+        if side.mask is not None:
+            parsed.mask = side.mask if parsed.mask is None else parsed.mask & side.mask
+    call.sink = s_aux
+    return call
 
 
 def _flex_call(
@@ -123,7 +122,7 @@ def _flex_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    given: Any,
+    mask: Any,
     *,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -131,24 +130,24 @@ def _flex_call(
     position_bias: Tensor | None = None,
     **more: Any,
 ) -> AttentionCall:
-    found = AttentionCall(q, k, v, scale=scaling, softcap=softcap, sink=s_aux)
-    if isinstance(given, Tensor):
-        found.given = given[..., : k.shape[2]]
-    elif given is not None:
-        found.given = _cells_of(given, q.shape[2], k.shape[2], q.device)
+    call = AttentionCall(q, k, v, scale=scaling, softcap=softcap, sink=s_aux)
+    if isinstance(mask, Tensor):
+        call.mask = mask[..., : k.shape[2]]
+    elif mask is not None:
+        call.mask = _cells_of(mask, q.shape[2], k.shape[2], q.device)
     if position_bias is not None:
         if softcap is not None:
             raise NotImplementedError("a position bias after a soft cap")
-        visible = found.given
+        visible = call.mask
         added = position_bias.expand(q.shape[0], -1, -1, -1)
         if visible is not None:
             added = added.masked_fill(~visible, -torch.inf) if visible.dtype == torch.bool else added + visible
-        found.given = added
-    return found
+        call.mask = added
+    return call
 
 
 def _cells_of(block_mask: Any, i: int, j: int, device: torch.device) -> Tensor:
-    """A BlockMask asked for every cell."""
+    """A BlockMask as a dense bool mask."""
     from torch.nn.attention.flex_attention import create_mask
 
     b, h = block_mask.kv_num_blocks.shape[:2]
@@ -158,16 +157,27 @@ def _cells_of(block_mask: Any, i: int, j: int, device: torch.device) -> Tensor:
 # attn_implementation="regard".
 
 
-class _Asked(threading.local):
+class _OpenBlocks(threading.local):
+    """The `statistics` blocks that are open in this thread: requested names, and results by layer."""
+
     def __init__(self) -> None:
-        self.stack: list[tuple[tuple[str, ...], dict[str, Statistics]]] = []
+        self.stack: list[tuple[tuple[StatisticName, ...], dict[str, Statistics]]] = []
 
 
-_asked = _Asked()
+_blocks = _OpenBlocks()
 
 
 def register() -> None:
-    """Make `attn_implementation="regard"` known to transformers."""
+    """Add `attn_implementation="regard"` to transformers.
+
+    The model then computes attention by `regard.weights`, whose statistics are part of the autograd graph; collect
+    them with `statistics`. Attention dropout must be 0.
+
+    Example:
+        >>> from regard.integrations import transformers
+        >>> transformers.register()  # doctest: +SKIP
+        >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="regard")  # doctest: +SKIP
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -176,19 +186,28 @@ def register() -> None:
 
 
 @contextmanager
-def statistics(*names: str) -> Iterator[dict[str, Statistics]]:
-    """What the layers of a model with `attn_implementation="regard"` find inside the block, as part of the graph.
+def statistics(*names: StatisticName) -> Iterator[dict[str, Statistics]]:
+    """Collect statistics of every layer of a model with `attn_implementation="regard"`, as part of the graph.
 
-    with statistics("entropy") as found:
-        loss = model(**batch).loss
-    loss = loss - 0.01 * sum(seen.entropy.mean() for seen in found.values())
+    Args:
+        *names: Row statistics as in `Weights.see`: "entropy", "max_score", "lse", ...
+
+    Returns:
+        A context manager whose value is a dict: the number of the layer, in the order of calls, as a string, to
+        `Statistics` with one attribute a name, each ``(b, h, i)``, and the output ``y``.
+
+    Example:
+        >>> from regard.integrations.transformers import statistics
+        >>> with statistics("entropy") as by_layer:
+        ...     loss = model(**batch).loss  # doctest: +SKIP
+        >>> loss = loss - 0.01 * sum(s.entropy.mean() for s in by_layer.values())  # doctest: +SKIP
     """
-    found: dict[str, Statistics] = {}
-    _asked.stack.append((names, found))
+    by_layer: dict[str, Statistics] = {}
+    _blocks.stack.append((names, by_layer))
     try:
-        yield found
+        yield by_layer
     finally:
-        _asked.stack.pop()
+        _blocks.stack.pop()
 
 
 def attention(
@@ -205,22 +224,30 @@ def attention(
     position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface for attention, answered by `regard.weights`."""
+    """The attention function of transformers' interface, computed by `regard.weights`."""
     if dropout:
         raise ValueError(
-            f"regard computes attention without dropout; dropout={dropout} came. Set attention_dropout=0 in the config."
+            f"regard computes attention without dropout; got dropout={dropout}. "
+            f"Set {_dropout_key(module, dropout)}=0 in the config."
         )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    found = AttentionCall(query, key, value, scale=scaling, given=attention_mask, softcap=softcap, sink=s_aux)
-    found.causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    call = AttentionCall(query, key, value, scale=scaling, mask=attention_mask, softcap=softcap, sink=s_aux)
+    call.is_causal = bool(causal) and attention_mask is None and query.shape[2] > 1
     with torch.no_grad():
-        said = found.read_mask()
+        parsed = call.parse_mask()
     if position_bias is not None:
-        said.bias = position_bias
-    w: Weights = weights(query, key, score=found.score(), mask=said.mask, align=said.align)
-    names = _asked.stack[-1][0] if _asked.stack else ()
+        parsed.bias = position_bias
+    w: Weights = weights(query, key, score=call.score(), mask=parsed.mask, align=parsed.align)
+    names, by_layer = _blocks.stack[-1] if _blocks.stack else ((), None)
     seen = w.see(*names, values=value)
-    if _asked.stack:
-        found_so_far = _asked.stack[-1][1]
-        found_so_far[f"{len(found_so_far)}"] = seen  # layers by the order they are called in
+    if by_layer is not None:
+        by_layer[f"{len(by_layer)}"] = seen  # layers in the order they are called
     return seen.y.transpose(1, 2).contiguous(), None
+
+
+def _dropout_key(module: nn.Module, dropout: float) -> str:
+    """The name of the config entry that sets attention's dropout: models name it differently."""
+    config = getattr(module, "config", None)
+    values = {name: value for name, value in vars(config).items() if value == dropout} if config is not None else {}
+    named = [name for name in values if "drop" in name and re.search("att", name)]
+    return next(iter(named or [name for name in values if "drop" in name]), "attention_dropout")

@@ -1,8 +1,8 @@
-"""The second pass with its products one tile ahead, for Hopper's 16-bit products.
+"""The column pass, software-pipelined for Hopper's 16-bit products.
 
-While a program turns one tile of products into weights, the tensor cores make the next: the keys it owns stay in registers, rows
-come by the copy engine a few blocks ahead, and a block of rows is two tiles, whose products take turns. What columns tell are
-the words of `column_pass`. Written in Gluon, as `parted` is, and under the same conditions.
+While a program turns one tile of products into weights, the tensor cores compute the next. Its keys stay in registers, query
+tiles are loaded by TMA a few blocks ahead, and a row block is two tiles whose products alternate. The column sums are those of
+`kernels.column_pass`. The kernel is written in Gluon, under the same conditions as `forward_ws`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.column_pass import add_block_to_pool, flush_pool_row, zero_pool_rows_before
 from ..kernels.forward import schedule_tile
 from ..kernels.tile_ops import row_blocks, store_row, visible_at_all
-from .forward_ws import alloc_barriers, alloc_smem, tma_load_async
+from .gluon_ops import alloc_barriers, alloc_smem, tma_load_async
 
 
 @gluon.jit
 def prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n, past, slots, slot, BLOCK_I: gl.constexpr):
-    """Block n of rows, if there is one, into its slot, with what is the same along each."""
+    """Load row block n, if there is one, and its row terms into a slot."""
     tiles, terms, ready = slots
     if n < past:
         tma_load_async(q_desc, q_layout, b, h, n * BLOCK_I, ready.index(slot), tiles.index(slot))
@@ -33,7 +33,7 @@ def prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n, past, slots, slo
 
 @gluon.jit
 def issue_qk(k_tile, slots, slot, zero_acc, HALF: gl.constexpr, SECOND: gl.constexpr):
-    """The products of one half of the rows in a slot, under way."""
+    """Issue the products of one half of the rows in a slot, without waiting for them."""
     q_tile = slots[0].index(slot).slice(SECOND * HALF, HALF)
     return warpgroup_mma(k_tile, q_tile.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
 
@@ -41,7 +41,7 @@ def issue_qk(k_tile, slots, slot, zero_acc, HALF: gl.constexpr, SECOND: gl.const
 @gluon.jit
 def columns_of_tile(s, lse2, received, pool_sum, pool, mask, sizes, n, j, b, h, scale2, MASK: gl.constexpr, POOL: gl.constexpr,
                     HALF: gl.constexpr, EDGE: gl.constexpr):  # fmt: skip
-    """Add up the weights of tile n, column by column. EDGE: some rows do not see all of it."""
+    """Add the weights of tile n to the sums of the columns. EDGE: the tile is masked first."""
     w = gl.exp2(s * scale2 - lse2)
     if EDGE:
         i = n * HALF + gl.arange(0, HALF, gl.SliceLayout(0, s.type.layout))
@@ -58,13 +58,13 @@ def column_pass_pipelined_kernel(
     D: gl.constexpr, MASK: gl.constexpr, RECEIVED: gl.constexpr, POOL: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """All that BLOCK_J columns can tell; whole blocks only."""
+    """Statistics of BLOCK_J columns; full blocks only."""
     HALF: gl.constexpr = BLOCK_I // 2
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     columns = sizes.j // BLOCK_J
     block, head = schedule_tile(columns, heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
-    start = (columns - 1 - block) * BLOCK_J  # the first keys are seen by most rows
+    start = (columns - 1 - block) * BLOCK_J  # the first keys are seen by most rows, so they start first
     j = start + gl.arange(0, BLOCK_J, gl.SliceLayout(1, S))
     first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     ready, kv_ready = alloc_barriers(STAGES, 2), alloc_barriers(1, 1)
@@ -74,8 +74,8 @@ def column_pass_pipelined_kernel(
     mbarrier.wait(kv_ready.index(0), 0)
     k_tile = k_smem.index(0).load(gl.DotOperandLayout(0, S, 2))
     gl.thread_barrier()
-    # From here on the place of the keys and of their barrier is free. A barrier must be ended before: left as it was, its bytes came
-    # back among the rows that lie there now, when another program began beside this one.
+    # The buffer of the keys and their mbarrier is reused below: invalidate the mbarrier first (PTX rule). Otherwise its 8 bytes
+    # reappeared in the new data when another CTA started.
     mbarrier.invalidate(kv_ready.index(0))
     fence_async_shared()
     slots = alloc_smem(q_desc, STAGES), alloc_smem(lse2_desc, STAGES), ready
@@ -90,7 +90,7 @@ def column_pass_pipelined_kernel(
         mbarrier.wait(ready.index(0), 0)
     s = issue_qk(k_tile, slots, 0, zero_acc, HALF, 0)
     s = warpgroup_mma_wait(0, deps=(s,))
-    # In the order of the rows, since the tile rows of a pooled map are written as they end; an edge of the mask on either side.
+    # Edge, fully visible, edge: in the order of the rows, since the tile rows of a pooled map are stored as they end.
     for SECTION in gl.static_range(3):
         if MASK != "none" or SECTION == 1:
             begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
@@ -98,28 +98,13 @@ def column_pass_pipelined_kernel(
             for n in range(begin, end):
                 count = n - first
                 slot = count % STAGES
-                after = gl.minimum(count + 1, past - first - 1)  # after the last the same again, and unused
+                after = gl.minimum(count + 1, past - first - 1)  # after the last block it is computed again and unused
                 lse2 = slots[1].index(slot).slice(0, HALF, 1).load(S)
                 next_lse2 = slots[1].index(slot).slice(HALF, HALF, 1).load(S)
                 other = issue_qk(k_tile, slots, slot, zero_acc, HALF, 1)
                 received, pool_sum = columns_of_tile(
-                    s,
-                    lse2,
-                    received,
-                    pool_sum,
-                    pool,
-                    mask,
-                    sizes,
-                    2 * n,
-                    j,
-                    b,
-                    h,
-                    scale2,
-                    MASK,
-                    POOL,
-                    HALF,
-                    SECTION != 1,
-                )
+                    s, lse2, received, pool_sum, pool, mask, sizes, 2 * n, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+                )  # fmt: skip
                 other = warpgroup_mma_wait(0, deps=(other,))
                 mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
                 s = issue_qk(k_tile, slots, after % STAGES, zero_acc, HALF, 0)
@@ -127,7 +112,7 @@ def column_pass_pipelined_kernel(
                     other, next_lse2, received, pool_sum, pool, mask, sizes, 2 * n + 1, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
                 )  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=(s,))
-                gl.thread_barrier()  # nobody reads this block any more
+                gl.thread_barrier()  # no thread reads this block any more
                 prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I)
     if POOL:
         flush_pool_row(pool_sum, pool, b, h, j, 2 * first, 2 * past, sizes, HALF)

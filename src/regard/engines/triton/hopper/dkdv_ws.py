@@ -1,9 +1,8 @@
-"""The gradient of keys and values with warps parted by hand: `parted` for the backward pass.
+"""The gradients of keys and values with warp specialisation.
 
-A program owns 128 keys, 64 for each of its two computing groups. Tiles are (keys, rows), so that weights and what flows into
-scores leave the first two products in the very registers from which the last two take them: nothing of a tile is ever
-written to shared memory. What is the same along a row stands in the accumulator before the product with the output's gradient
-is added to it. Each key is added up in one fixed order. Imports `parted` and the words of `tiles`.
+A program owns 128 keys, 64 for each of its two consumers. Tiles are (keys, rows), so that the first two products leave weights
+and score gradients in the registers from which the last two read them: no tile is written to shared memory. Terms that are
+constant along a row initialise the accumulator of the product with the output's gradient. Each key is summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels.forward import schedule_tile
 from ..kernels.tile_ops import LN2, row_blocks, visible_at_all
-from .forward_ws import (
+from .gluon_ops import (
     CONSUMER_REGS,
     PRODUCER_REGS,
     alloc_barriers,
@@ -36,7 +35,7 @@ from .forward_ws import (
 
 @gluon.jit
 def nth_block(n, first, full_from, full_to, past):
-    """The n-th block of rows of those that see some keys: the edges of the mask first, then those that see all of them."""
+    """The n-th row block that sees some of the keys: the edges of the mask first, then those that see all keys."""
     left, edges = full_from - first, full_from - first + past - full_to
     at_edge = gl.where(n < left, first + n, full_to + n - left)
     return gl.where(n < edges, at_edge, full_from + n - edges)
@@ -46,7 +45,7 @@ def nth_block(n, first, full_from, full_to, past):
 def producer(q_desc, k_desc, v_desc, dy_desc, q_layout, k_layout, v_layout, dy_layout, tiles, terms, ready, free, tile_queue, tile_counter, grad, mask, key_table, sizes,
          heads, group, batch, heads_per_group, MASK: gl.constexpr, D_ENTROPY: gl.constexpr, D_DISTANCE: gl.constexpr,
          BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The warp that loads: keys and values once, then block after block of rows with all that is the same along a row."""
+    """The producer warp: keys and values once, then row blocks with the terms that are constant along a row."""
     q_tiles, dy_tiles, k_tiles, v_tiles = tiles
     q_ready, dy_ready, kv_ready = ready
     q_free, dy_free, kv_free = free
@@ -100,7 +99,7 @@ def consumer(
     W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, D_ENTROPY: gl.constexpr, D_DISTANCE: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that compute: keys W · BLOCK_J/2 and on of every block."""
+    """Consumer W of two: keys from W · BLOCK_J/2 on of every key block."""
     q_tiles, dy_tiles, k_tiles, v_tiles = tiles
     q_ready, dy_ready, kv_ready = ready
     q_free, dy_free, kv_free = free
@@ -111,7 +110,7 @@ def consumer(
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, G, 2)
     ALONG: gl.constexpr = gl.SliceLayout(0, S)
-    # A small weight in float16 has few digits or none: it is multiplied 1024 times as large.
+    # float16 weights below 2⁻¹⁴ are subnormal and lose digits: they are multiplied by 1024 first.
     TIMES: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
     k_tile, v_tile = k_tiles.index(W), v_tiles.index(W)
     zero_acc = gl.zeros([HALF, BLOCK_I], gl.float32, S)
@@ -148,14 +147,14 @@ def consumer(
                     if D_DISTANCE:
                         distance = gl.abs(i[None, :] + sizes.offset - j[:, None]).to(gl.float32)
                         dp += terms.index(4 * slot + 3).load(ALONG)[None, :] * distance
-                    w = w.to(dtype)  # as it is multiplied; both at once would not fit the registers
+                    w = w.to(dtype)  # rounded as the product reads it; keeping both would spill
                     p = gl.convert_layout(w, A)
                     mbarrier.wait(dy_ready.index(slot), phase)
                     dp = warpgroup_mma(v_tile, dy_tiles.index(slot).permute((1, 0)), dp, is_async=True)
                     dv = warpgroup_mma(p, dy_tiles.index(slot), dv, is_async=True)
                     dp = warpgroup_mma_wait(1, deps=(dp,))
                     ds = gl.convert_layout((w.to(gl.float32) * dp * (1.0 / TIMES)).to(dtype), A)
-                    # The next scores beside this gradient; after the last block of rows the same once more, and unused.
+                    # Next scores overlap with this gradient; after the last row block they are computed again and unused.
                     remaining -= 1
                     count += gl.where(remaining > 0, 1, 0)
                     mbarrier.wait(q_ready.index(count % STAGES), (count // STAGES) & 1)
@@ -169,13 +168,13 @@ def consumer(
         count += gl.where(past > first, 1, 0)
         n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
         tile_phase += 1
-        # Keys and values are done with: their places take what goes out.
+        # The buffers of keys and values are free and take the outputs.
         k_tile.store((dk * scale).to(dtype))
         v_tile.store((dv * (1.0 / TIMES)).to(dtype))
         tma_store_async(dk_desc, dk_layout, b, out_head, start + W * HALF, k_tile)
         tma_store_async(dv_desc, dv_layout, b, out_head, start + W * HALF, v_tile)
         tma.store_wait(0)
-        gl.thread_barrier()  # each thread waits for its own copies
+        gl.thread_barrier()  # store_wait covers only the stores of its own thread
         mbarrier.arrive(kv_free.index(W))
 
 
@@ -185,7 +184,7 @@ def dkdv_ws_kernel(
     sizes, heads, group, batch, heads_per_group, scale, scale2, D: gl.constexpr, MASK: gl.constexpr, D_ENTROPY: gl.constexpr, D_DISTANCE: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of blocks of BLOCK_J keys of `heads` heads, each the sum of `group` query heads; whole blocks only."""
+    """dk and dv of key blocks of BLOCK_J keys of `heads` heads, each summed over `group` query heads; full blocks only."""
     q_tiles, dy_tiles, k_tiles, v_tiles = (
         alloc_smem(q_desc, STAGES),
         alloc_smem(dy_desc, STAGES),
@@ -193,7 +192,7 @@ def dkdv_ws_kernel(
         alloc_smem(v_desc, 2),
     )
     terms = gl.allocate_shared_memory(gl.float32, [4 * STAGES, BLOCK_I], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    # Rows come with what is the same along them, keys with their values.
+    # Two arrivals a phase: a query tile and its row terms; a key tile and its values.
     ready = alloc_barriers(STAGES, 2), alloc_barriers(STAGES, 1), alloc_barriers(2, 2)
     free = alloc_barriers(STAGES, 2), alloc_barriers(STAGES, 2), alloc_barriers(2, 1)
     tiles, tile_queue = (q_tiles, dy_tiles, k_tiles, v_tiles), alloc_tile_queue()

@@ -1,20 +1,17 @@
-"""The forward pass with its warps parted by hand, for Hopper's 16-bit products of 128 components.
+"""The forward pass with warp specialisation, for Hopper's 16-bit products of 128 components.
 
-One warp loads: rows, keys and values come by the copy engine, a few tiles ahead. Two groups of four warps compute, 64 rows
-each, and both products of a tile run beside the arithmetic on the tile before it: while the tensor cores add tile n − 1 to the
-output, the weights of tile n are made. The groups take turns in giving the tensor cores work, so that one computes
-weights while the other multiplies. As many programs run as there are multiprocessors; each draws block after block, since under a
-mask some take far longer than others.
+A producer warp loads queries, keys and values by TMA, a few tiles ahead. Two consumer groups of four warps own 64 rows each.
+Both products of a tile overlap with arithmetic: while the tensor cores add tile n − 1 to the output, a consumer computes the
+weights of tile n. The consumers alternate in issuing products (pingpong), so that one computes weights while the other
+multiplies. The kernel is persistent, one program a multiprocessor, and programs take tiles from a counter, since under a mask
+some tiles take far longer than others.
 
-What a tile does to the state of a row, and what finished rows tell, are the words of `forward`. Written in Gluon, Triton's own
-lower language; imported only where `configuration` says that the compiler at hand was tested with it.
+The softmax update and the epilogue are those of `kernels.forward`. The kernel is written in Gluon, Triton's lower-level
+language; `tile_config` selects it only for Triton versions that it was tested with.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -24,101 +21,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernels.forward import online_softmax_update, schedule_tile, store_row_stats, store_tile_max
-from ..kernels.tile_ops import EMPTY_MAX, FLOOR, TmaLayout, head_ptr, key_blocks, visible
-
-#: Registers of a thread that computes, and of one that loads; together with the first group's they fill a multiprocessor.
-CONSUMER_REGS, PRODUCER_REGS = gl.constexpr(240), gl.constexpr(24)
-
-
-def gluon_descriptor(descriptor: tuple[Any, TmaLayout] | None) -> tuple[TensorDescriptor, TmaLayout]:
-    """What the copy engine is told of a tensor, and in which order its tiles lie in shared memory."""
-    assert descriptor is not None, "asked for where the copy engine serves"
-    desc, tma_layout = descriptor
-    layout = gl.NVMMASharedLayout.get_default_for(desc.block_shape, gl.bfloat16)  # float16 lies alike
-    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), tma_layout
-
-
-def row_vector_descriptor(x: Tensor, heads: int, length: int, lines: int) -> tuple[TensorDescriptor, TmaLayout]:
-    """Numbers of rows, (b, h, i) without gaps, as the copy engine takes them: `lines` of a `length` for each head."""
-    desc = TensorDescriptor(x, [x.numel() // length, length], [length, 1], [1, length], gl.NVMMASharedLayout(0, 32))
-    return desc, TmaLayout(heads * lines, lines, 0)
-
-
-# Words for kernels in Gluon.
-
-
-@gluon.jit
-def alloc_smem(desc, COUNT: gl.constexpr):
-    """Shared memory for COUNT tiles."""
-    ROWS: gl.constexpr = desc.block_type.shape[0]
-    COLUMNS: gl.constexpr = desc.block_type.shape[1]
-    return gl.allocate_shared_memory(desc.dtype, [COUNT, ROWS, COLUMNS], desc.layout)
-
-
-@gluon.jit
-def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each of which opens after so many arrivals."""
-    barrier = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(COUNT):
-        mbarrier.init(barrier.index(n), count=ARRIVALS)
-    return barrier
-
-
-@gluon.jit
-def tma_load_async(desc, layout, b, h, row, ready, smem):
-    """Rows of one head into shared memory; `ready` is told when they are there."""
-    mbarrier.expect(ready, desc.block_type.nbytes)
-    coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
-    tma.async_copy_global_to_shared(desc, coords, ready, smem)
-
-
-@gluon.jit
-def tma_store_async(desc, layout, b, h, row, smem):
-    """A tile that is written to shared memory into the rows of one head."""
-    fence_async_shared()
-    coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
-    tma.async_copy_shared_to_global(desc, coords, smem)
-
-
-@gluon.jit
-def next_tile(tile_counter):
-    """The next block of work that nobody has."""
-    return gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
-
-
-@gluon.jit
-def alloc_tile_queue():
-    """Where the warp that loads says which block was drawn, and the barriers on both sides of it."""
-    queue_slot = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return queue_slot, alloc_barriers(1, 1), alloc_barriers(1, 2)
-
-
-@gluon.jit
-def publish_tile(next_id, queue_slot, ready, free, tile_phase):
-    mbarrier.wait(free.index(0), (tile_phase & 1) ^ 1)
-    queue_slot.store(gl.full([1], next_id, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(ready.index(0))
-
-
-@gluon.jit
-def receive_tile(queue_slot, ready, free, tile_phase):
-    mbarrier.wait(ready.index(0), tile_phase & 1)
-    next_id = gl.max(queue_slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(free.index(0))
-    return next_id
-
-
-# The forward pass.
+from ..kernels.tile_ops import EMPTY_MAX, FLOOR, head_ptr, key_blocks, visible, wants
+from .gluon_ops import (
+    CONSUMER_REGS,
+    PRODUCER_REGS,
+    alloc_barriers,
+    alloc_smem,
+    alloc_tile_queue,
+    next_tile,
+    publish_tile,
+    receive_tile,
+    tma_load_async,
+    tma_store_async,
+)
 
 
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group, blocks,
          MASK: gl.constexpr, SHARED_KV: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
-    """The warp that loads: for every block of rows, their keys and values from the last to the first. It also draws the next
-    block, and says which it is once it has loaded all for this one."""
+    """The producer warp: for every row block, its queries, then keys and values from the last tile to the first. It also takes the
+    next row block from the counter and publishes it when all loads of this one are issued."""
     q_tiles, k_tiles, v_tiles = tiles
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
@@ -151,33 +75,17 @@ def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready,
 
 @gluon.jit
 def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i, j, visit, b, h, keys, mask, tile_maxima, tiles_per_group, sizes, scale2, MASK: gl.constexpr,
-               ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr, ARGMAX: gl.constexpr, TILE_MAXIMA: gl.constexpr,
+               STATS: gl.constexpr, TILE_MAXIMA: gl.constexpr,
                EDGE: gl.constexpr):  # fmt: skip
-    """The state with one more tile in it, as `online_softmax_update`. EDGE: some rows do not see all of the tile."""
+    """`online_softmax_update` of one tile. EDGE: the tile is masked first."""
     if EDGE:
         s = gl.where(visible(i[:, None], j[None, :], b, h, 0, mask, sizes, MASK), s, FLOOR)
     key_mass = mass
-    if MASS:
+    if wants(STATS, "mass"):
         key_mass = gl.load(head_ptr(keys, b, h) + j.to(gl.int64) * keys.j)
     m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
-        s,
-        m,
-        l,
-        t,
-        mean_distance,
-        mass,
-        argmax,
-        i,
-        j,
-        key_mass,
-        scale2,
-        sizes.offset,
-        ENTROPY,
-        MEAN_DISTANCE,
-        MASS,
-        ARGMAX,
-        True,
-    )
+        s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, STATS, True,
+    )  # fmt: skip
     if TILE_MAXIMA:
         group_max = store_tile_max(tile_maxima, tiles_per_group, group_max, tile_max, visit, b, h, i, sizes)
     return m, l, t, mean_distance, mass, argmax, group_max, p, alpha
@@ -187,11 +95,13 @@ def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i,
 def consumer(
     y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, blocks, scale2,
     W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
-    LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr,
-    ARGMAX: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
+    STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One of the two groups that compute: rows W · BLOCK_I/2 and on of every block."""
+    """Consumer W of two: rows from W · BLOCK_I/2 on of every row block.
+
+    `tile_phase` counts row blocks; its lowest bit is the phase of the mbarriers that change once a row block.
+    """
     q_tiles, k_tiles, v_tiles = tiles
     q_ready, k_ready, v_ready = ready
     q_free, k_free, v_free = free
@@ -219,7 +129,7 @@ def consumer(
         y = gl.zeros([HALF, D], gl.float32, Y)
         mbarrier.wait(q_ready.index(W), tile_phase & 1)
 
-        # The last tile has nothing before it.
+        # The last tile comes first: no product with values is pending yet.
         slot, phase = count % STAGES, (count // STAGES) & 1
         mbarrier.wait(k_ready.index(slot), phase)
         s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
@@ -228,10 +138,10 @@ def consumer(
             mbarrier.arrive(k_free.index(slot))
         m, l, t, mean_distance, mass, argmax, group_max, p, alpha = masked_softmax_update(
             s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1) * BLOCK_J + column, 0, b, h, keys, mask, tile_maxima, tiles_per_group, sizes,
-            scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, TILE_MAXIMA, MASK != "none",
+            scale2, MASK, STATS, TILE_MAXIMA, MASK != "none",
         )  # fmt: skip
         p = gl.convert_layout(p.to(dtype), P)
-        # The tiles at one edge of the mask, those seen in full, those at the other edge.
+        # Tiles at one edge of the mask, fully visible tiles, tiles at the other edge.
         begins = 1, gl.maximum(past - full_to, 1), past - full_from
         ends = begins[1], begins[2], past - first
         for SECTION in gl.static_range(0 if MASK != "none" else 1, 3 if MASK == "band" else 2):
@@ -252,7 +162,7 @@ def consumer(
                     mbarrier.arrive(k_free.index(slot))
                 m, l, t, mean_distance, mass, argmax, group_max, weights, alpha = masked_softmax_update(
                     s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1 - tiles_back) * BLOCK_J + column, tiles_back, b, h, keys, mask, tile_maxima,
-                    tiles_per_group, sizes, scale2, MASK, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, TILE_MAXIMA, SECTION != 1,
+                    tiles_per_group, sizes, scale2, MASK, STATS, TILE_MAXIMA, SECTION != 1,
                 )  # fmt: skip
                 y, p = warpgroup_mma_wait(0, deps=(y, p))
                 mbarrier.arrive(v_free.index(prev_slot))
@@ -272,27 +182,8 @@ def consumer(
             for group in range(gl.cdiv(past - first, tiles_per_group), groups):
                 gl.store(head_ptr(tile_maxima, b, h) + group * tile_maxima.i + i, zeros + FLOOR)
         share, empty = store_row_stats(
-            out,
-            sink,
-            m,
-            l,
-            t,
-            mean_distance,
-            mass,
-            argmax,
-            b,
-            h,
-            i,
-            sizes,
-            SINK,
-            LSE,
-            NORM,
-            MAX,
-            ENTROPY,
-            MEAN_DISTANCE,
-            MASS,
-            ARGMAX,
-        )
+            out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK, STATS,
+        )  # fmt: skip
         share, empty = (
             gl.convert_layout(share, gl.SliceLayout(1, Y)),
             gl.convert_layout(empty, gl.SliceLayout(1, Y)),
@@ -308,11 +199,10 @@ def consumer(
 def forward_ws_kernel(
     q_desc, k_desc, v_desc, y_desc, q_layout, k_layout, v_layout, y_layout, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
     sizes, heads, heads_per_group, blocks, tile_counter, scale2, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
-    LSE: gl.constexpr, NORM: gl.constexpr, MAX: gl.constexpr, ENTROPY: gl.constexpr, MEAN_DISTANCE: gl.constexpr, MASS: gl.constexpr,
-    ARGMAX: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
+    STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """All that one pass tells of blocks of BLOCK_I rows; whole blocks, and at least one key for each."""
+    """Output and statistics of row blocks of BLOCK_I rows; full blocks only, each with at least one key."""
     q_tiles, y_tiles, k_tiles = alloc_smem(q_desc, 2), alloc_smem(y_desc, 2), alloc_smem(k_desc, STAGES)
     q_ready, q_free, k_ready, k_free = (
         alloc_barriers(2, 1),
@@ -329,10 +219,10 @@ def forward_ws_kernel(
     gl.warp_specialize(
         [
             (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 0, D, MASK, SHARED_KV, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, TILE_MAXIMA,
+                       sizes, heads, heads_per_group, blocks, scale2, 0, D, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
             (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 1, D, MASK, SHARED_KV, LSE, NORM, MAX, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SINK, TILE_MAXIMA,
+                       sizes, heads, heads_per_group, blocks, scale2, 1, D, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
             (producer, (q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group,
                     blocks, MASK, SHARED_KV, BLOCK_I, BLOCK_J, STAGES)),
@@ -341,18 +231,4 @@ def forward_ws_kernel(
     )  # fmt: skip
 
 
-__all__ = [
-    "CONSUMER_REGS",
-    "PRODUCER_REGS",
-    "alloc_barriers",
-    "alloc_smem",
-    "alloc_tile_queue",
-    "forward_ws_kernel",
-    "gluon_descriptor",
-    "next_tile",
-    "publish_tile",
-    "receive_tile",
-    "row_vector_descriptor",
-    "tma_load_async",
-    "tma_store_async",
-]
+__all__ = ["forward_ws_kernel"]

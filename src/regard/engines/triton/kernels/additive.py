@@ -1,14 +1,12 @@
 """Additive attention: s = Σ_a v_a tanh(q_a + k_a), in linear memory.
 
-No product of tensor cores gives it: every cell takes `a` hyperbolic tangents, and the special-function units, which
-make 16 numbers a clock, are the limit. So the tangents are not taken one by one. With A = e^2q and B = e^2k, made once
-for every position,
+Tensor cores do not help: every cell takes `a` hyperbolic tangents, and the special-function units, at 16 results a clock,
+are the limit. So tangents are not computed one by one. With A = e^2q and B = e^2k, computed once for every position,
 
     tanh(q + k) = 1 − 2 / (1 + A B),      v/D + v′/D′ = (v D′ + v′ D) / (D D′),
 
-two cells' worth of tanh is one reciprocal and a few multiply-adds, in full float32 accuracy. That holds while A B and
-D D′ stay within float32: for |q|, |k| <= TAME. Beyond, the tangents are taken one by one (the kernel looks at a flag).
-Imports `tiles`.
+two tangents cost one reciprocal and a few multiply-adds, in full float32 accuracy. That holds while A B and D D′ stay
+within float32: for |q|, |k| <= MAX_PAIRED. Beyond it a flag tells the kernel to compute the tangents one by one.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ MAX_PAIRED = 10.0
 
 
 class TanhArg(NamedTuple):
-    """Projected queries and keys with positions last, (b, h, a, rows) and (b, g, a, keys), without gaps; and e^2x of two
-    components together in 64 bits, (b, h, a / 2, rows) and (b, g, a / 2, keys)."""
+    """Projected queries (b, h, a, rows) and keys (b, g, a, keys), contiguous; and e^2x of two components packed into
+    64 bits, (b, h, a / 2, rows) and (b, g, a / 2, keys)."""
 
     q: Any
     k: Any
@@ -37,7 +35,7 @@ class TanhArg(NamedTuple):
     v_h: int
     paired: Any  # one int: 1 where the paired form serves
     a: int  # even
-    rows: int  # as many as there are, filled up to whole tiles: no load has to ask whether it is past the end
+    rows: int  # padded to full tiles, so that no load needs a bounds check
     keys: int
 
 
@@ -53,7 +51,7 @@ def reciprocal(x, SIMILARITY: tl.constexpr):
 
 @triton.jit
 def load_pair(at):
-    """Two numbers of every position in one load: loads are what this waits for."""
+    """Two components of every position in one load: this kernel is bound by loads."""
     two = tl.load(at)
     return two.to(tl.int32).to(tl.float32, bitcast=True), (two >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
@@ -62,7 +60,7 @@ def load_pair(at):
 def tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Σ_a v_a tanh(q_a + k_a) of a tile, (i, j) or (j, i)."""
     v = tanh_arg.v + b.to(tl.int64) * tanh_arg.v_b + h.to(tl.int64) * tanh_arg.v_h
-    # Pointers of whole rows of components, not of every position: one addition a component.
+    # Pointers to rows of components, not to every position: one addition a component.
     head_q = (b * sizes.h + h).to(tl.int64) * tanh_arg.a * tanh_arg.rows
     head_k = (b * (sizes.h // sizes.k_group) + hk).to(tl.int64) * tanh_arg.a * tanh_arg.keys
     s = tl.zeros((per_row(i, KEYS_FIRST) + per_key(j, KEYS_FIRST)).shape, tl.float32)

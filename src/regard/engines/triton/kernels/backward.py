@@ -1,9 +1,9 @@
-"""Gradients of everything in one pass: the weights once more, and what flows into the scores.
+"""The backward pass: weights are recomputed, and with them the gradient of the scores.
 
-In every cell  ds = w ∘ (left · right + ρ |distance| − c − η log w),  as `gradient.Gradient` writes it: the output's
-part of left · right is a product of tensor cores, the few further columns (received, mass, …) are added one by one.
-`dkdv_kernel` owns a block of keys and gives dk and dv; `dq_kernel` owns a block of rows and gives dq; each adds in
-one fixed order. `modifier_grad_kernel` gives the gradient of one modifier. Imports `tiles`.
+In every cell  ds = w ∘ (left · right + d_distance |distance| − delta − d_entropy log w),  as in `ScoreGrad`. The output's
+part of left · right (dp) is a product on tensor cores; the few further columns (received, mass, …) are added one by one.
+`dkdv_kernel` owns a block of keys and computes dk and dv, `dq_kernel` owns a block of rows and computes dq; each sums in a
+fixed order. `modifier_grad_kernel` computes the gradient of one modifier.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .tile_ops import (
     apply_score_mods,
     head_ptr,
     key_blocks,
+    load_block,
     load_norm2,
     load_row_values,
     load_tile,
@@ -30,14 +31,13 @@ from .tile_ops import (
     row_blocks,
     store_row,
     store_tile,
-    tma_load,
     visible,
     visible_at_all,
 )
 
 
 class ScoreGradArg(NamedTuple):
-    """What flows back: numbers of every row (b, h, i), and further columns of left and right. None has gaps."""
+    """`ScoreGrad` as a kernel argument: row terms (b, h, i) and the further columns of left and right, all contiguous."""
 
     norm: Any
     delta: Any
@@ -64,7 +64,7 @@ def row_dot_kernel(a, b, out, heads, I, E: tl.constexpr, BLOCK_I: tl.constexpr, 
 
 @triton.jit
 def row_terms(grad, i, b, h, sizes, SCALE_FOLDED: tl.constexpr, D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr):
-    """What is the same along a row: m2, log₂ l, c, η in base 2, ρ."""
+    """Terms that are constant along a row: m2, log₂ l, delta, d_entropy in base 2, d_distance."""
     m2, log2l = load_norm2(grad.norm, b, h, i, sizes, SCALE_FOLDED)
     delta = load_row_values(grad.delta, b, h, i, sizes, 0.0)
     d_entropy2, d_distance = delta, delta
@@ -77,7 +77,7 @@ def row_terms(grad, i, b, h, sizes, SCALE_FOLDED: tl.constexpr, D_ENTROPY: tl.co
 
 @triton.jit
 def extra_column(grad, row, head, x, i, j, sizes, KEYS_FIRST: tl.constexpr):
-    """What column x of left · right adds to a tile."""
+    """The term of a tile that column x of left · right adds."""
     left = tl.load(grad.left + row * grad.n_extra + x, mask=i < sizes.i, other=0.0)
     right = tl.load(head + j.to(tl.int64) * grad.n_extra + x, mask=j < sizes.j, other=0.0)
     return per_row(left, KEYS_FIRST) * per_key(right, KEYS_FIRST)
@@ -88,13 +88,13 @@ def score_grad(
     dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes,
     D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr, FP32: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """ds of a tile. `dp` is the output's part of left · right."""
+    """ds of a tile; `dp` is the output's part of left · right."""
     if EXTRA:
         row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
         head = grad.right + b.to(tl.int64) * grad.right_b + h.to(tl.int64) * grad.right_h
         if FP32:
-            # Sums of sums: of hundreds, one after the other, the last digits would be lost. (Narrow types have none to lose, and
-            # large tiles, which leave no registers for a second sum.)
+            # Partial sums of 16: a running sum of hundreds of columns would lose the last digits. 16-bit types have none to
+            # lose, and their larger tiles leave no registers for a second sum.
             for begin in range(0, grad.n_extra, 16):
                 some = tl.zeros_like(dp)
                 for x in range(begin, tl.minimum(begin + 16, grad.n_extra)):
@@ -120,7 +120,7 @@ def add_dkdv(
     D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
     EVEN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Add what some blocks of rows send to these keys and values."""
+    """Add the contributions of row blocks `begin` to `end` to dk and dv."""
     ahead = begin * BLOCK_I + tl.arange(0, BLOCK_I)
     next_m2, next_log2l, next_delta, next_d_entropy2, next_d_distance = row_terms(
         grad, ahead, b, h, sizes, SCALE_FOLDED, D_ENTROPY, D_DISTANCE
@@ -128,14 +128,13 @@ def add_dkdv(
     for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         m2, log2l, delta, d_entropy2, d_distance = next_m2, next_log2l, next_delta, next_d_entropy2, next_d_distance
-        # A block ahead: the compiler fetches early what products are made of, not these.
+        # One block ahead by hand: the compiler prefetches only the operands of products.
         next_m2, next_log2l, next_delta, next_d_entropy2, next_d_distance = row_terms(
             grad, i + BLOCK_I, b, h, sizes, SCALE_FOLDED, D_ENTROPY, D_DISTANCE
         )
-        if TMA and (EVEN_BLOCKS or not EDGE):
-            q_tile = tma_load(q_desc, q_layout, b, h, n * BLOCK_I)
-        else:
-            q_tile = load_tile(q, b, h, i, d, sizes.i, D, EDGE)
+        q_tile = load_block(
+            q, q_desc, q_layout, b, h, n * BLOCK_I, i, d, sizes.i, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+        )
         s = product(k_tile, q_tile.T, FP32)  # j i
         s, slope = apply_score_mods(
             s, i[None, :], j[:, None], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
@@ -145,34 +144,17 @@ def add_dkdv(
         if EDGE:
             w = tl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and (EVEN_BLOCKS or not EDGE):
-                dy_tile = tma_load(dy_desc, dy_layout, b, h, n * BLOCK_I)
-            else:
-                dy_tile = load_tile(dy, b, h, i, e, sizes.i, E, EDGE)
+            dy_tile = load_block(
+                dy, dy_desc, dy_layout, b, h, n * BLOCK_I, i, e, sizes.i, E, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
             dv = add_product(w.to(dy_tile.dtype), dy_tile, dv, FP32_V)
             dp = product(v_tile, dy_tile.T, FP32_V)
         else:
             dp = tl.zeros_like(s)
         ds = score_grad(
-            dp,
-            w,
-            log2w,
-            slope,
-            delta,
-            d_entropy2,
-            d_distance,
-            grad,
-            i,
-            j,
-            b,
-            h,
-            sizes,
-            D_ENTROPY,
-            D_DISTANCE,
-            EXTRA,
-            FP32,
+            dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
             True,
-        )
+        )  # fmt: skip
         dk = add_product(ds.to(q_tile.dtype), q_tile, dk, FP32)
     return dk, dv
 
@@ -189,7 +171,7 @@ def dkdv_kernel(
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     block, head = schedule_tile(blocks, heads * batch, heads_per_group)
     b, out_head = head // heads, head % heads
-    start = (blocks - 1 - block) * BLOCK_J  # the first keys are seen by most rows
+    start = (blocks - 1 - block) * BLOCK_J  # the first keys are seen by most rows, so they start first
     j = start + tl.arange(0, BLOCK_J)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k_tile = load_tile(k, b, out_head * group // sizes.k_group, j, d, sizes.j, D, True)
@@ -199,7 +181,7 @@ def dkdv_kernel(
     first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     for n in range(0, group):
         h = out_head * group + n
-        for SECTION in tl.static_range(3):  # an edge of the mask, rows that see all of these keys, an edge
+        for SECTION in tl.static_range(3):  # edge of the mask, fully visible, edge
             if EDGES or SECTION == 1:
                 begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
                 end = full_from if SECTION == 0 else full_to if SECTION == 1 else past
@@ -221,16 +203,15 @@ def add_dq(
     D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr, TMA: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
     EVEN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Add what blocks of keys send to these rows: those from `begin` to `split`, then those from `jump` to `end`."""
+    """Add the contributions of key blocks `begin` to `split` and `jump` to `end` to dq."""
     hk, hv = h // sizes.k_group, h // sizes.v_group
     left = split - begin
     for n in range(0, left + end - jump):
         block = tl.where(n < left, begin + n, jump + n - left)
         j = block * BLOCK_J + tl.arange(0, BLOCK_J)
-        if TMA and (EVEN_BLOCKS or not EDGE):
-            k_tile = tma_load(k_desc, k_layout, b, hk, block * BLOCK_J)
-        else:
-            k_tile = load_tile(k, b, hk, j, d, sizes.j, D, EDGE)
+        k_tile = load_block(
+            k, k_desc, k_layout, b, hk, block * BLOCK_J, j, d, sizes.j, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+        )
         s = product(q_tile, k_tile.T, FP32)
         s, slope = apply_score_mods(
             s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
@@ -240,33 +221,16 @@ def add_dq(
         if EDGE:
             w = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), w, 0.0)
         if Y:
-            if TMA and (EVEN_BLOCKS or not EDGE):
-                v_tile = tma_load(v_desc, v_layout, b, hv, block * BLOCK_J)
-            else:
-                v_tile = load_tile(v, b, hv, j, e, sizes.j, E, EDGE)
+            v_tile = load_block(
+                v, v_desc, v_layout, b, hv, block * BLOCK_J, j, e, sizes.j, E, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
             dp = product(dy_tile, v_tile.T, FP32_V)
         else:
             dp = tl.zeros_like(s)
         ds = score_grad(
-            dp,
-            w,
-            log2w,
-            slope,
-            delta,
-            d_entropy2,
-            d_distance,
-            grad,
-            i,
-            j,
-            b,
-            h,
-            sizes,
-            D_ENTROPY,
-            D_DISTANCE,
-            EXTRA,
-            FP32,
+            dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
             False,
-        )
+        )  # fmt: skip
         dq = add_product(ds.to(k_tile.dtype), k_tile, dq, FP32)
     return dq
 
@@ -312,7 +276,7 @@ def modifier_grad_tile(
     FP32_V: tl.constexpr, Y: tl.constexpr, D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of what step TARGET adds to the scores of one tile (i, j)."""
+    """Gradient of what modifier TARGET adds to the scores of one tile (i, j)."""
     q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
     k_tile = load_tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
     s = product(q_tile, k_tile.T, FP32)
@@ -330,25 +294,9 @@ def modifier_grad_tile(
     else:
         dp = tl.zeros_like(s)
     return score_grad(
-        dp,
-        w,
-        log2w,
-        slope,
-        delta,
-        d_entropy2,
-        d_distance,
-        grad,
-        i,
-        j,
-        b,
-        h,
-        sizes,
-        D_ENTROPY,
-        D_DISTANCE,
-        EXTRA,
-        FP32,
+        dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
         False,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
@@ -359,10 +307,10 @@ def modifier_grad_kernel(
     TARGET: tl.constexpr, ALONG: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of step TARGET.
+    """Gradient of modifier TARGET.
 
-    ALONG "rows": one number a row (b, h, i), the sum along it; of ALiBi's slopes times −distance. "keys": one number a
-    key (b, h, j). "cells": every cell (b|1, h|1, i, j), summed over the sequences and heads that share it.
+    ALONG "rows": the sum along each row, (b, h, i); for ALiBi's slopes times −distance. "keys": the sum along each
+    column, (b, h, j). "cells": every cell (b|1, h|1, i, j), summed over the sequences and heads that share it.
     """
     pid = tl.program_id(0)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
@@ -379,7 +327,7 @@ def modifier_grad_kernel(
                 j = n * BLOCK_J + tl.arange(0, BLOCK_J)
                 ds = modifier_grad_tile(q, k, v, dy, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
                                D, E, MODIFIERS, MASK, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TARGET)  # fmt: skip
-                # Tiles of two intervals may overlap: each counts what it shows.
+                # Tiles of two intervals may overlap: each counts its own visible cells.
                 ds = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), ds, 0.0)
                 if MODIFIERS[TARGET] == "alibi":
                     ds = -ds * tl.abs(i[:, None] + sizes.offset - j[None, :]).to(tl.float32)

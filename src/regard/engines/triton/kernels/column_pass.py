@@ -1,9 +1,8 @@
-"""A second pass over the weights of finished rows: what columns can tell.
+"""The column pass: a second pass over the weights of finished rows, for column statistics.
 
-A program owns a block of keys and walks the blocks of rows that see them, so that every column is added up in one
-fixed order by one program: no atomics, the same bits every time. It gives `received`, `z` = Wᵀ u and, for every
-tile row of a pooled map, the sum of each column (`POOL`), which the host adds up along the columns.
-Imports `tiles`.
+A program owns a block of keys and walks the row blocks that see them. Each column is summed by one program in a fixed
+order: no atomics, and the same bits every time. Outputs are `received`, `z` = Wᵀ u and, for every tile row of a pooled
+map, the sum of each column (POOL), which `pool_kernel` then sums along the columns.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from .forward import schedule_tile
 from .tile_ops import (
     add_product,
     apply_score_mods,
+    load_block,
     load_norm2,
     load_tile,
     log_weight,
@@ -25,30 +25,29 @@ from .tile_ops import (
     row_blocks,
     store_row,
     store_tile,
-    tma_load,
     visible_at_all,
 )
 
 
 class Pool(NamedTuple):
-    """How rows are pooled: `rows` tiles over i0 <= i < i1, into `sums` (b, h, rows, j), which has no gaps."""
+    """How rows are pooled: `rows` tile rows over i0 <= i < i1, into the contiguous `sums` (b, h, rows, j)."""
 
     sums: Any
     rows: int
     i0: int
     i1: int
-    blocks: int  # blocks of rows in a tile row, where these are whole
+    blocks: int  # row blocks in a tile row, where every row block lies within one
 
 
 @triton.jit
 def pool_ptr(pool, b, h, j, sizes):
-    """Where the first tile row of a pooled map keeps the sums of columns j."""
+    """Pointer to the sums of columns j in the first tile row of a pooled map."""
     return pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * sizes.j + j
 
 
 @triton.jit
 def zero_pool_rows_before(pool, b, h, j, first, past, sizes, BLOCK_I: tl.constexpr):
-    """Write the tile rows of the pooled map that end before the first block of rows that sees these keys."""
+    """Store zeros in the tile rows that end before the first row block that sees these keys."""
     until = tl.maximum(first - pool.i0 // BLOCK_I, 0) // pool.blocks
     until = tl.where(first < past, tl.minimum(until, pool.rows), pool.rows)
     for r in range(0, until):
@@ -57,7 +56,7 @@ def zero_pool_rows_before(pool, b, h, j, first, past, sizes, BLOCK_I: tl.constex
 
 @triton.jit
 def add_block_to_pool(column, pool_sum, pool, b, h, n, j, sizes, BLOCK_I: tl.constexpr):
-    """Add the columns of block n to the sums of its tile row, where every block of rows lies in one; written when it ends."""
+    """Add the columns of row block n to the sum of its tile row, which is stored when the tile row ends."""
     block = n + tl.program_id(0) * 0 - pool.i0 // BLOCK_I  # counted from the first pooled row
     inside = (block >= 0) & (block < pool.blocks * pool.rows)
     pool_sum += tl.where(inside, column, 0.0)
@@ -69,7 +68,7 @@ def add_block_to_pool(column, pool_sum, pool, b, h, n, j, sizes, BLOCK_I: tl.con
 
 @triton.jit
 def flush_pool_row(pool_sum, pool, b, h, j, first, past, sizes, BLOCK_I: tl.constexpr):
-    """Write the sums of a tile row that a window leaves in its middle."""
+    """Store the sum of a tile row that the last visible row block ends in."""
     block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
     inside = (block >= 0) & (block < pool.blocks * pool.rows) & (block + pool.i0 // BLOCK_I >= first)
     open_row = inside & ((block + 1) % pool.blocks != 0)
@@ -79,7 +78,7 @@ def flush_pool_row(pool_sum, pool, b, h, j, first, past, sizes, BLOCK_I: tl.cons
 
 @triton.jit
 def add_rows_to_pool(w, pool, b, h, i, j, sizes):
-    """Add the columns of a tile (j, i) to those tile rows of the pooled map that its rows fall into."""
+    """Add the columns of a tile (j, i) to every tile row of the pooled map that its rows fall into."""
     inside = (i >= pool.i0) & (i < pool.i1) & (i < sizes.i)
     position = (i - pool.i0).to(tl.int64)
     row = tl.where(inside, ((position + 1) * pool.rows - 1) // (pool.i1 - pool.i0), -1)
@@ -100,18 +99,17 @@ def add_columns(
     Z: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
     EVEN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the weights of some blocks of rows, column by column."""
+    """Add the weights of row blocks `begin` to `end` to the sums of the columns."""
     next_m2, next_log2l = load_norm2(norm, b, h, begin * BLOCK_I + tl.arange(0, BLOCK_I), sizes, SCALE_FOLDED)
     for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)
         m2, log2l = next_m2, next_log2l
-        # A block ahead: the compiler fetches early what products are made of, not this.
+        # One block ahead by hand: the compiler prefetches only the operands of products.
         next_m2, next_log2l = load_norm2(norm, b, h, i + BLOCK_I, sizes, SCALE_FOLDED)
         if SIMILARITY == "product":
-            if TMA and (EVEN_BLOCKS or not EDGE):
-                q_tile = tma_load(q_desc, q_layout, b, h, n * BLOCK_I)
-            else:
-                q_tile = load_tile(q, b, h, i, d, sizes.i, D, EDGE)
+            q_tile = load_block(
+                q, q_desc, q_layout, b, h, n * BLOCK_I, i, d, sizes.i, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
             s = product(k_tile, q_tile.T, FP32)  # j i
         else:
             s = tanh_sum(tanh_arg, i, j, b, h, h // sizes.k_group, sizes, SIMILARITY, True)
@@ -143,11 +141,11 @@ def column_pass_kernel(
     Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """All that BLOCK_J columns can tell."""
+    """Statistics of BLOCK_J columns."""
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     block, head = schedule_tile(blocks, heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
-    start = (blocks - 1 - block) * BLOCK_J  # the first keys are seen by most rows
+    start = (blocks - 1 - block) * BLOCK_J  # the first keys are seen by most rows, so they start first
     j = start + tl.arange(0, BLOCK_J)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k_tile = j
@@ -159,7 +157,7 @@ def column_pass_kernel(
     first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     if POOL and POOL_ALIGNED and MASK == "causal":
         zero_pool_rows_before(pool, b, h, j, first, past, sizes, BLOCK_I)
-    # In the order of the rows, since the tile rows of a pooled map are written as they end; an edge of the mask on either side.
+    # Edge, fully visible, edge: in the order of the rows, since the tile rows of a pooled map are stored as they end.
     for SECTION in tl.static_range(3):
         if EDGES or SECTION == 1:
             begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
@@ -179,7 +177,7 @@ def column_pass_kernel(
 
 @triton.jit
 def pool_kernel(sums, out, tiles, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of columns added up, WIDTH neighbours together."""
+    """Sums of WIDTH neighbouring columns each."""
     tile_row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(
         sums + tile_row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], mask=tile_row[:, None] < tiles, other=0.0

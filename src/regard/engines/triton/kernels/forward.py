@@ -1,8 +1,8 @@
-"""One pass over the keys: what rows can tell.
+"""The forward pass: one pass over the keys for the output and all row statistics.
 
-A program owns a block of query rows and walks the blocks of keys they see, merging each into the state
-(m, l, t, y, …) of design: full tiles first, by the copy engine where it serves, then the tiles at the edges of
-the mask, cell by cell. Imports `tiles`.
+A program owns a block of query rows and walks the key blocks that they see. Each is merged into the online-softmax state
+(m, l, t, y, …): fully visible tiles first, loaded by TMA where possible, then the tiles at the edges of the mask, which
+are masked cell by cell.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from .tile_ops import (
     apply_score_mods,
     head_ptr,
     key_blocks,
+    load_block,
     load_tile,
     product,
     store_row,
     store_tile,
     tma_load,
     visible,
+    wants,
 )
 
 
 class Outputs(NamedTuple):
-    """Where answers go, all `TensorArg`; those that nobody asked for are never touched."""
+    """Outputs, each a `TensorArg`; kernels touch only those named in STATS, and y."""
 
     y: Any
     lse: Any
@@ -44,12 +46,17 @@ class Outputs(NamedTuple):
     argmax: Any
 
 
+def row_stats(names: tuple[str, ...]) -> tuple[str, ...]:
+    """STATS of the kernels: those of `names` that are one number a row, in one order, so that each set compiles once."""
+    return tuple(name for name in Outputs._fields if name in names and name != "y")
+
+
 @triton.jit
 def schedule_tile(rows, heads, heads_per_group, first=0):
-    """Which block of rows and which head this program owns; `first` programs ran before.
+    """Row block and head of this program; `first` programs ran in earlier launches.
 
-    Heads come in groups whose keys and values fit the cache together; within a group the last rows start first,
-    since under a causal mask they take longest.
+    Heads are scheduled in groups whose keys and values fit the L2 cache together. Within a group the last rows start
+    first, since they take longest under a causal mask.
     """
     pid = tl.program_id(0) + first
     group = pid // (heads_per_group * rows)
@@ -60,15 +67,15 @@ def schedule_tile(rows, heads, heads_per_group, first=0):
 
 @triton.jit
 def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, scale2, offset,
-            ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr, MASS: tl.constexpr, ARGMAX: tl.constexpr, SCALE_FOLDED: tl.constexpr):  # fmt: skip
-    """The state of the rows with one more tile of keys in it: `State.merge` of the plain engine, in registers.
+            STATS: tl.constexpr, SCALE_FOLDED: tl.constexpr):  # fmt: skip
+    """Merge one tile of scores into the online-softmax state of its rows, as `State.merge` of the blockwise engine does.
 
-    Also, for the output, the tile's weights and what is left of those before it; and the largest product of the tile in
-    every row, before any folded scale.
+    Also returns the tile's unnormalised weights p and the factor alpha of earlier ones, for the output; and the largest
+    score of the tile in every row, before a folded scale.
     """
     tile_max = tl.max(s, 1)
     unscaled_max = tile_max
-    if ARGMAX:
+    if wants(STATS, "argmax"):
         first = tl.min(tl.where(s == tile_max[:, None], j[None, :], 2147483647), 1)
     if SCALE_FOLDED:
         tile_max = tile_max * scale2
@@ -79,15 +86,15 @@ def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, s
         x = s - new_m[:, None]
     p = tl.exp2(x)
     alpha = tl.exp2(m - new_m)
-    if ENTROPY:
+    if wants(STATS, "entropy"):
         # A higher maximum shifts every s − m by the same amount, once for each unit of l.
         t = alpha * (t + (m - new_m) * l) + tl.sum(p * x, 1)
-    if MEAN_DISTANCE:
+    if wants(STATS, "mean_distance"):
         mean_distance = alpha * mean_distance + tl.sum(p * tl.abs(i[:, None] + offset - j[None, :]).to(tl.float32), 1)
-    if MASS:
+    if wants(STATS, "mass"):
         mass = alpha * mass + tl.sum(p * keys[None, :], 1)
-    if ARGMAX:
-        # Ties go to the lower index, whichever tile came first.
+    if wants(STATS, "argmax"):
+        # Ties go to the lower index; tiles are not visited in the order of the keys.
         tie = tl.where(tile_max == m, tl.minimum(first, argmax), argmax)
         argmax = tl.where(tile_max > m, first, tie)
     l = l * alpha + tl.sum(p, 1)
@@ -96,7 +103,7 @@ def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, s
 
 @triton.jit
 def store_tile_max(tile_maxima, tiles_per_group, group_max, tile_max, visit, b, h, i, sizes):
-    """The largest product of `tiles_per_group` tiles of every row, written down as it grows; any tiles may share a place."""
+    """Store the largest score of every row over groups of `tiles_per_group` visited tiles."""
     group_max = tl.where(visit % tiles_per_group == 0, tile_max, tl.maximum(group_max, tile_max))
     tl.store(head_ptr(tile_maxima, b, h) + visit // tiles_per_group * tile_maxima.i + i, group_max, mask=i < sizes.i)
     return group_max
@@ -104,18 +111,17 @@ def store_tile_max(tile_maxima, tiles_per_group, group_max, tile_max, visit, b, 
 
 @triton.jit
 def store_row_stats(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK: tl.constexpr,
-         LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr,
-         MASS: tl.constexpr, ARGMAX: tl.constexpr):  # fmt: skip
-    """Write what finished rows tell. Returns what their output must be multiplied by, and which rows see nothing."""
-    # A score that is nan leaves no trace in the maximum, but in the sum.
+         STATS: tl.constexpr):  # fmt: skip
+    """Epilogue: store the statistics of finished rows. Returns the factor that normalises y, and which rows saw no key."""
+    # max() drops nan, the sum keeps it.
     empty, no_finite_key = (m <= EMPTY_MAX) & (l == 0.0), m <= EMPTY_MAX
-    if MAX:
+    if wants(STATS, "max_score"):
         max_score = tl.where(l == l, m * LN2, float("nan"))
         store_row(out.max_score, b, h, i, tl.where(empty, float("-inf"), max_score), sizes.i)
-    if ARGMAX:
+    if wants(STATS, "argmax"):
         store_row(out.argmax, b, h, i, tl.where(no_finite_key, -1, argmax), sizes.i)
     alpha = 1.0
-    if SINK:  # one more key, which gives nothing
+    if SINK:  # one more key with value 0
         sink2 = tl.maximum(tl.load(head_ptr(sink, b, h)).to(tl.float32) * LOG2E, FLOOR)
         new_m = tl.maximum(m, sink2)
         alpha, sink_weight = tl.exp2(m - new_m), tl.exp2(sink2 - new_m)
@@ -124,18 +130,18 @@ def store_row_stats(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, si
         m = new_m
         empty = (m <= EMPTY_MAX) & (l == 0.0)
     share = tl.where(empty, 0.0, alpha / l)
-    if LSE:
+    if wants(STATS, "lse"):
         store_row(out.lse, b, h, i, tl.where(empty, float("-inf"), (m + tl.log2(l)) * LN2), sizes.i)
-    if NORM:
+    if wants(STATS, "norm"):
         store_row(out.norm, b, h, i, tl.where(empty, float("-inf"), m * LN2), sizes.i)
         tl.store(head_ptr(out.norm, b, h) + i.to(tl.int64) * out.norm.i + 1, tl.where(empty, 0.0, l), mask=i < sizes.i)
-    if ENTROPY:
+    if wants(STATS, "entropy"):
         h2 = tl.log2(l) - tl.where(empty, 0.0, t / l)
-        # Written so that nan stays: rounding may put a certain row a hair below 0.
+        # Rounding may put a one-hot row just below 0; this form keeps nan.
         store_row(out.entropy, b, h, i, tl.where(empty | (h2 < 0), 0.0, h2 * LN2), sizes.i)
-    if MEAN_DISTANCE:
+    if wants(STATS, "mean_distance"):
         store_row(out.mean_distance, b, h, i, tl.where(empty, 0.0, mean_distance * share), sizes.i)
-    if MASS:
+    if wants(STATS, "mass"):
         store_row(out.mass, b, h, i, tl.where(empty, 0.0, mass * share), sizes.i)
     return share, empty
 
@@ -146,14 +152,13 @@ def forward_kernel(
     keys, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, scale, scale2,
     SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_V: tl.constexpr, SINK: tl.constexpr, SHARED_KV: tl.constexpr,
-    Y: tl.constexpr, LSE: tl.constexpr, NORM: tl.constexpr, MAX: tl.constexpr, ENTROPY: tl.constexpr, MEAN_DISTANCE: tl.constexpr,
-    MASS: tl.constexpr, ARGMAX: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr,
+    Y: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """All that one pass can tell of BLOCK_I rows.
+    """Output and statistics of BLOCK_I rows.
 
-    EDGES: there are tiles that rows see in part. WHOLE: the keys fill their last block. BESTS: note the largest product of
-    every few tiles, for `top`.
+    EDGES: some tiles are partly visible. EVEN_BLOCKS: the keys fill their last block. TILE_MAXIMA: store the largest
+    score of every few tiles, for topk.
     """
     block, head = schedule_tile(tl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
@@ -162,13 +167,13 @@ def forward_kernel(
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     hk, hv = h // sizes.k_group, h // sizes.v_group
     if SIMILARITY == "product":
-        if TMA:  # rows past the end may be another head's: they are computed and never written
+        if TMA:  # rows past the end may be another head's; they are computed and never stored
             q_tile = tma_load(q_desc, q_layout, b, h, start)
         else:
             q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
 
-    # Above all that is hidden: were a hidden score the maximum, s · scale2 − m would be no 0 but a rounding error of 1e20,
-    # since the hardware multiplies and subtracts in one step and rounds the maximum apart.
+    # Above every hidden score. A hidden score as maximum would make s · scale2 − m a rounding error of 1e20 instead of 0:
+    # the FMA does not round the product, but the maximum was rounded.
     m = tl.full([BLOCK_I], EMPTY_MAX, tl.float32)
     l = tl.zeros([BLOCK_I], tl.float32)
     t = tl.zeros([BLOCK_I], tl.float32)
@@ -181,15 +186,15 @@ def forward_kernel(
     for r in range(0, mask.n_intervals):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         left = full_from - first
-        for EDGE in tl.static_range(2 if EDGES else 1):  # tiles seen in full, then those at the edges of the mask
+        for EDGE in tl.static_range(2 if EDGES else 1):  # fully visible tiles, then those at the edges of the mask
             for n in range(0 if EDGE else full_from, left + past - full_to if EDGE else full_to):
                 at = tl.where(n < left, first + n, full_to + n - left) if EDGE else n
                 j = at * BLOCK_J + tl.arange(0, BLOCK_J)
                 if SIMILARITY == "product":
-                    if TMA and (EVEN_BLOCKS or not EDGE):
-                        k_tile = tma_load(k_desc, k_layout, b, hk, at * BLOCK_J)
-                    else:
-                        k_tile = load_tile(k, b, hk, j, d, sizes.j, D, EDGE == 1)
+                    k_tile = load_block(
+                        k, k_desc, k_layout, b, hk, at * BLOCK_J, j, d, sizes.j, D, TMA and (EVEN_BLOCKS or not EDGE),
+                        EDGE == 1,
+                    )  # fmt: skip
                     s = product(q_tile, k_tile.T, FP32)
                 else:
                     s = tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY, False)
@@ -202,15 +207,16 @@ def forward_kernel(
                     v_tile = s
                 elif SHARED_KV:
                     v_tile = k_tile
-                elif TMA and (EVEN_BLOCKS or not EDGE):
-                    v_tile = tma_load(v_desc, v_layout, b, hv, at * BLOCK_J)
                 else:
-                    v_tile = load_tile(v, b, hv, j, e, sizes.j, E, EDGE == 1)
+                    v_tile = load_block(
+                        v, v_desc, v_layout, b, hv, at * BLOCK_J, j, e, sizes.j, E, TMA and (EVEN_BLOCKS or not EDGE),
+                        EDGE == 1,
+                    )  # fmt: skip
                 key_mass = mass
-                if MASS:
+                if wants(STATS, "mass"):
                     key_mass = tl.load(head_ptr(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
                 m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
-                    s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, ENTROPY, MEAN_DISTANCE, MASS, ARGMAX, SCALE_FOLDED
+                    s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, STATS, SCALE_FOLDED
                 )  # fmt: skip
                 if Y:
                     y = add_product(p.to(v_tile.dtype), v_tile, y * alpha[:, None], FP32_V)
@@ -224,29 +230,18 @@ def forward_kernel(
             tl.store(head_ptr(tile_maxima, b, h) + group * tile_maxima.i + i, lowest, mask=i < sizes.i)
 
     share, empty = store_row_stats(
-        out,
-        sink,
-        m,
-        l,
-        t,
-        mean_distance,
-        mass,
-        argmax,
-        b,
-        h,
-        i,
-        sizes,
-        SINK,
-        LSE,
-        NORM,
-        MAX,
-        ENTROPY,
-        MEAN_DISTANCE,
-        MASS,
-        ARGMAX,
-    )
+        out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK, STATS,
+    )  # fmt: skip
     if Y:
         store_tile(out.y, b, h, i, e, tl.where(empty[:, None], 0.0, y * share[:, None]), sizes.i, E)
 
 
-__all__ = ["Outputs", "forward_kernel", "online_softmax_update", "schedule_tile", "store_row_stats", "store_tile_max"]
+__all__ = [
+    "Outputs",
+    "forward_kernel",
+    "online_softmax_update",
+    "row_stats",
+    "schedule_tile",
+    "store_row_stats",
+    "store_tile_max",
+]

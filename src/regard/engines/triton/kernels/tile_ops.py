@@ -1,12 +1,10 @@
-"""Words for tile operations, written once and used by every kernel.
+"""Tile operations that every kernel uses: loads and stores, visible ranges, scores, norms.
 
-A tile is a rectangle of the attention matrix that one program holds in registers. Here are the words that all
-kernels are made of: which tiles a block of rows can see, loading rows of a tensor, scores, who is visible, the
-online update of a state. Row-owning kernels hold tiles (i, j), column-owning ones (j, i): index tensors come
-shaped as the caller's tile, `i` (I, 1) or (1, I) and `j` the other way, so that one word serves both.
+A tile is a rectangle of the attention matrix that one program holds in registers. Row-owning kernels hold tiles (i, j),
+column-owning kernels (j, i). Index tensors have the shape of the caller's tile, `i` (I, 1) or (1, I) and `j` the other
+way round, so that one function serves both.
 
 Scores are in base 2 (s · log₂e) from `apply_score_mods` on, since the hardware's exponential is 2ˣ; names carry a 2.
-Imports only torch and triton.
 """
 
 from __future__ import annotations
@@ -20,16 +18,16 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-#: The score of what is not seen. Finite, since 0 · −inf is nan and −inf − −inf is nan; no real score comes near.
+#: Score of a hidden cell. Finite, since 0 · −inf and −inf − −inf are nan; no real score comes near.
 FLOOR = tl.constexpr(-1.0e30)
-#: The maximum of a row that has seen nothing. FLOOR times any scale that is folded lies below it.
+#: Maximum of a row that has seen no key. FLOOR times any folded scale is below it.
 EMPTY_MAX = tl.constexpr(-1.0e22)
-#: Instead of the maximum of a row that sees nothing: every weight becomes 2^−huge = 0.
+#: Replaces the maximum of a row that sees no key: every weight becomes 2^−huge = 0.
 HUGE = tl.constexpr(1.0e30)
 
 
 class TensorArg(NamedTuple):
-    """A tensor with four axes, as a kernel takes it: where it is and how far apart its neighbours are."""
+    """A 4-D tensor as a kernel argument: pointer and strides."""
 
     ptr: Any
     b: int
@@ -39,7 +37,7 @@ class TensorArg(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How large the problem is; query head h looks at key head h // k_group and value head h // v_group."""
+    """Sizes of the problem; query head h reads key head h // k_group and value head h // v_group."""
 
     h: int
     i: int
@@ -50,17 +48,17 @@ class Sizes(NamedTuple):
 
 
 class MaskArg(NamedTuple):
-    """Who is seen: a band around the own position, intervals of every row, or flags of every cell.
+    """The mask as a kernel argument: a band around the own position, intervals of every row, or flags of every cell.
 
-    Flat, as all groups of arguments that loops use: the compiler loses strides of 1 in a tuple within a tuple.
+    Flat, as every tuple that a loop uses: the compiler loses strides of 1 in a tuple within a tuple.
     """
 
     before: int
     after: int
-    lo: Any  # (b|1, r, i), without gaps
+    lo: Any  # (b|1, r, i), contiguous
     hi: Any
-    n_intervals: int  # how many intervals a row has
-    intervals_b: int  # stride of the sequences, 0 where all have the same
+    n_intervals: int  # intervals of a row
+    intervals_b: int  # stride over sequences, 0 where all share one mask
     flags: Any
     flags_b: int
     flags_h: int
@@ -69,7 +67,7 @@ class MaskArg(NamedTuple):
 
 
 class TmaLayout(NamedTuple):
-    """Where a head's rows lie in a 2-D view of a tensor, for the copy engine: row b·row_b + h·row_h, column h·col_h."""
+    """Where a head starts in the 2-D view of a tensor that TMA reads: row b·row_b + h·row_h, column h·col_h."""
 
     row_b: int
     row_h: int
@@ -77,14 +75,14 @@ class TmaLayout(NamedTuple):
 
 
 def tensor_arg(x: Tensor) -> TensorArg:
-    """Axes of size one get stride 0, so that they broadcast."""
+    """A tensor as a kernel argument; axes of size one get stride 0, so that they broadcast."""
     b, h, i, j = x.shape
     at_b, at_h, at_i, at_j = x.stride()
     return TensorArg(x, 0 if b == 1 else at_b, 0 if h == 1 else at_h, 0 if i == 1 else at_i, 0 if j == 1 else at_j)
 
 
 def row_arg(x: Tensor) -> TensorArg:
-    """One number a row, (b, h, i)."""
+    """A tensor (b, h, i), one number a row, as a kernel argument."""
     b, h, i = (0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return TensorArg(x, b, h, i, 0)
 
@@ -93,8 +91,10 @@ NO_LAYOUT = TmaLayout(0, 0, 0)
 
 
 def tma_descriptor(x: Tensor, block: tuple[int, int]) -> tuple[Any, TmaLayout] | None:
-    """A tensor (b, h, i, d) as the copy engine (TMA) wants it, or None where it cannot serve: the rows of all heads
-    in one 2-D view, every stride a multiple of 16 bytes."""
+    """TMA descriptor and layout of a tensor (b, h, i, d), or None where TMA cannot read it.
+
+    TMA needs the rows of all heads in one 2-D view, and every stride a multiple of 16 bytes.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     if (view := _tma_view(x, block)) is None:
@@ -104,7 +104,7 @@ def tma_descriptor(x: Tensor, block: tuple[int, int]) -> tuple[Any, TmaLayout] |
 
 
 def tma_fits(d: int, *wanted: tuple[Tensor, int]) -> bool:
-    """Whether the copy engine takes tiles of so many rows and d components of each of these tensors."""
+    """Whether TMA can load tiles of so many rows and d components of each of these tensors."""
     return all(_tma_view(x, (rows, d)) is not None for x, rows in wanted)
 
 
@@ -114,7 +114,7 @@ def _tma_view(x: Tensor, block: tuple[int, int]) -> tuple[int, int, TmaLayout] |
 
 @lru_cache(4096)
 def _tma_view_of(shape: Any, stride: Any, bytes_each: int, block: tuple[int, int]) -> tuple[int, int, TmaLayout] | None:
-    """Rows and columns of the 2-D view, and where heads lie in it."""
+    """Rows and columns of the 2-D view, and the layout of heads in it."""
     (b, h, i, d), (sb, sh, si, sd) = shape, stride
     per_16 = 16 // bytes_each
     if sd != 1 or d != block[1] or i < block[0] or si <= 0 or si % per_16:
@@ -133,18 +133,24 @@ def _tma_view_of(shape: Any, stride: Any, bytes_each: int, block: tuple[int, int
     return None if rows >= 2**31 else (rows, cols, layout)
 
 
-# Where things are.
+@triton.constexpr_function
+def wants(stats, name):
+    """Whether a statistic is among those that a kernel was compiled for."""
+    return name in stats
+
+
+# Loads and stores.
 
 
 @triton.jit
 def head_ptr(x, b, h):
-    """The start of one head of a tensor. Offsets are 64 bits wide: tensors have more than 2³¹ elements."""
+    """Pointer to one head of a tensor. Offsets are 64 bits wide: tensors may have more than 2³¹ elements."""
     return x.ptr + b.to(tl.int64) * x.b + h.to(tl.int64) * x.h
 
 
 @triton.jit
 def load_tile(x, b, h, i, d, I, D: tl.constexpr, CHECK: tl.constexpr):
-    """Rows i of one head: (I, D). CHECK: some rows may lie past the end, and are 0."""
+    """Rows i of one head: (I, D). CHECK: rows past the end are read as 0."""
     at = head_ptr(x, b, h) + i.to(tl.int64)[:, None] * x.i + d[None, :] * x.j
     if CHECK:
         return tl.load(at, mask=(i[:, None] < I) & (d[None, :] < D), other=0.0)
@@ -166,16 +172,24 @@ def store_row(x, b, h, i, value, I):
 
 @triton.jit
 def tma_load(desc, layout, b, h, start):
-    """Rows from `start` on of one head, by the copy engine. Only for whole blocks: past the end lies the next head."""
+    """Rows of one head from `start` on, by TMA. Only for full blocks: past the end of a head TMA reads the next one."""
     return desc.load([(b * layout.row_b + h * layout.row_h + start).to(tl.int32), (h * layout.col_h).to(tl.int32)])
 
 
-# Who is seen.
+@triton.jit
+def load_block(x, desc, layout, b, h, start, i, d, I, D: tl.constexpr, TMA: tl.constexpr, CHECK: tl.constexpr):
+    """Rows i of one head, which begin at `start`: by TMA, or else by `load_tile`."""
+    if TMA:
+        return tma_load(desc, layout, b, h, start)
+    return load_tile(x, b, h, i, d, I, D, CHECK)
+
+
+# Visibility.
 
 
 @triton.jit
 def key_interval(i, b, r, mask, sizes, MASK: tl.constexpr):
-    """lo <= j < hi: the keys that rows i see. Rows past the end see nothing."""
+    """lo <= j < hi: keys that rows i see in their r-th interval. Rows past the end see none."""
     if MASK == "none":
         lo = i * 0
         hi = i * 0 + sizes.j
@@ -194,7 +208,7 @@ def key_interval(i, b, r, mask, sizes, MASK: tl.constexpr):
 
 @triton.jit
 def key_blocks(start, b, r, row_table, mask, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Which blocks of keys the rows from `start` on see: first, in full from, to, past the last."""
+    """Key blocks that the rows from `start` on see: first, fully visible from, to, past the last."""
     if MASK == "none":
         block = start * 0
         full_from = block
@@ -211,8 +225,8 @@ def key_blocks(start, b, r, row_table, mask, sizes, MASK: tl.constexpr, BLOCK_I:
         full_from = tl.cdiv(full_lo, BLOCK_J)
         full_to = tl.maximum(full_hi, 0) // BLOCK_J
     else:
-        # The host looked it up: added up here, a block's ends would cost a reduction (and Triton 3.6 gives those too
-        # little shared memory in such a kernel).
+        # From a table: a reduction over the rows here would cost time, and Triton 3.6 allocates too little shared
+        # memory for it in these kernels.
         at = row_table.ptr + b.to(tl.int64) * row_table.b + r * row_table.h + (start // BLOCK_I) * 4
         block = tl.load(at)
         full_from = tl.load(at + 1)
@@ -224,11 +238,11 @@ def key_blocks(start, b, r, row_table, mask, sizes, MASK: tl.constexpr, BLOCK_I:
 
 @triton.jit
 def row_blocks(start, b, key_table, mask, sizes, MASK: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """Which blocks of rows see the keys from `start` on: first, in full from, to, past the last."""
+    """Row blocks that see the keys from `start` on: first, those that see all of them from, to, past the last."""
     if MASK == "none":
         block = start * 0
         full_from = block
-        # The last keys may stand in a block that is not whole: then no tile is.
+        # A last key block that is not full has no fully visible tile.
         full_to = tl.where(start + BLOCK_J <= sizes.j, sizes.i // BLOCK_I, 0)
         past = block + tl.cdiv(sizes.i, BLOCK_I)
     elif MASK == "band" or MASK == "causal":
@@ -244,7 +258,7 @@ def row_blocks(start, b, key_table, mask, sizes, MASK: tl.constexpr, BLOCK_I: tl
         full_from = tl.cdiv(full_lo, BLOCK_I)
         full_to = tl.maximum(full_hi, 0) // BLOCK_I
     else:
-        # The host looked it up: rows have intervals, columns have none.
+        # From a table: intervals belong to rows, not to columns.
         at = key_table.ptr + b.to(tl.int64) * key_table.b + (start // BLOCK_J) * 4
         block = tl.load(at)
         full_from = tl.load(at + 1)
@@ -256,7 +270,7 @@ def row_blocks(start, b, key_table, mask, sizes, MASK: tl.constexpr, BLOCK_I: tl
 
 @triton.jit
 def visible(i, j, b, h, r, mask, sizes, MASK: tl.constexpr):
-    """Which cells of a tile the r-th interval of the rows shows."""
+    """Cells of a tile that are visible in the r-th interval of their rows."""
     lo, hi = key_interval(i, b, r, mask, sizes, MASK)
     shown = j < hi
     if MASK != "none" and MASK != "causal":
@@ -270,7 +284,7 @@ def visible(i, j, b, h, r, mask, sizes, MASK: tl.constexpr):
 
 @triton.jit
 def visible_at_all(i, j, b, h, mask, sizes, MASK: tl.constexpr):
-    """The same over all intervals of the rows."""
+    """Cells of a tile that are visible in any interval of their rows."""
     shown = visible(i, j, b, h, 0, mask, sizes, MASK)
     if MASK == "intervals":
         for r in range(1, mask.n_intervals):
@@ -292,15 +306,16 @@ def tanh(x):
 
 @triton.jit
 def modifier_ptr(modifiers, strides, n: tl.constexpr, b, h):
-    """The tensor of step n for one head; `strides` has four numbers a step."""
+    """Pointer to the tensor of modifier n for one head; `strides` holds four numbers for each modifier."""
     return modifiers[n] + b.to(tl.int64) * strides[4 * n] + h.to(tl.int64) * strides[4 * n + 1]
 
 
 @triton.jit
 def apply_score_mods(s, i, j, b, h, modifiers, strides, caps, scale, sizes, MODIFIERS: tl.constexpr, SCALE_FOLDED: tl.constexpr, TARGET: tl.constexpr):  # fmt: skip
-    """Products turned into scores, and their slope: d score / d (what step TARGET gave; the product for −1).
+    """Scores from products, and their slope: d score / d (output of modifier TARGET; of the product for −1).
 
-    FOLD: no steps, and a harmless scale: the product stays as it is and the update multiplies while it subtracts.
+    SCALE_FOLDED: no modifiers and a moderate scale. The product is left unscaled, and the softmax update multiplies and
+    subtracts in one FMA.
     """
     slope = tl.full(s.shape, 1.0, tl.float32)
     if not SCALE_FOLDED:
@@ -325,25 +340,25 @@ def apply_score_mods(s, i, j, b, h, modifiers, strides, caps, scale, sizes, MODI
                 if n > TARGET:
                     slope = slope * (1.0 - tanh_s * tanh_s)
         s = s * LOG2E
-        s = tl.where(s < FLOOR, FLOOR, s)  # a bias of −inf hides; written so that nan stays
+        s = tl.where(s < FLOOR, FLOOR, s)  # a bias of −inf hides; this form keeps nan
     return s, slope
 
 
 @triton.jit
 def per_row(x, KEYS_FIRST: tl.constexpr):
-    """Numbers of rows in the shape of a tile: (1, I) where the tile is (j, i), else (I, 1)."""
+    """A vector over rows, broadcastable to a tile: (1, I) where the tile is (j, i), else (I, 1)."""
     return x[None, :] if KEYS_FIRST else x[:, None]
 
 
 @triton.jit
 def per_key(x, KEYS_FIRST: tl.constexpr):
-    """Numbers of keys in the shape of a tile."""
+    """A vector over keys, broadcastable to a tile."""
     return x[:, None] if KEYS_FIRST else x[None, :]
 
 
 @triton.jit
 def product(a, b, FP32: tl.constexpr):
-    """a · b. EXACT: in true float32, not in the 10 bits of tf32."""
+    """a · b. FP32: in float32, not with the 10-bit mantissa of tf32."""
     return tl.dot(a, b, input_precision="ieee" if FP32 else "tf32")
 
 
@@ -354,15 +369,15 @@ def add_product(a, b, total, FP32: tl.constexpr):
 
 @triton.jit
 def load_row_values(x, b, h, i, sizes, other):
-    """One number a row, from a tensor (b, h, i) without gaps."""
+    """One number for each of rows i, from a contiguous tensor (b, h, i)."""
     return tl.load(x + (b * sizes.h + h).to(tl.int64) * sizes.i + i, mask=i < sizes.i, other=other)
 
 
 @triton.jit
 def norm_kernel(norm, out, rows, SCALE_FOLDED: tl.constexpr, BLOCK: tl.constexpr):
-    """The norm (m, l) of finished rows in base 2, as `load_norm2` reads it; made once, not in every tile.
+    """The norm (m, l) of finished rows in base 2 for `load_norm2`, computed once instead of in every tile.
 
-    FOLD: no bias can have made the scores huge, so one number does for both: lse2.
+    SCALE_FOLDED: without a bias no score is huge, so lse2 replaces the pair.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = tl.load(norm + 2 * row, mask=row < rows, other=0.0) * LOG2E
@@ -377,7 +392,7 @@ def norm_kernel(norm, out, rows, SCALE_FOLDED: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def load_norm2(norm, b, h, i, sizes, SCALE_FOLDED: tl.constexpr):
-    """m2 and log₂ l of rows; those that see nothing, or that are not there, get what makes every weight 0."""
+    """m2 and log₂ l of rows; HUGE, which makes every weight 0, for rows that see no key or are past the end."""
     row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
     if SCALE_FOLDED:
         lse2 = tl.load(norm + row, mask=i < sizes.i, other=HUGE)
@@ -388,7 +403,7 @@ def load_norm2(norm, b, h, i, sizes, SCALE_FOLDED: tl.constexpr):
 
 @triton.jit
 def log_weight(s, m2, log2l, scale2, SCALE_FOLDED: tl.constexpr):
-    """log₂ w of a tile, from its scores and its rows' norm in the tile's shape."""
+    """log₂ w of a tile from its scores and the norm of its rows, broadcast to the tile."""
     if SCALE_FOLDED:
         return s * scale2 - m2
     return s - m2 - log2l

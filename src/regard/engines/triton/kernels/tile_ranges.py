@@ -1,6 +1,6 @@
-"""Which tiles are seen: kernels that make the tables by which the others skip, from the intervals of every row.
+"""Tables of visible tile ranges, from the intervals of every row: the other kernels use them to skip tiles.
 
-In operators of PyTorch it would be fifty small kernels before each pass over a padded batch. Imports only triton.
+PyTorch operators would take fifty small kernels before each pass over a padded batch.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PAST_ALL_KEYS = tl.constexpr(2**31 - 1)  # beyond every key: what no row sees begins there
+PAST_ALL_KEYS = tl.constexpr(2**31 - 1)  # beyond every key: the start of an empty range
 
 
 @triton.jit
 def key_range(lo, hi, row, n, I, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Of block n of rows: the keys from and to that some row sees, and that all see."""
+    """Of row block n: the range of keys that some row sees, and the range that all rows see."""
     i = n * BLOCK_I + tl.arange(0, BLOCK_I)
     there = i < I
     low, high = tl.load(lo + row * I + i, mask=there, other=0), tl.load(hi + row * I + i, mask=there, other=0)
@@ -27,7 +27,7 @@ def key_range(lo, hi, row, n, I, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr):
 
 @triton.jit
 def rows_table_kernel(lo, hi, out, I, J, blocks, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):
-    """For a block of rows and one of its intervals: first block of keys, those seen in full from and to, past the last."""
+    """For a row block and one of its intervals: first key block, fully visible from and to, past the last."""
     row, n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     touch_lo, touch_hi, full_lo, full_hi = key_range(lo, hi, row, n, I, FLAGS, BLOCK_I)
     some = touch_lo < touch_hi
@@ -44,10 +44,10 @@ def rows_table_kernel(lo, hi, out, I, J, blocks, FLAGS: tl.constexpr, BLOCK_I: t
 def keys_table_kernel(
     lo, hi, out, I, J, blocks, n_intervals, FLAGS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr
 ):
-    """For a block of keys: the first block of rows that sees it, those that see all of it from and to, past the last.
+    """For a key block: the first row block that sees it, those that see all of it from and to, past the last.
 
-    Rows have intervals, columns have none: so it is looked up, block by block. Tiles at the end of the rows or of the keys are
-    edges: nothing is read past an end.
+    Intervals belong to rows, so the row blocks are scanned one by one. Tiles at the end of the rows or of the keys count
+    as edges, so that nothing is read past an end.
     """
     b, n = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     begin = n * BLOCK_J

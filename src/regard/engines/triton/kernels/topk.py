@@ -1,11 +1,10 @@
 """The largest scores of every row.
 
-In steps that each have little to do: the forward pass notes the largest score of every few tiles (`tile_maxima`), whose
-N-th largest is a bound that hardly more than N keys of a row reach (`topk_bound_kernel`); `mark_candidates_kernel` walks the tiles once
-more and only marks who reaches it, a bit for each tile, so that no tile waits for a search; `compact_kernel` writes the
-marked keys down; `rescore_sort_kernel` computes those few scores and sorts them. Rows where this fails, since too many keys
-are equal or too few tiles are seen, are named in `flags` and searched tile by tile in `topk_search_kernel`, which serves
-everything. Imports `tiles`.
+Five steps. The forward pass stores the largest score of every few tiles (`tile_maxima`). Their N-th largest is a bound
+that hardly more than N keys of a row reach (`topk_bound_kernel`). `mark_candidates_kernel` walks the tiles again and sets a
+bit for every key above the bound, so that no tile waits for a search. `compact_kernel` turns the bits into lists of keys, and
+`rescore_sort_kernel` computes their scores and sorts them. Rows where this fails, since too many keys are equal or too few
+tiles are visible, are marked in `flags`, and `topk_search_kernel`, which serves every problem, searches them tile by tile.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from .tile_ops import (
     apply_score_mods,
     head_ptr,
     key_blocks,
+    load_block,
     load_row_values,
     load_tile,
     product,
@@ -32,13 +32,13 @@ from .tile_ops import (
     visible,
 )
 
-#: The interpreter knows no instructions of the device.
+#: The interpreter has no device instructions.
 INTERPRETER = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def lowest_set_bit(bits):
-    """Which is the lowest bit of each word: its place stands in the exponent of a float."""
+    """Index of the lowest set bit of each word; without ffs, from the exponent of the bit as a float."""
     if not INTERPRETER:
         return libdevice.ffs(bits) - 1
     low = (bits & -bits).to(tl.float32)
@@ -47,7 +47,7 @@ def lowest_set_bit(bits):
 
 @triton.jit
 def popcount(bits):
-    """How many bits of each word are set."""
+    """Number of set bits of each word."""
     if not INTERPRETER:
         return libdevice.popc(bits)
     bits = bits - ((bits >> 1) & 0x55555555)
@@ -62,7 +62,7 @@ def score_tile(
     D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr, TMA: tl.constexpr,
     BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of rows in tile n, as every walk of this kernel computes them."""
+    """Scores of tile n, hidden cells FLOOR. One function, so that every walk computes the same bits."""
     j = n * BLOCK_J + tl.arange(0, BLOCK_J)
     hk = h // sizes.k_group
     k_tile = tma_load(k_desc, k_layout, b, hk, n * BLOCK_J) if TMA else load_tile(k, b, hk, j, d, sizes.j, D, False)
@@ -77,7 +77,7 @@ def score_tile(
 
 @triton.jit
 def topk_bound_kernel(tile_maxima, out, I, groups, N: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """A bound for BLOCK rows of a head from the largest products of their groups of tiles, (b, h, groups, i)."""
+    """`topk_bound` of BLOCK rows of a head from `tile_maxima` (b, h, groups, i)."""
     blocks = tl.cdiv(I, BLOCK)
     head = (tl.program_id(0) // blocks).to(tl.int64)
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -94,11 +94,11 @@ def mark_candidates_kernel(
     TMA: tl.constexpr, N: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Which keys of BLOCK_I rows may be among the N best. Each row has `words` in `marks`: bit n of word t · BLOCK_J + column
-    is key `column` of the tile 32 t + n of those that these rows see.
+    """Mark keys of BLOCK_I rows that may be among the N largest. Each row has `words` in `marks`: bit n of word
+    t · BLOCK_J + column is key `column` of tile 32 t + n of those that these rows see.
 
-    `min_keys`: with as many keys, `bounds` are good; with fewer the tiles are walked once more for one. `first_program`: the number
-    of the first one of this launch.
+    `min_keys`: with fewer visible keys `bounds` are too low, and the tiles are walked once more for a better bound.
+    `first_program`: number of the first program of this launch.
     """
     block, head = schedule_tile(tl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group, first_program)
     b, h = head // sizes.h, head % sizes.h
@@ -141,7 +141,7 @@ def compact_kernel(
     marks, words, bounds, candidates, counts, flags, row_table, mask, first_program, sizes, heads, heads_per_group, MASK: tl.constexpr,
     N: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """Write down the keys that were marked, and how many a row has; a flag for blocks of rows where they are no answer."""
+    """Lists of the marked keys and their counts; a flag for row blocks that must be searched instead."""
     parts: tl.constexpr = BLOCK_I // ROWS
     blocks = tl.cdiv(sizes.i, BLOCK_I)
     owner = tl.program_id(0) // parts
@@ -150,11 +150,11 @@ def compact_kernel(
     local = tl.program_id(0) % parts * ROWS + tl.arange(0, ROWS)
     i = block * BLOCK_I + local
     first, full_from, full_to, past = key_blocks(block * BLOCK_I, b, 0, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
-    # Zero, which the compiler does not know: were the columns neighbours to it, it would load four at a time, and then carry every
-    # key through shared memory to the thread that writes it.
+    # `sizes.i >> 31` is 0 but opaque to the compiler, so that it does not vectorise this load: four columns a thread would
+    # then be routed through shared memory to the threads that store them.
     column = tl.arange(0, BLOCK_J)[None, :] ^ (sizes.i >> 31)
     own = marks + (owner * BLOCK_I).to(tl.int64) * words
-    # Within a head places are counted in 32 bits: wide addresses for every word would take all registers.
+    # 32-bit offsets within a head: 64-bit addresses for every word would take all registers.
     written = candidates + head.to(tl.int64) * sizes.i * CAPACITY
     count = tl.zeros([ROWS], tl.int32)
     for begin in range(first, past, 32):
@@ -168,7 +168,7 @@ def compact_kernel(
             tl.store(written + (i[:, None] * CAPACITY + slot + n), j, mask=here)
             marked = marked & (marked - 1)
     tl.store(counts + head.to(tl.int64) * sizes.i + i, count, mask=i < sizes.i)
-    # Too many keys, or fewer than N although there are more: the search decides.
+    # More candidates than fit, or fewer than N although more keys are visible: search these rows.
     bound = load_row_values(bounds, b, h, i, sizes, FLOOR)
     lost = (i < sizes.i) & ((count > CAPACITY) | ((count < N) & (bound > FLOOR)))
     tl.store(flags + head * blocks + block, 1, mask=tl.max(lost.to(tl.int32), 0) > 0)
@@ -189,7 +189,7 @@ def rescore_sort_kernel(
     D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr,
     N: tl.constexpr, WEIGHT: tl.constexpr, CAPACITY: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The N best of the keys that were taken down, largest first, ties to the lower key. WEIGHT: their weights as well."""
+    """The N largest of the candidates, largest first, ties to the lower key. WEIGHT: their weights too."""
     blocks = tl.cdiv(sizes.i, ROWS)
     head = tl.program_id(0) // blocks
     b, h = head // sizes.h, head % sizes.h
@@ -216,20 +216,8 @@ def rescore_sort_kernel(
                 y = tl.load(k_ptrs[:, :, None] + d[None, None, :] * k.j, mask=inside, other=0.0)
                 terms += x[:, None, :].to(tl.float32) * y.to(tl.float32)
             part, slope = apply_score_mods(
-                tl.sum(terms, 2),
-                i[:, None],
-                j,
-                b,
-                h,
-                modifiers,
-                strides,
-                caps,
-                scale,
-                sizes,
-                MODIFIERS,
-                SCALE_FOLDED,
-                0,
-            )
+                tl.sum(terms, 2), i[:, None], j, b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, 0,
+            )  # fmt: skip
             part = tl.where(valid, part, FLOOR)
             own = tl.arange(0, CAPACITY // SLOTS)[None, :, None] == n
             s = tl.where(own, part[:, None, :], s)
@@ -249,7 +237,7 @@ def rescore_sort_kernel(
         score_out = tl.where(some, top * factor * LN2, float("-inf"))
         tl.store(head_ptr(score, b, h) + out, score_out, mask=i < sizes.i)
         tl.store(head_ptr(index, b, h) + out, tl.where(some, key, -1), mask=i < sizes.i)
-        if WEIGHT:  # from the score as it is told: where both are large, each was rounded on its way there
+        if WEIGHT:  # from the stored score: for large scores the unrounded one would disagree with it
             tl.store(head_ptr(weight, b, h) + out, tl.exp2((score_out - m) * LOG2E) / l, mask=i < sizes.i)
         valid = valid & (j != key[:, None])
         s = tl.where(valid, s, FLOOR)
@@ -257,16 +245,16 @@ def rescore_sort_kernel(
 
 @triton.jit
 def insert_topk(s, j, best, keys, threshold, N: tl.constexpr):
-    """The N best scores of every row and their keys, with one more tile looked through.
+    """Merge one tile into the N largest scores of every row and their keys.
 
-    Only rows that found something better do work: a tile is searched as often as its luckiest row has finds.
+    One round inserts the largest remaining score of every row; rounds end when no row has a score above its threshold.
     """
     n = tl.arange(0, best.shape[1])
     while tl.max(tl.max(s, 1) - threshold, 0) > 0:
         top = tl.max(s, 1)
         column = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
         s = tl.where(j[None, :] == column[:, None], FLOOR, s)
-        # Where it belongs: after all that are better, and after equals with a lower key.
+        # Its rank: after all larger scores, and after equal ones with a lower key.
         before = (best > top[:, None]) | ((best == top[:, None]) & (keys < column[:, None]))
         rank = tl.sum(before.to(tl.int32), 1)
         moved = tl.where(n[None, :] < rank[:, None], n[None, :], n[None, :] - 1)
@@ -285,15 +273,12 @@ def scan_tiles(
     FP32: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
     SEARCH: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of keys: `insert_topk` where SEARCH; before, the largest of every BLOCK_J-th key, in `best`."""
+    """Walk key blocks `begin` to `end`. SEARCH: `insert_topk`; else `best` holds the largest of every BLOCK_J-th key."""
     hk = h // sizes.k_group
     for n in range(begin, end):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
         if SIMILARITY == "product":
-            if TMA and not EDGE:
-                k_tile = tma_load(k_desc, k_layout, b, hk, n * BLOCK_J)
-            else:
-                k_tile = load_tile(k, b, hk, j, d, sizes.j, D, EDGE)
+            k_tile = load_block(k, k_desc, k_layout, b, hk, n * BLOCK_J, j, d, sizes.j, D, TMA and not EDGE, EDGE)
             s = product(q_tile, k_tile.T, FP32)
         else:
             s = tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY, False)
@@ -311,8 +296,8 @@ def scan_tiles(
 
 @triton.jit
 def topk_bound(largest, group_ids, N: tl.constexpr):
-    """A bound just below the N-th largest of every row: of the largest of some groups of keys, the N-th is no better
-    than the N-th of all. `group_ids` numbers the groups."""
+    """A bound just below the N-th largest score of every row, from the largest of some groups of keys: the N-th largest
+    of these is at most the N-th largest of all. `group_ids` numbers the groups."""
     nth = tl.max(largest, 1)
     for _ in range(1, N):
         column = tl.min(tl.where(largest == nth[:, None], group_ids[None, :], 2147483647), 1)
@@ -347,8 +332,8 @@ def topk_search_kernel(
         q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
     keys = tl.full([BLOCK_I, BLOCK_N], -1, tl.int32)
     threshold = tl.full([BLOCK_I], FLOOR, tl.float32)
-    # Twice over the keys: first for a bound that few keys pass, then for those that do. Searching without a bound finds
-    # something in nearly every tile, and a find costs more than a tile.
+    # Two walks: the first for a bound that few keys pass, the second inserts those. Without a bound nearly every tile has
+    # insertions, and one insertion costs more than a tile.
     best = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
     for SEARCH in tl.static_range(2):
         if SEARCH:
@@ -357,7 +342,7 @@ def topk_search_kernel(
             best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
         for r in range(0, mask.n_intervals):
             first, full_from, full_to, past = key_blocks(start, b, r, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
-            # In the order of the keys, an edge of the mask on either side: so an equal score never displaces one that was found.
+            # Edge, fully visible, edge: in the order of the keys, so that an equal score never displaces an earlier one.
             for SECTION in tl.static_range(3):
                 begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
                 end = full_from if SECTION == 0 else full_to if SECTION == 1 else past

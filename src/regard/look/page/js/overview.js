@@ -6,7 +6,7 @@ import { ARROWS } from "./square.js";
 import { edge } from "./long.js";
 
 const METRICS = {
-  entropy: "How spread out a head looks, in nats, the sink left out: 0 is one word, large is everywhere.",
+  entropy: "How spread out a head looks, in nats: 0 is one word, large is everywhere.",
   mean_distance: "How far away a head looks, in words, the sink left out.",
   sink: "The share of its weight that a head puts on the word all heads give most to: attention parked, not used.",
   previous: "The mean weight on the word before.",

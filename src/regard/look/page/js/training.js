@@ -5,7 +5,7 @@ import { behind, choice, el, heat, svg } from "./elements.js";
 import { tileUnder } from "./long.js";
 
 const STRIPS = {
-  entropy: ["entropy, as a share of the most it could be",
+  entropy_share: ["entropy, as a share of the most it could be",
     "Faint is sharp. A row that fades and stays so is a head that collapsed."],
   max_score: ["largest score", "A row that grows strong to the right is a head whose scores explode."],
 };
@@ -18,7 +18,7 @@ export function training(page, box) {
 function trainingStrip(page, { what, heads, values }) {
   const { steps } = page.header, { paint } = page, n = steps.length, numbers = page.header.array(values);
   // One pass: a long run has more numbers than a call takes arguments.
-  let [low, high] = [0, what === "entropy" ? 1 : 0];
+  let [low, high] = [0, what === "entropy_share" ? 1 : 0];
   for (const x of numbers) if (Number.isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
   const part = (x) => (Number.isFinite(x) ? (x - low) / (high - low || 1) : x > 0 ? 1 : 0);
   const canvas = heat(heads.length, n, (h, c) => paint.tint(part(numbers[h * n + c])));
@@ -35,7 +35,7 @@ function trainingStrip(page, { what, heads, values }) {
   const menu = choice("head", `train-${what}`, heads.map(([layer, head], h) => [h, `${short_(layer)} · ${head}`]), 0,
     (h) => look(Number(h), n - 1));
   canvas.addEventListener("mousemove", (event) => look(...tileUnder(canvas, event, heads.length, n)));
-  const last = heads.map((_, h) => numbers[h * n + n - 1] * (what === "entropy" ? -1 : 1));
+  const last = heads.map((_, h) => numbers[h * n + n - 1] * (what === "entropy_share" ? -1 : 1));
   look(page.looked[what] ?? largest(last), n - 1);
   const [title, hint] = STRIPS[what];
   return el("figure", { class: "train" }, el("h2", { text: title }), el("p", { class: "hint", text: hint }), canvas,

@@ -1,0 +1,107 @@
+"""Device operations in Gluon that the Hopper kernels share: shared memory, mbarriers, asynchronous TMA, the tile queue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..kernels.tile_ops import TmaLayout
+
+#: Registers of a consumer thread and of a producer thread; with those of the first consumer group they fill a multiprocessor.
+CONSUMER_REGS, PRODUCER_REGS = gl.constexpr(240), gl.constexpr(24)
+
+
+def gluon_descriptor(descriptor: tuple[Any, TmaLayout] | None) -> tuple[TensorDescriptor, TmaLayout]:
+    """A TMA descriptor with the shared-memory layout that Gluon needs."""
+    assert descriptor is not None, "the caller checked that TMA fits"
+    desc, tma_layout = descriptor
+    layout = gl.NVMMASharedLayout.get_default_for(desc.block_shape, gl.bfloat16)  # the same for float16
+    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout), tma_layout
+
+
+def row_vector_descriptor(x: Tensor, heads: int, length: int, lines: int) -> tuple[TensorDescriptor, TmaLayout]:
+    """TMA descriptor of a contiguous tensor (b, h, i), one number a row: `lines` vectors of `length` for each head."""
+    desc = TensorDescriptor(x, [x.numel() // length, length], [length, 1], [1, length], gl.NVMMASharedLayout(0, 32))
+    return desc, TmaLayout(heads * lines, lines, 0)
+
+
+@gluon.jit
+def alloc_smem(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT tiles."""
+    ROWS: gl.constexpr = desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = desc.block_type.shape[1]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, ROWS, COLUMNS], desc.layout)
+
+
+@gluon.jit
+def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT mbarriers, each with ARRIVALS arrivals a phase."""
+    barrier = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(COUNT):
+        mbarrier.init(barrier.index(n), count=ARRIVALS)
+    return barrier
+
+
+@gluon.jit
+def tma_load_async(desc, layout, b, h, row, ready, smem):
+    """Load rows of one head into shared memory; `ready` completes its phase when they have arrived."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
+    tma.async_copy_global_to_shared(desc, coords, ready, smem)
+
+
+@gluon.jit
+def tma_store_async(desc, layout, b, h, row, smem):
+    """Store a tile from shared memory to rows of one head. The fence makes earlier writes visible to TMA."""
+    fence_async_shared()
+    coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
+    tma.async_copy_shared_to_global(desc, coords, smem)
+
+
+@gluon.jit
+def next_tile(tile_counter):
+    """The next tile that no program has taken; the first ones are numbered by program."""
+    return gl.num_programs(0) + gl.atomic_add(tile_counter, 1)
+
+
+@gluon.jit
+def alloc_tile_queue():
+    """A queue of one tile from the producer to both consumers: its slot, and the mbarriers ready and free."""
+    queue_slot = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return queue_slot, alloc_barriers(1, 1), alloc_barriers(1, 2)
+
+
+@gluon.jit
+def publish_tile(next_id, queue_slot, ready, free, tile_phase):
+    mbarrier.wait(free.index(0), (tile_phase & 1) ^ 1)
+    queue_slot.store(gl.full([1], next_id, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(ready.index(0))
+
+
+@gluon.jit
+def receive_tile(queue_slot, ready, free, tile_phase):
+    mbarrier.wait(ready.index(0), tile_phase & 1)
+    next_id = gl.max(queue_slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(free.index(0))
+    return next_id
+
+
+__all__ = [
+    "CONSUMER_REGS",
+    "PRODUCER_REGS",
+    "alloc_barriers",
+    "alloc_smem",
+    "alloc_tile_queue",
+    "gluon_descriptor",
+    "next_tile",
+    "publish_tile",
+    "receive_tile",
+    "row_vector_descriptor",
+    "tma_load_async",
+    "tma_store_async",
+]
