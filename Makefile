@@ -1,5 +1,8 @@
 # make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
+# make test-numerics    the numerics under other roundings (some minutes); part of .ci/run
+# make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
+# make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
 # make lint   formatting, lint and types
 # make docs   the documentation as a site, into site/; fails on every warning
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
@@ -16,7 +19,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-libraries test-hostile-files test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -42,6 +45,18 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# Rounding of other CPUs: MKL and ATen without wide vector instructions, products split over two threads.
+NUMERICS = tests/core/test_row_weights.py tests/core/test_bound.py tests/core/test_statistics.py tests/core/test_gradients.py
+test-numerics: $(READY)
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 \
+	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(NUMERICS)
+
+test-everywhere: $(READY)
+	$(BIN)/python tests/support/everywhere.py
+
+test-versions:
+	$(PYTHON) tests/support/versions.py .cache/versions
 
 # Real models of other libraries, in a folder of their own: torchvision has no CPU build, and would trip transformers.
 test-libraries: $(READY)

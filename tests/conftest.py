@@ -19,8 +19,10 @@ from support.opened_page import it, show  # noqa: F401
 settings.register_profile("regard", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("regard")
 
-# Tests run side by side, a process a core, on matrices too small to share out; `test_inputs` uses two threads itself.
-torch.set_num_threads(1)
+# Tests run side by side, one process per core, on matrices too small to split; `test_inputs` uses two threads itself.
+# `make test-everywhere` sets another number of threads.
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -46,12 +46,12 @@ ARROWS: dict[str, set[str]] = {
     "core.arguments": {"core.indexing", "core.scores", "core.stats"},
     "core.results": set(),
     "core.evaluation": {
-        "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.result_cache", "core.results",
+        "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.torch_state", "engines",
     },
     "core.weights": {
         "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.result_cache", "core.results",
-        "core.scores", "core.stats", "core.types",
+        "core.scores", "core.stats", "core.torch_state", "core.types",
     },
     "core.api": {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.torch_state", "core.types",

@@ -16,7 +16,7 @@ from .broadcast import MatrixShape
 from .masks import Causal, Mask, Padding, as_mask
 from .problem import Factors
 from .scores import Dot, ScaledDot, Score, as_score
-from .torch_state import is_tracing
+from .torch_state import as_size, is_tracing
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
@@ -212,7 +212,7 @@ def _shared_batch(q: Tensor, k: Tensor) -> torch.Size:
     if q.shape[:-3] == k.shape[:-3]:
         return q.shape[:-3]
     try:
-        return torch.Size(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
+        return as_size(torch.broadcast_shapes(q.shape[:-3], k.shape[:-3]))
     except RuntimeError:
         raise ValueError(
             f"batch axes of q {tuple(q.shape[:-3])} and k {tuple(k.shape[:-3])} do not broadcast; "

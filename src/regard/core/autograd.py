@@ -9,7 +9,6 @@ two functions are the operators `regard::attention` and `regard::attention_backw
 from __future__ import annotations
 
 import ast
-import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -23,7 +22,7 @@ from ..engines import Engine, fused_engine, resolve
 from ..engines.replay import is_constant, is_replayed_device, replay_or_record
 from ..engines.score_grad import ScoreGrad
 from .problem import Problem, repeat_kv, strides_like
-from .pytree import flatten, split_ints, unflatten
+from .pytree import flatten, replace_fields, split_ints, unflatten
 from .scores import upcast
 from .stats import GATHERED, NOT_DIFFERENTIATED, OPTIONAL_OUTPUTS, Request, Results, Tiling, required
 from .torch_state import in_functorch, is_tracing, without_autocast
@@ -128,7 +127,7 @@ def _cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) ->
 
 def _grads_of_scores(problem: Problem, scores: Callable[[Problem], Tensor], g: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k and the modifiers' tensors, from the gradient g of `scores(problem)`."""
-    spec, tensors = flatten(dataclasses.replace(problem, mask=None, sink=None))
+    spec, tensors = flatten(replace_fields(problem, mask=None, sink=None))
 
     def of_tensors(*parts: Tensor) -> Tensor:
         return scores(unflatten(spec, list(parts)))

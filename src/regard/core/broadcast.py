@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,8 +11,12 @@ from torch import Tensor
 __all__ = ["MatrixShape", "check_broadcast", "per_cell", "per_head", "with_leading_axes"]
 
 
-class MatrixShape(NamedTuple):
-    """The matrix that masks and scores are broadcast to."""
+@dataclass(frozen=True)
+class MatrixShape:
+    """The matrix that masks and scores are broadcast to.
+
+    No NamedTuple: torch.compile up to 2.8 cannot trace a property of one.
+    """
 
     full: tuple[int, ...]  # *batch, h, i, j
     offset: int  # the key position of query 0
@@ -45,8 +49,10 @@ def _check_device(tensor: Tensor, matrix: MatrixShape, what: str) -> None:
 def check_broadcast(shape: Sequence[int], onto: Sequence[int], what: str, axes: str) -> None:
     """Raise ValueError unless a tensor of this shape broadcasts."""
     shape, onto = tuple(shape), tuple(onto)
-    pairs = zip(reversed(shape), reversed(onto), strict=False)
-    fits = len(shape) <= len(onto) and all(a == 1 or a == b for a, b in pairs)  # `a in (1, b)` fails for a SymInt
+    # Equal lengths: torch.compile up to 2.8 cannot trace a zip() of unequal ones.
+    fits = len(shape) <= len(onto) and all(
+        a == 1 or a == b for a, b in zip(shape, onto[len(onto) - len(shape) :], strict=True)
+    )  # `a in (1, b)` fails for a SymInt
     if not fits:
         raise ValueError(f"{what} of shape {shape} does not broadcast to {onto}: {axes} is needed.")
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -19,10 +18,11 @@ from .arguments import as_values
 from .autograd import compute_with_autograd
 from .indexing import Pick, Tokens, as_index, indices, runs
 from .problem import Factors, Problem
+from .pytree import replace_fields
 from .result_cache import ResultCache, check_fits
 from .results import Peak, Statistics, TopK
 from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
-from .torch_state import without_autocast
+from .torch_state import as_size, without_autocast
 
 __all__ = ["LazyMatrix", "Transposed"]
 
@@ -61,7 +61,7 @@ class LazyMatrix:
         torch.Size([8, 5, 5])
         """
         head = () if self._one_head else (self._factors.heads,)
-        return torch.Size((*self._factors.batch, *head, *self._sizes))
+        return as_size((*self._factors.batch, *head, *self._sizes))
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +138,7 @@ class LazyMatrix:
         names = request.names
         if requires_grad:
             names = tuple(dict.fromkeys((*names, "norm", *(("argmax",) if "max_score" in names else ()))))
-        folded = dataclasses.replace(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
+        folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
         results = self._compute(factors, folded, requires_grad, use_cache=batch == self._factors.batch)
         return {
             name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
@@ -201,7 +201,7 @@ class LazyMatrix:
             yield weights_from_norm(results["cells"], results["norm"][:, :, request.rows], False)[0]
             return
         for run in runs(rows):
-            local = dataclasses.replace(request, rows=indices(range(len(run)), self.device))
+            local = replace_fields(request, rows=indices(range(len(run)), self.device))
             results = compute_with_autograd(problem.narrow(run.start, run.stop), local, engine, {}, requires_grad)
             yield weights_from_norm(results["cells"], results["norm"], False)[0]
 
@@ -223,7 +223,7 @@ class LazyMatrix:
         if all(other == self._factors.batch for other in others):
             return self._factors.batch
         try:
-            return torch.Size(torch.broadcast_shapes(self._factors.batch, *others))
+            return as_size(torch.broadcast_shapes(self._factors.batch, *others))
         except RuntimeError:
             raise ValueError(
                 f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, "

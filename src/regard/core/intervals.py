@@ -32,7 +32,8 @@ class KeyIntervals:
     hi: Tensor  # b|1 r i
     exact: bool
 
-    def __and__(self, other: KeyIntervals) -> KeyIntervals:
+    def intersect(self, other: KeyIntervals) -> KeyIntervals:
+        """Keys in both. A method, not `&`: torch.compile of 2.6 traces no operators of our classes."""
         lo = torch.maximum(self.lo[:, :, None], other.lo[:, None])  # b r r' i
         hi = torch.minimum(self.hi[:, :, None], other.hi[:, None])
         return _canonical(lo.flatten(1, 2), hi.flatten(1, 2), self.exact and other.exact)

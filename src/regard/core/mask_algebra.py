@@ -223,7 +223,7 @@ class And(Mask):
         return self.left.visible(block) & self.right.visible(block)
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
-        return self.left.intervals(layout) & self.right.intervals(layout)
+        return self.left.intervals(layout).intersect(self.right.intervals(layout))
 
 
 @register_node(storable=True)
@@ -243,7 +243,7 @@ class Or(And):
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
         left, right = self.left.intervals(layout), self.right.intervals(layout)
-        neither = left.complement(layout.keys) & right.complement(layout.keys)
+        neither = left.complement(layout.keys).intersect(right.complement(layout.keys))
         return neither.complement(layout.keys)
 
 

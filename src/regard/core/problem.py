@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from .block import MatrixBlock, PickedCells, take
 from .intervals import Geometry, KeyIntervals
 from .lowering import lower_to_intervals
 from .masks import Mask
-from .pytree import flatten, register_node, split_ints, tree_map, unflatten
+from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
 from .scores import Function, Modifier, Precomputed, Product, Score, TanhSum, repeat_kv, upcast
 from .torch_state import is_tracing
 
@@ -72,7 +71,7 @@ class Factors:
             return self
         own = self.q.ndim - 3
         wider = self.map(lambda t: t.reshape(*[1] * (len(batch) - own), *t.shape))
-        return dataclasses.replace(
+        return replace_fields(
             wider, q=wider.q.expand(*batch, *self.q.shape[-3:]), k=wider.k.expand(*batch, *self.k.shape[-3:])
         )
 
@@ -83,7 +82,7 @@ class Factors:
     def pick(self, axis: int, where: int | range | list[int]) -> Factors:
         """Chosen positions of one batch or head axis; an int drops a batch axis."""
         q, k = (_pick(t, axis, where, broadcasts=False) for t in (self.q, self.k))
-        return dataclasses.replace(self.map(lambda t: _pick(t, axis, where)), q=q, k=k)
+        return replace_fields(self.map(lambda t: _pick(t, axis, where)), q=q, k=k)
 
     def pick_heads(self, heads: int | range | list[int]) -> Factors:
         """Chosen query heads, each with the keys it looks at; the head axis stays."""
@@ -93,15 +92,15 @@ class Factors:
         if per_key_head > 1 or k.shape[-3] > 1:
             k = _pick(k, k.ndim - 3, [head // per_key_head for head in chosen])
         # The keys have heads of their own, and may have fewer: they do not follow the others.
-        others = dataclasses.replace(self, k=self.k[..., :1, :, :]).map(lambda t: _pick(t, t.ndim - 3, chosen))
-        return dataclasses.replace(others, q=_pick(self.q, self.q.ndim - 3, chosen, broadcasts=False), k=k)
+        others = replace_fields(self, k=self.k[..., :1, :, :]).map(lambda t: _pick(t, t.ndim - 3, chosen))
+        return replace_fields(others, q=_pick(self.q, self.q.ndim - 3, chosen, broadcasts=False), k=k)
 
     def problem(self) -> Problem:
         """Fold the batch axes into one, lower the mask and the score."""
         folded = self.folded()
         if self.mask is not None and folded.mask is not None:
             layout = Geometry(self.q.shape[-2], self.k.shape[-2], self.query_offset, self.q.device)
-            folded = dataclasses.replace(folded, mask=lower_to_intervals(self.mask, self.batch, folded.mask, layout))
+            folded = replace_fields(folded, mask=lower_to_intervals(self.mask, self.batch, folded.mask, layout))
         low = folded.score.lower(folded.q, folded._keys_to_lower())
         return Problem(
             low.q, low.k, low.similarity_kernel, low.modifiers, folded.score.sink_logits, folded.mask, self.query_offset
@@ -159,7 +158,7 @@ class Problem:
 
     def at(self, block: MatrixBlock) -> Problem:
         """The problem cut to a block: slices of all tensors, without the mask."""
-        return dataclasses.replace(
+        return replace_fields(
             self,
             q=_rows(self.q, block.rows),
             k=_rows(self.k, block.cols),
@@ -170,7 +169,7 @@ class Problem:
     def narrow(self, start: int, stop: int) -> Problem:
         """The same problem for adjacent rows."""
         rows = slice(start, stop)
-        return dataclasses.replace(
+        return replace_fields(
             self,
             q=_rows(self.q, rows),
             modifiers=tree_map(self.modifiers, lambda t: take(t, -2, rows)),
@@ -249,12 +248,12 @@ class Problem:
         if seen is None:
             return self, request
         v = None if request.v is None else zero_keys(request.v, seen, -2)
-        return self.blanked(seen), dataclasses.replace(request, v=v)
+        return self.blanked(seen), replace_fields(request, v=v)
 
     def blanked(self, seen: Tensor) -> Problem:
         """The same with zeros for keys that are not `seen` (b|1, j)."""
         modifiers = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
-        blanked = dataclasses.replace(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers)
+        blanked = replace_fields(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers)
         if "intervals" in vars(self):  # a cached property, with the same value
             vars(blanked)["intervals"] = self.intervals
         return blanked

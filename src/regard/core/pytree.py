@@ -12,14 +12,15 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 from torch import SymFloat, SymInt, Tensor
 
-__all__ = ["STORABLE", "flatten", "register_node", "split_ints", "tree_map", "unflatten"]
+__all__ = ["STORABLE", "flatten", "register_node", "replace_fields", "split_ints", "tree_map", "unflatten"]
 
 T = TypeVar("T")
 
 _NODES: dict[str, type] = {}
 #: Nodes that a file may name. A node that holds a user's function is not among them: code is never stored.
 STORABLE: dict[str, type] = {}
-_CONSTANTS = frozenset((type(None), bool, int, float, str))
+#: A tuple: torch.compile of 2.6 cannot look a class up in a frozenset.
+_CONSTANTS = (type(None), bool, int, float, str)
 
 
 @overload
@@ -114,3 +115,10 @@ def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return value
     fields = {name: getattr(value, name) for name in value.parts}
     return type(value)(**{n: part if n == "parameters" else tree_map(part, change) for n, part in fields.items()})
+
+
+def replace_fields(node: T, **changes: Any) -> T:
+    """A copy of a node with other values of some fields: `dataclasses.replace`, traceable by torch.compile of 2.6."""
+    values = {name: getattr(node, name) for name in node.parts}  # type: ignore[attr-defined]
+    values.update(changes)
+    return type(node)(**values)

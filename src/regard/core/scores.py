@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .broadcast import MatrixShape, per_head, with_leading_axes
 from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_axes, need_finite, need_floats, open_function
-from .pytree import register_node
+from .pytree import register_node, replace_fields
 from .similarity import Function, Product, TanhSum
 
 __all__ = [
@@ -99,7 +99,7 @@ class Score:
         """The same for one matrix: tensors checked, and with the axes (*batch|1, h|1, x, y)."""
         sink = None if self.sink_logits is None else per_head(self.sink_logits, matrix, "sink(logits)")
         modifiers = tuple(modifier.broadcast_to(matrix) for modifier in self.modifiers)
-        return dataclasses.replace(self, modifiers=modifiers, sink_logits=sink)
+        return replace_fields(self, modifiers=modifiers, sink_logits=sink)
 
     def bias(self, tensor: Tensor) -> Self:
         """Add a tensor to the scores.
@@ -164,7 +164,7 @@ class Score:
         need_floats(logits, "sink(logits)")
         if self.sink_logits is not None:
             raise ValueError("this score has a sink already, and a row has one sink. Add the logits up before.")
-        return dataclasses.replace(self, sink_logits=logits)
+        return replace_fields(self, sink_logits=logits)
 
     def modify(self, function: Callable[..., Tensor], *parameters: Tensor) -> Self:
         """Change scores by a function of your own, block by block.
@@ -184,7 +184,7 @@ class Score:
         return self._then(Modify(*open_function(function, parameters, "modify")))
 
     def _then(self, modifier: Modifier) -> Self:
-        return dataclasses.replace(self, modifiers=(*self.modifiers, modifier))
+        return replace_fields(self, modifiers=(*self.modifiers, modifier))
 
     def __repr__(self) -> str:
         own = [f for f in dataclasses.fields(self) if not f.kw_only and getattr(self, f.name) is not None]
@@ -323,7 +323,7 @@ class Bilinear(Score):
 
     def broadcast_to(self, matrix: MatrixShape) -> Self:
         score = super().broadcast_to(matrix)
-        return dataclasses.replace(score, weight=with_leading_axes(self.weight, len(matrix.batch)))
+        return replace_fields(score, weight=with_leading_axes(self.weight, len(matrix.batch)))
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ self.weight.to(q.dtype) @ k.mT
@@ -375,7 +375,7 @@ class Additive(Score):
 
     def broadcast_to(self, matrix: MatrixShape) -> Self:
         n = len(matrix.batch)
-        return dataclasses.replace(
+        return replace_fields(
             super().broadcast_to(matrix),
             query_weight=with_leading_axes(self.query_weight, n),
             key_weight=with_leading_axes(self.key_weight, n),

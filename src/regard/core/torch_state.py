@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["host_sync_forbidden", "in_functorch", "is_tracing", "replay_state", "without_autocast"]
+__all__ = ["as_size", "host_sync_forbidden", "in_functorch", "is_tracing", "replay_state", "without_autocast"]
 
 log = logging.getLogger("regard")
 
@@ -56,3 +56,8 @@ def without_autocast(x: Tensor, compute: Callable[[], Any]) -> Any:
         return compute()
     with torch.autocast(kind, enabled=False):
         return compute()
+
+
+def as_size(dims: Iterable[int]) -> torch.Size:
+    """A `torch.Size`. While torch.compile traces, the plain tuple: 2.6 cannot construct a `torch.Size` in a graph."""
+    return tuple(dims) if torch.compiler.is_compiling() else torch.Size(dims)  # type: ignore[return-value]

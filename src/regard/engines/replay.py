@@ -35,7 +35,7 @@ MAX_STEPS, MAX_BYTES = 64, 2**28
 TAPES: dict[Hashable, Tape | str] = {}
 MAX_TAPES, SEEN_ONCE, NOT_REPLAYABLE = 1024, "seen once", "not replayable"
 
-CONSTANTS = frozenset((type(None), bool, int, float, str, torch.SymInt, torch.SymFloat))
+CONSTANTS = (type(None), bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 TensorPlace = tuple[int, int]  # a tensor's number, and an offset in bytes
 Start = Callable[[list[int]], None]

@@ -279,13 +279,15 @@ def load_model(folder: Path, kind: str, settings: Settings, vocabulary: int) -> 
 
 def check_shapes(tensors: dict[str, Tensor], kind: str, settings: Settings, vocabulary: int, path: Path) -> None:
     """Compare the tensors of a file with the model that its settings describe, built without memory."""
-    expected: dict[str, Any] = {}
-    if settings.layers <= len(tensors):  # a hostile number of layers would take hours even without memory
-        try:
-            with torch.device("meta"):
-                expected = _forms(dict(build(kind, settings, vocabulary).state_dict()))
-        except RuntimeError:  # sizes beyond 2^63
-            expected = {}
+    if settings.layers > len(tensors):  # a hostile number of layers would take hours even without memory
+        raise ValueError(
+            f"{path} does not fit its settings: it has {len(tensors)} tensors for {settings.layers} layers."
+        )
+    try:
+        with torch.device("meta"):
+            expected = _forms(dict(build(kind, settings, vocabulary).state_dict()))
+    except RuntimeError as error:  # sizes beyond 2^63
+        raise ValueError(f"{path} does not fit its settings: {error}") from None
     if expected != (forms := _forms(tensors)):
         differ = sorted(name for name in expected.keys() | forms.keys() if expected.get(name) != forms.get(name))
         raise ValueError(f"{path} does not fit its settings: {', '.join(differ[:3])} differ.")

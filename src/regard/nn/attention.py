@@ -6,29 +6,25 @@ queries and keys to `regard.weights`. A layer stores nothing of its inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..core.api import attend, weights
 from ..core.masks import Mask, as_mask, causal
-from ..core.scores import Score
-from ..core.types import Align, StatisticName
+from ..core.types import Align, MaskLike, ScoreLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache
 from .positions import Positions, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
 
-__all__ = ["CrossAttention", "MaskLike", "SelfAttention"]
+__all__ = ["CrossAttention", "SelfAttention"]
 
 
-#: What users pass as a mask: a `Mask`, a bool tensor (True = visible), or ``f(i, j) -> bool``.
-MaskLike = Mask | Tensor | Callable[[Tensor, Tensor], Tensor]
-#: What users pass as a score: a name, a `Score`, or ``f(q, k) -> (..., i, j)``.
-ScoreLike = str | Score | Callable[[Tensor, Tensor], Tensor]
+#: The scores of `regard.weights`, and those for which a layer creates parameters.
+LayerScore = ScoreLike | Literal["additive", "bilinear"]
 
 
 class _Attention(nn.Module):
@@ -36,7 +32,7 @@ class _Attention(nn.Module):
 
     def __init__(
         self, dim: int, memory: int, heads: int, kv_heads: int | None, key_size: int | None, value_size: int | None,
-        score: ScoreLike | None, bias: bool, output: bool, parameters: bool,
+        score: LayerScore | None, bias: bool, output: bool, parameters: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -115,7 +111,7 @@ class SelfAttention(_Attention):
 
     def __init__(
         self, dim: int, heads: int = 1, *, kv_heads: int | None = None, key_size: int | None = None,
-        value_size: int | None = None, score: ScoreLike | None = None,
+        value_size: int | None = None, score: LayerScore | None = None,
         positions: str | Positions | None = None, causal: bool = False, bias: bool = False, output: bool = True,
         parameters: bool = True,
     ) -> None:  # fmt: skip
@@ -275,7 +271,7 @@ class CrossAttention(_Attention):
 
     def __init__(
         self, dim: int, heads: int = 1, *, memory_dim: int | None = None, kv_heads: int | None = None,
-        key_size: int | None = None, value_size: int | None = None, score: ScoreLike | None = None, bias: bool = False,
+        key_size: int | None = None, value_size: int | None = None, score: LayerScore | None = None, bias: bool = False,
         output: bool = True, parameters: bool = True,
     ) -> None:  # fmt: skip
         memory = dim if memory_dim is None else memory_dim
@@ -442,7 +438,7 @@ def _check_memory(cache: Cache, memory: Tensor | None) -> None:
 
 
 def _refuse_parameters(
-    heads: int, kv_heads: int, key_size: int | None, value_size: int | None, score: ScoreLike | None, bias: bool
+    heads: int, kv_heads: int, key_size: int | None, value_size: int | None, score: LayerScore | None, bias: bool
 ) -> None:
     conflicts = [
         ("key_size and value_size", key_size is not None or value_size is not None),

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import CrossAttention, MaskLike, SelfAttention
+from ..core.types import MaskLike
+from .attention import CrossAttention, SelfAttention
 from .cache import Cache
 from .probe import Probe
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import MaskLike
+from ..core.types import MaskLike
 from .block import Block, make_norm
 from .cache import Cache
 from .probe import Probe

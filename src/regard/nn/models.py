@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.masks import Mask, padding
-from .attention import MaskLike
+from ..core.types import MaskLike
 from .block import Block
 from .cache import Cache
 from .encoder_decoder import Decoder, Encoder

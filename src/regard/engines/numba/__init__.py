@@ -34,6 +34,9 @@ __all__ = ["backward", "cells", "column_pass", "forward", "serves", "serves_back
 #: Switch for tests and comparisons: plain PyTorch tiles even where compiled ones could serve.
 enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
 
+#: REGARD_BLAS=torch hides MKL and GOMP: the path of ARM and macOS, whose PyTorch exports neither, is tested on any CPU.
+_hide_blas = os.environ.get("REGARD_BLAS") == "torch"
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -48,7 +51,7 @@ class Runtime:
 @functools.cache
 def load() -> Runtime | None:
     """The kernels and what they need; None where it is not to be had."""
-    if importlib.util.find_spec("numba") is None:
+    if _hide_blas or importlib.util.find_spec("numba") is None:
         return None
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
