@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
+from regard._io import atomic_write
 from regard.core.scores import ScaledDot
 from regard.recorder import Recording, RegardFileError
 from regard.recorder.calls import SavedCall
@@ -260,7 +261,6 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
 
 def forked_writer(path, pieces, instant):
     """Write a file in small pieces in a child that dies by SIGKILL at an instant; returns whether it died."""
-    from regard.recorder import file
 
     child = os.fork()
     if child == 0:
@@ -289,7 +289,7 @@ def forked_writer(path, pieces, instant):
                     return out
 
                 setattr(os, name, mortal)
-            file.write(path, slowly())
+            atomic_write(path, slowly())
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
