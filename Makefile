@@ -102,7 +102,7 @@ test-gpu:
 test-gpu-checked: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 test-gpu-checked:
 	seq 0 9 | PYTHONPATH=src:tests xargs -P 10 -I{} compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py {} 10
-	seq 0 9 | PYTHONPATH=src:tests xargs -P 10 -I{} compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py {} 10 whole
+	seq 0 9 | PYTHONPATH=src:tests xargs -P 10 -I{} compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py {} 10 plain
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m bench.gpu

@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 -m bench.tune [kernel ...]
 
 Every candidate is compiled in parallel first, checked against the first candidate, then timed. What is fastest belongs
-into `regard/engines/triton/configuration.py`, by hand.
+into `regard/engines/triton/tile_config.py`, by hand.
 """
 
 from __future__ import annotations

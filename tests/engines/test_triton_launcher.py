@@ -1,4 +1,4 @@
-"""Kept launches: the second call of a form gives the kernel what the first would have been given, at the new addresses."""
+"""Cached launches: the second call of a signature passes the kernel the same arguments at the new addresses."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Group(NamedTuple):
 
 
 class Descriptor:
-    """As Triton's: what the copy engine is told of a tensor."""
+    """Stands for Triton's TMA descriptor."""
 
     def __init__(self, base, shape):
         self.base, self.shape = base, shape
 
 
 class Kernel:
-    """Stands for a kernel of Triton's: notes what it is started with."""
+    """Stands for a Triton kernel: records the arguments of its launches."""
 
     __name__ = "kernel"
     arg_names = ("x", "out", "pair", "desc", "n", "FLAG")
@@ -128,7 +128,7 @@ def test_a_tensor_that_was_not_named_is_an_error(kernel):
 
 
 class FakeLauncher:
-    """As Triton 3.6 has it: what it is to start stands inside the function that writes what the copy engine is told."""
+    """As in Triton 3.6: the C launcher is in the closure of the function that encodes TMA descriptors."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid, launch_pdl = False, True
@@ -144,7 +144,7 @@ class FakeLauncher:
 
 
 class FakeCompiled:
-    """A compiled kernel of five arguments, the fourth of which the copy engine is told."""
+    """A compiled kernel of five arguments, the fourth a TMA descriptor."""
 
     packed_metadata, function = "packed", "function"
 
@@ -162,7 +162,7 @@ class FakeCompiled:
 
 @pytest.fixture
 def triton_3_6(monkeypatch):
-    """The parts of Triton's inside that the short way takes, as they were in that version."""
+    """The private parts of Triton that `DirectLauncher` uses, as in that version."""
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton, "__version__", "3.6.9")
     monkeypatch.setattr(launcher_module, "PACKED_ARGS", {})
@@ -205,6 +205,14 @@ def test_who_listens_to_starts_is_told_by_tritons_own_way(triton_3_6):
 
 def test_a_kernel_that_needs_scratch_takes_tritons_own_way(triton_3_6):
     compiled, x, y = FakeCompiled(scratch=128), torch.randn(4), torch.randn(4)
+    launched(compiled, x, y)([16, 32])
+    assert not compiled.started
+    assert len(compiled.long) == 1
+
+
+def test_the_switch_selects_tritons_own_launcher(triton_3_6, monkeypatch):
+    monkeypatch.setattr(launcher_module, "DIRECT_LAUNCH", False)  # REGARD_DIRECT_LAUNCH=0
+    compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launched(compiled, x, y)([16, 32])
     assert not compiled.started
     assert len(compiled.long) == 1

@@ -1,8 +1,7 @@
 """A little of everything on small shapes, for the memory and race checkers of `make test-gpu-checked`.
 
-`small.py part parts [whole]`: one part of so many, so that they can run side by side. With `whole`, no kernel parts its warps:
-what such a kernel's warps are told at their beginning lies in shared memory, and the race checker takes the compiler's way
-of passing it for a race.
+`small.py part parts [plain]`: one part of so many, so that they can run in parallel. With `plain`, no kernel is warp-specialised:
+the compiler passes arguments to specialised warps through shared memory, which the race checker reports as a race.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ def everything(t: int, d: int, mask: regard.Mask | None) -> None:
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
-def main(part: int, parts: int, whole: str = "") -> None:
-    if whole:
+def main(part: int, parts: int, plain: str = "") -> None:
+    if plain:
         from regard.engines.triton import tile_config
 
         tile_config.GLUON.clear()

@@ -1,9 +1,9 @@
-"""The compiled tile step of `blockwise` on the CPU: which problems it serves, and how its kernels are called.
+"""Compiled tiles for `blockwise` on the CPU: which problems they support, and how their kernels are called.
 
-The kernels (in `cpu`, compiled by numba when first needed and kept on disk) run on PyTorch's own team of threads
-with PyTorch's own matrix product, both reached through symbols of its library: no second pool of threads fights
-for the cores, and a product inside the team stays on one of them. Where numba or those symbols are missing,
-`load` returns None and only speed is lost. Imports `factors`, `statistics`, and `cpu` lazily.
+The kernels (in `kernels`, compiled by numba when first needed and cached on disk) run on PyTorch's own OpenMP threads
+with PyTorch's own sgemm, both reached through symbols of its library: no second thread pool competes for the cores,
+and a product inside a parallel region stays on one thread. Where numba or those symbols are missing, `load` returns
+None and `blockwise` computes with plain PyTorch tiles.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from ...core.masks import And, Dense, Mask
-from ...core.problem import Problem, repeat_kv
+from ...core.problem import Problem, repeat_kv, sum_groups
 from ...core.pytree import flatten, unflatten
 from ...core.scores import Alibi, Bias, Product, Softcap
-from ...core.stats import Request, Results, lse_of
+from ...core.stats import Request, Results, lse_of, required
 from ...core.torch_state import in_functorch
 from ..score_grad import InputGrads, ScoreGrad
 
 __all__ = ["backward", "cells", "column_pass", "forward", "serves", "serves_backward", "unsupported_reason"]
 
-#: Switch for tests and comparisons: plain PyTorch tiles even where compiled ones could serve.
+#: REGARD_COMPILED=0 selects plain PyTorch tiles, for tests and comparisons.
 enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
 
 #: REGARD_BLAS=torch hides MKL and GOMP: the path of ARM and macOS, whose PyTorch exports neither, is tested on any CPU.
@@ -40,7 +40,7 @@ _hide_blas = os.environ.get("REGARD_BLAS") == "torch"
 
 @dataclass(frozen=True)
 class Runtime:
-    """What is borrowed from PyTorch's library, and the kernels."""
+    """The kernels, and the symbols of PyTorch's library that they use."""
 
     kernels: Any
     gemm: int
@@ -50,7 +50,7 @@ class Runtime:
 
 @functools.cache
 def load() -> Runtime | None:
-    """The kernels and what they need; None where it is not to be had."""
+    """The kernels and the symbols they need; None where numba or a symbol is missing."""
     if _hide_blas or importlib.util.find_spec("numba") is None:
         return None
     folder = Path(torch.__file__).parent / "lib"
@@ -78,7 +78,7 @@ def _note_fork() -> None:
     _forked = True
 
 
-# A forked child has the parent's team on record but none of its threads: it must work alone.
+# A forked child inherits the record of the parent's OpenMP threads but not the threads: it must use one.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
@@ -110,7 +110,7 @@ def unsupported_reason(problem: Problem) -> str | None:
 
 
 def serves_backward(problem: Problem, needs: list[bool]) -> bool:
-    """The same for gradients, where a bias must be a number per row or per key, and come before a soft cap."""
+    """The same for gradients, where a bias must be constant along rows or keys and come before a softcap."""
     _, tensors = flatten(problem)
     needed = {id(t) for t, need in zip(tensors, needs, strict=True) if need}
     caps = 0
@@ -128,7 +128,7 @@ def serves_backward(problem: Problem, needs: list[bool]) -> bool:
 
 
 def _dense_masks(mask: Mask | None) -> list[Tensor] | None:
-    """The bool tensors of a mask that is structured but for tensors laid over it; None for any other mask."""
+    """The bool tensors of a mask that is intervals and bool tensors; None for any other mask."""
     if mask is None:
         return []
     if isinstance(mask, Dense):
@@ -139,12 +139,12 @@ def _dense_masks(mask: Mask | None) -> list[Tensor] | None:
     return [] if mask.structured else None
 
 
-#: Multiplications below which waking a second thread costs more than it saves.
+#: Multiply-adds below which waking a second thread costs more than it saves.
 SMALL = 2_000_000
 
 
 class KernelCall:
-    """One call of a kernel: the record it reads, and the tensors that must stay alive until it ends."""
+    """One call of a kernel: the fields of its params record, and the tensors that must stay alive until it returns."""
 
     def __init__(self, problem: Problem, block_i: int, block_j: int) -> None:
         runtime = load()
@@ -171,12 +171,12 @@ class KernelCall:
         self.fields.update(fields)
 
     def address_of(self, tensor: Tensor) -> int:
-        """The address of a tensor that stays alive with this task."""
+        """The address of a tensor, which stays alive as long as this call."""
         self.alive.append(tensor)
         return tensor.data_ptr()
 
     def rows(self, name: str, tensor: Tensor, axes: str) -> Tensor:
-        """Pass a tensor as rows that BLAS can read: float32, a row's numbers side by side, rows apart."""
+        """Set a tensor as rows that BLAS can read: float32, unit stride within a row, rows that do not overlap."""
         tensor = tensor.float()
         if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
             tensor = tensor.contiguous()
@@ -215,7 +215,7 @@ class KernelCall:
         self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
 
     def run(self, kernel: str, items: int, scratch: int) -> None:
-        """Let the team work through the items; `scratch` is the bytes each thread needs for itself."""
+        """Run the kernel over `items` on PyTorch's threads; `scratch` is the bytes of scratch memory per thread."""
         threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
         scratch = (scratch + 127) // 64 * 64
         counters = torch.zeros(8, dtype=torch.int64)
@@ -234,7 +234,7 @@ class KernelCall:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Over (b, h, i, j) in elements; 0 along an axis that broadcasts."""
+    """Strides over (b, h, i, j) in elements; 0 along an axis that broadcasts."""
     return tuple(0 if n == 1 else s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
@@ -246,7 +246,7 @@ def _tile_size(problem: Problem) -> tuple[int, int]:
 
 
 def forward(problem: Problem, request: Request) -> Results:
-    """One pass over the keys: what rows can tell."""
+    """The forward pass: one pass over the keys for the row statistics."""
     b, h, i, _ = problem.shape
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
@@ -284,7 +284,7 @@ def forward(problem: Problem, request: Request) -> Results:
 
 
 def _chunks(problem: Problem, heads: int, block_i: int) -> int:
-    """Into how many parts rows are cut so that every thread has work; each part has column sums of its own."""
+    """Number of chunks of rows, so that every thread has work; each chunk has column sums of its own."""
     threads = torch.get_num_threads()
     blocks = -(-problem.shape[2] // block_i)
     return 1 if heads >= threads else max(1, min(blocks, -(-threads // max(heads, 1))))
@@ -296,7 +296,7 @@ def _sum_chunks(parts: Tensor) -> Tensor:
 
 
 def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
-    """A second pass over the weights of finished rows: what columns can tell."""
+    """The column pass: a second pass over the weights of finished rows, for the column statistics."""
     b, h, _, j = problem.shape
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
@@ -333,7 +333,7 @@ def cells(problem: Problem, request: Request) -> Tensor:
         call.out(f"{name}_at", ordered)
         call.out(f"{name}_place", place)
         call.set(**{f"{name}_count": len(positions)})
-    # At most these tiles are visited.
+    # Upper bound of the tiles that are visited.
     rows, cols = min(i, len(request.rows) * block_i), min(j, len(request.cols) * block_j)
     call.work = b * h * rows * cols * problem.q.shape[3]
     call.run("cells", b * h * -(-i // block_i), 4 * block_i * block_j)
@@ -346,10 +346,10 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     d, heads = problem.q.shape[3], problem.k.shape[1]
     dy = gradient.dy
     v = request.v if dy is not None else None
-    if v is not None and v.shape[1] != heads:  # keys and values are grouped differently: give each query head its own
+    if v is not None and v.shape[1] != heads:  # different groups of keys and values: repeat both for every query head
         repeated = unflatten(*_with_keys(problem, repeat_kv(problem.k, h)))
         (dq, dk, *rest), dv, _ = backward(repeated, _with_values(request, repeat_kv(v, h)), norm, gradient)
-        return InputGrads([dq, _sum_groups(dk, heads), *rest], _sum_groups(dv, v.shape[1]), None)
+        return InputGrads([dq, sum_groups(required(dk), heads), *rest], sum_groups(required(dv), v.shape[1]), None)
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
     chunks = _chunks(problem, b * heads, block_i)
@@ -394,8 +394,3 @@ def _with_keys(problem: Problem, k: Tensor) -> tuple[Any, list[Tensor]]:
 
 def _with_values(request: Request, v: Tensor) -> Request:
     return dataclasses.replace(request, v=v)
-
-
-def _sum_groups(x: Tensor | None, heads: int) -> Tensor | None:
-    """Sum the heads of a group: (b, h, j, e) to (b, g, j, e)."""
-    return x if x is None or x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...core.problem import Problem
+from ...core.problem import Problem, sum_groups
 from ...core.scores import Alibi
 from ..score_grad import ScoreGrad
 from .kernel_inputs import (
@@ -237,7 +237,3 @@ def modifier_grad(problem: Problem, n: int, v: Tensor | None, norm: Tensor, grad
     if along == "rows":
         return out.unsqueeze(-1).sum_to_size(like)
     return out.unsqueeze(-2).sum_to_size(like) if along == "keys" else out
-
-
-def sum_groups(x: Tensor, heads: int) -> Tensor:
-    return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)

@@ -137,7 +137,7 @@ def _by_candidates(
 
 
 def _bounds(tile_maxima: Tensor, n: int) -> Tensor:
-    """For every row a score that its n best reach, and hardly more keys than those; from bests (b, h, groups, i)."""
+    """For every row a score that its n largest keys reach, and hardly any other key; from bests (b, h, groups, i)."""
     b, h, groups, rows = tile_maxima.shape
     bounds = empty(b, h, rows, like=tile_maxima, dtype=torch.float32)
     blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32, "num_warps": 1}

@@ -1,8 +1,8 @@
-"""Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for all the rest.
+"""Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for everything else.
 
-Four kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, cells, backward. Each is a C function
-of one argument, a record of addresses and sizes, that any number of threads may enter at once: they draw work from a
-shared counter, so nobody waits for the slowest. Loaded only by `compiled`; needs numba.
+Four kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, cells, backward. Each is a C
+function of one argument, a params record of addresses and sizes, that any number of threads may enter at once: they
+take work items from a shared counter, so that no thread waits for the slowest. Needs numba.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _KERNELS = {
 
 @functools.cache
 def kernel(name: str) -> Any:
-    """A kernel as a C function, compiled when it is first needed; the result is kept on disk.
+    """A kernel as a C function, compiled when first needed and cached on disk.
 
-    numba files it under the source of one function only, so a stamp of all sources of this folder is made part of it.
+    numba's cache sees the source of one function only, so a checksum of all sources of this package is made part of it.
     """
     stamp = 1
     for source in sorted(Path(__file__).parent.glob("*.py")):
         stamp = zlib.crc32(source.read_bytes(), stamp)
     signature, c_entry = types.void(types.CPointer(PARAMS)), entry(_KERNELS[name], stamp or 1)
-    with log_if_slow(f"compiling the {name} pass for this CPU; it is kept for the next time"):
+    with log_if_slow(f"compiling the {name} pass for this CPU; the result is cached on disk"):
         try:
             return cfunc(signature, cache=True)(c_entry)
-        except RuntimeError:  # nowhere to keep it: a read-only installation without a home
+        except RuntimeError:  # no directory for the cache: a read-only installation without a home
             return cfunc(signature)(c_entry)
 
 
@@ -79,7 +79,7 @@ def entry(run: Any, stamp: int) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def log_if_slow(what: str, seconds: float = 1.0) -> Iterator[None]:
-    """Say by the logger "regard" what takes so long; nothing where it is quick, as it is from the second time on."""
+    """Log `what` by the logger "regard" if the body takes longer than `seconds`."""
     clock = threading.Timer(seconds, logging.getLogger("regard").info, (what,))
     clock.daemon = True
     clock.start()

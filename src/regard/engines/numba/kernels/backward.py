@@ -1,8 +1,7 @@
-"""Gradients of q, k, v and of biases per row and per key, from weights made once more.
+"""Gradients of q, k, v and of biases per row and per key, from recomputed weights.
 
-In every cell ds = w (left · right + ρ |distance| − c − η log w). Rows are cut into chunks; each chunk of a group of
-heads has sums of its own for the keys, so the result does not depend on who was faster.
-Imports `rows`, `task` and `words`.
+In every cell ds = w (left · right + d_distance |distance| − delta − d_entropy log w). Rows are cut into chunks. Each
+chunk of a group of heads has sums of its own for the keys, so that the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def backward(T):
 
 @njit
 def block_of_rows(T, scratch, item, chunk, b, g, h, i0, rows):
-    """`scratch` is this thread's room: a tile of weights, one of gradients, a row of logs, a row of slopes."""
+    """All tiles of a block of rows. `scratch`: a tile of weights, one of gradients, a row of logs, a row of slopes."""
     grads = scratch + 4 * T.block_i * T.block_j
     head = b * T.H + h
     q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)

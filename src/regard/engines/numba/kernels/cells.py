@@ -1,7 +1,7 @@
-"""Scores at chosen rows and keys, by the products that made the norm.
+"""Scores at chosen rows and keys, from the products that the norm was computed from.
 
-BLAS rounds a product of another shape another way, so a cell is copied out of the very tile that `forward` would make:
-same rows, same keys, same strides. Tiles that hold no chosen cell are not made. Imports `rows`, `task` and `words`.
+BLAS rounds a product of another shape differently, so a cell is copied out of the tile that `forward` computes: same
+rows, same keys, same strides. Tiles without a chosen cell are skipped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def cells(T):
 
 @njit
 def block_of_rows(T, scratch, head, i0, rows, chosen, end_chosen):
-    """`scratch` is this thread's scratch memory: a tile of scores. Its chosen rows are those from `chosen` on."""
+    """All tiles of a block of rows with chosen cells. `scratch`, this thread's memory, holds a tile of scores."""
     b, h = head // T.H, head % T.H
     q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
     k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h)
@@ -51,7 +51,7 @@ def block_of_rows(T, scratch, head, i0, rows, chosen, end_chosen):
 
 @njit
 def copy_tile(T, scratch, b, h, i0, chosen, end_chosen, j0, cols, here, stop, lo, hi):
-    """The chosen rows of a tile go through all steps, and what is visible of their chosen keys is copied out."""
+    """Apply the modifiers to the chosen rows of a tile, and copy the visible ones of their chosen keys out."""
     row_at, row_place = carray(longs_at(T.row_at), T.row_count), carray(longs_at(T.row_place), T.row_count)
     col_at, col_place = carray(longs_at(T.col_at), T.col_count), carray(longs_at(T.col_place), T.col_count)
     last = i64(-1)
@@ -73,7 +73,7 @@ def copy_tile(T, scratch, b, h, i0, chosen, end_chosen, j0, cols, here, stop, lo
 
 @njit
 def first_from(ordered, n, x):
-    """The place of the first of n ordered numbers that is at least x."""
+    """Index of the first of n sorted numbers that is at least x."""
     low, high = i64(0), i64(n)
     while low < high:
         middle = (low + high) // 2

@@ -1,7 +1,7 @@
-"""A second pass over the weights of finished rows: column sums, pooled map, Wᵀ u.
+"""The column pass: column sums, pooled map and Wᵀ u from the weights of finished rows.
 
-Rows are cut into chunks; each chunk of a head has totals of its own, so that no two threads add to one number and
-the result does not depend on who was faster. Imports `rows`, `task` and `words`.
+Rows are cut into chunks. Each chunk of a head has sums of its own, so that no two threads add to one number and the
+result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def column_pass(T):
 
 @njit
 def block_of_rows(T, scratch, item, head, i0, rows):
-    """`scratch` is this thread's room: a tile of scores, then sums of its columns."""
+    """All tiles of a block of rows. `scratch` (this thread's memory): a tile of scores, then sums of its columns."""
     b, h = head // T.H, head % T.H
     q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
     k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h)
@@ -52,7 +52,7 @@ def block_of_rows(T, scratch, item, head, i0, rows):
 
 @njit
 def add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi):
-    """Turn a tile of scores into weights and add up its columns, group by group of the pooled map's rows."""
+    """Turn a tile of scores into weights and sum its columns, separately for each row of the pooled map."""
     columns = scratch + 4 * T.block_i * T.block_j
     group = pool_row(T, i0)
     for r in range(rows):
@@ -89,7 +89,7 @@ def pool_row(T, i):
 
 @njit
 def flush(T, columns, cols, j0, row, item):
-    """Column sums of some rows go into the totals, in float64, and into a row of the pooled map; then start again."""
+    """Add column sums to the totals, in float64, and to a row of the pooled map; then zero them."""
     use_wide_vectors()
     column = carray(floats_at(columns), cols)
     if T.received != 0:

@@ -1,6 +1,6 @@
-"""One pass over the keys for blocks of rows: y, norm and the statistics that rows can tell.
+"""The forward pass: y, norm and the row statistics, one pass over the keys.
 
-The state of a row is merged with that of each tile as `State.merge` does it. Imports `rows`, `task` and `words`.
+Each tile is merged into the online-softmax state of its rows, as `State.merge` does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forward(T):
 
 @njit
 def rows_of_one_head(T, scratch, b, h, i0, rows):
-    """All tiles of a block of rows. `scratch` is this thread's room: a tile of scores, then m, l and t of every row."""
+    """All tiles of a block of rows. `scratch` (this thread's memory): a tile of scores, then m, l and t of each row."""
     buffers = scratch + 4 * T.block_i * T.block_j
     m = carray(floats_at(buffers), T.block_i)
     l = carray(floats_at(buffers + 4 * T.block_i), T.block_i)
@@ -134,7 +134,7 @@ def merge_row(T, at, n, key, b, h, i, out, r, m, l, t, buffers):
 
 @njit
 def shrink(T, out, r, shift, l, t):
-    """A higher maximum was found: all that was summed so far shrinks by the same factor."""
+    """Rescale the sums of a row to a new maximum, `shift` = old − new."""
     alpha = exp(shift)
     t[r] = alpha * (t[r] + shift * l[r])
     l[r] *= alpha
@@ -148,7 +148,7 @@ def shrink(T, out, r, shift, l, t):
 
 @njit
 def merge_sink(sink, r, m, l, t):
-    """The sink is the state of one more key: maximum its logit, sum 1, value nothing. Returns what values shrink by."""
+    """Merge the sink, a key with its logit as score and value 0. Returns the factor by which values shrink."""
     new = max(m[r], sink)
     if new == NEGATIVE_INFINITY:
         return f32(1)
@@ -164,11 +164,11 @@ def merge_sink(sink, r, m, l, t):
 
 @njit
 def finish_rows(T, b, h, first, rows, m, l, t, untouched):
-    """Merge the sink in, divide by the row sums, and write what was asked for."""
+    """Epilogue: merge the sink, divide by the row sums, store the statistics."""
     for r in range(rows):
         out = first + r
         if T.max_score != 0:
-            # A score that is nan leaves no trace in the maximum, but in the sum.
+            # max() drops nan, the sum keeps it.
             carray(floats_at(T.max_score + 4 * out), 1)[0] = m[r] if l[r] == l[r] else l[r]
         alpha = f32(1)
         if T.sink != 0:

@@ -1,4 +1,4 @@
-"""What a kernel is told: one record of addresses, strides and sizes. Imports `words`."""
+"""The params record of a kernel: addresses, strides and sizes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
     "params_record",
 ]
 
-# Kinds of steps: what is done to a row of scores between the product and softmax.
+# Kinds of modifiers, which change a row of scores between the product and the softmax.
 BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK = 0, 1, 2, 3, 4
 
 _MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
 
-#: One step: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
+#: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
 MODIFIER = from_dtype(_MODIFIER)
 
 modifiers_at = pointer_to(MODIFIER)
@@ -58,16 +58,16 @@ _PARAMS = np.dtype(
 _FIELDS: dict[str, Any] = dict.fromkeys(_PARAMS.names or (), 0)
 _PACKED = struct.Struct(f"{len(_FIELDS) - 2}q2f")
 
-#: Addresses are 0 for what is not wanted; strides and sizes count elements.
+#: Addresses are 0 for outputs that are not wanted; strides and sizes count elements.
 PARAMS = from_dtype(_PARAMS)
 
 
 def params_record(fields: dict[str, Any]) -> np.ndarray:
-    """The record of what is told; all else is 0: not wanted."""
-    assert fields.keys() <= _FIELDS.keys(), "every field has its place in the record"
+    """The record of these fields; all others are 0."""
+    assert fields.keys() <= _FIELDS.keys(), "unknown field"
     return np.frombuffer(_PACKED.pack(*(_FIELDS | fields).values()), np.uint8)
 
 
 def modifier_table(modifiers: list[tuple[Any, ...]]) -> np.ndarray:
-    """The steps as the kernels read them."""
+    """The modifiers as the kernels read them."""
     return np.array(modifiers, _MODIFIER) if modifiers else np.zeros(1, _MODIFIER)

@@ -1,6 +1,6 @@
-"""One pass each over the n visible scores of a row.
+"""Operations on the n visible scores of a row, one pass each; a trailing underscore marks those that work in place.
 
-Loops start at 0: an index that might be negative is no vector. Imports `words` and `task`.
+Loops start at 0: LLVM does not vectorise a loop whose index might be negative.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def exp_with_t_(s, n, m):
 
 @njit(fastmath={"contract", "reassoc"})
 def expected_distance(p, n, first_distance):
-    """Σ p · |distance|; `first_distance` is the query's position less that of the tile's first key."""
+    """Σ p · |distance|; `first_distance` is the query's position minus that of the tile's first key."""
     use_wide_vectors()
     total = f32(0)
     for j in range(n):
@@ -110,11 +110,11 @@ def index_of(s, n, value):
 
 @njit
 def update_topk(score, index, n, s, count, first, lanes):
-    """Keep the n largest of a row in a sorted list; of equal ones the first stays. `lanes` is room for 16 numbers."""
+    """Merge scores into the sorted n largest of a row; ties keep the first. `lanes`: memory for 16 numbers."""
     threshold = NEGATIVE_INFINITY
     if score[n - 1] == NEGATIVE_INFINITY and n <= LANES and count >= 4 * LANES:
-        # Nothing to beat yet. At least n scores reach the nth largest maximum of 16 interleaved lanes: with that as
-        # a first bar most insertions are spared.
+        # First tile of a row. At least n scores reach the nth largest of the maxima of 16 interleaved lanes: as a first
+        # threshold it avoids most insertions.
         store_lanes(lanes, s)
         for start in range(LANES, count - LANES + 1, LANES):
             max_lanes(lanes, s + 4 * start)
@@ -180,7 +180,7 @@ def softcap_(s, n, cap):
 
 @njit(fastmath={"contract"})
 def softcap_with_slopes_(s, slope, n, cap):
-    """The same, keeping the derivative 1 − tanh² of every score."""
+    """The same, with the derivative 1 − tanh² of every score in `slope`."""
     use_wide_vectors()
     inverse = f32(1) / cap
     for j in range(n):
@@ -205,7 +205,7 @@ def hide_strided_(s, n, visible, stride):
 
 @njit
 def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
-    """All steps, in the order written, on the scores of a row from key `first` on; slopes where there is room."""
+    """Apply all modifiers in order to the scores of a row from key `first` on; slopes too unless `slope` is empty."""
     for number in range(count):
         modifier = modifiers[number]
         kind = modifier.kind
@@ -246,7 +246,7 @@ def visible_keys(T, b, interval, i0, rows):
 
 @njit
 def norm_of(T, row):
-    """What weights of a row are made with: its maximum m and 1 / l; 0 both for a row with no key."""
+    """Maximum m and 1 / l of a row; both 0 for a row with no key."""
     norm = carray(floats_at(T.norm + 8 * row), 2)
     if norm[1] == f32(0):
         return f32(0), f32(0)
@@ -255,7 +255,7 @@ def norm_of(T, row):
 
 @njit(fastmath={"contract"})
 def normalize_and_accumulate_(s, n, m, share, column):
-    """s ← exp(s − m) / l, also added to the sums of the columns."""
+    """s ← exp(s − m) / l, and add it to the sums of the columns."""
     use_wide_vectors()
     for j in range(n):
         w = exp(s[j] - m) * share
