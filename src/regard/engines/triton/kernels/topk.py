@@ -287,11 +287,10 @@ def insert_sorted(value, key, best, keys, N: tl.constexpr):
     new_best, new_at = (), ()
     moved, moved_key = value, key  # what goes into the next place: the new score, then each that it displaced
     for n in tl.static_range(N):
-        better = (
-            value > best[n]
-        )  # and then than all after it: were they compared with what is moved, equals would stop it
-        new_best = new_best + (tl.where(better, moved, best[n]),)  # noqa: RUF005 (a star is not of Triton's language)  # type: ignore[assignment]
-        new_at = new_at + (tl.where(better, moved_key, keys[n]),)  # noqa: RUF005  # type: ignore[assignment]
+        # Larger than this, so larger than all after it. Compared with the moved score instead, equal ones would stop it.
+        better = value > best[n]
+        new_best = new_best + (tl.where(better, moved, best[n]),)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no star)
+        new_at = new_at + (tl.where(better, moved_key, keys[n]),)  # type: ignore[assignment]  # noqa: RUF005
         moved = tl.where(better, best[n], moved)
         moved_key = tl.where(better, keys[n], moved_key)
     return new_best, new_at
