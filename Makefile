@@ -106,3 +106,4 @@ test-gpu-checked:
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m bench.gpu
+	PYTHONPATH=src $(PYTHON) -m bench.gpu_shapes

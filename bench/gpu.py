@@ -133,7 +133,7 @@ def plain(shape: tuple[int, ...], causal: bool) -> None:
     with sdpa_kernel(BACKENDS[backend]):
         theirs = error_of(sdpa(), q, k, v, causal)
     columns = ask("lse", "max_score", "entropy", "received", pool=(64, 64))
-    largest = ask("lse", "max_score", "entropy", "received", pool=(64, 64), top=8)
+    largest = ask("lse", "max_score", "entropy", "received", pool=(64, 64), topk=8)
     for what, run, must, goal in (
         ("y + lse + max + entropy", statistics_of_rows, 1.2, 1.0),
         ("+ received + pool 64²", columns, 2.0, 1.65),

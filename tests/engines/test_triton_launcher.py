@@ -48,6 +48,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(launcher_module, "LAUNCHES", {})
     monkeypatch.setattr(launcher_module, "INTERPRETED", False)
+    monkeypatch.setattr(launcher_module, "short_way", lambda *_: None)
     return Kernel()
 
 
@@ -226,6 +227,51 @@ def test_packed_arguments_are_not_kept_for_ever(triton_3_6, monkeypatch):
         launch([16 * n, 32])
     assert len(launcher_module.PACKED_ARGS) <= 10
     assert len(compiled.started) == 50
+
+
+@pytest.fixture
+def triton_since_3_7(monkeypatch):
+    """The launcher of the Triton that is installed, on a driver that notes down what it is handed."""
+    inside = pytest.importorskip("triton.backends.nvidia.driver")
+    triton = pytest.importorskip("triton")
+    if triton.__version__.startswith("3.6."):
+        pytest.skip("3.6 has a launcher of its own, tested above and on a GPU")
+    monkeypatch.setattr(launcher_module, "PACKED_ARGS", {})
+    handed, written = [], []
+
+    def write(address, *rest):
+        written.append(address)
+        return ("map", address, *map(str, rest))
+
+    utils = type("Utils", (), {"launch": staticmethod(lambda *call: handed.append(call)), "fill_tma_descriptor_tiled": staticmethod(write)})  # fmt: skip
+    active = type("Driver", (), {"utils": utils, "get_current_stream": staticmethod(lambda device: 11), "get_current_device": staticmethod(lambda: 0)})  # fmt: skip
+    monkeypatch.setattr(triton.runtime, "driver", type("Drivers", (), {"active": active}))
+    monkeypatch.setattr(inside, "annotate_arguments", lambda signature: ("annotations", tuple(signature)))
+    monkeypatch.setattr(inside, "make_kernel_signature", lambda signature: ("signature", tuple(signature)))
+    hook = type("Hooks", (), {"calls": []})
+    monkeypatch.setattr(triton.knobs, "runtime", type("Runtime", (), {"launch_enter_hook": hook, "launch_exit_hook": hook}))  # fmt: skip
+    return inside.CudaLauncher, handed, written
+
+
+def test_since_3_7_the_short_way_hands_over_what_tritons_launcher_does(triton_since_3_7):
+    launcher, handed, written = triton_since_3_7
+    described = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
+    fields = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl")  # fmt: skip
+    compiled = type("Compiled", (), {"function": 5, "packed_metadata": "packed"})
+    compiled.src = type("Source", (), {"signature": {"x": "*bf16", "desc": "tensordesc<bf16[64, 64],nvmma>", "n": "i32"}, "constants": {}})  # fmt: skip
+    compiled.metadata = type("Metadata", (), {**dict.fromkeys(fields, 0), "tensordesc_meta": [described], "num_ctas": 1, "instrumentation_mode": ""})  # fmt: skip
+    compiled.run = launcher(compiled.src, compiled.metadata)
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    desc = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor(x, [64, 64], [64, 1], [64, 64])
+    way = launcher_module.short_way(compiled, 7)
+    assert type(way) is launcher_module.ShortWaySince37
+    packed = way.packed([x, desc, 3])
+    for _ in range(3):
+        way.run(packed)
+    assert len(written) == 1, "what the copy engine is told is written once"
+    compiled.run(7, 1, 1, 11, 5, "packed", None, None, None, x, desc, 3)
+    *ours, theirs = [(*call[:-1], list(call[-1])) for call in handed]
+    assert ours == [theirs] * 3
 
 
 def test_growing_lengths_do_not_keep_launches_for_ever(kernel, monkeypatch):

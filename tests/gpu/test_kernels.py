@@ -212,14 +212,14 @@ def test_a_thousand_repeats_give_the_same_bits() -> None:
 
 def test_more_than_two_to_the_31_elements() -> None:
     q = torch.empty(1, 17, 2**20, 128, device="cuda", dtype=torch.bfloat16).normal_()
-    lse = regard.weights(q, mask=regard.window(3, 0), engine="triton").lse
-    tail = regard.weights(q[:, -1:, -64:], mask=regard.window(3, 0), engine="blockwise").lse
+    lse = regard.weights(q, mask=regard.window(3, 0), engine="triton").lse()
+    tail = regard.weights(q[:, -1:, -64:], mask=regard.window(3, 0), engine="blockwise").lse()
     assert (lse[:, -1:, -32:] - tail[..., -32:]).abs().max() < 1e-3
 
 
 def test_more_programs_than_65535() -> None:
     q = draw(70_000, 1, 16, 16)
-    lse = regard.weights(q, engine="triton").lse
+    lse = regard.weights(q, engine="triton").lse()
     truth = (q.float() @ q.float().mT / 4).logsumexp(-1)
     assert (lse - truth).abs().max() < 1e-4
 
@@ -237,7 +237,7 @@ def test_a_mask_of_46341_tokens_does_not_wrap() -> None:
 def test_keys_of_stride_0() -> None:
     q, k = draw(2, 2, 100, 64), draw(1, 1, 100, 64).expand(2, 2, 100, 64)
     assert (
-        regard.weights(q, k, engine="triton").lse() - regard.weights(q, k.contiguous(), engine="triton").lse
+        regard.weights(q, k, engine="triton").lse() - regard.weights(q, k.contiguous(), engine="triton").lse()
     ).abs().max() == 0
 
 

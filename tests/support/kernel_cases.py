@@ -101,13 +101,51 @@ def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[Case]:
     return cases
 
 
+#: A few rows over many keys: one row, heads that share keys in groups of a power of two and not, more rows than a tile.
+FEW_ROWS = (
+    (1, 1, None),
+    (1, 63, "end"),
+    (1, 130, "end"),
+    (5, 70, "end"),
+    (17, 17, None),
+    (3, 40, "start"),
+    (40, 96, "end"),
+)
+SHARED_KEYS = (
+    (1, 4, 1, 16, 16),
+    (2, 6, 2, 8, 24),
+    (1, 6, 1, 40, 8),
+    (2, 2, 2, 64, 32),
+    (1, 5, 1, 16, 16),
+    (1, 4, 4, 16, 16),
+)
+ASKED_OF_FEW = (
+    ("y", "lse", "max_score", "entropy"),
+    ("y", "norm", "entropy", "received"),
+    ("y", "norm", "mean_distance", "mass", "argmax"),
+    ("norm", "topk_scores", "topk_indices", "y"),
+    ("norm", "received", "topk_scores", "topk_indices"),
+)
+
+
+def of_few_rows(dtypes: tuple[torch.dtype, ...], count: int = 64) -> list[Case]:
+    """Cases for the kernels that split the keys, drawn so that every choice comes up in turn."""
+    rng = random.Random(0)
+    scores, masks = [s for s in FEWER_SCORES if s != "additive"], FEWER_MASKS
+    return [
+        Case(scores[n % len(scores)], rng.choice(masks), ASKED_OF_FEW[n % len(ASKED_OF_FEW)], dtypes[n % len(dtypes)],
+             rng.choice(FEW_ROWS), rng.choice(SHARED_KEYS), rng.choice((1.0, 3.0)), seed=n)
+        for n in range(count)
+    ]  # fmt: skip
+
+
 def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) -> Case:
     """One configuration out of all, lengths and sizes too."""
     rng = random.Random(seed)
     i = rng.choice([1, rng.randint(2, 65), rng.randint(2, longest)])
-    j = rng.choice([i, rng.randint(1, longest)])
+    j = rng.choice([i, rng.randint(1, longest), rng.randint(1, 8 * longest) if i <= 64 else i])
     g = rng.choice([1, 2, 3])
-    sizes = (rng.choice([1, 2, 3]), g * rng.choice([1, 2]), g, 8 * rng.choice([1, 2, 3, 5, 8, 12, 16, 32]), 8 * rng.choice([1, 2, 4, 7, 8, 16, 32]))  # fmt: skip
+    sizes = (rng.choice([1, 2, 3]), g * rng.choice([1, 2, 4, 7]), g, 8 * rng.choice([1, 2, 3, 5, 8, 9, 10, 12, 16, 20, 24, 32]), 8 * rng.choice([1, 2, 4, 7, 8, 16, 32]))  # fmt: skip
     align = None if i == j else rng.choice(["start", "end"])
     return Case(rng.choice(SCORES), rng.choice(MASKS), rng.choice(ASKED), rng.choice(dtypes), (i, j, align), sizes, rng.choice([0.3, 1.0, 3.0]), seed)  # fmt: skip
 
@@ -248,6 +286,17 @@ def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile:
             wrong += 1
             print(f"top {n} by ballot, {mask}, {kind}, {dtype}: {found} for {truth}")
     return wrong
+
+
+def judged_where_keys_are_equal(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Of equal keys the lower comes first: where one is listed, all before it are, also if a larger score displaced some."""
+    q, k = (torch.randn(1, 2, n, 16, device=device).to(dtype) for n in (70, 77))
+    k[:, :, 5:9] = k[:, :, 4:5]
+    found = regard.weights(q, k, engine="triton").topk(8).indices
+    for n in range(5, 9):
+        assert bool((~(found == n).any(-1) | (found == n - 1).any(-1)).all()), (
+            f"key {n} is listed before one that is equal"
+        )
 
 
 def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: int = 300) -> None:

@@ -19,7 +19,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from regard.core import intervals
-from regard.engines.triton import backward_pass, forward_pass, kernel_inputs, mask_args, tile_config, topk_pass
+from regard.engines.triton import (
+    backward_pass,
+    decode_pass,
+    forward_pass,
+    kernel_inputs,
+    mask_args,
+    tile_config,
+    topk_pass,
+)
 from support import kernel_cases
 
 torch.set_num_threads(1)
@@ -85,8 +93,26 @@ def tables_that_are_wrong(cases: int = 60) -> int:
     return wrong
 
 
+def _wrong_of_few_rows(part: int, of: int) -> int:
+    """Keys in one share and in several, of which some are empty; the largest of a row from one part and from many."""
+    tile_config.forced.clear()
+    splits, searched, wrong = decode_pass._splits, decode_pass.SEARCHED, 0
+    for n, case in enumerate(kernel_cases.of_few_rows((torch.float32, torch.float16))[part::of]):
+        tile_config.forced["decode"] = tile_config.Config(16 if n % 2 else 32, 32 if n % 3 else 16, 4, 1, tma=False)
+        decode_pass._splits = lambda *_, count=(1, 2, 3, 7)[n % 4]: count
+        decode_pass.SEARCHED = 16 if n % 2 else 64
+        try:
+            kernel_cases.judged(case, gradients=False)
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {error} [{case}]")
+    tile_config.forced.clear()
+    decode_pass._splits, decode_pass.SEARCHED = splits, searched
+    return wrong
+
+
 def main(part: int, of: int) -> int:
-    backward_pass.empty = topk_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
+    backward_pass.empty = decode_pass.empty = topk_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
     intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
@@ -97,9 +123,13 @@ def main(part: int, of: int) -> int:
         except Exception as error:
             wrong += 1
             print(f"{type(error).__name__}: {error} [{case}]")
+    wrong += _wrong_of_few_rows(part, of)
     if part == 1:
         tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1)
         wrong += kernel_cases.judged_by_ballot((torch.float16,))
+    if part == 3:
+        tile_config.forced["any"] = tile_config.Config(16, 32, 4, 1)
+        kernel_cases.judged_where_keys_are_equal(torch.float32)
     if part == 2:
         tile_config.forced["any"] = tile_config.Config(16, 32, 4, 1)
         kernel_cases.judged_with_many_columns(torch.float32)

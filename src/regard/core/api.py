@@ -126,7 +126,9 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
         return None
     small = q.device.type == "cpu" and q.numel() * k.shape[-2] <= SMALL
     grouped = q.shape[-3] != k.shape[-3]
-    if grouped and (not small or q.ndim != 4 or q.shape[1] % k.shape[1]):
+    if grouped and (q.ndim != 4 or q.shape[1] % k.shape[1] or not (small or _has_fused_gqa(q))):
+        return None
+    if _is_chunk(q, k):
         return None
     flags = None
     # With as many keys as queries causal means one thing, and every key is seen by some row.
@@ -139,6 +141,19 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
     y = attention(q, k, v, attn_mask=flags, is_causal=causal, scale=scale, enable_gqa=grouped)
     # SDPA lets nan or inf of a hidden key into the output, as nan: then our engines compute it.
     return y if flags is None or bool(y.detach().sum().isfinite()) else None
+
+
+def _has_fused_gqa(q: Tensor) -> bool:
+    """Whether PyTorch has a kernel in which heads share keys; in others it repeats them in memory."""
+    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _is_chunk(q: Tensor, k: Tensor) -> bool:
+    """Whether a few rows read many keys on a GPU, over which PyTorch's default kernel takes long: it splits none."""
+    if is_tracing() or q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    rows, keys, size = q.shape[-2], k.shape[-2], q.shape[-1]
+    return rows <= 64 and keys >= 2048 and (rows > 1 or size > 128)
 
 
 def _dense_bool_mask(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:

@@ -129,7 +129,8 @@ def _check(problem: Problem, request: Request) -> None:
 
 
 def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
-    from . import topk_pass
+    from . import decode_pass, topk_pass
+    from .kernel_inputs import KernelInputs
 
     results = dict(cached)
     first = tuple(n for n in names if n in ONE_PASS and not n.startswith("top"))
@@ -137,6 +138,12 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
     if second and "norm" not in cached and "norm" not in first:
         first = (*first, "norm")
     top = request.topk if any(n.startswith("top") for n in names) else 0
+    if (
+        decode_pass.splits_keys(p := KernelInputs(problem))
+        and decode_pass.stores_scores(p)
+        and (top or "received" in second)
+    ):
+        return results | _from_scores(problem, request, first, second, top, cached)
     with_tile_maxima = top > 0 and topk_pass.uses_candidates(problem, top)
     if first or with_tile_maxima:
         results |= _first_pass(problem, request, first, with_tile_maxima)
@@ -147,21 +154,46 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
     return results
 
 
-def _first_pass(problem: Problem, request: Request, names: tuple[str, ...], with_tile_maxima: bool = False) -> Results:
-    from . import forward_pass
+def _from_scores(
+    problem: Problem, request: Request, first: tuple[str, ...], second: tuple[str, ...], top: int, cached: Results
+) -> Results:
+    """Few rows: their scores are stored by the first pass, and columns and the largest are taken from them."""
+    from . import decode_pass
+
+    results = cached | _first_pass(problem, request, first, store=True)
+    scores = results.pop("scores")
+    if top:
+        results |= decode_pass.top(problem, top, scores, results.get("norm"))
+    if "received" in second:
+        results["received"] = decode_pass.received(problem, scores, results["norm"])
+    if others := tuple(n for n in second if n != "received"):
+        results |= _second_pass(problem, request, others, results["norm"])
+    return results
+
+
+def _first_pass(
+    problem: Problem, request: Request, names: tuple[str, ...], with_tile_maxima: bool = False, store: bool = False
+) -> Results:
+    from . import decode_pass, forward_pass
+    from .kernel_inputs import KernelInputs
+
+    def forward(names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, first: bool = True) -> Results:
+        if decode_pass.splits_keys(KernelInputs(problem)):
+            return decode_pass.forward(problem, names, v, keys, store and first)
+        return forward_pass.forward(problem, names, v, keys, with_tile_maxima and first)
 
     keys = None if request.keys is None else request.keys.float().view(1, 1, 1, -1)
     v = request.v if "y" in names else None
     if v is None:
-        return forward_pass.forward(problem, names, None, keys, with_tile_maxima)
+        return forward(names, None, keys)
     if v.shape[-1] == 1 and "mass" not in names:
         # One number a key: summed in float32 as `mass`, without a product.
         renamed = tuple("mass" if n == "y" else n for n in names)
-        results = forward_pass.forward(problem, renamed, None, _as_key_mass(v, problem.shape), with_tile_maxima)
+        results = forward(renamed, None, _as_key_mass(v, problem.shape))
         results["y"] = results.pop("mass").unsqueeze(-1)
         return results
     parts = [
-        forward_pass.forward(problem, *((names, part, keys, with_tile_maxima) if n == 0 else (("y",), part, None)))
+        forward(*((names, part, keys) if n == 0 else (("y",), part, None, False)))
         for n, part in enumerate(v.split(MAX_SIZE, -1))
     ]
     return {**parts[0], "y": torch.cat([part["y"] for part in parts], -1) if len(parts) > 1 else parts[0]["y"]}

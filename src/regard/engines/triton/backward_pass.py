@@ -135,8 +135,8 @@ def _dkdv_config(f: BackwardInputs, heads: int) -> Config:
     """Warp specialisation needs TMA for all inputs and outputs, and no further columns."""
     p, v = f.p, f.v
 
-    def fits(_: Config) -> bool:
-        if v is None or f.dy is None or f.constants["EXTRA"] or is_short(p, f.e):
+    def fits(config: Config) -> bool:
+        if not p.even_blocks(config) or v is None or f.dy is None or f.constants["EXTRA"] or is_short(p, f.e):
             return False
         tiles = (p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)
         own_heads = heads == p.k.shape[1] == v.shape[1]

@@ -25,7 +25,7 @@ from .kernel_inputs import (
 )
 from .kernels.column_pass import Pool, column_pass_kernel, pool_kernel
 from .kernels.forward import Outputs, forward_kernel, row_stats
-from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits
+from .kernels.tile_ops import TmaLayout, row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
 from .tile_config import Config, choose_config, is_short
 
@@ -101,9 +101,7 @@ def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e
     """Warp specialisation needs TMA for all inputs, and values as wide as keys."""
 
     def fits(config: Config) -> bool:
-        if v is None or v.shape[-1] != p.d or not v.dtype == p.q.dtype == p.k.dtype:
-            return False
-        return tma_fits(p.d, (p.q, config.block_i // 2), (p.k, config.block_j), (v, config.block_j))
+        return p.i > 64 and v is not None and v.dtype == p.q.dtype == p.k.dtype and tma_fits_heads(p.q, p.k, v)
 
     return choose_config(_forward_name(p, names, v, e), p, e, v, fits)
 
@@ -112,8 +110,8 @@ def _forward_name(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: 
     """Name of the tile configuration of a forward pass."""
     if max(p.d, e) <= 64 and ("argmax" in names or p.mask_format.kind == "flags"):
         return "many_stats"
-    if is_short(p, e):
-        return "short"
+    if is_short(p, e):  # keys that end early in a tile of 64 take narrower ones
+        return "narrow" if 0 < p.j % 64 <= 32 else "short"
     return "shared_kv" if v is not None and e <= 128 and _same_tensor(v, p.k) else "forward"
 
 
@@ -126,9 +124,23 @@ def _forward_descriptors(
 
 
 def _forward_ws_args(p: KernelInputs, config: Config, v: Tensor, y: Tensor, args: dict[str, Any]) -> LaunchArgs:
-    half, blocks = config.block_i // 2, p.i // config.block_i * p.b * p.h
-    descriptors = gluon_tma_args(q=(p.q, half), k=(p.k, config.block_j), v=(v, config.block_j), y=(y, half))
-    return min(blocks, num_sms(p.q.device)), {"blocks": blocks, "STAGES": config.stages, **descriptors, **args}
+    from .hopper.gluon_ops import head_descriptor
+
+    half, blocks = config.block_i // 2, triton.cdiv(p.i, config.block_i) * p.b * p.h
+    d, e = padded_size(p.d, p.q), padded_size(v.shape[-1], p.q)
+    args.pop("D")
+    return min(blocks, num_sms(p.q.device)), {
+        "q_desc": head_descriptor(p.q, half, d),
+        "k_desc": head_descriptor(p.k, config.block_j, d),
+        "v_desc": head_descriptor(v, config.block_j, e),
+        "y_desc": head_descriptor(y, half, e),
+        "blocks": blocks,
+        "STAGES": config.stages,
+        "E": e,
+        "RAGGED": p.j % config.block_j != 0,
+        "REUSE": d == e == 256,
+        **args,
+    }
 
 
 def _same_tensor(v: Tensor, k: Tensor) -> bool:
@@ -206,7 +218,7 @@ def _column_config(p: KernelInputs, names: tuple[str, ...], e: int, u: Tensor | 
     """The pipelined kernel needs TMA for all inputs, and tiles that lie within one tile row."""
 
     def fits(config: Config) -> bool:
-        if p.q.dtype != p.k.dtype:
+        if p.q.dtype != p.k.dtype or not p.even_blocks(config):
             return False
         aligned = "pool" not in names or tiling is None or _aligned(tiling, _tile_rows(config))
         return aligned and tma_fits(p.d, (p.q, config.block_i), (p.k, config.block_j))

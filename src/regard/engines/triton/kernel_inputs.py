@@ -156,7 +156,7 @@ class KernelInputs:
         """Whether one TMA loop covers all tiles, with at least one visible tile for every row."""
         kind, offset = self.mask_format.kind, self.problem.offset
         see_some = kind in ("none", "causal") or (kind == "band" and self.i + offset <= self.j)
-        return self.scale_folded and see_some and offset >= 0 and self.even_blocks(config) and self.j > 0
+        return self.scale_folded and see_some and offset >= 0 and self.j > 0
 
     def key_table(self, config: Config) -> TensorArg:
         """Row blocks that see each key block."""

@@ -5,6 +5,7 @@ No autotuning: it would compile for minutes at the first call, and it runs accum
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 256): Config(128, 64, 8, 2),
     # `short`: at most 256 keys. `many_stats`: row state that would spill with the configuration above.
     ("short", 64): Config(64, 64, 4, 3, registers=128),
+    ("narrow", 64): Config(64, 32, 4, 3),
     ("many_stats", 64): Config(128, 64, 8, 3, registers=128),
     # `shared_kv`: keys are values, and one tile for both leaves shared memory for more stages.
     ("shared_kv", 64): Config(64, 128, 4, 3, registers=168),
@@ -54,6 +56,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("topk", 64): Config(64, 64, 4, 3),
     ("topk", 128): Config(64, 64, 4, 3),
     ("topk", 256): Config(64, 64, 4, 2),
+    ("one_tile", 64): Config(64, 128, 4, 2),  # all keys at once: nothing is bounded, and nothing is searched twice
     ("mark_candidates", 64): Config(64, 64, 4, 3),
     ("mark_candidates", 128): Config(64, 64, 4, 3),
     ("mark_candidates", 256): Config(64, 64, 4, 2),
@@ -76,14 +79,24 @@ HOPPER: dict[tuple[str, int], Config] = {
 GLUON: dict[tuple[str, int], Config] = {
     ("forward", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
     ("shared_kv", 128): Config(128, 128, 4, 4, gluon=True, registers=168),
+    ("forward", 256): Config(128, 64, 4, 2, gluon=True, registers=168),
     ("column_pass", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
     ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
     ("dkdv", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
     ("dkdv", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
 }
-GLUON_VERSIONS = ("3.6.",)
+GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 HOPPER_KERNELS = os.environ.get("REGARD_HOPPER", "1") != "0"
-#: For float32, whose products do not run on tensor cores, and for older GPUs: small tiles fit everywhere.
+#: float32 on Hopper, each product three of TF32: both parts of an operand take registers and shared memory.
+FLOAT32: dict[tuple[str, int], Config] = {
+    ("forward", 64): Config(128, 64, 4, 1, tma=False),
+    ("forward", 128): Config(128, 64, 8, 1, tma=False),
+    ("column_pass", 64): Config(128, 64, 4, 1, tma=False),
+    ("column_pass", 128): Config(64, 32, 4, 1, tma=False),
+    ("column_pass", 256): Config(64, 32, 8, 1, tma=False),
+    ("topk", 128): Config(64, 64, 4, 1, tma=False),
+}
+#: Older GPUs, and kernels that are not listed above: small tiles fit everywhere.
 PLAIN: dict[tuple[str, int], Config] = {
     ("any", 64): Config(32, 32, 4, 2, tma=False),
     ("any", 128): Config(32, 32, 4, 1, tma=False),
@@ -96,7 +109,15 @@ TANH: dict[int, Config] = {
 }
 
 #: Kernel of a configuration, where a kernel has several.
-VARIANTS = {"short": "forward", "many_stats": "forward", "columns_with_u": "column_pass"}
+VARIANTS = {
+    "short": "forward",
+    "narrow": "forward",
+    "many_stats": "forward",
+    "columns_with_u": "column_pass",
+    "one_tile": "topk",
+}
+#: Variants of the forward pass, which are one in float32.
+FORWARD = ("short", "narrow", "many_stats", "shared_kv")
 forced: dict[str, Config] = {}  # by kernel; set by tests and benchmarks
 
 
@@ -120,15 +141,19 @@ def choose_config(
         record_launch(None, [])  # a replay must not outlive a forced configuration
         return own if not own.gluon or in_gluon(own) else replace(own, gluon=False)
     size = max(p.d if p.product else 0, e)
+    chosen: Config | None
     if not p.product:
         chosen = next(config for most, config in TANH.items() if size <= most)
-    elif p.fp32 or (v is not None and v.dtype == torch.float32) or not _hopper(p.q.device):
-        chosen = _plain(size)
+    elif not _hopper(p.q.device):
+        chosen = _first(PLAIN, "any", size)
+    elif p.fp32 or (v is not None and v.dtype == torch.float32):
+        chosen = _first(FLOAT32, "forward" if kernel in FORWARD else kernel, size) or _first(PLAIN, "any", size)
     else:
-        chosen = _on_hopper(kernel, size)
-        planned = GLUON.get((kernel, size))
+        chosen = _first(HOPPER, kernel, size)
+        planned = GLUON.get((kernel, _tile_width(kernel, size)))
         if planned is not None and _runs_gluon(p.q.device) and in_gluon(planned):
             return planned
+    assert chosen is not None, (kernel, size)
     if "bias" in p.modifier_kinds:  # its tiles take shared memory beside the keys
         chosen = Config(min(chosen.block_i, 64), min(chosen.block_j, 64), 4, min(chosen.stages, 2), chosen.tma)
     # Few rows need no tall tile.
@@ -138,14 +163,14 @@ def choose_config(
     return Config(height, min(chosen.block_j, 64), 4, chosen.stages, chosen.tma and height >= 64, False)
 
 
-@lru_cache
-def _plain(size: int) -> Config:
-    return next(config for (_, most), config in PLAIN.items() if size <= most)
+def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Config | None:
+    """The first configuration of a kernel that holds tiles of a size; None where there is none."""
+    return next((config for (name, most), config in table.items() if name == kernel and size <= most), None)
 
 
-@lru_cache
-def _on_hopper(kernel: str, size: int) -> Config:
-    return next(config for (name, most), config in HOPPER.items() if name == kernel and size <= most)
+def _tile_width(kernel: str, size: int) -> int:
+    """The width of a tile in Gluon. The forward pass fills up what is narrower: the copy engine writes zeros past the end of a row."""
+    return size if kernel not in ("forward", "shared_kv") or size <= 64 else 128 if size <= 128 else 256
 
 
 @lru_cache
@@ -153,7 +178,15 @@ def _runs_gluon(device: torch.device) -> bool:
     """Whether the Gluon kernels run: their products (wgmma) exist on Hopper only. REGARD_HOPPER=0 turns them off."""
     import triton
 
-    return HOPPER_KERNELS and triton.__version__.startswith(GLUON_VERSIONS) and _capability(device) == 9
+    if not HOPPER_KERNELS or _capability(device) != 9:
+        return False
+    supported = triton.__version__.startswith(GLUON_VERSIONS)
+    if not supported:
+        logging.getLogger("regard").warning(
+            "Triton %s: the Hopper kernels support Triton %s, so the plain kernels run; at d = 128 they take 1.2 to 1.35 times as "
+            "long.", triton.__version__, ", ".join(v.rstrip(".") for v in GLUON_VERSIONS)
+        )  # fmt: skip
+    return supported
 
 
 @lru_cache

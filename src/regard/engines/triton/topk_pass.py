@@ -22,12 +22,14 @@ from .kernels.topk import (
     topk_search_kernel,
 )
 from .launcher import launch
-from .tile_config import choose_config
+from .tile_config import Config, choose_config
 
 __all__ = ["topk", "uses_candidates"]
 
 #: Bytes for the marks of candidates, one bit a cell: larger problems take several launches.
 MAX_MARK_BYTES = 2**30
+#: At most this many of a row are kept sorted in the registers of a thread.
+MOST_SORTED = 16
 #: Rows of a program of `compact_kernel`; rows, slots, components and warps of a program of `rescore_sort_kernel`. One warp
 #: each: with more, every round would synchronise them.
 COMPACT_ROWS, RESCORE_TILE = 4, (8, 8, 32, 1)
@@ -42,7 +44,8 @@ def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tens
     if norm is not None:
         norm, outputs["topk_weights"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
     flags, rows_per_flag = (None, 0) if tile_maxima is None else _by_candidates(p, n, tile_maxima, norm, outputs)
-    config = choose_config("topk", p, 0, None)
+    one_tile = p.product and not p.fp32 and p.d <= 64 < p.j <= 128
+    config = choose_config("one_tile" if one_tile else "topk", p, 0, None)
     assert not rows_per_flag or rows_per_flag % config.block_i == 0, "one flag for each block of rows"
     table = p.row_table(config)
 
@@ -53,7 +56,8 @@ def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tens
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "k_desc": descriptors[0], "k_layout": layouts[0], "row_table": table,
             "flags": p.q if flags is None else flags, "heads": heads, **_topk_args(p, norm, outputs),
             "heads_per_group": p.heads_per_group(0), "SIMILARITY": p.similarity, "SCALE_FOLDED": p.scale_folded, "TMA": tma, "N": n,
-            "BLOCK_N": triton.next_power_of_2(n), "BLOCK_D": block_d, "ROWS_PER_FLAG": rows_per_flag, **p.common_args, **config.launch,
+            "BLOCK_N": triton.next_power_of_2(n), "BLOCK_D": block_d, "ROWS_PER_FLAG": rows_per_flag, "SORTED": n <= MOST_SORTED, "BOUND": p.j > config.block_j,
+            "GROUPS": _groups(n, config), **p.common_args, **config.launch,
         }  # fmt: skip
 
     tensors = [*p.tensors, table.ptr, norm, *outputs.values(), flags]
@@ -75,7 +79,10 @@ def _by_candidates(
     # With fewer groups the n-th largest maximum is too low a bound: in one row in a million too many keys reach it.
     min_keys = (n + 3 * n // 4) * triton.cdiv(p.j, tile_maxima.shape[2])
     capacity = triton.next_power_of_2(3 * n + 8)
-    bounds = _bounds(tile_maxima, n)
+    is_short = (
+        triton.cdiv(p.j, config.block_j) * config.block_j < min_keys
+    )  # then every block of rows finds its own bounds
+    bounds = empty(p.b, p.h, p.i, like=tile_maxima, dtype=torch.float32) if is_short else _bounds(tile_maxima, n)
     candidates = empty(p.b, p.h, p.i, capacity, like=p.q, dtype=torch.int32)
     counts = empty(p.b, p.h, p.i, like=p.q, dtype=torch.int32)
     blocks, heads = triton.cdiv(p.i, config.block_i), p.b * p.h
@@ -91,7 +98,8 @@ def _by_candidates(
         tma, descriptors, layouts = tma_descriptors(p, config, (p.k, (config.block_j, block_d)))
         return programs, {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "k_desc": descriptors[0], "k_layout": layouts[0], "first_program": first_program, "SCALE_FOLDED": p.scale_folded,
-            "TMA": tma, "min_keys": min_keys, "BLOCK_D": block_d, **shared_args, **p.common_args, **config.launch,
+            "TMA": tma, "min_keys": min_keys, "EVEN_BLOCKS": p.j % config.block_j == 0, "GROUPS": _groups(n, config),
+            "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "BLOCK_D": block_d, **shared_args, **p.common_args, **config.launch,
         }  # fmt: skip
 
     def compact_args(first_program: int, programs: int) -> LaunchArgs:
@@ -146,9 +154,14 @@ def _bounds(tile_maxima: Tensor, n: int) -> Tensor:
     return bounds
 
 
+def _groups(n: int, config: Config) -> int:
+    """Groups of keys of whose maxima the n-th largest is a bound: twice as many as keys, so that about 1.4 n keys pass it."""
+    return min(max(4, 2 * triton.next_power_of_2(n)), config.block_j // 2)
+
+
 def uses_candidates(problem: Problem, n: int) -> bool:
-    """Whether the n largest go by candidates: for full tiles of products under at most one band, and at least 2 n tiles;
-    with fewer tiles too many keys reach the bound."""
+    """Whether the n largest go by candidates: for products under at most one band, and enough tiles that walking them twice
+    takes longer than the work a row."""
     p = KernelInputs(problem)
     if not p.product or p.fp32 or n > 16 or p.mask_format.kind not in ("none", "causal", "band"):
         return False
@@ -158,4 +171,4 @@ def uses_candidates(problem: Problem, n: int) -> bool:
         choose_config(kernel, p, p.d, None, lambda _: True).block_j for kernel in ("forward", "mark_candidates")
     )
     visible_keys = p.mask_format.arg.before + p.mask_format.arg.after if p.mask_format.kind == "band" else p.j
-    return p.j % widest == 0 and min(visible_keys, p.j) >= 2 * n * widest
+    return min(visible_keys, p.j) >= min(2 * n, 8) * widest

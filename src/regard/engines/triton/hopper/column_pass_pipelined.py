@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..kernels.column_pass import add_block_to_pool, flush_pool_row, zero_pool_rows_before
 from ..kernels.forward import schedule_tile
 from ..kernels.tile_ops import row_blocks, store_row, visible_at_all
-from .gluon_ops import alloc_barriers, alloc_smem, tma_load_async
+from .gluon_ops import alloc_barriers, alloc_smem, sync_threads, tma_load_async
 
 
 @gluon.jit
@@ -73,7 +73,7 @@ def column_pass_pipelined_kernel(
     tma_load_async(k_desc, k_layout, b, h // sizes.k_group, start, kv_ready.index(0), k_smem.index(0))
     mbarrier.wait(kv_ready.index(0), 0)
     k_tile = k_smem.index(0).load(gl.DotOperandLayout(0, S, 2))
-    gl.thread_barrier()
+    sync_threads()
     # The buffer of the keys and their mbarrier is reused below: invalidate the mbarrier first (PTX rule). Otherwise its 8 bytes
     # reappeared in the new data when another CTA started.
     mbarrier.invalidate(kv_ready.index(0))
@@ -112,7 +112,7 @@ def column_pass_pipelined_kernel(
                     other, next_lse2, received, pool_sum, pool, mask, sizes, 2 * n + 1, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
                 )  # fmt: skip
                 s = warpgroup_mma_wait(0, deps=(s,))
-                gl.thread_barrier()  # no thread reads this block any more
+                sync_threads()  # no thread reads this block any more
                 prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I)
     if POOL:
         flush_pool_row(pool_sum, pool, b, h, j, 2 * first, 2 * past, sizes, HALF)

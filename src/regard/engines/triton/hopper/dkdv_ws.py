@@ -28,6 +28,7 @@ from .gluon_ops import (
     next_tile,
     publish_tile,
     receive_tile,
+    sync_threads,
     tma_load_async,
     tma_store_async,
 )
@@ -174,7 +175,7 @@ def consumer(
         tma_store_async(dk_desc, dk_layout, b, out_head, start + W * HALF, k_tile)
         tma_store_async(dv_desc, dv_layout, b, out_head, start + W * HALF, v_tile)
         tma.store_wait(0)
-        gl.thread_barrier()  # store_wait covers only the stores of its own thread
+        sync_threads()  # store_wait covers only the stores of its own thread
         mbarrier.arrive(kv_free.index(W))
 
 

@@ -28,18 +28,20 @@ from .gluon_ops import (
     CONSUMER_REGS,
     PRODUCER_REGS,
     alloc_barriers,
-    alloc_smem,
+    alloc_head_tiles,
     alloc_tile_queue,
+    head_tile,
+    load_head_tile,
     next_tile,
     publish_tile,
     receive_tile,
-    tma_load_async,
-    tma_store_async,
+    store_head_tile,
+    sync_threads,
 )
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group, blocks,
+def producer(q_desc, k_desc, v_desc, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group, blocks,
          MASK: gl.constexpr, SHARED_KV: gl.constexpr, BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The producer warp: for every row block, its queries, then keys and values from the last tile to the first. It also takes the
     next row block from the counter and publishes it when all loads of this one are issued."""
@@ -50,23 +52,21 @@ def producer(q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready,
     n, count, tile_phase = gl.program_id(0), 0, 0
     while n < blocks:
         next_id = next_tile(tile_counter)
-        block, head = schedule_tile(sizes.i // BLOCK_I, heads, heads_per_group, n - gl.program_id(0))
+        block, head = schedule_tile(gl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
         first, full_from, full_to, past = key_blocks(
             block * BLOCK_I, b, 0, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J
         )
         for w in gl.static_range(2):
             mbarrier.wait(q_free.index(w), (tile_phase & 1) ^ 1)
-            tma_load_async(
-                q_desc, q_layout, b, h, block * BLOCK_I + w * (BLOCK_I // 2), q_ready.index(w), q_tiles.index(w)
-            )
+            load_head_tile(q_desc, b, h, block * BLOCK_I + w * (BLOCK_I // 2), q_ready.index(w), q_tiles.index(w))
         for tiles_back in range(0, past - first):
             row, slot, phase = (past - 1 - tiles_back) * BLOCK_J, count % STAGES, (count // STAGES) & 1
             mbarrier.wait(k_free.index(slot), phase ^ 1)
-            tma_load_async(k_desc, k_layout, b, h // sizes.k_group, row, k_ready.index(slot), k_tiles.index(slot))
+            load_head_tile(k_desc, b, h // sizes.k_group, row, k_ready.index(slot), k_tiles.index(slot))
             if not SHARED_KV:
                 mbarrier.wait(v_free.index(slot), phase ^ 1)
-                tma_load_async(v_desc, v_layout, b, h // sizes.v_group, row, v_ready.index(slot), v_tiles.index(slot))
+                load_head_tile(v_desc, b, h // sizes.v_group, row, v_ready.index(slot), v_tiles.index(slot))
             count += 1
         publish_tile(next_id, queue_slot, queue_ready, queue_free, tile_phase)
         n = next_id
@@ -80,9 +80,9 @@ def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i,
     """`online_softmax_update` of one tile. EDGE: the tile is masked first."""
     if EDGE:
         s = gl.where(visible(i[:, None], j[None, :], b, h, 0, mask, sizes, MASK), s, FLOOR)
-    key_mass = mass
+    key_mass = s
     if wants(STATS, "mass"):
-        key_mass = gl.load(head_ptr(keys, b, h) + j.to(gl.int64) * keys.j)
+        key_mass = gl.load(head_ptr(keys, b, h) + j.to(gl.int64) * keys.j, mask=j < sizes.j, other=0.0)[None, :]
     m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
         s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, STATS, True,
     )  # fmt: skip
@@ -93,8 +93,8 @@ def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i,
 
 @gluon.jit
 def consumer(
-    y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, blocks, scale2,
-    W: gl.constexpr, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
+    y_desc, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, blocks, scale2,
+    W: gl.constexpr, E: gl.constexpr, RAGGED: gl.constexpr, REUSE: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
     STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -109,15 +109,15 @@ def consumer(
     HALF: gl.constexpr = BLOCK_I // 2
     dtype: gl.constexpr = y_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_J, 16])
-    Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
-    q_tile = q_tiles.index(W)
+    q_tile = head_tile(q_tiles, W)
     zero_acc = gl.zeros([HALF, BLOCK_J], gl.float32, S)
     zeros = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, S))
     column = gl.arange(0, BLOCK_J, gl.SliceLayout(0, S))
     n, count, tile_phase, step = gl.program_id(0), 0, 0, 0
     while n < blocks:
-        block, head = schedule_tile(sizes.i // BLOCK_I, heads, heads_per_group, n - gl.program_id(0))
+        block, head = schedule_tile(gl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group, n - gl.program_id(0))
         b, h = head // sizes.h, head % sizes.h
         start = block * BLOCK_I + W * HALF
         i = start + gl.arange(0, HALF, gl.SliceLayout(1, S))
@@ -126,19 +126,19 @@ def consumer(
         )
         m, l, t, mean_distance, mass, group_max = zeros + EMPTY_MAX, zeros, zeros, zeros, zeros, zeros
         argmax = gl.full([HALF], 2147483647, gl.int32, gl.SliceLayout(1, S))
-        y = gl.zeros([HALF, D], gl.float32, Y)
+        y = gl.zeros([HALF, E], gl.float32, Y)
         mbarrier.wait(q_ready.index(W), tile_phase & 1)
 
         # The last tile comes first: no product with values is pending yet.
         slot, phase = count % STAGES, (count // STAGES) & 1
         mbarrier.wait(k_ready.index(slot), phase)
-        s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_tile, head_tile(k_tiles, slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         if not SHARED_KV:
             mbarrier.arrive(k_free.index(slot))
         m, l, t, mean_distance, mass, argmax, group_max, p, alpha = masked_softmax_update(
             s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1) * BLOCK_J + column, 0, b, h, keys, mask, tile_maxima, tiles_per_group, sizes,
-            scale2, MASK, STATS, TILE_MAXIMA, MASK != "none",
+            scale2, MASK, STATS, TILE_MAXIMA, RAGGED or MASK != "none",
         )  # fmt: skip
         p = gl.convert_layout(p.to(dtype), P)
         # Tiles at one edge of the mask, fully visible tiles, tiles at the other edge.
@@ -151,10 +151,12 @@ def consumer(
                 slot, phase = count % STAGES, (count // STAGES) & 1
                 mbarrier.wait(k_ready.index(slot), phase)
                 mbarrier.wait(pingpong.index(W), (step & 1) ^ (1 - W))
-                s = warpgroup_mma(q_tile, k_tiles.index(slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+                s = warpgroup_mma(
+                    q_tile, head_tile(k_tiles, slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True
+                )
                 if not SHARED_KV:
                     mbarrier.wait(v_ready.index(prev_slot), prev_phase)
-                y = warpgroup_mma(p, v_tiles.index(prev_slot), y, is_async=True)
+                y = warpgroup_mma(p, head_tile(v_tiles, prev_slot), y, is_async=True)
                 mbarrier.arrive(pingpong.index(1 - W))
                 step += 1
                 s = warpgroup_mma_wait(1, deps=(s,))
@@ -169,10 +171,11 @@ def consumer(
                 y = y * gl.convert_layout(alpha, gl.SliceLayout(1, Y))[:, None]
                 p = gl.convert_layout(weights.to(dtype), P)
 
-        mbarrier.arrive(q_free.index(W))
+        if not REUSE:
+            mbarrier.arrive(q_free.index(W))
         if not SHARED_KV:
             mbarrier.wait(v_ready.index(slot), phase)
-        y = warpgroup_mma(p, v_tiles.index(slot), y, is_async=True)
+        y = warpgroup_mma(p, head_tile(v_tiles, slot), y, is_async=True)
         y, p = warpgroup_mma_wait(0, deps=(y, p))
         mbarrier.arrive(v_free.index(slot))
         n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
@@ -180,7 +183,7 @@ def consumer(
         tile_phase += 1
         if TILE_MAXIMA:
             for group in range(gl.cdiv(past - first, tiles_per_group), groups):
-                gl.store(head_ptr(tile_maxima, b, h) + group * tile_maxima.i + i, zeros + FLOOR)
+                gl.store(head_ptr(tile_maxima, b, h) + group * tile_maxima.i + i, zeros + FLOOR, mask=i < sizes.i)
         share, empty = store_row_stats(
             out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK, STATS,
         )  # fmt: skip
@@ -188,22 +191,34 @@ def consumer(
             gl.convert_layout(share, gl.SliceLayout(1, Y)),
             gl.convert_layout(empty, gl.SliceLayout(1, Y)),
         )
-        tma.store_wait(0)
-        gl.thread_barrier()
-        y_tiles.index(W).store(gl.where(empty[:, None], 0.0, y * share[:, None]).to(dtype))
-        tma_store_async(y_desc, y_layout, b, h, start, y_tiles.index(W))
+        if not REUSE:
+            tma.store_wait(0)
+        sync_threads()
+        head_tile(y_tiles, W).store(gl.where(empty[:, None], 0.0, y * share[:, None]).to(dtype))
+        store_head_tile(y_desc, b, h, start, y_tiles.index(W))
+        if REUSE:
+            tma.store_wait(0)
+            sync_threads()
+            mbarrier.arrive(q_free.index(W))
     tma.store_wait(0)
 
 
 @gluon.jit
 def forward_ws_kernel(
-    q_desc, k_desc, v_desc, y_desc, q_layout, k_layout, v_layout, y_layout, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-    sizes, heads, heads_per_group, blocks, tile_counter, scale2, D: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
+    q_desc, k_desc, v_desc, y_desc, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
+    sizes, heads, heads_per_group, blocks, tile_counter, scale2, E: gl.constexpr, RAGGED: gl.constexpr, REUSE: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
     STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Output and statistics of row blocks of BLOCK_I rows; full blocks only, each with at least one key."""
-    q_tiles, y_tiles, k_tiles = alloc_smem(q_desc, 2), alloc_smem(y_desc, 2), alloc_smem(k_desc, STAGES)
+    """Output and statistics of row blocks of BLOCK_I rows, each with at least one key.
+
+    RAGGED: the keys do not fill their last tile. REUSE: the output leaves through the buffer of the queries, which are then not
+    prefetched.
+    """
+    q_tiles, k_tiles = alloc_head_tiles(q_desc, 2), alloc_head_tiles(k_desc, STAGES)
+    y_tiles = q_tiles
+    if not REUSE:
+        y_tiles = alloc_head_tiles(y_desc, 2)
     q_ready, q_free, k_ready, k_free = (
         alloc_barriers(2, 1),
         alloc_barriers(2, 1),
@@ -212,19 +227,23 @@ def forward_ws_kernel(
     )
     v_tiles, v_ready, v_free = k_tiles, k_ready, k_free
     if not SHARED_KV:
-        v_tiles, v_ready, v_free = alloc_smem(v_desc, STAGES), alloc_barriers(STAGES, 1), alloc_barriers(STAGES, 2)
+        v_tiles, v_ready, v_free = (
+            alloc_head_tiles(v_desc, STAGES),
+            alloc_barriers(STAGES, 1),
+            alloc_barriers(STAGES, 2),
+        )
     pingpong, tile_queue = alloc_barriers(2, 1), alloc_tile_queue()
     fence_async_shared()
     tiles, ready, free = (q_tiles, k_tiles, v_tiles), (q_ready, k_ready, v_ready), (q_free, k_free, v_free)
     gl.warp_specialize(
         [
-            (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 0, D, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
+            (consumer, (y_desc, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
+                       sizes, heads, heads_per_group, blocks, scale2, 0, E, RAGGED, REUSE, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
-            (consumer, (y_desc, y_layout, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 1, D, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
+            (consumer, (y_desc, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
+                       sizes, heads, heads_per_group, blocks, scale2, 1, E, RAGGED, REUSE, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
-            (producer, (q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group,
+            (producer, (q_desc, k_desc, v_desc, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group,
                     blocks, MASK, SHARED_KV, BLOCK_I, BLOCK_J, STAGES)),
         ],
         [4, 1], [CONSUMER_REGS, PRODUCER_REGS],

@@ -15,6 +15,11 @@ from ..kernels.tile_ops import TmaLayout
 #: Registers of a consumer thread and of a producer thread; with those of the first consumer group they fill a multiprocessor.
 CONSUMER_REGS, PRODUCER_REGS = gl.constexpr(240), gl.constexpr(24)
 
+# Gluon renamed these between Triton 3.6 and 3.9.
+sync_threads = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
 
 def gluon_descriptor(descriptor: tuple[Any, TmaLayout] | None) -> tuple[TensorDescriptor, TmaLayout]:
     """A TMA descriptor with the shared-memory layout that Gluon needs."""
@@ -28,6 +33,48 @@ def row_vector_descriptor(x: Tensor, heads: int, length: int, lines: int) -> tup
     """TMA descriptor of a contiguous tensor (b, h, i), one number a row: `lines` vectors of `length` for each head."""
     desc = TensorDescriptor(x, [x.numel() // length, length], [length, 1], [1, length], gl.NVMMASharedLayout(0, 32))
     return desc, TmaLayout(heads * lines, lines, 0)
+
+
+def head_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """TMA descriptor of tiles of `rows` positions of one head of (b, h, i, d).
+
+    Reads past the end of a head or of a row give 0, and writes there are dropped: lengths and sizes need fill no tile.
+    """
+    block = [1, 1, rows, columns]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)  # the same for float16
+    unused = 8 * columns  # stride of an axis of size 1, which must still be a multiple of 16 bytes
+    strides = [stride if n > 1 else unused for stride, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+@gluon.jit
+def alloc_head_tiles(desc, COUNT: gl.constexpr):
+    """Shared memory for COUNT tiles of a descriptor made by `head_descriptor`."""
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    COLUMNS: gl.constexpr = desc.block_type.shape[3]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, 1, 1, ROWS, COLUMNS], desc.layout)
+
+
+@gluon.jit
+def head_tile(tiles, n):
+    """Tile n as a matrix (rows, columns)."""
+    ROWS: gl.constexpr = tiles.shape[3]
+    COLUMNS: gl.constexpr = tiles.shape[4]
+    return tiles.index(n).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def load_head_tile(desc, b, h, row, ready, smem):
+    """Load rows of one head into shared memory; `ready` completes its phase when they have arrived."""
+    mbarrier.expect(ready, desc.block_type.nbytes)
+    async_load(desc, [b.to(gl.int32), h.to(gl.int32), row.to(gl.int32), 0], ready, smem)
+
+
+@gluon.jit
+def store_head_tile(desc, b, h, row, smem):
+    """Store a tile from shared memory to rows of one head. The fence makes earlier writes visible to TMA."""
+    fence_async_shared()
+    async_store(desc, [b.to(gl.int32), h.to(gl.int32), row.to(gl.int32), 0], smem)
 
 
 @gluon.jit
@@ -52,7 +99,7 @@ def tma_load_async(desc, layout, b, h, row, ready, smem):
     """Load rows of one head into shared memory; `ready` completes its phase when they have arrived."""
     mbarrier.expect(ready, desc.block_type.nbytes)
     coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
-    tma.async_copy_global_to_shared(desc, coords, ready, smem)
+    async_load(desc, coords, ready, smem)
 
 
 @gluon.jit
@@ -60,7 +107,7 @@ def tma_store_async(desc, layout, b, h, row, smem):
     """Store a tile from shared memory to rows of one head. The fence makes earlier writes visible to TMA."""
     fence_async_shared()
     coords = [(b * layout.row_b + h * layout.row_h + row).to(gl.int32), (h * layout.col_h).to(gl.int32)]
-    tma.async_copy_shared_to_global(desc, coords, smem)
+    async_store(desc, coords, smem)
 
 
 @gluon.jit
@@ -95,13 +142,19 @@ __all__ = [
     "CONSUMER_REGS",
     "PRODUCER_REGS",
     "alloc_barriers",
+    "alloc_head_tiles",
     "alloc_smem",
     "alloc_tile_queue",
     "gluon_descriptor",
+    "head_descriptor",
+    "head_tile",
+    "load_head_tile",
     "next_tile",
     "publish_tile",
     "receive_tile",
     "row_vector_descriptor",
+    "store_head_tile",
+    "sync_threads",
     "tma_load_async",
     "tma_store_async",
 ]

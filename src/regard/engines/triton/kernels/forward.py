@@ -92,7 +92,7 @@ def online_softmax_update(s, m, l, t, mean_distance, mass, argmax, i, j, keys, s
     if wants(STATS, "mean_distance"):
         mean_distance = alpha * mean_distance + tl.sum(p * tl.abs(i[:, None] + offset - j[None, :]).to(tl.float32), 1)
     if wants(STATS, "mass"):
-        mass = alpha * mass + tl.sum(p * keys[None, :], 1)
+        mass = alpha * mass + tl.sum(p * keys, 1)
     if wants(STATS, "argmax"):
         # Ties go to the lower index; tiles are not visited in the order of the keys.
         tie = tl.where(tile_max == m, tl.minimum(first, argmax), argmax)
@@ -212,9 +212,11 @@ def forward_kernel(
                         v, v_desc, v_layout, b, hv, at * BLOCK_J, j, e, sizes.j, E, TMA and (EVEN_BLOCKS or not EDGE),
                         EDGE == 1,
                     )  # fmt: skip
-                key_mass = mass
+                key_mass = s
                 if wants(STATS, "mass"):
-                    key_mass = tl.load(head_ptr(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)
+                    key_mass = tl.load(head_ptr(keys, b, h) + j.to(tl.int64) * keys.j, mask=j < sizes.j, other=0.0)[
+                        None, :
+                    ]
                 m, l, t, mean_distance, mass, argmax, p, alpha, tile_max = online_softmax_update(
                     s, m, l, t, mean_distance, mass, argmax, i, j, key_mass, scale2, sizes.offset, STATS, SCALE_FOLDED
                 )  # fmt: skip

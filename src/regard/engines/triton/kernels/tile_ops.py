@@ -108,6 +108,18 @@ def tma_fits(d: int, *wanted: tuple[Tensor, int]) -> bool:
     return all(_tma_view(x, (rows, d)) is not None for x, rows in wanted)
 
 
+def tma_fits_heads(*wanted: Tensor) -> bool:
+    """Whether the copy engine takes tiles of single heads (b, h, i, d): every stride a multiple of 16 bytes."""
+    return all(x.data_ptr() % 16 == 0 and _strided(x.shape, x.stride(), 16 // x.element_size()) for x in wanted)
+
+
+@lru_cache(4096)
+def _strided(shape: Any, stride: Any, per_16: int) -> bool:
+    return stride[3] == 1 and all(
+        n == 1 or (s > 0 and s % per_16 == 0) for n, s in zip(shape[:3], stride[:3], strict=True)
+    )
+
+
 def _tma_view(x: Tensor, block: tuple[int, int]) -> tuple[int, int, TmaLayout] | None:
     return None if x.data_ptr() % 16 else _tma_view_of(x.shape, x.stride(), x.element_size(), block)
 
@@ -358,13 +370,13 @@ def per_key(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def product(a, b, FP32: tl.constexpr):
-    """a · b. FP32: in float32, not with the 10-bit mantissa of tf32."""
-    return tl.dot(a, b, input_precision="ieee" if FP32 else "tf32")
+    """a · b. FP32: at float32 accuracy by three TF32 products on tensor cores, not with the 10-bit mantissa of one."""
+    return tl.dot(a, b, input_precision="tf32x3" if FP32 else "tf32")
 
 
 @triton.jit
 def add_product(a, b, total, FP32: tl.constexpr):
-    return tl.dot(a, b, total, input_precision="ieee" if FP32 else "tf32")
+    return tl.dot(a, b, total, input_precision="tf32x3" if FP32 else "tf32")
 
 
 @triton.jit
@@ -374,19 +386,28 @@ def load_row_values(x, b, h, i, sizes, other):
 
 
 @triton.jit
+def norm_to_base2(m, l, SCALE_FOLDED: tl.constexpr):
+    """The norm (m, l) of rows as `log_weight` takes it; one number for both where FOLD."""
+    m2, log2l = m * LOG2E, tl.log2(tl.where(l == 0.0, 1.0, l))
+    if SCALE_FOLDED:
+        m2 = m2 + log2l
+    return tl.where(l == 0.0, HUGE, m2), log2l
+
+
+@triton.jit
 def norm_kernel(norm, out, rows, SCALE_FOLDED: tl.constexpr, BLOCK: tl.constexpr):
     """The norm (m, l) of finished rows in base 2 for `load_norm2`, computed once instead of in every tile.
 
     SCALE_FOLDED: without a bias no score is huge, so lse2 replaces the pair.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m = tl.load(norm + 2 * row, mask=row < rows, other=0.0) * LOG2E
+    m = tl.load(norm + 2 * row, mask=row < rows, other=0.0)
     l = tl.load(norm + 2 * row + 1, mask=row < rows, other=0.0)
-    log2l = tl.log2(tl.where(l == 0.0, 1.0, l))
+    m2, log2l = norm_to_base2(m, l, SCALE_FOLDED)
     if SCALE_FOLDED:
-        tl.store(out + row, tl.where(l == 0.0, HUGE, m + log2l), mask=row < rows)
+        tl.store(out + row, m2, mask=row < rows)
     else:
-        tl.store(out + 2 * row, tl.where(l == 0.0, HUGE, m), mask=row < rows)
+        tl.store(out + 2 * row, m2, mask=row < rows)
         tl.store(out + 2 * row + 1, log2l, mask=row < rows)
 
 

@@ -28,7 +28,6 @@ from .tile_ops import (
     load_tile,
     product,
     store_tile,
-    tma_load,
     visible,
 )
 
@@ -60,12 +59,25 @@ def popcount(bits):
 def score_tile(
     q_tile, k, k_desc, k_layout, modifiers, strides, caps, mask, sizes, n, i, d, b, h, scale,
     D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
+    EVEN_BLOCKS: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Scores of tile n, hidden cells FLOOR. One function, so that every walk computes the same bits."""
     j = n * BLOCK_J + tl.arange(0, BLOCK_J)
     hk = h // sizes.k_group
-    k_tile = tma_load(k_desc, k_layout, b, hk, n * BLOCK_J) if TMA else load_tile(k, b, hk, j, d, sizes.j, D, False)
+    k_tile = load_block(
+        k,
+        k_desc,
+        k_layout,
+        b,
+        hk,
+        n * BLOCK_J,
+        j,
+        d,
+        sizes.j,
+        D,
+        TMA and (EVEN_BLOCKS or not EDGE),
+        EDGE and not EVEN_BLOCKS,
+    )
     s = product(q_tile, k_tile.T, FP32)
     s, slope = apply_score_mods(
         s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, 0
@@ -91,7 +103,7 @@ def topk_bound_kernel(tile_maxima, out, I, groups, N: tl.constexpr, BLOCK_GROUPS
 def mark_candidates_kernel(
     q, k, k_desc, k_layout, modifiers, strides, caps, mask, row_table, bounds, marks, words, min_keys, first_program, sizes, heads, heads_per_group,
     scale, scale2, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr,
-    TMA: tl.constexpr, N: tl.constexpr,
+    TMA: tl.constexpr, N: tl.constexpr, EVEN_BLOCKS: tl.constexpr, EDGES: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Mark keys of BLOCK_I rows that may be among the N largest. Each row has `words` in `marks`: bit n of word
@@ -112,9 +124,9 @@ def mark_candidates_kernel(
         largest = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
         for n in range(first, past):
             s = score_tile(q_tile, k, k_desc, k_layout, modifiers, strides, caps, mask, sizes, n, i, d, b, h, scale,
-                         D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, BLOCK_J, MASK != "none")  # fmt: skip
+                         D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, EVEN_BLOCKS, BLOCK_J, EDGES)  # fmt: skip
             largest = tl.maximum(largest, s)
-        bound = topk_bound(largest, tl.arange(0, BLOCK_J), N)
+        bound = group_bound(largest, N, GROUPS)
         tl.store(bounds + head.to(tl.int64) * sizes.i + i, bound, mask=i < sizes.i)
     own = marks + (tl.program_id(0) * BLOCK_I).to(tl.int64) * words
     at = tl.arange(0, BLOCK_I)[:, None] * words + tl.arange(0, BLOCK_J)[None, :]
@@ -123,15 +135,15 @@ def mark_candidates_kernel(
         marked = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
         for n in range(tl.maximum(begin, full_from), tl.minimum(end, full_to)):
             s = score_tile(q_tile, k, k_desc, k_layout, modifiers, strides, caps, mask, sizes, n, i, d, b, h, scale,
-                         D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, BLOCK_J, False)  # fmt: skip
+                         D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, EVEN_BLOCKS, BLOCK_J, False)  # fmt: skip
             marked = marked | tl.where(s > bound[:, None], 1 << (n - begin), 0)
-        if MASK != "none":
+        if EDGES:
             left = tl.maximum(tl.minimum(end, full_from) - begin, 0)
             right = tl.maximum(begin, full_to)
             for edge in range(0, left + tl.maximum(end - right, 0)):
                 n = tl.where(edge < left, begin + edge, right + edge - left)
                 s = score_tile(q_tile, k, k_desc, k_layout, modifiers, strides, caps, mask, sizes, n, i, d, b, h, scale,
-                             D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, BLOCK_J, True)  # fmt: skip
+                             D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, EVEN_BLOCKS, BLOCK_J, True)  # fmt: skip
                 marked = marked | tl.where(s > bound[:, None], 1 << (n - begin), 0)
         tl.store(own + (begin - first) // 32 * BLOCK_J + at, marked)
 
@@ -267,13 +279,62 @@ def insert_topk(s, j, best, keys, threshold, N: tl.constexpr):
 
 
 @triton.jit
+def insert_sorted(value, key, best, keys, N: tl.constexpr):
+    """A score and its key in the N best of every row, largest first; `best` and `keys` are N vectors each, one number a row.
+
+    Vectors, not a tile: a thread holds all N of its rows, and nothing is exchanged. An equal score stays behind those before it.
+    """
+    new_best, new_at = (), ()
+    moved, moved_key = value, key  # what goes into the next place: the new score, then each that it displaced
+    for n in tl.static_range(N):
+        # Larger than this, so larger than all after it. Compared with the moved score instead, equal ones would stop it.
+        better = value > best[n]
+        new_best = new_best + (tl.where(better, moved, best[n]),)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no star)
+        new_at = new_at + (tl.where(better, moved_key, keys[n]),)  # type: ignore[assignment]  # noqa: RUF005
+        moved = tl.where(better, best[n], moved)
+        moved_key = tl.where(better, keys[n], moved_key)
+    return new_best, new_at
+
+
+@triton.jit
+def insert_topk_sorted(s, j, best, keys, threshold, N: tl.constexpr):
+    """The N best scores of every row and their keys, with one more tile looked through: as many rounds as the row with the most
+    finds has."""
+    finds = tl.max(tl.sum((s > threshold[:, None]).to(tl.int32), 1), 0)
+    for _ in range(0, tl.minimum(finds, N)):
+        top = tl.max(s, 1)
+        key = tl.min(tl.where(s == top[:, None], j[None, :], 2147483647), 1)
+        s = tl.where(j[None, :] == key[:, None], FLOOR, s)
+        best, keys = insert_sorted(top, key, best, keys, N)
+    return best, keys, tl.maximum(threshold, best[N - 1])
+
+
+@triton.jit
+def group_bound(largest, N: tl.constexpr, GROUPS: tl.constexpr):
+    """A bound just below the N-th largest of GROUPS maxima, from the largest score of every column of a tile (I, J).
+
+    A group is a part of what one thread holds of a row of a product, so that its maximum takes no exchange.
+    """
+    I: tl.constexpr = largest.shape[0]
+    J: tl.constexpr = largest.shape[1]
+    x = tl.reshape(largest, [I, GROUPS // 4, J // 2 // GROUPS, 4, 2])
+    x = tl.reshape(tl.max(tl.max(x, 4), 2), [I, GROUPS])
+    nth = tl.max(x, 1)
+    for _ in range(1, N):  # equal maxima go together: the bound may be lower than it need be
+        x = tl.where(x == nth[:, None], FLOOR, x)
+        nth = tl.max(x, 1)
+    return tl.maximum(nth - tl.abs(nth) * 1e-6 - 1e-30, FLOOR)
+
+
+@triton.jit
 def scan_tiles(
     q_tile, k, tanh_arg, k_desc, k_layout, modifiers, strides, caps, mask, sizes, i, d, b, h, r, best, keys, threshold, scale, begin, end,
     SIMILARITY: tl.constexpr, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
-    SEARCH: tl.constexpr,
+    SEARCH: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
-    """Walk key blocks `begin` to `end`. SEARCH: `insert_topk`; else `best` holds the largest of every BLOCK_J-th key."""
+    """Walk key blocks `begin` to `end`. SEARCH: insert the N largest, by `insert_topk_sorted` or `insert_topk`; else `best` holds the
+    largest of every BLOCK_J-th key."""
     hk = h // sizes.k_group
     for n in range(begin, end):
         j = n * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -287,11 +348,22 @@ def scan_tiles(
         )
         if EDGE:
             s = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), s, FLOOR)
-        if SEARCH:
+        if SEARCH and SORTED:
+            best, keys, threshold = insert_topk_sorted(s, j, best, keys, threshold, N)
+        elif SEARCH:
             best, keys, threshold = insert_topk(s, j, best, keys, threshold, N)
         else:
             best = tl.maximum(best, s)
     return best, keys, threshold
+
+
+@triton.jit
+def side_by_side(vectors, n, N: tl.constexpr):
+    """N vectors (I) as a tile (I, n)."""
+    found = vectors[0][:, None] + 0 * n[None, :]
+    for k in tl.static_range(1, N):
+        found = tl.where(n[None, :] == k, vectors[k][:, None], found)
+    return found
 
 
 @triton.jit
@@ -312,11 +384,13 @@ def topk_search_kernel(
     scale, scale2,
     SIMILARITY: tl.constexpr, D: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, TMA: tl.constexpr, N: tl.constexpr, WEIGHT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_PER_FLAG: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, ROWS_PER_FLAG: tl.constexpr, SORTED: tl.constexpr,
+    BOUND: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """The N largest scores of BLOCK_I rows with their keys, largest first, ties to the lower key. WEIGHT: their weights as well.
 
-    FLAGGED: only where a flag is set; each stands for as many rows as this says, 0 where there are none.
+    FLAGGED: only where a flag is set; each stands for as many rows as this says, 0 where there are none. SORTED: few enough that a
+    thread holds those of its rows. BOUND: keys are more than a tile, so that a bound pays.
     """
     blocks = tl.cdiv(sizes.i, BLOCK_I)
     block, head = schedule_tile(blocks, heads, heads_per_group)
@@ -330,16 +404,24 @@ def topk_search_kernel(
     q_tile = i
     if SIMILARITY == "product":
         q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
-    keys = tl.full([BLOCK_I, BLOCK_N], -1, tl.int32)
-    threshold = tl.full([BLOCK_I], FLOOR, tl.float32)
+    keys = tl.full([BLOCK_I], -1, tl.int32)
+    threshold = tl.where(i < sizes.i, FLOOR, float("inf"))  # rows past the end insert nothing
     # Two walks: the first for a bound that few keys pass, the second inserts those. Without a bound nearly every tile has
     # insertions, and one insertion costs more than a tile.
     best = tl.full([BLOCK_I, BLOCK_J], FLOOR, tl.float32)
-    for SEARCH in tl.static_range(2):
-        if SEARCH:
-            if N <= BLOCK_J:
-                threshold = topk_bound(best, tl.arange(0, BLOCK_J), N)
+    for SEARCH in tl.static_range(0 if BOUND else 1, 2):
+        if SEARCH and SORTED:
+            if BOUND:
+                threshold = tl.maximum(threshold, group_bound(best, N, GROUPS))
+            none, lowest = keys, tl.full([BLOCK_I], FLOOR, tl.float32)
+            best, keys = (), ()
+            for _ in tl.static_range(N):
+                best, keys = best + (lowest,), keys + (none,)  # noqa: RUF005 (a star is not of Triton's language)
+        elif SEARCH:
+            if BOUND and N <= BLOCK_J:
+                threshold = tl.maximum(threshold, topk_bound(best, tl.arange(0, BLOCK_J), N))
             best = tl.full([BLOCK_I, BLOCK_N], FLOOR, tl.float32)
+            keys = tl.full([BLOCK_I, BLOCK_N], -1, tl.int32)
         for r in range(0, mask.n_intervals):
             first, full_from, full_to, past = key_blocks(start, b, r, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
             # Edge, fully visible, edge: in the order of the keys, so that an equal score never displaces an earlier one.
@@ -348,10 +430,12 @@ def topk_search_kernel(
                 end = full_from if SECTION == 0 else full_to if SECTION == 1 else past
                 best, keys, threshold = scan_tiles(
                     q_tile, k, tanh_arg, k_desc, k_layout, modifiers, strides, caps, mask, sizes, i, d, b, h, r, best, keys, threshold, scale,
-                    begin, end, SIMILARITY, D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, N, BLOCK_J, SECTION != 1, SEARCH == 1,
+                    begin, end, SIMILARITY, D, MODIFIERS, MASK, SCALE_FOLDED, FP32, TMA, N, BLOCK_J, SECTION != 1, SEARCH == 1, SORTED,
                 )  # fmt: skip
     factor = scale2 if SCALE_FOLDED else 1.0
     n = tl.arange(0, BLOCK_N)
+    if SORTED:
+        best, keys = side_by_side(best, n, N), side_by_side(keys, n, N)
     score_out = tl.where(keys >= 0, best * factor * LN2, float("-inf"))
     store_tile(score, b, h, i, n, score_out, sizes.i, N)
     store_tile(index, b, h, i, n, keys, sizes.i, N)
