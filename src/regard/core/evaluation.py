@@ -149,7 +149,7 @@ class LazyMatrix:
         batch = self._batch_with(request)
         engine = engines.get_engine(self._engine)
         problem = None if isinstance(engine, engines.Reference) else self._factors.expanded(batch).problem()
-        folded = dataclasses.replace(request, v=_fold(request.v, batch), u=_fold(request.u, batch))
+        folded = replace_fields(request, v=_fold(request.v, batch), u=_fold(request.u, batch))
         return explain(engine, problem, folded)
 
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
