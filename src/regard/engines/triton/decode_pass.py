@@ -209,14 +209,14 @@ def top(problem: Problem, n: int, scores: Tensor, norm: Tensor | None) -> dict[s
 
     def of_part() -> LaunchArgs:
         shared = {name: p.common_args[name] for name in ("mask", "sizes", "MASK")}
-        args = {"scores": scores, "found": candidates, "parts": parts, "N": n, "BLOCK_J": searched, "num_warps": 4}
+        args = {"scores": scores, "candidates": candidates, "parts": parts, "N": n, "BLOCK_J": searched, "num_warps": 4}
         return rows * parts, {**args, **shared}
 
     def of_parts() -> LaunchArgs:
         shared = {name: p.common_args[name] for name in ("sizes", "scale2")}
         block = triton.next_power_of_2(parts * n)
         return rows, {
-            "found": candidates, "norm": p.unused if norm is None else tensor_arg(norm), "score": tensor_arg(outputs["topk_scores"]),
+            "candidates": candidates, "norm": p.unused if norm is None else tensor_arg(norm), "score": tensor_arg(outputs["topk_scores"]),
             "index": tensor_arg(outputs["topk_indices"]), "weight": tensor_arg(outputs["topk_weights"]) if norm is not None else p.unused,
             "parts": parts, "SCALE_FOLDED": p.scale_folded, "N": n, "WEIGHT": norm is not None, "BLOCK": block,
             "num_warps": 1 if block <= 512 else 4, **shared,

@@ -275,8 +275,8 @@ def score_of(number):
 
 
 @triton.jit
-def topk_of_part_kernel(scores, mask, found, sizes, parts, MASK: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr):
-    """The N largest of BLOCK_J scores of one row, as numbers that `ordered` makes: found (rows, parts, N)."""
+def topk_of_part_kernel(scores, mask, candidates, sizes, parts, MASK: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr):
+    """The N largest of BLOCK_J scores of one row, as numbers that `ordered` makes: candidates (rows, parts, N)."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     i, head = (row % sizes.i).to(tl.int32), row // sizes.i
@@ -286,19 +286,19 @@ def topk_of_part_kernel(scores, mask, found, sizes, parts, MASK: tl.constexpr, N
     number = tl.where(shown & (s != FLOOR) & (s != float("-inf")), ordered(s, j), LOWEST)
     for rank in range(0, N):
         top = tl.max(number, 0)
-        tl.store(found + (row * parts + part) * N + rank, top)
+        tl.store(candidates + (row * parts + part) * N + rank, top)
         number = tl.where(number == top, LOWEST, number)
 
 
 @triton.jit
-def topk_of_parts_kernel(found, norm, score, index, weight, sizes, parts, scale2, SCALE_FOLDED: tl.constexpr, N: tl.constexpr,
+def topk_of_parts_kernel(candidates, norm, score, index, weight, sizes, parts, scale2, SCALE_FOLDED: tl.constexpr, N: tl.constexpr,
                          WEIGHT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """The N largest of a row from those of its parts."""
     row = tl.program_id(0).to(tl.int64)
     i, head = (row % sizes.i).to(tl.int32), row // sizes.i
     b, h = head // sizes.h, head % sizes.h
     n = tl.arange(0, BLOCK)
-    number = tl.load(found + row * parts * N + n, mask=n < parts * N, other=LOWEST)
+    number = tl.load(candidates + row * parts * N + n, mask=n < parts * N, other=LOWEST)
     m, l = i * 0.0, i * 0.0
     if WEIGHT:
         m, l = load_norm(norm, b, h, i, sizes)

@@ -360,10 +360,10 @@ def scan_tiles(
 @triton.jit
 def side_by_side(vectors, n, N: tl.constexpr):
     """N vectors (I) as a tile (I, n)."""
-    found = vectors[0][:, None] + 0 * n[None, :]
+    matrix = vectors[0][:, None] + 0 * n[None, :]
     for k in tl.static_range(1, N):
-        found = tl.where(n[None, :] == k, vectors[k][:, None], found)
-    return found
+        matrix = tl.where(n[None, :] == k, vectors[k][:, None], matrix)
+    return matrix
 
 
 @triton.jit
