@@ -1,4 +1,4 @@
-"""The architecture: imports point one way, and `import regard` stays light."""
+"""The architecture: imports point one way, `import regard` stays light, and planted bugs follow the code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import regard
+from support import planted
 
 ROOT = Path(regard.__file__).parent
 
@@ -282,3 +283,13 @@ SAY_NO_IMPORTS = [
 @pytest.mark.parametrize("path", SAY_NO_IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_module_may_import_is_not_said_in_words(path: Path) -> None:
     assert "Imports " not in (ast.get_docstring(ast.parse(path.read_text())) or "")
+
+
+@pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_still_applies(bug: planted.Bug) -> None:
+    source = (planted.PACKAGE / bug.file).read_text()
+    assert source.count(bug.old) == 1, f"{bug.file} has moved on: {bug.old!r} must occur exactly once"
+    ast.parse(source.replace(bug.old, bug.new))
+    for tests in bug.tests:
+        file, _ = planted.TESTS[tests]
+        assert (planted.ROOT / "tests" / file).is_file(), f"{file} has moved on"

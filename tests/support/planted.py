@@ -1,10 +1,10 @@
-"""Planted bugs: each is a small patch to the library that the ordinary tests must catch.
+"""Mutation tests: each planted bug is a small patch to the library that the ordinary tests must catch.
 
-    python tests/planted.py            all of them; exits with 1 if one survives
-    python tests/planted.py pool sink  those whose names hold one of these words
+    python tests/support/planted.py            all of them; exits with 1 if one survives
+    python tests/support/planted.py pool sink  those whose names hold one of these words
 
-Every patch is applied to a copy of the package, the tests named beside it run against the copy, and the copy is put
-right again. First the same tests run with nothing planted: a test that fails anyway catches nothing.
+Every patch is applied to a copy of the package, the tests named beside it run against the copy, and the copy is
+restored. First the same tests run on the unpatched copy: a test that fails anyway catches nothing.
 """
 
 from __future__ import annotations
@@ -21,31 +21,29 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "regard"
 
-#: What is run: the file, and which of its tests.
+#: What is run: the file below `tests`, and which of its tests (pytest's -k).
 TESTS = {
-    "merge": ("test_merge.py", ""),
-    "statistics": ("test_statistics.py", "tiles and end and (scaled_dot or sink or bias) and not long_rows"),
-    "ties": ("test_statistics.py", "equals"),
-    "scores and sinks": ("test_statistics.py", "every_statistic and end and reference and (modifiers or alibi) and (causal or none)"),
-    "identities": ("test_statistics.py", "not every_statistic"),
-    "gradients": ("test_gradients.py", "tiles and every_answer and (scaled_dot or sink or alibi or additive) and (causal or padding or first)"),
-    "memory of numbers": ("test_gradients.py", "remembered or two_calls or in_place or after_backward"),
-    "masks": ("test_masks.py", ""),
-    "scores": ("test_scores.py", ""),
-    "indexing": ("test_indexing.py", ""),
-    "edges": ("test_empty_and_infinite.py", "float64 and tiles"),
-    "edges in float32": ("test_empty_and_infinite.py", "float32"),
-    "belonging": ("test_belong.py", "whatever_way and (100 or 1000) and (sink or tensor)"),
-    "belonging twice": ("test_belong.py", "whatever_way and compiled-bias-10"),
-    "belonging to intervals": ("test_belong.py", "whatever_way and compiled-window"),
-    "gradients of cells": ("test_belong.py", "gradients_of_cells and -1] and (scaled or tensor)"),
-    "bound": ("test_bound.py", "within_its_bound and not 20000 and (0 or 5)"),
-    "twofold rule": ("test_bound.py", "over_many_seeds"),
-    "gradients in float32": ("test_bound.py", "three_times and dtype0"),
-    "inputs": ("test_inputs.py", "not compiled and not forked and not spawned"),
-    "errors": ("test_errors.py", ""),
-    "again": ("test_again.py", ""),
-    "layouts": ("test_inputs.py", "lies_as or lies_in_no_order"),
+    "merge": ("core/test_merge.py", ""),
+    "statistics": ("core/test_statistics.py", "tiles and end and (scaled_dot or sink or bias) and not long_rows"),
+    "ties": ("core/test_statistics.py", "equals"),
+    "scores and sinks": ("core/test_statistics.py", "every_statistic and end and reference and (modifiers or alibi) and (causal or none)"),
+    "identities": ("core/test_statistics.py", "not every_statistic"),
+    "gradients": ("core/test_gradients.py", "tiles and every_answer and (scaled_dot or sink or alibi or additive) and (causal or padding or first)"),
+    "result cache": ("core/test_gradients.py", "remembered or two_calls or in_place or after_backward"),
+    "masks": ("core/test_masks.py", ""),
+    "scores": ("core/test_scores.py", ""),
+    "indexing": ("core/test_indexing.py", ""),
+    "edges": ("core/test_empty_and_infinite.py", "float64 and tiles"),
+    "row weights": ("core/test_row_weights.py", "whatever_way and (100 or 1000) and (sink or tensor)"),
+    "row weights: rows chosen twice": ("core/test_row_weights.py", "whatever_way and compiled-bias-10"),
+    "row weights: intervals": ("core/test_row_weights.py", "whatever_way and compiled-window"),
+    "gradients of cells": ("core/test_row_weights.py", "gradients_of_cells and -1] and (scaled or tensor)"),
+    "bound": ("core/test_bound.py", "within_its_bound and not 20000 and (0 or 5)"),
+    "gradients in float32": ("core/test_bound.py", "three_times and dtype0"),
+    "inputs": ("core/test_inputs.py", "not compiled and not forked and not spawned"),
+    "errors": ("core/test_errors.py", ""),
+    "replay": ("engines/test_replay.py", ""),
+    "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
 }  # fmt: skip
 
 
@@ -58,109 +56,110 @@ class Bug(NamedTuple):
 
 
 BUGS = [
-    # state.py: the merge.
-    Bug("merge forgets to rescale its own sum", "state.py", "m, a * self.l + b * other.l, t,", "m, self.l + b * other.l, t,", ("merge",)),
-    Bug("merge shifts the entropy's sum the wrong way", "state.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
-    Bug("merge pivots on −inf", "state.py", "return torch.where(old == -torch.inf, 0, old - new)", "return old - new", ("merge",)),
-    Bug("a block pivots on −inf", "state.py", "return torch.where(m == -torch.inf, 0, m)", "return m", ("merge",)),
-    Bug("ties go to the higher index", "state.py", "tie = (self.m == other.m) & _before(self.argmax, other.argmax)", "tie = (self.m == other.m) & _before(other.argmax, self.argmax)", ("merge",)),
-    Bug("top merges by score alone", "state.py", "score, index = score.gather(-1, by_index), index.gather(-1, by_index)", "pass", ("merge",)),
-    Bug("a sink is the maximum", "state.py", '"max_score": self.m,', '"max_score": whole.m,', ("merge",)),
-    Bug("a row with no key divides by zero", "state.py", "share = torch.where(l == 0, 0, 1 / l)", "share = 1 / l", ("merge",)),
-    Bug("lse in base 2", "statistics.py", "torch.where(empty, 1, l).log())", "torch.where(empty, 1, l).log2())", ("merge",)),
-    Bug("−0.0 sorts below 0.0", "state.py", "bits = (s.detach() + 0.0).contiguous()", "bits = s.detach().contiguous()", ("ties",)),
-    # statistics.py and the tiles of the pooled map.
-    Bug("tiles begin one late", "statistics.py", "return ((position + 1) * tiles - 1) // max(n, 1)", "return (position * tiles) // max(n, 1)", ("identities",)),
-    Bug("pooled map ignores where its part begins", "statistics.py", "return _tile_of(j - self.j0, self.cols, self.j1 - self.j0)", "return _tile_of(j, self.cols, self.j1)", ("identities",)),
-    Bug("the reference counts a sink's share twice", "statistics.py", "entropy(w) + entropy(sink.unsqueeze(-1))", "entropy(w) + 2 * entropy(sink.unsqueeze(-1))", ("scores and sinks",)),
-    # mask.py: intervals.
-    Bug("causal hides the query itself", "mask.py", "return _around(layout, None, 0)", "return _around(layout, None, -1)", ("masks",)),
-    Bug("a window ends one early", "mask.py", "return _around(layout, self.before, self.after)", "return _around(layout, self.before, self.after - 1)", ("masks",)),
-    Bug("the complement forgets what is before the first interval", "mask.py", "torch.cat([edge, self.hi], 1)", "torch.cat([self.hi[:, :1], self.hi], 1)", ("masks",)),
-    Bug("documents out of order are called exact", "mask.py", "exact = sure or bool((hi - lo == end - begin).all())", "exact = True", ("masks",)),
-    Bug("what was found out outlives a change of its tensors", "lowered.py", "    if when != now:\n", "    if when is None:\n", ("masks",)),
-    Bug("what was found out travels with a copy", "mask.py", "return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]", "return {**vars(self)}", ("masks",)),
-    Bug("a few rows take the keys of all for seen", "lowered.py", "return Intervals(lo, hi, spans.seen(self.keys)[:, None, None], self.keys)", "return Intervals(lo, hi, self.keys_seen, self.keys)", ("masks",)),
-    Bug("either of two masks shows a query itself, so both do", "mask.py", "return self.left.sees_itself and self.right.sees_itself", "return True", ("masks",)),
-    Bug("one of several intervals is taken for all", "lowered.py", "for r in range(lo.shape[-1])]", "for r in range(1)]", ("masks",)),
-    Bug("the opposite of unsure intervals is taken", "mask.py", "return spans.complement(layout.keys) if spans.exact else layout.interval(0, layout.keys, exact=False)", "return spans.complement(layout.keys)", ("masks",)),
-    Bug("align end counts from the wrong corner", "door.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
-    # score.py.
-    Bug("scaled by d, not its root", "score.py", "return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)", "return 1 / max(size, 1) if self.scale is None else float(self.scale)", ("scores",)),
-    Bug("a Gaussian without its key's length", "score.py", "(Bias(row), Bias(key), *self.steps)", "(Bias(row), *self.steps)", ("scores",)),
-    Bug("a soft cap that forgets to multiply back", "score.py", "return self.cap * torch.tanh(s / self.cap)", "return torch.tanh(s / self.cap)", ("scores",)),
-    Bug("alibi signed", "score.py", "(block.i - block.j).abs()\n", "(block.i - block.j)\n", ("scores",)),
-    Bug("modifiers in the opposite order", "score.py", "steps=(*self.steps, step))", "steps=(step, *self.steps))", ("scores",)),
-    # factors.py.
-    Bug("heads of a group in the wrong order", "factors.py", "return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)", "return x if x.shape[1] == heads else x.repeat(1, heads // x.shape[1], 1, 1)", ("inputs",)),
-    Bug("a chosen head looks at the keys of another", "factors.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
-    Bug("a narrowed problem forgets where it stands", "factors.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),
-    Bug("poison in keys is let through", "factors.py", "k=blank(self.k, seen, -2), steps=steps)", "steps=steps)", ("edges",)),
-    Bug("poison in values is let through", "factors.py", "v = None if request.v is None else blank(request.v, seen, -2)", "v = request.v", ("edges",)),
-    # engines/blockwise.py and gradient.py: plain tiles.
-    Bug("a tile at the edge counts as whole", "engines/blockwise.py", "full_from <= j and stop <= full_to", "full_from <= j", ("masks",)),
+    # core/online_softmax.py: the merge.
+    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "m, a * self.l + b * other.l, t,", "m, self.l + b * other.l, t,", ("merge",)),
+    Bug("merge shifts the entropy's sum the wrong way", "core/online_softmax.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
+    Bug("merge pivots on −inf", "core/online_softmax.py", "return torch.where(old == -torch.inf, 0, old - new)", "return old - new", ("merge",)),
+    Bug("a block pivots on −inf", "core/online_softmax.py", "return torch.where(m == -torch.inf, 0, m)", "return m", ("merge",)),
+    Bug("ties go to the higher index", "core/online_softmax.py", "tie = (self.m == other.m) & _before(self.argmax, other.argmax)", "tie = (self.m == other.m) & _before(other.argmax, self.argmax)", ("merge",)),
+    Bug("top merges by score alone", "core/online_softmax.py", "score, index = score.gather(-1, by_index), index.gather(-1, by_index)", "pass", ("merge",)),
+    Bug("a sink is the maximum", "core/online_softmax.py", '"max_score": self.m,', '"max_score": total.m,', ("merge",)),
+    Bug("a row with no key divides by zero", "core/online_softmax.py", "share = torch.where(l == 0, 0, 1 / l)", "share = 1 / l", ("merge",)),
+    Bug("−0.0 sorts below 0.0", "core/online_softmax.py", "bits = (s.detach() + 0.0).contiguous()", "bits = s.detach().contiguous()", ("ties",)),
+    # core/stats.py: definitions, and the tiles of the pooled map.
+    Bug("lse in base 2", "core/stats.py", "torch.where(empty, 1, l).log())", "torch.where(empty, 1, l).log2())", ("merge",)),
+    Bug("tiles begin one late", "core/stats.py", "return ((position + 1) * tiles - 1) // max(n, 1)", "return (position * tiles) // max(n, 1)", ("identities",)),
+    Bug("pooled map ignores where its part begins", "core/stats.py", "return _tile_of(j - self.j0, self.cols, self.j1 - self.j0)", "return _tile_of(j, self.cols, self.j1)", ("identities",)),
+    Bug("the reference counts a sink's share twice", "core/stats.py", "entropy(w) + entropy(sink.unsqueeze(-1))", "entropy(w) + 2 * entropy(sink.unsqueeze(-1))", ("scores and sinks",)),
+    # core/masks.py, core/mask_algebra.py, core/intervals.py and core/lowering.py.
+    Bug("causal hides the query itself", "core/masks.py", "return band(layout, None, 0)", "return band(layout, None, -1)", ("masks",)),
+    Bug("a window ends one early", "core/masks.py", "return band(layout, self.before, self.after)", "return band(layout, self.before, self.after - 1)", ("masks",)),
+    Bug("the complement forgets what is before the first interval", "core/intervals.py", "torch.cat([edge, self.hi], 1)", "torch.cat([self.hi[:, :1], self.hi], 1)", ("masks",)),
+    Bug("documents out of order are called exact", "core/masks.py", "exact = trusted or bool((hi - lo == end - begin).all())", "exact = True", ("masks",)),
+    Bug("a mask's cache outlives a change of its tensors", "core/intervals.py", "    if cached_state != state:\n", "    if cached_state is None:\n", ("masks",)),
+    Bug("a mask's cache travels with a copy", "core/mask_algebra.py", "return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]", "return {**vars(self)}", ("masks",)),
+    Bug("a few rows see the keys that all rows see", "core/lowering.py", "keys_seen = intervals.visible_keys(self.keys)[:, None, None]", "keys_seen = self.keys_seen", ("masks",)),
+    Bug("either of two masks shows a query itself, so both do", "core/mask_algebra.py", "return self.left.sees_itself and self.right.sees_itself", "return True", ("masks",)),
+    Bug("one of several intervals is taken for all", "core/lowering.py", "for r in range(lo.shape[-1])]", "for r in range(1)]", ("masks",)),
+    Bug("inexact intervals are complemented", "core/mask_algebra.py", "return intervals.complement(layout.keys) if intervals.exact else layout.interval(0, layout.keys, exact=False)", "return intervals.complement(layout.keys)", ("masks",)),
+    # core/api.py.
+    Bug("align end counts from the wrong corner", "core/api.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
+    # core/scores.py and core/modifiers.py.
+    Bug("scaled by d, not its root", "core/scores.py", "return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)", "return 1 / max(size, 1) if self.scale is None else float(self.scale)", ("scores",)),
+    Bug("a Gaussian without its key's length", "core/scores.py", "(Bias(row), Bias(key), *self.modifiers)", "(Bias(row), *self.modifiers)", ("scores",)),
+    Bug("a soft cap that forgets to multiply back", "core/modifiers.py", "return self.cap * torch.tanh(s / self.cap)", "return torch.tanh(s / self.cap)", ("scores",)),
+    Bug("alibi signed", "core/modifiers.py", "(block.i - block.j).abs()\n", "(block.i - block.j)\n", ("scores",)),
+    Bug("modifiers in the opposite order", "core/scores.py", "modifiers=(*self.modifiers, modifier))", "modifiers=(modifier, *self.modifiers))", ("scores",)),
+    Bug("heads of a group in the wrong order", "core/scores.py", "x.repeat_interleave(heads // x.shape[-3], -3)", "x.repeat(*[1] * (x.ndim - 3), heads // x.shape[-3], 1, 1)", ("inputs",)),
+    # core/problem.py.
+    Bug("a chosen head looks at the keys of another", "core/problem.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
+    Bug("a narrowed problem forgets its offset", "core/problem.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),
+    Bug("poison in keys is let through", "core/problem.py", "k=zero_keys(self.k, seen, -2), modifiers=modifiers)", "modifiers=modifiers)", ("edges",)),
+    Bug("poison in values is let through", "core/problem.py", "v = None if request.v is None else zero_keys(request.v, seen, -2)", "v = request.v", ("edges",)),
+    Bug("a group's gradients are averaged", "core/problem.py", "x.unflatten(1, (heads, -1)).sum(2)", "x.unflatten(1, (heads, -1)).mean(2)", ("gradients",)),
+    # engines/blockwise.py and engines/score_grad.py: plain tiles.
+    Bug("a tile at the edge counts as all visible", "engines/blockwise.py", "full_from <= j and stop <= full_to", "full_from <= j", ("masks",)),
     Bug("the last tile of keys is not visited", "engines/blockwise.py", "for j in range(first, end, width):", "for j in range(first, end - 1, width):", ("masks",)),
-    Bug("ranges that overlap are walked twice", "engines/blockwise.py", "if out and first <= out[-1][1]:", "if out and first < out[-1][0]:", ("masks",)),
+    Bug("ranges that overlap are visited twice", "engines/blockwise.py", "if out and first <= out[-1][1]:", "if out and first < out[-1][0]:", ("masks",)),
     Bug("received keeps the last tile only", "engines/blockwise.py", 'total["received"][:, :, cols] += w.sum(2)', 'total["received"][:, :, cols] = w.sum(2)', ("statistics",)),
-    Bug("a group's gradients are averaged", "engines/blockwise.py", "x.unflatten(1, (heads, -1)).sum(2)", "x.unflatten(1, (heads, -1)).mean(2)", ("gradients",)),
     Bug("the sink gets no gradient", "engines/blockwise.py", "total.sink.add_(gradient.of_sink(problem.sink, norm))", "pass", ("gradients",)),
-    Bug("the gradient of the entropy lacks its log", "engines/gradient.py", "return inside - self.eta[:, :, rows, None] * log_w.clamp(min=-1e5)", "return inside - self.eta[:, :, rows, None]", ("gradients",)),
-    Bug("weights made again pivot on −inf", "engines/gradient.py", "above = s - torch.where(m == -torch.inf, 0, m)", "above = s - m", ("edges",)),
-    Bug("m and log l become one number", "engines/gradient.py", "w = above.exp() / l", "w = (s - (m + l.log())).exp()", ("edges",)),
-    Bug("what is hidden is nan in a row that is nan", "engines/gradient.py", "return w if whole else w.masked_fill(s == -torch.inf, 0), above - l.log()", "return w, above - l.log()", ("edges",)),
-    # A weight belongs to its row.
-    Bug("cells: the norm comes from another product", "matrix.py", "answers = see(problem.narrow(run.start, run.stop), request, engine, {}, live)", 'answers = see(problem.narrow(run.start, run.stop), request, engine, {}, live) | {"norm": see(problem, Question(("norm",)), engine, {}, live)["norm"][:, :, run.start : run.stop]}', ("belonging",)),
-    Bug("cells: whole rows are made with the norm of the tiles", "matrix.py", "w = exactly(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])", 'w = weights_and_logs(problem.scores(block), see(problem, Question(("norm",)), engines.named(self._engine), {}, False)["norm"][:, :, where(rows)], False)[0]', ("belonging",)),
-    Bug("cells: whole rows leave the sink out", "matrix.py", "softmax(problem.scores(block), problem.sink)[0]", "softmax(problem.scores(block), None)[0]", ("belonging",)),
-    Bug("cells: the remembered norm is that of other rows", "matrix.py", 'answers["norm"][:, :, asked.rows]', 'answers["norm"][:, :, : len(rows)]', ("belonging",)),
-    Bug("cells: a row of −inf is nan in its gradient", "statistics.py", "p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)", "p = every.softmax(-1)", ("edges",)),
-    Bug("cells: hidden ones are nan in a row that is nan", "statistics.py", "p = every.softmax(-1).masked_fill_(hidden, 0)", "p = every.softmax(-1)", ("edges",)),
-    Bug("cells: their scores get no gradient", "see.py", 'of_scores.append(_cell_gradients(clean, asked, answers["cells"], flowing["cells"]))', "pass", ("gradients of cells",)),
-    Bug("cells: hidden ones get a gradient", "see.py", "bare_scores(block), g.masked_fill(hidden, 0)", "bare_scores(block), torch.ones_like(g)", ("gradients of cells",)),
-    # see.py: the one backward.
-    Bug("the gradient of lse has the wrong sign", "see.py", "c = c - g[..., 0]", "c = c + g[..., 0]", ("gradients",)),
-    Bug("the gradient of the output lacks its row's share", "see.py", 'engine.row_dot(g, answers["y"])', 'engine.row_dot(g, answers["y"]) * 0', ("gradients",)),
-    Bug("the gradient of received lacks its row's share", "see.py", "c = c + (left * mixed).sum(-1)", "c = c + 0", ("gradients",)),
-    Bug("the gradient of the mean distance lacks its row's share", "see.py", 'c = c + rho * answers["mean_distance"]', "c = c + 0", ("gradients",)),
-    # memory.py and index.py.
-    Bug("a change of a factor is not noticed", "memory.py", "or self._versions != _versions(factors):", "or False:", ("memory of numbers",)),
-    Bug("an answer changed in place is handed out again", "memory.py", "if number is not None and number._version == version:", "if number is not None:", ("memory of numbers",)),
-    Bug("a number of inference mode is remembered", "memory.py", "is not None and not value.is_inference():", "is not None:", ("memory of numbers",)),
-    Bug("the largest are remembered whatever their number", "memory.py", "return name, request.top", "return name", ("ties",)),
-    Bug("a pooled map is remembered whatever its tiles", "memory.py", "return name, *vars(request.tiling).values()", "return name", ("memory of numbers",)),
-    Bug("a word that occurs twice is its first", "index.py", "            if len(places) > 1:\n", "            if len(places) > 99:\n", ("errors",)),
-    Bug("negative numbers count from the wrong end", "index.py", "return n % size if size else n", "return abs(n) % size if size else n", ("indexing",)),
-    # What lies where, in a graph and outside it.
-    Bug("layouts: the stride of a single head counts", "factors.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
-    Bug("layouts: an operator returns another one than its fake", "see.py", "return _room(x, found.shape, found.dtype).copy_(found)", "return found", ("layouts",)),
-    # again.py: answers that are done again.
-    Bug("again: done on tensors of another form", "again.py", "whole = (key, shared, *forms)", "whole = (key, shared)", ("again",)),
-    Bug("again: nobody asks which tensors are one", "again.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("again",)),
-    Bug("again: a part is taken for the tensor that lies there", "again.py", "elif of is None or self._place_in(x, of) != self.places[known]:", "elif False:", ("again",)),
-    Bug("again: a view begins where its tensor does", "again.py", "at[place[0]] + place[1]", "at[place[0]]", ("again",)),
-    Bug("again: what is still needed is dropped", "again.py", "sorted(step.used - needed)", "sorted(step.used)", ("again",)),
-    Bug("again: a number that was read back is taken for constant", "again.py", "if -1 in reads or not stays or", "if", ("again",)),
-    Bug("again: new room lies in another order", "again.py", "partial(make, tuple(out.shape), out.stride(), out.dtype)", "partial(torch.empty, tuple(out.shape), dtype=out.dtype)", ("again",)),
-    Bug("again: users' functions are done again", "again.py", "if known is None and constant(key):", "if known is None:", ("again",)),
-    # engines/cpu: compiled tiles.
-    Bug("compiled: a new maximum does not shrink the sum", "engines/cpu/forward.py", "    l[r] *= alpha\n", "    pass\n", ("bound",)),
-    Bug("compiled: a new maximum does not shift the entropy", "engines/cpu/forward.py", "t[r] = alpha * (t[r] + shift * l[r])", "t[r] = alpha * t[r]", ("bound",)),
-    Bug("compiled: a new maximum does not shrink the output", "engines/cpu/forward.py", "scaled(carray(floats_at(T.y + 4 * out * T.E), T.E), T.E, alpha)", "pass", ("bound",)),
-    Bug("compiled: the tile to the left leaks into the output", "engines/cpu/forward.py", "                zeroed(row, 0, a)\n", "                pass\n", ("bound",)),
-    Bug("compiled: the tile to the right leaks into the output", "engines/cpu/forward.py", "                zeroed(row, z, cols)\n", "                pass\n", ("bound",)),
-    Bug("compiled: the sink is left out of the entropy", "engines/cpu/forward.py", "+ one * theirs", "", ("bound",)),
-    Bug("compiled: values of the wrong head", "engines/cpu/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
-    Bug("compiled: sums of columns are not put back to zero", "engines/cpu/reread.py", "    zeroed(column, 0, cols)\n", "    pass\n", ("bound",)),
-    Bug("compiled: pooled rows begin one late", "engines/cpu/reread.py", "return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)", "return (i - T.i0) * T.tile_rows // (T.i1 - T.i0)", ("bound",)),
-    Bug("compiled: distance without its sign taken off", "engines/cpu/rows.py", "total += p[j] * f32(abs(i32(behind) - i32(j)))", "total += p[j] * f32(i32(behind) - i32(j))", ("bound",)),
-    Bug("compiled: an equal score goes before", "engines/cpu/rows.py", "    if not x > score[n - 1]:\n", "    if not x >= score[n - 1]:\n", ("ties",)),
-    Bug("compiled: a row that is chosen twice is modified twice", "engines/cpu/cells.py", "T.step_count > 0 and i != last:", "T.step_count > 0:", ("belonging twice",)),
-    Bug("compiled: a cell beyond its row's interval is shown", "engines/cpu/cells.py", "if a <= col_at[c] - j0 < z:", "if col_at[c] - j0 < z:", ("belonging to intervals",)),
-    Bug("compiled: cells in the order of their keys", "engines/cpu/cells.py", "found[col_place[c]] = row", "found[c] = row", ("belonging",)),
-    Bug("compiled: exp is a digit short", "engines/cpu/words.py", "p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5", "p = (((_E2) * r + _E3) * r + _E4) * r + _E5", ("bound",)),
-    Bug("compiled: the gradient forgets the slope of a cap", "engines/cpu/backward.py", "        times(d, n, slope)\n", "        pass\n", ("gradients in float32",)),
-    Bug("compiled: keys outside an interval get gradients", "engines/cpu/backward.py", "                    zeroed(row, z, cols)\n", "                    pass\n", ("gradients in float32",)),
-    Bug("compiled: the gradient of the mean distance is lost", "engines/cpu/backward.py", "    if T.rho != 0:\n", "    if T.rho != 0 and T.rho == 0:\n", ("gradients in float32",)),
+    Bug("the gradient of the entropy lacks its log", "engines/score_grad.py", "return inside - self.d_entropy[:, :, rows, None] * log_w.clamp(min=-1e5)", "return inside - self.d_entropy[:, :, rows, None]", ("gradients",)),
+    Bug("recomputed weights pivot on −inf", "engines/score_grad.py", "above = s - torch.where(m == -torch.inf, 0, m)", "above = s - m", ("edges",)),
+    Bug("m and log l become one number", "engines/score_grad.py", "w = above.exp() / l", "w = (s - (m + l.log())).exp()", ("edges",)),
+    Bug("a hidden cell is nan in a row that is nan", "engines/score_grad.py", "return w if all_visible else w.masked_fill(s == -torch.inf, 0), above - l.log()", "return w, above - l.log()", ("edges",)),
+    # core/evaluation.py: a weight and the norm of its row come from one product.
+    Bug("cells: the norm comes from another product", "core/evaluation.py", "results = compute_with_autograd(problem.narrow(run.start, run.stop), local, engine, {}, requires_grad)", 'results = compute_with_autograd(problem.narrow(run.start, run.stop), local, engine, {}, requires_grad) | {"norm": compute_with_autograd(problem, Request(("norm",)), engine, {}, requires_grad)["norm"][:, :, run.start : run.stop]}', ("row weights",)),
+    Bug("cells: complete rows take the norm of the tiles", "core/evaluation.py", "w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])", 'w = weights_from_norm(problem.scores(block), compute_with_autograd(problem, Request(("norm",)), engine, {}, False)["norm"][:, :, as_index(rows, self.device)], False)[0]', ("row weights",)),
+    Bug("cells: complete rows leave the sink out", "core/evaluation.py", "softmax(problem.scores(block), problem.sink)[0]", "softmax(problem.scores(block), None)[0]", ("row weights",)),
+    Bug("cells: the cached norm is that of other rows", "core/evaluation.py", 'results["norm"][:, :, request.rows]', 'results["norm"][:, :, : len(rows)]', ("row weights",)),
+    Bug("cells: a row of −inf is nan in its gradient", "core/stats.py", "p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)", "p = every.softmax(-1)", ("edges",)),
+    Bug("cells: hidden ones are nan in a row that is nan", "core/stats.py", "p = every.softmax(-1).masked_fill_(hidden, 0)", "p = every.softmax(-1)", ("edges",)),
+    Bug("cells: their scores get no gradient", "core/autograd.py", 'more.append(_cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))', "pass", ("gradients of cells",)),
+    Bug("cells: hidden ones get a gradient", "core/autograd.py", "bare_scores(block), g.masked_fill(hidden, 0)", "bare_scores(block), torch.ones_like(g)", ("gradients of cells",)),
+    # core/autograd.py: the one backward.
+    Bug("the gradient of the norm has the wrong sign", "core/autograd.py", "delta = delta - g[..., 0]", "delta = delta + g[..., 0]", ("gradients",)),
+    Bug("the gradient of the output lacks its row term", "core/autograd.py", 'engine.row_dot(g, results["y"])', 'engine.row_dot(g, results["y"]) * 0', ("gradients",)),
+    Bug("the gradient of received lacks its row term", "core/autograd.py", "delta = delta + (left * mixed).sum(-1)", "delta = delta + 0", ("gradients",)),
+    Bug("the gradient of the mean distance lacks its row term", "core/autograd.py", 'delta = delta + d_distance * results["mean_distance"]', "delta = delta + 0", ("gradients",)),
+    # core/result_cache.py and core/indexing.py.
+    Bug("cache: a change of a factor is not noticed", "core/result_cache.py", "or self._versions != _versions(factors):", "or False:", ("result cache",)),
+    Bug("cache: a result changed in place is returned", "core/result_cache.py", "if result is not None and result._version == version:", "if result is not None:", ("result cache",)),
+    Bug("cache: a tensor of inference mode is put there", "core/result_cache.py", "is not None and not result.is_inference():", "is not None:", ("result cache",)),
+    Bug("cache: the key of the largest lacks their number", "core/result_cache.py", "return name, request.topk", "return name", ("ties",)),
+    Bug("cache: the key of a pooled map lacks its tiles", "core/result_cache.py", "return name, *vars(request.tiling).values()", "return name", ("result cache",)),
+    Bug("a word that occurs twice is its first", "core/indexing.py", "            if len(places) > 1:\n", "            if len(places) > 99:\n", ("errors",)),
+    Bug("negative numbers count from the wrong end", "core/indexing.py", "return n % size if size else n", "return abs(n) % size if size else n", ("indexing",)),
+    # Memory layouts, in a graph and outside it.
+    Bug("layouts: the stride of a single head counts", "core/problem.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
+    Bug("layouts: an operator returns another one than its fake", "core/autograd.py", "return _empty_in_layout(x, result.shape, result.dtype).copy_(result)", "return result", ("layouts",)),
+    # engines/replay.py.
+    Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
+    Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),
+    Bug("replay: a part is taken for the tensor at its address", "engines/replay.py", "elif of is None or self._place_in(x, of) != self.places[cached]:", "elif False:", ("replay",)),
+    Bug("replay: a view begins where its tensor does", "engines/replay.py", "at[place[0]] + place[1]", "at[place[0]]", ("replay",)),
+    Bug("replay: what is still needed is dropped", "engines/replay.py", "sorted(step.used - needed)", "sorted(step.used)", ("replay",)),
+    Bug("replay: a number that was read back is taken for constant", "engines/replay.py", "if -1 in reads or not stays or", "if", ("replay",)),
+    Bug("replay: an allocation has other strides", "engines/replay.py", "partial(make, tuple(out.shape), out.stride(), out.dtype)", "partial(torch.empty, tuple(out.shape), dtype=out.dtype)", ("replay",)),
+    Bug("replay: users' functions are replayed", "engines/replay.py", "if cached is None and is_constant(key):", "if cached is None:", ("replay",)),
+    # engines/numba: compiled tiles.
+    Bug("numba: a new maximum does not shrink the sum", "engines/numba/kernels/forward.py", "    l[r] *= alpha\n", "    pass\n", ("bound",)),
+    Bug("numba: a new maximum does not shift the entropy", "engines/numba/kernels/forward.py", "t[r] = alpha * (t[r] + shift * l[r])", "t[r] = alpha * t[r]", ("bound",)),
+    Bug("numba: a new maximum does not shrink the output", "engines/numba/kernels/forward.py", "scale_(carray(floats_at(T.y + 4 * out * T.E), T.E), T.E, alpha)", "pass", ("bound",)),
+    Bug("numba: the tile to the left leaks into the output", "engines/numba/kernels/forward.py", "                zero_(row, 0, a)\n", "                pass\n", ("bound",)),
+    Bug("numba: the tile to the right leaks into the output", "engines/numba/kernels/forward.py", "                zero_(row, z, cols)\n", "                pass\n", ("bound",)),
+    Bug("numba: the sink is left out of the entropy", "engines/numba/kernels/forward.py", "+ one * theirs", "", ("bound",)),
+    Bug("numba: values of the wrong head", "engines/numba/kernels/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
+    Bug("numba: sums of columns are not put back to zero", "engines/numba/kernels/column_pass.py", "    zero_(column, 0, cols)\n", "    pass\n", ("bound",)),
+    Bug("numba: pooled rows begin one late", "engines/numba/kernels/column_pass.py", "return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)", "return (i - T.i0) * T.tile_rows // (T.i1 - T.i0)", ("bound",)),
+    Bug("numba: distance without its sign taken off", "engines/numba/kernels/row_ops.py", "total += p[j] * f32(abs(i32(first_distance) - i32(j)))", "total += p[j] * f32(i32(first_distance) - i32(j))", ("bound",)),
+    Bug("numba: an equal score goes before", "engines/numba/kernels/row_ops.py", "    if not x > score[n - 1]:\n", "    if not x >= score[n - 1]:\n", ("ties",)),
+    Bug("numba: a row that is chosen twice is modified twice", "engines/numba/kernels/cells.py", "T.modifier_count > 0 and i != last:", "T.modifier_count > 0:", ("row weights: rows chosen twice",)),
+    Bug("numba: a cell beyond its row's interval is shown", "engines/numba/kernels/cells.py", "if a <= col_at[c] - j0 < z:", "if col_at[c] - j0 < z:", ("row weights: intervals",)),
+    Bug("numba: cells in the order of their keys", "engines/numba/kernels/cells.py", "out_row[col_place[c]] = row", "out_row[c] = row", ("row weights",)),
+    Bug("numba: exp is a digit short", "engines/numba/kernels/intrinsics.py", "p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5", "p = (((_E2) * r + _E3) * r + _E4) * r + _E5", ("bound",)),
+    Bug("numba: the gradient forgets the slope of a cap", "engines/numba/kernels/backward.py", "        mul_(d, n, slope)\n", "        pass\n", ("gradients in float32",)),
+    Bug("numba: keys outside an interval get gradients", "engines/numba/kernels/backward.py", "                    zero_(row, z, cols)\n", "                    pass\n", ("gradients in float32",)),
+    Bug("numba: the gradient of the mean distance is lost", "engines/numba/kernels/backward.py", "    if T.d_distance != 0:\n", "    if T.d_distance != 0 and T.d_distance == 0:\n", ("gradients in float32",)),
 ]  # fmt: skip
 
 
