@@ -275,7 +275,9 @@ def score_of(number):
 
 
 @triton.jit
-def topk_of_part_kernel(scores, mask, candidates, sizes, parts, MASK: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr):
+def topk_of_part_kernel(
+    scores, mask, candidates, sizes, parts, MASK: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr
+):
     """The N largest of BLOCK_J scores of one row, as numbers that `ordered` makes: candidates (rows, parts, N)."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
