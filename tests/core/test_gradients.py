@@ -241,7 +241,16 @@ def test_indices_are_marked_as_what_does_not_differentiate(engine: str) -> None:
         assert value.requires_grad
 
 
-@pytest.mark.parametrize("name", SMOOTH)
+def test_whole_rows_differentiate_twice() -> None:
+    """They are plain PyTorch, in the memory that their tensor takes anyway."""
+    it = Setting(named(SCORES, "scaled_dot"), named(MASKS, "causal"))
+    first = torch.autograd.grad(it.weights().dense().square().sum(), it.q, create_graph=True)[0]
+    second = torch.autograd.grad(first.square().sum(), it.q)[0]
+    wanted = torch.autograd.grad(it.truth().w.square().sum(), it.q, create_graph=True)[0]
+    torch.testing.assert_close(second, torch.autograd.grad(wanted.square().sum(), it.q)[0], **TIGHT)
+
+
+@pytest.mark.parametrize("name", [name for name in SMOOTH if name != "dense"])
 def test_a_second_derivative_is_refused_by_name(name: str) -> None:
     it = Setting(named(SCORES, "scaled_dot"), named(MASKS, "causal"))
     output = finite(asked(it.weights(), it.v, it.u)[name])

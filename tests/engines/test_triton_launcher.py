@@ -48,7 +48,7 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(launcher_module, "LAUNCHES", {})
     monkeypatch.setattr(launcher_module, "INTERPRETED", False)
-    monkeypatch.setattr(launcher_module, "short_way", lambda *_: None)
+    monkeypatch.setattr(launcher_module, "direct_launcher", lambda *_: None)
     return Kernel()
 
 
@@ -181,7 +181,7 @@ def launched(compiled, x, y):
     return launcher_module.Launch(compiled, 7, [x, y, Group(x, 1), Descriptor(y, [2]), 5], [x, y])
 
 
-def test_by_the_short_way_the_copy_engine_is_told_once_for_each_place(triton_3_6):
+def test_the_direct_launcher_encodes_a_descriptor_once_for_each_address(triton_3_6):
     written, _ = triton_3_6
     compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launch = launched(compiled, x, y)
@@ -253,7 +253,7 @@ def triton_since_3_7(monkeypatch):
     return inside.CudaLauncher, handed, written
 
 
-def test_since_3_7_the_short_way_hands_over_what_tritons_launcher_does(triton_since_3_7):
+def test_since_3_7_the_direct_launcher_passes_what_tritons_launcher_passes(triton_since_3_7):
     launcher, handed, written = triton_since_3_7
     described = {"swizzle": 3, "elem_size": 2, "elem_type": 10, "block_size": [64, 64], "fp4_padded": False}
     fields = ("global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align", "launch_cooperative_grid", "launch_pdl")  # fmt: skip
@@ -263,9 +263,9 @@ def test_since_3_7_the_short_way_hands_over_what_tritons_launcher_does(triton_si
     compiled.run = launcher(compiled.src, compiled.metadata)
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
     desc = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor(x, [64, 64], [64, 1], [64, 64])
-    way = launcher_module.short_way(compiled, 7)
-    assert type(way) is launcher_module.ShortWaySince37
-    packed = way.packed([x, desc, 3])
+    way = launcher_module.direct_launcher(compiled, 7)
+    assert type(way) is launcher_module.DirectLauncherSince37
+    packed = way.packed_args([x, desc, 3])
     for _ in range(3):
         way.run(packed)
     assert len(written) == 1, "what the copy engine is told is written once"

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import pytest
 import torch
 
 import regard
-from regard.look import view as view_module
-from regard.look import walk as walk_module
 from regard.look.terminal_walk import draw_walk
 from regard.look.token_text import cell_width
 
@@ -191,10 +188,3 @@ def test_printing_says_every_step():
     for said in ("1 q·k", "2 ÷ √2", "3 mask", "4 softmax", "5 weight × value", "6 sum", "−∞", "2.000·2.000"):
         assert said in text
     assert repr(regard.walk(regard.weights(x), x, 0)) == str(regard.walk(regard.weights(x), x, 0))
-
-
-def test_the_example_in_the_docstring_holds():
-    for module in (walk_module, view_module):
-        report = doctest.testmod(module)
-        assert report.failed == 0
-        assert report.attempted > 2
