@@ -150,9 +150,9 @@ class LMSettings(Settings):
 class TranslateSettings(Settings):
     """A translator: an encoder and a decoder. The defaults are for a GPU; on a CPU use fewer --steps.
 
+    Every setting that is not listed means the same as in `LMSettings`; `batch` counts sentence pairs.
+
     Attributes:
-        steps, batch, layers, heads, dim, hidden, positions, dropout, lr, warmup, weight_decay, clip, ema, eval_every,
-            seed, device, precision, compile: As in `LMSettings`; `batch` counts sentence pairs.
         vocabulary: Number of BPE tokens of both languages together.
         smoothing: Label smoothing.
         max_length: Pairs with more tokens on a side are left out of training.

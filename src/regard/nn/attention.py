@@ -256,11 +256,12 @@ class SelfAttention(_Attention):
 class CrossAttention(_Attention):
     """Cross-attention: queries of x, keys and values of another sequence, the memory.
 
+    Every argument that is not listed means the same as in `SelfAttention`.
+
     Args:
         dim: Size of the vectors of x and of the output.
         heads: Number of query heads.
         memory_dim: Size of the memory's vectors. Default: `dim`.
-        kv_heads, key_size, value_size, score, bias, output, parameters: As in `SelfAttention`.
 
     Example:
         >>> layer = CrossAttention(16, heads=4)
