@@ -141,7 +141,6 @@ def assert_as_exact(ours: Tensor, plain: Tensor, name: str, limit: float = 1.2) 
     mean, worst = ratio.mean().exp().item(), ratio.max().exp().item()
     assert mean <= limit, f"{name}: {mean:.3g} times as far off as plain PyTorch, geometric mean of {len(ratio)} seeds"
     assert worst <= 3, f"{name}: {worst:.3g} times as far off as plain PyTorch in the worst of {len(ratio)} seeds"
-    assert ours.max() <= 3 * plain.max() + 4 * U, f"{name}: off by {ours.max():.3g}, plain by {plain.max():.3g}"
 
 
 @pytest.fixture
@@ -177,6 +176,8 @@ def test_a_weight_belongs_to_its_row_whatever_way_it_is_asked(how: str, name: st
         assert (got >= 0).all(), way
         assert (off <= at(bound)).all(), way  # so two ways agree within the sum of their bounds
         assert_as_exact(off, at(error), way)
+        most, theirs = off.max(), at(error).max()
+        assert most <= 3 * theirs + 4 * U, f"{way}: off by {most:.3g}, plain PyTorch by {theirs:.3g}"
         if way in ("dense", "row"):
             assert ((got.double().sum(-1) - case.left_to_keys(way)).abs() <= 5e-7).all(), way
 
