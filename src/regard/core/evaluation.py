@@ -21,7 +21,7 @@ from .problem import Factors, Problem
 from .pytree import replace_fields
 from .result_cache import ResultCache, check_fits
 from .results import Peak, Statistics, TopK
-from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
+from .stats import OPTIONAL_OUTPUTS, Request, Results, required, softmax
 from .torch_state import as_size, without_autocast
 
 __all__ = ["LazyMatrix", "Transposed"]
@@ -156,13 +156,41 @@ class LazyMatrix:
         engine = engines.get_engine(self._engine)
         if isinstance(engine, engines.Reference):
             return engine.compute(factors.folded(), request)
+        names = request.names
+        if request.second_pass and "norm" not in names:
+            # A pass over finished rows begins with their norm: cached, it serves the next one.
+            request = replace_fields(request, names=(*names, "norm"))
         cached = self._cache.get(self._leaves, request) if use_cache else {}
-        if not requires_grad and all(name in cached for name in request.names):
+        if not requires_grad and all(name in cached for name in names):
             return cached
-        results = compute_with_autograd(factors.problem(), request, engine, cached, requires_grad)
+        problem = factors.problem()
+        if request.window is not None and not ("norm" in cached and engines.same_product(engine, problem)):
+            rows = request.window.i0, request.window.i1
+            if rows != (0, problem.shape[2]):
+                return self._pool_rows(problem, request, engine, *rows, requires_grad, use_cache)
+        results = compute_with_autograd(problem, request, engine, cached, requires_grad)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
+
+    def _pool_rows(
+        self,
+        problem: Problem,
+        request: Request,
+        engine: engines.Engine,
+        start: int,
+        stop: int,
+        requires_grad: bool,
+        use_cache: bool,
+    ) -> Results:
+        """A pooled map of a part of the rows, without a pass over the others."""
+        tiling = replace_fields(required(request.tiling), i0=0, i1=stop - start)
+        local = replace_fields(request, names=("pool", "norm"), tiling=tiling)
+        results = compute_with_autograd(problem.narrow(start, stop), local, engine, {}, requires_grad)
+        pool = {"pool": results["pool"]}
+        if use_cache:
+            self._cache.put(self._leaves, request, pool)
+        return pool
 
     # Blocks of weights.
 

@@ -98,8 +98,13 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     if request.wants("pool"):
         assert request.tiling is not None
         total["pool"] = norm.new_zeros(b, h, request.tiling.rows, request.tiling.cols, dtype=problem.compute_dtype)
+    window = request.window
     for rows, tiles in tiled(problem):
+        if window is not None and not _overlap(rows, window.i0, window.i1):
+            continue
         for cols, all_visible in tiles:
+            if window is not None and not _overlap(cols, window.j0, window.j1):
+                continue
             w, _ = weights_of(problem, rows, cols, all_visible, norm)
             if "received" in total:
                 total["received"][:, :, cols] += w.sum(2)
@@ -126,6 +131,10 @@ def cells(problem: Problem, request: Request) -> Tensor:
             s = s if all_visible else mask_scores(s, problem.mask, block)
             scores[:, :, i[:, None], j] = s[:, :, (rows[i] - row_block.start)[:, None], cols[j] - keys.start]
     return scores
+
+
+def _overlap(part: slice, start: int, stop: int) -> bool:
+    return part.start < stop and start < part.stop
 
 
 def _inside(positions: Tensor, part: slice) -> Tensor:
