@@ -33,6 +33,7 @@ TESTS = {
     "masks": ("core/test_masks.py", ""),
     "scores": ("core/test_scores.py", ""),
     "indexing": ("core/test_indexing.py", ""),
+    "tensor kinds": ("core/test_tensor_kinds.py", "negated or forward_mode or (jit and (entropy or layer))"),
     "pooled part": ("core/test_statistics.py", "pooled_map"),
     "edges": ("core/test_empty_and_infinite.py", "float64 and tiles"),
     "row weights": ("core/test_row_weights.py", "whatever_way and (100 or 1000) and (sink or tensor)"),
@@ -151,6 +152,10 @@ BUGS = [
     Bug("numba: the sink is left out of the entropy", "engines/numba/kernels/forward.py", "+ one * theirs", "", ("bound",)),
     Bug("numba: values of the wrong head", "engines/numba/kernels/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
     Bug("numba: sums of columns are not put back to zero", "engines/numba/kernels/column_pass.py", "    zero_(column, 0, cols)\n", "    pass\n", ("bound",)),
+    # core/storage.py: tensors that engines cannot read.
+    Bug("a lazily negated tensor is read without its sign", "core/storage.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
+    Bug("a tangent is dropped", "core/storage.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),
+    Bug("torch.jit.trace is not noticed", "core/storage.py", "if not is_tracing() and torch._C._get_tracing_state() is not None:", "if False:", ("tensor kinds",)),
     Bug("numba: a pooled part visits all keys", "engines/numba/kernels/column_pass.py", "if j0 + cols <= T.key_from or j0 >= T.key_to:", "if cols < 0:", ("pooled part",)),
     Bug("a pooled part is cut from its rows twice", "core/evaluation.py", "tiling = replace_fields(required(request.tiling), i0=0, i1=stop - start)", "tiling = required(request.tiling)", ("pooled part",)),
     Bug("numba: pooled rows begin one late", "engines/numba/kernels/column_pass.py", "return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)", "return (i - T.i0) * T.tile_rows // (T.i1 - T.i0)", ("bound",)),

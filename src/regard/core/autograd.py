@@ -25,6 +25,7 @@ from .problem import Problem, repeat_kv, strides_like
 from .pytree import flatten, replace_fields, split_ints, unflatten
 from .scores import upcast
 from .stats import GATHERED, NOT_DIFFERENTIATED, OPTIONAL_OUTPUTS, Request, Results, Tiling, required
+from .storage import materialized, refuse_forward_ad, refuse_functionalize, refuse_jit_trace
 from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = ["compute_with_autograd"]
@@ -46,6 +47,10 @@ def compute_with_autograd(
         requires_grad: Whether the results become outputs of an autograd node.
     """
     tracing = is_tracing()
+    if not tracing:
+        refuse_jit_trace()
+        refuse_forward_ad((problem, request))
+        refuse_functionalize()
     if not requires_grad and not tracing and not is_replayed_device(problem.q):
         return without_autocast(problem.q, lambda: compute(problem, request, engine, cached))
     spec, tensors = flatten((problem, request))
@@ -236,7 +241,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], input_grads: _InputGrads
     saved = ctx.saved_tensors  # read once: a pack hook may unpack a saved tensor only once
     count = len(saved) - len(ctx.names)
     tensors, outputs = list(saved[:count]), saved[count:]
-    grad_outputs = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+    grad_outputs = {name: materialized(g) for name, g in zip(ctx.names, grads, strict=True) if g is not None}
     if not grad_outputs:
         return [None] * count
     return input_grads(

@@ -12,6 +12,7 @@ from .block import MatrixBlock, take
 from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
 from .pytree import flatten, register_node, tree_map
+from .storage import readable
 
 __all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask", "makes_mask"]
 
@@ -285,6 +286,7 @@ def as_mask(mask: Any) -> Mask:
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
+        mask = readable(mask, "mask")
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"a mask tensor must be bool, True where a key is visible; got dtype {mask.dtype}. "

@@ -20,7 +20,8 @@ from .broadcast import MatrixShape, check_broadcast, with_leading_axes
 from .intervals import Geometry, KeyIntervals, band, cached_on_mask
 from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask, makes_mask
 from .pytree import flatten, register_node
-from .torch_state import host_sync_forbidden, in_functorch, is_tracing
+from .storage import readable
+from .torch_state import host_sync_forbidden, is_tracing
 
 __all__ = [
     "And",
@@ -308,14 +309,15 @@ def documents(ids: Tensor | Sequence[int], key_ids: Tensor | Sequence[int] | Non
 
 def _contiguous(ids: Tensor) -> bool | None:
     """Whether every document is one run of positions; None where a sync is forbidden."""
-    if is_tracing() or in_functorch() or host_sync_forbidden(ids.device) or ids.is_meta or ids.ndim == 0:
+    if is_tracing() or host_sync_forbidden(ids.device) or ids.is_meta or ids.ndim == 0:
         return None
     changes, documents = ((x[..., 1:] != x[..., :-1]).sum(-1) for x in (ids, ids.sort(-1).values))
     return bool((changes == documents).all())
 
 
 def _whole_numbers(values: Any, name: str) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # copied: an array's owner may change it
+    # A list or an array is copied: its owner may change it.
+    tensor = readable(values, name) if isinstance(values, Tensor) else torch.tensor(values)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be whole numbers; got dtype {tensor.dtype}. Convert with .long().")
     return tensor.long()

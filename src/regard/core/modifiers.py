@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .block import MatrixBlock, PickedCells
 from .broadcast import MatrixShape, per_cell, per_head
 from .pytree import register_node
+from .storage import readable
 
 __all__ = ["Alibi", "Bias", "Modifier", "Modify", "Softcap", "need_axes", "need_finite", "need_floats", "open_function"]
 
@@ -149,11 +150,14 @@ def need_finite(value: Any, name: str) -> None:
         raise ValueError(f"{name} must be a finite number; got {value!r}.")
 
 
-def need_floats(tensor: Any, name: str) -> None:
+def need_floats(tensor: Any, name: str) -> Tensor:
+    """The tensor of a score, floating point and readable by engines."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}. Use torch.tensor(...).")
+    tensor = readable(tensor, name)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor; got dtype {tensor.dtype}. Convert with .float().")
+    return tensor
 
 
 def need_axes(tensor: Tensor, axes: int, name: str, shapes: str) -> None:

@@ -15,6 +15,7 @@ from .problem import from_weights
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
 from .scores import Precomputed
+from .storage import readable, refuse_jit_trace
 from .types import KeyLike, KeysLike, StatisticName
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Weights(LazyMatrix):
         >>> regard.Weights.from_dense(torch.tensor([[0.5, 0.5], [0.0, 1.0]])).entropy()
         tensor([0.6931, 0.0000])
         """
+        w = readable(w, "w") if isinstance(w, Tensor) else w
         if not isinstance(w, Tensor) or not w.is_floating_point():
             got = w.dtype if isinstance(w, Tensor) else type(w).__name__
             raise TypeError(f"from_dense(w) takes a floating-point tensor of weights; got {got}.")
@@ -179,6 +181,7 @@ class Weights(LazyMatrix):
     def __rmatmul__(self, u: Tensor) -> Tensor:
         if not isinstance(u, Tensor):
             return NotImplemented
+        u = readable(u, "u")
         return self.mT @ u if u.ndim == 1 else (self.mT @ u.mT).mT
 
     @property
@@ -421,6 +424,7 @@ class Weights(LazyMatrix):
     # Indexing.
 
     def __getitem__(self, key: Any) -> Any:  # a Weights or a Tensor, by what stands in the brackets
+        refuse_jit_trace()  # whose sizes are tensors
         items = expand(key, self.shape)
         picks = pick_axes(items, self.shape, self._tokens)
         chosen = self._select(picks[:-2])

@@ -119,7 +119,8 @@ def cells(problem: Problem, request: Request) -> Tensor:
     """Scores at chosen rows and keys, (b, h, rows, cols), −inf where hidden; from the tiles of `forward`."""
     b, h, _, _ = problem.shape
     rows, cols = required(request.rows), required(request.cols)
-    scores = torch.full((b, h, len(rows), len(cols)), -torch.inf, dtype=problem.compute_dtype, device=problem.q.device)
+    # new_full: inside torch.vmap it has the batch of q, and takes scores in.
+    scores = problem.q.new_full((b, h, len(rows), len(cols)), -torch.inf, dtype=problem.compute_dtype)
     for row_block, tiles in tiled(problem):
         if not len(i := _inside(rows, row_block)):
             continue
