@@ -55,7 +55,7 @@ def test_every_example_of_a_chapter_is_in_its_notebook(path):
 @CHAPTERS
 def test_notebooks_are_those_of_the_chapters(path):
     content = notebooks.notebook(path)
-    nbformat.validate(nbformat.from_dict(content))
+    nbformat.validate(content)
     file = notebooks.NOTEBOOKS / f"{path.stem}.ipynb"
     assert file.read_text() == notebooks.dumped(content), "run: python docs/notebooks.py"
     assert "pip" in "".join(content["cells"][0]["source"])
@@ -86,7 +86,7 @@ def test_a_cell_with_another_output_is_noticed():
 @pytest.mark.slow
 @CHAPTERS
 def test_a_notebook_runs_in_jupyter(path, tmp_path):
-    content = nbformat.from_dict(notebooks.notebook(path))
+    content = nbformat.reads(notebooks.dumped(notebooks.notebook(path)), as_version=4)
     NotebookClient(content, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
     shown = [cell for cell in content.cells if cell.source.startswith(notebooks.SHOW)]
     assert "image/svg+xml" in shown[0].outputs[0].data
