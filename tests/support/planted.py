@@ -31,6 +31,7 @@ TESTS = {
     "gradients": ("core/test_gradients.py", "tiles and every_answer and (scaled_dot or sink or alibi or additive) and (causal or padding or first)"),
     "result cache": ("core/test_gradients.py", "remembered or two_calls or in_place or after_backward"),
     "masks": ("core/test_masks.py", ""),
+    "nodes": ("core/test_nodes.py", ""),
     "scores": ("core/test_scores.py", ""),
     "indexing": ("core/test_indexing.py", ""),
     "tensor kinds": ("core/test_tensor_kinds.py", "negated or forward_mode or (jit and (entropy or layer))"),
@@ -86,13 +87,18 @@ BUGS = [
     Bug("inexact intervals are complemented", "core/mask_algebra.py", "return intervals.complement(layout.keys) if intervals.exact else layout.interval(0, layout.keys, exact=False)", "return intervals.complement(layout.keys)", ("masks",)),
     # core/api.py.
     Bug("align end counts from the wrong corner", "core/api.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
-    # core/scores.py and core/modifiers.py.
+    Bug("two bands show the wider one", "core/mask_algebra.py", "else min(a, b)", "else max(a, b)", ("nodes",)),
+    Bug("a mask of one's own inherits a band", "core/mask_algebra.py", 'for name in ("band", "dense_parts"):', 'for name in ("dense_parts",):', ("nodes",)),
+    # core/scores.py, core/score_base.py, core/modifiers.py and core/broadcast.py.
+    Bug("a score of one's own inherits the scale of a product", "core/score_base.py", 'if "lower" in vars(cls) and', 'if "lowered" in vars(cls) and', ("nodes",)),
+    Bug("a part of a matrix has the bias of another", "core/modifiers.py", "return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))", "return tree_map(self, lambda t: take(take(t, -2, slice(0, rows.stop - rows.start)), -1, cols))", ("nodes",)),
+    Bug("a Gaussian is shown with σ for σ²", "core/scores.py", "-product / (2 * self.sigma**2), f", "-product / (2 * self.sigma), f", ("nodes",)),
     Bug("scaled by d, not its root", "core/scores.py", "return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)", "return 1 / max(size, 1) if self.scale is None else float(self.scale)", ("scores",)),
     Bug("a Gaussian without its key's length", "core/scores.py", "(Bias(row), Bias(key), *self.modifiers)", "(Bias(row), *self.modifiers)", ("scores",)),
     Bug("a soft cap that forgets to multiply back", "core/modifiers.py", "return self.cap * torch.tanh(s / self.cap)", "return torch.tanh(s / self.cap)", ("scores",)),
     Bug("alibi signed", "core/modifiers.py", "(block.i - block.j).abs()\n", "(block.i - block.j)\n", ("scores",)),
-    Bug("modifiers in the opposite order", "core/scores.py", "modifiers=(*self.modifiers, modifier))", "modifiers=(modifier, *self.modifiers))", ("scores",)),
-    Bug("heads of a group in the wrong order", "core/scores.py", "x.repeat_interleave(heads // x.shape[-3], -3)", "x.repeat(*[1] * (x.ndim - 3), heads // x.shape[-3], 1, 1)", ("inputs",)),
+    Bug("modifiers in the opposite order", "core/score_base.py", "modifiers=(*self.modifiers, modifier))", "modifiers=(modifier, *self.modifiers))", ("scores",)),
+    Bug("heads of a group in the wrong order", "core/broadcast.py", "x.repeat_interleave(heads // x.shape[-3], -3)", "x.repeat(*[1] * (x.ndim - 3), heads // x.shape[-3], 1, 1)", ("inputs",)),
     # core/problem.py.
     Bug("a chosen head looks at the keys of another", "core/problem.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
     Bug("a narrowed problem forgets its offset", "core/problem.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),
@@ -152,12 +158,12 @@ BUGS = [
     Bug("numba: the sink is left out of the entropy", "engines/numba/kernels/forward.py", "+ one * theirs", "", ("bound",)),
     Bug("numba: values of the wrong head", "engines/numba/kernels/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
     Bug("numba: sums of columns are not put back to zero", "engines/numba/kernels/column_pass.py", "    zero_(column, 0, cols)\n", "    pass\n", ("bound",)),
-    # core/storage.py: tensors that engines cannot read.
-    Bug("a lazily negated tensor is read without its sign", "core/storage.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
-    Bug("a tangent is dropped", "core/storage.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),
-    Bug("torch.jit.trace is not noticed", "core/storage.py", "if not is_tracing() and torch._C._get_tracing_state() is not None:", "if False:", ("tensor kinds",)),
+    # core/tensor_kinds.py: tensors that engines cannot read.
+    Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
+    Bug("a tangent is dropped", "core/tensor_kinds.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),
+    Bug("torch.jit.trace is not noticed", "core/tensor_kinds.py", "if not is_tracing() and torch._C._get_tracing_state() is not None:", "if False:", ("tensor kinds",)),
     Bug("numba: a pooled part visits all keys", "engines/numba/kernels/column_pass.py", "if j0 + cols <= T.key_from or j0 >= T.key_to:", "if cols < 0:", ("pooled part",)),
-    Bug("a pooled part is cut from its rows twice", "core/evaluation.py", "tiling = replace_fields(required(request.tiling), i0=0, i1=stop - start)", "tiling = required(request.tiling)", ("pooled part",)),
+    Bug("a pooled part is cut from its rows twice", "core/evaluation.py", "tiling = replace_fields(window, i0=0, i1=window.i1 - window.i0)", "tiling = window", ("pooled part",)),
     Bug("numba: pooled rows begin one late", "engines/numba/kernels/column_pass.py", "return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)", "return (i - T.i0) * T.tile_rows // (T.i1 - T.i0)", ("bound",)),
     Bug("numba: distance without its sign taken off", "engines/numba/kernels/row_ops.py", "total += p[j] * f32(abs(i32(first_distance) - i32(j)))", "total += p[j] * f32(i32(first_distance) - i32(j))", ("bound",)),
     Bug("numba: an equal score goes before", "engines/numba/kernels/row_ops.py", "    if not x > score[n - 1]:\n", "    if not x >= score[n - 1]:\n", ("ties",)),

@@ -13,7 +13,7 @@ from torch import Tensor
 from .indexing import Tokens, as_index, parse, positions_of
 from .scores import upcast
 from .stats import Tiling
-from .storage import readable
+from .tensor_kinds import readable
 
 __all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys"]
 

@@ -21,7 +21,7 @@ from .problem import Factors, Problem
 from .pytree import replace_fields
 from .result_cache import ResultCache, check_fits
 from .results import Peak, Statistics, TopK
-from .stats import OPTIONAL_OUTPUTS, Request, Results, required, softmax
+from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
 from .torch_state import as_size, without_autocast
 
 __all__ = ["LazyMatrix", "Transposed"]
@@ -147,50 +147,40 @@ class LazyMatrix:
     def _explain(self, request: Request) -> str:
         """Who would serve a request."""
         batch = self._batch_with(request)
-        engine = engines.get_engine(self._engine)
-        problem = None if isinstance(engine, engines.Reference) else self._factors.expanded(batch).problem()
         folded = replace_fields(request, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        return explain(engine, problem, folded)
+        return explain(engines.get_engine(self._engine), self._factors.expanded(batch), folded)
 
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
         engine = engines.get_engine(self._engine)
-        if isinstance(engine, engines.Reference):
-            return engine.compute(factors.folded(), request)
         names = request.names
-        if request.second_pass and "norm" not in names:
+        if request.second_pass and "norm" not in names and not engine.plain:
             # A pass over finished rows begins with their norm: cached, it serves the next one.
             request = replace_fields(request, names=(*names, "norm"))
+        use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in names):
             return cached
-        problem = factors.problem()
-        if request.window is not None and not ("norm" in cached and engines.same_product(engine, problem)):
-            rows = request.window.i0, request.window.i1
-            if rows != (0, problem.shape[2]):
-                return self._pool_rows(problem, request, engine, *rows, requires_grad, use_cache)
-        results = compute_with_autograd(problem, request, engine, cached, requires_grad)
+        problem = engine.prepare(factors)
+        results = None if engine.plain else self._pool_rows(problem, request, engine, cached, requires_grad)
+        if results is None:
+            results = compute_with_autograd(problem, request, engine, cached, requires_grad)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
 
     def _pool_rows(
-        self,
-        problem: Problem,
-        request: Request,
-        engine: engines.Engine,
-        start: int,
-        stop: int,
-        requires_grad: bool,
-        use_cache: bool,
-    ) -> Results:
-        """A pooled map of a part of the rows, without a pass over the others."""
-        tiling = replace_fields(required(request.tiling), i0=0, i1=stop - start)
+        self, problem: Problem, request: Request, engine: engines.Engine, cached: Results, requires_grad: bool
+    ) -> Results | None:
+        """The pooled map of a part of the rows without a pass over the others; None where that saves nothing."""
+        window = request.window
+        if window is None or (window.i0, window.i1) == (0, problem.shape[2]):
+            return None
+        if "norm" in cached and engines.same_product(engines.fused_engine(engine), problem):
+            return None
+        tiling = replace_fields(window, i0=0, i1=window.i1 - window.i0)
         local = replace_fields(request, names=("pool", "norm"), tiling=tiling)
-        results = compute_with_autograd(problem.narrow(start, stop), local, engine, {}, requires_grad)
-        pool = {"pool": results["pool"]}
-        if use_cache:
-            self._cache.put(self._leaves, request, pool)
-        return pool
+        rows = problem.narrow(window.i0, window.i1)
+        return {"pool": compute_with_autograd(rows, local, engine, {}, requires_grad)["pool"]}
 
     # Blocks of weights.
 
@@ -199,22 +189,22 @@ class LazyMatrix:
         cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
         check_fits(cells * self.dtype.itemsize, self.device)
         engine = engines.get_engine(self._engine)
-        if isinstance(engine, engines.Reference):
-            w = engine.weights(self._factors.folded())[:, :, as_index(rows)][..., as_index(cols)]
-            return w.reshape(*self._factors.batch, *w.shape[1:])
-        problem = self._factors.problem()
-        if cols == range(self._sizes[1]):
+        problem = engine.prepare(self._factors)
+        if engine.plain:
+            request = Request(("weights",), rows=indices(rows, self.device), cols=indices(cols, self.device))
+            w = engine.compute(problem, request, request.names, {})["weights"]
+        elif cols == range(self._sizes[1]):
             block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
             # All keys of a row are here: it is normalised by its own scores.
             w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])
         else:
-            parts = list(self._blocks_of_runs(problem, engine, rows, cols))
+            parts = list(self._blocks_of_runs(problem, engines.fused_engine(engine), rows, cols))
             empty = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
             w = torch.cat(parts, 2) if parts else empty
         return w.reshape(*self._factors.batch, *w.shape[1:])
 
     def _blocks_of_runs(
-        self, problem: Problem, engine: engines.Engine, rows: list[int] | range, cols: list[int] | range
+        self, problem: Problem, engine: engines.FusedEngine, rows: list[int] | range, cols: list[int] | range
     ) -> Iterator[Tensor]:
         """Weights at these rows and columns, one block a run of adjacent rows.
 
