@@ -297,17 +297,14 @@ def shard_weights(
         try:
             plan = _plan(ranks, records, shards, q, k)
             factors = _factors(plan, q, k, score, mask, align)
-            error = _nan_in(plan, factors.folded(), q=_fold(factors.q), k=_fold(factors.k))
+            folded = factors.folded()
+            error = _nan_in(plan, folded, q=folded.q, k=folded.k)
         except Exception as raised:
             error = raised
         agree(ranks, "weights()", {}, error)
         assert plan is not None
         assert factors is not None
     return ShardedWeights(factors, engine, plan=plan, one_head=q.ndim == 2 and k.ndim == 2)
-
-
-def _fold(t: Tensor) -> Tensor:
-    return t.reshape(-1, *t.shape[-3:])
 
 
 def _group_of(mesh: Any) -> Any:
