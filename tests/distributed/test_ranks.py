@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from core.test_bound import assert_places, used
 
+from core.test_bound import assert_places, used
 from support.rank_cases import SPLITS, ShardedCase, index_of, true_gradients
 
 # Cells of (ranks, split, seed): the seed draws score, mask, dtype, sizes, alignment, exchange and length of pieces.
@@ -56,5 +56,3 @@ def test_gradients_are_those_of_one_process(ranks, world, split, seed) -> None:
 @pytest.mark.parametrize(("world", "split", "seed"), [cell for cell in ALL if cell[0] > 1])
 def test_more_gradients_are_those_of_one_process(ranks, world, split, seed) -> None:
     hold_gradients(ranks, world, split, seed)
-
-

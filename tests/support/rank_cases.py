@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
-from core.test_bound import Case, Configuration, configurations
 from torch import Tensor
 
 import regard
+from core.test_bound import Case, Configuration, configurations
 from regard.distributed import Shards, shards, zigzag
 from support.judge import SMOOTH, Truth, asked_at_once
 
@@ -33,7 +33,7 @@ def positions(length: int, world: int, kind: str, chance: random.Random) -> list
             cuts[0] = 0
             cuts.sort()
     ends = [0, *cuts, length]
-    return [[range(a, b)] if a < b else [] for a, b in zip(ends, ends[1:], strict=False)]
+    return [[range(a, b)] if a < b else [] for a, b in pairwise(ends)]
 
 
 def index_of(runs: list[range]) -> Tensor:

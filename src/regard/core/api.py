@@ -46,8 +46,8 @@ def weights(
             stands at the last key, as with a cache). Required where the mask or the score depends on positions.
         engine: ``"auto"`` picks the fastest that serves; ``"triton"``, ``"blockwise"``, or ``"reference"``, which is
             plain PyTorch in quadratic memory.
-        mesh: A `DeviceMesh` of one axis, or `regard.distributed.Shards`: q and k are then this rank's part of a sequence
-            that is split over the mesh, and positions are global (docs/distributed.md).
+        mesh: A `DeviceMesh` of one axis, or `regard.distributed.Shards`: q and k are then this rank's part of a
+            sequence that is split over the mesh, and positions are global.
 
     Returns:
         `Weights` ``(..., h, i, j)``; ``(i, j)`` where q and k are 2-D.

@@ -87,7 +87,7 @@ class LazyMatrix:
 
     @property
     def _lengths(self) -> tuple[int, int]:
-        """Rows and keys of the tensors that are multiplied with; fewer than `_sizes` where others are on other ranks."""
+        """Rows and keys of the tensors that are here; fewer than `_sizes` where others are on other ranks."""
         return self._sizes
 
     def _with(self, factors: Factors, **changes: Any) -> Self:

@@ -3,8 +3,8 @@
 Masks, ALiBi and distances are in global positions, so that every split gives the same results.
 """
 
-from .shards import Shards, zigzag
 from .sharded import ShardedWeights, shard_weights
+from .shards import Shards, zigzag
 from .transport import RankError
 
 __all__ = ["RankError", "ShardedWeights", "Shards", "shard_weights", "zigzag"]

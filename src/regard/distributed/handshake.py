@@ -78,4 +78,8 @@ def _checksum(t: Tensor) -> int:
 
 def _checksum_of_code(function: Any) -> int:
     code = getattr(function, "__code__", None)
-    return 0 if code is None else zlib.crc32(code.co_code + repr([c for c in code.co_consts if not hasattr(c, "co_code")]).encode())
+    return (
+        0
+        if code is None
+        else zlib.crc32(code.co_code + repr([c for c in code.co_consts if not hasattr(c, "co_code")]).encode())
+    )

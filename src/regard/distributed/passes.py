@@ -88,7 +88,9 @@ def _row_pass(job: Job, request: Request) -> Results:
     def visit(keys: range, blocks: list[Tensor]) -> list[Tensor]:
         for n, (rows, at) in enumerate(job.spans):
             problem = cut(factors, rows, keys, factors.q[:, :, at], blocks[0]).problem()
-            part = dataclasses.replace(_of_keys(request, keys), names=names, v=blocks[1] if request.wants("y") else None)
+            part = dataclasses.replace(
+                _of_keys(request, keys), names=names, v=blocks[1] if request.wants("y") else None
+            )
             if cells is not None:
                 part = dataclasses.replace(part, rows=torch.arange(len(rows), device=like.device))
             problem, part = problem.zero_invisible_keys(part)
@@ -176,7 +178,9 @@ def vjp(job: Job, results: Results, grad_outputs: Results, needs: list[bool]) ->
         sums = [_zeros(t, job.compute_dtype) for t in (k, v) if t is not None]
         for rows, at in job.spans:
             leaves = [t.detach().requires_grad_() for t in (job.factors.q[:, :, at], k)]
-            leaves += [t.detach().requires_grad_() if learn else t for t, learn in zip(score_tensors, learned, strict=True)]
+            leaves += [
+                t.detach().requires_grad_() if learn else t for t, learn in zip(score_tensors, learned, strict=True)
+            ]
             with torch.enable_grad():
                 score = unflatten(score_spec, leaves[2:])
                 problem = cut(dataclasses.replace(job.factors, score=score), rows, keys, *leaves[:2]).problem()
@@ -190,7 +194,7 @@ def vjp(job: Job, results: Results, grad_outputs: Results, needs: list[bool]) ->
                 sums[1] += of_values
         return sums
 
-    own = [job.factors.k, *([job.request.v] if gradient.dy is not None else []), *right]
+    own = [job.factors.k, *([required(job.request.v)] if gradient.dy is not None else []), *right]
     visit_keys(job.plan, job.wants, own, visit, [t for t in (dk, dv) if t is not None])
     if job.factors.score.sink_logits is not None:
         factors.score.sink_logits.add_(gradient.of_sink(job.factors.score.sink_logits, results["norm"]))
@@ -199,7 +203,10 @@ def vjp(job: Job, results: Results, grad_outputs: Results, needs: list[bool]) ->
             total.copy_(job.plan.ranks.sum(total))
     if request.u is not None and du is not None:
         request.u.copy_(du)
-    return [g.to(t.dtype) if need and t.is_floating_point() else None for g, t, need in zip(totals, tensors, needs, strict=True)]
+    return [
+        g.to(t.dtype) if need and t.is_floating_point() else None
+        for g, t, need in zip(totals, tensors, needs, strict=True)
+    ]
 
 
 def _score_grad(job: Job, results: Results, grads: Results) -> tuple[ScoreGrad, list[Tensor], Tensor | None]:
@@ -228,7 +235,9 @@ def _score_grad(job: Job, results: Results, grads: Results) -> tuple[ScoreGrad, 
         # Their row term Σ_j w (left · right) was not computed in forward: it is left · (W right).
         left += [l.expand(b, h, -1, -1) for l, _ in columns]
         right = [torch.cat([repeat_kv(r, h).expand(b, h, -1, -1) for _, r in columns], -1)]
-        mixed = _row_pass(dataclasses.replace(job, request=Request(("y",), v=right[0])), Request(("y",), v=right[0]))["y"]
+        mixed = _row_pass(dataclasses.replace(job, request=Request(("y",), v=right[0])), Request(("y",), v=right[0]))[
+            "y"
+        ]
         delta = delta + (torch.cat(left[len(left) - len(columns) :], -1) * mixed).sum(-1)
         if "z" in grads:
             du = mixed[..., : required(request.u).shape[-1]]
@@ -287,7 +296,14 @@ def _rows_of(gradient: ScoreGrad, at: slice, right: Tensor) -> ScoreGrad:
 
 
 def _piece_grads(
-    job: Job, problem: Any, keys: range, at: slice, v: Tensor | None, gradient: ScoreGrad, results: Results, grads: Results
+    job: Job,
+    problem: Any,
+    keys: range,
+    at: slice,
+    v: Tensor | None,
+    gradient: ScoreGrad,
+    results: Results,
+    grads: Results,
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """Gradients of the tensors of one rectangle's problem, and of its values."""
     needs = [t.requires_grad for t in flatten(problem)[1]]
@@ -311,11 +327,14 @@ def _piece_grads(
     of_problem = list(of_problem)
     for more in addends:
         for n, addend in enumerate(more):
-            total = of_problem[n]
-            of_problem[n] = addend if total is None else total + addend
+            of_problem[n] = _sum(of_problem[n], addend)
     if dv is not None and v is not None:
         dv = sum_groups(dv, v.shape[1])
     return of_problem, dv
+
+
+def _sum(total: Tensor | None, addend: Tensor) -> Tensor:
+    return addend if total is None else total + addend
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -338,7 +357,7 @@ def _pull_back(outputs: list[Tensor], grads: list[Tensor | None], leaves: list[T
         if same is None:
             through.append((output, g.to(output.dtype)))
         else:  # not lowered: its gradient keeps the dtype of statistics
-            pulled[same] = g if pulled[same] is None else pulled[same] + g
+            pulled[same] = _sum(pulled[same], g)
     wanted = [n for n, leaf in enumerate(leaves) if leaf.requires_grad]
     if through:
         of_leaves = torch.autograd.grad(
@@ -346,5 +365,5 @@ def _pull_back(outputs: list[Tensor], grads: list[Tensor | None], leaves: list[T
         )
         for n, g in zip(wanted, of_leaves, strict=True):
             if g is not None:
-                pulled[n] = g if pulled[n] is None else pulled[n] + g
+                pulled[n] = _sum(pulled[n], g)
     return pulled

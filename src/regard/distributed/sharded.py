@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import torch
@@ -272,9 +273,7 @@ def _nan_in(plan: Plan, factors: Factors, **tensors: Tensor | None) -> ValueErro
     return None
 
 
-def shard_weights(
-    q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: str, mesh: Any
-) -> ShardedWeights:
+def shard_weights(q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: str, mesh: Any) -> ShardedWeights:
     """The matrix over the ranks of a mesh, from this rank's queries and keys.
 
     Raises:
@@ -370,7 +369,7 @@ def _plan(ranks: Ranks, records: list[dict[str, Any]], shards: Shards, q: Tensor
             runs = [[range(*run) for run in record[name]] for record in records]
         splits.append(Split(runs, f"Shards({name[1:]})"))
     rows, keys = splits
-    per_key = k.numel() // max(1, k.shape[-2]) * k.element_size()
+    per_key = math.prod((*k.shape[:-2], k.shape[-1])) * k.element_size()
     small = per_key * keys.length <= GATHERED_BYTES
     return Plan(ranks, rows, keys, keys.pieces(), shards.exchange == "gather" or (shards.exchange == "auto" and small))
 
@@ -380,7 +379,7 @@ def _factors(plan: Plan, q: Tensor, k: Tensor, score: Any, mask: Any, align: Any
     # Tensors of the global shape without memory: no rank has all queries.
     standing = [x.detach().new_empty(1).expand(*x.shape[:-2], n, x.shape[-1])
                 for x, n in ((q, plan.rows.length), (k, plan.keys.length))]  # fmt: skip
-    factors = normalize_inputs(*standing, score, mask, align)
+    factors = normalize_inputs(standing[0], standing[1], score, mask, align)
     local = [x.unsqueeze(0) if x.ndim == 2 else x for x in (q, k)]
     local = [x.expand(*factors.batch, *x.shape[-3:]) for x in local]
     return replace_fields(factors, q=local[0], k=local[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from torch import Tensor
@@ -94,12 +95,12 @@ def zigzag(length: int, ranks: int) -> list[list[range]]:
         For every rank its ranges, as `Shards(rows=...)` takes them.
 
     >>> regard.distributed.zigzag(10, 2)
-    [[range(0, 2), range(7, 10)], [range(2, 5), range(5, 7)]]
+    [[range(0, 2), range(7, 10)], [range(2, 7)]]
     """
     parts = 2 * ranks
-    cuts = [round(part * length / parts) for part in range(parts + 1)]
-    pieces = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
-    return [[p for p in (pieces[rank], pieces[parts - 1 - rank]) if p] for rank in range(ranks)]
+    cuts = [part * length // parts for part in range(parts + 1)]
+    pieces = [range(a, b) for a, b in pairwise(cuts)]
+    return [runs_of([pieces[rank], pieces[parts - 1 - rank]], "zigzag") for rank in range(ranks)]
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,8 @@ class Split:
 
     def __init__(self, runs: list[list[range]], what: str) -> None:
         self.runs = runs
-        ordered = sorted((run.start, run.stop, rank) for rank, own in enumerate(runs) for run in own)
         end = 0
-        for start, stop, rank in ordered:
+        for start, stop in sorted((run.start, run.stop) for own in runs for run in own):
             if start != end:
                 fault = f"position {end} is on no rank" if start > end else f"position {start} is on two ranks"
                 raise ValueError(f"{what} of all ranks must be 0, 1, 2, ... without gaps, each once; {fault}.")

@@ -210,7 +210,7 @@ class Ranks:
     def _diagnose(self, error: BaseException, what: str) -> RankError:
         """Which rank failed, and why: from this rank's error and those of the others in the store."""
         if isinstance(error, _LostPeerError):
-            own = {"lost": error.peer, "closed": error.closed}
+            own: dict[str, Any] = {"lost": error.peer, "closed": error.closed}
         else:
             own = {"raised": f"{type(error).__name__}: {_first_line(error)}"}
         reports: dict[int, dict[str, Any]] = {self.rank: own}
