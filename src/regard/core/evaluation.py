@@ -112,7 +112,10 @@ class LazyMatrix:
         """The request that the named statistics are computed from; `inputs` are its other fields."""
         if (v := inputs.get("v")) is not None:
             vector = isinstance(v, Tensor) and v.ndim == 1
-            inputs = {**inputs, "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._lengths[1], "values")}
+            inputs = {
+                **inputs,
+                "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._lengths[1], "values"),
+            }
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
         return Request(raw, **inputs)
 
