@@ -58,9 +58,10 @@ ARROWS: dict[str, set[str]] = {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.torch_state", "engines",
     },
+    "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
     "core.weights": {
-        "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.result_cache", "core.results",
-        "core.scores", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.result_cache",
+        "core.results", "core.scores", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types",
     },
     "core.api": {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.tensor_kinds", "core.torch_state",
@@ -219,6 +220,16 @@ def test_without_numba_only_speed_is_lost() -> None:
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["regard", "regard.learn", "regard.look", "regard.nn", "regard.recorder"])
+def test_dir_shows_public_names_and_nothing_that_was_imported_for_them(name: str) -> None:
+    code = f"import sys, {name} as package; print(*dir(package)); print(*package.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown, public = (set(line.split()) for line in done.stdout.splitlines())
+    assert public <= shown
+    assert not shown & {"TYPE_CHECKING", "lazy_getattr", "later", "names", "Any", "torch", "Tensor", "annotations"}
+    assert name != "regard" or {"distributed", "integrations", "learn", "look", "nn"} <= shown
 
 
 def test_public_names_are_those_that_are_exported() -> None:

@@ -37,8 +37,5 @@ __getattr__ = lazy_getattr(
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },
+    ("distributed", "integrations", "learn", "look", "nn"),
 )
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "distributed", "integrations", "learn", "look", "nn"])

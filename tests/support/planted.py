@@ -34,6 +34,7 @@ TESTS = {
     "nodes": ("core/test_nodes.py", ""),
     "scores": ("core/test_scores.py", ""),
     "indexing": ("core/test_indexing.py", ""),
+    "array manners": ("core/test_array_manners.py", "not compiled and not image"),
     "tensor kinds": ("core/test_tensor_kinds.py", "negated or forward_mode or (jit and (entropy or layer))"),
     "pooled part": ("core/test_statistics.py", "pooled_map"),
     "edges": ("core/test_empty_and_infinite.py", "float64 and tiles"),
@@ -162,6 +163,10 @@ BUGS = [
     Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
     Bug("a tangent is dropped", "core/tensor_kinds.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),
     Bug("torch.jit.trace is not noticed", "core/tensor_kinds.py", "if not is_tracing() and torch._C._get_tracing_state() is not None:", "if False:", ("tensor kinds",)),
+    # core/array_protocol.py and core/indexing.py: array manners.
+    Bug("the second word is counted from 0", "core/indexing.py", "return (name, int(nth)) if numbered else (word, None)", "return (name, int(nth) + 1) if numbered else (word, None)", ("array manners",)),
+    Bug("a word is in the matrix however often it occurs", "core/indexing.py", "return len(self.positions(name)) >= (1 if nth is None else max(nth, 1))", "return bool(self.positions(name))", ("array manners",)),
+    Bug("a product from the left is one from the right", "core/evaluation.py", "return right.__rmatmul__(left)  # type: ignore[attr-defined]", "return right.__matmul__(left.mT)", ("array manners",)),
     Bug("numba: a pooled part visits all keys", "engines/numba/kernels/column_pass.py", "if j0 + cols <= T.key_from or j0 >= T.key_to:", "if cols < 0:", ("pooled part",)),
     Bug("a pooled part is cut from its rows twice", "core/evaluation.py", "tiling = replace_fields(window, i0=0, i1=window.i1 - window.i0)", "tiling = window", ("pooled part",)),
     Bug("numba: pooled rows begin one late", "engines/numba/kernels/column_pass.py", "return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)", "return (i - T.i0) * T.tile_rows // (T.i1 - T.i0)", ("bound",)),

@@ -303,6 +303,15 @@ class Dense(Mask):
     structured = False
 
     def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        shape, full = tuple(self.cells.shape), matrix.full
+        if len(full) > len(shape) and len(full) == 4 and shape in ((full[0], full[3]), (full[0], full[2], full[3])):
+            fits = all(a in (1, b) for a, b in zip(shape, full[4 - len(shape) :], strict=True))
+            if not fits:  # one row of flags, or one matrix of them, a sequence
+                index, meaning = ("[:, None, None, :]", "key") if len(shape) == 2 else ("[:, None]", "query and key")
+                raise ValueError(
+                    f"mask of shape {shape} has one flag a {meaning} of every sequence, and (..., h, i, j) = {full} is "
+                    f"needed: pass mask{index}" + (", or padding(lengths)." if len(shape) == 2 else ".")
+                )
         return Dense(per_cell(self.cells, matrix, "mask"))
 
     def dense_parts(self) -> list[Tensor] | None:

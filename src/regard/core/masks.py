@@ -313,11 +313,14 @@ def padding(lengths: Tensor | Sequence[int] | int) -> Mask:
             captured graph cannot check them, and clamps them instead.
 
     Returns:
-        A `Mask`.
+        A `Mask`. Where padding stands on the left, ``~padding(n)`` hides the first n keys of every sequence.
 
     >>> print(regard.padding([2]).draw(2, 4))
     ■ ■ · ·
     ■ ■ · ·
+    >>> print((~regard.padding([1])).draw(2, 4))  # one key of padding on the left
+    · ■ ■ ■
+    · ■ ■ ■
     """
     return Padding(_whole_numbers(lengths, "padding(lengths)"))
 
