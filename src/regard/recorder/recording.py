@@ -369,6 +369,5 @@ def _brief(mask: Any) -> str:
 def row_statistics(weights: Weights) -> dict[str, Tensor]:
     """The statistics that keep="statistics" saves of a layer."""
     names = [name for name in STATISTICS if not (weights._engine == "reference" and name in ("max_score", "lse"))]
-    with torch.no_grad():
-        seen: Statistics = weights.see(*names)
+    seen: Statistics = weights.see(*names)
     return {name: getattr(seen, name).clone() for name in names}

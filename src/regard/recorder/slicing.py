@@ -73,7 +73,7 @@ def sequence_of(weights: Weights, item: int, rows: slice, cols: slice) -> Weight
     mask = None if one.mask is None else _cut_mask(one.mask, cut, cols)
     offset = None if one.offset is None else one.offset + rows.start - cols.start
     part = Factors(one.q[..., rows, :], one.k[..., cols, :], tree_map(one.score, cut), mask, offset)
-    return Weights(part, weights._engine, one_head=False)
+    return type(weights)(part, weights._engine, one_head=False)
 
 
 def _cut_mask(mask: Mask, cut: Any, cols: slice) -> Mask:

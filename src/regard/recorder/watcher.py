@@ -207,7 +207,7 @@ class Watch:
 class _Look:
     """The listener of one pass: reduces every call to two numbers a head."""
 
-    wants_ids = wants_values = False
+    wants_ids = wants_values = wants_grad = False
     wants_scores = True
 
     def __init__(self, names: dict[int, str]) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "calling_module",
     "looks_like_attention",
     "module_stack",
+    "runs_code_of",
     "split_heads",
 ]
 
@@ -126,6 +127,16 @@ def called_by(frame: FrameType | None, word: str) -> bool:
     """Whether a function whose name contains the word is on the stack."""
     while frame is not None:
         if word in frame.f_code.co_name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def runs_code_of(frames: list[FrameType], module: str) -> bool:
+    """Whether a function of a Python module is on the stack of the first frame."""
+    frame = frames[0] if frames else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
             return True
         frame = frame.f_back
     return False

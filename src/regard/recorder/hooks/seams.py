@@ -137,7 +137,7 @@ def on_native_mha(listener: tap.Listener, call: dict[str, Any], out: Any, frame:
         attention = AttentionCall(_projected(q, weight, bias, 0, d, h), _projected(k, weight, bias, 1, d, h))
         attention.v = _projected(call["value"], weight, bias, 2, d, h) if listener.wants_values else None
         _read_native_mask(attention, call["mask"], call["mask_type"])
-    attention.is_self = q.data_ptr() == k.data_ptr()
+    attention.is_self, attention.native = q.data_ptr() == k.data_ptr(), True
     listener.attention(site, attention)
 
 
@@ -157,7 +157,7 @@ def on_encoder_layer(listener: tap.Listener, call: dict[str, Any], out: Any, fra
         attention = AttentionCall(_projected(x, weight, bias, 0, d, h), _projected(x, weight, bias, 1, d, h))
         attention.v = _projected(x, weight, bias, 2, d, h) if listener.wants_values else None
         _read_native_mask(attention, call["mask"], call["mask_type"])
-    attention.is_self = True
+    attention.is_self = attention.native = True
     # The layer's attention is a submodule, which the C++ path never calls.
     listener.attention(site, attention, submodule="self_attn")
 
