@@ -108,12 +108,16 @@ class SavedCall:
         self.check()
         with torch.inference_mode(False):
             if self.w is not None:
-                made = Weights.from_dense(self.w)
+                matrix = Weights.from_dense(self.w)
             else:
                 assert self.q is not None
                 assert self.score is not None
-                made = weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
-            return DetachedWeights(made._factors, made._engine, one_head=made._one_head) if self.detached else made
+                matrix = weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
+            return self._without_graph(matrix) if self.detached else matrix
+
+    @staticmethod
+    def _without_graph(matrix: Weights) -> DetachedWeights:
+        return DetachedWeights(matrix._factors, matrix._engine, one_head=matrix._one_head)
 
     def loaded(self) -> SavedCall:
         """The same with its tensors in memory."""
@@ -154,7 +158,8 @@ def save_call(
     saved = SavedCall(None, None, None, None, None, parsed.mask, parsed.align)
     saved.detached = not grad and any(t is not None and t.requires_grad for t in (call.q, call.k, call.w))
     if not grad:
-        call = dataclasses.replace(call, **{name: _detached(getattr(call, name)) for name in ("q", "k", "v", "w")})
+        q, k, v, w = (_detached(x) for x in (call.q, call.k, call.v, call.w))
+        call = dataclasses.replace(call, q=q, k=k, v=v, w=w)
     if call.w is not None:
         saved.w = _saved_tensor(call.w, saved.versions, device, copy)
     else:

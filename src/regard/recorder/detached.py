@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.stats import Request, Results
 from ..core.weights import Weights
 
 __all__ = ["DetachedTensor", "DetachedWeights", "as_detached"]
@@ -48,7 +47,7 @@ class DetachedTensor(Tensor):
 class DetachedWeights(Weights):
     """Weights of a recorded call that ran with gradients, without them: their answers are `DetachedTensor`s."""
 
-    def _ask(self, request: Request) -> Results:
+    def _ask(self, request: Any) -> dict[str, Tensor]:
         results = super()._ask(request)
         return {name: as_detached(x) for name, x in results.items()} if torch.is_grad_enabled() else results
 
@@ -58,5 +57,5 @@ class DetachedWeights(Weights):
 
 
 def as_detached(x: Tensor) -> Tensor:
-    """A `DetachedTensor`; indices, and numbers with a graph of their own (`W @ v` with a trained v), stay as they are."""
+    """A `DetachedTensor`; indices, and numbers with a graph of their own (`W @ v` with a trained v), stay plain."""
     return x if x.requires_grad or not x.is_floating_point() else x.as_subclass(DetachedTensor)

@@ -87,7 +87,9 @@ def record(
     if keep not in ("factors", "statistics"):
         raise ValueError(f'keep is "factors" or "statistics"; got {keep!r}.')
     if grad and path is not None:
-        raise ValueError("grad=True keeps tensors in the autograd graph, and a file has none; got path=. Drop one of them.")
+        raise ValueError(
+            "grad=True keeps tensors in the autograd graph, and a file has none; got path=. Drop one of them."
+        )
     only = _as_list(layers)
     if model is not None and only is not None:
         _check_names(only, model)
@@ -119,7 +121,7 @@ class Observer:
         self.names = None if model is None else {id(module): name for name, module in self.hooks.modules}
         self.wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
         self.seen = Recording()
-        self.eager = EagerTracker()
+        self.eager = EagerTracker(by_name=model is not None)
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self._pass: OpenPass | None = None
         self._done: list[OpenPass] = []
@@ -236,8 +238,8 @@ class Observer:
     def call_site(self, frame: FrameType) -> CallSite | None:
         return calling_module(frame, self.names)
 
-    def batch_size(self) -> int | None:
-        return self.hooks.batch
+    def batch_size(self, rows: int) -> int | None:
+        return self.hooks.batch_size(rows)
 
     def refuse_at(self, frame: FrameType, reason: str) -> None:
         if (site := self.call_site(frame)) is not None:
@@ -308,7 +310,7 @@ class Observer:
     def _end_pass(self) -> None:
         one, self._pass = self._pass, None
         self.eager.clear()
-        self.eager, self.masks = EagerTracker(), {}
+        self.eager, self.masks = EagerTracker(self.eager.by_name), {}
         if one is None:
             return
         if one.step_of is not None:

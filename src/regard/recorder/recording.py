@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..core.types import StatisticName

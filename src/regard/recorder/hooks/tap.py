@@ -53,8 +53,12 @@ class Listener(Protocol):
     def call_site(self, frame: FrameType) -> CallSite | None:
         """The module a call came from; None if it is not part of the model."""
 
-    def batch_size(self) -> int | None:
-        """The number of sequences of the running pass; None if it is not known."""
+    def batch_size(self, rows: int) -> int | None:
+        """The number of sequences of the running pass; None if it is not known.
+
+        Args:
+            rows: The number of queries of the call, to tell a model that has its sequence axis first.
+        """
 
     def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
         """An attention call of `site`, or of its submodule of that name."""
