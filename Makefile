@@ -1,6 +1,7 @@
 # make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
 # make test-numerics    the numerics under other roundings (some minutes); part of .ci/run
+# make test-ranks       a sequence over up to 5 processes, hundreds of cells; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
 # make lint   formatting, lint and types
@@ -19,7 +20,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-ranks test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -67,6 +68,10 @@ test-libraries: $(READY)
 # 10,000 hostile .regard files with right checksums; about five minutes.
 test-hostile-files: $(READY)
 	$(BIN)/python -m pytest tests/recorder/test_record_hostile.py -m "slow or not slow"
+
+# A sequence over ranks: hundreds of cells, in processes that talk through gloo.
+test-ranks: $(READY)
+	$(BIN)/python -m pytest -n 0 tests/distributed -m "slow or not slow"
 
 test-planted: $(READY)
 	$(BIN)/python tests/support/planted.py

@@ -120,7 +120,7 @@ BUGS = [
     Bug("cells: the cached norm is that of other rows", "core/evaluation.py", 'results["norm"][:, :, request.rows]', 'results["norm"][:, :, : len(rows)]', ("row weights",)),
     Bug("cells: a row of −inf is nan in its gradient", "core/stats.py", "p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)", "p = every.softmax(-1)", ("edges",)),
     Bug("cells: hidden ones are nan in a row that is nan", "core/stats.py", "p = every.softmax(-1).masked_fill_(hidden, 0)", "p = every.softmax(-1)", ("edges",)),
-    Bug("cells: their scores get no gradient", "core/autograd.py", 'more.append(_cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))', "pass", ("gradients of cells",)),
+    Bug("cells: their scores get no gradient", "core/autograd.py", 'more.append(cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))', "pass", ("gradients of cells",)),
     Bug("cells: hidden ones get a gradient", "core/autograd.py", "bare_scores(block), g.masked_fill(hidden, 0)", "bare_scores(block), torch.ones_like(g)", ("gradients of cells",)),
     # core/autograd.py: the one backward.
     Bug("the gradient of the norm has the wrong sign", "core/autograd.py", "delta = delta - g[..., 0]", "delta = delta + g[..., 0]", ("gradients",)),

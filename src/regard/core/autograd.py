@@ -27,7 +27,7 @@ from .scores import upcast
 from .stats import GATHERED, NOT_DIFFERENTIATED, OPTIONAL_OUTPUTS, Request, Results, Tiling, required
 from .torch_state import in_functorch, is_tracing, without_autocast
 
-__all__ = ["compute_with_autograd"]
+__all__ = ["cell_grads", "compute_with_autograd", "gathered_grads"]
 
 #: Results that occur in their own gradients.
 IN_OWN_GRADIENT = ("y", "mass", "entropy", "mean_distance", "cells")
@@ -94,12 +94,12 @@ def vjp(
     grads, dv, du = engine.backward(visible, visible_request, results["norm"], gradient, needs_input_grad[:count])
     grads = list(grads)
     more = [
-        _gathered_grads(visible, results[index], grad_outputs[score])
+        gathered_grads(visible, results[index], grad_outputs[score])
         for score, index in GATHERED
         if score in grad_outputs
     ]
     if "cells" in grad_outputs:
-        more.append(_cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))
+        more.append(cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))
     for addends in more:
         for n, addend in enumerate(addends):
             total = grads[n]
@@ -111,14 +111,14 @@ def vjp(
     ]
 
 
-def _gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k and the modifiers' tensors, the first of the problem's, from scores at a few keys a row."""
     cols = index.unsqueeze(-1) if index.ndim == 3 else index
     g = g.reshape(cols.shape).masked_fill(cols < 0, 0)
     return _grads_of_scores(problem, lambda unmasked: unmasked.picked_scores(cols.clamp(min=0)), g)
 
 
-def _cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """The same, from scores at chosen rows and keys."""
     block, hidden = problem.block(required(request.rows), required(request.cols)), cells == -torch.inf
     # A key that none of the rows sees must not reach them as the nan of 0 · nan.

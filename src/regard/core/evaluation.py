@@ -85,6 +85,11 @@ class LazyMatrix:
     def _sizes(self) -> tuple[int, int]:
         return self._factors.q.shape[-2], self._factors.k.shape[-2]
 
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """Rows and keys of the tensors that are here; fewer than `_sizes` where others are on other ranks."""
+        return self._sizes
+
     def _with(self, factors: Factors, **changes: Any) -> Self:
         options = {"one_head": self._one_head, "tokens": self._tokens}
         return type(self)(factors, self._engine, **{**options, **changes})
@@ -107,7 +112,10 @@ class LazyMatrix:
         """The request that the named statistics are computed from; `inputs` are its other fields."""
         if (v := inputs.get("v")) is not None:
             vector = isinstance(v, Tensor) and v.ndim == 1
-            inputs = {**inputs, "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._sizes[1], "values")}
+            inputs = {
+                **inputs,
+                "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._lengths[1], "values"),
+            }
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
         return Request(raw, **inputs)
 
@@ -247,7 +255,7 @@ class Transposed:
     def __matmul__(self, u: Tensor) -> Tensor:
         w = self.mT
         vector = isinstance(u, Tensor) and u.ndim == 1
-        rows = w._broadcast_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
+        rows = w._broadcast_values(u.unsqueeze(-1) if vector else u, w._lengths[0], "vectors")
         rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
         if rows.shape[-3] != w._factors.heads:
             raise ValueError(
