@@ -319,4 +319,3 @@ def test_nothing_hangs_in_an_empty_column(show: Any, it: View) -> None:
     shown.view("square")
     square = shown.tab.locator(".matrix > canvas").bounding_box()
     assert square["width"] >= 600
-

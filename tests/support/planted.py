@@ -31,6 +31,7 @@ TESTS = {
     "gradients": ("core/test_gradients.py", "tiles and every_answer and (scaled_dot or sink or alibi or additive) and (causal or padding or first)"),
     "result cache": ("core/test_gradients.py", "remembered or two_calls or in_place or after_backward"),
     "masks": ("core/test_masks.py", ""),
+    "nodes": ("core/test_nodes.py", ""),
     "scores": ("core/test_scores.py", ""),
     "indexing": ("core/test_indexing.py", ""),
     "edges": ("core/test_empty_and_infinite.py", "float64 and tiles"),
@@ -84,13 +85,18 @@ BUGS = [
     Bug("inexact intervals are complemented", "core/mask_algebra.py", "return intervals.complement(layout.keys) if intervals.exact else layout.interval(0, layout.keys, exact=False)", "return intervals.complement(layout.keys)", ("masks",)),
     # core/api.py.
     Bug("align end counts from the wrong corner", "core/api.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
-    # core/scores.py and core/modifiers.py.
+    Bug("two bands show the wider one", "core/mask_algebra.py", "else min(a, b)", "else max(a, b)", ("nodes",)),
+    Bug("a mask of one's own inherits a band", "core/mask_algebra.py", 'for name in ("band", "dense_parts"):', 'for name in ("dense_parts",):', ("nodes",)),
+    # core/scores.py, core/score_base.py, core/modifiers.py and core/broadcast.py.
+    Bug("a score of one's own inherits the scale of a product", "core/score_base.py", 'if "lower" in vars(cls) and', 'if "lowered" in vars(cls) and', ("nodes",)),
+    Bug("a part of a matrix has the bias of another", "core/modifiers.py", "return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))", "return tree_map(self, lambda t: take(take(t, -2, slice(0, rows.stop - rows.start)), -1, cols))", ("nodes",)),
+    Bug("a Gaussian is shown with σ for σ²", "core/scores.py", "-product / (2 * self.sigma**2), f", "-product / (2 * self.sigma), f", ("nodes",)),
     Bug("scaled by d, not its root", "core/scores.py", "return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)", "return 1 / max(size, 1) if self.scale is None else float(self.scale)", ("scores",)),
     Bug("a Gaussian without its key's length", "core/scores.py", "(Bias(row), Bias(key), *self.modifiers)", "(Bias(row), *self.modifiers)", ("scores",)),
     Bug("a soft cap that forgets to multiply back", "core/modifiers.py", "return self.cap * torch.tanh(s / self.cap)", "return torch.tanh(s / self.cap)", ("scores",)),
     Bug("alibi signed", "core/modifiers.py", "(block.i - block.j).abs()\n", "(block.i - block.j)\n", ("scores",)),
-    Bug("modifiers in the opposite order", "core/scores.py", "modifiers=(*self.modifiers, modifier))", "modifiers=(modifier, *self.modifiers))", ("scores",)),
-    Bug("heads of a group in the wrong order", "core/scores.py", "x.repeat_interleave(heads // x.shape[-3], -3)", "x.repeat(*[1] * (x.ndim - 3), heads // x.shape[-3], 1, 1)", ("inputs",)),
+    Bug("modifiers in the opposite order", "core/score_base.py", "modifiers=(*self.modifiers, modifier))", "modifiers=(modifier, *self.modifiers))", ("scores",)),
+    Bug("heads of a group in the wrong order", "core/broadcast.py", "x.repeat_interleave(heads // x.shape[-3], -3)", "x.repeat(*[1] * (x.ndim - 3), heads // x.shape[-3], 1, 1)", ("inputs",)),
     # core/problem.py.
     Bug("a chosen head looks at the keys of another", "core/problem.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
     Bug("a narrowed problem forgets its offset", "core/problem.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),

@@ -12,6 +12,7 @@ from .block import MatrixBlock, take
 from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
 from .pytree import flatten, register_node, tree_map
+from .stored import check_broadcasts, require
 
 __all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask", "makes_mask"]
 
@@ -56,6 +57,16 @@ class Mask:
     interval_source: ClassVar[Literal["positions", "tensors"] | None] = None
     #: Whether a row sees one interval and all of it, as far as is certain without reading tensors.
     is_one_interval: ClassVar[bool] = False
+    #: Whether all rows see the same keys.
+    rows_alike: ClassVar[bool] = False
+    #: Whether the mask is a Python function, which has no tensor until its cells are evaluated.
+    is_function: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """A subclass that shows other cells is no band and has no bool tensors, unless it says so."""
+        for name in ("band", "dense_parts"):
+            if "visible" in vars(cls) and name not in vars(cls):
+                setattr(cls, name, getattr(Mask, name))
 
     def visible(self, block: MatrixBlock) -> Tensor:
         """Which cells of the block are visible: bool, broadcastable to (b, h, i, j)."""
@@ -68,6 +79,14 @@ class Mask:
     def visible_keys(self, layout: Geometry) -> Tensor | None:
         """Which keys at least one row sees, (b|1, j); None where the mask cannot say it at once."""
         return None
+
+    def band(self) -> tuple[int | None, int | None] | None:
+        """(before, after) of a band around the own position, where None is no limit; None for any other mask."""
+        return None
+
+    def dense_parts(self) -> list[Tensor] | None:
+        """Bool tensors that hide more of what is inside the intervals; None for a mask of another form."""
+        return [] if self.structured else None
 
     def masks(self) -> tuple[Mask, ...]:
         """The masks this one is combined from."""
@@ -88,6 +107,14 @@ class Mask:
     def crop(self, rows: slice, cols: slice) -> Mask:
         """The same for adjacent rows and keys, of a mask that is broadcast to a matrix; positions move along."""
         return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))
+
+    def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
+        """Raise ValueError unless the fields, read from a file, are those of a mask broadcast to (b, h, i, j).
+
+        `offset` is the key position of query 0. The masks that this one is combined from are checked by the caller.
+        """
+        others = len(self.parts) - len(self.masks())  # type: ignore[attr-defined]
+        require(others == 0, f"no recording has a mask {type(self).__name__}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the cache, which belongs to these very tensors."""
@@ -161,6 +188,12 @@ class Dense(Mask):
     def broadcast_to(self, matrix: MatrixShape) -> Mask:
         return Dense(per_cell(self.cells, matrix, "mask"))
 
+    def dense_parts(self) -> list[Tensor] | None:
+        return [self.cells]
+
+    def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
+        check_broadcasts(self.cells, shape, "a mask", lambda x: x.dtype == torch.bool)
+
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.take(self.cells)
 
@@ -173,6 +206,7 @@ class Predicate(Mask):
     function: Callable[[Tensor, Tensor], Tensor]
     positional = True
     structured = False
+    is_function = True
 
     def visible(self, block: MatrixBlock) -> Tensor:
         cells = self.function(block.i, block.j)
@@ -210,6 +244,14 @@ class And(Mask):
     def is_one_interval(self) -> bool:  # type: ignore[override]
         return self.left.is_one_interval and self.right.is_one_interval
 
+    def band(self) -> tuple[int | None, int | None] | None:
+        a, b = self.left.band(), self.right.band()
+        return None if a is None or b is None else (_narrower(a[0], b[0]), _narrower(a[1], b[1]))
+
+    def dense_parts(self) -> list[Tensor] | None:
+        left, right = self.left.dense_parts(), self.right.dense_parts()
+        return None if left is None or right is None else left + right
+
     def masks(self) -> tuple[Mask, ...]:
         return self.left, self.right
 
@@ -224,6 +266,10 @@ class And(Mask):
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
         return self.left.intervals(layout).intersect(self.right.intervals(layout))
+
+
+def _narrower(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else min(a, b)
 
 
 @register_node(storable=True)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..core.pytree import replace_fields
-from ..core.scores import Dot, ScaledDot
 from ..core.weights import Weights
 
 __all__ = ["DotHead", "max_map", "why_not_exact"]
@@ -26,7 +25,7 @@ CELLS = 2**22
 def why_not_exact(weights: Weights) -> str | None:
     """Why a page cannot compute weights (h, i, j) from queries and keys; None if it can."""
     factors = weights._factors
-    if not isinstance(factors.score, ScaledDot | Dot):
+    if factors.score.product_scale(factors.q.shape[-1]) is None:
         return "only scores that are dot products are computed in a page"
     if factors.score.modifiers:
         return "the scores have a bias, a cap or another change that a page does not compute"
@@ -57,10 +56,11 @@ class DotHead:
         if factors.mask is not None:
             intervals = factors.problem().intervals
             lo, hi = intervals.lo[0].int().cpu(), intervals.hi[0].int().cpu()
-        scale = score.factor(q.shape[-1]) if isinstance(score, ScaledDot) else 1.0
+        scale = score.product_scale(q.shape[-1])
+        assert scale is not None, "why_not_exact has no objection"
         key = head * k.shape[-3] // q.shape[-3]
         lse = weights[head].lse() if lse is None else lse
-        return DotHead(q[head].float().cpu(), k[key].float().cpu(), float(scale), lse.float().cpu(), lo, hi)
+        return DotHead(q[head].float().cpu(), k[key].float().cpu(), scale, lse.float().cpu(), lo, hi)
 
     def visible(self, rows: slice | list[int], first: int = 0, last: int | None = None) -> Tensor | None:
         """Which of the keys from `first` to before `last` some rows see, (n, keys); None without a mask."""

@@ -24,7 +24,16 @@ if TYPE_CHECKING:
     from ..core.weights import Statistics
     from ..recorder.recording import Layer
 
-__all__ = ["LayerView", "Subject", "all_layers", "batch_note", "check_head", "layers_of", "select_layers", "unknown_note"]
+__all__ = [
+    "LayerView",
+    "Subject",
+    "all_layers",
+    "batch_note",
+    "check_head",
+    "layers_of",
+    "select_layers",
+    "unknown_note",
+]
 
 #: What can be looked at, a training history apart.
 Subject = Recording | Weights

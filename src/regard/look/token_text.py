@@ -54,7 +54,9 @@ def bare(token: str) -> str:
 
 def unknown_token(token: str, text: str) -> str:
     """A token such as [UNK] together with the text that it stands for: "[UNK:字]"."""
-    return f"{token[:-1]}:{text}{token[-1]}" if text and _UNKNOWN.fullmatch(f"{token[:-1]}:{text}{token[-1]}") else token
+    return (
+        f"{token[:-1]}:{text}{token[-1]}" if text and _UNKNOWN.fullmatch(f"{token[:-1]}:{text}{token[-1]}") else token
+    )
 
 
 def unknown_text(token: str) -> str | None:

@@ -60,7 +60,14 @@ class VectorBlock:
             halved = exact.halved(view.weights, h)
             if (worse := _error(halved, rows, truth)) <= TOLERANCE:
                 stored, bits, error = halved, 16, worse
-        header = {"place": n, "head": h, "d": stored.q.shape[-1], "scale": stored.scale, "bits": bits, "error": error}
+        header: dict[str, Any] = {
+            "place": n,
+            "head": h,
+            "d": stored.q.shape[-1],
+            "scale": stored.scale,
+            "bits": bits,
+            "error": error,
+        }
         kind = torch.float16 if bits == 16 else torch.float32
         arrays = {"q": stored.q.to(kind), "k": stored.k.to(kind), "lse": stored.lse, "lo": stored.lo, "hi": stored.hi}
         for name, array in arrays.items():

@@ -45,7 +45,9 @@ def pack(subject: Subject | History, options: ViewOptions) -> Packed:
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none
-    content = PageContent(with_weights, [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes])
+    content = PageContent(
+        with_weights, [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes]
+    )
     start = find_start(subject, content, options)
     content.choose_heads(start)
     vectors = VectorBlock()
