@@ -16,7 +16,7 @@ from .evaluation import LazyMatrix, torch_function
 from .indexing import At, as_index, expand, pick_axes, positions_of, word_at
 from .tensor_kinds import refuse_jit_trace
 from .torch_state import without_autocast
-from .types import KeyLike
+from .types import IndexLike, KeyLike, ToLike
 
 __all__ = ["ArrayProtocol", "Scores"]
 
@@ -80,7 +80,7 @@ class ArrayProtocol(LazyMatrix):
 
     # Conversions.
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
+    def to(self, *args: ToLike, **kwargs: ToLike) -> Self:
         """The same on another device, or from queries and keys of another floating-point type.
 
         Args:
@@ -213,7 +213,7 @@ class ArrayProtocol(LazyMatrix):
 
     # Indexing.
 
-    def __getitem__(self, key: Any) -> Any:  # a matrix or a tensor, by what stands in the brackets
+    def __getitem__(self, key: IndexLike) -> Any:  # a matrix or a tensor, by what stands in the brackets
         refuse_jit_trace()  # whose sizes are tensors
         items = expand(key, self.shape)
         picks = pick_axes(items, self.shape, self._tokens)

@@ -149,10 +149,8 @@ class LazyMatrix:
         batch = self._batch_with(request)
         factors = self._factors.expanded(batch)
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
-        # A maximum's gradient is that of the score at its place, so backward needs argmax; norm serves every gradient.
-        names = request.names
-        if requires_grad:
-            names = tuple(dict.fromkeys((*names, "norm", *(("argmax",) if "max_score" in names else ()))))
+        # Every gradient needs the norm.
+        names = tuple(dict.fromkeys((*request.names, "norm"))) if requires_grad else request.names
         folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
         results = self._compute(factors, folded, requires_grad, use_cache=batch == self._factors.batch)
         return {
@@ -167,18 +165,14 @@ class LazyMatrix:
 
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
         engine = engines.get_engine(self._engine)
-        names = request.names
-        if request.second_pass and "norm" not in names and not engine.plain:
-            # A pass over finished rows begins with their norm: cached, it serves the next one.
-            request = replace_fields(request, names=(*names, "norm"))
         use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
         cached = self._cache.get(self._leaves, request) if use_cache else {}
-        if not requires_grad and all(name in cached for name in names):
+        if not requires_grad and all(name in cached for name in request.names):
             return cached
         problem = engine.prepare(factors)
         results = None if engine.plain else self._pool_rows(problem, request, engine, cached, requires_grad)
         if results is None:
-            results = compute_with_autograd(problem, request, engine, cached, requires_grad)
+            results = compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results

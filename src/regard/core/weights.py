@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from torch import Tensor
 
@@ -15,10 +15,11 @@ from .problem import from_weights
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
 from .tensor_kinds import readable
-from .types import KeyLike, KeysLike, StatisticName
+from .types import KeyLike, KeysLike, PoolLike, StatisticName
 
 if TYPE_CHECKING:
     from ..look import View
+    from ..look.options import ViewChoices
 
 __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 
@@ -90,7 +91,7 @@ class Weights(ArrayProtocol):
         labelled._cache = self._cache.copy()
         return labelled
 
-    def show(self, word: KeyLike | None = None, **options: Any) -> View:
+    def show(self, word: KeyLike | None = None, **options: Unpack[ViewChoices]) -> View:
         """The picture: a page in a notebook, text in a terminal; ``.save("x.html")`` or ``.save("x.svg")``.
 
         Args:
@@ -280,7 +281,7 @@ class Weights(ArrayProtocol):
         self,
         *names: StatisticName,
         topk: int | None = None,
-        pool: tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice] | None = None,
+        pool: PoolLike | None = None,
         mass: KeysLike | None = None,
         values: Tensor | None = None,
     ) -> Statistics:
@@ -310,7 +311,7 @@ class Weights(ArrayProtocol):
         self,
         *names: StatisticName,
         topk: int | None = None,
-        pool: tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice] | None = None,
+        pool: PoolLike | None = None,
         mass: KeysLike | None = None,
         values: Tensor | None = None,
     ) -> str:

@@ -5,19 +5,19 @@ Positions are global: the mask and the modifiers of scores are cut to the rectan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.block import MatrixBlock, take
+from ..core.block import MatrixBlock, PickedCells
 from ..core.intervals import Geometry
 from ..core.masks import And, Causal, Dense, Documents, Mask, Not, Padding, Window
-from ..core.modifiers import Modify
+from ..core.modifiers import Alibi, Modifier
 from ..core.online_softmax import State
 from ..core.problem import Factors, Problem
-from ..core.pytree import register_node, replace_fields, tree_map
+from ..core.pytree import register_node, replace_fields
 from ..core.scores import Product
 from ..core.stats import Request, Results, Tiling
 
@@ -46,15 +46,18 @@ def _shift(where: slice | Tensor, start: int) -> slice | Tensor:
     return slice(where.start + start, where.stop + start) if isinstance(where, slice) else where + start
 
 
-@dataclass(frozen=True, eq=False)
-class _ShiftedFunction:
-    """A user's function f(s, i, j, *parameters), called with global positions."""
+@register_node
+class ShiftedModifier(Modifier):
+    """A modifier that reads positions, such as a user's function, applied with global ones."""
 
-    function: Any
-    start: int
+    of: Modifier
+    key_start: int
+    positional = True
 
-    def __call__(self, s: Tensor, i: Tensor, j: Tensor, *parameters: Tensor) -> Tensor:
-        return self.function(s, i + self.start, j + self.start, *parameters)
+    def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
+        cols, offset = _shift(block.cols, self.key_start), block.offset + self.key_start
+        globally: Any = dataclasses.replace(block, cols=cols, offset=offset)  # type: ignore[arg-type]
+        return self.of.apply(s, globally)
 
 
 #: Masks whose `crop` is exact: from distances or from tensors.
@@ -83,18 +86,13 @@ def cut(factors: Factors, rows: range, keys: range, q: Tensor, k: Tensor) -> Fac
         k: Keys ``(b, g, j, d)``.
     """
     offset = factors.query_offset
-    row_slice, key_slice = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
-
-    def rectangle(t: Tensor) -> Tensor:
-        return take(take(t, -2, row_slice), -1, key_slice)
-
+    cropped = factors.score.crop(slice(rows.start, rows.stop), slice(keys.start, keys.stop))
     modifiers = tuple(
-        Modify(_ShiftedFunction(modifier.function, keys.start), modifier.parameters)
-        if isinstance(modifier, Modify)
-        else tree_map(modifier, rectangle)
-        for modifier in factors.score.modifiers
+        # ALiBi reads distances alone, and those do not move.
+        ShiftedModifier(modifier, keys.start) if modifier.positional and type(modifier) is not Alibi else modifier
+        for modifier in cropped.modifiers
     )
-    score = replace_fields(factors.score, modifiers=modifiers, sink_logits=None)
+    score = replace_fields(cropped, modifiers=modifiers, sink_logits=None)
     mask = None if factors.mask is None else cut_mask(factors.mask, rows, keys, offset)
     return Factors(q, k, score, mask, rows.start + offset - keys.start)
 

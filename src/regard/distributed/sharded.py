@@ -16,7 +16,7 @@ from ..core.result_cache import check_fits
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
 from ..core.torch_state import in_functorch, is_tracing, without_autocast
 from ..core.weights import Weights
-from ..engines import Engine, Reference, get_engine
+from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
 from .exchange import GATHERED_BYTES, Plan
 from .handshake import agree, describe
@@ -222,11 +222,11 @@ class _OnEveryRank(torch.autograd.Function):
         return g[:, :, place], None, None, None
 
 
-def _engine(name: str) -> Engine:
+def _engine(name: str) -> FusedEngine:
     engine = get_engine(name)
-    if isinstance(engine, Reference):
-        raise ValueError('engine="reference" holds all weights and has no ranks; use "auto" or "blockwise".')
-    return engine
+    if engine.plain:
+        raise ValueError(f'engine="{name}" holds all weights and has no ranks; use "auto" or "blockwise".')
+    return fused_engine(engine)
 
 
 def _call_name(request: Request) -> str:
