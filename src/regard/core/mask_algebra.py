@@ -106,7 +106,7 @@ class Mask:
 
     def crop(self, rows: slice, cols: slice) -> Mask:
         """The same for adjacent rows and keys, of a mask that is broadcast to a matrix; positions move along."""
-        return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))
+        return Cropped(self, rows.start, cols.start)
 
     def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
         """Raise ValueError unless the fields, read from a file, are those of a mask broadcast to (b, h, i, j).
@@ -194,11 +194,35 @@ class Dense(Mask):
     def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
         check_broadcasts(self.cells, shape, "a mask", lambda x: x.dtype == torch.bool)
 
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return Dense(take(take(self.cells, -2, rows), -1, cols))
+
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.take(self.cells)
 
     def size(self) -> tuple[int, int] | None:
         return self.cells.shape[-2], self.cells.shape[-1]
+
+
+@register_node
+class Cropped(Mask):
+    """Adjacent rows and keys of a mask that reads positions, such as a function: it is asked at those of the matrix."""
+
+    of: Mask
+    row_start: int
+    key_start: int
+    structured = False
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        rows, cols = _shift(block.rows, self.row_start), _shift(block.cols, self.key_start)
+        return self.of.visible(MatrixBlock(rows, cols, block.offset - self.row_start + self.key_start, block.device))
+
+    def narrow(self, rows: slice) -> Mask:
+        return Cropped(self.of, self.row_start + rows.start, self.key_start)
+
+
+def _shift(where: slice | Tensor, start: int) -> slice | Tensor:
+    return slice(where.start + start, where.stop + start) if isinstance(where, slice) else where + start
 
 
 @register_node

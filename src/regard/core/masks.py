@@ -54,6 +54,9 @@ class Causal(Mask):
     interval_source = "positions"
     is_one_interval = True
 
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return self  # distances do not move
+
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.j <= block.i
 
@@ -78,6 +81,9 @@ class Window(Mask):
 
     def __repr__(self) -> str:
         return f"window({self.before}, {self.after})"
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return self  # distances do not move
 
     def visible(self, block: MatrixBlock) -> Tensor:
         distance = block.j - block.i

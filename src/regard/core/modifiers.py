@@ -140,6 +140,9 @@ class Modify(Modifier):
     parameters: tuple[Tensor, ...] = ()
     positional = True
 
+    def crop(self, rows: slice, cols: slice) -> Modifier:
+        return Modify(_Shifted(self.function, cols.start), self.parameters) if cols.start else self
+
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         changed = self.function(s, block.i, block.j, *self.parameters)
         if not isinstance(changed, Tensor) or changed.shape != s.shape:
@@ -148,6 +151,17 @@ class Modify(Modifier):
                 f"modify(f): f(s, i, j) must return scores of the shape of s, {tuple(s.shape)}; got {got}."
             )
         return changed
+
+
+@dataclass(frozen=True, eq=False)
+class _Shifted:
+    """A user's function of scores and positions, called at the positions of the matrix that was cropped."""
+
+    function: Callable[..., Tensor]
+    start: int
+
+    def __call__(self, s: Tensor, i: Tensor, j: Tensor, *parameters: Tensor) -> Tensor:
+        return self.function(s, i + self.start, j + self.start, *parameters)
 
 
 # What users pass to a score.
