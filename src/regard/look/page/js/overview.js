@@ -1,9 +1,8 @@
 // All heads: thumbnails, one number a head, and two numbers as a scatter plot.
 
-import { fixed, largest, near, range } from "./numbers.js";
+import { edge, fixed, largest, near, range } from "./numbers.js";
 import { behind, choice, el, heat, shade, svg } from "./elements.js";
 import { ARROWS } from "./square.js";
-import { edge } from "./long.js";
 
 const METRICS = {
   entropy: "How spread out a head looks, in nats: 0 is one word, large is everywhere.",

@@ -24,9 +24,9 @@ export const VIEWS = {
     look: "The lit word above looks into the sentence below: which of its words does it draw on?",
   },
   long: {
-    name: "Long input", build: long, stack: (s) => s.long && s.heads.length > 0,
-    look: "A strong column is a word everybody looks at, a strong diagonal is the neighbourhood; "
-      + "single strong tiles are ties worth a closer look.",
+    name: "Map", build: long, stack: (s) => s.long && s.heads.length > 0,
+    look: "Zoom with the wheel, two fingers or + and −, drag to move. A strong column is a word everybody looks at, "
+      + "a strong diagonal is the neighbourhood; rings mark the strongest links.",
   },
   walk: {
     name: "Walk", build: walk, stack: short,
