@@ -6,7 +6,7 @@ Every error says what must hold, what it got and what to do. Behind these two fu
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ from .torch_state import as_size, is_tracing
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import Shards
+
 __all__ = ["attend", "check_tensors", "normalize_inputs", "weights"]
 
 
@@ -32,7 +38,7 @@ def weights(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
-    mesh: Any = None,
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Weights:
     """Attention weights softmax(score(q, k)) as a lazy matrix: nothing of size i × j is stored.
 
@@ -78,7 +84,7 @@ def attend(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
-    mesh: Any = None,
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Tensor:
     """The output of attention, weights(q, k) @ v.
 
