@@ -219,6 +219,7 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
 
 
 def check_tensors(**tensors: Any) -> list[Tensor]:
+    """Tensors of one device and type, each with at least two axes; raises with the name of the one that differs."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name}).")
