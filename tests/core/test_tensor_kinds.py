@@ -117,12 +117,12 @@ def mesh() -> Iterator[object]:
     torch.distributed.destroy_process_group()
 
 
-def test_a_distributed_tensor_is_refused_with_its_local_part_and_attended_by_torch(mesh) -> None:
+def test_a_distributed_tensor_among_local_ones_is_refused_with_its_local_part(mesh) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     x = plain()
     q = distribute_tensor(x, mesh, [Shard(1)])
-    for way in ("weights(q)", "W @ v", "W.mT @ u", "bias", "from_dense"):
+    for way in ("weights(q, k)", "W @ v", "W.mT @ u", "from_dense", "mask"):
         with pytest.raises(TypeError, match=r"DTensor.*full_tensor\(\).*to_local\(\)"):
             WAYS[way](q)
     torch.testing.assert_close(regard.weights(q.to_local()).entropy(), regard.weights(x).entropy())

@@ -163,6 +163,7 @@ BUGS = [
     Bug("numba: the sink is left out of the entropy", "engines/numba/kernels/forward.py", "+ one * theirs", "", ("bound",)),
     Bug("numba: values of the wrong head", "engines/numba/kernels/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
     Bug("numba: sums of columns are not put back to zero", "engines/numba/kernels/column_pass.py", "    zero_(column, 0, cols)\n", "    pass\n", ("bound",)),
+    Bug("scores of narrow inputs are rounded twice", "core/scores.py", "return x.dtype if x.is_cuda or x.dtype == torch.float64 else torch.float32", "return x.dtype", ("scores",)),
     # core/tensor_kinds.py: tensors that engines cannot read.
     Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
     Bug("a tangent is dropped", "core/tensor_kinds.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, get_args
 
 from torch import Tensor
 
@@ -47,6 +47,8 @@ class Weights(ArrayProtocol):
     """
 
     multiplies = True
+    #: Whether keys may stand for values that were not passed. Those of a recorded model are other vectors.
+    keys_are_values: ClassVar[bool] = True
 
     @staticmethod
     def from_dense(w: Tensor) -> Weights:

@@ -73,7 +73,8 @@ class _Attention(nn.Module):
 
     def extra_repr(self) -> str:
         shared = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        return f"{self.dim}, heads={self.heads}{shared}, key_size={self.key_size}, value_size={self.value_size}"
+        causal = ", causal=True" if getattr(self, "causal", False) else ""
+        return f"{self.dim}, heads={self.heads}{shared}, key_size={self.key_size}, value_size={self.value_size}{causal}"
 
 
 class SelfAttention(_Attention):
