@@ -50,8 +50,16 @@ ARROWS: dict[str, set[str]] = {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.torch_state", "engines",
     },
+    "core.strips": {
+        "core.block", "core.intervals", "core.problem", "core.pytree", "core.scores", "core.torch_state",
+    },
+    "core.comparison": {"core.pytree", "core.strips"},
+    "core.relations": {
+        "core.comparison", "core.evaluation", "core.problem", "core.scores", "core.stats", "core.strips",
+        "core.torch_state", "engines",
+    },
     "core.weights": {
-        "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.result_cache", "core.results",
+        "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.relations", "core.result_cache", "core.results",
         "core.scores", "core.stats", "core.torch_state", "core.types",
     },
     "core.api": {

@@ -43,6 +43,7 @@ TESTS = {
     "inputs": ("core/test_inputs.py", "not compiled and not forked and not spawned"),
     "errors": ("core/test_errors.py", ""),
     "replay": ("engines/test_replay.py", ""),
+    "comparison": ("core/test_comparison.py", "not learn and (not formula or scaled_dot or sink)"),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
 }  # fmt: skip
 
@@ -132,6 +133,19 @@ BUGS = [
     # Memory layouts, in a graph and outside it.
     Bug("layouts: the stride of a single head counts", "core/problem.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
     Bug("layouts: an operator returns another one than its fake", "core/autograd.py", "return _empty_in_layout(x, result.shape, result.dtype).copy_(result)", "return result", ("layouts",)),
+    # core/strips.py and core/comparison.py: complete rows, and two matrices side by side.
+    Bug("strips: a row with no key pivots on −inf", "core/strips.py", "self._pivot = torch.where(m == -torch.inf, 0, m)", "self._pivot = m", ("comparison",)),
+    Bug("strips: the sink takes no weight", "core/strips.py", "l = l + (self._sink - self._pivot).exp()", "pass", ("comparison",)),
+    Bug("strips: heads look at the keys of another group", "core/strips.py", "of_keys = slice(heads.start // per_key_head, -(-heads.stop // per_key_head))", "of_keys = slice(heads.start % g, heads.start % g + max(1, (heads.stop - heads.start) // per_key_head))", ("comparison",)),
+    Bug("strips: the second matrix takes positions of the first", "core/strips.py", "s = self.problem.bare_scores(self.problem.block(part.rows, part.cols))", "s = self.problem.bare_scores(part.block)", ("comparison",)),
+    Bug("strips: keys that only the second matrix sees are left out", "core/strips.py", "torch.stack([z for _, z in hulls]).amax(0)", "hulls[0][1]", ("comparison",)),
+    Bug("strips: gradients of the last strip alone", "core/strips.py", "                z += g\n", "                z.copy_(g)\n", ("comparison",)),
+    Bug("comparison: cross-entropy of the wrong side", "core/comparison.py", "-(x.p * x.where_both(x.log_q, 0))", "-(x.q * x.where_both(x.log_p, 0))", ("comparison",)),
+    Bug("comparison: a forbidden key is passed over", "core/comparison.py", "return x.infinite((x.p * x.log_ratio).sum(-1))", "return (x.p * x.log_ratio).sum(-1)", ("comparison",)),
+    Bug("comparison: the log-ratio of a hidden key is nan", "core/comparison.py", "return x if self.both is None else torch.where(self.both, x, other)", "return x", ("comparison",)),
+    Bug("comparison: a key of one side alone is left out of js", "core/comparison.py", "of_q = x.q * x.where_both(log2 - softplus(ratio), log2)", "of_q = x.q * x.where_both(log2 - softplus(ratio), 0)", ("comparison",)),
+    Bug("comparison: the sink is no outcome", "core/comparison.py", "if p.log_sink is not None or q.log_sink is not None:", "if False:", ("comparison",)),
+    Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),

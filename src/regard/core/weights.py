@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor
 
 from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
-from .evaluation import LazyMatrix, Transposed
+from .evaluation import Transposed
 from .indexing import At, expand, pick_axes, positions_of, word_at
 from .problem import from_weights
+from .relations import Relations
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
 from .scores import Precomputed
@@ -26,7 +27,7 @@ __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
 
 
-class Weights(LazyMatrix):
+class Weights(Relations):
     """Attention weights ``(..., h, i, j)``, or ``(i, j)`` for one head; made by `regard.weights`.
 
     | expression | is |
