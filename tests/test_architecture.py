@@ -54,13 +54,15 @@ ARROWS: dict[str, set[str]] = {
         "core.block", "core.intervals", "core.problem", "core.pytree", "core.scores", "core.torch_state",
     },
     "core.comparison": {"core.pytree", "core.strips"},
+    "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.strips"},
     "core.relations": {
-        "core.comparison", "core.evaluation", "core.problem", "core.scores", "core.stats", "core.strips",
-        "core.torch_state", "engines",
+        "core.arguments", "core.broadcast", "core.comparison", "core.evaluation", "core.indexing", "core.mask_algebra",
+        "core.problem", "core.pytree", "core.scores", "core.spans", "core.stats", "core.strips", "core.torch_state",
+        "core.types", "engines",
     },
     "core.weights": {
         "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.relations", "core.result_cache", "core.results",
-        "core.scores", "core.stats", "core.torch_state", "core.types",
+        "core.scores", "core.spans", "core.stats", "core.torch_state", "core.types",
     },
     "core.api": {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.torch_state", "core.types",

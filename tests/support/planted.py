@@ -44,6 +44,7 @@ TESTS = {
     "errors": ("core/test_errors.py", ""),
     "replay": ("engines/test_replay.py", ""),
     "comparison": ("core/test_comparison.py", "not learn and (not formula or scaled_dot or sink)"),
+    "spans": ("core/test_spans.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
 }  # fmt: skip
 
@@ -146,6 +147,15 @@ BUGS = [
     Bug("comparison: a key of one side alone is left out of js", "core/comparison.py", "of_q = x.q * x.where_both(log2 - softplus(ratio), log2)", "of_q = x.q * x.where_both(log2 - softplus(ratio), 0)", ("comparison",)),
     Bug("comparison: the sink is no outcome", "core/comparison.py", "if p.log_sink is not None or q.log_sink is not None:", "if False:", ("comparison",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
+    # core/spans.py: tiles and cells of complete rows.
+    Bug("spans: a maximum that two strips share counts twice", "core/strips.py", "larger = value > held", "larger = value >= held", ("spans",)),
+    Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
+    Bug("spans: a strip takes all of the gradient of an lse", "core/strips.py", "        return g * share\n", "        return g\n", ("spans",)),
+    Bug("spans: a strip forgets where it begins", "core/spans.py", "x = x.narrow(dim, start - part.start, stop - start)", "x = x.narrow(dim, 0, stop - start)", ("spans",)),
+    Bug("spans: the log of a mass is taken of its sum", "core/spans.py", "mass = safe_lse(strip.log_w.masked_fill(~cells, -torch.inf), -1) if self.log else (strip.w * cells).sum(-1)", "mass = (strip.w * cells).sum(-1).log() if self.log else (strip.w * cells).sum(-1)", ("spans",)),
+    Bug("spans: a cover takes a block too many", "core/spans.py", "before = value.cumsum(-1) - value", "before = value.cumsum(-1) - 2 * value", ("spans",)),
+    Bug("spans: a block mask takes positions for rows", "core/spans.py", "rows = (block.i[:, 0] - block.offset) // self.rows", "rows = block.i[:, 0] // self.rows", ("spans",)),
+    Bug("spans: segments are counted from 1", "core/arguments.py", "count = int(segments.max()) + 1 if n else 0", "count = int(segments.max()) if n else 0", ("spans",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),

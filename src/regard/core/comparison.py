@@ -114,6 +114,7 @@ class Comparison:
     measure: str
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = True
+    of_scores: ClassVar[bool] = False
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         return [like.new_zeros(shape[:3])]

@@ -5,17 +5,26 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, get_args
+
 import torch
 from torch import Tensor
 
 from ..engines.reference import dense
+from .arguments import as_tiling, at_least_one, segment_flags
+from .broadcast import MatrixShape, per_cell
 from .comparison import Comparison
 from .evaluation import LazyMatrix
+from .indexing import Tokens
+from .mask_algebra import Mask, as_mask
 from .problem import Factors
+from .pytree import replace_fields
 from .scores import Precomputed
+from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .stats import Request
 from .strips import DenseRows, Question, RowSource, ScoreRows, walk
 from .torch_state import as_size
+from .types import MaskLike
 
 __all__ = ["Relations", "RowQuestions"]
 
@@ -26,18 +35,24 @@ class RowQuestions:
     _factors: Factors
     _engine: str
     _one_head: bool
+    _tokens: tuple[Tokens | None, Tokens | None]
 
     @property
     def shape(self) -> torch.Size:
         """``(..., h, i, j)``, or ``(i, j)`` for one head."""
         raise NotImplementedError
 
+    @property
+    def _row_heads(self) -> int:
+        """Heads of the result."""
+        return self._factors.heads
+
     def _row_source(self, batch: torch.Size) -> RowSource:
         """This matrix over a batch that its own broadcasts to."""
         raise NotImplementedError
 
-    def _dense_rows(self, batch: torch.Size) -> tuple[Tensor, Tensor | None]:
-        """By the textbook: weights (b, h, i, j), and the share (b, h, i) of a sink, if there is one."""
+    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
+        """By the textbook: weights or scores (b, h, i, j), and the share (b, h, i) of a sink, if there is one."""
         raise NotImplementedError
 
     def _ask_rows(self, question: Question, *others: RowQuestions) -> list[Tensor]:
@@ -45,7 +60,7 @@ class RowQuestions:
         matrices = [self, *others]
         batch = _joint_batch(matrices)
         if any(matrix._engine == "reference" and not _is_precomputed(matrix) for matrix in matrices):
-            outputs = question.of_dense(_dense_matrices(matrices, batch, question.counts_sink))
+            outputs = question.of_dense(_dense_matrices(matrices, batch, question))
         else:
             outputs = list(walk([matrix._row_source(batch) for matrix in matrices], question))
         one_head = all(matrix._one_head for matrix in matrices)
@@ -154,6 +169,153 @@ class RowQuestions:
         """
         return self._compare("total_variation", other)
 
+    def pool_blocks(self, rows: int, cols: int, by: PoolBy = "sum") -> Tensor:
+        """The matrix in blocks of rows × cols cells; the last block of an axis may be shorter.
+
+        ``rows=1`` gives rows × key blocks: what every query puts on each block of keys.
+
+        Args:
+            rows: Queries in a block.
+            cols: Keys in a block.
+            by: ``"sum"``, ``"mean"`` or ``"max"`` of the weights, or ``"lse"``: log Σ exp of the scores.
+
+        Returns:
+            ``(..., h, ⌈i/rows⌉, ⌈j/cols⌉)``. A block that no row sees is 0, by lse -inf.
+
+        >>> regard.weights(torch.zeros(3, 2)).pool_blocks(1, 2)
+        tensor([[0.6667, 0.3333],
+                [0.6667, 0.3333],
+                [0.6667, 0.3333]])
+        """
+        i, j = self.shape[-2:]
+        edges = (
+            block_edges(at_least_one(rows, "pool_blocks(rows, ...)"), i),
+            block_edges(at_least_one(cols, "pool_blocks(..., cols)"), j),
+        )
+        return self._pool_tiles(*edges, by)
+
+    def _pool_by(self, pool: tuple[int, int, slice, slice], by: str) -> Tensor:
+        """Tiles of a part of the matrix, as `Weights.pool` cuts it."""
+        i, j = self.shape[-2:]
+        tiling = as_tiling(pool, (i, j))
+        rows, cols = tile_edges(tiling.rows, tiling.i0, tiling.i1), tile_edges(tiling.cols, tiling.j0, tiling.j1)
+        return self._pool_tiles(rows, cols, by)
+
+    def _pool_tiles(self, row_edges: tuple[int, ...], col_edges: tuple[int, ...], by: str) -> Tensor:
+        if by not in get_args(PoolBy):
+            raise ValueError(f"by must be {', '.join(map(repr, get_args(PoolBy)))}; got {by!r}.")
+        if by == "lse" and _is_precomputed(self):
+            raise ValueError("by='lse' needs scores, and weights that were passed to from_dense have none.")
+        merge: Any = "sum" if by == "mean" else by
+        (tiles,) = self._ask_rows(TilePool(row_edges, col_edges, merge))
+        if by != "mean":
+            return tiles
+        tall, wide = (torch.tensor(edges, device=tiles.device).diff() for edges in (row_edges, col_edges))
+        return tiles / (tall[:, None] * wide).clamp(min=1)
+
+    def cover(self, share: float, rows: int, cols: int) -> Tensor:
+        """For every block of rows the smallest set of key blocks that holds a share of its weight.
+
+        The oracle that block-sparse attention is judged by: no other set of as many blocks holds more.
+
+        Args:
+            share: Between 0 and 1.
+            rows: Queries in a block.
+            cols: Keys in a block.
+
+        Returns:
+            Bool ``(..., h, ⌈i/rows⌉, ⌈j/cols⌉)``; among equal blocks the earlier ones.
+
+        >>> W = regard.Weights.from_dense(torch.tensor([[0.1, 0.6, 0.3]]))
+        >>> W.cover(0.8, rows=1, cols=1)
+        tensor([[False,  True,  True]])
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"cover(share) takes a share between 0 and 1; got {share!r}.")
+        return smallest_cover(self.pool_blocks(rows, cols), share)
+
+    def recall(self, mask: MaskLike, block: tuple[int, int] | None = None) -> Tensor:
+        """The weight of every row that a mask would let through: what sparse attention retains.
+
+        Args:
+            mask: A mask, a bool tensor ``(..., i, j)`` or a function of positions (i, j).
+            block: Sizes (rows, cols) of the blocks that a bool tensor ``(..., ⌈i/rows⌉, ⌈j/cols⌉)`` speaks of, such as
+                that of `cover`.
+
+        Returns:
+            ``(..., h, i)``.
+
+        >>> W = regard.weights(torch.zeros(4, 2))
+        >>> W.recall(regard.causal())
+        tensor([0.2500, 0.5000, 0.7500, 1.0000])
+        >>> W.recall(W.cover(0.5, 2, 2), block=(2, 2))
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
+        """
+        return self._ask_rows(CellMass(self._as_mask(mask, block, "recall"), False, self._factors.query_offset))[0]
+
+    def log_mass(self, mask: MaskLike, block: tuple[int, int] | None = None) -> Tensor:
+        """The logarithm of `recall`, added up from log-weights: no weight is too small for it.
+
+        Its negative is the loss that draws attention to chosen cells (guided alignment).
+
+        Args:
+            mask: The cells: a mask, a bool tensor ``(..., i, j)`` or a function of positions (i, j).
+            block: As for `recall`.
+
+        Returns:
+            ``(..., h, i)``; -inf where a row sees none of the cells.
+
+        >>> regard.weights(torch.zeros(4, 2)).log_mass(lambda i, j: j == 0)
+        tensor([-1.3863, -1.3863, -1.3863, -1.3863])
+        """
+        return self._ask_rows(CellMass(self._as_mask(mask, block, "log_mass"), True, self._factors.query_offset))[0]
+
+    def _as_mask(self, mask: Any, block: tuple[int, int] | None, what: str) -> Mask:
+        """A mask for this matrix, with one batch axis."""
+        outer, (i, j) = (*self._factors.batch, self._row_heads), self.shape[-2:]
+        offset = self._factors.query_offset
+        if block is None:
+            cells = as_mask(mask)
+            if cells.positional and self._factors.offset is None:
+                raise ValueError(f"{what}: {cells!r} depends on positions: pass align= to weights().")
+            cells = cells.broadcast_to(MatrixShape((*outer, i, j), offset, self._factors.q.device))
+        else:
+            rows, cols = (at_least_one(n, f"{what}(block=(rows, cols))") for n in block)
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                raise TypeError(f"{what}(mask, block=...) takes a bool tensor with one flag a block.")
+            blocks = MatrixShape((*outer, -(-i // rows), -(-j // cols)), offset, self._factors.q.device)
+            cells = BlockMask(per_cell(mask, blocks, f"{what}(mask, block=...)"), rows, cols)
+        folded = replace_fields(self._factors, mask=cells).folded().mask
+        assert folded is not None
+        return folded
+
+    def segment_mass(self, keys: Any, rows: Any = None, by: Literal["sum", "mean"] = "sum") -> Tensor:
+        """The weight that every row puts on many segments of keys at once.
+
+        Args:
+            keys: Segment of each key, an int tensor ``(j,)`` with -1 for none; or a list of segments, each as `mass`
+                takes keys (a slice, positions, tokens, bools), which may overlap.
+            rows: Segments of rows to pool, likewise: ``(i,)`` or a list.
+            by: How rows of a segment are pooled: ``"sum"`` or ``"mean"``.
+
+        Returns:
+            ``(..., h, i, n)`` for n segments of keys, ``(..., h, r, n)`` with r segments of rows.
+
+        >>> W = regard.weights(torch.zeros(4, 2))
+        >>> W.segment_mass(torch.tensor([0, 0, 1, -1]))[0]
+        tensor([0.5000, 0.2500])
+        >>> W.segment_mass([slice(0, 3), [3]], rows=[slice(2, 4)], by="mean")
+        tensor([[0.7500, 0.2500]])
+        """
+        if by not in ("sum", "mean"):
+            raise ValueError(f"segment_mass(by=) must be 'sum' or 'mean'; got {by!r}.")
+        i, j = self.shape[-2:]
+        mass = self @ segment_flags(keys, j, self._tokens[1], self._factors.q, "keys").mT  # type: ignore[operator]
+        if rows is None:
+            return mass
+        flags = segment_flags(rows, i, self._tokens[0], self._factors.q, "rows")
+        return (flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)) @ mass
+
 
 class Relations(LazyMatrix, RowQuestions):
     """`RowQuestions` of factors."""
@@ -166,9 +328,9 @@ class Relations(LazyMatrix, RowQuestions):
             return DenseRows(flat, factors.query_offset)
         return ScoreRows(factors.problem().zero_invisible_keys(Request(("lse",)))[0])
 
-    def _dense_rows(self, batch: torch.Size) -> tuple[Tensor, Tensor | None]:
-        _, w, _, sink = dense(self._factors.expanded(batch).folded())
-        return w, sink
+    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
+        s, w, _, sink = dense(self._factors.expanded(batch).folded())
+        return (s if scores else w), sink
 
 
 def _is_precomputed(matrix: RowQuestions) -> bool:
@@ -187,10 +349,10 @@ def _joint_batch(matrices: list[RowQuestions]) -> torch.Size:
         ) from None
 
 
-def _dense_matrices(matrices: list[RowQuestions], batch: torch.Size, counts_sink: bool) -> list[Tensor]:
+def _dense_matrices(matrices: list[RowQuestions], batch: torch.Size, question: Question) -> list[Tensor]:
     """Dense weights of all matrices; where one of them has a sink that counts, its share is the last column."""
-    pairs: list[tuple[Tensor, Tensor | None]] = [matrix._dense_rows(batch) for matrix in matrices]
-    if not counts_sink or all(sink is None for _, sink in pairs):
+    pairs = [matrix._dense_rows(batch, question.of_scores) for matrix in matrices]
+    if not question.counts_sink or all(sink is None for _, sink in pairs):
         return [w for w, _ in pairs]
     return [
         torch.cat([w, (torch.zeros_like(w[..., 0]) if sink is None else sink).unsqueeze(-1)], -1) for w, sink in pairs

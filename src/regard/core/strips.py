@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -343,10 +343,17 @@ def _pick(t: Tensor, batch: slice, heads: slice) -> Tensor:
 class Question(Protocol):
     """What is asked of complete rows: a node of a tree. Tensors in it get gradients."""
 
-    #: How the results of two strips for the same place become one, for each output.
-    merges: ClassVar[tuple[Merge, ...]]
-    #: Whether a sink's share is one more column of the dense weights.
-    counts_sink: ClassVar[bool]
+    @property
+    def merges(self) -> tuple[Merge, ...]:
+        """How the results of two strips for the same place become one, for each output."""
+
+    @property
+    def counts_sink(self) -> bool:
+        """Whether a sink's share is one more column of the dense weights."""
+
+    @property
+    def of_scores(self) -> bool:
+        """Whether dense scores are asked for in the place of weights."""
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         """The results before any strip; shape is (b, h, i, j) of all sources broadcast."""

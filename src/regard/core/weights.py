@@ -16,6 +16,7 @@ from .relations import Relations
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
 from .scores import Precomputed
+from .spans import PoolBy
 from .types import KeyLike, KeysLike, StatisticName
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class Weights(Relations):
         """
         return self.see("received").received
 
-    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None)) -> Tensor:
+    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None), by: PoolBy = "sum") -> Tensor:
         """The sum of the weights in each of rows × cols tiles: the matrix at lower resolution.
 
         Tile r of n positions begins at ⌊r·n/rows⌋ and ends before ⌊(r+1)·n/rows⌋.
@@ -277,6 +278,7 @@ class Weights(Relations):
             cols: Number of tiles along the keys.
             i: The part of the queries that is pooled, a slice without step.
             j: The part of the keys that is pooled, a slice without step.
+            by: As for `pool_blocks`: ``"sum"``, ``"mean"``, ``"max"``, ``"lse"``.
 
         Returns:
             ``(..., h, rows, cols)``.
@@ -285,7 +287,7 @@ class Weights(Relations):
         tensor([[1., 1.],
                 [1., 1.]])
         """
-        return self.see(pool=(rows, cols, i, j)).pool
+        return self.see(pool=(rows, cols, i, j)).pool if by == "sum" else self._pool_by((rows, cols, i, j), by)
 
     def mean_distance(self) -> Tensor:
         """The mean distance Σ_j w_ij |i - j| of every row, in positions.
