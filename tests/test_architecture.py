@@ -23,16 +23,21 @@ ARROWS: dict[str, set[str]] = {
     "core.block": set(),
     "core.indexing": set(),
     "core.broadcast": set(),
-    "core.similarity": {"core.pytree"},
-    "core.modifiers": {"core.block", "core.broadcast", "core.pytree"},
-    "core.scores": {"core.broadcast", "core.modifiers", "core.pytree", "core.similarity"},
+    "core.stored": set(),
+    "core.similarity": {"core.broadcast", "core.pytree"},
+    "core.modifiers": {"core.block", "core.broadcast", "core.pytree", "core.stored"},
+    "core.score_base": {"core.broadcast", "core.modifiers", "core.pytree", "core.similarity", "core.stored"},
+    "core.scores": {
+        "core.broadcast", "core.modifiers", "core.pytree", "core.score_base", "core.similarity", "core.stored",
+    },
     "core.intervals": {"core.torch_state"},
-    "core.mask_algebra": {"core.block", "core.broadcast", "core.intervals", "core.pytree"},
+    "core.mask_algebra": {"core.block", "core.broadcast", "core.intervals", "core.pytree", "core.stored"},
     "core.masks": {
-        "core.block", "core.broadcast", "core.intervals", "core.mask_algebra", "core.pytree", "core.torch_state",
+        "core.block", "core.broadcast", "core.intervals", "core.mask_algebra", "core.pytree", "core.stored",
+        "core.torch_state",
     },
     "core.lowering": {"core.block", "core.intervals", "core.masks", "core.pytree", "core.torch_state"},
-    "core.types": {"core.indexing", "core.masks", "core.scores"},
+    "core.types": {"core.indexing", "core.masks", "core.results", "core.scores"},
     "core.problem": {
         "core.block", "core.intervals", "core.lowering", "core.masks", "core.pytree", "core.scores", "core.torch_state",
     },
@@ -50,14 +55,13 @@ ARROWS: dict[str, set[str]] = {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.torch_state", "engines",
     },
-    "core.strips": {
-        "core.block", "core.intervals", "core.problem", "core.pytree", "core.scores", "core.torch_state",
-    },
-    "core.comparison": {"core.pytree", "core.strips"},
-    "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.strips"},
+    "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
+    "core.strips": {"core.block", "core.intervals", "core.pytree", "core.row_sources", "core.torch_state"},
+    "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
+    "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
     "core.relations": {
         "core.arguments", "core.broadcast", "core.comparison", "core.evaluation", "core.indexing", "core.mask_algebra",
-        "core.problem", "core.pytree", "core.scores", "core.spans", "core.stats", "core.strips", "core.torch_state",
+        "core.problem", "core.pytree", "core.row_sources", "core.spans", "core.stats", "core.strips", "core.torch_state",
         "core.types", "engines",
     },
     "core.weights": {
@@ -69,7 +73,8 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores", "core.types", "core.weights",
+        "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "core.stored", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
@@ -279,6 +284,47 @@ def test_no_class_name_stands_for_two_classes() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+#: Classes that others ask by methods and attributes, and the files that define them.
+NODE_FILES = (
+    "core/masks.py", "core/mask_algebra.py", "core/lowering.py",
+    "core/scores.py", "core/score_base.py", "core/modifiers.py", "core/similarity.py",
+)  # fmt: skip
+#: Base classes: an argument of a user or a field of a file is checked against them.
+BASES = {"Mask", "Score", "Modifier", "SimilarityKernel"}
+NODES = {
+    node.name
+    for file in NODE_FILES
+    for node in ast.walk(ast.parse((ROOT / file).read_text()))
+    if isinstance(node, ast.ClassDef)
+} - BASES
+
+
+def type_switches(tree: ast.AST) -> set[str]:
+    """Nodes that a file tells apart by their class: isinstance, issubclass, type(x), match."""
+    asked: list[ast.AST] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
+                asked.append(classes)
+            case ast.Compare(left=ast.Call(func=ast.Name(id="type"))):
+                asked.append(node)
+            case ast.MatchClass(cls=cls):
+                asked.append(cls)
+    return {name for part in asked for name in identifiers(part)} & NODES
+
+
+def test_type_switches_are_found() -> None:
+    assert {"Causal", "Bias", "Precomputed"} <= NODES
+    for line in ("isinstance(x, Causal)", "type(x) is Bias", "type(x) in (Dot, Bias)", "isinstance(m, masks.And | Or)"):
+        assert type_switches(ast.parse(line)), line
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_masks_and_scores_are_asked_by_methods(path: Path) -> None:
+    if str(path.relative_to(ROOT)) not in NODE_FILES:
+        assert not type_switches(ast.parse(path.read_text())), "give the class a method or an attribute"
 
 
 #: Packages whose docstrings still name their imports. This list only shrinks.

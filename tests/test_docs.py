@@ -40,7 +40,15 @@ def run(text, names, where):
 # Examples.
 
 
-@pytest.mark.parametrize("document", [text for text in TEXTS if any(kind == "python" for kind, _ in blocks(text))])
+# tests/test_guide.py runs the chapters of the guide, as notebooks.
+@pytest.mark.parametrize(
+    "document",
+    [
+        text
+        for text in TEXTS
+        if not re.match(r"docs/guide/\d", text) and any(kind == "python" for kind, _ in blocks(text))
+    ],
+)
 def test_every_example_of_a_document_prints_what_it_says(document):
     run("\n".join(text for kind, text in blocks(document) if kind == "python"), {}, document)
 

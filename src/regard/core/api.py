@@ -13,9 +13,9 @@ from torch import Tensor
 from .. import engines
 from .block import MatrixBlock
 from .broadcast import MatrixShape
-from .masks import Causal, Mask, Padding, as_mask
+from .masks import Mask, as_mask
 from .problem import Factors
-from .scores import Dot, ScaledDot, Score, as_score
+from .scores import Score, as_score
 from .torch_state import as_size, is_tracing
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
@@ -116,8 +116,9 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
         plain = score in ("scaled_dot", "dot")
         scale = 1.0 if score == "dot" else None
     else:
-        plain = type(score) in (Dot, ScaledDot) and len(score.modifiers) == 0 and score.sink_logits is None
-        scale = 1.0 if type(score) is Dot else getattr(score, "scale", None)
+        plain = isinstance(score, Score) and len(score.modifiers) == 0 and score.sink_logits is None
+        scale = score.product_scale(q.shape[-1]) if plain and isinstance(q, Tensor) and q.ndim else None
+        plain = scale is not None
     if not plain or not all(isinstance(x, Tensor) and x.ndim >= 3 and x.is_floating_point() for x in (q, k, v)):
         return None
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device or 0 in q.shape or 0 in k.shape:
@@ -132,9 +133,9 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
         return None
     flags = None
     # With as many keys as queries causal means one thing, and every key is seen by some row.
-    causal = False
-    if type(mask) is Causal and q.shape[-2] == k.shape[-2]:  # a branch: under torch.compile lengths may be SymInts
-        causal = True
+    causal = isinstance(mask, Mask) and mask.band() == (None, 0)
+    if causal and q.shape[-2] != k.shape[-2]:  # a branch: under torch.compile lengths may be SymInts
+        causal = False
     if mask is not None and not causal and (not small or (flags := _dense_bool_mask(q, k, mask)) is None):
         return None
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -160,7 +161,7 @@ def _dense_bool_mask(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
     """The mask as a bool tensor for PyTorch's attention, where that treats it as we do; else None."""
     if is_tracing() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return None
-    if not isinstance(mask, Tensor) and type(mask) is not Padding:
+    if not isinstance(mask, Tensor) and not (isinstance(mask, Mask) and mask.rows_alike):
         return None
     mask = as_mask(mask)
     full = (*q.shape[:-2], q.shape[-2], k.shape[-2])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines import Engine, fused_engine, resolve
+from ..engines import Engine, FusedEngine, fused_engine, get_engine, resolve
 from ..engines.replay import is_constant, is_replayed_device, replay_or_record
 from ..engines.score_grad import ScoreGrad
 from .problem import Problem, repeat_kv, strides_like
@@ -34,17 +34,20 @@ IN_OWN_GRADIENT = ("y", "mass", "entropy", "mean_distance", "cells")
 
 
 def compute_with_autograd(
-    problem: Problem, request: Request, engine: Engine, cached: Results, requires_grad: bool
+    problem: Any, request: Request, engine: Engine, cached: Results, requires_grad: bool
 ) -> Results:
     """Every result that the request names.
 
     Args:
-        problem: The attention matrix.
+        problem: The attention matrix, as the engine prepared it.
         request: Names of the results, and the tensors they need.
         engine: Who computes.
         cached: Results that need not be computed again, detached.
         requires_grad: Whether the results become outputs of an autograd node.
     """
+    if engine.plain:
+        return engine.compute(problem, request, request.names, cached)
+    engine = fused_engine(engine)
     tracing = is_tracing()
     if not requires_grad and not tracing and not is_replayed_device(problem.q):
         return without_autocast(problem.q, lambda: compute(problem, request, engine, cached))
@@ -61,7 +64,7 @@ def compute_with_autograd(
     return dict(zip(request.names, outputs, strict=True))
 
 
-def compute(problem: Problem, request: Request, engine: Engine, cached: Results) -> Results:
+def compute(problem: Problem, request: Request, engine: FusedEngine, cached: Results) -> Results:
     """The results, without gradients."""
     missing = tuple(name for name in request.names if name not in cached)
     results = dict(cached)
@@ -76,7 +79,7 @@ def compute(problem: Problem, request: Request, engine: Engine, cached: Results)
 def vjp(
     problem: Problem,
     request: Request,
-    engine: Engine,
+    engine: FusedEngine,
     results: Results,
     grad_outputs: Results,
     needs_input_grad: list[bool],
@@ -136,7 +139,7 @@ def _grads_of_scores(problem: Problem, scores: Callable[[Problem], Tensor], g: T
 
 
 def _score_grad(
-    problem: Problem, request: Request, engine: Engine, results: Results, grad_outputs: Results
+    problem: Problem, request: Request, engine: FusedEngine, results: Results, grad_outputs: Results
 ) -> ScoreGrad:
     """All terms that are linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
@@ -248,7 +251,7 @@ class _EagerNode(torch.autograd.Function):
     """The autograd node of eager code."""
 
     @staticmethod
-    def forward(ctx: Any, spec: Any, engine: Engine, cached: Results, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, spec: Any, engine: FusedEngine, cached: Results, *tensors: Tensor) -> tuple[Tensor, ...]:
         names, key, inputs = _output_names(spec), ("forward", spec, engine.name, *cached), [*tensors, *cached.values()]
         results = replay_or_record(
             key, inputs, lambda: compute(*_unflatten_request(spec, list(tensors)), engine, cached)
@@ -324,7 +327,7 @@ def _forward_op(tensors: list[Tensor], ints: list[int], call: str) -> list[Tenso
     def outputs() -> list[Tensor]:
         spec, engine = _parse_call(call)
         problem, request = _unflatten_request(spec, tensors, ints)
-        results = compute(problem, request, fused_engine(engine), {})
+        results = compute(problem, request, fused_engine(get_engine(engine)), {})
         return [_to_layout(results[name], request.v if name == "y" else None) for name in _output_names(spec)]
 
     return replay_or_record(("forward", call, *ints), tensors, outputs)
@@ -397,7 +400,9 @@ def _backward_op(
         incoming = dict(zip(grad_outputs.split(), grads, strict=True))
         needs_input_grad = [t.is_floating_point() for t in tensors]
         pairs = zip(
-            vjp(problem, request, fused_engine(engine), values, incoming, needs_input_grad), tensors, strict=True
+            vjp(problem, request, fused_engine(get_engine(engine)), values, incoming, needs_input_grad),
+            tensors,
+            strict=True,
         )
         return [
             _empty_in_layout(t, t.shape, t.dtype).zero_() if g is None else _to_layout(g, t)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MatrixShape", "check_broadcast", "per_cell", "per_head", "with_leading_axes"]
+__all__ = ["MatrixShape", "check_broadcast", "per_cell", "per_head", "repeat_kv", "with_leading_axes"]
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,8 @@ def check_broadcast(shape: Sequence[int], onto: Sequence[int], what: str, axes: 
 def with_leading_axes(tensor: Tensor, batch_axes: int) -> Tensor:
     """With leading axes of size one, up to (*batch, h, x, y)."""
     return tensor.reshape(*[1] * (batch_axes + 3 - tensor.ndim), *tensor.shape)
+
+
+def repeat_kv(x: Tensor, heads: int) -> Tensor:
+    """One head of keys or values for every head of queries: (..., g, j, e) to (..., h, j, e)."""
+    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)

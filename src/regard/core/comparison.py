@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .pytree import register_node
-from .strips import Merge, Part, Strip
+from .row_sources import Part, Strip
+from .strips import Merge
 
 __all__ = ["MEASURES", "Comparison"]
 

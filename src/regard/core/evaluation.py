@@ -107,7 +107,7 @@ class LazyMatrix:
         """The request that the named statistics are computed from; `inputs` are its other fields."""
         if (v := inputs.get("v")) is not None:
             vector = isinstance(v, Tensor) and v.ndim == 1
-            inputs = {**inputs, "v": self._laid_values(v.unsqueeze(-1) if vector else v, self._sizes[1], "values")}
+            inputs = {**inputs, "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._sizes[1], "values")}
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
         return Request(raw, **inputs)
 
@@ -147,19 +147,16 @@ class LazyMatrix:
     def _explain(self, request: Request) -> str:
         """Who would serve a request."""
         batch = self._batch_with(request)
-        engine = engines.get_engine(self._engine)
-        problem = None if isinstance(engine, engines.Reference) else self._factors.expanded(batch).problem()
         folded = replace_fields(request, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        return explain(engine, problem, folded)
+        return explain(engines.get_engine(self._engine), self._factors.expanded(batch), folded)
 
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
         engine = engines.get_engine(self._engine)
-        if isinstance(engine, engines.Reference):
-            return engine.compute(factors.folded(), request)
+        use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
             return cached
-        results = compute_with_autograd(factors.problem(), request, engine, cached, requires_grad)
+        results = compute_with_autograd(engine.prepare(factors), request, engine, cached, requires_grad)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
@@ -171,22 +168,22 @@ class LazyMatrix:
         cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
         check_fits(cells * self.dtype.itemsize, self.device)
         engine = engines.get_engine(self._engine)
-        if isinstance(engine, engines.Reference):
-            w = engine.weights(self._factors.folded())[:, :, as_index(rows)][..., as_index(cols)]
-            return w.reshape(*self._factors.batch, *w.shape[1:])
-        problem = self._factors.problem()
-        if cols == range(self._sizes[1]):
+        problem = engine.prepare(self._factors)
+        if engine.plain:
+            request = Request(("weights",), rows=indices(rows, self.device), cols=indices(cols, self.device))
+            w = engine.compute(problem, request, request.names, {})["weights"]
+        elif cols == range(self._sizes[1]):
             block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
             # All keys of a row are here: it is normalised by its own scores.
             w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])
         else:
-            parts = list(self._blocks_of_runs(problem, engine, rows, cols))
+            parts = list(self._blocks_of_runs(problem, engines.fused_engine(engine), rows, cols))
             empty = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
             w = torch.cat(parts, 2) if parts else empty
         return w.reshape(*self._factors.batch, *w.shape[1:])
 
     def _blocks_of_runs(
-        self, problem: Problem, engine: engines.Engine, rows: list[int] | range, cols: list[int] | range
+        self, problem: Problem, engine: engines.FusedEngine, rows: list[int] | range, cols: list[int] | range
     ) -> Iterator[Tensor]:
         """Weights at these rows and columns, one block a run of adjacent rows.
 
@@ -207,7 +204,7 @@ class LazyMatrix:
 
     # Axes.
 
-    def _laid_values(self, v: Any, length: int, what: str) -> Tensor:
+    def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
         """Values with all axes, (*batch, heads, length, e)."""
         v = as_values(v, length, what, self.device, self.shape)
         if self._factors.heads % v.shape[-3]:
@@ -250,7 +247,7 @@ class Transposed:
     def __matmul__(self, u: Tensor) -> Tensor:
         w = self.mT
         vector = isinstance(u, Tensor) and u.ndim == 1
-        rows = w._laid_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
+        rows = w._broadcast_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
         rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
         if rows.shape[-3] != w._factors.heads:
             raise ValueError(

@@ -20,6 +20,7 @@ from .broadcast import MatrixShape, check_broadcast, with_leading_axes
 from .intervals import Geometry, KeyIntervals, band, cached_on_mask
 from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask, makes_mask
 from .pytree import flatten, register_node
+from .stored import check_broadcasts, is_int64, require
 from .torch_state import host_sync_forbidden, in_functorch, is_tracing
 
 __all__ = [
@@ -42,6 +43,9 @@ __all__ = [
     "window",
 ]
 
+#: The widest window of a file.
+MAX_STORED_WINDOW = 2**31
+
 
 @register_node(storable=True)
 class Causal(Mask):
@@ -55,6 +59,9 @@ class Causal(Mask):
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
         return band(layout, None, 0)
+
+    def band(self) -> tuple[int | None, int | None] | None:
+        return None, 0
 
     def sees_all_keys(self, layout: Geometry) -> bool:
         return layout.rows + layout.offset >= layout.keys  # the last row sees all
@@ -79,12 +86,20 @@ class Window(Mask):
     def intervals(self, layout: Geometry) -> KeyIntervals:
         return band(layout, self.before, self.after)
 
+    def band(self) -> tuple[int | None, int | None] | None:
+        return self.before, self.after
+
+    def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
+        for side in (self.before, self.after):
+            require(type(side) is int and 0 <= side < MAX_STORED_WINDOW, f"a window reaches {side!r:.80}")
+
 
 @register_node(storable=True)
 class Padding(Mask):
     lengths: Tensor  # the user's; (*batch|1, 1, 1, 1) once broadcast to a matrix
     interval_source = "tensors"
     is_one_interval = True
+    rows_alike = True
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -109,6 +124,11 @@ class Padding(Mask):
                     f"padding(lengths) must lie between 0 and the {keys} keys there are; got {least} … {most}."
                 )
         return Padding(with_leading_axes(lengths[..., None, None, None], len(matrix.batch)))
+
+    def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
+        check_broadcasts(self.lengths, (shape[0], 1, 1, 1), "padding", is_int64)
+        inside = bool(((self.lengths >= 0) & (self.lengths <= shape[3])).all())
+        require(inside, f"padding does not lie between 0 and {shape[3]}")
 
     def crop(self, rows: slice, cols: slice) -> Mask:
         return Padding((self.lengths - cols.start).clamp(0, cols.stop - cols.start))
@@ -186,6 +206,24 @@ class Documents(Mask):
         n = len(matrix.batch)
         ids, keys = with_leading_axes(ids[..., None, :, None], n), with_leading_axes(keys[..., None, None, :], n)
         return Documents(ids, keys, self.contiguous, same_sequence)
+
+    def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
+        b, _, i, j = shape
+        require(isinstance(self.ids, Tensor) and isinstance(self.key_ids, Tensor), "documents have no ids")
+        assert self.key_ids is not None
+        check_broadcasts(self.ids, (b, 1, i, 1), "documents", is_int64, exact=2)
+        check_broadcasts(self.key_ids, (b, 1, 1, j), "documents", is_int64, exact=3)
+        require(self.contiguous is None or type(self.contiguous) is bool, "documents are contiguous, or not")
+        require(type(self.same_sequence) is bool, "documents are of one sequence, or not")
+        keys = self.key_ids.flatten(1)
+        if self.contiguous:
+            runs = (keys.diff(dim=1) != 0).sum(1) + (1 if j else 0)
+            require(all(int(n) == len(row.unique()) for n, row in zip(runs, keys, strict=True)), "documents have gaps")
+        if self.same_sequence:
+            at = torch.arange(i) + offset
+            inside = (at >= 0) & (at < j)
+            rows = self.ids.flatten(1)[:, inside]
+            require(bool((rows == keys[:, at[inside]]).all()), "documents of queries and keys differ")
 
     def crop(self, rows: slice, cols: slice) -> Mask:
         assert self.key_ids is not None, "broadcast to a matrix"

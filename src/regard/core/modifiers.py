@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .block import MatrixBlock, PickedCells
+from .block import MatrixBlock, PickedCells, take
 from .broadcast import MatrixShape, per_cell, per_head
-from .pytree import register_node
+from .pytree import register_node, tree_map
+from .stored import check_broadcasts, check_positive
 
 __all__ = ["Alibi", "Bias", "Modifier", "Modify", "Softcap", "need_axes", "need_finite", "need_floats", "open_function"]
 
@@ -23,6 +24,23 @@ class Modifier:
 
     #: Whether the modifier compares positions, so that `align` matters when lengths differ.
     positional: ClassVar[bool] = False
+    #: Whether the modifier adds to the score, whose gradient it then leaves as it is.
+    additive: ClassVar[bool] = False
+
+    @property
+    def kernel_op(self) -> str | None:
+        """Its name in the kernels of engines; None for a Python function, which only plain PyTorch tiles can call."""
+        return None
+
+    @property
+    def operand(self) -> Tensor | None:
+        """The tensor that kernels read, (b|1, h|1, i|1, j|1), if there is one."""
+        return None
+
+    @property
+    def constant(self) -> float:
+        """The number that kernels read beside the tensor."""
+        return 0.0
 
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         """The scores (b, h, i, j) of a block, modified; this modifier's tensors are cut to the block already."""
@@ -32,15 +50,36 @@ class Modifier:
         """The same for one matrix: tensors checked, and with the axes (*batch|1, h|1, i|1, j|1)."""
         return self
 
+    def crop(self, rows: slice, cols: slice) -> Modifier:
+        """The same for adjacent rows and keys, of a modifier that is broadcast to a matrix."""
+        return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))
+
+    def check_stored(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless the fields, read from a file, are those of a modifier broadcast to (b, h, i, j)."""
+        raise ValueError(f"a score has a modifier {type(self).__name__}")
+
 
 @register_node(storable=True)
 class Bias(Modifier):
     """s + tensor."""
 
     tensor: Tensor  # the user's; (*batch|1, h|1, i|1, j|1) once broadcast to a matrix
+    additive = True
+
+    @property
+    def kernel_op(self) -> str:
+        """A bias that is constant along rows or along keys is not read cell by cell."""
+        return "bias_rows" if self.tensor.shape[3] == 1 else "bias_keys" if self.tensor.shape[2] == 1 else "bias"
+
+    @property
+    def operand(self) -> Tensor:
+        return self.tensor
 
     def broadcast_to(self, matrix: MatrixShape) -> Modifier:
         return Bias(per_cell(self.tensor, matrix, "bias(tensor)"))
+
+    def check_stored(self, shape: tuple[int, ...]) -> None:
+        check_broadcasts(self.tensor, shape, "a bias")
 
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         return s + self.tensor.to(s.dtype)
@@ -52,9 +91,21 @@ class Alibi(Modifier):
 
     slopes: Tensor  # the user's; (*batch|1, h|1, 1, 1) once broadcast to a matrix
     positional = True
+    additive = True
+
+    @property
+    def kernel_op(self) -> str:
+        return "alibi"
+
+    @property
+    def operand(self) -> Tensor:
+        return self.slopes
 
     def broadcast_to(self, matrix: MatrixShape) -> Modifier:
         return Alibi(per_head(self.slopes, matrix, "alibi(slopes)"))
+
+    def check_stored(self, shape: tuple[int, ...]) -> None:
+        check_broadcasts(self.slopes, (*shape[:2], 1, 1), "slopes")
 
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         return s - self.slopes.to(s.dtype) * (block.i - block.j).abs()
@@ -65,6 +116,17 @@ class Softcap(Modifier):
     """cap · tanh(s / cap): scores stay within ±cap."""
 
     cap: float
+
+    @property
+    def kernel_op(self) -> str:
+        return "softcap"
+
+    @property
+    def constant(self) -> float:
+        return self.cap
+
+    def check_stored(self, shape: tuple[int, ...]) -> None:
+        check_positive(self.cap, "a soft cap")
 
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         return self.cap * torch.tanh(s / self.cap)

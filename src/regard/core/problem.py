@@ -20,7 +20,7 @@ from .intervals import Geometry, KeyIntervals
 from .lowering import lower_to_intervals
 from .masks import Mask
 from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
-from .scores import Function, Modifier, Precomputed, Product, Score, TanhSum, repeat_kv, upcast
+from .scores import Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
 from .torch_state import is_tracing
 
 __all__ = [
@@ -128,7 +128,7 @@ class Problem:
 
     q: Tensor  # b h i d
     k: Tensor  # b g j d
-    similarity_kernel: Product | TanhSum | Function
+    similarity_kernel: SimilarityKernel
     modifiers: tuple[Modifier, ...]  # tensors b|1 h|1 i|1 j|1
     sink: Tensor | None  # b|1 h|1 1 1
     mask: Mask | None
@@ -190,15 +190,7 @@ class Problem:
 
     def bare_scores(self, block: MatrixBlock) -> Tensor:
         """Scores of a block to which this problem is cut already (`at`), mask not applied."""
-        q, k = upcast(self.q), upcast(self.k)
-        if isinstance(self.similarity_kernel, Product):
-            # Heads that share keys become more rows: no copy of the keys.
-            b, g, j, d = k.shape
-            _, h, i, _ = q.shape
-            # Not -1, which is ambiguous where an axis is empty.
-            s = self.similarity_kernel.pairwise(q.reshape(b, g, h // max(g, 1) * i, d), k).reshape(b, h, i, j)
-        else:
-            s = self.similarity_kernel.pairwise(q, repeat_kv(k, q.shape[1]))
+        s = self.similarity_kernel.grouped(upcast(self.q), upcast(self.k))
         return _modified(s, self.modifiers, block)
 
     def picked_scores(self, cols: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from .indexing import Tokens
 from .mask_algebra import Mask, as_mask
 from .problem import Factors
 from .pytree import replace_fields
-from .scores import Precomputed
+from .row_sources import DenseRows, RowSource, ScoreRows
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .stats import Request
-from .strips import DenseRows, Question, RowSource, ScoreRows, walk
+from .strips import Question, walk
 from .torch_state import as_size
 from .types import MaskLike
 
@@ -322,8 +322,7 @@ class Relations(LazyMatrix, RowQuestions):
 
     def _row_source(self, batch: torch.Size) -> RowSource:
         factors = self._factors.expanded(batch)
-        if isinstance(factors.score, Precomputed):
-            w = factors.score.w
+        if (w := factors.score.precomputed) is not None:
             flat = w.expand(*batch, *w.shape[-3:]).reshape(batch.numel(), *w.shape[-3:])
             return DenseRows(flat, factors.query_offset)
         return ScoreRows(factors.problem().zero_invisible_keys(Request(("lse",)))[0])
@@ -334,7 +333,7 @@ class Relations(LazyMatrix, RowQuestions):
 
 
 def _is_precomputed(matrix: RowQuestions) -> bool:
-    return isinstance(matrix._factors.score, Precomputed)
+    return matrix._factors.score.precomputed is not None
 
 
 def _joint_batch(matrices: list[RowQuestions]) -> torch.Size:

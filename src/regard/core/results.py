@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-__all__ = ["Peak", "Statistics", "TopK"]
+__all__ = ["Peak", "StatisticName", "Statistics", "TopK"]
+
+#: Statistics that `Weights.see` takes by name.
+StatisticName: TypeAlias = Literal["lse", "max_score", "peak", "entropy", "received", "mean_distance"]
 
 
 class TopK(NamedTuple):

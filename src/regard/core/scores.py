@@ -1,26 +1,25 @@
-"""Scores: how alike a query and a key are, and how scores are modified before softmax.
+"""Scores: how alike a query and a key are. Here are the similarities; `score_base` has what all scores share.
 
-A `Score` is a similarity (dot product, cosine, Gaussian, bilinear, additive, or a function of your own) followed by
-modifiers in the order they are written. Every score has two forms: `similarity` is the textbook's formula and defines
-what is right; `lower` returns what engines compute, since nearly every similarity is a dot product of something.
+Every score has two forms: `similarity` is the textbook's formula and defines what is right; `lower` returns what
+engines compute, since nearly every similarity is a dot product of something.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from .broadcast import MatrixShape, per_head, with_leading_axes
+from .broadcast import MatrixShape, repeat_kv, with_leading_axes
 from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_axes, need_finite, need_floats, open_function
 from .pytree import register_node, replace_fields
-from .similarity import Function, Product, TanhSum
+from .score_base import FormulaSteps, Lowered, Score, upcast
+from .similarity import Function, Product, SimilarityKernel, TanhSum
+from .stored import check_finite, check_floats, check_parameter, check_positive, require
 
 __all__ = [
     "Additive",
@@ -39,159 +38,13 @@ __all__ = [
     "ScaledDot",
     "Score",
     "Similarity",
+    "SimilarityKernel",
     "Softcap",
     "TanhSum",
     "as_score",
     "repeat_kv",
     "upcast",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class Lowered:
-    """Queries, keys and how a block of them is scored, as engines compute it."""
-
-    q: Tensor  # *batch h i d
-    k: Tensor  # *batch g j d
-    similarity_kernel: Product | TanhSum | Function
-    modifiers: tuple[Modifier, ...]
-
-
-# The scores themselves.
-
-
-@register_node
-class Score:
-    """A similarity and its modifiers, which apply in the order written. Each modifier returns a new score.
-
-    A score of your own is a subclass with `similarity` and `lower`, or simply a function: see `Similarity`.
-
-    >>> regard.ScaledDot().softcap(30.0).alibi(torch.tensor([0.5]))
-    ScaledDot().softcap(30).alibi(1)
-    """
-
-    modifiers: tuple[Modifier, ...] = dataclasses.field(default=(), kw_only=True)
-    sink_logits: Tensor | None = dataclasses.field(default=None, kw_only=True)
-    #: Whether queries and keys may differ in size.
-    sizes_may_differ: ClassVar[bool] = False
-    #: Whether `lower` computes other keys (a direction, a projection), which have a gradient of their own.
-    transforms_keys: ClassVar[bool] = False
-
-    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        """The textbook's formula: q (b, h, i, d) and k (b, h, j, d) give s (b, h, i, j)."""
-        raise NotImplementedError
-
-    def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        """The same in the form that engines compute; k may have fewer heads than q."""
-        raise NotImplementedError
-
-    def check_sizes(self, q: Tensor, k: Tensor) -> None:
-        """Raise ValueError unless this score can compare q (..., h, i, d) and k (..., g, j, d′)."""
-        d, other = q.shape[-1], k.shape[-1]
-        if d != other and not self.sizes_may_differ:
-            hint = " It looks as if k is transposed: pass k.mT." if k.shape[-2] == d else ""
-            raise ValueError(
-                f"q has size {d} and k has size {other} on the last axis; "
-                f"a {type(self).__name__} score needs them equal.{hint}"
-            )
-
-    def broadcast_to(self, matrix: MatrixShape) -> Self:
-        """The same for one matrix: tensors checked, and with the axes (*batch|1, h|1, x, y)."""
-        sink = None if self.sink_logits is None else per_head(self.sink_logits, matrix, "sink(logits)")
-        modifiers = tuple(modifier.broadcast_to(matrix) for modifier in self.modifiers)
-        return replace_fields(self, modifiers=modifiers, sink_logits=sink)
-
-    def bias(self, tensor: Tensor) -> Self:
-        """Add a tensor to the scores.
-
-        Args:
-            tensor: Broadcasts to ``(..., h, i, j)``. It gets gradients.
-
-        Returns:
-            A new score.
-
-        >>> regard.weights(torch.zeros(2, 4), score=regard.Dot().bias(torch.tensor([[0.0, -torch.inf]]))).dense()
-        tensor([[1., 0.],
-                [1., 0.]])
-        """
-        need_floats(tensor, "bias(tensor)")
-        return self._then(Bias(tensor))
-
-    def alibi(self, slopes: Tensor) -> Self:
-        """Subtract slope · |distance|: nearer keys weigh more (ALiBi).
-
-        Args:
-            slopes: One number a head, ``(h,)`` or ``(..., h)``. They get gradients.
-
-        Returns:
-            A new score.
-
-        >>> W = regard.weights(torch.zeros(3, 4), score=regard.Dot().alibi(torch.tensor([9.0])))
-        >>> W.peak().indices
-        tensor([0, 1, 2])
-        """
-        need_floats(slopes, "alibi(slopes)")
-        return self._then(Alibi(slopes))
-
-    def softcap(self, cap: float) -> Self:
-        """Limit scores smoothly to ±cap: cap · tanh(s / cap).
-
-        Args:
-            cap: A finite number > 0.
-
-        Returns:
-            A new score.
-
-        >>> regard.weights(100 * torch.eye(2), score=regard.Dot().softcap(5.0)).max_score()
-        tensor([5., 5.])
-        """
-        if not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
-            raise ValueError(f"softcap(cap) needs a finite cap > 0; got {cap!r}. Leave it out for no cap.")
-        return self._then(Softcap(float(cap)))
-
-    def sink(self, logits: Tensor) -> Self:
-        """Add a learned key that takes weight and has no value: rows sum to less than one.
-
-        Args:
-            logits: The sink's score, one number a head, ``(h,)`` or ``(..., h)``. They get gradients.
-
-        Returns:
-            A new score.
-
-        >>> regard.weights(torch.zeros(1, 4), score=regard.Dot().sink(torch.zeros(1))).dense()
-        tensor([[0.5000]])
-        """
-        need_floats(logits, "sink(logits)")
-        if self.sink_logits is not None:
-            raise ValueError("this score has a sink already, and a row has one sink. Add the logits up before.")
-        return replace_fields(self, sink_logits=logits)
-
-    def modify(self, function: Callable[..., Tensor], *parameters: Tensor) -> Self:
-        """Change scores by a function of your own, block by block.
-
-        Args:
-            function: ``f(s, i, j, *parameters) -> s`` of scores ``(b, h, i, j)`` and the positions of their queries
-                ``(i, 1)`` and keys ``(1, j)``; or a module.
-            *parameters: Tensors that get gradients. The function must not capture such tensors.
-
-        Returns:
-            A new score.
-
-        >>> nearby = regard.Dot().modify(lambda s, i, j: s - (i - j).abs())
-        >>> regard.weights(torch.zeros(3, 4), score=nearby).peak().indices
-        tensor([0, 1, 2])
-        """
-        return self._then(Modify(*open_function(function, parameters, "modify")))
-
-    def _then(self, modifier: Modifier) -> Self:
-        return replace_fields(self, modifiers=(*self.modifiers, modifier))
-
-    def __repr__(self) -> str:
-        own = [f for f in dataclasses.fields(self) if not f.kw_only and getattr(self, f.name) is not None]
-        text = f"{type(self).__name__}({', '.join(_brief(getattr(self, f.name)) for f in own)})"
-        for modifier in self.modifiers:
-            text += f".{type(modifier).__name__.lower()}({_brief(next(iter(vars(modifier).values())))})"
-        return text if self.sink_logits is None else f"{text}.sink({_brief(self.sink_logits)})"
 
 
 @register_node(storable=True)
@@ -202,11 +55,16 @@ class Dot(Score):
     tensor([1., 1.])
     """
 
+    formula = "q·k"
+
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.mT
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         return Lowered(q, k, Product(1.0), self.modifiers)
+
+    def product_scale(self, size: int) -> float:
+        return 1.0
 
 
 @register_node(storable=True)
@@ -226,15 +84,29 @@ class ScaledDot(Score):
         if self.scale is not None:
             need_finite(self.scale, "ScaledDot(scale)")
 
-    def factor(self, size: int) -> float:
+    def check_stored(self, q: Tensor, k: Tensor) -> None:
+        super().check_stored(q, k)
+        if self.scale is not None:
+            check_finite(self.scale, "the scale")
+
+    def product_scale(self, size: int) -> float:
+        return self._factor(size)
+
+    def _factor(self, size: int) -> float:
         # Under torch.compile a size may be a SymInt: `index` makes it an int.
         return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT * self.factor(q.shape[-1])
+        return q @ k.mT * self._factor(q.shape[-1])
+
+    def formula_steps(self, q: Tensor, k: Tensor) -> FormulaSteps:
+        product, size = q @ k.mT, q.shape[-1]
+        factor = self._factor(size)
+        usual = math.isclose(factor, size**-0.5, rel_tol=1e-6)  # models write 1/√d out
+        return FormulaSteps(product, "q·k", product * factor, f"÷ √{size}" if usual else f"× {self.scale:.4g}")
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        return Lowered(q, k, Product(self.factor(q.shape[-1])), self.modifiers)
+        return Lowered(q, k, Product(self._factor(q.shape[-1])), self.modifiers)
 
 
 @register_node(storable=True)
@@ -254,8 +126,16 @@ class Cosine(Score):
     def __post_init__(self) -> None:
         need_finite(self.scale, "Cosine(scale)")
 
+    def check_stored(self, q: Tensor, k: Tensor) -> None:
+        super().check_stored(q, k)
+        check_finite(self.scale, "the scale")
+
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT * self.scale
+
+    def formula_steps(self, q: Tensor, k: Tensor) -> FormulaSteps:
+        product = Cosine().similarity(q, k)
+        return FormulaSteps(product, "cos(q, k)", product * self.scale, f"× {self.scale:.4g}")
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         q, k = (nn.functional.normalize(upcast(x), dim=-1).to(x.dtype) for x in (q, k))
@@ -283,8 +163,16 @@ class Gaussian(Score):
                 f"Gaussian(sigma) needs sigma > 0, the distance at which alikeness fades; got {self.sigma}."
             )
 
+    def check_stored(self, q: Tensor, k: Tensor) -> None:
+        super().check_stored(q, k)
+        check_positive(self.sigma, "sigma")
+
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return -(q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1) / (2 * self.sigma**2)
+
+    def formula_steps(self, q: Tensor, k: Tensor) -> FormulaSteps:
+        product = (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1)
+        return FormulaSteps(product, "|q − k|²", -product / (2 * self.sigma**2), f"÷ −2·{self.sigma:.4g}²")
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         # −|q − k|²/2σ² = q·k/σ² − |q|²/2σ² − |k|²/2σ²: a dot product, a bias per row and one per key.
@@ -313,6 +201,7 @@ class Bilinear(Score):
 
     weight: Tensor
     sizes_may_differ = True
+    formula = "qᵀ W k"
 
     def __post_init__(self) -> None:
         need_floats(self.weight, "Bilinear(weight)")
@@ -320,6 +209,10 @@ class Bilinear(Score):
 
     def check_sizes(self, q: Tensor, k: Tensor) -> None:
         _check_projections(self, q, k, {"weight": (q.shape[-1], k.shape[-1])})
+
+    def check_stored(self, q: Tensor, k: Tensor) -> None:
+        super().check_stored(q, k)
+        check_parameter(self.weight, (q.shape[-1], k.shape[-1]), q.shape[1], "Bilinear")
 
     def broadcast_to(self, matrix: MatrixShape) -> Self:
         score = super().broadcast_to(matrix)
@@ -351,6 +244,7 @@ class Additive(Score):
     v: Tensor
     sizes_may_differ = True
     transforms_keys = True
+    formula = "vᵀ tanh(q A + k B)"
 
     def __post_init__(self) -> None:
         for name, tensor, axes in (
@@ -372,6 +266,13 @@ class Additive(Score):
         a = self.v.shape[-1]
         sizes = {"query_weight": (q.shape[-1], a), "key_weight": (k.shape[-1], a), "v": (a,)}
         _check_projections(self, q, k, sizes)
+
+    def check_stored(self, q: Tensor, k: Tensor) -> None:
+        super().check_stored(q, k)
+        a, h = self.v.shape[-1], q.shape[1]
+        check_parameter(self.v, (1, a), h, "Additive")
+        check_parameter(self.query_weight, (q.shape[-1], a), h, "Additive")
+        check_parameter(self.key_weight, (k.shape[-1], a), h, "Additive")
 
     def broadcast_to(self, matrix: MatrixShape) -> Self:
         n = len(matrix.batch)
@@ -431,6 +332,21 @@ class Precomputed(Score):
 
     w: Tensor
 
+    @property
+    def precomputed(self) -> Tensor:
+        return self.w
+
+    def crop(self, rows: slice, cols: slice) -> Self:
+        return replace_fields(super().crop(rows, cols), w=self.w[..., rows, cols])
+
+    def check_stored(self, q: Tensor, k: Tensor) -> None:
+        super().check_stored(q, k)
+        check_floats(self.w, "weights")
+        shape = (*q.shape[:3], k.shape[2])
+        require(tuple(self.w.shape) == shape, f"weights {tuple(self.w.shape)} do not have the shape {shape}")
+        require(not self.modifiers and self.sink_logits is None, "weights have a modifier or a sink")
+        require(self.w.dtype == q.dtype, "weights and queries differ in type")
+
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return upcast(self.w).log()
 
@@ -456,11 +372,6 @@ def as_score(score: Any) -> Score:
     raise TypeError(f"score must be a name, a Score or a function f(q, k); got {type(score).__name__}.")
 
 
-def repeat_kv(x: Tensor, heads: int) -> Tensor:
-    """One head of keys or values for every head of queries: (..., g, j, e) to (..., h, j, e)."""
-    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
-
-
 def _check_projections(score: Score, q: Tensor, k: Tensor, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raise ValueError unless the named tensors of a score have these shapes, or these with a head axis."""
     h = q.shape[-3]
@@ -472,14 +383,3 @@ def _check_projections(score: Score, q: Tensor, k: Tensor, shapes: dict[str, tup
                 f"{type(score).__name__}({name}) must be {shape} or {(h, *shape)} for q of size {q.shape[-1]} with "
                 f"{h} heads and k of size {k.shape[-1]}; got {tuple(got)}."
             )
-
-
-def upcast(x: Tensor) -> Tensor:
-    """In the dtype that scores and statistics are computed in: float32, float64 for float64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return "×".join(map(str, value.shape)) or "scalar"
-    return getattr(value, "__name__", None) or (f"{value:g}" if isinstance(value, float) else str(value))

@@ -3,39 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from .broadcast import repeat_kv
 from .pytree import register_node
 
-__all__ = ["Function", "Product", "TanhSum"]
+__all__ = ["Function", "Product", "SimilarityKernel", "TanhSum"]
+
+
+class SimilarityKernel:
+    """The lowered form of a score's similarity. Engines ask for its attributes and need to know no class by name."""
+
+    #: Its name in the kernels of engines; None for a Python function, which only plain PyTorch tiles can call.
+    kernel_op: ClassVar[str | None] = None
+    #: The factor of a product of queries and keys, which engines may fold into either.
+    scale: float = 1.0
+
+    def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scores (..., i, j) of q (..., i, d) and k (..., j, d)."""
+        raise NotImplementedError
+
+    def grouped(self, q: Tensor, k: Tensor) -> Tensor:
+        """Scores (b, h, i, j) of q (b, h, i, d) and k (b, g, j, d), where heads share keys."""
+        return self.pairwise(q, repeat_kv(k, q.shape[1]))
+
+    def numbers_per_cell(self, size: int) -> int:
+        """How many numbers `pairwise` holds at once for each score, with queries of this size."""
+        return 1
 
 
 @register_node
-class Product:
+class Product(SimilarityKernel):
     """scale · q kᵀ."""
 
     scale: float
+    kernel_op = "product"
 
     def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
         return (q @ k.mT) * self.scale
 
+    def grouped(self, q: Tensor, k: Tensor) -> Tensor:
+        # Heads that share keys become more rows: no copy of the keys.
+        b, g, j, d = k.shape
+        _, h, i, _ = q.shape
+        # Not -1, which is ambiguous where an axis is empty.
+        return self.pairwise(q.reshape(b, g, h // max(g, 1) * i, d), k).reshape(b, h, i, j)
+
 
 @register_node
-class TanhSum:
+class TanhSum(SimilarityKernel):
     """Σ_a v_a tanh(q_a + k_a), of projected queries and keys. v is (*batch|1, h|1, 1, a)."""
 
     v: Tensor
+    kernel_op = "tanh_sum"
 
     def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
         v = self.v.mT.to(q.dtype)  # b h a 1
         v = v.reshape(*v.shape[:-2], *[1] * (q.ndim - v.ndim + 1), *v.shape[-2:])
         return (torch.tanh(q.unsqueeze(-2) + k.unsqueeze(-3)) @ v).squeeze(-1)
 
+    def numbers_per_cell(self, size: int) -> int:
+        return size
+
 
 @register_node
-class Function:
+class Function(SimilarityKernel):
     """A user's similarity f(q, k, *parameters) on blocks."""
 
     function: Callable[..., Tensor]

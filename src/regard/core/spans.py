@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from .block import MatrixBlock, take
 from .mask_algebra import Mask
 from .pytree import register_node
-from .strips import Merge, Part, Strip, safe_lse
+from .row_sources import Part, Strip, safe_lse
+from .strips import Merge
 
 __all__ = ["BlockMask", "CellMass", "PoolBy", "TilePool", "block_edges", "smallest_cover", "tile_edges"]
 
@@ -102,7 +104,7 @@ class TilePool:
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         (x,) = matrices
-        rows, cols = (list(zip(edges, edges[1:], strict=False)) for edges in (self.row_edges, self.col_edges))
+        rows, cols = (list(pairwise(edges)) for edges in (self.row_edges, self.col_edges))
         tiles = [torch.stack([self._one(x[..., r:s, c:d]) for c, d in cols], -1) for r, s in rows]
         return [torch.stack(tiles, -2)]
 

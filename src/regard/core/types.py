@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .indexing import At
 from .masks import Mask
+from .results import StatisticName
 from .scores import Score
 
 __all__ = ["Align", "EngineName", "KeyLike", "KeysLike", "MaskLike", "ScoreLike", "StatisticName"]
@@ -30,6 +31,3 @@ Align: TypeAlias = Literal["start", "end"]
 
 #: Who computes.
 EngineName: TypeAlias = Literal["auto", "triton", "blockwise", "reference"]
-
-#: Statistics that `Weights.see` takes by name.
-StatisticName: TypeAlias = Literal["lse", "max_score", "peak", "entropy", "received", "mean_distance"]

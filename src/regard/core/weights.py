@@ -15,7 +15,6 @@ from .problem import from_weights
 from .relations import Relations
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
-from .scores import Precomputed
 from .spans import PoolBy
 from .types import KeyLike, KeysLike, StatisticName
 
@@ -387,7 +386,7 @@ class Weights(Relations):
                     f"unknown statistic {name!r}; by name: {', '.join(STATISTICS)}; "
                     "as keywords: topk=k, pool=(rows, cols), mass=keys, values=v."
                 )
-            if name in ("lse", "max_score") and isinstance(self._factors.score, Precomputed):
+            if name in ("lse", "max_score") and self._factors.score.precomputed is not None:
                 raise ValueError(f"{name} needs scores, and weights that were passed to from_dense have none.")
         if not names and topk is None and pool is None and mass is None and values is None:
             raise ValueError(

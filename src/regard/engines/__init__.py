@@ -6,28 +6,40 @@ tensors. All engines agree by test; each says what it serves.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..core.problem import Problem
+from ..core.problem import Factors, Problem
 from ..core.stats import Request, Results
 from . import blockwise, reference, triton
-from .reference import Reference
 from .score_grad import InputGrads, ScoreGrad
 
-__all__ = ["ENGINES", "Engine", "Reference", "fused_engine", "get_engine", "resolve", "same_product"]
+__all__ = ["ENGINES", "Engine", "FusedEngine", "fused_engine", "get_engine", "resolve", "same_product"]
 
 
 class Engine(Protocol):
-    """An engine that computes problems in linear memory. `Reference` is the other kind: plain autograd over factors."""
+    """What computes results. An engine takes the form of the matrix that its own `prepare` returns."""
 
     name: str
+    #: Whether results are plain PyTorch over `Factors`, which autograd and torch.func follow by themselves. Any other
+    #: engine is a `FusedEngine`, and its results become outputs of an autograd node.
+    plain: bool
+
+    def prepare(self, factors: Factors) -> Any:
+        """The factors, with any batch axes, in the form that `compute` takes."""
+
+    def compute(self, problem: Any, request: Request, names: tuple[str, ...], cached: Results) -> Results:
+        """The named results of the request; `cached` may hold `norm` already."""
+
+
+class FusedEngine(Engine, Protocol):
+    """An engine that computes a `Problem` in linear memory, and has a backward of its own."""
+
     #: Whether the gradient of y is taken in its own type, not in float32.
     narrow: bool
 
-    def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
-        """The named results of the request; `cached` may hold `norm` already."""
+    def prepare(self, factors: Factors) -> Problem: ...
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
@@ -48,9 +60,13 @@ class Auto:
     """
 
     name = "auto"
+    plain = False
     narrow = False
 
-    def pick(self, problem: Problem, request: Request) -> Engine:
+    def prepare(self, factors: Factors) -> Problem:
+        return factors.problem()
+
+    def pick(self, problem: Problem, request: Request) -> FusedEngine:
         """The engine that `auto` means for this problem."""
         on_gpu = problem.q.device.type == "cuda" and not request.wants("cells")
         return triton.ENGINE if on_gpu and triton.unsupported_reason(problem, request) is None else blockwise.ENGINE
@@ -69,14 +85,13 @@ class Auto:
 
 AUTO = Auto()
 
-_BY_NAME: dict[str, Engine | Reference] = {
-    engine.name: engine for engine in (AUTO, triton.ENGINE, blockwise.ENGINE, reference.ENGINE)
-}
+_FUSED: dict[str, FusedEngine] = {engine.name: engine for engine in (AUTO, triton.ENGINE, blockwise.ENGINE)}
+_BY_NAME: dict[str, Engine] = {**_FUSED, reference.ENGINE.name: reference.ENGINE}
 #: The names that users may pass. `auto` picks the first that serves; `reference` is t × t and is never picked.
 ENGINES = tuple(_BY_NAME)
 
 
-def get_engine(name: str) -> Engine | Reference:
+def get_engine(name: str) -> Engine:
     """The engine of that name.
 
     Raises:
@@ -87,18 +102,16 @@ def get_engine(name: str) -> Engine | Reference:
     return _BY_NAME[name]
 
 
-def fused_engine(name: str) -> Engine:
-    """The engine of that name, for graphs, which hold no `reference`."""
-    engine = get_engine(name)
-    assert not isinstance(engine, Reference), "torch.compile traces the reference engine: no operator calls it"
-    return engine
+def fused_engine(engine: Engine) -> FusedEngine:
+    """The same engine, of one that is not plain."""
+    return _FUSED[engine.name]
 
 
-def resolve(engine: Engine, problem: Problem, request: Request) -> Engine:
+def resolve(engine: FusedEngine, problem: Problem, request: Request) -> FusedEngine:
     """The engine that computes: `auto` decided, any other itself."""
-    return AUTO.pick(problem, request) if isinstance(engine, Auto) else engine
+    return AUTO.pick(problem, request) if engine is AUTO else engine
 
 
-def same_product(engine: Engine, problem: Problem) -> bool:
+def same_product(engine: FusedEngine, problem: Problem) -> bool:
     """Whether `cells` are the very scores that this engine's norm of the same problem was computed from."""
     return resolve(engine, problem, Request(("norm",))) is blockwise.ENGINE

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..core.block import MatrixBlock, take
 from ..core.intervals import KeyIntervals
 from ..core.online_softmax import State
-from ..core.problem import Problem, mask_scores, sum_groups
+from ..core.problem import Factors, Problem, mask_scores, sum_groups
 from ..core.pytree import flatten, unflatten
-from ..core.scores import TanhSum, upcast
+from ..core.scores import upcast
 from ..core.stats import ONE_PASS, SECOND_PASS, Request, Results, Tiling, required
 from . import numba
 from .score_grad import InputGrads, ScoreGrad, weights_from_norm
@@ -34,12 +34,16 @@ class Blockwise:
     """The engine of this file; where `numba` serves a problem, its compiled tiles are used."""
 
     name = "blockwise"
+    plain = False
     narrow = False
 
+    def prepare(self, factors: Factors) -> Problem:
+        return factors.problem()
+
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
-        tiles = numba if numba.serves(problem) else None
         results = dict(cached)
         first = tuple(name for name in names if name in ONE_PASS)
+        tiles = numba if numba.serves(problem) and numba.serves_statistics(first) else None
         second = tuple(name for name in names if name in SECOND_PASS)
         if second and "norm" not in (*cached, *first):
             first = (*first, "norm")
@@ -218,7 +222,7 @@ def tiled(problem: Problem) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
 
 def _tile_size(problem: Problem) -> tuple[int, int]:
     b, h, rows, keys = problem.shape
-    per_cell = problem.q.shape[-1] if isinstance(problem.similarity_kernel, TanhSum) else 1
+    per_cell = problem.similarity_kernel.numbers_per_cell(problem.q.shape[-1])
     cells = max(256, TILE_NUMBERS // (b * h * per_cell))
     width = min(max(keys, 1), 512, cells)
     # Tall blocks would see much that a narrow window hides.

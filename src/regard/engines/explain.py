@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from ..core.problem import Problem
+from ..core.problem import Factors, Problem
 from ..core.stats import ONE_PASS, SECOND_PASS, Request
-from . import Engine, Reference, numba, replay, resolve, triton
+from . import Engine, FusedEngine, fused_engine, numba, replay, resolve, triton
 
 __all__ = ["explain"]
 
 
-def explain(engine: Engine | Reference, problem: Problem | None, request: Request) -> str:
-    """A few lines of text; `problem` is None for `reference`, which takes factors."""
-    if problem is None or isinstance(engine, Reference):
+def explain(engine: Engine, factors: Factors, request: Request) -> str:
+    """A few lines of text about a request to these factors."""
+    if engine.plain:
         return "\n".join(
             (
-                "engine: reference",
+                f"engine: {engine.name}",
                 "kernels: plain PyTorch, all cells at once, quadratic memory",
                 'why not a faster one: engine="reference" was chosen, or the weights were passed to from_dense',
             )
         )
+    engine = fused_engine(engine)
+    problem = engine.prepare(factors)
     chosen = resolve(engine, problem, request)
     if chosen is triton.ENGINE and (reason := triton.unsupported_reason(problem, request)) is not None:
         return f"engine: none. engine={engine.name!r} was chosen and cannot serve: {reason}"
@@ -34,7 +36,7 @@ def explain(engine: Engine | Reference, problem: Problem | None, request: Reques
     return "\n".join(lines)
 
 
-def _kernels(chosen: Engine, problem: Problem) -> str:
+def _kernels(chosen: FusedEngine, problem: Problem) -> str:
     if chosen is triton.ENGINE:
         from .triton import tile_config
 
@@ -43,7 +45,7 @@ def _kernels(chosen: Engine, problem: Problem) -> str:
     return "tiles compiled by numba" if numba.serves(problem) else "tiles in plain PyTorch"
 
 
-def _passes(chosen: Engine, request: Request) -> str:
+def _passes(chosen: FusedEngine, request: Request) -> str:
     rows = [name for name in request.names if name in ONE_PASS]
     columns = [name for name in request.names if name in SECOND_PASS]
     passes = [f"rows ({', '.join(rows or ['norm'])})"]
@@ -54,7 +56,7 @@ def _passes(chosen: Engine, request: Request) -> str:
     return f"{len(passes)}: {', '.join(passes)}"
 
 
-def _reasons(engine: Engine, chosen: Engine, problem: Problem, request: Request) -> list[tuple[str, str]]:
+def _reasons(engine: FusedEngine, chosen: FusedEngine, problem: Problem, request: Request) -> list[tuple[str, str]]:
     """For each faster choice, why it does not serve."""
     reasons = []
     if chosen is not triton.ENGINE:

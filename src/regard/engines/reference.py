@@ -14,8 +14,8 @@ from torch import Tensor
 from ..core.block import MatrixBlock
 from ..core.problem import Factors, mask_scores, repeat_kv, zero_keys
 from ..core.pytree import tree_map
-from ..core.scores import Precomputed, upcast
-from ..core.stats import Request, Results, lse_of, of_dense, softmax, with_sink
+from ..core.scores import upcast
+from ..core.stats import Request, Results, lse_of, of_dense, required, softmax, with_sink
 
 __all__ = ["ENGINE", "Reference", "dense"]
 
@@ -27,9 +27,13 @@ class Reference:
     """
 
     name = "reference"
+    plain = True
 
-    def compute(self, factors: Factors, request: Request) -> Results:
-        """The requested results of factors with one batch axis."""
+    def prepare(self, factors: Factors) -> Factors:
+        return factors.folded()
+
+    def compute(self, factors: Factors, request: Request, names: tuple[str, ...], cached: Results) -> Results:
+        """The named results of factors with one batch axis. Beside the statistics, `weights` are those of a block."""
         s, w, norm, sink = dense(factors)
         if request.v is not None and (seen := _visible_keys(factors)) is not None:
             request = dataclasses.replace(request, v=zero_keys(request.v, seen, -2))
@@ -37,11 +41,9 @@ class Reference:
         results |= {"norm": norm, "lse": lse_of(norm)}
         if request.v is not None:
             results["y"] = results["y"].to(request.v.dtype)
-        return {name: results[name] for name in request.names}
-
-    def weights(self, factors: Factors) -> Tensor:
-        """All weights, (b, h, i, j), of factors with one batch axis."""
-        return dense(factors)[1]
+        if "weights" in names:
+            results["weights"] = w[:, :, required(request.rows)][..., required(request.cols)]
+        return {name: results[name] for name in names}
 
 
 ENGINE = Reference()
@@ -50,8 +52,8 @@ ENGINE = Reference()
 def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Scores and weights (b, h, i, j), norm (b, h, i, 2), and the share (b, h, i) of the sink, if there is one."""
     score = factors.score
-    if isinstance(score, Precomputed):
-        w = upcast(score.w)
+    if score.precomputed is not None:
+        w = upcast(score.precomputed)
         return w.log(), w, w.new_tensor([0.0, 1.0]).expand(*w.shape[:3], 2), None
     k, modifiers = factors.k, score.modifiers
     if (seen := _visible_keys(factors)) is not None:  # a key that no row sees may hold nan

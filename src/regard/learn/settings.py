@@ -90,6 +90,9 @@ class Settings:
     def json(self) -> dict[str, Any]:
         """The settings as plain values, for `settings.json`.
 
+        Returns:
+            Values by name.
+
         Example:
             >>> LMSettings(steps=10).json()["steps"]
             10

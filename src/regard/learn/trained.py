@@ -44,13 +44,31 @@ class Trained:
 
     @property
     def context(self) -> int | None:
-        """Number of tokens a language model looks back; None for a translator."""
+        """Number of tokens a language model looks back; None for a translator.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.context
+            16
+        """
         return self.settings.context if self.kind == "lm" else None
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
-        return self.model.words.table.weight.device
+        """The device of the model.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.device
+            device(type='cpu')
+        """
+        return self.model.embedding.table.weight.device
 
     def ids(self, text: str) -> Tensor:
         """Token ids of a text.
@@ -63,6 +81,14 @@ class Trained:
 
         Raises:
             ValueError: The text is empty, or has a character that the model never saw.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.ids("cat").shape
+            torch.Size([1, 3])
         """
         numbers = texts.encode(self.tokenizer, text)
         if self.kind == "translate":
@@ -72,11 +98,38 @@ class Trained:
         return torch.tensor([numbers], device=self.device)
 
     def default_prompt(self) -> Tensor:
-        """The prompt where there is none, ``(1, 1)``: a new line, or the first token of the vocabulary."""
+        """The prompt where there is none: a new line, or the first token of the vocabulary.
+
+        Returns:
+            Its id ``(1, 1)``.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.default_prompt()
+            tensor([[0]])
+        """
         return torch.tensor([[self.tokenizer.token_to_id("\n") or 0]], device=self.device)
 
     def tokens(self, text: str) -> list[str]:
-        """The tokens of a text as strings, one for each of `ids`."""
+        """The tokens of a text as strings.
+
+        Args:
+            text: The text, as for `ids`.
+
+        Returns:
+            One string for each of `ids`.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.tokens("cat")
+            ['c', 'a', 't']
+        """
         return self._strings(self.ids(text)[0].tolist())
 
     def _strings(self, numbers: list[int]) -> list[str]:
@@ -95,6 +148,15 @@ class Trained:
 
         Raises:
             ValueError: This is a language model.
+
+        Example:
+            >>> from regard.learn import TranslateSettings
+            >>> from regard.learn.tokenizer import pairs_bpe
+            >>> tokenizer = pairs_bpe(["the cat", "le chat"], 20)
+            >>> model = regard.nn.Translator(tokenizer.get_vocab_size(), dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "translate", TranslateSettings(), tokenizer)
+            >>> isinstance(trained.translate("the cat"), str)
+            True
         """
         return self.translate_all([text], beam)[0]
 
@@ -109,6 +171,15 @@ class Trained:
 
         Returns:
             One translation per line.
+
+        Example:
+            >>> from regard.learn import TranslateSettings
+            >>> from regard.learn.tokenizer import pairs_bpe
+            >>> tokenizer = pairs_bpe(["the cat", "le chat"], 20)
+            >>> model = regard.nn.Translator(tokenizer.get_vocab_size(), dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "translate", TranslateSettings(), tokenizer)
+            >>> len(trained.translate_all(["the cat", "", "the cat"]))
+            3
         """
         self.require("translate")
         full = [n for n, line in enumerate(lines) if line.strip()]
@@ -143,6 +214,16 @@ class Trained:
 
         Returns:
             The tokens of a language model; the source's and the target's tokens of a translator.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> with regard.record(trained.model) as seen:
+            ...     tokens = trained.run("cat")
+            >>> tokens, seen[0].shape
+            (['c', 'a', 't'], torch.Size([1, 2, 3, 3]))
         """
         ids = self.ids(text)
         if self.kind == "lm":
@@ -160,7 +241,21 @@ class Trained:
         return self._strings(ids[0].tolist()), self._strings(target)
 
     def require(self, kind: str) -> None:
-        """Raise a ValueError unless the model is of this kind, "lm" or "translate"."""
+        """Check what kind of model this is.
+
+        Args:
+            kind: "lm" or "translate".
+
+        Raises:
+            ValueError: The model is of the other kind.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.require("lm")
+        """
         if self.kind != kind:
             names = {"lm": "a language model", "translate": "a translator"}
             raise ValueError(f"{names[kind]} is needed, got {names[self.kind]}.")

@@ -67,7 +67,12 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were done."""
+        """Whether all steps were done.
+
+        Example:
+            >>> Result(Path("run"), step=10, steps=10, best=1.5, val_loss=1.6, seconds=3.0).finished
+            True
+        """
         return self.step == self.steps
 
 

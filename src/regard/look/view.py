@@ -42,6 +42,13 @@ class View:
 
         Args:
             fragment: Return the sandboxed frame that a notebook shows instead of a document.
+
+        Returns:
+            A document that needs no network and no other file.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).show().html().startswith("<!doctype html>")
+            True
         """
         from .page.html import frame, html
         from .page.payload import pack
@@ -50,7 +57,22 @@ class View:
         return frame(page) if fragment else page
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one file: .html, a page that opens anywhere without a network, or .svg, a picture for a paper."""
+        """Write one file.
+
+        Args:
+            path: Its suffix chooses the form: .html, a page that opens anywhere without a network, or .svg, a picture
+                for a paper.
+
+        Raises:
+            ValueError: The suffix is another one.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> file = pathlib.Path(tempfile.mkdtemp()) / "cat.svg"
+            >>> regard.weights(torch.eye(3)).label(["the", "cat", "sat"]).show("cat").save(file)
+            >>> file.read_text()[:4]
+            '<svg'
+        """
         file = Path(path)
         suffix = file.suffix.lower()
         if suffix in (".html", ".htm"):

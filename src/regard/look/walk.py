@@ -7,7 +7,6 @@ what `W.row(i)` and `W @ v` give. One row only: linear in the length.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..core.block import MatrixBlock
 from ..core.indexing import At
 from ..core.problem import Factors
 from ..core.pytree import tree_map
-from ..core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, Precomputed, ScaledDot, Score, upcast
+from ..core.scores import upcast
 from ..core.weights import Weights
 from .ranking import nan_note
 from .token_text import resolve
@@ -112,9 +111,9 @@ def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *,
 def _steps(factors: Factors, row: int) -> dict[str, Any]:
     """The steps up to the weights, by the score's own formula."""
     score = factors.score
-    if isinstance(score, Precomputed):
+    if (w := score.precomputed) is not None:
         missing = dict.fromkeys(("q", "k", "product", "scaled", "masked"))
-        weights = upcast(score.w)[0, 0, row]
+        weights = upcast(w)[0, 0, row]
         return {"formula": "", "scaling": "", "changes": (), "sink": 0.0, "weights": weights, **missing}
     q, k = upcast(factors.q[:, :, row : row + 1]), upcast(factors.k)  # 1 1 1 d, 1 1 j d
     keys = k.shape[2]
@@ -122,9 +121,8 @@ def _steps(factors: Factors, row: int) -> dict[str, Any]:
     visible = torch.ones(keys, dtype=torch.bool, device=k.device)
     if factors.mask is not None:
         visible = factors.mask.visible(block).expand(1, 1, 1, keys)[0, 0, 0]
-    product, formula = _product(score, q, k)
-    s, scaling = _scaled(score, product, q.shape[-1])
-    scaled, changes = s, []
+    product, formula, scaled, scaling = score.formula_steps(q, k)
+    s, changes = scaled, []
     for modifier in score.modifiers:
         s = tree_map(modifier, block.take).apply(s, block)
         changes.append((type(modifier).__name__.lower(), s[0, 0, 0]))
@@ -142,30 +140,6 @@ def _steps(factors: Factors, row: int) -> dict[str, Any]:
         "weights": weights,
         "sink": sink,
     }
-
-
-def _product(score: Score, q: Tensor, k: Tensor) -> tuple[Tensor, str]:
-    """Step 1: the similarity before any scale, (1, 1, 1, j), and its formula."""
-    if isinstance(score, Dot | ScaledDot):
-        return q @ k.mT, "q·k"
-    if isinstance(score, Cosine):
-        return Cosine().similarity(q, k), "cos(q, k)"
-    if isinstance(score, Gaussian):
-        return (q.unsqueeze(-2) - k.unsqueeze(-3)).square().sum(-1), "|q − k|²"
-    formulas = {Bilinear: "qᵀ W k", Additive: "vᵀ tanh(q A + k B)"}
-    return score.similarity(q, k), formulas.get(type(score), "f(q, k)")
-
-
-def _scaled(score: Score, product: Tensor, size: int) -> tuple[Tensor, str]:
-    """Step 2: the score, (1, 1, 1, j), and its scaling in words."""
-    if isinstance(score, ScaledDot):
-        usual = math.isclose(score.factor(size), size**-0.5, rel_tol=1e-6)  # models write 1/√d out
-        return product * score.factor(size), f"÷ √{size}" if usual else f"× {score.scale:.4g}"
-    if isinstance(score, Cosine):
-        return product * score.scale, f"× {score.scale:.4g}"
-    if isinstance(score, Gaussian):
-        return -product / (2 * score.sigma**2), f"÷ −2·{score.sigma:.4g}²"
-    return product, "unscaled"
 
 
 def _softmax(masked: Tensor, sink: Tensor | None) -> tuple[Tensor, float]:
@@ -204,7 +178,7 @@ def _one_head(weights: Weights, v: Tensor | None, head: int | None) -> tuple[Wei
 
 def _values(weights: Weights, v: Tensor | None) -> Tensor:
     if v is None:
-        if isinstance(weights._factors.score, Precomputed):
+        if weights._factors.score.precomputed is not None:
             raise ValueError("these weights have no keys to use as values: pass the values, walk(W, v, word).")
         v = weights._factors.k.reshape(weights._factors.k.shape[-2:])
     if not isinstance(v, Tensor):

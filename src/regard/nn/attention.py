@@ -68,7 +68,7 @@ class _Attention(nn.Module):
         if probe is None:
             return attend(q, k, v, score=self.score(), mask=mask, align=align)
         seen = weights(q, k, score=self.score(), mask=mask, align=align).see(*probe.names, values=v)
-        probe.seen.append(seen)
+        probe.statistics.append(seen)
         return seen.y
 
     def _merge_heads(self, y: Tensor) -> Tensor:

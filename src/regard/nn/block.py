@@ -100,6 +100,9 @@ class Block(nn.Module):
     def cache(self) -> list[Cache]:
         """Empty caches for `forward`: one of self-attention, and one of cross-attention where there is one.
 
+        Returns:
+            One or two caches.
+
         Example:
             >>> len(Block(16, cross=True).cache())
             2

@@ -37,6 +37,9 @@ class Encoder(nn.Module):
     def cache(self) -> list[list[Cache]]:
         """Empty caches of all blocks, for `forward`.
 
+        Returns:
+            For each block the caches of its attention layers.
+
         Example:
             >>> len(Encoder(16, layers=3).cache())
             3

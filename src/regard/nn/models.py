@@ -19,7 +19,7 @@ from .probe import Probe
 __all__ = ["LanguageModel", "Translator"]
 
 
-class _Words(nn.Module):
+class _TokenEmbedding(nn.Module):
     """Token ids to vectors with positions, and vectors to logits by the same (tied) table."""
 
     def __init__(self, vocabulary: int, dim: int, positions: Positions | None, dropout: float) -> None:
@@ -62,13 +62,16 @@ class LanguageModel(nn.Module):
         super().__init__()
         kind = as_positions(positions, dim, context)
         self.context = context
-        self.words = _Words(vocabulary, dim, kind, dropout)
+        self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)
         rotary = kind if isinstance(kind, Rotary) else None
         self.body = Encoder(dim, heads, layers, dropout=dropout, positions=rotary, causal=True, **block)
         _initialise(self, depth=2 * layers)
 
     def cache(self) -> list[list[Cache]]:
         """Empty caches of all blocks, for `forward`.
+
+        Returns:
+            For each block the caches of its attention layers.
 
         Example:
             >>> model = LanguageModel(65, dim=16, heads=2).eval()
@@ -99,7 +102,7 @@ class LanguageModel(nn.Module):
             torch.Size([3, 10, 65])
         """
         start = 0 if cache is None else len(cache[0][0])
-        return self.words.logits(self.body(self.words(ids, start), mask, cache, probe))
+        return self.embedding.logits(self.body(self.embedding(ids, start), mask, cache, probe))
 
 
 class Translator(nn.Module):
@@ -132,7 +135,7 @@ class Translator(nn.Module):
         super().__init__()
         kind = as_positions(positions, dim)
         options = {"dropout": dropout, "positions": kind if isinstance(kind, Rotary) else None, **block}
-        self.words = _Words(vocabulary, dim, kind, dropout)
+        self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)
         self.encoder = Encoder(dim, heads, layers, **options)
         self.decoder = Decoder(dim, heads, layers, **options)
         _initialise(self, depth=2 * layers)
@@ -164,7 +167,7 @@ class Translator(nn.Module):
             >>> Translator(100, dim=16, positions="learned").max_positions
             1024
         """
-        return len(self.words.positions.table) if isinstance(self.words.positions, Learned) else None
+        return len(self.embedding.positions.table) if isinstance(self.embedding.positions, Learned) else None
 
     def lengths(self, source: Tensor) -> Tensor:
         """Length of every sentence, up to its last token that is not padding.
@@ -198,7 +201,7 @@ class Translator(nn.Module):
             torch.Size([2, 3, 16])
         """
         visible = padding(self.lengths(source))
-        return self.encoder(self.words(source), visible, probe=probe), visible
+        return self.encoder(self.embedding(source), visible, probe=probe), visible
 
     def decode(
         self, target: Tensor, memory: Tensor | None, visible: MaskLike | None,
@@ -223,8 +226,8 @@ class Translator(nn.Module):
             torch.Size([1, 1, 100])
         """
         start = 0 if cache is None else len(cache[0][0])
-        x = self.decoder(self.words(target, start), memory, None, visible, cache, probe)
-        return self.words.logits(x)
+        x = self.decoder(self.embedding(target, start), memory, None, visible, cache, probe)
+        return self.embedding.logits(x)
 
 
 @torch.no_grad()

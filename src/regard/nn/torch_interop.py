@@ -6,13 +6,13 @@ attention weights, and dropout inside the feed-forward network.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.scores import ScaledDot
 from .attention import CrossAttention, SelfAttention
 from .block import Block
 
@@ -113,7 +113,8 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
     _require(sizes == (layer.heads, d, d, layer.dim), "heads of size dim // heads for queries, keys and values", layer)
     _require(isinstance(layer.query, nn.Linear) and isinstance(layer.output, nn.Linear), "projections and W_o", layer)
     score = layer.score()
-    plain = type(score) is ScaledDot and score.scale is None and not score.modifiers and score.sink_logits is None
+    scale = score.product_scale(d) if not score.modifiers and score.sink_logits is None else None
+    plain = scale is not None and math.isclose(scale, d**-0.5)
     _require(plain, "the plain scaled dot product as score", layer)
     _require(getattr(layer, "positions", None) is None, "no positions of its own", layer)
     memory = getattr(layer, "memory_dim", layer.dim)

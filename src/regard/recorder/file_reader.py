@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..core.problem import Factors
 from ..core.pytree import unflatten
-from ..core.scores import Precomputed
 from ..core.weights import Weights
 from .calls import SavedCall
 from .factor_check import check_factors, check_values, require
@@ -193,12 +192,12 @@ def _saved_call(described: dict[str, Any], shape: tuple[int, ...], tensors: dict
     check_factors(factors, shape)
     engine = described["engine"]
     require(engine in ("auto", "reference"), f"a layer's engine is {engine!r:.80}")
-    dense = isinstance(factors.score, Precomputed)
+    dense = factors.score.precomputed is not None
     require(dense == (engine == "reference"), "a layer's engine does not fit its score")
     saved = _LoadedCall(None, None, None, None, factors.score, factors.mask, None)
     saved.factors, saved.engine = factors, engine
     if dense:
-        saved.w = factors.score.w
+        saved.w = factors.score.precomputed
     else:
         saved.q, saved.k = factors.q, factors.k
     if described["values"] is not None:

@@ -13,6 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..core.block import MatrixBlock
 from ..core.masks import Dense, Geometry, Mask
 from ..core.scores import Score
 from ..core.types import Align
@@ -173,12 +174,13 @@ class CachedGeneration:
 
 def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
     """The visible keys of each row of a step."""
-    if isinstance(mask, Dense):
-        rows = intervals(mask.cells.expand(*mask.cells.shape[:2], i, j))
+    layout = Geometry(i, j, j - i if align == "end" else 0, device)
+    if mask is not None and mask.dense_parts():
+        cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), layout.offset, device))
+        rows = intervals(cells.expand(*cells.shape[:2], i, j))
         if rows is None:
             raise CannotStitch("a row of its mask has gaps")
         return rows
-    layout = Geometry(i, j, j - i if align == "end" else 0, device)
     spans = layout.interval(0, j) if mask is None else mask.intervals(layout)
     if not spans.exact or spans.lo.shape[1] != 1:
         raise CannotStitch("a row of its mask has gaps")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..core.masks import And, Documents, Mask, Not, Or, Padding
 from ..core.problem import Factors
-from ..core.pytree import tree_map
-from ..core.scores import Precomputed
 from ..core.weights import Weights
 
 __all__ = ["cells", "real_rows", "row_mean", "sequence_of", "span_of"]
@@ -20,8 +15,9 @@ def span_of(weights: Weights, item: int) -> slice:
     """The keys of a sequence that at least one row may see; the others are padding."""
     factors = weights._factors
     keys = factors.k.shape[-2]
-    if isinstance(factors.score, Precomputed):
-        seen: Tensor | None = factors.score.w[item].ne(0).any(-2).any(0)
+    seen: Tensor | None
+    if (w := factors.score.precomputed) is not None:
+        seen = w[item].ne(0).any(-2).any(0)
     elif factors.mask is None:
         return slice(0, keys)
     else:
@@ -36,8 +32,8 @@ def span_of(weights: Weights, item: int) -> slice:
 def visible_keys(weights: Weights) -> Tensor | None:
     """The keys that at least one row may see, bool (b, j); None: all of them."""
     factors = weights._factors
-    if isinstance(factors.score, Precomputed):
-        return factors.score.w.ne(0).any(-2).any(1)
+    if (w := factors.score.precomputed) is not None:
+        return w.ne(0).any(-2).any(1)
     seen = None if factors.mask is None else factors.problem().visible_keys()
     return None if seen is None else seen.expand(weights.shape[0], -1)
 
@@ -64,29 +60,10 @@ def row_mean(values: Tensor, rows: Tensor | None) -> Tensor:
 def sequence_of(weights: Weights, item: int, rows: slice, cols: slice) -> Weights:
     """One sequence of a batch cut to these rows and columns, (h, i, j)."""
     one = weights._factors.pick(0, item)
-    i, j = one.q.shape[-2], one.k.shape[-2]
-
-    def cut(t: Tensor) -> Tensor:
-        t = t[..., rows, :] if t.shape[-2] == i and i > 1 else t
-        return t[..., cols] if t.shape[-1] == j and j > 1 else t
-
-    mask = None if one.mask is None else _cut_mask(one.mask, cut, cols)
+    mask = None if one.mask is None else one.mask.crop(rows, cols)
     offset = None if one.offset is None else one.offset + rows.start - cols.start
-    part = Factors(one.q[..., rows, :], one.k[..., cols, :], tree_map(one.score, cut), mask, offset)
+    part = Factors(one.q[..., rows, :], one.k[..., cols, :], one.score.crop(rows, cols), mask, offset)
     return Weights(part, weights._engine, one_head=False)
-
-
-def _cut_mask(mask: Mask, cut: Any, cols: slice) -> Mask:
-    if isinstance(mask, And | Or):
-        return type(mask)(_cut_mask(mask.left, cut, cols), _cut_mask(mask.right, cut, cols))
-    if isinstance(mask, Not):
-        return Not(_cut_mask(mask.of, cut, cols))
-    if isinstance(mask, Padding):
-        return Padding((mask.lengths - cols.start).clamp(0, cols.stop - cols.start))
-    if isinstance(mask, Documents):
-        assert mask.key_ids is not None, "broadcast to a matrix"
-        return Documents(cut(mask.ids), cut(mask.key_ids))
-    return tree_map(mask, cut)
 
 
 def cells(weights: Weights, rows: Tensor, cols: Tensor, chunk: int = 32) -> Tensor:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.masks import Dense
 from ..core.pytree import flatten, unflatten
 from .calls import SavedCall
 from .tensor_bytes import tensor_bytes
@@ -42,7 +41,7 @@ class Spilled(SavedCall):
     """A call whose tensors are on disk."""
 
     def __init__(self, saved: SavedCall, path: Path, spill: Spill) -> None:
-        mask = None if isinstance(saved.mask, Dense) else saved.mask
+        mask = None if saved.mask is None or saved.mask.dense_parts() else saved.mask
         super().__init__(None, None, None, None, None, mask, saved.align)
         self.path, self.dense = path, saved.w is not None
         self._spill = spill  # keeps the folder alive

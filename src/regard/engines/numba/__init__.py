@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.masks import And, Dense, Mask
 from ...core.problem import Problem, repeat_kv, sum_groups
 from ...core.pytree import flatten, unflatten
-from ...core.scores import Alibi, Bias, Product, Softcap
 from ...core.stats import Request, Results, lse_of, required
 from ...core.torch_state import in_functorch
 from ..score_grad import InputGrads, ScoreGrad
@@ -98,45 +96,36 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"they run on the CPU, and these tensors are on {problem.q.device}"
     if problem.q.dtype == torch.float64:
         return "they compute float32, and these are float64"
-    if not isinstance(problem.similarity_kernel, Product):
+    if problem.similarity_kernel.kernel_op != "product":
         return "they compute scores that are dot products of something"
-    if not all(isinstance(modifier, Bias | Alibi | Softcap) for modifier in problem.modifiers):
+    if any(modifier.kernel_op is None for modifier in problem.modifiers):
         return "modify(f) is a Python function, and they take none"
-    if _dense_masks(problem.mask) is None:
+    if problem.mask is not None and problem.mask.dense_parts() is None:
         return "the mask has neither exact intervals nor a bool tensor"
-    if load() is None:
+    if (runtime := load()) is None:
         return "numba is not installed, or this build of PyTorch lacks sgemm_ or GOMP_parallel"
+    for modifier in problem.modifiers:
+        if modifier.kernel_op not in runtime.kernels.MODIFIER_KINDS:
+            return f"they have no code for {modifier.kernel_op}"
     return None
+
+
+def serves_statistics(names: tuple[str, ...]) -> bool:
+    """Whether the forward kernel computes these results of the pass over the keys, for a problem that it serves."""
+    runtime = load()
+    return runtime is not None and runtime.kernels.ONE_PASS.issuperset(names)
 
 
 def serves_backward(problem: Problem, needs: list[bool]) -> bool:
     """The same for gradients, where a bias must be constant along rows or keys and come before a softcap."""
     _, tensors = flatten(problem)
     needed = {id(t) for t, need in zip(tensors, needs, strict=True) if need}
-    caps = 0
+    not_additive = 0
     for modifier in problem.modifiers:
-        caps += isinstance(modifier, Softcap)
-        if isinstance(modifier, Alibi) and id(modifier.slopes) in needed:
+        not_additive += not modifier.additive
+        if id(modifier.operand) in needed and (not_additive or modifier.kernel_op not in ("bias_rows", "bias_keys")):
             return False
-        if (
-            isinstance(modifier, Bias)
-            and id(modifier.tensor) in needed
-            and (caps or 1 not in modifier.tensor.shape[2:])
-        ):
-            return False
-    return caps <= 1 and serves(problem)
-
-
-def _dense_masks(mask: Mask | None) -> list[Tensor] | None:
-    """The bool tensors of a mask that is intervals and bool tensors; None for any other mask."""
-    if mask is None:
-        return []
-    if isinstance(mask, Dense):
-        return [mask.cells]
-    if type(mask) is And:
-        left, right = _dense_masks(mask.left), _dense_masks(mask.right)
-        return None if left is None or right is None else left + right
-    return [] if mask.structured else None
+    return not_additive <= 1 and serves(problem)
 
 
 #: Multiply-adds below which waking a second thread costs more than it saves.
@@ -156,7 +145,7 @@ class KernelCall:
         self.work = b * h * i * j * problem.q.shape[3]
         self.q, self.k = self.rows("q", problem.q, "bhi"), self.rows("k", problem.k, "bhj")
         self.set(gemm=runtime.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
-        self.set(offset=problem.offset, block_i=block_i, block_j=block_j, scale=problem.similarity_kernel.scale)  # type: ignore[union-attr]
+        self.set(offset=problem.offset, block_i=block_i, block_j=block_j, scale=problem.similarity_kernel.scale)
         intervals = problem.intervals
         lo, hi = intervals.lo.long().contiguous(), intervals.hi.long().contiguous()
         self.set(
@@ -196,19 +185,12 @@ class KernelCall:
         kernels = self.runtime.kernels
         rows = []
         for modifier in problem.modifiers:
-            if isinstance(modifier, Softcap):
-                rows.append((kernels.SOFTCAP, 0, 0, 0, 0, 0, modifier.cap, 0))
-                continue
-            tensor = flatten(modifier)[1][0].float()
-            kind = (
-                kernels.ALIBI
-                if isinstance(modifier, Alibi)
-                else kernels.BIAS
-                if tensor.shape[3] > 1
-                else kernels.BIAS_PER_ROW
-            )
-            rows.append((kind, self.address_of(tensor), *_strides(tensor), 0, 0))
-        for cells in _dense_masks(problem.mask) or []:
+            at: tuple[int, ...] = (0, 0, 0, 0, 0)
+            if modifier.operand is not None:
+                tensor = modifier.operand.float()
+                at = self.address_of(tensor), *_strides(tensor)
+            rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant, 0))
+        for cells in (problem.mask and problem.mask.dense_parts()) or []:
             rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, 0))
         table = kernels.modifier_table(rows)
         self.alive.append(table)
@@ -256,16 +238,11 @@ def forward(problem: Problem, request: Request) -> Results:
         v = call.rows("v", request.v, "bhj")
         call.set(V=v.shape[1], E=v.shape[3])
         outputs["y"] = call.out("y", torch.empty(b, h, i, v.shape[3]))
-    if request.wants("entropy"):
-        outputs["entropy"] = call.out("entropy", torch.empty(b, h, i))
-    if request.wants("max_score"):
-        outputs["max_score"] = call.out("max_score", torch.empty(b, h, i))
-    if request.wants("mean_distance"):
-        outputs["mean_distance"] = call.out("mean_distance", torch.zeros(b, h, i))
+    for name in call.runtime.kernels.ROW_STATISTICS:
+        if request.wants(name):
+            outputs[name] = call.out(name, torch.zeros(b, h, i))
     if request.wants("mass"):
-        assert request.keys is not None
-        call.out("keys", request.keys.float().contiguous())
-        outputs["mass"] = call.out("mass", torch.zeros(b, h, i))
+        call.out("keys", required(request.keys).float().contiguous())
     if request.wants("argmax"):
         outputs["argmax"] = call.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64))
     if request.wants("topk_scores", "topk_indices"):
@@ -370,7 +347,7 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
         call.rows("dy", dy, "bhi")
         call.set(E=v.shape[3])
         dv = call.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3]))
-    biases = [modifier.tensor for modifier in problem.modifiers if isinstance(modifier, Bias)]
+    biases = [m.operand for m in problem.modifiers if m.kernel_op in ("bias", "bias_rows", "bias_keys")]
     if biases:
         drow = call.out("drow", torch.zeros(b, h, i))
         dkey = call.out("dkey", torch.zeros(chunks, b, h, j))

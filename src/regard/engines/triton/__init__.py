@@ -17,13 +17,11 @@ import dataclasses
 import importlib.util
 import os
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.problem import Problem
-from ...core.scores import Alibi, Bias, Function, Modify, TanhSum
+from ...core.problem import Factors, Problem
 from ...core.stats import ONE_PASS, SECOND_PASS, Request, Results
 from ...core.torch_state import in_functorch
 from .. import blockwise
@@ -33,6 +31,8 @@ __all__ = ["ENGINE", "unsupported_reason"]
 
 MAX_SIZE = 256
 MAX_TOPK = 64
+#: Modifiers that the kernels compute (`kernels.tile_ops.apply_score_mods`), by `Modifier.kernel_op`.
+MODIFIER_OPS = ("bias", "bias_rows", "bias_keys", "alibi", "softcap")
 
 
 class CannotServe(NotImplementedError):
@@ -49,32 +49,42 @@ def unsupported_reason(problem: Problem, request: Request) -> str | None:
         return "inside torch.func tensors have no address"
     if problem.compute_dtype == torch.float64:
         return "it computes bfloat16, float16 and float32, and these are float64"
-    if isinstance(problem.similarity_kernel, Function):
+    if problem.similarity_kernel.kernel_op is None:
         return "a similarity of your own is a Python function, and its kernels take none"
-    if any(isinstance(step, Modify) for step in problem.modifiers):
+    ops = [modifier.kernel_op for modifier in problem.modifiers]
+    if None in ops:
         return "modify(f) is a Python function, and its kernels take none"
-    if not isinstance(problem.similarity_kernel, TanhSum) and problem.q.shape[-1] > MAX_SIZE:
+    if missing := [op for op in ops if op not in MODIFIER_OPS]:
+        return f"its kernels have no code for {missing[0]}"
+    if problem.similarity_kernel.kernel_op == "product" and problem.q.shape[-1] > MAX_SIZE:
         return f"its tiles hold sizes up to {MAX_SIZE}, and q and k have {problem.q.shape[-1]}"
+    if missing := [name for name in request.names if name in ONE_PASS and name not in _forward_outputs()]:
+        return f"its kernels have no code for {missing[0]}"
     if request.topk > MAX_TOPK:
         return f"it keeps up to {MAX_TOPK} keys a row, got topk({request.topk})"
     return _mask_too_large(problem)
 
 
 def _mask_too_large(problem: Problem) -> str | None:
-    from ...core.masks import Dense, Mask, Predicate
-
-    def any_of(mask: Any, kind: type) -> bool:
-        parts = [part for part in vars(mask).values() if isinstance(part, Mask)] if mask is not None else []
-        return isinstance(mask, kind) or any(any_of(part, kind) for part in parts)
-
     _, _, i, j = problem.shape
-    if i * j > 2**28 and any_of(problem.mask, Predicate) and not any_of(problem.mask, Dense):
+    if problem.mask is None or i * j <= 2**28:
+        return None
+    leaves = problem.mask.leaves()
+    if any(leaf.is_function for leaf in leaves) and not any(leaf.dense_parts() for leaf in leaves):
         return f"a mask function would be written out as {i} × {j} flags"
     return None
 
 
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache
+def _forward_outputs() -> frozenset[str]:
+    """Results of the pass over the keys that the kernels compute."""
+    from .kernels.forward import Outputs
+
+    return frozenset((*Outputs._fields, "topk_scores", "topk_indices"))
 
 
 @lru_cache
@@ -86,8 +96,12 @@ class Triton:
     """The engine of this package."""
 
     name = "triton"
+    plain = False
     #: The gradient of y stays in its own dtype, and `row_dot` computes its part of delta.
     narrow = True
+
+    def prepare(self, factors: Factors) -> Problem:
+        return factors.problem()
 
     def row_dot(self, a: Tensor, b: Tensor) -> Tensor:
         """Σ_e a b of every row in float32: (b, h, i, e) twice to (b, h, i)."""
@@ -108,7 +122,7 @@ class Triton:
     ) -> InputGrads:
         _check(problem, request)
         wide = gradient.dy is not None and gradient.dy.shape[-1] > MAX_SIZE
-        plain = wide or isinstance(problem.similarity_kernel, TanhSum) or request.wants("cells")
+        plain = wide or problem.similarity_kernel.kernel_op != "product" or request.wants("cells")
         if plain or 0 in (*problem.shape, problem.q.shape[-1]):
             return blockwise.ENGINE.backward(problem, request, norm, _upcast(gradient, problem.compute_dtype), needs)
         return _backward(problem, request, norm, gradient, needs)
@@ -227,7 +241,7 @@ def _backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreG
     # In the order of `flatten`: q, k, the tensor of each modifier that has one, the sink; masks have no gradients.
     grads: list[Tensor | None] = [dq if needs[0] else None, dk if needs[1] else None]
     for n, step in enumerate(problem.modifiers):
-        if isinstance(step, Bias | Alibi):
+        if step.operand is not None:
             wanted = needs[len(grads)]
             grads.append(backward_pass.modifier_grad(problem, n, request.v, norm, gradient) if wanted else None)
     if problem.sink is not None:

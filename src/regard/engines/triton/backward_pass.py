@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ...core.problem import Problem, sum_groups
-from ...core.scores import Alibi
+from ...core.stats import required
 from ..score_grad import ScoreGrad
 from .kernel_inputs import (
     KernelInputs,
@@ -208,7 +208,7 @@ def modifier_grad(problem: Problem, n: int, v: Tensor | None, norm: Tensor, grad
     """The gradient of the tensor of modifier n, in the shape of that tensor."""
     f = backward_inputs(problem, v, norm, gradient)
     p, modifier = f.p, problem.modifiers[n]
-    tensor = modifier.slopes if isinstance(modifier, Alibi) else modifier.tensor  # type: ignore[attr-defined]
+    tensor = required(modifier.operand)
     like = tensor.shape
     along = "rows" if like[3] == 1 else "keys" if like[2] == 1 else "cells"
     if p.j == 1 and like[2] > 1:

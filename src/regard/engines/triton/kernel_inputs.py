@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...core.problem import Problem, strides_like
-from ...core.scores import Alibi, Bias, Product, Softcap
+from ...core.pytree import flatten
 from .kernels.additive import MAX_PAIRED, TanhArg
 from .kernels.tile_ops import NO_LAYOUT, Sizes, TensorArg, TmaLayout, norm_kernel, tensor_arg, tma_descriptor
 from .launcher import INTERPRETED, launch
@@ -54,11 +54,11 @@ class KernelInputs:
         self.q, self.k = problem.q, problem.k
         self.b, self.h, self.i, self.j = problem.shape
         self.d = self.q.shape[-1]
-        self.product = isinstance(problem.similarity_kernel, Product)
-        self.scale = problem.similarity_kernel.scale if isinstance(problem.similarity_kernel, Product) else 1.0
+        self.product = problem.similarity_kernel.kernel_op == "product"
+        self.scale = problem.similarity_kernel.scale
         self.scale_folded = self.product and not problem.modifiers and 1e-6 < self.scale < 1e6
         self.fp32 = self.q.dtype == torch.float32
-        self.modifier_kinds = tuple(_kind(s) for s in problem.modifiers)
+        self.modifier_kinds = tuple(modifier.kernel_op for modifier in problem.modifiers)
         self.unused = TensorArg(self.q, 0, 0, 0, 0)
 
     @cached_property
@@ -71,7 +71,7 @@ class KernelInputs:
         if not self.product:
             return None
         arg, mask_format = self.mask_format.arg, self.mask_format.kind
-        caps = tuple(s.cap for s in self.problem.modifiers if isinstance(s, Softcap))
+        caps = tuple(modifier.constant for modifier in self.problem.modifiers)
         return (
             self.v_heads,
             self.scale,
@@ -86,16 +86,16 @@ class KernelInputs:
     @cached_property
     def tensors(self) -> list[Tensor | None]:
         """Tensors that every kernel reads."""
-        modifiers = [_tensor_of(s) for s in self.problem.modifiers]
+        modifiers = [modifier.operand for modifier in self.problem.modifiers]
         arg = self.mask_format.arg
         return [self.q, self.k, *modifiers, *([arg.lo, arg.hi, arg.flags] if self.mask_format.intervals else [])]
 
     @property
     def common_args(self) -> dict[str, Any]:
         """Arguments that every kernel takes."""
-        tensors = [_tensor_of(s) for s in self.problem.modifiers]
+        tensors = [modifier.operand for modifier in self.problem.modifiers]
         modifiers = [self.unused if x is None else tensor_arg(x) for x in tensors]
-        caps = tuple(s.cap if isinstance(s, Softcap) else 0.0 for s in self.problem.modifiers)
+        caps = tuple(modifier.constant for modifier in self.problem.modifiers)
         groups = self.h // self.k.shape[1], self.h // self.v_heads
         return {
             "modifiers": tuple(step.ptr for step in modifiers), "strides": tuple(n for step in modifiers for n in step[1:]), "caps": caps,
@@ -110,7 +110,7 @@ class KernelInputs:
         if self.product:
             unused = self.q
             return TanhArg(unused, unused, unused, unused, unused, 0, 0, unused, 0, 0, 0)
-        v = self.problem.similarity_kernel.v  # type: ignore[union-attr]
+        (v,) = flatten(self.problem.similarity_kernel)[1]
         a, rows, keys = self.d + self.d % 2, _round_up_to_tiles(self.i), _round_up_to_tiles(self.j)
         q, k, v = (
             pad(x.float(), (0, a - self.d, 0, n - x.shape[2])).mT.contiguous()
@@ -181,17 +181,6 @@ def _round_up_to_tiles(n: int) -> int:
 def _in_pairs(x: Tensor) -> Tensor:
     """(b, h, a, i) with two neighbours along a packed into 64 bits: (b, h, a / 2, i)."""
     return x.unflatten(2, (-1, 2)).transpose(3, 4).contiguous().view(torch.int64).squeeze(-1)
-
-
-def _tensor_of(step: Any) -> Tensor | None:
-    return step.tensor if isinstance(step, Bias) else step.slopes if isinstance(step, Alibi) else None
-
-
-def _kind(step: Any) -> str:
-    """The kind of a modifier in MODIFIERS; a bias that is constant along rows or along keys is not read cell by cell."""
-    if not isinstance(step, Bias):
-        return type(step).__name__.lower()
-    return "bias_rows" if step.tensor.shape[3] == 1 else "bias_keys" if step.tensor.shape[2] == 1 else "bias"
 
 
 def padded_size(n: int, x: Tensor | None = None) -> int:

@@ -13,13 +13,12 @@ import triton
 from torch import Tensor
 
 from ...core.block import MatrixBlock
-from ...core.masks import And, Causal, Mask, Window
 from ...core.problem import Problem
 from .kernels.tile_ops import MaskArg, TensorArg, tensor_arg
 from .kernels.tile_ranges import keys_table_kernel, rows_table_kernel
 from .launcher import launch
 
-__all__ = ["MaskFormat", "band_of", "choose_mask_format", "key_table", "row_table"]
+__all__ = ["MaskFormat", "choose_mask_format", "key_table", "row_table"]
 
 #: Width of an unbounded band: beyond any position, and far from int32 overflow.
 UNBOUNDED = 2**30
@@ -38,7 +37,7 @@ def choose_mask_format(problem: Problem) -> MaskFormat:
     unused = TensorArg(problem.q, 0, 0, 0, 0)
     if problem.mask is None:
         return MaskFormat("none", _mask_arg(unused))
-    if (band := band_of(problem.mask)) is not None:
+    if (band := _band(problem.mask.band())) is not None:
         kind = "causal" if band == (UNBOUNDED, 0) else "band"
         return MaskFormat(kind, _mask_arg(unused, *band))
     intervals = problem.intervals
@@ -58,15 +57,13 @@ def _mask_arg(
     return MaskArg(before, after, lo, hi, count, lo.stride(0) if intervals and len(lo) > 1 else 0, *flags)
 
 
-def band_of(mask: Mask) -> tuple[int, int] | None:
-    """(before, after) of a mask that shows a band around the own position; None for any other."""
-    if isinstance(mask, Causal):
-        return UNBOUNDED, 0
-    if isinstance(mask, Window):
-        return min(mask.before, UNBOUNDED), min(mask.after, UNBOUNDED)
-    if type(mask) is And and (a := band_of(mask.left)) and (b := band_of(mask.right)):
-        return min(a[0], b[0]), min(a[1], b[1])
-    return None
+def _band(band: tuple[int | None, int | None] | None) -> tuple[int, int] | None:
+    """`Mask.band` as numbers that kernels can add to a position."""
+    return None if band is None else (_bounded(band[0]), _bounded(band[1]))
+
+
+def _bounded(side: int | None) -> int:
+    return UNBOUNDED if side is None else min(side, UNBOUNDED)
 
 
 def dense_mask(problem: Problem) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...core.block import MatrixBlock
 from ...core.problem import Factors
-from ...core.scores import Dot, Precomputed, ScaledDot
 from ..layers import LayerView
 from ..token_text import printable
 from .content import PageContent, Start
@@ -73,7 +72,7 @@ def _vector_arrays(packer: Packer, view: LayerView, heads: list[int], exact: boo
         header["per_value"] = per_value = view.heads // v.shape[0]  # heads that share a head of values
         header["v"] = packer.add(v[heads] if per_value == 1 else v, _vector_dtype(v, exact))
     factors = view.pick(heads)._factors
-    if isinstance(factors.score, Precomputed):
+    if factors.score.precomputed is not None:
         return header
     q, k = factors.q, factors.k
     header["d"] = q.shape[-1]
@@ -95,8 +94,8 @@ def _score_arrays(packer: Packer, factors: Factors) -> dict[str, Any]:
     problem = factors.problem()
     block = MatrixBlock(slice(0, q.shape[-2]), slice(0, k.shape[-2]), problem.offset, q.device)
     header: dict[str, Any] = {}
-    if isinstance(score, ScaledDot | Dot):
-        header["scale"] = score.factor(q.shape[-1]) if isinstance(score, ScaledDot) else 1.0
+    if (scale := score.product_scale(q.shape[-1])) is not None:
+        header["scale"] = scale
     if factors.mask is not None:
         visible = factors.mask.visible(block)
         visible = visible.expand(*visible.shape[:-2], q.shape[-2], k.shape[-2])

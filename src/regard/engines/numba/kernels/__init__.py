@@ -20,14 +20,13 @@ from typing import Any
 from numba import carray, cfunc, types
 
 from . import backward, cells, column_pass, forward
-from .params import ALIBI, BIAS, BIAS_PER_ROW, DENSE_MASK, PARAMS, SOFTCAP, modifier_table, params_record
+from .params import DENSE_MASK, MODIFIER_KINDS, ONE_PASS, PARAMS, ROW_STATISTICS, modifier_table, params_record
 
 __all__ = [
-    "ALIBI",
-    "BIAS",
-    "BIAS_PER_ROW",
     "DENSE_MASK",
-    "SOFTCAP",
+    "MODIFIER_KINDS",
+    "ONE_PASS",
+    "ROW_STATISTICS",
     "kernel",
     "log_if_slow",
     "modifier_table",

@@ -16,7 +16,10 @@ __all__ = [
     "BIAS_PER_ROW",
     "DENSE_MASK",
     "MODIFIER",
+    "MODIFIER_KINDS",
+    "ONE_PASS",
     "PARAMS",
+    "ROW_STATISTICS",
     "SOFTCAP",
     "modifier_table",
     "modifiers_at",
@@ -26,6 +29,15 @@ __all__ = [
 # Kinds of modifiers, which change a row of scores between the product and the softmax.
 BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK = 0, 1, 2, 3, 4
 
+#: The kind of each modifier that the kernels compute, by `Modifier.kernel_op`.
+MODIFIER_KINDS = {
+    "bias": BIAS,
+    "bias_keys": BIAS,
+    "bias_rows": BIAS_PER_ROW,
+    "alibi": ALIBI,
+    "softcap": SOFTCAP,
+}
+
 _MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
 
 #: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
@@ -33,9 +45,14 @@ MODIFIER = from_dtype(_MODIFIER)
 
 modifiers_at = pointer_to(MODIFIER)
 
+#: Results of the forward kernel that are one number a row.
+ROW_STATISTICS = ("max_score", "entropy", "mean_distance", "mass")
+#: All results of the forward kernel; `lse` follows from `norm`.
+ONE_PASS = frozenset([*ROW_STATISTICS, "norm", "lse", "y", "argmax", "topk_scores", "topk_indices"])
+
 _ADDRESSES = (
     "gemm counter scratch lo hi modifiers q k norm "  # of all kernels
-    "v y max_score entropy mean_distance mass keys argmax topk_scores topk_indices sink "  # forward
+    f"v y {' '.join(ROW_STATISTICS)} keys argmax topk_scores topk_indices sink "  # forward
     "u z received pool "  # column_pass
     "cells row_at row_place col_at col_place "  # cells
     "left right dy delta d_entropy d_distance dq dk dv drow dkey"  # backward
