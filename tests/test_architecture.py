@@ -59,10 +59,17 @@ ARROWS: dict[str, set[str]] = {
     "core.strips": {"core.block", "core.intervals", "core.pytree", "core.row_sources", "core.torch_state"},
     "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
     "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
+    "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
+    "core.row_questions": {
+        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
+    },
+    "core.head_reduction": {
+        "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
+        "core.spans", "core.torch_state", "core.types",
+    },
     "core.relations": {
-        "core.arguments", "core.broadcast", "core.comparison", "core.evaluation", "core.indexing", "core.mask_algebra",
-        "core.problem", "core.pytree", "core.row_sources", "core.spans", "core.stats", "core.strips", "core.torch_state",
-        "core.types", "engines",
+        "core.evaluation", "core.head_reduction", "core.row_questions", "core.row_sources", "core.stats", "engines",
     },
     "core.weights": {
         "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.relations", "core.result_cache", "core.results",
@@ -73,7 +80,7 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.row_questions", "core.scores",
         "core.stored", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from . import look as look
     from . import nn as nn
     from .core.api import attend, weights
+    from .core.head_reduction import HeadReduction
     from .core.masks import Mask, causal, documents, padding, window
     from .core.results import Peak, Statistics, TopK
     from .core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Peak", "Recording", "ScaledDot", "Score",
-    "Similarity", "Statistics", "TopK", "Weights",
+    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "HeadReduction", "Mask", "Peak", "Recording", "ScaledDot",
+    "Score", "Similarity", "Statistics", "TopK", "Weights",
     "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
 ]  # fmt: skip
 
@@ -29,6 +30,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "core.api": ("attend", "weights"),
+        "core.head_reduction": ("HeadReduction",),
         "core.masks": ("Mask", "causal", "documents", "padding", "window"),
         "core.results": ("Peak", "Statistics", "TopK"),
         "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),

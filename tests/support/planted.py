@@ -46,6 +46,7 @@ TESTS = {
     "replay": ("engines/test_replay.py", ""),
     "comparison": ("core/test_comparison.py", "not learn and (not formula or scaled_dot or sink)"),
     "spans": ("core/test_spans.py", ""),
+    "row statistics": ("core/test_row_stats.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
 }  # fmt: skip
 
@@ -162,6 +163,16 @@ BUGS = [
     Bug("spans: a cover takes a block too many", "core/spans.py", "before = value.cumsum(-1) - value", "before = value.cumsum(-1) - 2 * value", ("spans",)),
     Bug("spans: a block mask takes positions for rows", "core/spans.py", "rows = (block.i[:, 0] - block.offset) // self.rows", "rows = block.i[:, 0] // self.rows", ("spans",)),
     Bug("spans: segments are counted from 1", "core/arguments.py", "count = int(segments.max()) + 1 if n else 0", "count = int(segments.max()) if n else 0", ("spans",)),
+    # core/row_stats.py and core/head_reduction.py: heads together, distances, patterns.
+    Bug("heads: the log of a mean is that of the sum", "core/row_sources.py", "x.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log()", "x.masked_fill(~counts, -torch.inf)", ("row statistics",)),
+    Bug("heads: a head of weight 0 counts in the log", "core/row_sources.py", "counts = shares > 0", "counts = shares >= 0", ("row statistics",)),
+    Bug("heads: a mean over all groups", "core/head_reduction.py", ".sum(-1, keepdim=True)).flatten()", ".sum()).flatten()", ("row statistics",)),
+    Bug("heads: the entropy leaves the sink out", "core/row_stats.py", "return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)", "return rows", ("row statistics",)),
+    Bug("heads: keys of the largest count from the strip", "core/row_stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
+    Bug("gather: a key outside the strip is its first", "core/row_stats.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),
+    Bug("distances: the variance forgets its mean", "core/row_stats.py", "return (w * (far - mean) ** 2).sum(-1)", "return (w * far ** 2).sum(-1)", ("row statistics",)),
+    Bug("distances: a bin holds its upper edge", "core/row_stats.py", "(far >= a) & (far < z)", "(far > a) & (far <= z)", ("row statistics",)),
+    Bug("patterns: the induction target is the token itself", "core/row_questions.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),

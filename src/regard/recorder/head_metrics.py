@@ -13,8 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.row_questions import induction_targets
 from ..core.weights import Weights
-from .slicing import cells, row_mean
+from .slicing import row_mean
 
 __all__ = [
     "BY",
@@ -220,28 +221,26 @@ def _share_of_sink(weights: Weights) -> Tensor:
 
 
 def _previous(weights: Weights) -> Tensor:
-    """The mean weight on the position before."""
-    i, j = weights.shape[-2:]
-    at = torch.arange(i) + (j - i)
-    rows = torch.arange(i)[at >= 1]
-    return cells(weights, rows, at[at >= 1] - 1).mean(-1)
+    """The mean weight on the position before, over rows that have one."""
+    at = _at(weights)
+    return weights.gather((at - 1).clamp(min=-1)[:, None])[..., at >= 1, 0].mean(-1)
 
 
 def _induction(weights: Weights) -> Tensor:
-    """The mean weight on the token after the last occurrence of the same token."""
-    tokens, (i, j) = weights.tokens[1], weights.shape[-2:]
+    """The mean weight on the token after the last occurrence of the same token, over rows that have one."""
+    tokens, at = weights.tokens[1], _at(weights)
     if tokens is None:
         raise ValueError("induction compares tokens: record(model, tokens=...).")
-    last: dict[str, int] = {}
-    pairs = []
-    for at, token in enumerate(tokens):
-        if token in last and at - (j - i) >= 0:
-            pairs.append((at - (j - i), last[token] + 1))
-        last[token] = at
-    if not pairs:
+    targets = torch.where(at >= 0, induction_targets(tokens, at.clamp(min=0)), -1)
+    if not bool((targets >= 0).any()):
         raise ValueError("no token occurs twice, so no head can continue what followed it.")
-    rows, cols = torch.tensor(pairs).T
-    return cells(weights, rows, cols).mean(-1)
+    return weights.gather(targets[:, None])[..., targets >= 0, 0].mean(-1)
+
+
+def _at(weights: Weights) -> Tensor:
+    """Key positions of the queries, the last one at the last key, (i,)."""
+    i, j = weights.shape[-2:]
+    return torch.arange(i, device=weights.device) + (j - i)
 
 
 #: Measures of `Recording.heads`: each takes the weights (h, i, j) of one sequence and returns (h,).
