@@ -68,8 +68,9 @@ ARROWS: dict[str, set[str]] = {
         "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
         "core.spans", "core.torch_state", "core.types",
     },
+    "core.key_choice": {"core.row_questions", "core.row_sources"},
     "core.relations": {
-        "core.evaluation", "core.head_reduction", "core.row_questions", "core.row_sources", "core.stats", "engines",
+        "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
     },
     "core.weights": {
         "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.relations", "core.result_cache", "core.results",
@@ -86,6 +87,10 @@ ARROWS: dict[str, set[str]] = {
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
+    "kv": {"core.arguments", "core.weights"},
+    "losses": {
+        "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
+    },
     "look": {
         "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
         "core.weights", "learn", "recorder",

@@ -6,8 +6,10 @@ from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from . import integrations as integrations
+    from . import kv as kv
     from . import learn as learn
     from . import look as look
+    from . import losses as losses
     from . import nn as nn
     from .core.api import attend, weights
     from .core.head_reduction import HeadReduction
@@ -42,4 +44,4 @@ __getattr__ = lazy_getattr(
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "integrations", "learn", "look", "nn"])
+    return sorted([*__all__, "__version__", "integrations", "kv", "learn", "look", "losses", "nn"])

@@ -47,6 +47,8 @@ TESTS = {
     "comparison": ("core/test_comparison.py", "not learn and (not formula or scaled_dot or sink)"),
     "spans": ("core/test_spans.py", ""),
     "row statistics": ("core/test_row_stats.py", ""),
+    "kv": ("core/test_kv.py", ""),
+    "losses": ("core/test_losses.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
 }  # fmt: skip
 
@@ -173,6 +175,17 @@ BUGS = [
     Bug("distances: the variance forgets its mean", "core/row_stats.py", "return (w * (far - mean) ** 2).sum(-1)", "return (w * far ** 2).sum(-1)", ("row statistics",)),
     Bug("distances: a bin holds its upper edge", "core/row_stats.py", "(far >= a) & (far < z)", "(far > a) & (far <= z)", ("row statistics",)),
     Bug("patterns: the induction target is the token itself", "core/row_questions.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
+    # kv.py and losses.py.
+    Bug("kv: every key was seen by all rows", "kv.py", "return scores / later.clamp(min=1)", "return scores / rows", ("kv",)),
+    Bug("kv: SnapKV smooths with a shifted window", "kv.py", "padding=kernel // 2)", "padding=kernel // 2).roll(1, -1)", ("kv",)),
+    Bug("kv: TOVA may drop the last key", "kv.py", "scores = _with_largest_at_the_end(row, 1)", "scores = row", ("kv",)),
+    Bug("kv: keys stay in the order of their scores", "kv.py", ".indices.sort(dim=-1).values", ".indices", ("kv",)),
+    Bug("rows: positions begin at 0 again", "core/relations.py", "factors.offset + chosen.start", "factors.offset", ("kv",)),
+    Bug("losses: rows without a cell count", "losses.py", ".sum() / sees.sum().clamp(min=1)", ".mean()", ("losses",)),
+    Bug("losses: a factor above 1", "losses.py", "torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)", "threshold / largest", ("losses",)),
+    Bug("losses: the indexer forgets its ReLU", "losses.py", "torch.relu(x @ k.mT)", "(x @ k.mT)", ("losses",)),
+    Bug("losses: the teacher gets the gradient of distillation", "losses.py", "of_teacher.detach().kl(of_student)", "of_teacher.kl(of_student)", ("losses",)),
+    Bug("losses: a choice of keys is not renormalised", "core/row_sources.py", "self.log_w = log_w - torch.where(total == -torch.inf, 0, total)", "self.log_w = log_w", ("losses",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from ..engines.reference import dense
 from .evaluation import LazyMatrix
 from .head_reduction import HeadReduction, head_shares
+from .indexing import Tokens
+from .problem import Factors
 from .row_questions import RowQuestions
 from .row_sources import DenseRows, RowSource, ScoreRows
 from .stats import Request
@@ -31,6 +33,33 @@ class Relations(LazyMatrix, RowQuestions):
     def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
         s, w, _, sink = dense(self._factors.expanded(batch).folded())
         return (s if scores else w), sink
+
+    def rows(self, part: slice) -> Self:
+        """The same matrix for adjacent rows alone; every question then costs what these rows cost.
+
+        Args:
+            part: A slice without step: ``slice(-64, None)`` are the last 64 queries.
+
+        Returns:
+            `Weights` ``(..., h, rows, j)``; queries stay at their positions.
+
+        >>> W = regard.weights(torch.zeros(6, 2), mask=regard.causal())
+        >>> W.rows(slice(-2, None)).received()
+        tensor([0.3667, 0.3667, 0.3667, 0.3667, 0.3667, 0.1667])
+        """
+        i, j = self._sizes
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise ValueError(f"rows(part) takes a slice without step; got {part!r}.")
+        start, stop, _ = part.indices(i)
+        chosen, keys, factors = slice(start, max(start, stop)), slice(0, j), self._factors
+        return self._with(
+            Factors(
+                factors.q[..., chosen, :], factors.k, factors.score.crop(chosen, keys),
+                None if factors.mask is None else factors.mask.crop(chosen, keys),
+                None if factors.offset is None else factors.offset + chosen.start,
+            ),
+            tokens=(None if (words := self._tokens[0]) is None else Tokens(words.words[chosen]), self._tokens[1]),
+        )  # fmt: skip
 
     def reduce_heads(
         self,

@@ -19,7 +19,7 @@ from .problem import Problem
 from .pytree import register_node, replace_fields, tree_map
 from .scores import upcast
 
-__all__ = ["DenseRows", "HeadRows", "Part", "RowSource", "ScoreRows", "Strip", "safe_lse"]
+__all__ = ["ChosenRows", "DenseRows", "HeadRows", "Part", "RowSource", "ScoreRows", "Strip", "safe_lse"]
 
 S = TypeVar("S", bound="RowSource")
 
@@ -140,6 +140,19 @@ class _HeadStrip(Strip):
     @cached_property
     def log_sink(self) -> Tensor | None:  # type: ignore[override]
         return None if self._heads.log_sink is None else self._log(self._heads.log_sink)
+
+
+class _ChosenStrip(Strip):
+    """Rows of which only chosen keys count, divided by their sum; a sink does not count."""
+
+    def __init__(self, rows: Strip, chosen: Tensor | None) -> None:
+        log_w = rows.log_w if chosen is None else rows.log_w.masked_fill(~chosen, -torch.inf)
+        total = safe_lse(log_w, -1, keepdim=True)
+        self.log_w = log_w - torch.where(total == -torch.inf, 0, total)
+
+    @cached_property
+    def w(self) -> Tensor:  # type: ignore[override]
+        return self.log_w.exp()
 
 
 def safe_lse(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
@@ -322,6 +335,51 @@ class HeadRows:
     def _inner(self, part: Part) -> Part:
         heads = part.heads if self.shape[1] > 1 else slice(0, 1)
         return Part(part.batch, slice(heads.start * self.size, heads.stop * self.size), part.block)
+
+
+@register_node
+class ChosenRows:
+    """Rows renormalised over chosen keys, as softmax over these keys alone would give them."""
+
+    rows: ScoreRows | DenseRows | HeadRows
+    keys: Tensor | None  # b|1 h|1 i n : keys of every row, −1 for none; None: all
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.rows.shape
+
+    @property
+    def like(self) -> Tensor:
+        return self.rows.like
+
+    @property
+    def offset(self) -> int:
+        return self.rows.offset
+
+    @property
+    def numbers_per_cell(self) -> int:
+        return self.rows.numbers_per_cell
+
+    def key_intervals(self) -> KeyIntervals | None:
+        return self.rows.key_intervals()
+
+    def visible(self, block: MatrixBlock) -> Tensor | None:
+        return self.rows.visible(block)
+
+    def cut(self, part: Part) -> ChosenRows:
+        keys = None if self.keys is None else take(_pick(self.keys, part.batch, part.heads), 2, part.rows)
+        return ChosenRows(self.rows.cut(part), keys)
+
+    def strip(self, part: Part, visible: Tensor | None) -> Strip:
+        rows = self.rows.strip(part, visible)
+        return _ChosenStrip(rows, None if self.keys is None else self._cells(self.keys, part.cols))
+
+    def _cells(self, keys: Tensor, cols: slice) -> Tensor:
+        """Which keys of a strip are chosen, (b|1, h|1, i, j)."""
+        n = cols.stop - cols.start
+        inside = torch.where((keys >= cols.start) & (keys < cols.stop), keys - cols.start, n)
+        cells = torch.zeros(*keys.shape[:3], n + 1, dtype=torch.bool, device=keys.device)
+        return cells.scatter(-1, inside, True)[..., :n]
 
 
 def _pick(t: Tensor, batch: slice, heads: slice) -> Tensor:
