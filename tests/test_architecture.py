@@ -81,12 +81,13 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.row_questions", "core.scores",
+        "_io", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.row_questions", "core.scores",
         "core.stored", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
+    "chains": {"core.row_stats", "core.scores", "core.weights"},
     "kv": {"core.arguments", "core.weights"},
     "losses": {
         "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",

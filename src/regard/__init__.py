@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
+    from . import chains as chains
     from . import integrations as integrations
     from . import kv as kv
     from . import learn as learn
@@ -44,4 +45,4 @@ __getattr__ = lazy_getattr(
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "integrations", "kv", "learn", "look", "losses", "nn"])
+    return sorted([*__all__, "__version__", "chains", "integrations", "kv", "learn", "look", "losses", "nn"])

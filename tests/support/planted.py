@@ -49,6 +49,7 @@ TESTS = {
     "row statistics": ("core/test_row_stats.py", ""),
     "kv": ("core/test_kv.py", ""),
     "losses": ("core/test_losses.py", ""),
+    "chains": ("core/test_chains.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
 }  # fmt: skip
 
@@ -186,6 +187,11 @@ BUGS = [
     Bug("losses: the indexer forgets its ReLU", "losses.py", "torch.relu(x @ k.mT)", "(x @ k.mT)", ("losses",)),
     Bug("losses: the teacher gets the gradient of distillation", "losses.py", "of_teacher.detach().kl(of_student)", "of_teacher.kl(of_student)", ("losses",)),
     Bug("losses: a choice of keys is not renormalised", "core/row_sources.py", "self.log_w = log_w - torch.where(total == -torch.inf, 0, total)", "self.log_w = log_w", ("losses",)),
+    # chains.py.
+    Bug("chains: a rollout begins with the last layer", "chains.py", "for n, layer in enumerate(_square(layers, residual)):", "for n, layer in enumerate(_square(layers, residual)[::-1]):", ("chains",)),
+    Bug("chains: rows are followed from the first layer", "chains.py", "for n in reversed(range(len(stack))):", "for n in range(len(stack)):", ("chains",)),
+    Bug("chains: weights of heads are not divided by their sum", "chains.py", "share = head_weights[layer] / head_weights[layer].sum()", "share = head_weights[layer]", ("chains",)),
+    Bug("chains: negative relevance counts", "core/row_stats.py", "(relevance.clamp(min=0) if self.positive else relevance)", "relevance", ("chains",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),

@@ -13,7 +13,16 @@ from .row_sources import Part, Strip
 from .stats import distance, entropy, stable_topk
 from .strips import Merge
 
-__all__ = ["ChosenKeys", "ColumnSum", "DistanceBins", "DistanceVariance", "LargestWeights", "RowEntropy", "RowProduct"]
+__all__ = [
+    "ChosenKeys",
+    "ColumnSum",
+    "DistanceBins",
+    "DistanceVariance",
+    "GradientProduct",
+    "LargestWeights",
+    "RowEntropy",
+    "RowProduct",
+]
 
 
 class RowStatistic:
@@ -122,6 +131,34 @@ class RowProduct(RowStatistic):
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         return [matrices[0] @ self.v.to(matrices[0].dtype)]
+
+
+@register_node
+class GradientProduct(RowStatistic):
+    """(W ∘ dy vᵀ) x, or of its positive cells: (b, h, i, c)."""
+
+    dy: Tensor  # b h|1 i e
+    v: Tensor  # b h|1 j e
+    x: Tensor  # b h|1 j c
+    positive: bool
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (self.x.shape[-1],)
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        dy, v, x = (
+            take(take(take(t, 0, part.batch), 1, part.heads), 2, where)
+            for t, where in ((self.dy, part.rows), (self.v, part.cols), (self.x, part.cols))
+        )
+        return self._product(strip.w, dy, v, x)
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [self._product(matrices[0], self.dy, self.v, self.x)]
+
+    def _product(self, w: Tensor, dy: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        relevance = w * (dy.to(w.dtype) @ v.to(w.dtype).mT)
+        return (relevance.clamp(min=0) if self.positive else relevance) @ x.to(w.dtype)
 
 
 @register_node

@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..chains import rollout_rows
 from ..core.row_questions import induction_targets
 from ..core.weights import Weights
 from .slicing import row_mean
@@ -302,14 +303,8 @@ def rollout(layers: list[Any], token: Any, item: int | None) -> Tensor:
     stack = _one_stack(layers, token, item)
     if not stack:
         raise ValueError("rollout follows self-attention through the layers, and none was recorded.")
-    top = _one_sequence(stack[-1], item)
-    flow = torch.zeros(top.shape[-2], dtype=top.dtype, device=top.device)
-    flow[_row_number(top, token)] = 1
-    for layer in reversed(stack):
-        weights = _one_sequence(layer, item)
-        spread = weights.mT @ flow.expand(weights.shape[0], -1).unsqueeze(-1)  # h j 1
-        flow = (flow + spread.squeeze(-1).mean(0)) / 2
-    return flow
+    sequences = [_one_sequence(layer, item) for layer in stack]
+    return rollout_rows(sequences, [_row_number(sequences[-1], token)])[0]
 
 
 def _row_number(weights: Weights, token: Any) -> int:
