@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from itertools import islice, pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import regard
 from core.test_bound import Case, Configuration, configurations
-from regard.distributed import Shards, shards, zigzag
+from regard.distributed import RankError, Shards, shards, zigzag
 from support.judge import SMOOTH, Truth, asked_at_once
 
 SPLITS = ("contiguous", "uneven", "empty", "zigzag")
@@ -120,3 +121,54 @@ def true_gradients(case: ShardedCase, seed: int) -> list[Tensor]:
     want = truth.answers(*leaves[2:4])
     _loss(want, _coefficients(seed, want)).backward()
     return [t.grad for t in leaves]
+
+
+def disagree(group: Any, rank: int, world: int, difference: str) -> str:
+    """The text of the error that a difference of rank 1 makes; afterwards the ranks still work together."""
+    odd = rank == 1
+    torch.manual_seed(3 if odd and difference == "another seed" else 2)
+    q, v = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    slopes = torch.rand(2)
+    options: dict[str, Any] = {"mask": regard.causal(), "score": regard.ScaledDot().alibi(slopes)}
+    placed: dict[str, Any] = {}
+    module = importlib.import_module("regard.distributed.build")
+    version = module.__version__
+    if difference == "another function":
+        options["mask"] = lambda i, j: j <= i
+    if difference in ("a gap", "positions that do not fit"):
+        placed["rows"] = [range(4 * rank, 4 * rank + 4)]
+    if odd:
+        if difference == "nan":
+            q[0, 2] = torch.nan
+        elif difference == "nan in values":
+            v[0, 1, 0] = torch.nan
+        elif difference == "another version":
+            module.__version__ = "0.0.9"
+        elif difference == "another mask":
+            options["mask"] = regard.window(2, 0)
+        elif difference == "another function":
+            options["mask"] = lambda i, j: j < i
+        elif difference == "a wrong dtype":
+            q = q.double()
+        elif difference == "fewer heads":
+            q = q[:1, :, :4]
+        elif difference == "the reference engine":
+            options["engine"] = "reference"
+        elif difference == "no tensor":
+            q = q.tolist()
+        elif difference == "requires a gradient":
+            q.requires_grad_()
+        elif difference == "a gap":
+            q, placed["rows"] = q[:, 1:], [range(4, 5), range(6, 8)]
+        elif difference == "positions that do not fit":
+            placed["rows"] = [range(4, 7)]
+    try:
+        W = regard.weights(q, mesh=Shards(group, timeout=60, **placed), **options)
+        _ = W.lse() if odd and difference == "another request" else W @ v
+        return "no error"
+    except RankError as error:
+        text = str(error)
+    finally:
+        module.__version__ = version
+    assert regard.weights(torch.randn(3, 2), mesh=group).lse().shape == (3,)
+    return text
