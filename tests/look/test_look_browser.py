@@ -404,7 +404,7 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     layer, head = seen.heads(by)[0][:2]
     shown.tab.hover(f'[data-key="head-{layer}-{head}"]')
     assert shown.text(".peek b") == f"layer {layer}, head {head}"
-    shown.click(f"head-{layer}-{head}")
+    shown.click("open-head")
     shown.tab.mouse.move(5, 5)
     who, _, most = shown.text(".hero .who").partition("; most goes to ")
     assert who == f"layer {layer}, head {head}"

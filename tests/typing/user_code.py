@@ -1,4 +1,4 @@
-"""A user's file. It is not run: `make lint` type-checks it strictly, with mypy and pyright, against the installed package.
+"""A user's file. It is not run: `make lint` type-checks it strictly with mypy, `make lint-pyright` with pyright.
 
 Every `assert_type` fails where a public signature says less than it could.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,12 @@ from .torch_state import as_size, is_tracing
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import Shards
+
 __all__ = ["attend", "check_tensors", "normalize_inputs", "weights"]
 
 
@@ -33,7 +39,7 @@ def weights(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
-    mesh: Any = None,
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Weights:
     """Attention weights softmax(score(q, k)) as a lazy matrix: nothing of size i × j is stored.
 
@@ -79,7 +85,7 @@ def attend(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
-    mesh: Any = None,
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Tensor:
     """The output of attention, weights(q, k) @ v.
 
@@ -222,6 +228,7 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
 
 
 def check_tensors(**tensors: Any) -> list[Tensor]:
+    """Tensors of one device and type, each with at least two axes; raises with the name of the one that differs."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name}).")

@@ -298,6 +298,8 @@ class Mask:
 
 @register_node(storable=True)
 class Dense(Mask):
+    """A bool tensor: True is visible."""
+
     cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
     structured = False
 
@@ -343,6 +345,8 @@ def _shift(where: slice | Tensor, start: int) -> slice | Tensor:
 
 @register_node
 class Predicate(Mask):
+    """A user's function f(i, j) of positions: True is visible."""
+
     function: Callable[[Tensor, Tensor], Tensor]
     positional = True
     structured = False
@@ -361,6 +365,8 @@ class Predicate(Mask):
 
 @register_node(storable=True)
 class And(Mask):
+    """Visible in both."""
+
     left: Mask
     right: Mask
     sign: ClassVar[str] = "&"
@@ -414,6 +420,8 @@ def _narrower(a: int | None, b: int | None) -> int | None:
 
 @register_node(storable=True)
 class Or(And):
+    """Visible in one of the two."""
+
     sign = "|"
 
     @property
@@ -435,6 +443,8 @@ class Or(And):
 
 @register_node(storable=True)
 class Not(Mask):
+    """Visible where the other mask hides."""
+
     of: Mask
 
     def __repr__(self) -> str:

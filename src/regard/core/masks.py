@@ -49,6 +49,8 @@ MAX_STORED_WINDOW = 2**31
 
 @register_node(storable=True)
 class Causal(Mask):
+    """Keys up to the own position."""
+
     positional = True
     sees_itself = True
     interval_source = "positions"
@@ -72,6 +74,8 @@ class Causal(Mask):
 
 @register_node(storable=True)
 class Window(Mask):
+    """Keys around the own position."""
+
     before: int
     after: int
     positional = True
@@ -102,6 +106,8 @@ class Window(Mask):
 
 @register_node(storable=True)
 class Padding(Mask):
+    """The first keys of every sequence."""
+
     lengths: Tensor  # the user's; (*batch|1, 1, 1, 1) once broadcast to a matrix
     interval_source = "tensors"
     is_one_interval = True
@@ -157,6 +163,8 @@ class Padding(Mask):
 
 @register_node(storable=True)
 class Documents(Mask):
+    """Keys of the own document."""
+
     ids: Tensor  # of the queries: the user's; (*batch|1, 1, i, 1) once broadcast to a matrix
     key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once broadcast to a matrix
     #: Whether every document was contiguous when the mask was built (None: unknown). Captured graphs cannot sync to

@@ -221,11 +221,13 @@ def _content(cell: Any) -> Any:
 
 
 def need_finite(value: Any, name: str) -> None:
+    """Raise ValueError unless a user's number is finite."""
     if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number; got {value!r}.")
 
 
 def need_floats(tensor: Any, name: str) -> None:
+    """Raise TypeError unless a user's tensor is one of floating-point numbers."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}. Use torch.tensor(...).")
     if not tensor.is_floating_point():
@@ -233,5 +235,6 @@ def need_floats(tensor: Any, name: str) -> None:
 
 
 def need_axes(tensor: Tensor, axes: int, name: str, shapes: str) -> None:
+    """Raise ValueError unless a user's tensor has at least so many axes."""
     if tensor.ndim < axes:
         raise ValueError(f"{name} must be {shapes}; got shape {tuple(tensor.shape)}.")

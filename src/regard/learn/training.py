@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..recorder import watch
 from . import checkpoint, tasks
@@ -352,7 +353,8 @@ class _Training:
         if self.ema:
             # A smaller decay in the first steps: the average must forget the initial weights.
             decay = min(self.settings.ema, (1 + self.step) / (10 + self.step))
-            torch._foreach_lerp_(list(self.ema.values()), [p.detach() for p in self.weights.values()], 1 - decay)
+            update = get_ema_multi_avg_fn(decay)
+            update(list(self.ema.values()), [p.detach() for p in self.weights.values()], None)
         return loss.detach(), norm.detach(), heads
 
     def _rate(self, step: int) -> float:

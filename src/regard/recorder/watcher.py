@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.masks import Geometry
+from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
 from .hooks import seams, tap
 from .hooks.call_site import CallSite, calling_module
@@ -147,7 +148,7 @@ class Watch:
             )
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+        if not (model.training and torch.is_grad_enabled()) or in_backward():
             return
         self.step += 1
         self.fresh = False

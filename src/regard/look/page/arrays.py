@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ...core.block import MatrixBlock
 from ...core.problem import Factors
-from ..dot_head import why_not_exact
+from ..dot_head import max_map, why_not_exact
 from ..layers import LayerView
 from ..token_text import printable
 from .content import PageContent, Start
 from .format import Packer
 
-__all__ = ["layer_headers"]
+__all__ = ["layer_headers", "thumbnails"]
 
 #: Bytes of queries, keys and values up to which they are stored in float32.
 EXACT_BYTES = 100_000
@@ -58,6 +58,26 @@ def _layer_header(
         if content.with_vectors[n]:
             header |= _vector_arrays(content.packer, view, content.with_vectors[n], exact)
     return header
+
+
+#: Cells a side of a thumbnail, at most, and weights of a layer up to which it shows the largest weight of every cell.
+THUMBNAIL, MAX_CELLS = 48, 2**31
+
+
+def thumbnails(content: PageContent, view: LayerView, held: list[int]) -> int | None:
+    """The pattern of every head of a layer, (h, rows, cols), if the page does not hold all of them; else None.
+
+    A number is the root of the largest weight of a cell, in 255 steps. Of a layer with too many weights for another pass
+    it is the root of the share of a row, which the map has already.
+    """
+    if len(held) == view.heads:
+        return None
+    rows, cols = (min(n, THUMBNAIL) for n in view.sizes)
+    if view.weights.shape.numel() <= MAX_CELLS:
+        tiles = max_map(view.weights, rows, cols, view.summary.lse if view.long else None)
+    else:
+        tiles = view.weights.pool(rows, cols) * rows / view.sizes[0]
+    return content.packer.add((255 * tiles.clamp(0, 1).sqrt()).round(), "u1")
 
 
 # Short inputs.

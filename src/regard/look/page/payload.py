@@ -21,7 +21,7 @@ from ..options import ViewOptions
 from ..ranking import nan_note
 from ..token_text import printable
 from ..word_vectors import WordVectors
-from .arrays import layer_headers
+from .arrays import layer_headers, thumbnails
 from .content import PageContent
 from .exact import VectorBlock
 from .format import Packed
@@ -65,6 +65,10 @@ def pack(subject: Subject | History, options: ViewOptions) -> Packed:
         "metrics": _metrics(layers),
         # All layers, also those of which only statistics were recorded: they are in the overview alone.
         "all": [[v.index, v.name, v.heads, with_weights.index(v) if v in with_weights else None] for v in layers],
+        "thumbs": [
+            thumbnails(content, view, content.held[with_weights.index(view)]) if view in with_weights else None
+            for view in layers
+        ],
         "embedded": _word_vector_arrays(options.word_vectors, content),
         "refused": [[name or "(model)", reason] for name, reason in _refused(subject)],
     }

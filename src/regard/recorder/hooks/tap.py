@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .call_site import CallSite
     from .eager_attention import EagerTracker
 
+from ...core.torch_state import in_backward
+
 __all__ = [
     "FOLLOW_KEY",
     "RECORD_KEY",
@@ -222,7 +224,7 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
         with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
-        if _thread.listeners and torch._C._current_graph_task_id() == -1:
+        if _thread.listeners and not in_backward():
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             _report(handler, call, out, sys._getframe(1))
         return out

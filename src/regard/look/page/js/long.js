@@ -22,7 +22,7 @@ export function long(page, box) {
     if (own.head !== head.id) Object.assign(own, { head: head.id, row: null });
     if (!canRead(source, own.row)) own.row = canRead(source, page.state.word) ? page.state.word : source.rows[0];
     if (own.view && !(own.view.i1 <= head.i && own.view.j1 <= head.j)) own.view = null;
-    bar.replaceChildren(...controls(page, own, () => shown, reading, draw).filter(Boolean));
+    bar.replaceChildren(...mapControls(page, own, () => shown, reading, draw).filter(Boolean));
     message.replaceChildren(`${count(head.i)} words look at ${count(head.j)}`);
     shown = new MatrixMap(page, source, stage, message, (view) => { follow(view); page.writeAddress(); });
     shown.onrow = (i) => { if (canRead(source, i)) { own.row = i; exactRow(page, source, rows, own, shown); } };
@@ -38,7 +38,7 @@ export function long(page, box) {
 
 const canRead = (source, row) => row !== null && (source.exact || source.promise ? row < source.head.i : source.rows.includes(row));
 
-function controls(page, own, map, reading, draw) {
+function mapControls(page, own, map, reading, draw) {
   const find = el("input", { type: "search", "data-key": "find", "aria-label": "Find a word, or go to a row",
     placeholder: "a word, or a row", onkeydown: (event) => { if (event.key === "Enter") goTo(page, own, map(), event.target.value); } });
   return [

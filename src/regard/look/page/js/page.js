@@ -145,8 +145,9 @@ export class Page {
     const i = stack.rows === this.stack.rows ? this.state.word : telling(stack);
     this.set({ stack: n, word: i, hover: null, chosen: null, layer: null });
   }
-  choose(head, view) {
-    this.state.chosen = [head.id];
+  choose(heads, view) {
+    const [head] = heads;
+    this.state.chosen = heads.map((one) => one.id);
     if (head.stack.n !== this.state.stack) Object.assign(this.state,
       { stack: head.stack.n, word: telling(head.stack), target: null });
     this.open(view);

@@ -42,8 +42,9 @@ export const VIEWS = {
       + "A strong column is a word everybody looks at, a diagonal is a habit of place.",
   },
   overview: {
-    name: "All heads", build: overview, when: (page) => page.book?.total > 1,
-    look: "The pattern of every head, rows looking at columns: find the odd one out, and click to open it.",
+    name: "Atlas", build: overview, when: (page) => page.book?.total > 1,
+    look: "The pattern of every head, rows looking at columns: find the odd one out. A click adds a head to those that "
+      + "are shown, a double click opens it.",
   },
   training: {
     name: "Training", build: training, when: (page) => page.header.kind === "training",
