@@ -13,6 +13,7 @@ from torch import Tensor
 import regard
 from core.test_bound import Case, Configuration, configurations
 from regard.distributed import RankError, Shards, shards, zigzag
+from regard.distributed.transport import Ranks
 from support.judge import SMOOTH, Truth, asked_at_once
 
 SPLITS = ("contiguous", "uneven", "empty", "zigzag")
@@ -172,3 +173,51 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
         module.__version__ = version
     assert regard.weights(torch.randn(3, 2), mesh=group).lse().shape == (3,)
     return text
+
+
+class _Scattered(torch.autograd.Function):
+    """This rank's rows of a tensor that every rank has; the gradient is that of all ranks' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, index: Tensor, ranks: Ranks) -> Tensor:
+        ctx.index, ctx.ranks, ctx.shape = index, ranks, full.shape
+        return full[:, :, index]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks.sum(g.new_zeros(ctx.shape).index_copy_(2, ctx.index, g)), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows, on every rank; each takes the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, index: Tensor, length: int, ranks: Ranks) -> Tensor:
+        ctx.index = index
+        full = own.new_zeros(*own.shape[:2], length, *own.shape[3:]).index_copy_(2, index, own)
+        return ranks.sum(full)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g[:, :, ctx.index], None, None, None
+
+
+def gradcheck(group: Any, rank: int, world: int, name: str) -> bool:
+    """Finite differences of global inputs: all ranks move the same number, and compute its effect together."""
+    ranks, n = Ranks(group, 100.0), 5
+    index = index_of(zigzag(n, world)[rank])
+    shards.SHORTEST_PIECE = 1
+    q, k, v = (torch.randn(1, heads, n, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+
+    def answer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        own = [_Scattered.apply(t, index, ranks) for t in (q, k, v)]
+        mesh = Shards(group, zigzag(n, world)[rank], exchange="ring", timeout=100)
+        score = regard.ScaledDot().alibi(slopes).sink(slopes)
+        W = regard.weights(*own[:2], score=score, mask=regard.causal(), mesh=mesh)
+        if name == "pool":
+            return W.pool(2, 3)
+        own_answer = W @ own[2] if name == "values" else getattr(W, name)()
+        return _Gathered.apply(own_answer, index, n, ranks)
+
+    return torch.autograd.gradcheck(answer, (q, k, v, slopes))

@@ -219,6 +219,7 @@ class _OnEveryRank(torch.autograd.Function):
 
 
 def engine_of(name: str) -> FusedEngine:
+    """The engine that computes pieces of keys; one that holds all weights is refused."""
     engine = get_engine(name)
     if engine.plain:
         raise ValueError(f'engine="{name}" holds all weights and has no ranks; use "auto" or "blockwise".')
