@@ -69,7 +69,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "recorder": {
         "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
-        "core.stored", "core.types", "core.weights",
+        "core.stored", "core.torch_state", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},

@@ -42,7 +42,8 @@ def index_of(runs: list[range]) -> Tensor:
 
 def drawn(seed: int, dtype: torch.dtype | None) -> Configuration:
     about = next(islice(configurations(10_000 + seed, 1), 1))
-    return Configuration(**{**vars(about), "dtype": dtype, "tile": None}) if dtype else about
+    # Equal keys tie for the largest, and the gradient of a tie is that of either.
+    return Configuration(**{**vars(about), "dtype": dtype, "kind": "randn"}) if dtype else about
 
 
 class ShardedCase(Case):

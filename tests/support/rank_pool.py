@@ -54,10 +54,10 @@ def serve(rank: int, size: int, store: str, calls: Any) -> None:
 class RankPool:
     """`size` processes; `run` calls a function ``f(group, rank, world, *arguments)`` on the first `world` of them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, preload: str = "support.rank_cases") -> None:
         self.size = size
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["support.rank_cases"])
+        self.context.set_forkserver_preload([preload])
         self.workers: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
