@@ -80,9 +80,13 @@ ARROWS: dict[str, set[str]] = {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.torch_state", "core.types",
         "core.weights", "engines",
     },
+    "distributed": {
+        "core.api", "core.autograd", "core.block", "core.intervals", "core.masks", "core.modifiers", "core.online_softmax",
+        "core.problem", "core.pytree", "core.result_cache", "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
+    },
     "recorder": {
-        "_io", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.row_questions", "core.scores",
-        "core.stored", "core.types", "core.weights",
+        "_io", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree",
+        "core.row_questions", "core.scores", "core.stored", "core.torch_state", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
@@ -242,7 +246,7 @@ def test_public_names_are_those_that_are_exported() -> None:
     }
     assert public - {"TYPE_CHECKING", "lazy_getattr"} <= set(regard.__all__) <= set(dir(regard))
     assert not {"TYPE_CHECKING", "lazy_getattr"} & set(dir(regard))
-    assert {"integrations", "learn", "look", "nn"} <= set(dir(regard))
+    assert {"distributed", "integrations", "learn", "look", "nn"} <= set(dir(regard))
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:
         assert getattr(regard, name).__module__ == "regard"
@@ -316,16 +320,16 @@ NODES = {
 
 def type_switches(tree: ast.AST) -> set[str]:
     """Nodes that a file tells apart by their class: isinstance, issubclass, type(x), match."""
-    asked: list[ast.AST] = []
+    tested: list[ast.AST] = []
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
-                asked.append(classes)
+                tested.append(classes)
             case ast.Compare(left=ast.Call(func=ast.Name(id="type"))):
-                asked.append(node)
+                tested.append(node)
             case ast.MatchClass(cls=cls):
-                asked.append(cls)
-    return {name for part in asked for name in identifiers(part)} & NODES
+                tested.append(cls)
+    return {name for part in tested for name in identifiers(part)} & NODES
 
 
 def test_type_switches_are_found() -> None:

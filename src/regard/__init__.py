@@ -6,6 +6,7 @@ from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from . import chains as chains
+    from . import distributed as distributed
     from . import integrations as integrations
     from . import kv as kv
     from . import learn as learn
@@ -45,4 +46,6 @@ __getattr__ = lazy_getattr(
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "chains", "integrations", "kv", "learn", "look", "losses", "nn"])
+    return sorted(
+        [*__all__, "__version__", "chains", "distributed", "integrations", "kv", "learn", "look", "losses", "nn"]
+    )

@@ -177,3 +177,14 @@ def test_errors_say_what_must_hold() -> None:
         W.offset_mass(1)
     with pytest.raises(ValueError, match="two ascending distances"):
         regard.weights(torch.randn(5, 3)).distance_histogram([3, 1])
+
+
+def test_a_part_of_a_matrix_that_ranks_share_is_not_taken_for_all_of_it() -> None:
+    class Shard(regard.Weights):
+        _sizes = (10, 5)  # rows of all ranks
+
+    W = regard.weights(torch.randn(2, 5, 3))
+    shard = Shard(W._factors, "auto", one_head=False)
+    for ask in (lambda: shard.kl(shard), lambda: shard.rows(slice(1, 2)), lambda: shard.reduce_heads().entropy()):
+        with pytest.raises(NotImplementedError, match="not computed over ranks"):
+            ask()

@@ -85,6 +85,11 @@ class LazyMatrix:
     def _sizes(self) -> tuple[int, int]:
         return self._factors.q.shape[-2], self._factors.k.shape[-2]
 
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """Rows and keys of the tensors that are here; fewer than `_sizes` where others are on other ranks."""
+        return self._sizes
+
     def _with(self, factors: Factors, **changes: Any) -> Self:
         options = {"one_head": self._one_head, "tokens": self._tokens}
         return type(self)(factors, self._engine, **{**options, **changes})
@@ -107,14 +112,17 @@ class LazyMatrix:
         """The request that the named statistics are computed from; `inputs` are its other fields."""
         if (v := inputs.get("v")) is not None:
             vector = isinstance(v, Tensor) and v.ndim == 1
-            inputs = {**inputs, "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._sizes[1], "values")}
+            inputs = {
+                **inputs,
+                "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._lengths[1], "values"),
+            }
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
         return Request(raw, **inputs)
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
-        """The named statistics."""
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any], remember: bool = True) -> Statistics:
+        """The named statistics; with `remember`, what the pass has for nothing is cached."""
         vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        results = self._ask(self._request(statistics, inputs))
+        results = self._ask(self._request(statistics, inputs), remember)
         fields: dict[str, Any] = {}
         for statistic in statistics:
             if statistic == "peak":
@@ -129,17 +137,17 @@ class LazyMatrix:
                 fields[statistic] = results[statistic].to(self.dtype)
         return Statistics(**fields)
 
-    def _ask(self, request: Request) -> Results:
+    def _ask(self, request: Request, remember: bool = True) -> Results:
         """The engine's results, with this matrix's batch and head axes."""
         batch = self._batch_with(request)
         factors = self._factors.expanded(batch)
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
-        # A maximum's gradient is that of the score at its place, so backward needs argmax; norm serves every gradient.
-        names = request.names
-        if requires_grad:
-            names = tuple(dict.fromkeys((*names, "norm", *(("argmax",) if "max_score" in names else ()))))
-        folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        results = self._compute(factors, folded, requires_grad, use_cache=batch == self._factors.batch)
+        # Every gradient needs the norm.
+        names = tuple(dict.fromkeys((*request.names, "norm"))) if requires_grad else request.names
+        folded = request
+        if len(batch) != 1 or names is not request.names or batch != self._factors.batch:
+            folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
+        results = self._compute(factors, folded, requires_grad, use_cache=remember and batch == self._factors.batch)
         return {
             name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
         }
@@ -156,7 +164,8 @@ class LazyMatrix:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
             return cached
-        results = compute_with_autograd(engine.prepare(factors), request, engine, cached, requires_grad)
+        problem = engine.prepare(factors)
+        results = compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
@@ -247,7 +256,7 @@ class Transposed:
     def __matmul__(self, u: Tensor) -> Tensor:
         w = self.mT
         vector = isinstance(u, Tensor) and u.ndim == 1
-        rows = w._broadcast_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
+        rows = w._broadcast_values(u.unsqueeze(-1) if vector else u, w._lengths[0], "vectors")
         rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
         if rows.shape[-3] != w._factors.heads:
             raise ValueError(

@@ -24,15 +24,25 @@ class Relations(LazyMatrix, RowQuestions):
     """`RowQuestions` of factors."""
 
     def _row_source(self, batch: torch.Size) -> RowSource:
-        factors = self._factors.expanded(batch)
+        factors = self._local_factors().expanded(batch)
         if (w := factors.score.precomputed) is not None:
             flat = w.expand(*batch, *w.shape[-3:]).reshape(batch.numel(), *w.shape[-3:])
             return DenseRows(flat, factors.query_offset)
         return ScoreRows(factors.problem().zero_invisible_keys(Request(("lse",)))[0])
 
     def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
-        s, w, _, sink = dense(self._factors.expanded(batch).folded())
+        s, w, _, sink = dense(self._local_factors().expanded(batch).folded())
         return (s if scores else w), sink
+
+    def _local_factors(self) -> Factors:
+        """The factors, if they are those of the entire matrix: other ranks may hold the rest."""
+        factors = self._factors
+        head = () if self._one_head else (factors.heads,)
+        if tuple(self.shape) != (*factors.batch, *head, factors.q.shape[-2], factors.k.shape[-2]):
+            raise NotImplementedError(
+                "complete rows are not computed over ranks yet; ask for statistics of `see`, or gather q and k first."
+            )
+        return factors
 
     def rows(self, part: slice) -> Self:
         """The same matrix for adjacent rows alone; every question then costs what these rows cost.
@@ -51,7 +61,7 @@ class Relations(LazyMatrix, RowQuestions):
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise ValueError(f"rows(part) takes a slice without step; got {part!r}.")
         start, stop, _ = part.indices(i)
-        chosen, keys, factors = slice(start, max(start, stop)), slice(0, j), self._factors
+        chosen, keys, factors = slice(start, max(start, stop)), slice(0, j), self._local_factors()
         return self._with(
             Factors(
                 factors.q[..., chosen, :], factors.k, factors.score.crop(chosen, keys),

@@ -1,0 +1,223 @@
+"""What the processes of a `RankPool` compute: configurations of the bound, split over ranks in every way."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import regard
+from core.test_bound import Case, Configuration, configurations
+from regard.distributed import RankError, Shards, shards, zigzag
+from regard.distributed.transport import Ranks
+from support.judge import SMOOTH, Truth, asked_at_once
+
+SPLITS = ("contiguous", "uneven", "empty", "zigzag")
+#: Answers that stay with rows, and those that come back with keys; the others are the same on every rank.
+OF_ROWS = ("y", "lse", "entropy", "mean_distance", "mass", "top", "top index", "peak", "peak index", "max_score")
+OF_KEYS = ("z", "received")
+
+
+def positions(length: int, world: int, kind: str, chance: random.Random) -> list[list[range]]:
+    """The positions of every rank."""
+    if kind == "zigzag":
+        return zigzag(length, world)
+    if kind == "contiguous":
+        cuts = [rank * length // world for rank in range(1, world)]
+    else:
+        cuts = sorted(chance.randrange(length + 1) for _ in range(world - 1))
+        if kind == "empty" and world > 1:
+            cuts[chance.randrange(world - 1)] = cuts[0]
+            cuts[0] = 0
+            cuts.sort()
+    ends = [0, *cuts, length]
+    return [[range(a, b)] if a < b else [] for a, b in pairwise(ends)]
+
+
+def index_of(runs: list[range]) -> Tensor:
+    return torch.tensor([n for run in runs for n in run], dtype=torch.int64)
+
+
+def drawn(seed: int, dtype: torch.dtype | None) -> Configuration:
+    about = next(islice(configurations(10_000 + seed, 1), 1))
+    # Equal keys tie for the largest, and the gradient of a tie is that of either.
+    return Configuration(**{**vars(about), "dtype": dtype, "kind": "randn"}) if dtype else about
+
+
+class ShardedCase(Case):
+    """A configuration, and the part of it that one rank has."""
+
+    def __init__(self, seed: int, world: int, split: str, dtype: torch.dtype | None = None) -> None:
+        torch.manual_seed(seed)
+        super().__init__(drawn(seed, dtype))
+        chance = random.Random(seed)
+        n = self.about.n
+        self.rows = positions(n.i, world, split, chance)
+        self.keys = self.rows if n.i == n.j else positions(n.j, world, split, chance)
+        self.exchange = chance.choice(("ring", "gather"))
+        self.smallest = chance.choice((1, 4, 2048))
+
+    def over_ranks(self, group: Any, rank: int, grad: bool = False) -> tuple[regard.Weights, list[Tensor]]:
+        shards.SHORTEST_PIECE = self.smallest
+        about, rows, keys = self.about, index_of(self.rows[rank]), index_of(self.keys[rank])
+        local = [self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys], self.u[:, :, rows], *self.parameters]
+        local = [t.detach().clone().requires_grad_(grad) for t in local]
+        W = regard.weights(
+            local[0], local[1], score=about.score.make(*local[4:]), mask=about.mask.make(about.n), align=about.align,
+            engine="blockwise", mesh=Shards(group, self.rows[rank], self.keys[rank], self.exchange, timeout=100),
+        )  # fmt: skip
+        return W, local
+
+    def joined(self, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The global answers, from those of all ranks."""
+        total = {}
+        for name, first in parts[0].items():
+            if name not in (*OF_ROWS, *OF_KEYS):
+                assert all(torch.equal(first, part[name]) for part in parts), f"{name} differs between ranks"
+                total[name] = first
+                continue
+            places = torch.cat([index_of(runs) for runs in (self.rows if name in OF_ROWS else self.keys)])
+            values = torch.cat([part[name] for part in parts], 2)
+            total[name] = torch.empty_like(values).index_copy_(2, places, values)
+        return total
+
+
+def answers(group: Any, rank: int, world: int, seed: int, split: str) -> dict[str, Tensor]:
+    case = ShardedCase(seed, world, split)
+    W, local = case.over_ranks(group, rank)
+    return asked_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
+
+
+def _coefficients(seed: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn(like[name].shape, dtype=torch.float64) for name in SMOOTH}
+
+
+def _loss(answers: dict[str, Tensor], coefficients: dict[str, Tensor]) -> Tensor:
+    """Everything together. The log-sum-exp of a row without keys is −inf, and has no gradient."""
+    finite = {name: torch.where(answers[name] == -torch.inf, 0, answers[name]) for name in SMOOTH}
+    return sum(((finite[name] * coefficients[name]).sum() for name in SMOOTH), torch.zeros((), dtype=torch.float64))
+
+
+def gradients(group: Any, rank: int, world: int, seed: int, split: str) -> dict[str, Tensor]:
+    case = ShardedCase(seed, world, split, torch.float64)
+    W, local = case.over_ranks(group, rank, grad=True)
+    got = asked_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
+    rows, keys = index_of(case.rows[rank]), index_of(case.keys[rank])
+    full = _coefficients(seed, case.truth().answers(case.v, case.u))
+    own = {
+        name: c[:, :, rows] if name in OF_ROWS else c[:, :, keys] if name in OF_KEYS else c for name, c in full.items()
+    }
+    _loss(got, own).backward()
+    return dict(zip(("q", "k", "v", "u", *range(len(local) - 4)), (t.grad for t in local), strict=True))
+
+
+def true_gradients(case: ShardedCase, seed: int) -> list[Tensor]:
+    leaves = [t.requires_grad_() for t in case.leaves]
+    truth = Truth.of(case.about.score, case.about.mask, case.about.n, *leaves[:2], leaves[4:], case.offset)
+    want = truth.answers(*leaves[2:4])
+    _loss(want, _coefficients(seed, want)).backward()
+    return [t.grad for t in leaves]
+
+
+def disagree(group: Any, rank: int, world: int, difference: str) -> str:
+    """The text of the error that a difference of rank 1 makes; afterwards the ranks still work together."""
+    odd = rank == 1
+    torch.manual_seed(3 if odd and difference == "another seed" else 2)
+    q, v = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    slopes = torch.rand(2)
+    options: dict[str, Any] = {"mask": regard.causal(), "score": regard.ScaledDot().alibi(slopes)}
+    placed: dict[str, Any] = {}
+    module = importlib.import_module("regard.distributed.build")
+    version = module.__version__
+    if difference == "another function":
+        options["mask"] = lambda i, j: j <= i
+    if difference in ("a gap", "positions that do not fit"):
+        placed["rows"] = [range(4 * rank, 4 * rank + 4)]
+    if odd:
+        if difference == "nan":
+            q[0, 2] = torch.nan
+        elif difference == "nan in values":
+            v[0, 1, 0] = torch.nan
+        elif difference == "another version":
+            module.__version__ = "0.0.9"
+        elif difference == "another mask":
+            options["mask"] = regard.window(2, 0)
+        elif difference == "another function":
+            options["mask"] = lambda i, j: j < i
+        elif difference == "a wrong dtype":
+            q = q.double()
+        elif difference == "fewer heads":
+            q = q[:1, :, :4]
+        elif difference == "the reference engine":
+            options["engine"] = "reference"
+        elif difference == "no tensor":
+            q = q.tolist()
+        elif difference == "requires a gradient":
+            q.requires_grad_()
+        elif difference == "a gap":
+            q, placed["rows"] = q[:, 1:], [range(4, 5), range(6, 8)]
+        elif difference == "positions that do not fit":
+            placed["rows"] = [range(4, 7)]
+    try:
+        W = regard.weights(q, mesh=Shards(group, timeout=60, **placed), **options)
+        _ = W.lse() if odd and difference == "another request" else W @ v
+        return "no error"
+    except RankError as error:
+        text = str(error)
+    finally:
+        module.__version__ = version
+    assert regard.weights(torch.randn(3, 2), mesh=group).lse().shape == (3,)
+    return text
+
+
+class _Scattered(torch.autograd.Function):
+    """This rank's rows of a tensor that every rank has; the gradient is that of all ranks' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, index: Tensor, ranks: Ranks) -> Tensor:
+        ctx.index, ctx.ranks, ctx.shape = index, ranks, full.shape
+        return full[:, :, index]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks.sum(g.new_zeros(ctx.shape).index_copy_(2, ctx.index, g)), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows, on every rank; each takes the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, index: Tensor, length: int, ranks: Ranks) -> Tensor:
+        ctx.index = index
+        full = own.new_zeros(*own.shape[:2], length, *own.shape[3:]).index_copy_(2, index, own)
+        return ranks.sum(full)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g[:, :, ctx.index], None, None, None
+
+
+def gradcheck(group: Any, rank: int, world: int, name: str) -> bool:
+    """Finite differences of global inputs: all ranks move the same number, and compute its effect together."""
+    ranks, n = Ranks(group, 100.0), 5
+    index = index_of(zigzag(n, world)[rank])
+    shards.SHORTEST_PIECE = 1
+    q, k, v = (torch.randn(1, heads, n, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+
+    def answer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        own = [_Scattered.apply(t, index, ranks) for t in (q, k, v)]
+        mesh = Shards(group, zigzag(n, world)[rank], exchange="ring", timeout=100)
+        score = regard.ScaledDot().alibi(slopes).sink(slopes)
+        W = regard.weights(*own[:2], score=score, mask=regard.causal(), mesh=mesh)
+        if name == "pool":
+            return W.pool(2, 3)
+        own_answer = W @ own[2] if name == "values" else getattr(W, name)()
+        return _Gathered.apply(own_answer, index, n, ranks)
+
+    return torch.autograd.gradcheck(answer, (q, k, v, slopes))
