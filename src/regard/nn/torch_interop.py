@@ -141,6 +141,8 @@ def encoder_layer(block: Block) -> nn.TransformerEncoderLayer:
     _require(block.cross is None, "no cross-attention", block)
     _require(feed.gate is None and type(feed.activation) in FUNCTIONS, "no gate", block)
     _require(isinstance(block.attention_norm, nn.LayerNorm), "layer norms", block)
+    # Its C++ path takes every nn.GELU for the exact one.
+    _require(getattr(feed.activation, "approximate", "none") == "none", "no approximate gelu", block)
     layer = nn.TransformerEncoderLayer(
         block.attention.dim, block.attention.heads, feed.inner.out_features, block.dropout.p, batch_first=True,
         activation=FUNCTIONS[type(feed.activation)],
