@@ -23,7 +23,7 @@ CHAPTERS = sorted(GUIDE.glob("[0-9]*.md"))
 
 #: The first cell. The package is no part of Colab; a clone is three folders up from a notebook.
 INSTALL = """\
-# Install regard where it is missing. In Colab, set SOURCE to "regard[look] @ git+https://…", the address of the repository.
+# Install regard where it is missing. In Colab, set SOURCE to "regard[look] @ git+https://…" of the repository.
 import importlib.util, subprocess, sys
 
 SOURCE = "../../..[look]"  # the folder of a clone

@@ -120,7 +120,7 @@ def test_a_folder_is_opened_in_eval_mode(make, tmp_path):
     assert not ours.training
     with torch.no_grad():
         expected = theirs.base_model(numbers).last_hidden_state
-        got = ours(numbers) if make is bert else ours.body(ours.words(numbers))
+        got = ours(numbers) if make is bert else ours.body(ours.embedding(numbers))
     torch.testing.assert_close(got, expected.to(got.dtype), rtol=1e-4, atol=1e-4)
 
 
@@ -138,7 +138,7 @@ def test_heads_above_a_model_are_left_out_and_dropouts_and_mode_are_kept():
 def test_weights_are_copied():
     theirs = gpt2(0)
     ours = from_pretrained(theirs)
-    nn.init.zeros_(ours.words.table.weight)
+    nn.init.zeros_(ours.embedding.table.weight)
     assert theirs.transformer.wte.weight.abs().sum() > 0
 
 

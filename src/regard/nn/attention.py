@@ -7,26 +7,23 @@ queries and keys to `regard.weights`. A layer stores nothing of its inputs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ..core.api import attend, weights
 from ..core.masks import Mask, as_mask, causal
-from ..core.types import Align, MaskLike, ScoreLike, StatisticName
+from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache
 from .dropout import attend_with_dropout, check_dropout
+from .options import LayerScore, SeeOptions
 from .positions import Positions, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
 
 __all__ = ["CrossAttention", "SelfAttention"]
-
-
-#: The scores of `regard.weights`, and those for which a layer creates parameters.
-LayerScore = ScoreLike | Literal["additive", "bilinear"]
 
 
 class _Attention(nn.Module):
@@ -72,12 +69,12 @@ class _Attention(nn.Module):
             return attend(q, k, v, score=self.score(), mask=mask, align=align)
         seen = self._seen(q, k, v, mask, align, () if probe is None else probe.names)
         if probe is not None:
-            probe.seen.append(seen)
+            probe.statistics.append(seen)
         return seen.y
 
     def _seen(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, names: Iterable[StatisticName],
-        **more: Any,
+        **more: Unpack[SeeOptions],
     ) -> Statistics:  # fmt: skip
         """Statistics of the weights before dropout, and the output of all heads, (..., h, i, e), after it."""
         score, p = self.score(), self._active_dropout()
@@ -193,7 +190,12 @@ class SelfAttention(_Attention):
         return weights(q, k, score=self.score(), mask=visible, align=align)
 
     def see(
-        self, x: Tensor, *names: StatisticName, mask: MaskLike | None = None, cache: Cache | None = None, **more: Any
+        self,
+        x: Tensor,
+        *names: StatisticName,
+        mask: MaskLike | None = None,
+        cache: Cache | None = None,
+        **more: Unpack[SeeOptions],
     ) -> Statistics:
         """The output and statistics of its weights, in one fused pass.
 
@@ -367,7 +369,7 @@ class CrossAttention(_Attention):
         *names: StatisticName,
         mask: MaskLike | None = None,
         cache: Cache | None = None,
-        **more: Any,
+        **more: Unpack[SeeOptions],
     ) -> Statistics:
         """The output and statistics of its weights, in one fused pass.
 

@@ -141,10 +141,10 @@ def _language_model(theirs: Any) -> LanguageModel:
         positions="learned", embedding_scale=1.0, hidden=config.n_inner, dropout=config.resid_pdrop,
         attention_dropout=config.attn_pdrop, activation=_activation(config.activation_function),
     ).to(places)  # fmt: skip
-    ours.words.dropout.p = config.embd_pdrop
-    positions: Any = ours.words.positions
+    ours.embedding.dropout.p = config.embd_pdrop
+    positions: Any = ours.embedding.positions
     positions.table.copy_(places)
-    copies = [(ours.words.table, theirs.wte), (ours.body.norm, theirs.ln_f)]
+    copies = [(ours.embedding.table, theirs.wte), (ours.body.norm, theirs.ln_f)]
     for block, layer in _pairs(ours.body.blocks, theirs.h):
         attention, feed = block.attention, block.feed_forward
         copies += [(block.attention_norm, layer.ln_1), (block.feed_forward_norm, layer.ln_2)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ..core.types import MaskLike
 from .encoder_decoder import Encoder
+from .options import ModelOptions
 from .positions import Learned
 from .probe import Probe
 
@@ -36,7 +37,7 @@ class TextEncoder(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, context: int = 512,
-        segments: int = 2, dropout: float = 0.0, **block: Any,
+        segments: int = 2, dropout: float = 0.0, **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         self.words = nn.Embedding(vocabulary, dim)
@@ -44,7 +45,8 @@ class TextEncoder(nn.Module):
         self.segments = nn.Embedding(segments, dim)
         self.norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(dropout)
-        self.body = Encoder(dim, heads, layers, dropout=dropout, **{"norm_first": False, **block})
+        options: ModelOptions = {"norm_first": False, **block}
+        self.body = Encoder(dim, heads, layers, dropout=dropout, **options)
 
     def forward(
         self, ids: Tensor, mask: MaskLike | None = None, segments: Tensor | None = None, probe: Probe | None = None
