@@ -48,6 +48,10 @@ TESTS = {
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
     "from_pretrained": ("nn/test_nn_pretrained.py", "last_hidden_state or logits"),
     "attention dropout": ("nn/test_nn_dropout.py", "dense_matrix or share"),
+    "ranks": ("distributed/test_ranks.py", "every_answer and not (1-contiguous or 1-uneven or 1-empty or 1-zigzag)"),
+    "ranks: gradients": ("distributed/test_ranks.py", "gradients_are"),
+    "ranks: faults": ("distributed/test_faults.py", "disagree or raises or dies"),
+    "ranks: dtensors": ("distributed/test_dtensors.py", ""),
 }  # fmt: skip
 
 
@@ -178,6 +182,21 @@ BUGS = [
     # nn/dropout.py
     Bug("attention dropout: rows are normalised again", "nn/dropout.py", "    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)\n", "    return seen.y / (1 - p)\n", ("attention dropout",)),
     Bug("attention dropout: heads drop the same weights", "nn/dropout.py", "(q.shape[:-3].numel(), q.shape[-3], 1, 1)", "(q.shape[:-3].numel(), 1, 1, 1)", ("attention dropout",)),
+    # distributed: pieces of other ranks' keys, and the way back.
+    Bug("ranks: a piece's offset forgets where its keys begin", "distributed/pairs.py", "rows.start + factors.query_offset - keys.start)", "rows.start + factors.query_offset)", ("ranks",)),
+    Bug("ranks: the entropy of a piece is taken for its sum", "distributed/pairs.py", "l * (torch.where(l == 0, 1, l).log() - entropy)", "l * entropy", ("ranks",)),
+    Bug("ranks: the largest keys keep their places in the piece", "distributed/pairs.py", "torch.where(index < 0, index, index + key_start)", "index", ("ranks",)),
+    Bug("ranks: means of pieces are merged without their sums", "distributed/pairs.py", "x.to(l.dtype) * (l.unsqueeze(-1) if x.ndim > l.ndim else l)", "x.to(l.dtype)", ("ranks",)),
+    Bug("ranks: tiles of the pooled map begin with the piece", "distributed/pairs.py", "t.j0 - keys.start, t.j1 - keys.start)", "t.j0, t.j1)", ("ranks",)),
+    Bug("ranks: sums of keys stay where they were computed", "distributed/exchange.py", "        total[:, :, at] += part\n", "        total[:, :, at] = part\n", ("ranks",)),
+    Bug("ranks: a sink of every rank", "distributed/pairs.py", "replace_fields(factors.score.crop(*at), sink_logits=None)", "factors.score.crop(*at)", ("ranks",)),
+    Bug("ranks: column statistics lose their row term", "distributed/passes.py", "        delta = delta + (torch.cat(left[len(left) - len(columns) :], -1) * mixed).sum(-1)\n", "", ("ranks: gradients",)),
+    Bug("ranks: parameters get the gradient of one rank", "distributed/passes.py", "total.copy_(job.plan.ranks.sum(total))", "pass", ("ranks: gradients",)),
+    Bug("ranks: a function is called at the places of the piece", "core/modifiers.py", "self.function(s, i + self.start, j + self.start, *parameters)", "self.function(s, i, j, *parameters)", ("ranks", "ranks: gradients")),
+    Bug("ranks: a mask function is called at the places of the piece", "core/mask_algebra.py", "block.offset - self.row_start + self.key_start", "block.offset", ("ranks",)),
+    Bug("ranks: masks are not compared", "distributed/build.py", '        "mask": describe(mask),\n', "", ("ranks: faults",)),
+    Bug("ranks: a rank's error is its own", "distributed/transport.py", 'if any("raised" in report for report in reports.values()):', 'if True:', ("ranks: faults",)),
+    Bug("ranks: each rank takes the first sequences of a batch", "distributed/build.py", "            factors = factors.pick(axis, chosen)\n", "            factors = factors.pick(axis, range(len(chosen)))\n", ("ranks: dtensors",)),
 ]  # fmt: skip
 
 
