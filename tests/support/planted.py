@@ -52,6 +52,8 @@ TESTS = {
     "losses": ("core/test_losses.py", ""),
     "chains": ("core/test_chains.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
+    "from_pretrained": ("nn/test_nn_pretrained.py", "last_hidden_state or logits"),
+    "attention dropout": ("nn/test_nn_dropout.py", "dense_matrix or share"),
     "ranks": ("distributed/test_ranks.py", "every_answer and not (1-contiguous or 1-uneven or 1-empty or 1-zigzag)"),
     "ranks: gradients": ("distributed/test_ranks.py", "gradients_are"),
     "ranks: faults": ("distributed/test_faults.py", "disagree or raises or dies"),
@@ -228,6 +230,12 @@ BUGS = [
     Bug("numba: the gradient forgets the slope of a cap", "engines/numba/kernels/backward.py", "        mul_(d, n, slope)\n", "        pass\n", ("gradients in float32",)),
     Bug("numba: keys outside an interval get gradients", "engines/numba/kernels/backward.py", "                    zero_(row, z, cols)\n", "                    pass\n", ("gradients in float32",)),
     Bug("numba: the gradient of the mean distance is lost", "engines/numba/kernels/backward.py", "    if T.d_distance != 0:\n", "    if T.d_distance != 0 and T.d_distance == 0:\n", ("gradients in float32",)),
+    # nn/pretrained.py
+    Bug("from_pretrained: RoBERTa's positions begin at its padding", "nn/pretrained.py", "0 if start is None else start + 1 :", "0 if start is None else start :", ("from_pretrained",)),
+    Bug("from_pretrained: the norms have PyTorch's own ε", "nn/pretrained.py", "            module.eps = eps\n", "            pass\n", ("from_pretrained",)),
+    # nn/dropout.py
+    Bug("attention dropout: rows are normalised again", "nn/dropout.py", "    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)\n", "    return seen.y / (1 - p)\n", ("attention dropout",)),
+    Bug("attention dropout: heads drop the same weights", "nn/dropout.py", "(q.shape[:-3].numel(), q.shape[-3], 1, 1)", "(q.shape[:-3].numel(), 1, 1, 1)", ("attention dropout",)),
     # distributed: pieces of other ranks' keys, and the way back.
     Bug("ranks: a piece's offset forgets where its keys begin", "distributed/pairs.py", "rows.start + factors.query_offset - keys.start)", "rows.start + factors.query_offset)", ("ranks",)),
     Bug("ranks: the entropy of a piece is taken for its sum", "distributed/pairs.py", "l * (torch.where(l == 0, 1, l).log() - entropy)", "l * entropy", ("ranks",)),
