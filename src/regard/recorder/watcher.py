@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from types import FrameType, TracebackType
@@ -23,7 +24,7 @@ from .calls import AttentionCall, save_call
 from .hooks import seams, tap
 from .hooks.call_site import CallSite, calling_module
 from .hooks.eager_attention import EagerTracker
-from .hooks.model_hooks import CAPTURED, Hook, batch_size, first_axes, is_compiled
+from .hooks.model_hooks import CAPTURED, Hook, batch_size, first_axes, is_compiled, remove_all
 from .observer import RefusedWarning
 from .slicing import real_rows, row_mean
 
@@ -113,6 +114,7 @@ class Watch:
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),
         ]
+        weakref.finalize(self, remove_all, self._handles)
 
     def numbers(self) -> dict[str, float]:
         """The last look as a plain dict for any logger: `"layer/entropy_share/head"` and `"layer/max_score/head"`."""
@@ -129,9 +131,7 @@ class Watch:
 
     def close(self) -> None:
         """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        remove_all(self._handles)
 
     def __enter__(self) -> Watch:
         return self
@@ -145,6 +145,11 @@ class Watch:
                 "",
                 "no training pass was seen: it was not called in training mode with gradients, or it was " + CAPTURED,
             )
+
+    def __del__(self) -> None:
+        if getattr(self, "_handles", None) and self.step < 0:
+            text = "regard.watch(model) watched nothing: its object is gone. Keep it, `watching = regard.watch(model)`."
+            warnings.warn(text, RefusedWarning, stacklevel=2)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
