@@ -3,8 +3,9 @@
 import copy
 import gc
 import io
+import linecache
+import os
 import sys
-import warnings
 
 import pytest
 import torch
@@ -34,16 +35,26 @@ def x():
     return torch.randn(1, 2, 3, 4, requires_grad=True)
 
 
+FILES = ("observer.py", "watcher.py", "model_hooks.py")
+
+SKIPPED = ("__del__", "__init__", "_measures", "_visible_keys", "batch_size", "call_site", "is_compiled")
+
+
 class Interrupt:
-    """KeyboardInterrupt at the n-th line that Python executes in a file of the recorder."""
+    """KeyboardInterrupt at the n-th line that Python executes where hooks and listeners come and go.
+
+    Lines that begin a `with` are left out: Python visits them once more at the end of the block, where no signal is
+    delivered. So are `__del__` methods, from which no exception comes out.
+    """
 
     def __init__(self, line):
         self.left = line
 
     def __call__(self, frame, event, argument):
-        if "/regard/recorder/" not in frame.f_code.co_filename:
+        if os.path.basename(frame.f_code.co_filename) not in FILES or frame.f_code.co_name in SKIPPED:
             return None
-        if event == "line":
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == "line" and not text.startswith("with "):
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
@@ -52,64 +63,62 @@ class Interrupt:
 
 
 def interrupted(run, line):
-    """Whether `run` ended by Ctrl-C at that line; False if it has fewer lines."""
-    before = sys.gettrace()
+    """Whether Ctrl-C came at that line of `run`; False if it has fewer lines."""
+    before, interrupt = sys.gettrace(), Interrupt(line)
     try:
-        sys.settrace(Interrupt(line))
+        sys.settrace(interrupt)
         run()
-        return False
     except KeyboardInterrupt:
-        return True
+        pass
     finally:
         sys.settrace(before)
+    return interrupt.left <= 0
 
 
 def record_a_pass(net, x):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RefusedWarning)
-        with regard.record(net):
-            net(x)
+    with regard.record(net):
+        net(x)
 
 
 def watch_a_pass(net, x):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RefusedWarning)
-        with regard.watch(net, every=1):
-            net(x)
+    with regard.watch(net, every=1):
+        net(x)
 
 
-@pytest.mark.parametrize("run", [record_a_pass, watch_a_pass])
-def test_ctrl_c_at_any_line_leaves_no_hook(run, x):
+@pytest.fixture
+def quick_collection():
+    """`gc.collect` looks at new objects only: all of PyTorch takes it a third of a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.filterwarnings(
+    "ignore::regard.recorder.RefusedWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",  # in the callback of a finalizer
+)
+@pytest.mark.parametrize(("run", "step"), [(record_a_pass, 1), (watch_a_pass, 11)])
+def test_ctrl_c_at_any_line_leaves_no_hook(run, step, x, quick_collection):
+    """PyTorch writes a report of an exception in a hook of `watch`, which is slow: there every eleventh line."""
     net = model().train()
     plain = net(x)
-    with torch.no_grad():
-        run(net, x)
-    line, step = 1, 1
+    run(net, x)
+    line = 1
     while interrupted(lambda: run(net, x), line):
         gc.collect()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert torch.equal(net(x), plain), line  # a hook that lost its owner removes itself here
+        assert torch.equal(net(x), plain), line  # a hook that lost its owner removes itself here
         assert hooks_of(net) == 0, line
         assert tap.listeners() == [], line
         assert not torch._C._dispatch_tls_is_dispatch_key_included(tap._key(tap.RECORD_KEY)), line
-        step = max(1, line // 12)  # the first lines one by one, then ever fewer of the repeating ones
         line += step
-    assert line > 100
-    exits = 40
-    total = line
-    for last in range(max(1, total - step - exits), total):  # the lines of the end, one by one
-        if interrupted(lambda: run(net, x), last):
-            gc.collect()
-            net(x)
-            assert hooks_of(net) == 0, last
-            assert tap.listeners() == [], last
+    assert line > 60
 
 
 def test_an_exception_in_the_block_leaves_no_hook(x):
     net = model()
-    for block in (regard.record(net), regard.watch(net, every=1)):
-        with pytest.raises(ZeroDivisionError), block:
+    for block in (regard.record, lambda net: regard.watch(net, every=1)):
+        with pytest.raises(ZeroDivisionError), block(net):
             net(x)
             raise ZeroDivisionError
         assert hooks_of(net) == 0

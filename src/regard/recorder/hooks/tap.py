@@ -170,8 +170,10 @@ def is_suspended() -> bool:
 
 def intercept(name: str, handler: Handler, key: str = RECORD_KEY, namespace: str = "aten") -> None:
     """Register a handler for an operator, "scaled_dot_product_attention" or "softmax.int"; once per operator."""
+    if (key, f"{namespace}::{name}") in _registered:
+        return
     with _lock:
-        if (key, f"{namespace}::{name}") in _registered:
+        if (key, f"{namespace}::{name}") in _registered:  # by another thread, meanwhile
             return
         _pass_through(key)
         packet, _, overload = name.partition(".")
@@ -189,6 +191,8 @@ def intercept(name: str, handler: Handler, key: str = RECORD_KEY, namespace: str
 
 def intercept_higher_order(op: Any, names: tuple[str, ...], handler: Handler) -> None:
     """The same for an operator that takes functions, such as FlexAttention's."""
+    if (RECORD_KEY, op.name()) in _registered:
+        return
     with _lock:
         if (RECORD_KEY, op.name()) not in _registered:
             _pass_through(RECORD_KEY)
@@ -227,10 +231,9 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
         with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
-        if _thread.listeners and torch._C._current_graph_task_id() == -1:
-            if not (live := listeners()):
-                _retain(live)
-                return out
+        if not (live := listeners()):
+            _retain(live)  # a block that Ctrl-C ended left the key behind
+        elif torch._C._current_graph_task_id() == -1:
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             _report(live, handler, call, out, sys._getframe(1))
         return out
