@@ -32,9 +32,12 @@ OTHER_THREAD = (
 #: Kinds of modules, by the names of their classes, that compute no weights over keys.
 _WITHOUT_WEIGHTS = (
     (r"deformable", "samples points between the positions: its weights are over samples, not over keys"),
-    (r"deltanet|mamba|rglru|recurrent|retention|rwkv|hyena|lightning|linear", "is a recurrence or linear attention, which computes no weights over keys"),
+    (
+        r"deltanet|mamba|rglru|recurrent|retention|rwkv|hyena|lightning|linear",
+        "is a recurrence or linear attention, which computes no weights over keys",
+    ),
     (r"attentionmap$", "computes weights that meet no values: a map that is its output"),
-)  # fmt: skip
+)
 
 _UNSEEN = (
     "ran no fused kernel of PyTorch and no softmax that met values as weights over keys do; kernels called past "
