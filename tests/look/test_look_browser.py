@@ -210,9 +210,10 @@ def test_a_dot_product_is_shown_cell_by_cell(show: Any) -> None:
 
 
 @pytest.mark.parametrize("on", ["", "q", "qk", "qkv"])
-def test_the_walk_begins_with_word_vectors_and_switches_projections_on(show: Any, it: View, on: str) -> None:
+def test_the_walk_of_word_vectors_switches_projections_on(show: Any, it: View, on: str) -> None:
     _, e = minilm()
     shown = show(it).view("walk")
+    shown.click("walk-words")
     for name in on:
         shown.tab.check(f'[data-key="walk-W{name}"]')
     q, k = e.q if "q" in on else e.x, e.k if "k" in on else e.x
@@ -403,7 +404,7 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     layer, head = seen.heads(by)[0][:2]
     shown.tab.hover(f'[data-key="head-{layer}-{head}"]')
     assert shown.text(".peek b") == f"layer {layer}, head {head}"
-    shown.click(f"head-{layer}-{head}")
+    shown.click("open-head")
     shown.tab.mouse.move(5, 5)
     who, _, most = shown.text(".hero .who").partition("; most goes to ")
     assert who == f"layer {layer}, head {head}"
@@ -488,7 +489,7 @@ def test_training_shows_every_head_over_the_steps(show: Any) -> None:
         assert number(shown.text(f'[data-read="{what}"]')) == pytest.approx(
             last[f"layers.0.attn/{what}/{head}"], abs=5.1e-4
         )
-    box = shown.tab.locator(".train > canvas").first.bounding_box()
+    box = shown.tab.locator(".train .named canvas").first.bounding_box()
     shown.tab.mouse.move(box["x"] + 2, box["y"] + box["height"] - 2)
     assert number(shown.text('[data-read="entropy_share"]')) == pytest.approx(0.9)
     assert "layers.2.attn head 3, step 0" in shown.text(".train .readout")

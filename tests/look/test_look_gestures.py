@@ -170,6 +170,7 @@ ACTIVE = "document.activeElement.getAttribute('data-key')"
 
 def test_controls_of_the_walk_keep_the_focus(show: Any, it: View) -> None:
     shown = show(it).view("walk")
+    shown.click("walk-words")
     keys = shown.tab.keyboard
     for key, press in (
         ("walk-Wq", "Space"),

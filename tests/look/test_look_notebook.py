@@ -42,7 +42,7 @@ def outputs() -> list[list[dict]]:
 def test_a_view_at_the_end_of_a_cell_is_shown_as_a_page_in_a_frame(outputs: list, n: int) -> None:
     (shown,) = (output for output in outputs[n] if output.output_type == "execute_result")
     framed = shown.data["text/html"]
-    assert framed.startswith('<iframe sandbox="allow-scripts" srcdoc=')
+    assert framed.startswith('<iframe sandbox="allow-scripts allow-downloads" allow="clipboard-write" srcdoc=')
     page = html.unescape(re.search('srcdoc="([^"]*)"', framed).group(1))
     header = Read(page).header
     assert header["kind"] == ("training" if n == 2 else "attention")

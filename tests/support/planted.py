@@ -30,6 +30,7 @@ TESTS = {
     "identities": ("core/test_statistics.py", "not every_statistic"),
     "gradients": ("core/test_gradients.py", "tiles and every_answer and (scaled_dot or sink or alibi or additive) and (causal or padding or first)"),
     "result cache": ("core/test_gradients.py", "remembered or two_calls or in_place or after_backward"),
+    "remembered": ("core/test_remembered.py", "compiled and (one_pass or alone or any_pass)"),
     "masks": ("core/test_masks.py", ""),
     "nodes": ("core/test_nodes.py", ""),
     "scores": ("core/test_scores.py", ""),
@@ -45,6 +46,10 @@ TESTS = {
     "errors": ("core/test_errors.py", ""),
     "replay": ("engines/test_replay.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
+    "ranks": ("distributed/test_ranks.py", "every_answer and not (1-contiguous or 1-uneven or 1-empty or 1-zigzag)"),
+    "ranks: gradients": ("distributed/test_ranks.py", "gradients_are"),
+    "ranks: faults": ("distributed/test_faults.py", "disagree or raises or dies"),
+    "ranks: dtensors": ("distributed/test_dtensors.py", ""),
 }  # fmt: skip
 
 
@@ -131,6 +136,9 @@ BUGS = [
     Bug("cache: a change of a factor is not noticed", "core/result_cache.py", "or self._versions != _versions(factors):", "or False:", ("result cache",)),
     Bug("cache: a result changed in place is returned", "core/result_cache.py", "if result is not None and result._version == version:", "if result is not None:", ("result cache",)),
     Bug("cache: a tensor of inference mode is put there", "core/result_cache.py", "is not None and not result.is_inference():", "is not None:", ("result cache",)),
+    Bug("remembered: every pass counts as the first", "core/autograd.py", 'if remember and "norm" not in cached:', "if remember:", ("remembered",)),
+    Bug("remembered: lse takes a pass of its own", "core/autograd.py", 'results["lse"] = lse_of(cached["norm"])', "pass", ("remembered",)),
+    Bug("remembered: the norm is not looked up for columns", "core/result_cache.py", 'for name in ("norm", *request.names, *OPTIONAL_OUTPUTS):', "for name in (*request.names, *OPTIONAL_OUTPUTS):", ("remembered",)),
     Bug("cache: the key of the largest lacks their number", "core/result_cache.py", "return name, request.topk", "return name", ("ties",)),
     Bug("cache: the key of a pooled map lacks its tiles", "core/result_cache.py", "return name, *vars(request.tiling).values()", "return name", ("result cache",)),
     Bug("a word that occurs twice is its first", "core/indexing.py", "            if len(places) > 1:\n", "            if len(places) > 99:\n", ("errors",)),
@@ -166,6 +174,21 @@ BUGS = [
     Bug("numba: the gradient forgets the slope of a cap", "engines/numba/kernels/backward.py", "        mul_(d, n, slope)\n", "        pass\n", ("gradients in float32",)),
     Bug("numba: keys outside an interval get gradients", "engines/numba/kernels/backward.py", "                    zero_(row, z, cols)\n", "                    pass\n", ("gradients in float32",)),
     Bug("numba: the gradient of the mean distance is lost", "engines/numba/kernels/backward.py", "    if T.d_distance != 0:\n", "    if T.d_distance != 0 and T.d_distance == 0:\n", ("gradients in float32",)),
+    # distributed: pieces of other ranks' keys, and the way back.
+    Bug("ranks: a piece's offset forgets where its keys begin", "distributed/pairs.py", "rows.start + factors.query_offset - keys.start)", "rows.start + factors.query_offset)", ("ranks",)),
+    Bug("ranks: the entropy of a piece is taken for its sum", "distributed/pairs.py", "l * (torch.where(l == 0, 1, l).log() - entropy)", "l * entropy", ("ranks",)),
+    Bug("ranks: the largest keys keep their places in the piece", "distributed/pairs.py", "torch.where(index < 0, index, index + key_start)", "index", ("ranks",)),
+    Bug("ranks: means of pieces are merged without their sums", "distributed/pairs.py", "x.to(l.dtype) * (l.unsqueeze(-1) if x.ndim > l.ndim else l)", "x.to(l.dtype)", ("ranks",)),
+    Bug("ranks: tiles of the pooled map begin with the piece", "distributed/pairs.py", "t.j0 - keys.start, t.j1 - keys.start)", "t.j0, t.j1)", ("ranks",)),
+    Bug("ranks: sums of keys stay where they were computed", "distributed/exchange.py", "        total[:, :, at] += part\n", "        total[:, :, at] = part\n", ("ranks",)),
+    Bug("ranks: a sink of every rank", "distributed/pairs.py", "replace_fields(factors.score.crop(*at), sink_logits=None)", "factors.score.crop(*at)", ("ranks",)),
+    Bug("ranks: column statistics lose their row term", "distributed/passes.py", "        delta = delta + (torch.cat(left[len(left) - len(columns) :], -1) * mixed).sum(-1)\n", "", ("ranks: gradients",)),
+    Bug("ranks: parameters get the gradient of one rank", "distributed/passes.py", "total.copy_(job.plan.ranks.sum(total))", "pass", ("ranks: gradients",)),
+    Bug("ranks: a function is called at the places of the piece", "core/modifiers.py", "self.function(s, i + self.start, j + self.start, *parameters)", "self.function(s, i, j, *parameters)", ("ranks", "ranks: gradients")),
+    Bug("ranks: a mask function is called at the places of the piece", "core/mask_algebra.py", "block.offset - self.row_start + self.key_start", "block.offset", ("ranks",)),
+    Bug("ranks: masks are not compared", "distributed/build.py", '        "mask": describe(mask),\n', "", ("ranks: faults",)),
+    Bug("ranks: a rank's error is its own", "distributed/transport.py", 'if any("raised" in report for report in reports.values()):', 'if True:', ("ranks: faults",)),
+    Bug("ranks: each rank takes the first sequences of a batch", "distributed/build.py", "            factors = factors.pick(axis, chosen)\n", "            factors = factors.pick(axis, range(len(chosen)))\n", ("ranks: dtensors",)),
 ]  # fmt: skip
 
 

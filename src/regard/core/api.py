@@ -5,8 +5,9 @@ Every error says what must hold, what it got and what to do. Behind these two fu
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,12 @@ from .torch_state import as_size, is_tracing
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import Shards
+
 __all__ = ["attend", "check_tensors", "normalize_inputs", "weights"]
 
 
@@ -32,7 +39,7 @@ def weights(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
-    mesh: Any = None,
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Weights:
     """Attention weights softmax(score(q, k)) as a lazy matrix: nothing of size i × j is stored.
 
@@ -47,7 +54,7 @@ def weights(
         engine: ``"auto"`` picks the fastest that serves; ``"triton"``, ``"blockwise"``, or ``"reference"``, which is
             plain PyTorch in quadratic memory.
         mesh: A `DeviceMesh` of one axis, or `regard.distributed.Shards`: q and k are then this rank's part of a
-            sequence that is split over the mesh, and positions are global.
+            sequence that is split over the mesh, and positions are global. DTensors need none.
 
     Returns:
         `Weights` ``(..., h, i, j)``; ``(i, j)`` where q and k are 2-D.
@@ -62,7 +69,7 @@ def weights(
     >>> W.entropy().shape
     torch.Size([2, 8, 5])
     """
-    if mesh is not None:
+    if mesh is not None or _is_dtensor(q):
         return _over_ranks(q, k, score, mask, align, engine, mesh)
     k = q if k is None else k
     q, k = check_tensors(q=q, k=k)
@@ -78,7 +85,7 @@ def attend(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
-    mesh: Any = None,
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Tensor:
     """The output of attention, weights(q, k) @ v.
 
@@ -105,7 +112,7 @@ def attend(
     >>> regard.attend(q, k, v, mask=regard.causal(), align="end").shape
     torch.Size([8, 5, 32])
     """
-    if mesh is not None:
+    if mesh is not None or _is_dtensor(q):
         return _over_ranks(q, k, score, mask, align, engine, mesh) @ _first_of(v, k, q)
     k = q if k is None else k
     v = k if v is None else v
@@ -113,14 +120,23 @@ def attend(
         return y
     q, k, v = check_tensors(q=q, k=k, v=v)
     one_head = q.ndim == 2 and k.ndim == 2
-    return Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=one_head).see(values=v).y
+    W = Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=one_head)
+    return W._statistics(["values"], {"v": v}, remember=False).y  # the matrix is gone after this
 
 
 def _over_ranks(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any, mesh: Any) -> Weights:
     """The matrix of a sequence that is split over ranks."""
-    # Imported by name: `distributed` is above this module.
-    shard_weights = import_module("regard.distributed").shard_weights
-    return shard_weights(q, q if k is None else k, score=score, mask=mask, align=align, engine=engine, mesh=mesh)
+    distributed = import_module("regard.distributed")  # by name: it is above this module
+    make = distributed.dtensor_weights if _is_dtensor(q) else distributed.shard_weights
+    return make(q, q if k is None else k, score=score, mask=mask, align=align, engine=engine, mesh=mesh)
+
+
+def _is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor. Its module is not imported for that: a DTensor is there only if somebody did."""
+    if type(x) is Tensor or is_tracing():
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
 
 
 def _first_of(*tensors: Tensor | None) -> Any:
@@ -213,6 +229,7 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
 
 
 def check_tensors(**tensors: Any) -> list[Tensor]:
+    """Tensors of one device and type, each with at least two axes; raises with the name of the one that differs."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name}).")

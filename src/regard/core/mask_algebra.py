@@ -196,7 +196,7 @@ class Mask:
         >>> as_mask(torch.ones(4, 4, dtype=torch.bool)).crop(slice(0, 2), slice(1, 4)).size()
         (2, 3)
         """
-        return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))
+        return Cropped(self, rows.start, cols.start)
 
     def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
         """Check that the fields, read from a file, are those of a mask broadcast to a matrix.
@@ -298,6 +298,8 @@ class Mask:
 
 @register_node(storable=True)
 class Dense(Mask):
+    """A bool tensor: True is visible."""
+
     cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
     structured = False
 
@@ -310,6 +312,9 @@ class Dense(Mask):
     def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
         check_broadcasts(self.cells, shape, "a mask", lambda x: x.dtype == torch.bool)
 
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return Dense(take(take(self.cells, -2, rows), -1, cols))
+
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.take(self.cells)
 
@@ -318,7 +323,30 @@ class Dense(Mask):
 
 
 @register_node
+class Cropped(Mask):
+    """Adjacent rows and keys of a mask that reads positions, such as a function: it is asked at those of the matrix."""
+
+    of: Mask
+    row_start: int
+    key_start: int
+    structured = False
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        rows, cols = _shift(block.rows, self.row_start), _shift(block.cols, self.key_start)
+        return self.of.visible(MatrixBlock(rows, cols, block.offset - self.row_start + self.key_start, block.device))
+
+    def narrow(self, rows: slice) -> Mask:
+        return Cropped(self.of, self.row_start + rows.start, self.key_start)
+
+
+def _shift(where: slice | Tensor, start: int) -> slice | Tensor:
+    return slice(where.start + start, where.stop + start) if isinstance(where, slice) else where + start
+
+
+@register_node
 class Predicate(Mask):
+    """A user's function f(i, j) of positions: True is visible."""
+
     function: Callable[[Tensor, Tensor], Tensor]
     positional = True
     structured = False
@@ -337,6 +365,8 @@ class Predicate(Mask):
 
 @register_node(storable=True)
 class And(Mask):
+    """Visible in both."""
+
     left: Mask
     right: Mask
     sign: ClassVar[str] = "&"
@@ -390,6 +420,8 @@ def _narrower(a: int | None, b: int | None) -> int | None:
 
 @register_node(storable=True)
 class Or(And):
+    """Visible in one of the two."""
+
     sign = "|"
 
     @property
@@ -411,6 +443,8 @@ class Or(And):
 
 @register_node(storable=True)
 class Not(Mask):
+    """Visible where the other mask hides."""
+
     of: Mask
 
     def __repr__(self) -> str:

@@ -3,8 +3,10 @@
 Masks, ALiBi and distances are in global positions, so that every split gives the same results.
 """
 
-from .sharded import ShardedWeights, shard_weights
+from .build import shard_weights
+from .dtensors import DTensorWeights, dtensor_weights
+from .sharded import ShardedWeights
 from .shards import Shards, zigzag
 from .transport import RankError
 
-__all__ = ["RankError", "ShardedWeights", "Shards", "shard_weights", "zigzag"]
+__all__ = ["DTensorWeights", "RankError", "ShardedWeights", "Shards", "dtensor_weights", "shard_weights", "zigzag"]

@@ -82,7 +82,11 @@ def visit_keys(plan: Plan, wants: Wants, own: list[Tensor], visit: Visit, totals
 
 
 def _rounds(plan: Plan, wants: Wants) -> list[tuple[_Transfer | None, _Transfer | None]]:
-    """What this rank sends and receives, in the order that all ranks follow."""
+    """What this rank sends and receives, in the order that all ranks follow.
+
+    A round in which this rank does neither stays: keys are sent one round ahead of sums, so that leaving one out on one
+    rank alone would change the order of its messages.
+    """
     me, size = plan.ranks.rank, plan.ranks.size
     most = max(map(len, plan.pieces))
     rounds = []
@@ -94,8 +98,7 @@ def _rounds(plan: Plan, wants: Wants) -> list[tuple[_Transfer | None, _Transfer 
                 outgoing = _transfer(plan.pieces[me][n], wants[ahead][me][n], ahead)
             if n < len(plan.pieces[behind]):
                 incoming = _transfer(plan.pieces[behind][n], wants[me][behind][n], behind)
-            if outgoing is not None or incoming is not None:
-                rounds.append((outgoing, incoming))
+            rounds.append((outgoing, incoming))
     return rounds
 
 

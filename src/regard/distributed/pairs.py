@@ -5,71 +5,17 @@ Positions are global: the mask and the modifiers of scores are cut to the rectan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..core.block import MatrixBlock, take
 from ..core.intervals import Geometry
-from ..core.masks import And, Causal, Dense, Documents, Mask, Not, Padding, Window
-from ..core.modifiers import Modify
 from ..core.online_softmax import State
 from ..core.problem import Factors, Problem
-from ..core.pytree import register_node, replace_fields, tree_map
+from ..core.pytree import replace_fields
 from ..core.scores import Product
 from ..core.stats import Request, Results, Tiling
 
-__all__ = ["cut", "cut_mask", "local_tiling", "state_of", "visible_span"]
-
-
-@register_node
-class ShiftedMask(Mask):
-    """A rectangle of a mask that compares global positions, such as a user's function."""
-
-    of: Mask
-    row_start: int
-    key_start: int
-    offset: int  # of the global matrix
-    structured = False
-
-    def visible(self, block: MatrixBlock) -> Tensor:
-        rows, cols = _shift(block.rows, self.row_start), _shift(block.cols, self.key_start)
-        return self.of.visible(MatrixBlock(rows, cols, self.offset, block.device))
-
-    def narrow(self, rows: slice) -> Mask:
-        return replace_fields(self, row_start=self.row_start + rows.start)
-
-
-def _shift(where: slice | Tensor, start: int) -> slice | Tensor:
-    return slice(where.start + start, where.stop + start) if isinstance(where, slice) else where + start
-
-
-@dataclass(frozen=True, eq=False)
-class _ShiftedFunction:
-    """A user's function f(s, i, j, *parameters), called with global positions."""
-
-    function: Any
-    start: int
-
-    def __call__(self, s: Tensor, i: Tensor, j: Tensor, *parameters: Tensor) -> Tensor:
-        return self.function(s, i + self.start, j + self.start, *parameters)
-
-
-#: Masks whose `crop` is exact: from distances or from tensors.
-_CUT_BY_THEMSELVES = (Causal, Window, Padding, Documents, Dense)
-
-
-def cut_mask(mask: Mask, rows: range, keys: range, offset: int) -> Mask:
-    """The rectangle rows × keys of a mask that is broadcast to the global matrix."""
-    if isinstance(mask, And):  # and Or
-        return type(mask)(cut_mask(mask.left, rows, keys, offset), cut_mask(mask.right, rows, keys, offset))
-    if isinstance(mask, Not):
-        return Not(cut_mask(mask.of, rows, keys, offset))
-    if type(mask) in _CUT_BY_THEMSELVES:
-        return mask.crop(slice(rows.start, rows.stop), slice(keys.start, keys.stop))
-    return ShiftedMask(mask, rows.start, keys.start, offset)
+__all__ = ["cut", "hidden_from_all", "local_tiling", "state_of", "visible_span"]
 
 
 def cut(factors: Factors, rows: range, keys: range, q: Tensor, k: Tensor) -> Factors:
@@ -82,21 +28,10 @@ def cut(factors: Factors, rows: range, keys: range, q: Tensor, k: Tensor) -> Fac
         q: Queries ``(b, h, i, d)``.
         k: Keys ``(b, g, j, d)``.
     """
-    offset = factors.query_offset
-    row_slice, key_slice = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
-
-    def rectangle(t: Tensor) -> Tensor:
-        return take(take(t, -2, row_slice), -1, key_slice)
-
-    modifiers = tuple(
-        Modify(_ShiftedFunction(modifier.function, keys.start), modifier.parameters)
-        if isinstance(modifier, Modify)
-        else tree_map(modifier, rectangle)
-        for modifier in factors.score.modifiers
-    )
-    score = replace_fields(factors.score, modifiers=modifiers, sink_logits=None)
-    mask = None if factors.mask is None else cut_mask(factors.mask, rows, keys, offset)
-    return Factors(q, k, score, mask, rows.start + offset - keys.start)
+    at = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+    score = replace_fields(factors.score.crop(*at), sink_logits=None)
+    mask = None if factors.mask is None else factors.mask.crop(*at)
+    return Factors(q, k, score, mask, rows.start + factors.query_offset - keys.start)
 
 
 def visible_span(factors: Factors, rows: range, start: int, stop: int) -> tuple[int, int]:
@@ -105,7 +40,7 @@ def visible_span(factors: Factors, rows: range, start: int, stop: int) -> tuple[
         return (start, stop) if rows else (start, start)
     keys = range(start, stop)
     layout = Geometry(len(rows), len(keys), rows.start + factors.query_offset - start, factors.q.device)
-    intervals = cut_mask(factors.mask, rows, keys, factors.query_offset).intervals(layout)
+    intervals = factors.mask.crop(slice(rows.start, rows.stop), slice(start, stop)).intervals(layout)
     some = intervals.lo < intervals.hi
     if not bool(some.any()):
         return start, start
@@ -117,9 +52,10 @@ def hidden_from_all(factors: Factors, rows: int, keys: range) -> Tensor | None:
     if factors.mask is None:
         return None
     empty = factors.q.new_empty(1)
-    q, k = empty.expand(1, 1, rows, 1), empty.expand(1, 1, len(keys), 1)
+    b = factors.q.shape[0]
+    q, k = empty.expand(b, 1, rows, 1), empty.expand(b, 1, len(keys), 1)
     offset = factors.query_offset
-    mask = cut_mask(factors.mask, range(rows), keys, offset)
+    mask = factors.mask.crop(slice(0, rows), slice(keys.start, keys.stop))
     seen = Problem(q, k, Product(1.0), (), None, mask, offset - keys.start).visible_keys()
     return None if seen is None else ~seen
 

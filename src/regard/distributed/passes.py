@@ -19,7 +19,7 @@ from ..core.problem import Factors, repeat_kv, sum_groups
 from ..core.pytree import flatten, unflatten
 from ..core.scores import upcast
 from ..core.stats import GATHERED, ONE_PASS, SECOND_PASS, Request, Results, required
-from ..engines import Engine, resolve
+from ..engines import FusedEngine, resolve
 from ..engines.score_grad import ScoreGrad
 from .exchange import Plan, Wants, visit_keys
 from .pairs import cut, local_tiling, state_of
@@ -34,7 +34,7 @@ class Job:
     plan: Plan
     wants: Wants
     spans: list[tuple[range, slice]]  # global positions of the rows, and their place in q
-    engine: Engine
+    engine: FusedEngine
     factors: Factors  # q and k of this rank, one batch axis; score and mask of the global matrix
     request: Request  # v and u of this rank; keys, rows, cols and tiling in global positions
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from .. import __version__
-from ..core.api import check_tensors, normalize_inputs
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
 from ..core.result_cache import check_fits
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
 from ..core.torch_state import in_functorch, is_tracing, without_autocast
 from ..core.weights import Weights
-from ..engines import Engine, Reference, get_engine
+from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
-from .exchange import GATHERED_BYTES, Plan
+from .exchange import Plan
 from .handshake import agree, describe
 from .pairs import hidden_from_all, visible_span
 from .passes import Job, compute, vjp
-from .shards import Shards, Split, contiguous, runs_of
 from .transport import Ranks
 
-__all__ = ["ShardedWeights", "shard_weights"]
+__all__ = ["ShardedWeights", "engine_of", "nan_error"]
 
 
 class ShardedWeights(Weights):
@@ -113,9 +109,9 @@ class ShardedWeights(Weights):
                 "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
                 "_wants": wants,
             }
-            records = agree(plan.ranks, what, record, _nan_in(plan, factors, v=request.v, u=request.u))
+            records = agree(plan.ranks, "this request", record, nan_error(plan, factors, v=request.v, u=request.u))
             of_ranks = [_by_rank(plan, record["_wants"]) for record in records]
-            job = Job(plan, of_ranks, spans, _engine(self._engine), factors, request)
+            job = Job(plan, of_ranks, spans, engine_of(self._engine), factors, request)
             if not requires_grad:
                 return without_autocast(factors.q, lambda: compute(job, cached))
             spec, tensors = flatten((factors, request))
@@ -222,11 +218,12 @@ class _OnEveryRank(torch.autograd.Function):
         return g[:, :, place], None, None, None
 
 
-def _engine(name: str) -> Engine:
+def engine_of(name: str) -> FusedEngine:
+    """The engine that computes pieces of keys; one that holds all weights is refused."""
     engine = get_engine(name)
-    if isinstance(engine, Reference):
-        raise ValueError('engine="reference" holds all weights and has no ranks; use "auto" or "blockwise".')
-    return engine
+    if engine.plain:
+        raise ValueError(f'engine="{name}" holds all weights and has no ranks; use "auto" or "blockwise".')
+    return fused_engine(engine)
 
 
 def _call_name(request: Request) -> str:
@@ -256,7 +253,7 @@ def _by_rank(plan: Plan, wants: list[Any]) -> list[list[tuple[int, int]]]:
     return [[tuple(next(rest)) for _ in pieces] for pieces in plan.pieces]  # type: ignore[misc]
 
 
-def _nan_in(plan: Plan, factors: Factors, **tensors: Tensor | None) -> ValueError | None:
+def nan_error(plan: Plan, factors: Factors, **tensors: Tensor | None) -> ValueError | None:
     """An error that names a tensor with nan, in rows or in keys that some row sees."""
     for name, t in tensors.items():
         if t is None or not bool(t.detach().isnan().any()):
@@ -271,115 +268,3 @@ def _nan_in(plan: Plan, factors: Factors, **tensors: Tensor | None) -> ValueErro
                 position = run.start + int(nan.any(0).nonzero()[0])
                 return ValueError(f"{name} is nan at position {position}")
     return None
-
-
-def shard_weights(q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: str, mesh: Any) -> ShardedWeights:
-    """The matrix over the ranks of a mesh, from this rank's queries and keys.
-
-    Raises:
-        RankError: Ranks do not agree, or one of them has a wrong input; the same on every rank.
-        ValueError: There is no process group, or the mesh has several axes.
-    """
-    shards = mesh if isinstance(mesh, Shards) else Shards(mesh)
-    ranks = Ranks(_group_of(shards.mesh), float(shards.timeout))
-    with ranks.together("weights()"):
-        record: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
-            record, q, k = _record(q, k, score, mask, align, engine, shards)
-            if (fault := ranks.check_store()) is not None:
-                raise RuntimeError(fault)
-        except Exception as raised:
-            error = raised
-        records = agree(ranks, "weights()", record, error)
-        plan, factors, error = None, None, None
-        try:
-            plan = _plan(ranks, records, shards, q, k)
-            factors = _factors(plan, q, k, score, mask, align)
-            folded = factors.folded()
-            error = _nan_in(plan, folded, q=folded.q, k=folded.k)
-        except Exception as raised:
-            error = raised
-        agree(ranks, "weights()", {}, error)
-        assert plan is not None
-        assert factors is not None
-    return ShardedWeights(factors, engine, plan=plan, one_head=q.ndim == 2 and k.ndim == 2)
-
-
-def _group_of(mesh: Any) -> Any:
-    """The process group of a mesh of one axis."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        raise ValueError(
-            "mesh= needs a process group; call torch.distributed.init_process_group first, or start with torchrun."
-        )
-    if isinstance(mesh, torch.distributed.ProcessGroup):
-        return mesh
-    if not hasattr(mesh, "get_group"):
-        raise TypeError(f"mesh must be a DeviceMesh, a ProcessGroup or Shards(mesh, ...); got {type(mesh).__name__}.")
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh must have one axis, that of the sequence; got {mesh.ndim} axes. Take one: mesh['name']."
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {torch.distributed.get_rank()} is not part of the mesh of {mesh.size()} ranks.")
-    return mesh.get_group()
-
-
-def _record(
-    q: Any, k: Any, score: Any, mask: Any, align: Any, engine: str, shards: Shards
-) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """What this rank tells the others about its inputs."""
-    q, k = check_tensors(q=q, k=k)
-    _engine(engine)
-    rows = None if shards.rows is None else runs_of(shards.rows, "Shards(rows)")
-    keys = rows if shards.keys is None else runs_of(shards.keys, "Shards(keys)")
-    for name, runs, t in (("rows", rows, q), ("keys", keys, k)):
-        if runs is not None and sum(map(len, runs)) != t.shape[-2]:
-            raise ValueError(
-                f"Shards({name}) has {sum(map(len, runs))} positions and {'q' if name == 'rows' else 'k'} "
-                f"{t.shape[-2]}. Keys of their own: Shards(mesh, rows=..., keys=...)."
-            )
-    record = {
-        "version": __version__,
-        "dtype": str(q.dtype),
-        "device": q.device.type,
-        "shape of q without its length": [*q.shape[:-2], q.shape[-1]],
-        "shape of k without its length": [*k.shape[:-2], k.shape[-1]],
-        "score": describe(score),
-        "mask": describe(mask),
-        "align": align,
-        "engine": engine,
-        "requires_grad": [q.requires_grad, k.requires_grad],
-        "exchange": shards.exchange,
-        "timeout": shards.timeout,
-        "kind of positions": [rows is not None, keys is not None],
-        "_lengths": [q.shape[-2], k.shape[-2]],
-        "_rows": None if rows is None else [[run.start, run.stop] for run in rows],
-        "_keys": None if keys is None else [[run.start, run.stop] for run in keys],
-    }
-    return record, q, k
-
-
-def _plan(ranks: Ranks, records: list[dict[str, Any]], shards: Shards, q: Tensor, k: Tensor) -> Plan:
-    splits = []
-    for n, name in enumerate(("_rows", "_keys")):
-        if records[0][name] is None:
-            runs = contiguous([record["_lengths"][n] for record in records])
-        else:
-            runs = [[range(*run) for run in record[name]] for record in records]
-        splits.append(Split(runs, f"Shards({name[1:]})"))
-    rows, keys = splits
-    per_key = math.prod((*k.shape[:-2], k.shape[-1])) * k.element_size()
-    small = per_key * keys.length <= GATHERED_BYTES
-    return Plan(ranks, rows, keys, keys.pieces(), shards.exchange == "gather" or (shards.exchange == "auto" and small))
-
-
-def _factors(plan: Plan, q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
-    """Factors with this rank's queries and keys; score and mask are checked and broadcast against the global matrix."""
-    # Tensors of the global shape without memory: no rank has all queries.
-    standing = [x.detach().new_empty(1).expand(*x.shape[:-2], n, x.shape[-1])
-                for x, n in ((q, plan.rows.length), (k, plan.keys.length))]  # fmt: skip
-    factors = normalize_inputs(standing[0], standing[1], score, mask, align)
-    local = [x.unsqueeze(0) if x.ndim == 2 else x for x in (q, k)]
-    local = [x.expand(*factors.batch, *x.shape[-3:]) for x in local]
-    return replace_fields(factors, q=local[0], k=local[1])

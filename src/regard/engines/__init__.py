@@ -37,9 +37,12 @@ class FusedEngine(Engine, Protocol):
     """An engine that computes a `Problem` in linear memory, and has a backward of its own."""
 
     #: Whether the gradient of y is taken in its own type, not in float32.
-    narrow: bool
+    keeps_grad_dtype: bool
 
     def prepare(self, factors: Factors) -> Problem: ...
+
+    def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
+        """The row results, `norm` among them, that every pass over the keys has at no measurable cost."""
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
@@ -61,7 +64,7 @@ class Auto:
 
     name = "auto"
     plain = False
-    narrow = False
+    keeps_grad_dtype = False
 
     def prepare(self, factors: Factors) -> Problem:
         return factors.problem()
@@ -73,6 +76,9 @@ class Auto:
 
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
         return self.pick(problem, request).compute(problem, request, names, cached)
+
+    def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
+        return self.pick(problem, request).free_outputs(problem, request)
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]

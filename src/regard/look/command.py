@@ -17,6 +17,7 @@ from .command_input import Input, cut_note, cut_of, read_input, read_text
 from .console import (
     HINT_LETTERS,
     colours,
+    command_hint,
     file_errors,
     print_news,
     print_result,
@@ -182,16 +183,17 @@ def _overview_hint(args: argparse.Namespace, summary: Overview) -> str:
     plain = [n for n, label in enumerate(labels) if not is_special(label)]
     word = name_of(labels, summary.ties[0].word if summary.ties else next(iter(plain), 0))
     merge = " --merge" if args.merge else ""
-    return f"Next, one word: regard look {_same_input(args)} --word {shell_quote(word)}{merge}"
+    return command_hint("Next, one word:", "regard look", *_same_input(args), f"--word {shell_quote(word)}{merge}")
 
 
 def _spotlight_hint(args: argparse.Namespace, lit: Spotlight) -> str:
     best = lit.heads[0]
-    same_word = f"{_same_input(args)} --word {shell_quote(args.word)}"
+    same_word = [*_same_input(args), f"--word {shell_quote(args.word)}"]
     group = lit.rows.groups[lit.position]
     if lit.layers[best.layer].values is None or group.stop - group.start > 1:
-        return f"Next, as a page: regard look {same_word} --out page.html"
-    return f"Next, number by number: regard walk {same_word} --layer {best.layer} --head {best.head}"
+        return command_hint("Next, as a page:", "regard look", *same_word, "--out page.html")
+    place = f"--layer {best.layer} --head {best.head}"
+    return command_hint("Next, number by number:", "regard walk", *same_word, place)
 
 
 def _write_file(args: argparse.Namespace, source: Input) -> None:
@@ -304,21 +306,21 @@ def _switched_on(names: str | None) -> set[str]:
 
 
 def _walk_hint(args: argparse.Namespace) -> str:
-    same_word = f"{_same_input(args)} --word {shell_quote(args.word)}"
+    same_word = [*_same_input(args), f"--word {shell_quote(args.word)}"]
     if args.projections or args.text.endswith(".regard"):
-        return f"Next, the whole picture: regard look {same_word}"
+        return command_hint("Next, the whole picture:", "regard look", *same_word)
     if args.basic:
-        return f"Next, with trained queries and keys: regard walk {same_word} --with q,k"
-    return f"Next, without anything trained: regard walk {same_word} --basic"
+        return command_hint("Next, with trained queries and keys:", "regard walk", *same_word, "--with q,k")
+    return command_hint("Next, without anything trained:", "regard walk", *same_word, "--basic")
 
 
-def _same_input(args: argparse.Namespace) -> str:
+def _same_input(args: argparse.Namespace) -> list[str]:
     """The arguments that name the same model and text again."""
     text = args.text if len(args.text) <= HINT_LETTERS else args.text[:HINT_LETTERS] + "…"
-    command = shell_quote(text)
-    command += f" --model {shell_quote(args.model)}" if args.model else ""
-    command += f" --decoder-text {shell_quote(args.decoder_text)}" if args.decoder_text else ""
-    return command + (" --cut" if args.cut else "")
+    command = [shell_quote(text)]
+    command += [f"--model {shell_quote(args.model)}"] if args.model else []
+    command += [f"--decoder-text {shell_quote(args.decoder_text)}"] if args.decoder_text else []
+    return command + (["--cut"] if args.cut else [])
 
 
 # Arguments.

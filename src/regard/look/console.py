@@ -9,9 +9,18 @@ import shutil
 import sys
 from collections.abc import Iterator
 
-from .token_text import printable
+from .token_text import cell_width, printable
 
-__all__ = ["colours", "file_errors", "print_news", "print_result", "progress", "shell_quote", "terminal_width"]
+__all__ = [
+    "colours",
+    "command_hint",
+    "file_errors",
+    "print_news",
+    "print_result",
+    "progress",
+    "shell_quote",
+    "terminal_width",
+]
 
 #: Letters of a text that a hint repeats, at most.
 HINT_LETTERS = 120
@@ -85,6 +94,25 @@ def file_errors(path: str) -> Iterator[None]:
         if error.strerror is None:
             raise
         raise OSError(f"{printable(path)}: {error.strerror.lower()}.") from error
+
+
+def command_hint(what: str, *command: str) -> str:
+    """A command to type next; one that is too long for the terminal is broken between its arguments only.
+
+    The lines end in a backslash, so that they can be pasted as they are.
+    """
+    line = " ".join([what, *command])
+    if cell_width(line) <= terminal_width():
+        return line
+    lines, used = [f"{what}\n  {command[0]}"], cell_width(command[0]) + 2
+    for part in command[1:]:
+        used += cell_width(part) + 1
+        if used > terminal_width() - 2:
+            lines.append(part)
+            used = cell_width(part) + 4
+        else:
+            lines[-1] += f" {part}"
+    return " \\\n    ".join(lines)
 
 
 def shell_quote(text: str) -> str:

@@ -16,14 +16,24 @@ from torch import Tensor
 from ..core.weights import Weights
 from ..recorder import Recording
 from ..recorder.slicing import span_of
+from .dot_head import max_map
 from .ranking import peaks_beyond_received
-from .token_text import is_special, printable
+from .token_text import is_special, printable, unknown_text
 
 if TYPE_CHECKING:
     from ..core.weights import Statistics
     from ..recorder.recording import Layer
 
-__all__ = ["LayerView", "Subject", "all_layers", "batch_note", "check_head", "layers_of", "select_layers"]
+__all__ = [
+    "LayerView",
+    "Subject",
+    "all_layers",
+    "batch_note",
+    "check_head",
+    "layers_of",
+    "select_layers",
+    "unknown_note",
+]
 
 #: What can be looked at, a training history apart.
 Subject = Recording | Weights
@@ -78,6 +88,11 @@ class LayerView:
         return self.kind == "self" and self.rows == self.cols
 
     @property
+    def writes(self) -> bool:
+        """Whether rows are words that a decoder has read, from its start token on: each chooses the word after it."""
+        return self.kind == "cross" and self.rows != self.cols and len(self.rows) > 1 and is_special(self.rows[0])
+
+    @property
     def special(self) -> list[bool]:
         """Which columns are special tokens."""
         return [is_special(token) for token in self.cols]
@@ -118,7 +133,11 @@ class LayerView:
     @functools.cached_property
     def summary(self) -> Statistics:
         """Row and column statistics and the map of every head of a long input, in one pass."""
-        return self.weights.see("entropy", "peak", "received", pool=self.tiles)
+        return self.weights.see("entropy", "peak", "received", "lse", pool=self.tiles)
+
+    def max_map(self, heads: list[int]) -> Tensor:
+        """The largest weight in every tile of a long input, of some heads: what the sums of the map hide."""
+        return max_map(self.pick(heads), *self.tiles, self.summary.lse[heads])
 
     @functools.cached_property
     def first_settled_row(self) -> int:
@@ -214,6 +233,19 @@ def batch_note(subject: Subject, item: int) -> list[str]:
     else:
         batch = max((layer.shape[0] for layer in subject.layers), default=1)
     return [f"Sequence {item % batch} of a batch of {batch}."] if batch > 1 else []
+
+
+def unknown_note(layers: list[LayerView]) -> list[str]:
+    """A note that the model does not know some tokens of the first layer's sequences; no note if it knows all."""
+    sequences = dict.fromkeys(tokens for tokens in layers[0].weights.tokens if tokens)
+    notes = []
+    for tokens in sequences:
+        if count := sum(unknown_text(token) is not None for token in tokens):
+            notes.append(
+                f"{count:,} of {len(tokens):,} tokens are unknown to this model, which sees one and the same token in "
+                "their places; shown is the text they stand for."
+            )
+    return notes
 
 
 def select_layers(layers: list[LayerView], layer: int | str | None, head: int | None = None) -> list[LayerView]:

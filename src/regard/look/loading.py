@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recorder import Recording, record
-from .token_text import bare, is_special, printable, word_slices
+from .token_text import bare, is_special, printable, unknown_token, word_slices
 
 __all__ = ["BUNDLED", "LoadedModel", "as_loaded", "load_model", "look_at"]
 
@@ -152,15 +152,27 @@ class TransformersModel(LoadedModel):
         raw = [str(token) for token in self.tokenizer.convert_ids_to_tokens(ids[0].tolist())]
         return pieces(raw, getattr(self.tokenizer, "backend_tokenizer", None))
 
+    def _tokens_of(self, ids: Tensor, text: str) -> list[str]:
+        """The tokens of a text; those that the model does not know carry the text they stand for."""
+        tokens, unknown = self.tokens(ids), self.tokenizer.unk_token
+        if unknown not in tokens or not self.tokenizer.is_fast:
+            return tokens
+        with _quiet():
+            spans = self.tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+        return [
+            unknown_token(token, text[slice(*span)]) if token == unknown else token
+            for token, span in zip(tokens, spans, strict=False)
+        ]
+
     def look_at(self, text: str, *, decoder_text: str | None = None, cut: bool = False) -> Recording:
         source = self.ids(text, cut)
         if not self.encoder_decoder:
             if decoder_text is not None:
                 raise ValueError(f"{printable(self.name)} has no decoder: leave out the text of one (--decoder-text).")
-            return self._record(lambda: self.model(input_ids=source), self.tokens(source))
+            return self._record(lambda: self.model(input_ids=source), self._tokens_of(source, text))
         target = self._decoder_ids(source, decoder_text)
         run = lambda: self.model(input_ids=source, decoder_input_ids=target)  # noqa: E731
-        return self._record(run, (self.tokens(source), self.tokens(target)))
+        return self._record(run, (self._tokens_of(source, text), self.tokens(target)))
 
     def _decoder_ids(self, source: Tensor, text: str | None) -> Tensor:
         """The ids that the decoder reads, (1, t): its start token and a text, or what the model writes itself."""
@@ -194,7 +206,7 @@ class TrainedModel(LoadedModel):
 
     def tokens(self, ids: Tensor) -> list[str]:
         tokenizer = self.trained.tokenizer
-        return pieces([tokenizer.id_to_token(n) for n in ids[0].tolist()], tokenizer)
+        return pieces([tokenizer.id_to_token(n) or "" for n in ids[0].tolist()], tokenizer)
 
     def look_at(self, text: str, *, decoder_text: str | None = None, cut: bool = False) -> Recording:
         ids = self.ids(text, cut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ..core.indexing import At
 
@@ -13,7 +13,39 @@ if TYPE_CHECKING:
 
     from .word_vectors import WordVectors
 
-__all__ = ["ViewOptions"]
+__all__ = ["Selection", "ViewChanges", "ViewChoices", "ViewOptions"]
+
+
+class Selection(TypedDict):
+    """Which layers, heads and words of a view are shown."""
+
+    layer: int | str | None
+    head: int | None
+    item: int
+    hide_special: bool
+    merge: bool
+
+
+class ViewChoices(TypedDict, total=False):
+    """`ViewOptions` as keywords beside `word`."""
+
+    target: str | int | None
+    layer: int | str | None
+    head: int | None
+    item: int
+    hide_special: bool
+    merge: bool
+    title: str | None
+    model: str | None
+    word_vectors: WordVectors | None
+    values: Tensor | None
+    notes: Sequence[str]
+
+
+class ViewChanges(ViewChoices, total=False):
+    """`ViewOptions` as keywords."""
+
+    word: str | int | At | None
 
 
 @dataclass(frozen=True)
@@ -72,7 +104,7 @@ class ViewOptions:
         return f"{self.word.word}:{self.word.nth}" if isinstance(self.word, At) else self.word
 
     @property
-    def selection(self) -> dict[str, Any]:
+    def selection(self) -> Selection:
         """The arguments that choose layers, heads and words, as `spotlight` and `overview` take them.
 
         Example:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..recorder.head_metrics import BY
-from .layers import LayerView, Subject, batch_note, layers_of, select_layers
+from .layers import LayerView, Subject, batch_note, layers_of, select_layers, unknown_note
 from .ranking import beyond_habit, beyond_sample, nan_note, sort_key
 from .token_groups import TokenGroups, group_tokens
 from .token_text import is_special, resolve
@@ -52,6 +52,13 @@ class Spotlight:
     alone: bool  # whether there is no other word; heads are then ranked by their largest weight
     layers: dict[int, LayerView]
     notes: list[str]
+
+    @property
+    def next_word(self) -> str | None:
+        """The word that the lit row of a decoder chooses: the one after it; None for any other row."""
+        rows = self.rows.labels
+        writes = next(iter(self.layers.values())).writes and self.position + 1 < len(rows)
+        return rows[self.position + 1] if writes else None
 
     def headline_key(self, n: int) -> int | None:
         """The word to name in the headline of the n-th shown head: the target, or the word that the lit one is tied to.
@@ -121,7 +128,11 @@ def spotlight(
         target=key,
         alone=alone,
         layers=by_index,
-        notes=[*batch_note(subject, item), *nan_note(sum(tie.weight != tie.weight for tie in ranking), len(ranking))],
+        notes=[
+            *batch_note(subject, item),
+            *unknown_note(layers),
+            *nan_note(sum(tie.weight != tie.weight for tie in ranking), len(ranking)),
+        ],
     )
 
 
@@ -249,7 +260,7 @@ def overview(
     cols = group_tokens(first.cols, hide_special=hide_special, merge=merge)
     ties, nan_heads = _word_ties(alike, rows, cols, head)
     heads = sum(view.heads for view in alike) if head is None else len(alike)
-    notes = [*batch_note(subject, item), *nan_note(nan_heads, heads)]
+    notes = [*batch_note(subject, item), *unknown_note(alike), *nan_note(nan_heads, heads)]
     return Overview(layers, rows, cols, ties, _head_metrics(alike) if metrics else {}, notes)
 
 

@@ -26,9 +26,11 @@ from .token_text import cell_width, clip, printable
 
 __all__ = ["svg"]
 
-_INK, _PALE, _GROUND = "#1b1b1f", "#6b6b76", "#ffffff"
-#: Two heads: an orange and a blue that colour-blind readers tell apart, dark enough for print.
-_HUES = ("#c2500a", "#1f5fa8")
+_INK, _PALE, _GROUND = "#1c2024", "#5d646c", "#ffffff"
+#: The first two heads in the colours of the page: an orange and a blue that colour-blind readers tell apart.
+_HUES = ("#c04a06", "#0a66ad")
+#: The shades of weights in the page, from 0 to 1; `page.css` has the same.
+_TINTS = ((250, 249, 246), (205, 222, 238), (122, 171, 214), (33, 104, 172), (8, 44, 96))
 _FONT = "'Helvetica Neue', Helvetica, Arial, 'Noto Sans', sans-serif"
 _SIZE = 13.0  # of letters, in user units
 _GAP = 10.0
@@ -139,7 +141,8 @@ class _Arcs:
     def _legend(self, top: float) -> None:
         for n, (tie, hidden) in enumerate(zip(self.lit.heads, self.lit.hidden, strict=True)):
             place = self.lit.layers[tie.layer].head_name(tie.head)
-            text = f"{place}{': ' if place else ''}“{_label(self.lit.word)}” "
+            text = f"{place}{': ' if place else ''}“{_label(self.lit.word)}”"
+            text += " " if self.lit.next_word is None else f", writing “{_label(self.lit.next_word)}” "
             if (key := self.lit.headline_key(n)) is None:
                 text += "looks at nothing"
             else:
@@ -260,13 +263,14 @@ class _Square:
         label_height = max(map(_width, across), default=0.0) * 0.85 + 10
         self.elements.append(_text(_MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
         y0 = top + 24 + label_height
-        most = max((x for row in cells for x in row if x == x), default=0.0)
+        # Weights have one scale, 0 to 1, as in the page; sums over tiles end at the largest.
+        most = 1.0 if exact else max((x for row in cells for x in row if x == x), default=0.0)
         for i, row in enumerate(cells):
             y = y0 + i * side
             bold = exact and i == lit
             self.elements.append(_text(left - 6, y + side * 0.72, names[i], 11, _INK, "end", bold=bold))
             for j, x in enumerate(row):
-                shade = (x / most if most > 0 else 0.0) ** 0.7
+                shade = (x / most if most > 0 else 0.0) ** 0.6
                 if shade >= 0.01:
                     self.elements.append(_rect(left + j * side, y, side, side, _dark(shade)))
             if bold:
@@ -284,10 +288,10 @@ class _Square:
         """The legend of the shades."""
         y = self.bottom + 16
         for n in range(10):
-            shade = ((n + 1) / 10) ** 0.7
+            shade = ((n + 1) / 10) ** 0.6
             self.elements.append(_rect(left + n * 10, y, 10, 8, _dark(shade)))
         what = "weight" if exact else "sum of the weights in a tile"
-        self.elements.append(_text(left + 106, y + 8, f"0 to {most:.3f}, {what}", 10.5, _PALE))
+        self.elements.append(_text(left + 106, y + 8, f"0 to {most:.3g}, {what}", 10.5, _PALE))
         self.bottom = y + 12
 
     def _description(self, place: str, cells: Any, exact: bool, rows: TokenGroups, cols: TokenGroups) -> str:
@@ -394,7 +398,7 @@ def _text(
 def _word(box: _Box, text: str, bold: bool) -> str:
     """A word in the middle of its box; a long one is stretched to the box, whatever font the reader has."""
     style = ' font-weight="700"' if bold else ""
-    style += f' textLength="{box.width:.1f}" lengthAdjust="spacingAndGlyphs"' if len(text) > 3 else ""
+    style += f' textLength="{box.width:.1f}" lengthAdjust="spacing"' if len(text) > 3 else ""
     style += ' direction="rtl" unicode-bidi="isolate"' if _right_to_left(text) else ""
     frame = _frame(box.x - 3, box.y - _SIZE, box.width + 6, _SIZE + 5, _INK, 1.0) if bold else ""
     place = f'x="{box.middle:.1f}" y="{box.y:.1f}" text-anchor="middle"'
@@ -410,7 +414,12 @@ def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
 
 
 def _dark(shade: float) -> str:
-    return f'fill="#14304f" fill-opacity="{shade:.3f}"'
+    """The colour of a shade, 0 to 1, as the page blends it."""
+    at = min(max(shade, 0.0), 1.0) * (len(_TINTS) - 1)
+    n = min(int(at), len(_TINTS) - 2)
+    return 'fill="#{:02x}{:02x}{:02x}"'.format(
+        *(round(a + (b - a) * (at - n)) for a, b in zip(_TINTS[n], _TINTS[n + 1], strict=True))
+    )
 
 
 def _frame(x: float, y: float, width: float, height: float, stroke: str, thick: float) -> str:

@@ -114,10 +114,11 @@ def note_lines(notes: list[str], width: int) -> list[Line]:
 
 def _headline(lit: Spotlight, n: int, width: int) -> str:
     key = lit.headline_key(n)
-    each = (width - 13) // 2
+    each = (width - 13) // (2 if lit.next_word is None else 4)
+    looking = quoted(lit.word, each) + ("" if lit.next_word is None else f", writing {quoted(lit.next_word, each)}")
     if key is None:
-        return f"{quoted(lit.word, each)} looks at nothing"
-    return f"{quoted(lit.word, each)} → {quoted(lit.cols.labels[key], each)} {format_number(lit.weights[n][key])}"
+        return f"{looking} looks at nothing"
+    return f"{looking} → {quoted(lit.cols.labels[key], each)} {format_number(lit.weights[n][key])}"
 
 
 def _sentence(lit: Spotlight, n: int, width: int) -> list[Line]:

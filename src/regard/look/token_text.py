@@ -21,6 +21,8 @@ __all__ = [
     "occurrence_suffix",
     "printable",
     "resolve",
+    "unknown_text",
+    "unknown_token",
     "word_slices",
 ]
 
@@ -30,6 +32,8 @@ _SPECIAL = re.compile(
     r"|<(bos|eos|pad|cls|sep|start|end)>|\[(BOS|EOS)\]|<(start|end)_of_\w{1,20}>",
     re.IGNORECASE,
 )
+#: A token that its model does not know, with the text that it stands for: "[UNK:字]".
+_UNKNOWN = re.compile(r"[\[<]unk:(.+)[\]>]", re.IGNORECASE | re.DOTALL)
 _SPACE_BEFORE = ("Ġ", "▁")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ENDINGS = frozenset(("t", "s", "d", "m", "re", "ve", "ll"))
@@ -41,9 +45,24 @@ def is_special(token: str) -> bool:
 
 
 def bare(token: str) -> str:
-    """A token without the marks of its tokenizer: "Ġcat" and "##cat" are "cat"."""
+    """A token without the marks of its tokenizer: "Ġcat" and "##cat" are "cat", "[UNK:字]" is "字"."""
+    if text := unknown_text(token):
+        return text
     text = token.removeprefix("##").lstrip("".join(_SPACE_BEFORE))
     return text or token
+
+
+def unknown_token(token: str, text: str) -> str:
+    """A token such as [UNK] together with the text that it stands for: "[UNK:字]"."""
+    return (
+        f"{token[:-1]}:{text}{token[-1]}" if text and _UNKNOWN.fullmatch(f"{token[:-1]}:{text}{token[-1]}") else token
+    )
+
+
+def unknown_text(token: str) -> str | None:
+    """The text that an unknown token stands for; None for any other token."""
+    named = _UNKNOWN.fullmatch(token)
+    return named.group(1) if named else None
 
 
 # Words of several tokens.

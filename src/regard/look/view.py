@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack, cast
 
 from .._io import atomic_write
-from .history import History, as_history, is_history
+from .history import History, HistoryLike, as_history, is_history
 from .layers import Subject
-from .options import ViewOptions
+from .options import ViewChanges, ViewOptions
 
 __all__ = ["View"]
 
@@ -33,8 +33,10 @@ class View:
         >>> view.save("cat.svg")                    # doctest: +SKIP
     """
 
-    def __init__(self, subject: Any, options: ViewOptions | None = None, **changes: Any) -> None:
-        self.subject: Subject | History = as_history(subject) if is_history(subject) else subject
+    def __init__(
+        self, subject: Subject | HistoryLike, options: ViewOptions | None = None, **changes: Unpack[ViewChanges]
+    ) -> None:
+        self.subject: Subject | History = as_history(subject) if is_history(subject) else cast(Subject, subject)
         self.options = replace(options or ViewOptions(), **changes)
 
     def html(self, fragment: bool = False) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ..core.types import MaskLike
 from .block import Block
 from .cache import Cache
 from .encoder_decoder import Decoder, Encoder
+from .options import BlockOptions, ModelOptions
 from .positions import Learned, Positions, Rotary, as_positions
 from .probe import Probe
 
@@ -57,7 +58,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, context: int = 64,
-        dropout: float = 0.0, positions: str | Positions | None = "rotary", **block: Any,
+        dropout: float = 0.0, positions: str | Positions | None = "rotary", **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim, context)
@@ -130,11 +131,11 @@ class Translator(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, dropout: float = 0.0,
-        positions: str | Positions | None = "rotary", **block: Any,
+        positions: str | Positions | None = "rotary", **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim)
-        options = {"dropout": dropout, "positions": kind if isinstance(kind, Rotary) else None, **block}
+        options: BlockOptions = {"dropout": dropout, "positions": kind if isinstance(kind, Rotary) else None, **block}
         self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)
         self.encoder = Encoder(dim, heads, layers, **options)
         self.decoder = Decoder(dim, heads, layers, **options)

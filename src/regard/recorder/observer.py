@@ -25,8 +25,9 @@ from .hooks.call_site import CallSite, called_by, calling_module, module_stack, 
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import CAPTURED, ModelHooks
 from .kv_cache import CannotStitch
+from .layer import Layer, row_statistics
 from .passes import Call, OpenPass, with_encoders
-from .recording import Layer, Pass, Recording, row_statistics
+from .recording import Pass, Recording
 from .spill import Spill
 from .tokens import EmbeddedIds, label
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.masks import Geometry
+from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
 from .hooks import seams, tap
 from .hooks.call_site import CallSite, calling_module
@@ -152,7 +153,7 @@ class Watch:
             warnings.warn(text, RefusedWarning, stacklevel=2)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+        if not (model.training and torch.is_grad_enabled()) or in_backward():
             return
         self.step += 1
         self.fresh = False

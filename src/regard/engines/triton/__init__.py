@@ -98,7 +98,7 @@ class Triton:
     name = "triton"
     plain = False
     #: The gradient of y stays in its own dtype, and `row_dot` computes its part of delta.
-    narrow = True
+    keeps_grad_dtype = True
 
     def prepare(self, factors: Factors) -> Problem:
         return factors.problem()
@@ -116,6 +116,9 @@ class Triton:
         if 0 in (*problem.shape, problem.q.shape[-1]):
             return blockwise.ENGINE.compute(problem, request, names, cached)
         return _compute(problem, request, names, cached)
+
+    def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
+        return "norm", "lse", "max_score", "entropy"
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ...core.block import MatrixBlock
 from ...core.problem import Factors
+from ..dot_head import max_map, why_not_exact
 from ..layers import LayerView
 from ..token_text import printable
 from .content import PageContent, Start
 from .format import Packer
 
-__all__ = ["layer_headers"]
+__all__ = ["layer_headers", "thumbnails"]
 
 #: Bytes of queries, keys and values up to which they are stored in float32.
 EXACT_BYTES = 100_000
@@ -22,13 +23,21 @@ EXACT_BYTES = 100_000
 EXACT_ROWS = 24
 
 
-def layer_headers(content: PageContent, start: Start) -> list[dict[str, Any]]:
-    """The header of every layer; its arrays go into the packer."""
+def layer_headers(content: PageContent, start: Start, computed: set[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The header of every layer; its arrays go into the packer.
+
+    Args:
+        content: The layers and heads of the page.
+        start: Where it begins.
+        computed: The (layer, head) pairs of long inputs whose weights the page computes itself.
+    """
     exact = 2 * content.vector_bytes(content.with_vectors) <= EXACT_BYTES
-    return [_layer_header(content, n, start, exact) for n in range(len(content.layers))]
+    return [_layer_header(content, n, start, exact, computed) for n in range(len(content.layers))]
 
 
-def _layer_header(content: PageContent, n: int, start: Start, exact: bool) -> dict[str, Any]:
+def _layer_header(
+    content: PageContent, n: int, start: Start, exact: bool, computed: set[tuple[int, int]]
+) -> dict[str, Any]:
     view, held = content.layers[n], content.held[n]
     header: dict[str, Any] = {
         "name": view.name,
@@ -42,11 +51,33 @@ def _layer_header(content: PageContent, n: int, start: Start, exact: bool) -> di
     if held and view.long:
         word = start.word if start.stack == content.stack_of[n] else None
         header["long"] = _long_arrays(content, view, held, word)
+        if not computed >= {(n, h) for h in held}:
+            header["long"]["exact"] = content.packer.add(view.pick(held)[..., header["long"]["rows"], :])  # h row j
     elif held:
         header |= _short_arrays(content, view, held)
         if content.with_vectors[n]:
             header |= _vector_arrays(content.packer, view, content.with_vectors[n], exact)
     return header
+
+
+#: Cells a side of a thumbnail, at most, and weights of a layer up to which it shows the largest weight of every cell.
+THUMBNAIL, MAX_CELLS = 48, 2**31
+
+
+def thumbnails(content: PageContent, view: LayerView, held: list[int]) -> int | None:
+    """The pattern of every head of a layer, (h, rows, cols), if the page does not hold all of them; else None.
+
+    A number is the root of the largest weight of a cell, in 255 steps. Of a layer with too many weights for another pass
+    it is the root of the share of a row, which the map has already.
+    """
+    if len(held) == view.heads:
+        return None
+    rows, cols = (min(n, THUMBNAIL) for n in view.sizes)
+    if view.weights.shape.numel() <= MAX_CELLS:
+        tiles = max_map(view.weights, rows, cols, view.summary.lse if view.long else None)
+    else:
+        tiles = view.weights.pool(rows, cols) * rows / view.sizes[0]
+    return content.packer.add((255 * tiles.clamp(0, 1).sqrt()).round(), "u1")
 
 
 # Short inputs.
@@ -56,7 +87,8 @@ def _short_arrays(content: PageContent, view: LayerView, held: list[int]) -> dic
     score = view.weights._factors.score
     w = view.pick(held).dense()
     content.nan_heads += _count_nan_heads(w)
-    return {"w": content.packer.add(w), "score": type(score).__name__, "sink": score.sink_logits is not None}
+    header = {"w": content.packer.add(w), "score": type(score).__name__, "sink": score.sink_logits is not None}
+    return header | _mask_arrays(content.packer, view.pick(held)._factors)
 
 
 def _count_nan_heads(x: Tensor) -> int:
@@ -89,22 +121,34 @@ def _vector_dtype(x: Tensor, exact: bool) -> str:
 
 
 def _score_arrays(packer: Packer, factors: Factors) -> dict[str, Any]:
-    """How scores follow from products: a scale, or the scores themselves where modifiers change them; and the mask."""
-    q, k, score = factors.q, factors.k, factors.score
-    problem = factors.problem()
-    block = MatrixBlock(slice(0, q.shape[-2]), slice(0, k.shape[-2]), problem.offset, q.device)
+    """How scores follow from products: a scale, or the scores themselves where modifiers change them."""
+    q, score = factors.q, factors.score
     header: dict[str, Any] = {}
     if (scale := score.product_scale(q.shape[-1])) is not None:
         header["scale"] = scale
-    if factors.mask is not None:
-        visible = factors.mask.visible(block)
-        visible = visible.expand(*visible.shape[:-2], q.shape[-2], k.shape[-2])
-        header["visible"] = packer.add(visible.reshape(-1, *visible.shape[-2:]), "u1")
-        header["mask_name"] = printable(repr(factors.mask), 80)
     if score.modifiers or "scale" not in header:
-        header["s"] = packer.add(problem.at(block).bare_scores(block)[0])  # before the mask
+        block = _all_cells(factors)
+        header["s"] = packer.add(factors.problem().at(block).bare_scores(block)[0])  # before the mask
         header["score_name"] = printable(repr(score), 80)
     return header
+
+
+def _mask_arrays(packer: Packer, factors: Factors) -> dict[str, Any]:
+    """Which cells may be seen, (heads or 1, i, j), and the name of the mask; nothing without a mask."""
+    if factors.mask is None:
+        return {}
+    q, k = factors.q, factors.k
+    visible = factors.mask.visible(_all_cells(factors))
+    visible = visible.expand(*visible.shape[:-2], q.shape[-2], k.shape[-2])
+    return {
+        "visible": packer.add(visible.reshape(-1, *visible.shape[-2:]), "u1"),
+        "mask_name": printable(repr(factors.mask), 80),
+    }
+
+
+def _all_cells(factors: Factors) -> MatrixBlock:
+    q, k = factors.q, factors.k
+    return MatrixBlock(slice(0, q.shape[-2]), slice(0, k.shape[-2]), factors.problem().offset, q.device)
 
 
 # Long inputs.
@@ -115,19 +159,20 @@ def _long_arrays(content: PageContent, view: LayerView, held: list[int], word: i
     (i, j), (rows, cols) = view.sizes, view.tiles
     summary, add = view.summary, content.packer.add
     content.nan_heads += _count_nan_heads(summary.received[held])
-    spare = content.long_bytes_per_head() - 4 * rows * cols - 12 * i - 4 * j
+    spare = content.long_bytes_per_head() - 6 * rows * cols - 12 * i - 4 * j
     count = int(max(1, min(EXACT_ROWS, spare // (4 * j))))
-    exact = _choose_rows(view.ties()[held].amax(0), word, count)
+    rows_shown = _choose_rows(view.ties()[held].amax(0), word, count)
     return {
         "tiles": [rows, cols],
         "pool": add(summary.pool[held]),
+        "max": add(view.max_map(held), "f2"),
+        "why": why_not_exact(view.weights),
         "entropy": add(summary.entropy[held]),
         "peak": add(summary.peak.values[held]),
         "peak_at": add(summary.peak.indices[held], "u4"),
         "received": add(summary.received[held]),
         "settled": view.first_settled_row,
-        "rows": exact,
-        "exact": add(view.pick(held)[..., exact, :]),  # h row j
+        "rows": rows_shown,
     }
 
 

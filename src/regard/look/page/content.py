@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..layers import LayerView
 from ..ranking import beyond_habit, beyond_received
-from ..token_text import is_special, join_tokens, printable, word_slices
+from ..token_text import bare, is_special, join_tokens, printable, unknown_text, word_slices
 from .format import Packer
 
 __all__ = ["PageContent", "Start"]
@@ -47,7 +48,7 @@ class PageContent:
         self.with_vectors: list[list[int]] = [[] for _ in layers]  # heads whose queries, keys and values are, too
         for view in layers:
             rows, cols = (self._sequence(t, n) for t, n in zip(view.weights.tokens, view.sizes, strict=True))
-            stack = {"same": view.same, "rows": rows, "cols": cols, "long": view.long}
+            stack = {"same": view.same, "rows": rows, "cols": cols, "long": view.long, "writes": view.writes}
             if stack not in self.stacks:
                 self.stacks.append(stack)
             self.stack_of.append(self.stacks.index(stack))
@@ -74,6 +75,9 @@ class PageContent:
         texts = []
         for tokens in dict.fromkeys(t for view in self.layers for t in reversed(view.weights.tokens) if t):
             plain = [token for token in tokens[:400] if not is_special(token)]
+            if plain and all(re.fullmatch(r"\d+,\d+", token) for token in plain):
+                texts.append(f"An image of {sum(not is_special(token) for token in tokens):,} patches")
+                continue
             texts.append(printable(" ".join(join_tokens(plain[group]) for group in word_slices(plain)), 160))
         if texts:
             return " → ".join(texts[:2])
@@ -144,15 +148,16 @@ class PageContent:
 
 def _sequence_header(tokens: Sequence[str] | None, length: int) -> dict[str, Any]:
     if tokens is None:
-        return {"length": length, "tokens": None, "special": [], "words": None}
+        return {"length": length, "tokens": None, "special": [], "unknown": [], "words": None}
     groups = word_slices(tokens)
     words = None
     if len(groups) < len(tokens):
         words = [[group.start, group.stop, printable(join_tokens(tokens[group]))] for group in groups]
     return {
         "length": length,
-        "tokens": [printable(token) for token in tokens],
+        "tokens": [printable(bare(token) if unknown_text(token) else token) for token in tokens],
         "special": [n for n, token in enumerate(tokens) if is_special(token)],
+        "unknown": [n for n, token in enumerate(tokens) if unknown_text(token)],
         "words": words,
     }
 
@@ -162,7 +167,7 @@ def _head_bytes(view: LayerView) -> tuple[float, float]:
     i, j = view.sizes
     if view.long:
         rows, cols = view.tiles
-        return 4.0 * rows * cols + 12 * i + 4 * j + 4 * 4 * j, 0.0  # the map, statistics, four exact rows
+        return 6.0 * rows * cols + 12 * i + 4 * j + 4 * 4 * j, 0.0  # the maps, statistics, four exact rows
     factors = view.weights._factors
     e = 0 if view.values is None else view.values.shape[-1]
     return 4.0 * i * j, 2.0 * (i * factors.q.shape[-1] + j * factors.k.shape[-1] + j * e)

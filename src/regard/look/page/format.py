@@ -12,15 +12,22 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "Packer"]
+__all__ = ["Packed", "Packer", "raw_bytes"]
 
 
 @dataclass
 class Packed:
-    """The content of a page: its title and one block of bytes."""
+    """The content of a page: its title, one block of bytes and, of long inputs, a second one that is read later."""
 
     title: str
     data: bytes
+    vectors: bytes = b""
+
+
+def raw_bytes(x: Tensor) -> bytes:
+    """The bytes of a tensor on the CPU, in the order of its elements."""
+    x = x.contiguous()
+    return ctypes.string_at(x.data_ptr(), x.nbytes) if x.numel() else b""
 
 
 class Packer:
@@ -40,8 +47,7 @@ class Packer:
         """Add an array; returns the number under which the page finds it."""
         flat = x.detach().to("cpu", self.DTYPES[dtype]).contiguous()
         planes = flat.reshape(-1, 1).view(torch.uint8).T if flat.element_size() > 1 else flat
-        planes = planes.contiguous()
-        raw = ctypes.string_at(planes.data_ptr(), planes.nbytes) if x.numel() else b""
+        raw = raw_bytes(planes)
         key = (f"{dtype}{tuple(x.shape)}", raw)
         if key not in self._numbers:
             self._numbers[key] = len(self._parts)
@@ -49,8 +55,8 @@ class Packer:
             self._parts.append(raw)
         return self._numbers[key]
 
-    def pack(self, header: dict[str, Any]) -> Packed:
+    def pack(self, header: dict[str, Any], vectors: bytes = b"") -> Packed:
         """The block: length of the header, header, arrays; deflated."""
         text = json.dumps({**header, "arrays": self._shapes}, allow_nan=False, separators=(",", ":")).encode()
         block = struct.pack("<I", len(text)) + text + b"".join(self._parts)
-        return Packed(header["title"], zlib.compress(block, 6))
+        return Packed(header["title"], zlib.compress(block, 6), vectors)

@@ -37,10 +37,13 @@ _PAGE = """\
 <script type="application/octet-stream" id="regard-style">{style}</script>
 <script type="application/octet-stream" id="regard-script">{script}</script>
 <script type="application/octet-stream" id="regard-data">{data}</script>
-<script type="module">{unpack}</script>
+{vectors}<script type="module">{unpack}</script>
 </body>
 </html>
 """
+
+#: Queries and keys of long inputs: megabytes that the first picture does not wait for.
+_VECTORS = '<script type="application/octet-stream" id="regard-vectors">{}</script>\n'
 
 #: Runs first: unpacks the style and the script.
 _UNPACK = """
@@ -61,12 +64,29 @@ try {
 
 #: The modules of the script, in the order in which they become one.
 _MODULES = (
-    "data", "numbers", "elements", "book", "page",
-    "spotlight", "walk", "play", "square", "overview", "long", "training", "views",
+    "data", "numbers", "elements", "stored", "exact", "book", "window", "page",
+    "sentence", "lines", "spotlight", "walk", "play", "square", "atlas", "overview",
+    "tiles", "rulers", "map", "long", "training", "views",
 )  # fmt: skip
 
-#: The height of the page in a notebook, in pixels; the frame can be resized.
+#: The height of the page in a notebook until the page says how tall it is, in pixels; the frame can be resized.
 HEIGHT = 760
+
+#: Beside the frame in a notebook: gives it the height of its page, and tells the page whether the notebook is dark. A
+#: frame without an origin can neither be measured from outside nor look at the notebook.
+_FIT = """
+(() => {
+  const frame = document.currentScript.previousElementSibling;
+  const { body } = document, light = body.dataset.jpThemeLight, name = body.className;
+  const theme = light ? (light === "true" ? "light" : "dark") : /vscode-dark|dark-theme/.test(name) ? "dark"
+    : /vscode-light|light-theme/.test(name) ? "light" : null;
+  addEventListener("message", ({ source, data }) => {
+    if (source !== frame.contentWindow || !(data?.regardHeight > 0)) return;
+    frame.style.height = `${Math.min(data.regardHeight, 2400)}px`;
+    if (theme) source.postMessage({ regardTheme: theme }, "*");
+  });
+})();
+"""
 
 
 def html(packed: Packed) -> str:
@@ -82,15 +102,17 @@ def html(packed: Packed) -> str:
         style=_base64(zlib.compress(style.encode(), 9)),
         script=_base64(zlib.compress(script.encode(), 9)),
         data=_base64(packed.data),
+        vectors=_VECTORS.format(_base64(packed.vectors)) if packed.vectors else "",
         unpack=_UNPACK,
     )
 
 
 def frame(page: str) -> str:
-    """The page as a notebook shows it: in a frame that may run its own script only."""
+    """The page as a notebook shows it: in a frame that may run its own script, write to the clipboard and download."""
     return (
-        f'<iframe sandbox="allow-scripts" srcdoc="{escaping.escape(page)}" '
+        f'<iframe sandbox="allow-scripts allow-downloads" allow="clipboard-write" srcdoc="{escaping.escape(page)}" '
         f'style="width:100%;height:{HEIGHT}px;border:0;resize:vertical" title="attention, shown by regard"></iframe>'
+        f"<script>{_FIT}</script>"
     )
 
 

@@ -1,7 +1,8 @@
 """The data of a page, packed: everything that its script shows, and no text of the subject outside of it.
 
 A short input is stored as it is: the weights of every head in float32, with queries, keys and values. A long one is
-stored as a pooled map, statistics of rows and columns and a few exact rows, never as i × j weights.
+stored as pooled maps, statistics of rows and columns, a few exact rows and, of the first heads, queries and keys from
+which the page computes exact weights; never as i × j weights.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import torch
 from ...core.weights import Weights
 from ...recorder.head_metrics import BY
 from ..history import History
-from ..layers import LayerView, Subject, all_layers, batch_note, layers_of
+from ..layers import LayerView, Subject, all_layers, batch_note, layers_of, unknown_note
 from ..options import ViewOptions
 from ..ranking import nan_note
 from ..token_text import printable
 from ..word_vectors import WordVectors
-from .arrays import layer_headers
+from .arrays import layer_headers, thumbnails
 from .content import PageContent
+from .exact import VectorBlock
 from .format import Packed
 from .start import find_start
 from .training import pack_history
@@ -43,9 +45,13 @@ def pack(subject: Subject | History, options: ViewOptions) -> Packed:
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none
-    content = PageContent(with_weights, [*batch_note(subject, options.item), *options.notes])
+    content = PageContent(
+        with_weights, [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes]
+    )
     start = find_start(subject, content, options)
     content.choose_heads(start)
+    vectors = VectorBlock()
+    vectors.add_heads(content, start)
     title = options.title if options.title is not None else content.title()
     header = {
         "kind": "attention",
@@ -53,16 +59,21 @@ def pack(subject: Subject | History, options: ViewOptions) -> Packed:
         "about": " · ".join([*([printable(options.model)] if options.model else []), *_sizes(layers, content)]),
         "sequences": content.sequences,
         "stacks": content.stacks,
-        "layers": layer_headers(content, start),
+        "layers": layer_headers(content, start, {(one["place"], one["head"]) for one in vectors.heads}),
         "start": asdict(start),
+        "vectors": vectors.heads,
         "metrics": _metrics(layers),
         # All layers, also those of which only statistics were recorded: they are in the overview alone.
         "all": [[v.index, v.name, v.heads, with_weights.index(v) if v in with_weights else None] for v in layers],
+        "thumbs": [
+            thumbnails(content, view, content.held[with_weights.index(view)]) if view in with_weights else None
+            for view in layers
+        ],
         "embedded": _word_vector_arrays(options.word_vectors, content),
         "refused": [[name or "(model)", reason] for name, reason in _refused(subject)],
     }
     content.notes += nan_note(content.nan_heads, sum(map(len, content.held)))
-    return content.packer.pack({**header, "notes": content.notes})
+    return content.packer.pack({**header, "notes": content.notes}, b"".join(vectors.parts))
 
 
 def _refused(subject: Subject) -> list[tuple[str, str]]:

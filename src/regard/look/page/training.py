@@ -21,6 +21,12 @@ def pack_history(history: History, title: str | None) -> Packed:
         if series := head_series(history, measure):
             table = [[values.get(step, math.nan) for step in steps] for values in series.values()]
             strips.append({"what": measure, "heads": list(series), "values": packer.add(torch.tensor(table))})
+    # Numbers of the run itself, such as the loss: their names have no layer and no head.
+    names = dict.fromkeys(name for _, numbers in history for name in numbers if "/" not in name)
+    curves = [
+        [name, packer.add(torch.tensor([float(numbers.get(name, math.nan)) for _, numbers in history]))]
+        for name in names
+    ]
     if not strips:
         raise ValueError(
             'a training history must have numbers named "layer/entropy_share/head" or "layer/max_score/head", as '
@@ -31,6 +37,7 @@ def pack_history(history: History, title: str | None) -> Packed:
         "title": title if title is not None else "Attention while training",
         "steps": steps,
         "strips": strips,
+        "curves": curves,
         "refused": [],
         "notes": [],
     }

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.torch_state import in_backward
 from . import tap
 from .call_site import looks_like_attention
 
@@ -109,7 +110,7 @@ class ModelHooks:
 
     def is_current(self) -> bool:
         """Whether this is the recording's thread, and not a checkpoint that recomputes in backward."""
-        return threading.get_ident() == self.thread and torch._C._current_graph_task_id() == -1
+        return threading.get_ident() == self.thread and not in_backward()
 
     def batch_size(self, rows: int) -> int | None:
         """The number of sequences in the running pass; see `tap.Listener.batch_size`."""
@@ -155,7 +156,7 @@ class ModelHooks:
                 self._at_boundary()
                 self.axes = first_axes(args, kwargs)
             self.depth += 1
-        elif threading.get_ident() != self.thread and torch._C._current_graph_task_id() == -1:
+        elif threading.get_ident() != self.thread and not in_backward():
             # A thread that has a recording of its own knows what it does.
             self.ran_elsewhere = self.ran_elsewhere or not tap.listeners()
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.pytree import tree_map
+from ...core.torch_state import in_backward
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask
 from . import tap
@@ -37,7 +38,7 @@ def _intercepted(own: Any) -> Any:
             return own(layer, q, k, v, mask, align, probe)
         with tap.suspended():
             y = own(layer, q, k, v, mask, align, probe)
-        if torch._C._current_graph_task_id() == -1:  # not a checkpoint that recomputes
+        if not in_backward():  # not a checkpoint that recomputes
             frame = sys._getframe(0)
             for listener in tap.listeners():
                 with tap.guarded(listener, frame):

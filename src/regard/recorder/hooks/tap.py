@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from .call_site import CallSite
     from .eager_attention import EagerTracker
 
+from ...core.torch_state import in_backward
+
 __all__ = [
     "FOLLOW_KEY",
     "RECORD_KEY",
@@ -233,7 +235,7 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
         if not (live := listeners()):
             _retain(live)  # a block that Ctrl-C ended left the key behind
-        elif torch._C._current_graph_task_id() == -1:
+        elif not in_backward():
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             _report(live, handler, call, out, sys._getframe(1))
         return out

@@ -1,12 +1,12 @@
 // The content of a page: sequences, stacks of layers, heads and their weights as words.
 
 import { largest, range, sum } from "./numbers.js";
-import { Stored } from "./long.js";
+import { Stored } from "./stored.js";
 
 export function openBook(header) {
   const sequences = header.sequences.map((s) => ({
-    ...s, special: new Set(s.special), label: (n) => (s.tokens ? s.tokens[n] : String(n)),
-    rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false,
+    ...s, special: new Set(s.special), unknown: new Set(s.unknown), label: (n) => (s.tokens ? s.tokens[n] : String(n)),
+    rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false, patches: s.tokens ? patchColumns(s) : 0,
   }));
   const stacks = header.stacks.map((s, n) => ({ ...s, n, rows: sequences[s.rows], cols: sequences[s.cols],
     heads: [] }));
@@ -32,7 +32,15 @@ function rightToLeft(tokens, special) {
   return false;
 }
 
-class Head {
+// How many patches an image has in a row, if the tokens are places of patches ("3,8"); 0 for words.
+function patchColumns({ tokens, special }) {
+  const skip = new Set(special), places = tokens.filter((_, n) => !skip.has(n)).map((text) => text.match(/^(\d+),(\d+)$/));
+  if (places.length < 4 || places.includes(null)) return 0;
+  const columns = Math.max(...places.map((place) => Number(place[2]))) + 1;
+  return places.every((place, n) => Number(place[1]) * columns + Number(place[2]) === n) ? columns : 0;
+}
+
+export class Head {
   constructor(header, layer, place, head, n, stack, id) {
     Object.assign(this, { header, layer, place, head, n, stack, id, i: stack.rows.length, j: stack.cols.length,
       sheets: new Map() });
@@ -42,7 +50,7 @@ class Head {
   // This head's part of one of its layer's arrays, (heads, a, b); heads may share values and keys.
   part(name) {
     const { held, with_vectors, per_value: v, per_key: k, [name]: ref } = this.layer;
-    const n = (name === "w" ? held : with_vectors).indexOf(this.head);
+    const n = (name === "w" || name === "visible" ? held : with_vectors).indexOf(this.head);
     if (ref === undefined || n < 0) return null;
     const [many, a, b] = this.header.shape(ref), sharing = { v, k }[name] ?? 1;
     const at = many === 1 ? 0 : sharing > 1 ? Math.floor(this.head / sharing) : n;
@@ -69,36 +77,44 @@ class Head {
     const key = `${options.hide}${options.merge}`;
     if (!this.sheets.has(key)) {
       const [rows, cols] = [reading(this.stack.rows, options), reading(this.stack.cols, options)];
-      this.sheets.set(key, new Sheet(rows, cols, rows.groups.map((group) => this.readRow(group, cols)), this.stack.same));
+      this.sheets.set(key, new Sheet(this, rows, cols, rows.groups.map((group) => this.readRow(group, cols))));
     }
     return this.sheets.get(key);
   }
   readRow([from, to], cols) {
-    const mean = (a, b) => {
-      let total = 0;
-      for (let i = from; i < to; i++) for (let j = a; j < b; j++) total += this.at(i, j);
-      return total / (to - from);
-    };
-    const row = Float64Array.from(cols.groups, ([a, b]) => mean(a, b));
-    const shown = sum(row), hidden = sum(cols.hidden.map((j) => mean(j, j + 1)));
+    const mean = new Float64Array(this.j), row = new Float64Array(cols.groups.length);
+    for (let i = from; i < to; i++) for (let j = 0, at = i * this.j; j < this.j; j++) mean[j] += this.w[at + j] / (to - from);
+    cols.groups.forEach(([a, b], n) => { for (let j = a; j < b; j++) row[n] += mean[j]; });
+    let hidden = 0;
+    for (const j of cols.hidden) hidden += mean[j];
+    const shown = sum(row);
     return hidden && shown ? row.map((x) => (x * (shown + hidden)) / shown) : row;
   }
 }
 
 // The weights of one head as they are read, and how much of them is habit.
 class Sheet {
-  constructor(rows, cols, w, same) {
-    Object.assign(this, { rows, cols, w, same, most: Math.max(...w.map((row) => row[largest(row)])), bests: [] });
+  constructor(head, rows, cols, w) {
+    Object.assign(this, { head, rows, cols, w, same: head.stack.same, bests: [] });
+  }
+  // Whether the mask forbids a word to look at another one, with all their tokens. A weight of 0 alone does not say so.
+  masked(i, j) {
+    const [a, b] = this.rows.groups[i], [c, d] = this.cols.groups[j];
+    for (let n = a; n < b; n++) for (let m = c; m < d; m++) if (this.head.visible(n, m)) return false;
+    return true;
   }
   // Sums and counts of what every word is given, and of what is given at every distance.
   get habits() {
     if (this._habits) return this._habits;
     const { w } = this, [m, n] = [w.length, this.cols.labels.length], zeros = (size) => new Float64Array(size);
     const to = zeros(n), seen = zeros(n), far = zeros(m + n), met = zeros(m + n);
-    w.forEach((row, i) => row.forEach((x, j) => {
-      if (!(x > 0)) return;
-      to[j] += x; seen[j]++; far[j - i + m] += x; met[j - i + m]++;
-    }));
+    w.forEach((row, i) => {
+      for (let j = 0; j < n; j++) {
+        const x = row[j];
+        if (!(x > 0)) continue;
+        to[j] += x; seen[j]++; far[j - i + m] += x; met[j - i + m]++;
+      }
+    });
     return (this._habits = { to, seen, far, met });
   }
   // The word that a row is tied to beyond habit: more than it gives that word, or that distance, anyway.
@@ -133,8 +149,10 @@ function reading(sequence, { hide, merge }) {
   const at = new Array(length).fill(-1);
   groups.forEach(([a, b], n) => { for (let t = a; t < b; t++) at[t] = n; });
   const labels = groups.map((g) => g[2]);
-  return { groups, at, labels, names: numbered(labels), hidden: range(length).filter(gone),
-    special: groups.map(([a]) => special.has(a)), rtl: sequence.rtl };
+  const inside = new Set(merge ? [] : (words ?? []).flatMap(([a, b]) => range(b - a - 1).map((n) => a + 1 + n)));
+  return { groups, at, labels, names: numbered(labels), hidden: range(length).filter(gone), rtl: sequence.rtl,
+    special: groups.map(([a]) => special.has(a)), unknown: groups.map(([a]) => sequence.unknown.has(a)),
+    inside: groups.map(([a]) => inside.has(a)), patches: merge ? 0 : sequence.patches };
 }
 
 // Words that occur several times get a number, as a subscript: the₁, the₂.
@@ -148,18 +166,19 @@ function numbered(labels) {
   });
 }
 
-// The heads for a word, the most telling first; two to begin with that look at different words.
-export function ranked({ stack, state }) {
+// The heads for the word that is shown, the most telling first; two to begin with that look at different words.
+export function ranked({ stack, state, row }) {
   const heads = stack.heads.filter((head) => state.layer === null || head.place === state.layer);
-  return heads.sort((a, b) => bestOf(b, state).beyond - bestOf(a, state).beyond || a.id - b.id);
+  const beyond = new Map(heads.map((head) => [head, bestOf(head, state, row).beyond]));
+  return heads.sort((a, b) => beyond.get(b) - beyond.get(a) || a.id - b.id);
 }
-export function bestOf(head, state) {
-  if (head.stack.long) return head.stored.best(state.word);
+export function bestOf(head, state, row) {
+  if (head.stack.long) return head.stored.best(row);
   const sheet = head.sheet(state);
-  return sheet.best(Math.max(0, sheet.rows.at[state.word]));
+  return sheet.best(Math.max(0, sheet.rows.at[row]));
 }
-export function firstTwo(heads, state) {
+export function firstTwo(heads, { state, row }) {
   if (heads.length < 2 || heads[0].stack.long) return heads.slice(0, 1);
-  const first = heads[0], other = heads.find((head) => bestOf(head, state).key !== bestOf(first, state).key);
-  return [first, other ?? heads[1]];
+  const key = (head) => bestOf(head, state, row).key, other = heads.find((head) => key(head) !== key(heads[0]));
+  return [heads[0], other ?? heads[1]];
 }

@@ -39,7 +39,19 @@ function numbers(bytes, { kind, count, offset }) {
   return kind === "u1" ? raw : Float32Array.from(new Uint16Array(raw.buffer), half);
 }
 
-function half(bits) {
+// The second block, queries and keys of long inputs: raw bytes, decoded in slices so that the page stays responsive.
+export async function readBlock(base64) {
+  const text = base64.trim(), size = 1 << 20;
+  const bytes = new Uint8Array((text.length / 4) * 3 - (text.endsWith("==") ? 2 : text.endsWith("=") ? 1 : 0));
+  for (let at = 0; at < text.length; at += size) {
+    const part = atob(text.slice(at, at + size)), from = (at / 4) * 3;
+    for (let n = 0; n < part.length; n++) bytes[from + n] = part.charCodeAt(n);
+    await new Promise((done) => { setTimeout(done, 0); });
+  }
+  return bytes.buffer;
+}
+
+export function half(bits) {
   const sign = bits & 0x8000 ? -1 : 1, exponent = (bits >> 10) & 31, fraction = bits & 1023;
   if (exponent === 31) return fraction ? NaN : sign * Infinity;
   return sign * (exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : 2 ** -14 * (fraction / 1024));

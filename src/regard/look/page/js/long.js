@@ -1,92 +1,94 @@
-// Long inputs: a map, numbers of rows and columns, the strongest links, exact rows.
-// The views ask the source alone: here it is the data of the page, and a server could answer `pool` and `row` for any part.
+// Long inputs: the map, numbers of the rows and columns in its window, the strongest links, any row.
 
-import { clamp, count, largest, sum, weightText } from "./numbers.js";
-import { el, heat, lane, lanes, shade, svg, table, word } from "./elements.js";
-import { headChoice, stackChoice } from "./page.js";
-import { legend } from "./square.js";
+import { clamp, count, edge, largest, sum, weightText } from "./numbers.js";
+import { choice, el, lane, lanes, svg, table, tick, word } from "./elements.js";
+import { fitChoice, headChoice, stackChoice } from "./page.js";
+import { topOf } from "./stored.js";
+import { MatrixMap, complete, named } from "./map.js";
 
-export class Stored {
-  constructor(head) {
-    const { header, layer: { long, held } } = head, n = held.indexOf(head.head), [r, c] = long.tiles;
-    const part = (name, size) => header.array(long[name]).subarray(n * size, (n + 1) * size);
-    Object.assign(this, { head, rows: long.rows, tiles: long.tiles, map: part("pool", r * c),
-      exact: part("exact", long.rows.length * head.j) });
-    Object.assign(this, { entropy: part("entropy", head.i), peak: part("peak", head.i), peakAt: part("peak_at", head.i),
-      received: part("received", head.j), settled: long.settled });
-  }
-  // What the rows of a tile give its columns, a row on average.
-  share(a, b) {
-    const [r, c] = this.tiles, { i } = this.head;
-    return this.map[a * c + b] / Math.max(1, edge(a + 1, r, i) - edge(a, r, i));
-  }
-  // The share that gets the strongest colour. The few tiles above it, such as the first rows of a causal text, which
-  // see hardly anything else, would leave the others pale. It is at least four times the mean: where all tiles are
-  // alike, their small differences must not look like structure.
-  get scale() {
-    if (this._scale) return this._scale;
-    const [r, c] = this.tiles, all = Float32Array.from({ length: r * c }, (_, n) => this.share(Math.floor(n / c), n % c));
-    const visible = all.filter((x) => x > 0).sort(), most = visible[Math.floor(0.998 * (visible.length - 1))] || 1;
-    return (this._scale = Math.max(most, (4 * sum(visible)) / Math.max(1, visible.length)));
-  }
-  // The word that a row looks at most, and how much that is beyond what all rows give that word on average.
-  best(i) {
-    const key = this.peakAt[i], { cols, same } = this.head.stack;
-    const barred = (cols.special.has(key) ? 2 : 0) + (same && key === i ? 2 : 0);
-    const beyond = this.peak[i] - this.received[key] / this.head.i - barred;
-    return { key, beyond: Number.isNaN(beyond) ? -Infinity : beyond };
-  }
-  // Sums of weights in rows × cols tiles of a part of the matrix; null for a part that is not held.
-  async pool(rows, cols, i, j) {
-    const complete = i[0] === 0 && i[1] === this.head.i && j[0] === 0 && j[1] === this.head.j;
-    return complete && rows === this.tiles[0] && cols === this.tiles[1] ? this.map : null;
-  }
-  // The exact weights of a row; null for a row that is not held.
-  async row(i) {
-    const n = this.rows.indexOf(i);
-    return n < 0 ? null : this.exact.subarray(n * this.head.j, (n + 1) * this.head.j);
-  }
-}
+const READABLE = 300; // words a side that the views of short inputs can show
 
 export function long(page, box) {
-  const own = (page.long ??= { row: null });
+  const own = (page.long ??= { row: null, view: null, mode: "max", marks: true });
   const bar = el("div", { class: "controls" }), message = el("p", { class: "readout", "aria-live": "polite" });
-  const map = el("div", { class: "longmap" }), strips = el("div", {}), rows = el("div", {}),
+  const stage = el("div", { class: "longmap" }), strips = el("div", {}), rows = el("div", {}),
     links = el("div", { class: "links" });
-  box.append(bar, message, el("div", { class: "halves" }, map, strips, rows, links));
-  return () => {
-    const { head, stack } = page, source = (page.source = head.stored);
-    if (!source.rows.includes(own.row)) own.row = source.rows.includes(page.state.word) ? page.state.word
-      : source.rows[0];
-    bar.replaceChildren(...[stackChoice(page), headChoice(page)].filter(Boolean));
+  box.append(bar, message, el("div", { class: "halves" }, stage, el("div", {}, rows, strips, links)));
+  let shown = null;
+  const follow = (view) => { strips.replaceChildren(...profiles(page, shown.source, view)); reading.refresh(view); };
+  const reading = readButton(page, own);
+  const draw = () => {
+    const { head } = page, source = (page.source = head.stored);
+    if (own.head !== head.id) Object.assign(own, { head: head.id, row: null });
+    if (!canRead(source, own.row)) own.row = canRead(source, page.state.word) ? page.state.word : source.rows[0];
+    if (own.view && !(own.view.i1 <= head.i && own.view.j1 <= head.j)) own.view = null;
+    bar.replaceChildren(...mapControls(page, own, () => shown, reading, draw).filter(Boolean));
     message.replaceChildren(`${count(head.i)} words look at ${count(head.j)}`);
-    tileMap(page, source, map, message);
-    strips.replaceChildren(
-      profile("entropy of every row", source.entropy, stack.rows),
-      profile("largest weight of every row", source.peak, stack.rows),
-      profile("attention received by every word", source.received, stack.cols));
-    exactRows(page, source, rows, own);
-    links.replaceChildren(...strongest(page, source));
+    shown = new MatrixMap(page, source, stage, message, (view) => { follow(view); page.writeAddress(); });
+    shown.onrow = (i) => { if (canRead(source, i)) { own.row = i; exactRow(page, source, rows, own, shown); } };
+    follow(shown.view);
+    exactRow(page, source, rows, own, shown);
+    links.replaceChildren(...strongest(page, source, shown));
+  };
+  return (resized) => {
+    if (resized === true && shown && shown.source === page.head.stored) { shown.resize(); return; }
+    draw();
   };
 }
 
-export const edge = (n, tiles, length) => Math.floor((n * length) / tiles);
-const named = (sequence, n) => (sequence.tokens ? `${n} ${sequence.label(n).slice(0, 24)}` : count(n));
+const canRead = (source, row) => row !== null && (source.exact || source.promise ? row < source.head.i : source.rows.includes(row));
 
-function tileMap(page, source, box, message) {
-  const { head, tiles: [r, c], scale } = source, { paint } = page, share = (a, b) => source.share(a, b);
-  const canvas = heat(r, c, (a, b) => paint.tint(shade(share(a, b), scale)));
-  const span_ = (n, tiles, length) => el("b",
-    { text: `${count(edge(n, tiles, length))}–${count(edge(n + 1, tiles, length) - 1)}` });
-  canvas.addEventListener("mousemove", (event) => {
-    const [a, b] = tileUnder(canvas, event, r, c);
-    message.replaceChildren("words ", span_(a, r, head.i), " give words ", span_(b, c, head.j), " a share of ",
-      el("b", { "data-read": "tile", text: weightText(share(a, b)) }));
-  });
-  const caption = `${r} × ${c} tiles; down: the words that look, across: the words looked at. Colour: the share of a tile’s rows.`;
-  box.replaceChildren(el("figure", { role: "img", "aria-label": `Map of the matrix in ${r} by ${c} tiles` }, canvas,
-    el("figcaption", { text: caption })),
-    legend(page, scale, "≥ "));
+function mapControls(page, own, map, reading, draw) {
+  const find = el("input", { type: "search", "data-key": "find", "aria-label": "Find a word, or go to a row",
+    placeholder: "a word, or a row", onkeydown: (event) => { if (event.key === "Enter") goTo(page, own, map(), event.target.value); } });
+  return [
+    stackChoice(page), headChoice(page),
+    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"]], own.mode, (mode) => { own.mode = mode; map().request(); }),
+    fitChoice(page),
+    tick("mark the strongest", "marks", own.marks, (on) => { own.marks = on; map().request(); }),
+    el("label", { class: "field" }, el("span", { text: "find" }), find),
+    reading.button,
+  ];
+}
+
+// A word, from the place where one is on, or the number of a row: the window goes to where that row looks most.
+function goTo(page, own, map, text) {
+  const { rows, length = rows.length } = page.stack, from = (map.cursor?.[0] ?? -1) + 1;
+  let row = /^[\d,]+$/.test(text.trim()) ? Number(text.replaceAll(",", "")) : -1;
+  if (row < 0 && rows.tokens) {
+    const wanted = text.trim().toLowerCase();
+    for (let n = 0; n < length && row < 0; n++) if (rows.label((from + n) % length).toLowerCase() === wanted) row = (from + n) % length;
+  }
+  if (!(row >= 0 && row < length)) { map.readout.replaceChildren(`There is no ${/^\d/.test(text) ? "row" : "word"} “${text}”.`); return; }
+  fly(map, row, map.source.peakAt[row]);
+}
+
+function fly(map, i, j) {
+  map.cursor = [i, j];
+  map.go(map.around(i, j, Math.min(128, Math.max(map.head.i, map.head.j))));
+  map.read(i, j);
+  map.onrow(i);
+}
+
+// The words of a small window can be read: every view of short inputs shows them.
+function readButton(page, own) {
+  const button = el("button", { class: "chip", "data-key": "read" });
+  const words = ({ i0, i1, j0, j1 }) => [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
+  button.addEventListener("click", () => page.openWindow(page.head, ...words(own.view ?? complete(page.head))));
+  const refresh = (view) => {
+    const [i0, i1, j0, j1] = words(view), fits = i1 - i0 <= READABLE && j1 - j0 <= READABLE;
+    button.hidden = !page.head.stored.exact;
+    button.disabled = !fits;
+    button.textContent = fits ? "read these words" : `zoom in to ${READABLE} words to read them`;
+  };
+  return { button, refresh };
+}
+
+function profiles(page, source, view) {
+  const { rows, cols } = page.stack, span = (a, b) => [Math.floor(a), Math.ceil(b)];
+  const [down, across] = [span(view.i0, view.i1), span(view.j0, view.j1)];
+  return [profile("entropy of every row", source.entropy, rows, down), profile("largest weight of every row", source.peak, rows, down),
+    profile("attention received by every word", source.received, cols, across)];
 }
 
 // Which of rows × cols cells of a canvas the pointer is over.
@@ -95,8 +97,9 @@ export function tileUnder(canvas, event, rows, cols) {
   return [at((event.clientY - box.top) / box.height, rows), at((event.clientX - box.left) / box.width, cols)];
 }
 
-// A number for every word as a strip: the mean and the largest of what falls on a pixel.
-function profile(title, numbers, sequence) {
+// A number for every word of a window as a strip: the mean and the largest of what falls on a pixel.
+function profile(title, every, sequence, [from, to] = [0, every.length]) {
+  const numbers = every.subarray(from, to);
   const [width, height] = [640, 54], n = numbers.length, bins = Math.min(n, width), high = [], mean = [];
   for (let b = 0; b < bins; b++) {
     const part = numbers.subarray(edge(b, bins, n), edge(b + 1, bins, n));
@@ -107,47 +110,38 @@ function profile(title, numbers, sequence) {
     average = sum(numbers) / n;
   const area = (y) => `M0 ${height}${y.map((v, b) => `L${x(b)} ${height - (v / most) * height}H${x(b + 1)}`).join("")}L${width} ${height}Z`;
   const message = `mean ${weightText(average)}, largest ${weightText(numbers[best])}`;
-  return el("figure", { class: "profile" }, el("figcaption", {}, title, el("span", { class: "who" }, ` ${message} at `,
-    word(sequence.label(best)))),
+  const where = to - from < every.length ? `, words ${count(from)}–${count(to - 1)}` : "";
+  return el("figure", { class: "profile" }, el("figcaption", {}, title + where, el("span", { class: "who" }, ` ${message} at `,
+    word(named(sequence, from + best)))),
     svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
       "aria-label": `${title}: ${message}` },
       svg("path", { class: "range", d: area(high) }), svg("path", { class: "mean", d: area(mean) })));
 }
 
-async function exactRows(page, source, box, own) {
+async function exactRow(page, source, box, own, map) {
   const { rows, cols } = page.stack, row = await source.row(own.row), best = topOf(row, 12);
+  const some = [...new Set([own.row, ...source.rows])].slice(0, 12);
   const chip = (i) => el("button", {
     class: "chip", "data-key": `row-${i}`, "aria-pressed": String(i === own.row), text: named(rows, i),
-    onclick: () => { own.row = i; exactRows(page, source, box, own); },
+    onclick: () => { own.row = i; exactRow(page, source, box, own, map); },
   });
-  const line = (j) => el("li", {}, word(named(cols, j)),
-    lanes([lane("var(--accent)", row[j] / row[best[0]], weightText(row[j]), { "data-row": own.row, "data-j": j })]));
-  page.keepingFocus(() => box.replaceChildren(el("h2", { text: "Exact rows" }),
-    el("div", { class: "chips", role: "group", "aria-label": "Rows this page holds" }, source.rows.map(chip)),
-    profile(`where ${named(rows, own.row)} looks`, row, cols), el("ol", { class: "best" }, best.map(line))));
+  const line = (j) => el("li", {}, el("button", { class: "plain", "data-key": `key-${j}`, title: "show it in the map",
+    onclick: () => fly(map, own.row, j) }, word(named(cols, j))),
+  lanes([lane("var(--accent)", row[j], weightText(row[j]), { "data-row": own.row, "data-j": j })]));
+  page.keepingFocus(() => box.replaceChildren(el("h2", {}, "Where ", word(named(rows, own.row)), " looks"),
+    el("p", { class: "hint", text: source.promise ? "Click any row of the map; a full bar is 1."
+      : "The page holds these rows exactly; a full bar is 1." }),
+    el("div", { class: "chips", role: "group", "aria-label": "Rows" }, some.map(chip)),
+    profile(`weights of ${named(rows, own.row)}`, row, cols), el("ol", { class: "best" }, best.map(line))));
 }
 
-// The places of the n largest numbers, in one pass.
-function topOf(numbers, n) {
-  const best = [];
-  for (let m = 0; m < numbers.length; m++) {
-    if (best.length === n && numbers[m] <= numbers[best[n - 1]]) continue;
-    let at = best.length;
-    while (at > 0 && numbers[best[at - 1]] < numbers[m]) at--;
-    best.splice(at, 0, m);
-    if (best.length > n) best.pop();
-  }
-  return best;
-}
-
-function strongest(page, { peak, peakAt, settled }) {
-  const { rows, cols, same } = page.stack;
-  // The first rows of a causal text see few words, and give each of them much.
-  const weight = peak.map((w, i) => (i < settled || (same && peakAt[i] === i) ? 0 : w));
-  const best = topOf(weight, 20).filter((i) => weight[i] > 0);
+function strongest(page, source, map) {
+  const { rows, cols, same } = page.stack, { peak, peakAt } = source;
   const caption = same ? "The largest weights between two words, one a row"
     : "The largest weights of the matrix, one a row";
-  const body = best.map((i) => [word(named(rows, i)), word(named(cols, peakAt[i])), peak[i]]);
+  const link = (i) => el("button", { class: "plain", "data-key": `link-${i}`, title: "show it in the map",
+    onclick: () => fly(map, i, peakAt[i]) }, word(named(rows, i)));
+  const body = source.links(20).map((i) => [link(i), word(named(cols, peakAt[i])), peak[i]]);
   return [el("h2", { text: "Strongest links" }), el("div", { class: "scroll" }, table(caption, ["from", "to", "weight"],
     body))];
 }

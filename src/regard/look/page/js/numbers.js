@@ -3,6 +3,8 @@
 export const range = (n) => Array.from({ length: n }, (_, i) => i);
 export const sum = (x) => { let s = 0; for (const v of x) s += v; return s; };
 export const largest = (x) => { let best = 0; for (let n = 1; n < x.length; n++) if (x[n] > x[best]) best = n; return best; };
+// The first of n things that falls into one of so many tiles.
+export const edge = (tile, tiles, n) => Math.floor((tile * n) / tiles);
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 
 export function dot(a, b) {
@@ -32,20 +34,6 @@ export const SIMILARITIES = {
   additive: { name: "additive", formula: "Σ tanh(q + k)", of: (q, k) => { let s = 0; for (let n = 0; n < q.length;
     n++) s += Math.tanh(q[n] + k[n]); return s; } },
 };
-
-// How alike every query is to every key, for a few hundred words; −∞ where a key may not be seen.
-export function scoresOf(q, k, { similarity, visible }) {
-  const like = SIMILARITIES[similarity].of;
-  return q.map((a, i) => k.map((b, j) => (visible(i, j) ? like(a, b) : -Infinity)));
-}
-
-// Attention written out: every row of scaled scores and weights, and the outputs.
-export function attention(scores, v, factor) {
-  const s = scores.map((row) => row.map((x) => factor * x));
-  const w = s.map(softmax);
-  const y = v && w.map((row) => mix(row, v));
-  return { s, w, y };
-}
 
 export function mix(row, v) {
   const y = new Array(v[0].length).fill(0);

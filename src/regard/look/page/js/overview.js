@@ -1,9 +1,9 @@
-// All heads: thumbnails, one number a head, and two numbers as a scatter plot.
+// All heads: the atlas of thumbnails, a closer look at one head or the difference of two, and two numbers as a scatter plot.
 
-import { fixed, largest, near, range } from "./numbers.js";
-import { behind, choice, el, heat, shade, svg } from "./elements.js";
-import { ARROWS } from "./square.js";
-import { edge } from "./long.js";
+import { fixed, near, range } from "./numbers.js";
+import { behind, choice, el, heat, shade, svg, word } from "./elements.js";
+import { everyHead, grid, pattern, sorted } from "./atlas.js";
+import { wordChoice } from "./page.js";
 
 const METRICS = {
   entropy: "How spread out a head looks, in nats: 0 is one word, large is everywhere.",
@@ -13,54 +13,113 @@ const METRICS = {
   induction: "The mean weight on what followed the same word earlier: a head that continues what it saw.",
 };
 
-// Every head there is, also those whose weights the page does not hold, with its numbers.
-function everyHead(page) {
-  const { metrics, all } = page.header;
-  return all.flatMap(([index, layer, heads, place], row) => range(heads).map((head) => ({
-    row, index, layer, head,
-    name: layer || all.length > 1 ? `layer ${index}, head ${head}` : `head ${head}`,
-    held: page.book.heads.find((one) => one.place === place && one.head === head),
-    value: (by) => metrics[by][row]?.[head] ?? null,
-  })));
-}
-
 export function overview(page, box) {
   const have = Object.keys(METRICS).filter((by) => page.header.metrics[by].some(Boolean)), heads = everyHead(page);
-  const own = (page.overview ??= { by: have[0], x: have[0], y: have[1] ?? have[0], at: null });
-  const message = el("p", { class: "hint" }), grid = el("div", { class: "scroll" }), plot = el("div", { class: "plot" }),
-    peek = el("div", { class: "peek" });
-  const look = (one) => { own.at = one; peek.replaceChildren(...peekAt(page, one, have)); };
-  const update = () => {
-    message.textContent = METRICS[own.by];
-    grid.replaceChildren(metricGrid(page, own, heads, look));
-    plot.replaceChildren(...(have.length > 1 ? [scatter(page, own, heads, look)] : []));
-    // Sharpest first for entropy, largest first otherwise, as in `Recording.heads`.
-    const rank = (one) => (one.value(own.by) ?? NaN) * (own.by === "entropy" ? -1 : 1);
-    look(own.at ?? heads[largest(heads.map((one) => (Number.isNaN(rank(one)) ? -Infinity : rank(one))))]);
+  const own = (page.overview ??= { by: have[0], x: have[0], y: have[1] ?? have[0], at: null, other: null, sort: "layer",
+    mode: "pattern", target: null, pictures: new Map(), clicked: null });
+  own.at = own.at && heads.find((one) => one.row === own.at.row && one.head === own.at.head);
+  const message = el("p", { class: "hint" }), cells = el("div", { class: "scroll" }), plot = el("div", { class: "plot" }),
+    peek = el("div", { class: "peek" }), bar = el("div", { class: "controls" });
+  const act = {
+    look: (one) => { own.at = one; peek.replaceChildren(...peekAt(page, own, one, have)); },
+    add: (one) => {
+      // A second click soon after opens; the cells are drawn anew in between, so that no double click reaches one.
+      const twice = own.clicked?.one === one && performance.now() - own.clicked.at < 400;
+      own.clicked = { one, at: performance.now() };
+      if (twice) act.open(one);
+      else if (one.held) addToTray(page, one.held);
+    },
+    compare: (one) => { own.other = own.other === one || own.at === one ? null : one; act.look(own.at ?? one); },
+    open: (one) => { if (one.held) openHeads(page, page.state.chosen?.includes(one.held.id) ? page.state.chosen : [one.held.id]); },
   };
-  const menu = (label, key, name) => choice(label, key, have.map((by) => [by, by]), own[name], (by) => { own[name] = by;
-    update(); });
-  box.append(el("div", { class: "controls" }, menu("number", "metric", "by")), message, el("div", { class: "columns" },
-    grid, peek),
-    have.length > 1 ? el("div", { class: "controls" }, menu("across", "axis-x", "x"), menu("up", "axis-y", "y")) : "",
-      plot,
+  const update = () => {
+    own.across = Math.max(1, Math.floor((cells.clientWidth + 6) / 86));
+    bar.replaceChildren(...atlasControls(page, own, have, update).filter(Boolean));
+    message.textContent = own.sort === "metric" || own.sort === "layer" ? METRICS[own.by] : "";
+    page.keepingFocus(() => cells.replaceChildren(grid(page, own, heads, act)));
+    plot.replaceChildren(...(have.length > 1 ? [scatter(page, own, heads, act)] : []));
+    const first = sorted(heads, { ...own, sort: "metric" }, (one) => one.value(own.by))[0];
+    act.look(own.at ?? first);
+  };
+  const axes = have.length > 1 ? el("div", { class: "controls" }, ...["x", "y"].map((name) =>
+    choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name], (by) => { own[name] = by; update(); }))) : "";
+  box.append(bar, message, el("div", { class: "columns" }, cells, peek), axes, plot,
     behind("Every head", () => [["layer", "head", ...have],
       heads.map((one) => [`${one.index} ${one.layer}`, String(one.head), ...have.map((by) => one.value(by) ?? "–")])]));
-  update();
+  return () => update();
 }
 
-function peekAt(page, { name, held, value }, have) {
-  const number = (by) => [el("dt", { text: by }), el("dd", { text: value(by) === null ? "–" : fixed(value(by), 2) })];
-  const { paint } = page;
-  const map = held && !held.stack.long ? [heat(held.i, held.j, (i, j) => paint.tint(shade(held.at(i, j), 1)))]
-    : [];
-  const open = held ? el("button", { class: "chip", "data-key": "open-head", text: "open this head",
-    onclick: () => openHead(page, held) })
-    : el("p", { class: "hint", text: "This page does not hold its weights." });
-  return [el("p", {}, el("b", { text: name })), el("dl", {}, have.map(number)), ...map, open];
+function atlasControls(page, own, have, update) {
+  const short = !page.stack.long && page.stack.heads.length > 0, { cols } = page.stack;
+  const set = (changes) => { Object.assign(own, changes); update(); };
+  const orders = [["layer", "layer and head"], ["metric", "the number"], ["tie", "how they tie the word"],
+    ...(short ? [["given", "what the word gives to"]] : [])];
+  const tray = page.state.chosen ?? [];
+  return [
+    choice("number", "metric", have.map((by) => [by, by]), own.by, (by) => set({ by })),
+    choice("sort by", "sort", orders, own.sort, (sort) => set({ sort, target: own.target ?? 0 })),
+    short && own.sort === "given" && choice("another word", "given", range(cols.length).map((n) => [n, cols.label(n)]), own.target ?? 0,
+      (n) => set({ target: Number(n) })),
+    short && choice("a cell shows", "cells", [["pattern", "the pattern"], ["row", "the row of the word"]], own.mode, (mode) => set({ mode })),
+    short && (own.mode === "row" || own.sort === "tie" || own.sort === "given") && wordChoice(page),
+    tray.length > 0 && el("button", { class: "chip", "data-key": "open-tray", text: `open ${tray.length === 1 ? "this head" : `these ${tray.length} heads`}`,
+      onclick: () => openHeads(page, tray) }),
+    tray.length > 0 && el("button", { class: "chip quiet", "data-key": "clear-tray", text: "none", onclick: () => page.set({ chosen: null }) }),
+  ];
 }
 
-const openHead = (page, head) => page.choose(head, head.stack.long ? "long" : head.stack.same ? "spotlight" : "cross");
+// Add a head to those that all views show, four at most, or take it away.
+function addToTray(page, head) {
+  const chosen = (page.state.chosen ?? []).filter((id) => page.book.heads[id].stack === head.stack);
+  const next = chosen.includes(head.id) ? chosen.filter((id) => id !== head.id) : [...chosen, head.id].slice(-4);
+  if (head.stack.n === page.state.stack) page.set({ chosen: next.length ? next : null });
+  else { page.setStack(head.stack.n); page.set({ chosen: [head.id] }); }
+}
+
+function openHeads(page, ids) {
+  const head = page.book.heads[ids[0]];
+  page.choose(ids.map((id) => page.book.heads[id]), head.stack.long ? "long" : head.stack.same ? "spotlight" : "cross");
+}
+
+// A head closer, or, with another one, both of them and their difference.
+function peekAt(page, own, one, have) {
+  const other = own.other && own.other !== one ? own.other : null;
+  const number = (by) => [el("dt", { text: by }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
+    (x.value(by) === null ? "–" : fixed(x.value(by), 2))).join(" and ") })];
+  const hint = one.held ? "Click adds a head to those that are shown, shift-click compares with this one, Enter opens it."
+    : "This page does not hold its weights.";
+  return [el("p", {}, el("b", { text: one.name }), other && [" and ", el("b", { text: other.name })]),
+    el("dl", {}, have.map(number)), other ? difference(page, one, other) : picture(page, one),
+    el("p", { class: "hint", text: hint }),
+    one.held && el("button", { class: "chip", "data-key": "open-head", text: "open this head", onclick: () => openHeads(page, [one.held.id]) }),
+    other && el("button", { class: "chip quiet", "data-key": "no-compare", text: "do not compare",
+      onclick: () => { own.other = null; page.refresh(); } })].filter(Boolean);
+}
+
+function picture(page, one) {
+  const { paint } = page, { held } = one;
+  if (held && !held.stack.long) return heat(held.i, held.j, (i, j) => paint.tint(shade(held.at(i, j), 1)));
+  return pattern(page, one) ?? "";
+}
+
+// Two patterns, and the first minus the second: blue where the first looks more, orange where the second does.
+function difference(page, one, other) {
+  const [a, b] = [one.held, other.held], { paint } = page;
+  if (!a || !b || a.stack !== b.stack) return el("p", { class: "hint", text: "Only heads of the same words can be compared." });
+  const long = a.stack.long, [m, n] = long ? a.stored.tiles : [a.i, a.j];
+  const at = (head, i, j) => (long ? head.stored.most(i, j) : head.at(i, j));
+  let most = { by: 0 };
+  for (let i = 0; i < m; i++) for (let j = 0; j < n; j++) {
+    const by = at(a, i, j) - at(b, i, j);
+    if (Math.abs(by) > Math.abs(most.by)) most = { by, i, j };
+  }
+  const signed = (x) => Math.sign(x) * Math.abs(x) ** 0.6;
+  const { rows, cols } = a.stack, told = most.by && !long ? [el("p", { class: "hint", "data-read": "difference" }, "most: ",
+    word(rows.label(most.i)), " → ", word(cols.label(most.j)), ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
+  return el("div", { class: "compare" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
+    el("figure", {}, heat(m, n, (i, j) => paint.signed(signed(at(a, i, j) - at(b, i, j)))),
+      el("figcaption", { text: "the first minus the second: blue where the first gives more, orange where the second does" }), told));
+}
 
 // Where a number stands between the smallest and the largest.
 function span(heads, by) {
@@ -69,60 +128,13 @@ function span(heads, by) {
   return { low, high, part: (x) => (high > low ? (x - low) / (high - low) : 0.5) };
 }
 
-function metricGrid(page, own, heads, look) {
-  const { all } = page.header, { paint } = page, { part } = span(heads, own.by);
-  const key = (event, { row, head }) => {
-    const move = ARROWS[event.key];
-    if (!move) return;
-    event.preventDefault();
-    page.root.querySelector(`[data-key="head-${row + move[0]}-${head + move[1]}"]`)?.focus();
-  };
-  const reached = own.at ?? heads[0];
-  const cell = (one) => {
-    // Strong is what comes first: the sharpest head by entropy, the largest number otherwise.
-    const x = one.value(own.by), rank = own.by === "entropy" ? 1 - part(x) : part(x);
-    const colour = paint.tint(x === null ? 0 : 0.04 + 0.96 * rank);
-    return el("td", {}, el("button", {
-      class: "headcell", "data-key": `head-${one.row}-${one.head}`, tabindex: one.name === reached.name ? 0 : -1,
-      style: { background: paint.css(colour), color: paint.ink(colour) },
-      "aria-label": `${one.name}: ${x === null ? "unknown" : fixed(x, 2)}`,
-      onmouseenter: () => look(one), onfocus: () => look(one), onkeydown: (e) => key(e, one), onclick: () => one.held
-        && openHead(page, one.held),
-    }, one.held ? thumbnail(one.held, paint) : el("i", { class: "heat" }),
-      el("span", { text: x === null ? "–" : fixed(x, x >= 10 ? 0 : x >= 1 ? 1 : 2) })));
-  };
-  const widest = Math.max(...all.map(([, , count]) => count));
-  return el("table", { class: "grid", style: { "--heads": widest } },
-    el("caption", { class: "hidden", text: `${own.by} of every head` }),
-    el("thead", {}, el("tr", {}, el("th", { scope: "col", text: all[0][1] ? "layer" : "" }),
-      range(widest).map((h) => el("th", { scope: "col", text: String(h) })))),
-    el("tbody", {}, all.map(([index, name], row) => el("tr", {},
-      el("th", { scope: "row", title: name, text: String(index) }),
-      heads.filter((one) => one.row === row).map(cell)))));
-}
-
-// The pattern of a head in at most so many cells a side. A cell is the largest weight in it: none is lost.
-const THUMBNAIL = 48;
-function thumbnail(head, paint) {
-  const { stored } = head.stack.long ? head : {}, [m, n] = stored ? stored.tiles : [head.i, head.j];
-  const at = stored ? (i, j) => stored.share(i, j) : (i, j) => head.at(i, j), most = stored ? stored.scale : 1;
-  const [rows, cols] = [Math.min(m, THUMBNAIL), Math.min(n, THUMBNAIL)];
-  return heat(rows, cols, (r, c) => {
-    let best = 0;
-    for (let i = edge(r, rows, m); i < edge(r + 1, rows, m); i++) {
-      for (let j = edge(c, cols, n); j < edge(c + 1, cols, n); j++) best = Math.max(best, at(i, j));
-    }
-    return paint.tint(shade(best, most));
-  });
-}
-
-function scatter(page, own, heads, look) {
+function scatter(page, own, heads, act) {
   const [width, height] = [520, 300], [sx, sy] = [span(heads, own.x), span(heads, own.y)], { paint } = page,
     deepest = Math.max(1, page.header.all.length - 1);
   const point = (one) => svg("circle", {
     class: "point", r: 6, cx: sx.part(one.value(own.x)) * width, cy: height - sy.part(one.value(own.y)) * height,
     style: { fill: paint.css(paint.tint(0.3 + (0.7 * one.row) / deepest)) },
-    onmouseenter: () => look(one), onclick: () => one.held && openHead(page, one.held),
+    onmouseenter: () => act.look(one), onclick: () => act.open(one),
   }, svg("title", { text: `${one.name}: ${own.x} ${fixed(one.value(own.x), 2)}, ${own.y} ${fixed(one.value(own.y), 2)}` }));
   const text = (t, props) => svg("text", { class: "tiny", ...props, text: t });
   return el("figure", {},

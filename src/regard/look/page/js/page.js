@@ -3,6 +3,9 @@
 import { count, largest, range } from "./numbers.js";
 import { choice, el, palette, tick, word } from "./elements.js";
 import { firstTwo, openBook, ranked } from "./book.js";
+import { readBlock } from "./data.js";
+import { Exact } from "./exact.js";
+import { windowStack } from "./window.js";
 import { VIEWS } from "./views.js";
 
 export class Page {
@@ -13,22 +16,74 @@ export class Page {
     const start = header.start;
     this.state = {
       view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false,
-        merge: start?.merge ?? false, target: start?.target ?? null, theme: "auto",
+        merge: start?.merge ?? false, fit: false, target: start?.target ?? null, theme: "auto",
       chosen: start?.heads.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
         && x.head === h)) : null,
       layer: start?.heads.length ? null : start?.layer ?? null, cell: null,
     };
-    this.views = Object.entries(VIEWS).filter(([, view]) => view.when?.(this) ?? this.book?.stacks.some(view.stack));
-    this.state.view = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
-    this.views.sort(([a], [b]) => (b === this.state.view) - (a === this.state.view));
+    this.chooseViews();
+    this.state.view = this.first = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
+    this.chooseViews();
     this.frame();
     this.readAddress();
+    if (header.vectors?.length) this.vectors = this.readVectors();
     this.open(this.state.view);
     this.ready = true;
+    if (parent !== window) this.inFrame();
     addEventListener("hashchange", () => { this.readAddress(); this.open(this.state.view); });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     new ResizeObserver(() => { const width = root.clientWidth; if (width !== this.width) { this.width = width;
       this.keepingFocus(() => this.refresh?.(true)); } }).observe(root);
+  }
+  // The views that have something to show, the first one first.
+  chooseViews() {
+    this.views = Object.entries(VIEWS).filter(([, view]) => view.when?.(this) ?? this.book?.stacks.some(view.stack));
+    this.views.sort(([a], [b]) => (b === this.first) - (a === this.first));
+  }
+  // Queries and keys of long inputs come after the first picture; then every weight is at hand.
+  async readVectors() {
+    this.vectorsPending = true;
+    const exact = this.header.vectors.map((spec) => [spec,
+      this.book.heads.find((one) => one.place === spec.place && one.head === spec.head)]);
+    let done = null;
+    const promise = new Promise((resolve) => { done = resolve; });
+    for (const [, head] of exact) head.stored.promise = promise;
+    const buffer = await readBlock(document.getElementById("regard-vectors").textContent);
+    for (const [spec, head] of exact) head.stored.exact = new Exact(spec, buffer, head.i, head.j);
+    done();
+    this.vectorsPending = false;
+    const { head } = this, at = this.state.word, from = Math.max(0, Math.min(at - 40, head.i - 80));
+    if (this.stack.long && head.stored.exact && this.stack.same) {
+      this.addWindow(this.stack, [from, Math.min(head.i, from + 80), from, Math.min(head.j, from + 80)]);
+    }
+    this.keepingFocus(() => { this.frame(); this.select(this.state.view); this.draw(); });
+  }
+  // A window of a long input as one more stack; there is one at a time.
+  addWindow(base, span) {
+    const { book } = this;
+    book.stacks = book.stacks.filter((stack) => !stack.window);
+    book.heads = book.heads.filter((head) => !head.stack.window);
+    const stack = windowStack(book, base, book.stacks.length, span);
+    book.stacks.push(stack);
+    book.heads.push(...stack.heads);
+    this.chooseViews();
+    return stack;
+  }
+  openWindow(head, ...span) {
+    const stack = this.addWindow(head.stack, span), [i0, i1] = span, row = this.long?.row ?? this.state.word;
+    const one = stack.heads.find((other) => other.base === head);
+    Object.assign(this.state, { stack: stack.n, word: row >= i0 && row < i1 ? row - i0 : 0, chosen: one ? [one.id] : null,
+      hover: null, target: null, layer: null, cell: null });
+    this.frame();
+    this.open(stack.same ? "spotlight" : "cross");
+  }
+  // In a notebook: the frame gets the height of the page, and the page the theme of the notebook.
+  inFrame() {
+    const tell = () => parent.postMessage({ regardHeight: Math.ceil(this.root.getBoundingClientRect().height) + 8 }, "*");
+    new ResizeObserver(tell).observe(this.root);
+    addEventListener("message", ({ source, data }) => {
+      if (source === parent && ["light", "dark"].includes(data?.regardTheme)) this.useTheme(data.regardTheme);
+    });
   }
   get stack() { return this.book.stacks[this.state.stack]; }
   get paint() { return (this.colours ??= palette(this.root)); }
@@ -36,7 +91,7 @@ export class Page {
   // The heads that are shown: those chosen, else those that matter for the word.
   get heads() {
     const { chosen } = this.state;
-    return chosen ? chosen.map((id) => this.book.heads[id]) : firstTwo(ranked(this), this.state);
+    return chosen ? chosen.map((id) => this.book.heads[id]) : firstTwo(ranked(this), this);
   }
   get head() { return this.heads[0] ?? this.stack.heads[0]; }
   colour(n) { return `var(--h${n % 4})`; }
@@ -90,8 +145,9 @@ export class Page {
     const i = stack.rows === this.stack.rows ? this.state.word : telling(stack);
     this.set({ stack: n, word: i, hover: null, chosen: null, layer: null });
   }
-  choose(head, view) {
-    this.state.chosen = [head.id];
+  choose(heads, view) {
+    const [head] = heads;
+    this.state.chosen = heads.map((one) => one.id);
     if (head.stack.n !== this.state.stack) Object.assign(this.state,
       { stack: head.stack.n, word: telling(head.stack), target: null });
     this.open(view);
@@ -121,7 +177,10 @@ export class Page {
   turn() {
     const dark = matchMedia("(prefers-color-scheme: dark)").matches;
     const now = this.state.theme === "auto" ? (dark ? "dark" : "light") : this.state.theme;
-    const theme = now === "dark" ? "light" : "dark";
+    this.useTheme(now === "dark" ? "light" : "dark");
+  }
+  useTheme(theme) {
+    if (theme === this.state.theme) return;
     this.root.ownerDocument.documentElement.setAttribute("data-theme", theme);
     this.state.theme = theme;
     this.repaint();
@@ -139,18 +198,24 @@ export class Page {
     this.state.view = id;
     const view = VIEWS[id];
     if (view.stack && !view.stack(this.stack)) {
-      const n = this.book.stacks.findIndex(view.stack);
-      Object.assign(this.state, { stack: n, word: telling(this.book.stacks[n]), chosen: null, hover: null,
+      const n = this.book.stacks.findIndex(view.stack), { window } = this.book.stacks[n];
+      const row = window ? (this.long?.row ?? this.state.word) - window[0] : -1;
+      const word = row >= 0 && row < this.book.stacks[n].rows.length ? row : telling(this.book.stacks[n]);
+      Object.assign(this.state, { stack: n, word, chosen: null, hover: null,
         layer: null, target: null });
     }
+    this.select(id);
+    this.draw();
+    this.writeAddress();
+  }
+  // Mark the tab of a view as the one that is open.
+  select(id) {
     for (const [name] of this.views) {
       const tab = this.root.querySelector(`#tab-${name}`);
       tab?.setAttribute("aria-selected", String(name === id));
       tab?.setAttribute("tabindex", name === id ? "0" : "-1");
     }
     this.main.setAttribute("aria-labelledby", `tab-${id}`);
-    this.draw();
-    this.writeAddress();
   }
   draw() {
     const view = VIEWS[this.state.view];
@@ -183,15 +248,29 @@ export function readingControls(page) {
     stackChoice(page),
     special ? tick("hide special tokens", "hide", page.state.hide, (hide) => page.set({ hide })) : null,
     merged ? tick("merge pieces to words", "merge", page.state.merge, (merge) => page.set({ merge })) : null,
+    page.stack.window ? el("span", { class: "hint", text: windowNote(page) }) : null,
     page.state.hide && special
       ? el("span", { class: "warn", text: "renormalised: the hidden tokens’ share is spread over the rest" }) : null,
   ];
+}
+
+// Colours have one scale, 0 to 1; to see small differences it can end at the largest weight instead.
+export const fitChoice = (page) => tick("fit the colours to the largest weight", "fit", page.state.fit,
+  (fit) => page.set({ fit }));
+
+// A window shows a part of every row; how much of the lit one lies outside is said.
+function windowNote({ stack: { window: [i0, i1, j0, j1], base, same, heads }, state }) {
+  const shown = heads[0] ? heads[0].row(state.word).reduce((a, b) => a + b, 0) : 0;
+  const span = (a, b) => `${count(a)}–${count(b - 1)}`;
+  return `Words ${span(i0, i1)}${same ? "" : ` looking at ${span(j0, j1)}`} of ${count(base.rows.length)}; `
+    + `${Math.round(100 * (1 - shown))} % of the lit word’s weight is outside.`;
 }
 
 export function stackChoice(page) {
   const fits = page.book.stacks.filter((s) => VIEWS[page.state.view].stack?.(s) ?? true);
   if (fits.length < 2) return null;
   const name = (s) => {
+    if (s.window) return `a window of ${count(s.rows.length)} words`;
     const names = s.heads.map((head) => head.layer.name);
     const first = (names[0] ?? "").split(".")[0] || "layers";
     const [rows, cols] = [count(s.rows.length), count(s.cols.length)];

@@ -1,6 +1,6 @@
 // Play: change the rules of attention and see what the weights do.
 
-import { attention, brief, entropy, fixed, near, range, scoresOf, SIMILARITIES, softmax } from "./numbers.js";
+import { brief, entropy, fixed, mix, near, range, SIMILARITIES, softmax } from "./numbers.js";
 import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./page.js";
 import { legend } from "./square.js";
@@ -11,9 +11,27 @@ export function play(page, box) {
     recorded: true });
   own.order = own.order?.length === t ? own.order : range(t);
   const picks = el("span", { class: "picks" }), scale = el("output", {}), result = el("div", { class: "plays" });
+  const row = el("div", { class: "row" }), bars = el("div", { class: "bars" }), map = el("div", { class: "map" }),
+    values = el("div", { class: "outputs" });
   const update = () => {
     scale.textContent = `× ${fixed(2 ** own.power, 2)}`;
-    result.replaceChildren(...played(page, own));
+    const now = played(page, own);
+    if (!now) {
+      result.replaceChildren(el("p", { class: "hint", text: "Of this head the page holds the weights alone; choose another one." }));
+      return;
+    }
+    if (!row.isConnected) result.replaceChildren(row, bars, map, values,
+      behind("Weights as computed in this page", () => playTable(page, page.played.w, own.order)));
+    // The row of the lit word at once, all others in slices of time: the slider must not wait for them.
+    row.replaceChildren(saturation(now.w(now.place), now.rowAt, own.power));
+    bars.replaceChildren(playBars(page, now.w(now.place), own.order, now.place));
+    page.played = now.all;
+    inSlices(page, function* () {
+      for (let i = 0; i < t; i++) { now.w(i); now.y(i); now.straight(i); yield; }
+      map.replaceChildren(playMap(page, now.all.w));
+      yield;
+      values.replaceChildren(...(page.stack.same && now.all.y ? [outputs(page, now, own)] : []));
+    });
   };
   playControls(page, box, own, picks, scale, (change) => { Object.assign(own, change); update(); });
   box.append(result);
@@ -21,6 +39,16 @@ export function play(page, box) {
     picks.replaceChildren(...[stackChoice(page), wordChoice(page), headChoice(page)].filter(Boolean));
     update();
   };
+}
+
+// Work that goes on in slices of a few milliseconds, until other work is begun.
+function inSlices(page, work) {
+  const steps = work(), mine = (page.slices = Symbol("work"));
+  const go = () => {
+    for (const end = performance.now() + 8; page.slices === mine && performance.now() < end;) if (steps.next().done) return;
+    if (page.slices === mine) setTimeout(go, 0);
+  };
+  requestAnimationFrame(go);
 }
 
 function playControls(page, box, own, picks, scale, again) {
@@ -51,35 +79,38 @@ function playControls(page, box, own, picks, scale, again) {
         button("unshuffle", "put them back", "chip quiet", () => range(rows.length))]));
 }
 
-// Attention by the rules that were chosen, with the words in the order they stand in.
+// Attention by the rules that were chosen, with the words in the order they stand in; a row is computed when it is asked
+// for. Scores do not depend on the scale: while the slider moves, they are taken from the last time.
 function played(page, own) {
   const { head } = page, { same } = page.stack, [q, k, v] = ["q", "k", "v"].map((name) => head.vectors(name));
-  if (!q) return [el("p", { class: "hint",
-    text: "Of this head the page holds the weights alone; choose another one." })];
+  if (!q) return null;
   const visible = (i, j) => (!own.causal || j <= i) && (!own.window || Math.abs(i - j) <= own.width)
     && (!own.recorded || head.visible(i, j));
-  const ordered = (vectors, order) => (vectors && order ? order.map((n) => vectors[n]) : vectors);
-  // Scores do not depend on the scale: while the slider moves, they are taken from the last time.
-  const scores = (order) => {
-    const { similarity, causal, window, width, recorded } = own;
-    const key = JSON.stringify([head.id, similarity, causal, window && width, recorded, order]);
-    if (own.scores?.key !== key) own.scores = { key, rows: scoresOf(ordered(q, order), ordered(k, same && order),
-      { similarity, visible }) };
-    return own.scores.rows;
+  const { similarity, causal, window, width, recorded, order } = own, keys = same ? order : range(k.length);
+  const key = JSON.stringify([head.id, similarity, causal, window && width, recorded]);
+  if (own.scores?.key !== key || own.scores.orders.size > 8) own.scores = { key, orders: new Map() };
+  const factor = 2 ** own.power, like = SIMILARITIES[similarity].of, straight = range(q.length);
+  const scoresOf = (rows, cols) => {
+    const name = String(rows), { orders } = own.scores;
+    if (!orders.has(name)) orders.set(name, once((i) => cols.map((j, m) => (visible(i, m) ? like(q[rows[i]], k[j]) : -Infinity))));
+    return orders.get(name);
   };
-  const attend = (order, factor) => attention(scores(order), ordered(v, same && order), factor);
-  const straight = range(q.length), moved = own.order.some((x, n) => x !== n);
-  const factor = 2 ** own.power, now = attend(own.order, factor), place = own.order.indexOf(page.state.word);
-  page.played = now;
-  // Every similarity is multiplied by the factor, so a row at another scale is its scores times a number.
-  const rowAt = (power) => softmax(now.s[place].map((s) => (s * 2 ** power) / factor));
-  return [
-    saturation(now.w[place], rowAt, own.power),
-    playBars(page, now.w[place], own.order, place),
-    playMap(page, now.w),
-    same && v ? outputs(page, now.y, moved ? attend(straight, factor).y : now.y, own) : el("span"),
-    behind("Weights as computed in this page", () => playTable(page, now.w, own.order)),
-  ];
+  const attend = (rows, cols) => {
+    const scores = scoresOf(rows, cols), w = once((i) => softmax(scores(i).map((s) => s * factor)));
+    return { scores, w, y: once((i) => v && mix(w(i), cols.map((j) => v[j]))) };
+  };
+  const moved = order.some((x, n) => x !== n), now = attend(order, keys), place = order.indexOf(page.state.word);
+  const unmoved = moved && same ? attend(straight, straight) : now;
+  return {
+    ...now, place, moved, straight: unmoved.y, rowAt: (power) => softmax(now.scores(place).map((s) => s * 2 ** power)),
+    all: { get w() { return straight.map(now.w); }, get y() { return v && straight.map(now.y); } },
+  };
+}
+
+// A function of a number that computes every value once.
+function once(make) {
+  const values = [];
+  return (n) => (values[n] ??= make(n));
 }
 
 // Any order but the one the words stand in.
@@ -128,28 +159,28 @@ function playBars(page, w, order, place) {
   const shown = w.length > 30 ? range(w.length).sort((a, b) => w[b] - w[a]).slice(0, 20) : range(w.length);
   const line = (j) => el("li", { class: same && j === place ? "lit" : "" }, word(cols.label(name(j))),
     lanes([lane("var(--accent)", w[j], brief(w[j]), { "data-j": name(j) }, recorded[name(j)])]));
-  return el("figure", { class: "bars" }, el("figcaption", {}, word(rows.label(order[place])),
+  return el("figure", {}, el("figcaption", {}, word(rows.label(order[place])),
     " looks at; a full bar is 1, the mark is the recorded weight"),
     el("ol", { class: "best tight" }, shown.map(line)));
 }
 
 function playMap(page, w) {
   const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.tint(shade(w[r][c], 1)));
-  return el("figure", { class: "map" }, el("figcaption", { text: "all words at once" }), map, legend(page, 1));
+  return el("figure", {}, el("figcaption", { text: "all words at once" }), map, legend(page, 1));
 }
 
 // Shuffle the words and the outputs are shuffled the same way, unless a mask tells places apart.
-function outputs(page, y, straight, own) {
-  const few = 24, size = (row) => Math.max(...row.map(Math.abs));
-  const gap = Math.max(...y.map((row, n) => size(row.map((x, e) => x - straight[own.order[n]][e]))));
-  const moved = own.order.some((x, n) => x !== n), exact = gap <= 1e-5 * Math.max(...straight.map(size));
+function outputs(page, { all: { y }, straight, moved }, own) {
+  const few = 24, size = (row) => { let most = 0; for (const x of row) most = Math.max(most, Math.abs(x)); return most; };
+  const gap = Math.max(...y.map((row, n) => size(row.map((x, e) => x - straight(own.order[n])[e]))));
+  const exact = gap <= 1e-5 * Math.max(...y.map((_, n) => size(straight(n))));
   const most = Math.max(...y.map((row) => size(row.slice(0, few))));
   const said = !moved ? "Shuffle the words: does each keep its output?"
     : exact ? "Shuffled words, outputs shuffled the same way: every word keeps its output. Attention sees a set."
       : `Now places matter: with this mask outputs change by up to ${fixed(gap, 2)}.`;
   const line = (row, n) => el("li", {}, word(page.stack.rows.label(own.order[n])), strip(row.slice(0, few), most,
     page.paint, "output"));
-  return el("figure", { class: "outputs" }, el("figcaption", { text: "outputs y" }),
+  return el("figure", {}, el("figcaption", { text: "outputs y" }),
     el("ol", {}, y.slice(0, 60).map(line)),
     el("p", { class: "hint", "data-read": "equivariant", text: said }));
 }

@@ -2,7 +2,7 @@
 
 import { clamp, fixed, largest, sum, weightText } from "./numbers.js";
 import { behind, el, heat, shade, svg, word } from "./elements.js";
-import { headChoice, readingControls } from "./page.js";
+import { fitChoice, headChoice, readingControls } from "./page.js";
 
 export function square(page, box) {
   const bar = el("div", { class: "controls" }), stage = el("div", { class: "matrix" });
@@ -14,26 +14,30 @@ export function square(page, box) {
   let drawn = null;
   return (resized) => {
     const sheet = page.head.sheet(page.state);
-    if (resized === true || drawn?.sheet !== sheet) {
-      bar.replaceChildren(...[headChoice(page), ...readingControls(page)].filter(Boolean));
+    if (resized === true || drawn?.sheet !== sheet || drawn.fit !== page.state.fit) {
+      bar.replaceChildren(...[headChoice(page), ...readingControls(page), fitChoice(page)].filter(Boolean));
       drawn = matrix(page, stage, sheet);
     }
     const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
     drawn.mark(i, j);
     const row = sheet.w[i] ?? [], key = j ?? largest(row);
+    const number = j !== null && row.length && sheet.masked(i, key)
+      ? el("span", { class: "who", "data-read": "cell", text: "the mask forbids it" })
+      : el("b", { "data-read": "cell", text: fixed(row[key], 4) });
     message.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: " → " }),
       word(sheet.cols.labels[key] ?? ""),
-      el("b", { "data-read": "cell", text: fixed(row[key], 4) }),
-        el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
+      number, el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
   };
 }
 
 // Cells on a canvas; names, row sums and the marked row and column above it.
 function matrix(page, stage, sheet) {
-  const { rows, cols, w, most } = sheet, { paint } = page, [m, n] = [rows.labels.length, cols.labels.length];
+  const { rows, cols, w } = sheet, { paint } = page, { fit } = page.state,
+    most = fit ? Math.max(...w.map((row) => row[largest(row)])) || 1 : 1, [m, n] = [rows.labels.length, cols.labels.length];
   const letters = (labels) => clamp(Math.max(...labels.slice(0, 60).map((x) => x.length)), 2, 12) * 7.6 + 12;
   const [left, top, right] = [letters(rows.labels), letters(cols.labels), 78];
-  const cell = clamp((stage.clientWidth - left - right) / n, 1, 40), [width, height] = [cell * n, cell * m];
+  const tall = Math.max(360, innerHeight - top - 120);
+  const cell = clamp(Math.min(stage.clientWidth - left - right, Math.max(tall, 24 * m)) / n, 1, 56), [width, height] = [cell * n, cell * m];
   const canvas = heat(m, n, (i, j) => paint.tint(shade(w[i][j], most)));
   for (const [name, size] of Object.entries({ left, top, width, height })) canvas.style.setProperty(name, `${size}px`);
   const place = { left, top, cell, width, height };
@@ -42,9 +46,10 @@ function matrix(page, stage, sheet) {
   const over = svg("svg", {
     width: left + width + right, height: top + height + 6, tabindex: 0, "data-key": "matrix", role: "img",
     "aria-label": "The attention matrix. Arrow keys move from cell to cell.",
-  }, rowNames.filter(Boolean), colNames.filter(Boolean), rowSums(w, place), across, down);
+  }, rowNames.filter(Boolean), colNames.filter(Boolean), rowSums(w, place),
+    ...hatch(sheet, place), across, down);
   pointAt(page, over, sheet, place);
-  stage.replaceChildren(canvas, over, legend(page, most));
+  stage.replaceChildren(canvas, over, legend(page, most, fit ? "fitted: " : ""));
   const frame = (node, sizes) => { for (const [key, value] of Object.entries(sizes)) node.setAttribute(key, value); };
   const mark = (i, j) => {
     frame(across, { x: left, y: top + i * cell, width, height: cell });
@@ -52,7 +57,26 @@ function matrix(page, stage, sheet) {
     rowNames.forEach((node, r) => node && node.classList.toggle("on", r === i));
     colNames.forEach((node, c) => node && node.classList.toggle("on", c === j));
   };
-  return { sheet, mark };
+  return { sheet, mark, fit };
+}
+
+// Cells that the mask forbids are hatched: they are not the same as a weight of 0. One path for all of them.
+function hatch(sheet, { left, top, cell }) {
+  const { rows, cols } = sheet, runs = [];
+  if (!sheet.head.layer.mask_name) return [];
+  rows.groups.forEach((_, i) => {
+    for (let j = 0, from = -1; j <= cols.groups.length; j++) {
+      const masked = j < cols.groups.length && sheet.masked(i, j);
+      if (masked && from < 0) from = j;
+      if (!masked && from >= 0) {
+        runs.push(`M${left + from * cell} ${top + i * cell}h${(j - from) * cell}v${cell}h${(from - j) * cell}z`);
+        from = -1;
+      }
+    }
+  });
+  return runs.length ? [svg("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse",
+    patternTransform: "rotate(45)" }, svg("line", { class: "hatching", x1: 0, x2: 0, y1: 0, y2: 6 })),
+  svg("path", { class: "masked", fill: "url(#hatch)", d: runs.join("") })] : [];
 }
 
 // Names beside the rows or above the columns; where cells are small, every so many.
@@ -105,5 +129,5 @@ function pointAt(page, over, { rows, cols }, { left, top, cell }) {
 export function legend(page, most, sign = "") {
   const { paint } = page;
   return el("p", { class: "legend", "aria-hidden": "true" }, "0", heat(1, 64, (_, c) => paint.tint(shade(c / 63, 1))),
-    sign ? `${sign}${weightText(most)}` : fixed(most, 2));
+    `${sign}${sign || most !== 1 ? weightText(most) : "1"}`);
 }

@@ -1,6 +1,6 @@
 // Training: every head over the steps.
 
-import { clamp, count, fixed, largest } from "./numbers.js";
+import { clamp, count, fixed, largest, near, range } from "./numbers.js";
 import { behind, choice, el, heat, svg } from "./elements.js";
 import { tileUnder } from "./long.js";
 
@@ -12,6 +12,12 @@ const STRIPS = {
 
 export function training(page, box) {
   page.looked ??= {};
+  const { steps, curves } = page.header;
+  for (const [name, values] of curves) {
+    const numbers = page.header.array(values), finite = numbers.filter(Number.isFinite);
+    box.append(el("figure", { class: "train" }, el("h2", { text: name }),
+      lineOf(steps, numbers, Math.min(0, ...finite), Math.max(...finite))));
+  }
   for (const one of page.header.strips) box.append(trainingStrip(page, one));
 }
 
@@ -22,7 +28,8 @@ function trainingStrip(page, { what, heads, values }) {
   for (const x of numbers) if (Number.isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
   const part = (x) => (Number.isFinite(x) ? (x - low) / (high - low || 1) : x > 0 ? 1 : 0);
   const canvas = heat(heads.length, n, (h, c) => paint.tint(part(numbers[h * n + c])));
-  canvas.style.setProperty("height", `${clamp(heads.length * 14, 60, 420)}px`);
+  const height = clamp(heads.length * 14, 60, 420);
+  canvas.style.setProperty("height", `${height}px`);
   const message = el("p", { class: "readout", "aria-live": "polite" }), curve = el("div", {});
   const short_ = (name) => (name.length > 40 ? `…${name.slice(-39)}` : name);
   const look = (h, c) => {
@@ -38,12 +45,25 @@ function trainingStrip(page, { what, heads, values }) {
   const last = heads.map((_, h) => numbers[h * n + n - 1] * (what === "entropy_share" ? -1 : 1));
   look(page.looked[what] ?? largest(last), n - 1);
   const [title, hint] = STRIPS[what];
-  return el("figure", { class: "train" }, el("h2", { text: title }), el("p", { class: "hint", text: hint }), canvas,
+  return el("figure", { class: "train" }, el("h2", { text: title }), el("p", { class: "hint", text: hint }),
+    el("div", { class: "named" }, rowNames(heads, height), canvas),
     el("p", { class: "ends" }, el("span", { text: `step ${count(steps[0])}` }),
       el("span", { text: `step ${count(steps[n - 1])}` })),
+    el("p", { class: "legend", "aria-hidden": "true" }, near(low), heat(1, 64, (_, c) => paint.tint(c / 63)), near(high)),
     el("div", { class: "controls" }, menu), message, curve,
     behind(title, () => [["step", ...heads.map(([layer, head]) => `${layer} · ${head}`)],
       steps.map((step, c) => [count(step), ...heads.map((_, h) => numbers[h * n + c])])]));
+}
+
+// The layers beside their rows, with a rule between them, and the numbers of the heads where they have space.
+function rowNames(heads, height) {
+  const cell = height / heads.length, starts = range(heads.length).filter((h) => !h || heads[h][0] !== heads[h - 1][0]);
+  const short = (name) => name.replace(/^.*?(\d+)(\D*)$/, "layer $1").slice(0, 14);
+  return svg("svg", { class: "rownames", width: 112, height, "aria-hidden": "true" },
+    starts.map((h) => [svg("line", { class: "axis", x1: 0, x2: 112, y1: h * cell, y2: h * cell }),
+      svg("text", { class: "tiny", x: 2, y: h * cell + Math.max(10, cell / 2 + 4), text: short(heads[h][0]) })]),
+    cell >= 10 ? heads.map(([, head], h) => svg("text", { class: "tiny", x: 106, y: (h + 0.5) * cell + 4,
+      "text-anchor": "end", text: head })) : []);
 }
 
 function lineOf(steps, numbers, low, high) {
@@ -52,8 +72,9 @@ function lineOf(steps, numbers, low, high) {
   const y = (value) => height - ((value - low) / (high - low || 1)) * height;
   const points = steps.filter((_, c) => Number.isFinite(numbers[c])).map((step) =>
     `${x(step)},${y(numbers[steps.indexOf(step)])}`);
-  return svg("svg", { class: "wide", viewBox: `-4 -6 ${width + 8} ${height + 12}`, role: "img",
+  return svg("svg", { class: "wide", viewBox: `-40 -8 ${width + 46} ${height + 16}`, role: "img",
     "aria-label": `from ${fixed(numbers[0], 3)} to ${fixed(numbers.at(-1), 3)}` },
-    svg("line", { class: "axis", x1: 0, x2: width, y1: height, y2: height }),
+    svg("path", { class: "axis", d: `M0 0V${height}H${width}` }),
+    [low, high].map((v) => svg("text", { class: "tiny", x: -5, y: y(v) + 4, "text-anchor": "end", text: near(v) })),
     svg("polyline", { class: "curve", points: points.join(" "), style: { stroke: "var(--accent)" } }));
 }

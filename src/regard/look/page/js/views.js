@@ -24,9 +24,9 @@ export const VIEWS = {
     look: "The lit word above looks into the sentence below: which of its words does it draw on?",
   },
   long: {
-    name: "Long input", build: long, stack: (s) => s.long && s.heads.length > 0,
-    look: "A strong column is a word everybody looks at, a strong diagonal is the neighbourhood; "
-      + "single strong tiles are ties worth a closer look.",
+    name: "Map", build: long, stack: (s) => s.long && s.heads.length > 0,
+    look: "Zoom with the wheel, two fingers or + and −, drag to move. A strong column is a word everybody looks at, "
+      + "a strong diagonal is the neighbourhood; rings mark the strongest links.",
   },
   walk: {
     name: "Walk", build: walk, stack: short,
@@ -42,8 +42,9 @@ export const VIEWS = {
       + "A strong column is a word everybody looks at, a diagonal is a habit of place.",
   },
   overview: {
-    name: "All heads", build: overview, when: (page) => page.book?.total > 1,
-    look: "The pattern of every head, rows looking at columns: find the odd one out, and click to open it.",
+    name: "Atlas", build: overview, when: (page) => page.book?.total > 1,
+    look: "The pattern of every head, rows looking at columns: find the odd one out. A click adds a head to those that "
+      + "are shown, a double click opens it.",
   },
   training: {
     name: "Training", build: training, when: (page) => page.header.kind === "training",

@@ -1,12 +1,12 @@
 // Walk: the six steps of attention for one word.
 
-import { dot, fixed, mix, range, softmax, sum } from "./numbers.js";
+import { dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { el, shade, strip, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./page.js";
 
 export function walk(page, box) {
   const embedded = page.header.embedded?.stack === page.state.stack ? page.header.embedded : null;
-  const own = (page.walk ??= { source: "words", q: false, k: false, v: false, cell: null });
+  const own = (page.walk ??= { source: "head", q: false, k: false, v: false, cell: null });
   if (!embedded) own.source = "head";
   const bar = el("div", { class: "controls" });
   const message = el("p", { class: "message" });
@@ -20,8 +20,17 @@ export function walk(page, box) {
     bar.replaceChildren(...walkControls(page, own, embedded, again));
     message.textContent = steps.message;
     grid.replaceChildren(stepTable(page, steps, i, own.cell, (j) => again({ cell: own.cell === j ? null : j })));
+    const shown = `${own.source} ${page.head.id} ${i}`;
+    if (shown !== own.shown) reveal(grid, largest(steps.w));
+    own.shown = shown;
     cells.replaceChildren(...dotProduct(page, steps, i, own.cell));
   };
+}
+
+// The table of a long sentence begins where most of the weight is.
+function reveal(grid, j) {
+  const cell = grid.querySelector(`.w[data-j="${j}"]`);
+  if (cell && grid.scrollWidth > grid.clientWidth) grid.scrollLeft = cell.offsetLeft - grid.clientWidth / 2;
 }
 
 function walkControls(page, own, embedded, again) {
@@ -31,7 +40,7 @@ function walkControls(page, own, embedded, again) {
   });
   const project = (x) => tick(["W", el("sub", { text: x })], `walk-W${x}`, own[x],
     (on) => again({ [x]: on, cell: null }));
-  const both = [source("words", "word vectors"), source("head", "a recorded head")];
+  const both = [source("head", "a recorded head"), source("words", "word vectors")];
   return [
     stackChoice(page),
     wordChoice(page),
@@ -112,11 +121,17 @@ function stepLine(n, name, shape, cells, props) {
 }
 
 function stepsToWeights(page, steps, t, picked, onpick) {
-  const { paint } = page, numbers = (x) => x.map((v) => el("td", { text: fixed(v, 2) }));
+  const { paint } = page, size = (x) => Math.max(...x.filter(Number.isFinite).map(Math.abs), 0) || 1;
+  // A signed bar under every score: which is large is seen before it is read.
+  const mark = (v, most) => el("i", { class: v < 0 ? "score minus" : "score", style: { "--w": `${Number.isFinite(v)
+    ? (100 * Math.abs(v)) / most : 0}%` } });
+  const numbers = (x) => { const most = size(x); return x.map((v) => el("td", { class: v === -Infinity ? "masked" : "" },
+    fixed(v, 2), mark(v, most))); };
+  const largestProduct = steps.raw ? size(steps.raw) : 1;
   const product = (x, j) => el("td", {}, el("button", {
     class: "cell", "data-key": `dot-${j}`, "aria-pressed": String(picked === j), text: fixed(x, 2),
     title: "the dot product, cell by cell", onclick: () => onpick(j),
-  }));
+  }), mark(x, largestProduct));
   const weight = (w, j) => {
     const colour = paint.tint(shade(w, 1));
     return el("td", { class: "w", "data-j": j, style: { background: paint.css(colour), color: paint.ink(colour) },

@@ -1,0 +1,55 @@
+// Rulers beside the map, which become words when there is space, its marks, and the small map of where one is.
+
+import { clamp, count, range } from "./numbers.js";
+import { el, svg } from "./elements.js";
+
+export const LEFT = 86, TOP = 66;
+const clip = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
+
+// Ticks of a ruler from `from` to `to` over so many pixels: every word where it fits, else round positions.
+export function ticks(from, to, pixels) {
+  const cell = pixels / (to - from), least = cell >= 12 ? 1 : 36 / cell;
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, least)));
+  const step = least <= 1 ? 1 : [1, 2, 5, 10].map((n) => n * power).find((n) => n >= least);
+  const first = Math.ceil(from / step) * step;
+  return range(Math.max(0, Math.floor((to - 1e-9 - first) / step) + 1)).map((n) => first + n * step)
+    .map((at) => ({ at, place: (at + (step === 1 ? 0.5 : 0) - from) * cell, each: step === 1 }));
+}
+
+export function rulers({ i0, i1, j0, j1 }, { rows, cols }, width, height) {
+  const name = (sequence, { at, each }) => (each && sequence.tokens ? clip(sequence.label(at), 11) : count(at));
+  const row = (tick) => svg("text", { class: "ruler", x: LEFT - 6, y: TOP + tick.place, "text-anchor": "end",
+    "dominant-baseline": "central", text: name(rows, tick) });
+  const col = (tick) => svg("text", { class: "ruler", "dominant-baseline": "central",
+    transform: `translate(${LEFT + tick.place} ${TOP - 6}) rotate(-90)`, text: name(cols, tick) });
+  return [...ticks(i0, i1, height).filter((t) => t.each || t.place < height - 4).map(row),
+    ...ticks(j0, j1, width).map(col)];
+}
+
+// Rings around the strongest links of the window: they are drawn whatever the colours do.
+export function marks({ i0, i1, j0, j1 }, links, width, height) {
+  const [x, y] = [width / (j1 - j0), height / (i1 - i0)], size = clamp(Math.max(x, y) / 2 + 2, 4, 40);
+  return links.filter(({ i, j }) => i >= i0 - 0.5 && i < i1 && j >= j0 - 0.5 && j < j1).map(({ i, j }) =>
+    svg("circle", { class: "ring", cx: LEFT + (j + 0.5 - j0) * x, cy: TOP + (i + 0.5 - i0) * y, r: size, "data-link": `${i} ${j}` }));
+}
+
+// The window within the complete matrix.
+export function minimap(view, plane, { i, j }) {
+  const size = 92, tall = clamp((size * i) / j, 24, size);
+  const canvas = el("canvas", { class: "heat", width: plane.width, height: plane.height, "aria-hidden": "true" });
+  canvas.getContext("2d").drawImage(plane, 0, 0);
+  const part = (from, to, length, pixels) => [(from / length) * pixels, Math.max(3, ((to - from) / length) * pixels)];
+  const [[x, width], [y, height]] = [part(view.j0, view.j1, j, size), part(view.i0, view.i1, i, tall)];
+  return el("div", { class: "minimap", style: { width: `${size}px`, height: `${tall}px` } }, canvas,
+    svg("svg", { width: size, height: tall, "aria-hidden": "true" }, svg("rect", { class: "marker", x, y, width, height })));
+}
+
+// The way to where one is: all words, and ever smaller windows around the middle of this one.
+export function breadcrumb(view, { i, j }, go) {
+  const side = Math.max(view.i1 - view.i0, view.j1 - view.j0), total = Math.max(i, j);
+  const sizes = [total, ...[65536, 8192, 1024, 128].filter((n) => n < total * 0.7 && n > side * 1.4), Math.round(side)]
+    .filter((n, at, all) => n >= side - 1 && all.indexOf(n) === at);
+  return sizes.flatMap((n, at) => [at ? el("span", { class: "arrow", text: " › " }) : null,
+    el("button", { class: "crumb", "data-key": `crumb-${at}`, "aria-current": at === sizes.length - 1 ? "true" : undefined,
+      text: `${count(n)} words`, onclick: () => go(n) })]).filter(Boolean);
+}

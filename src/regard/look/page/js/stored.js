@@ -1,0 +1,70 @@
+// What a page holds of a head of a long input: two maps, numbers of rows and columns, and exact weights.
+// Views ask this source alone: `pool` for a map, `row` for a row.
+
+import { edge, sum } from "./numbers.js";
+
+export class Stored {
+  constructor(head) {
+    const { header, layer: { long, held } } = head, n = held.indexOf(head.head), [r, c] = long.tiles;
+    const part = (name, size) => header.array(long[name]).subarray(n * size, (n + 1) * size);
+    Object.assign(this, { head, rows: long.rows, tiles: long.tiles, map: part("pool", r * c), largest: part("max", r * c),
+      held: long.exact === undefined ? null : part("exact", long.rows.length * head.j), why: long.why });
+    Object.assign(this, { entropy: part("entropy", head.i), peak: part("peak", head.i), peakAt: part("peak_at", head.i),
+      received: part("received", head.j), settled: long.settled, exact: null, promise: null });
+  }
+  // What the rows of a tile give its columns, a row on average.
+  share(a, b) {
+    const [r, c] = this.tiles, { i } = this.head;
+    return this.map[a * c + b] / Math.max(1, edge(a + 1, r, i) - edge(a, r, i));
+  }
+  // The largest weight in a tile.
+  most(a, b) { return this.largest[a * this.tiles[1] + b]; }
+  // The share that gets the strongest colour where the colours are fitted. The few tiles above it, such as the first rows
+  // of a causal text, which see hardly anything else, would leave the others pale. It is at least four times the mean:
+  // where all tiles are alike, their small differences must not look like structure.
+  get scale() {
+    if (this._scale) return this._scale;
+    const [r, c] = this.tiles, all = Float32Array.from({ length: r * c }, (_, n) => this.share(Math.floor(n / c), n % c));
+    const visible = all.filter((x) => x > 0).sort(), most = visible[Math.floor(0.998 * (visible.length - 1))] || 1;
+    return (this._scale = Math.max(most, (4 * sum(visible)) / Math.max(1, visible.length)));
+  }
+  // The word that a row looks at most, and how much that is beyond what all rows give that word on average.
+  best(i) {
+    const key = this.peakAt[i], { cols, same } = this.head.stack;
+    const barred = (cols.special.has(key) ? 2 : 0) + (same && key === i ? 2 : 0);
+    const beyond = this.peak[i] - this.received[key] / this.head.i - barred;
+    return { key, beyond: Number.isNaN(beyond) ? -Infinity : beyond };
+  }
+  // The rows with the largest weights to another word, one link a row, the strongest first.
+  links(count) {
+    const { peak, peakAt, settled } = this, { same } = this.head.stack;
+    // The first rows of a causal text see few words, and give each of them much.
+    const weight = peak.map((w, i) => (i < settled || (same && peakAt[i] === i) ? 0 : w));
+    return topOf(weight, count).filter((i) => weight[i] > 0);
+  }
+  // Sums of weights in rows × cols tiles of the matrix; null for a part, or for tiles that are not held.
+  async pool(rows, cols, i, j) {
+    const complete = i[0] === 0 && i[1] === this.head.i && j[0] === 0 && j[1] === this.head.j;
+    return complete && rows === this.tiles[0] && cols === this.tiles[1] ? this.map : null;
+  }
+  // The exact weights of a row: computed where queries and keys are there; null for a row that is not held.
+  async row(i) {
+    await this.promise;
+    if (this.exact) return this.exact.row(i);
+    const n = this.rows.indexOf(i);
+    return n < 0 ? null : this.held.subarray(n * this.head.j, (n + 1) * this.head.j);
+  }
+}
+
+// The places of the n largest numbers, in one pass.
+export function topOf(numbers, n) {
+  const best = [];
+  for (let m = 0; m < numbers.length; m++) {
+    if (best.length === n && numbers[m] <= numbers[best[n - 1]]) continue;
+    let at = best.length;
+    while (at > 0 && numbers[best[at - 1]] < numbers[m]) at--;
+    best.splice(at, 0, m);
+    if (best.length > n) best.pop();
+  }
+  return best;
+}

@@ -1,0 +1,107 @@
+// The picture of a window of a long matrix: stored tiles, magnified, and exact ones of 256 × 256 words as they are made.
+
+import { clamp, edge } from "./numbers.js";
+import { heat, shade } from "./elements.js";
+
+const SIDE = 256, CACHED = 160;
+export const EXACT_WORDS = 2048; // a side: windows up to here are filled with exact tiles
+
+export class Tiles {
+  constructor(page, source, again) {
+    Object.assign(this, { page, source, again, made: new Map(), painted: new Map(), queue: [], planes: new Map() });
+  }
+  // Whether a window is small enough for exact tiles.
+  isExact({ i0, i1, j0, j1 }) { return !!this.source.exact && Math.max(i1 - i0, j1 - j0) <= EXACT_WORDS; }
+  // The weight that gets the strongest colour: 1, or where the colours are fitted what is largest in the window.
+  scale(view, mode, fit) {
+    if (!fit) return 1;
+    if (mode === "mean" && !this.isExact(view)) return this.source.scale;
+    const [r, c] = this.source.tiles, { i, j } = this.source.head;
+    let most = 0;
+    for (let a = Math.floor((view.i0 / i) * r); a < Math.min(r, (view.i1 / i) * r); a++) {
+      for (let b = Math.floor((view.j0 / j) * c); b < Math.min(c, (view.j1 / j) * c); b++) most = Math.max(most, this.source.most(a, b));
+    }
+    return most || 1;
+  }
+  draw(canvas, view, mode, fit) {
+    const ctx = canvas.getContext("2d"), scale = this.scale(view, mode, fit), exact = this.isExact(view);
+    ctx.imageSmoothingEnabled = false;
+    const { i, j } = this.source.head, [r, c] = this.source.tiles;
+    const plane = this.plane(mode, exact ? this.scale(view, mode, fit) : scale);
+    ctx.drawImage(plane, (view.j0 / j) * c, (view.i0 / i) * r, ((view.j1 - view.j0) / j) * c, ((view.i1 - view.i0) / i) * r,
+      0, 0, canvas.width, canvas.height);
+    this.queue = [];
+    if (exact) this.drawExact(ctx, canvas, view, mode, scale);
+    if (this.queue.length && !this.running) this.run();
+    return { scale, exact, missing: this.queue.length };
+  }
+  // The stored map of the matrix as one small picture.
+  plane(mode, scale) {
+    const key = `${mode} ${scale}`, { paint } = this.page, [r, c] = this.source.tiles;
+    if (!this.planes.has(key)) {
+      if (this.planes.size > 8) this.planes.clear();
+      const at = mode === "mean" ? (a, b) => this.source.share(a, b) : (a, b) => this.source.most(a, b);
+      this.planes.set(key, heat(r, c, (a, b) => paint.tint(shade(at(a, b), scale))));
+    }
+    return this.planes.get(key);
+  }
+  drawExact(ctx, canvas, view, mode, scale) {
+    const { i, j } = this.source.head, [x, y] = [canvas.width / (view.j1 - view.j0), canvas.height / (view.i1 - view.i0)];
+    // So many words become one cell, at least a pixel large, that shows the largest of their weights: none vanishes.
+    const pool = clamp(2 ** Math.ceil(Math.log2(1 / Math.min(x, y))), 1, 64);
+    const middle = [(view.i0 + view.i1) / 2 / SIDE, (view.j0 + view.j1) / 2 / SIDE];
+    for (let a = Math.floor(view.i0 / SIDE); a * SIDE < view.i1; a++) for (let b = Math.floor(view.j0 / SIDE); b * SIDE < view.j1; b++) {
+      const key = `${a} ${b}`, weights = this.made.get(key);
+      const [rows, cols] = [Math.min(SIDE, i - a * SIDE), Math.min(SIDE, j - b * SIDE)];
+      if (rows <= 0 || cols <= 0) continue;
+      if (!weights) {
+        this.queue.push({ key, a, b, far: Math.hypot(a + 0.5 - middle[0], b + 0.5 - middle[1]) });
+        continue;
+      }
+      this.made.delete(key); // the latest used last
+      this.made.set(key, weights);
+      const picture = this.picture(key, weights, rows, cols, pool, mode, scale);
+      ctx.drawImage(picture, (b * SIDE - view.j0) * x, (a * SIDE - view.i0) * y, Math.ceil(cols / pool) * pool * x,
+        Math.ceil(rows / pool) * pool * y);
+    }
+    this.queue.sort((one, other) => other.far - one.far);
+  }
+  picture(key, weights, rows, cols, pool, mode, scale) {
+    const name = `${key} ${pool} ${mode} ${scale}`, { paint } = this.page;
+    if (this.painted.size > 4 * CACHED) this.painted.clear();
+    if (!this.painted.has(name)) {
+      const [m, n] = [Math.ceil(rows / pool), Math.ceil(cols / pool)];
+      this.painted.set(name, heat(m, n, (a, b) => {
+        let most = 0, total = 0;
+        const [last, end] = [Math.min(rows, (a + 1) * pool), Math.min(cols, (b + 1) * pool)];
+        for (let i = a * pool; i < last; i++) for (let j = b * pool; j < end; j++) {
+          const w = weights[i * cols + j];
+          total += w;
+          if (w > most) most = w;
+        }
+        return paint.tint(shade(mode === "mean" ? total / (last - a * pool) : most, scale));
+      }));
+    }
+    return this.painted.get(name);
+  }
+  // Compute what the window lacks, the middle first, a few milliseconds at a time.
+  run() {
+    this.running = true;
+    const step = () => {
+      const end = performance.now() + 12;
+      do {
+        const next = this.queue.pop();
+        if (!next) break;
+        const { i, j } = this.source.head, [a, b] = [next.a * SIDE, next.b * SIDE];
+        this.made.set(next.key, this.source.exact.block(a, Math.min(i, a + SIDE), b, Math.min(j, b + SIDE)));
+        if (this.made.size > CACHED) this.made.delete(this.made.keys().next().value);
+      } while (performance.now() < end);
+      this.running = false;
+      this.again();
+    };
+    setTimeout(step, 0);
+  }
+}
+
+// The positions of the rows, or keys, of a stored tile.
+export const tileSpan = (n, tiles, length) => [edge(n, tiles, length), edge(n + 1, tiles, length)];

@@ -1,0 +1,174 @@
+"""The atlas in a real browser: a thumbnail of every head, sorted, as rows, in the tray, compared."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.look import View
+from regard.look.page import content
+from support.opened_page import Shown
+from support.page_probe import minilm, translation
+
+IT, ANIMAL = 10, 2
+
+
+def order(shown: Shown) -> list[tuple[int, int]]:
+    keys = shown.tab.evaluate("[...document.querySelectorAll('.headcell')].map((x) => x.dataset.key)")
+    return [tuple(map(int, key.split("-")[1:])) for key in keys]
+
+
+@pytest.mark.parametrize("by", ["entropy", "previous", "sink"])
+def test_heads_are_sorted_by_any_number(show: Any, it: View, by: str) -> None:
+    shown = show(it).view("overview")
+    shown.choose("metric", by)
+    shown.choose("sort", "metric")
+    values = {(layer, head): value for layer, head, _, value in minilm()[0].heads(by)}
+    numbers = [values[pair] for pair in order(shown)]
+    assert len(numbers) == 72
+    assert numbers == pytest.approx(sorted(numbers, reverse=by != "entropy"), abs=1e-4)
+
+
+def test_heads_are_sorted_by_what_a_word_gives_to_another(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    shown.choose("sort", "given")
+    shown.choose("given", ANIMAL)
+    seen, _ = minilm()
+    given = [float(seen[layer, head][IT, ANIMAL]) for layer, head in order(shown)]
+    assert given == pytest.approx(sorted(given, reverse=True), abs=1e-6)
+    assert order(shown)[0] == (5, 11)
+    shown.choose("sort", "tie")
+    assert order(shown)[:2] == [(2, 1), (2, 3)], "as the chips of the spotlight"
+
+
+def test_cells_show_the_row_of_the_lit_word(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    shown.choose("cells", "row")
+    heights = """(key) => { const c = document.querySelector(`[data-key="${key}"] canvas`), d = c.getContext('2d').getImageData(0, 0,
+        c.width, c.height).data; return [...Array(c.width).keys()].map((x) => [...Array(c.height).keys()].filter((y) =>
+        d[4 * (y * c.width + x)] < 200).length); }"""
+    row = minilm()[0][2, 1].row(IT)
+    got = torch.tensor(shown.tab.evaluate(heights, "head-2-1")).double() / 24
+    torch.testing.assert_close(got, row.double().sqrt(), atol=0.03, rtol=0)
+    shown.choose("word", 6)
+    got = torch.tensor(shown.tab.evaluate(heights, "head-2-1")).double() / 24
+    torch.testing.assert_close(got, minilm()[0][2, 1].row(6).double().sqrt(), atol=0.03, rtol=0)
+
+
+def test_a_click_adds_a_head_and_the_tray_goes_through_all_views(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    for key in ("head-1-1", "head-4-4", "head-0-2"):
+        shown.click(key)
+        shown.tab.wait_for_timeout(20)
+    cells = shown.tab.locator('.headcell[aria-pressed="true"]')
+    assert sorted(cells.evaluate_all("(x) => x.map((y) => y.dataset.key)")) == ["head-0-2", "head-1-1", "head-4-4"]
+    shown.click("head-4-4")
+    shown.click("open-tray")
+    assert shown.ask("page.state.view") == "spotlight"
+    assert [re.search(r"layer \d+, head \d+", text).group() for text in shown.texts(".hero .who")] == [
+        "layer 1, head 1",
+        "layer 0, head 2",
+    ]
+    shown.view("walk")
+    assert "layer 1, head 1" in shown.text(".message")
+    shown.view("overview")
+    shown.tab.locator('[data-key="head-3-3"]').dblclick()
+    assert shown.ask("page.state.view") == "spotlight"
+
+
+def test_shift_and_click_compare_two_heads(show: Any, it: View) -> None:
+    seen, _ = minilm()
+    shown = show(it).view("overview")
+    shown.tab.hover('[data-key="head-2-1"]')
+    shown.tab.locator('[data-key="head-3-1"]').dispatch_event("click", {"shiftKey": True})
+    assert shown.texts(".peek b") == ["layer 2, head 1", "layer 3, head 1"]
+    difference = seen[2, 1].dense() - seen[3, 1].dense()
+    i, j = divmod(int(difference.abs().argmax()), 15)
+    words = seen.layers[0].weights.tokens[0]
+    said = shown.text('[data-read="difference"]')
+    assert said.startswith(f"most: {words[i]} → {words[j]}")
+    colours = shown.tab.evaluate(
+        """(() => { const c = document.querySelector('.compare figure canvas'), d = c.getContext('2d').getImageData(0, 0, 15, 15).data;
+            return [...Array(225).keys()].map((n) => d[4 * n] - d[4 * n + 2]); })()"""
+    )
+    red = torch.tensor(colours).reshape(15, 15)
+    assert int(red[difference < -0.3].min()) > 0 > int(red[difference > 0.3].max()), "orange and blue"
+    shown.click("no-compare")
+    assert len(shown.texts(".peek b")) == 1
+
+
+def test_keys_reach_every_head_and_enter_opens_it(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    shown.choose("sort", "metric")
+    first = order(shown)
+    shown.tab.locator('.headcell[tabindex="0"]').focus()
+    shown.tab.keyboard.press("ArrowRight")
+    key = shown.tab.evaluate("document.activeElement.dataset.key")
+    assert key == f"head-{first[1][0]}-{first[1][1]}"
+    shown.tab.keyboard.press("Space")
+    shown.tab.wait_for_timeout(20)
+    assert shown.tab.evaluate("document.activeElement.dataset.key") == key, "the focus stays on the head"
+    assert shown.tab.locator(f'[data-key="{key}"]').get_attribute("aria-pressed") == "true"
+    shown.tab.keyboard.press("Enter")
+    assert shown.ask("page.state.view") == "spotlight"
+
+
+def test_the_grid_fits_a_phone(show: Any, it: View) -> None:
+    shown = show(it, width=390, height=844).view("overview")
+    right = shown.tab.evaluate(
+        "Math.max(...[...document.querySelectorAll('.headcell')].map((x) => x.getBoundingClientRect().right))"
+    )
+    assert right <= 382
+    boxes = shown.tab.evaluate(
+        "[...document.querySelectorAll('.headcell')].map((x) => x.getBoundingClientRect().width)"
+    )
+    assert min(boxes) >= 24, "large enough for a finger"
+    assert shown.tab.locator(".peek").bounding_box()["y"] < shown.tab.locator(".grid").bounding_box()["y"]
+
+
+def test_heads_of_two_stacks_are_not_mixed(show: Any) -> None:
+    shown = show(translation().show("Haus")).view("overview")
+    shown.click("head-0-0")
+    shown.tab.wait_for_timeout(450)
+    shown.click("head-0-1")
+    assert len(shown.ask("page.state.chosen")) == 2
+    shown.tab.wait_for_timeout(450)
+    shown.tab.locator(".headcell").last.click()
+    assert shown.ask("page.state.chosen.length") == 1
+
+
+def test_heads_that_the_page_does_not_hold_have_thumbnails_all_the_same(
+    show: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "LONG_BYTES", 300_000)
+    numbers = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(40, 304, 4, generator=numbers) for _ in "qk")
+    q[33, 200], k[33, 100], q[33, :, -1], k[33, :, -1] = 0, 0, 0, 0
+    q[33, 200, -1] = k[33, 100, -1] = 9
+    W = regard.weights(q, k)
+    shown = show(W.show(3)).view("overview")
+    held = shown.ask("page.book.heads.filter((h) => !h.stack.window).map((h) => h.head)")
+    assert 33 not in held
+    assert len(held) < 10
+    assert shown.tab.locator(".headcell canvas").count() == 40
+    size, at = shown.tab.evaluate(
+        """(() => { const c = document.querySelector('[data-key="head-0-33"] canvas'), d = c.getContext('2d').getImageData(0,
+            0, c.width, c.height).data; let best = 0; for (let n = 0; n < d.length; n += 4) if (d[n] < d[best]) best = n;
+            return [c.width, best / 4]; })()"""
+    )
+    assert (at // size, at % size) == (200 * size // 304, 100 * size // 304)
+
+
+@pytest.mark.slow
+def test_a_thousand_thumbnails_are_drawn_at_once(show: Any) -> None:
+    W = regard.weights(torch.randn(1024, 304, 4), torch.randn(1024, 304, 4))
+    shown = show(W.show(3))
+    began = time.perf_counter()
+    shown.view("overview")
+    assert shown.tab.locator(".headcell canvas").count() == 1024
+    assert time.perf_counter() - began <= 1.5
