@@ -118,7 +118,19 @@ class Watch:
         weakref.finalize(self, remove_all, self._handles)
 
     def numbers(self) -> dict[str, float]:
-        """The last look as a plain dict for any logger: `"layer/entropy_share/head"` and `"layer/max_score/head"`."""
+        """The last look as a plain dict, for any logger.
+
+        Returns:
+            Names such as `"layers.0.self_attn/entropy_share/1"` (module, measure, head) to numbers.
+
+        Example:
+            >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            >>> model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            >>> with watch(model, every=1) as watching:
+            ...     _ = model(torch.randn(1, 4, 8))
+            >>> sorted(watching.numbers())[-1]
+            'layers.0.self_attn/max_score/1'
+        """
         return {
             f"{name}/{measure}/{head}": value
             for name, measures in self.layers.items()
@@ -127,11 +139,32 @@ class Watch:
         }
 
     def show(self, **options: Any) -> Any:
-        """The picture: entropy share and largest score of every head over the steps; see `look.View`."""
+        """The picture: entropy share and largest score of every head over the steps.
+
+        Args:
+            **options: Of `look.View`.
+
+        Returns:
+            A `look.View`; .save("x.html") and .save("x.svg") write it.
+
+        Example:
+            >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            >>> model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            >>> with watch(model, every=1) as watching:
+            ...     _ = model(torch.randn(1, 4, 8)), model(torch.randn(1, 4, 8))
+            >>> "entropy" in str(watching.show())
+            True
+        """
         return import_module("regard.look").View(self.history, **options)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching: the hooks are removed. A second call does nothing.
+
+        Example:
+            >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
+            >>> watching = watch(model)
+            >>> watching.close()
+        """
         remove_all(self._handles)
 
     def __enter__(self) -> Watch:
