@@ -124,7 +124,9 @@ def test_the_grid_fits_a_phone(show: Any, it: View) -> None:
         "Math.max(...[...document.querySelectorAll('.headcell')].map((x) => x.getBoundingClientRect().right))"
     )
     assert right <= 382
-    boxes = shown.tab.evaluate("[...document.querySelectorAll('.headcell')].map((x) => x.getBoundingClientRect().width)")
+    boxes = shown.tab.evaluate(
+        "[...document.querySelectorAll('.headcell')].map((x) => x.getBoundingClientRect().width)"
+    )
     assert min(boxes) >= 24, "large enough for a finger"
     assert shown.tab.locator(".peek").bounding_box()["y"] < shown.tab.locator(".grid").bounding_box()["y"]
 

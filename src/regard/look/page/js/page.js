@@ -5,6 +5,8 @@ import { choice, el, palette, tick, word } from "./elements.js";
 import { firstTwo, openBook, ranked } from "./book.js";
 import { readBlock } from "./data.js";
 import { Exact } from "./exact.js";
+import { addressOf, readAddress } from "./address.js";
+import { shareMenu } from "./share.js";
 import { windowStack } from "./window.js";
 import { VIEWS } from "./views.js";
 
@@ -25,12 +27,17 @@ export class Page {
     this.state.view = this.first = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
     this.chooseViews();
     this.frame();
-    this.readAddress();
+    readAddress(this, location.hash);
     if (header.vectors?.length) this.vectors = this.readVectors();
     this.open(this.state.view);
+    this.initial = addressOf(this);
     this.ready = true;
     if (parent !== window) this.inFrame();
-    addEventListener("hashchange", () => { this.readAddress(); this.open(this.state.view); });
+    addEventListener("hashchange", () => {
+      readAddress(this, location.hash || this.initial);
+      this.frame();
+      this.open(this.state.view, false);
+    });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     new ResizeObserver(() => { const width = root.clientWidth; if (width !== this.width) { this.width = width;
       this.keepingFocus(() => this.refresh?.(true)); } }).observe(root);
@@ -56,6 +63,7 @@ export class Page {
     if (this.stack.long && head.stored.exact && this.stack.same) {
       this.addWindow(this.stack, [from, Math.min(head.i, from + 80), from, Math.min(head.j, from + 80)]);
     }
+    if (location.hash.includes("win=")) readAddress(this, location.hash);
     this.keepingFocus(() => { this.frame(); this.select(this.state.view); this.draw(); });
   }
   // A window of a long input as one more stack; there is one at a time.
@@ -104,29 +112,13 @@ export class Page {
     const redraw = ["stack", "hide", "merge", "theme"].some((name) => name in changes);
     this.keepingFocus(() => (redraw ? this.draw() : this.refresh?.()));
   }
-  // The state as the fragment of the address, so that a link, a reload and the history lead to the same picture.
-  get address() {
-    const { view, stack, word, chosen, hide, merge } = this.state;
-    const heads = chosen?.map((id) => `${this.book.heads[id].place}.${this.book.heads[id].head}`).join(",");
-    const fields = { v: view, s: stack || null, w: this.book ? word : null, h: heads ?? null, hide: hide ? 1 : null,
-      merge: merge ? 1 : null };
-    return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
-  }
-  readAddress() {
-    const fields = new URLSearchParams(location.hash.slice(1)), { state, book } = this;
-    if (fields.has("v") && this.views.some(([id]) => id === fields.get("v"))) state.view = fields.get("v");
-    if (!book || !fields.has("w")) return;
-    const index = (name, length) => { const n = Number(fields.get(name) ?? 0); return Number.isInteger(n) && n >= 0
-      && n < length ? n : 0; };
-    const stack = index("s", book.stacks.length), heads = (fields.get("h") ?? "").split(",").map((text) =>
-      book.heads.findIndex((head) => `${head.place}.${head.head}` === text)).filter((id) => id >= 0);
-    const word = index("w", book.stacks[stack].rows.length);
-    if (word !== state.word) state.target = null;
-    Object.assign(state, { stack, word, hover: null, cell: null, chosen: heads.length ? heads : null, hide: fields.has("hide"), merge: fields.has("merge") });
-  }
-  writeAddress() {
+  get link() { return location.href.split("#")[0] + addressOf(this); }
+  writeAddress(push) {
     // A frame without an origin, as in a notebook, may not write its address.
-    try { if (this.ready && location.hash !== this.address) history.replaceState(null, "", this.address); } catch { /* no address */ }
+    try {
+      const address = addressOf(this);
+      if (this.ready && location.hash !== address) history[push ? "pushState" : "replaceState"](null, "", address);
+    } catch { /* no address */ }
   }
   // A control that is drawn anew keeps the focus.
   keepingFocus(redraw) {
@@ -163,7 +155,7 @@ export class Page {
       el("header", { class: "top" }, el("p", { class: "mark", text: "regard" }),
         el("h1", {}, el("bdi", { text: this.header.title })),
         this.header.about && el("p", { class: "about" }, el("bdi", { text: this.header.about })),
-        el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark",
+        shareMenu(this), el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark",
           title: "light / dark", onclick: () => this.turn() }, "◐")),
       ...(this.views.length > 1 ? [tabs] : []), this.main, this.foot());
   }
@@ -194,7 +186,8 @@ export class Page {
     this.open(names[to]);
     this.root.querySelector(`#tab-${names[to]}`).focus();
   }
-  open(id) {
+  // Open a view; the way back leads to the one before.
+  open(id, push = true) {
     this.state.view = id;
     const view = VIEWS[id];
     if (view.stack && !view.stack(this.stack)) {
@@ -206,7 +199,7 @@ export class Page {
     }
     this.select(id);
     this.draw();
-    this.writeAddress();
+    this.writeAddress(push);
   }
   // Mark the tab of a view as the one that is open.
   select(id) {
