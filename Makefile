@@ -1,9 +1,10 @@
 # make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
 # make test-numerics    the numerics under other roundings (some minutes); part of .ci/run
+# make test-ranks       a sequence over up to 5 processes, hundreds of cells; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
-# make lint   formatting, lint and types
+# make lint   formatting, lint and types, also those of a user's file; make lint-pyright the latter under pyright
 # make docs   the documentation as a site, into site/; fails on every warning
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
 # make test-gpu, make bench-gpu  the same for the triton engine, on a machine with an NVIDIA GPU
@@ -19,7 +20,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-planted test-gpu test-gpu-checked lint docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-ranks test-planted test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -68,6 +69,10 @@ test-libraries: $(READY)
 test-hostile-files: $(READY)
 	$(BIN)/python -m pytest tests/recorder/test_record_hostile.py -m "slow or not slow"
 
+# A sequence over ranks: hundreds of cells, in processes that talk through gloo.
+test-ranks: $(READY)
+	$(BIN)/python -m pytest -n 0 tests/distributed -m "slow or not slow"
+
 test-planted: $(READY)
 	$(BIN)/python tests/support/planted.py
 
@@ -75,6 +80,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent tests/typing/user_code.py
+
+# A user's file under pyright, in an environment of its own: it brings Node.
+lint-pyright: $(READY)
+	$(PYTHON) -m venv .cache/pyright
+	.cache/pyright/bin/pip install --quiet --disable-pip-version-check basedpyright
+	.cache/pyright/bin/basedpyright --level error --pythonpath $(BIN)/python tests/typing/user_code.py
 
 docs: $(READY)
 	$(BIN)/python docs/build.py

@@ -63,9 +63,13 @@ ARROWS: dict[str, set[str]] = {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.torch_state", "core.types",
         "core.weights", "engines",
     },
+    "distributed": {
+        "core.api", "core.autograd", "core.block", "core.intervals", "core.masks", "core.modifiers", "core.online_softmax",
+        "core.problem", "core.pytree", "core.result_cache", "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
+    },
     "recorder": {
         "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
-        "core.stored", "core.types", "core.weights",
+        "core.stored", "core.torch_state", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
@@ -220,7 +224,7 @@ def test_public_names_are_those_that_are_exported() -> None:
     }
     assert public - {"TYPE_CHECKING", "lazy_getattr"} <= set(regard.__all__) <= set(dir(regard))
     assert not {"TYPE_CHECKING", "lazy_getattr"} & set(dir(regard))
-    assert {"integrations", "learn", "look", "nn"} <= set(dir(regard))
+    assert {"distributed", "integrations", "learn", "look", "nn"} <= set(dir(regard))
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:
         assert getattr(regard, name).__module__ == "regard"

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbclient import NotebookClient
+
+import regard
+from regard.look.spotlight import spotlight
 
 ROOT = Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "notebooks.py")
@@ -81,6 +85,17 @@ def test_a_cell_with_another_output_is_noticed():
     cell = {"source": ["x = 2\n", "x + 2"], "outputs": []}
     assert notebooks.run(cell, {}) == "4\n"
     assert not doctest.OutputChecker().check_output("5\n", notebooks.run(cell, {}), FLAGS)
+
+
+def test_beyond_is_what_the_glossary_says():
+    (source,) = re.findall(r"^>>> (def beyond.*?)^>>>", (ROOT / "docs" / "glossary.md").read_text(), flags=re.S | re.M)
+    names = {}
+    exec(source.replace("\n... ", "\n"), names)
+    for seed in range(5):
+        w = torch.randn(7, 7, generator=torch.Generator().manual_seed(seed)).softmax(-1)
+        lit = spotlight(regard.Weights.from_dense(w).label(list("tuvwxyz")), "w")
+        expected = max(names["beyond"](w, 3, j) for j in range(7) if j != 3)
+        assert lit.heads[0].beyond == pytest.approx(expected.item(), abs=1e-6)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
+    from . import distributed as distributed
     from . import integrations as integrations
     from . import learn as learn
     from . import look as look
@@ -40,4 +41,4 @@ __getattr__ = lazy_getattr(
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "integrations", "learn", "look", "nn"])
+    return sorted([*__all__, "__version__", "distributed", "integrations", "learn", "look", "nn"])

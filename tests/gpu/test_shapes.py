@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard.engines.triton import decode_pass, tile_config
+from regard.engines.triton import decode_pass
 from regard.engines.triton.kernel_inputs import KernelInputs
 
 
@@ -105,9 +105,3 @@ def test_the_largest_of_rows_of_any_length(d: int, keys: int, causal: bool) -> N
     for n in (5, 6, 7, 8):  # wherever one of the equal keys is listed, all before it are
         listed = (top.indices == n).any(-1)
         assert (~listed | (top.indices == n - 1).any(-1)).all()
-
-
-def test_configurations_exist_for_every_size() -> None:
-    for size in range(8, 257, 8):
-        for kernel in ("forward", "top", "ballot", "column_pass", "sent", "keys", "rows", "steps"):
-            assert tile_config._first(tile_config.HOPPER, kernel, size) is not None

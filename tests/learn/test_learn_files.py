@@ -85,8 +85,8 @@ def json_of(data: bytes):
 
 def test_a_flipped_bit_of_a_tensor_is_named(text, run):
     for name, tensor in (
-        ("model.safetensors", "words.table.weight"),
-        ("last.safetensors", "weights/words.table.weight"),
+        ("model.safetensors", "embedding.table.weight"),
+        ("last.safetensors", "weights/embedding.table.weight"),
     ):
         library, _ = checkpoint.safetensors()
         tensors, fields = checkpoint.read_tensors(run / name)
@@ -169,7 +169,7 @@ def test_hostile_tokenizers_with_right_checksums_are_refused(run):
 def test_hostile_tensors_with_right_checksums_are_refused(text, run):
     for name in ("model.safetensors", "last.safetensors"):
         tensors, fields = checkpoint.read_tensors(run / name)
-        first = next(key for key in tensors if key.endswith("words.table.weight"))
+        first = next(key for key in tensors if key.endswith("embedding.table.weight"))
         changes = [
             {**tensors, first: tensors[first][:1]},
             {**tensors, first: tensors[first].double()},

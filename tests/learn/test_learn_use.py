@@ -263,7 +263,7 @@ def test_the_wrong_kind_is_said(bard, ende, capsys):
 
 def exhaustive(model, source, start, end, penalty, longest):
     """The best target of at most `longest` words, all of them tried."""
-    vocabulary = model.words.table.num_embeddings
+    vocabulary = model.embedding.table.num_embeddings
     best, going = (-torch.inf, []), [(0.0, [start])]
     for length in range(1, longest + 1):
         longer = []
@@ -325,8 +325,10 @@ def test_learned_positions_end_a_translation_where_they_end(monkeypatch):
     torch.manual_seed(0)
     model = Translator(30, dim=16, heads=2, layers=1, positions=Learned(6, 16)).eval()
     assert model.max_positions == 6
-    own = model.words.logits
-    monkeypatch.setattr(model.words, "logits", lambda x: own(x).index_fill(-1, torch.tensor(2), -100.0))  # never ends
+    own = model.embedding.logits
+    monkeypatch.setattr(
+        model.embedding, "logits", lambda x: own(x).index_fill(-1, torch.tensor(2), -100.0)
+    )  # never ends
     words = beam_search(model, torch.randint(3, 30, (1, 5)), 1, 2, Beam(2))[0]
     assert len(words) == 6, "2 · 5 + 10 would be more than there is room for"
 

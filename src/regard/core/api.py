@@ -5,7 +5,9 @@ Every error says what must hold, what it got and what to do. Behind these two fu
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,13 @@ from .torch_state import as_size, is_tracing
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
-__all__ = ["attend", "weights"]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..distributed import Shards
+
+__all__ = ["attend", "check_tensors", "normalize_inputs", "weights"]
 
 
 def weights(
@@ -31,6 +39,7 @@ def weights(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Weights:
     """Attention weights softmax(score(q, k)) as a lazy matrix: nothing of size i × j is stored.
 
@@ -44,6 +53,8 @@ def weights(
             stands at the last key, as with a cache). Required where the mask or the score depends on positions.
         engine: ``"auto"`` picks the fastest that serves; ``"triton"``, ``"blockwise"``, or ``"reference"``, which is
             plain PyTorch in quadratic memory.
+        mesh: A `DeviceMesh` of one axis, or `regard.distributed.Shards`: q and k are then this rank's part of a
+            sequence that is split over the mesh, and positions are global. DTensors need none.
 
     Returns:
         `Weights` ``(..., h, i, j)``; ``(i, j)`` where q and k are 2-D.
@@ -58,8 +69,10 @@ def weights(
     >>> W.entropy().shape
     torch.Size([2, 8, 5])
     """
+    if mesh is not None or _is_dtensor(q):
+        return _over_ranks(q, k, score, mask, align, engine, mesh)
     k = q if k is None else k
-    q, k = _check_tensors(q=q, k=k)
+    q, k = check_tensors(q=q, k=k)
     return Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=q.ndim == 2 and k.ndim == 2)
 
 
@@ -72,6 +85,7 @@ def attend(
     mask: MaskLike | None = None,
     align: Align | None = None,
     engine: EngineName = "auto",
+    mesh: DeviceMesh | ProcessGroup | Shards | None = None,
 ) -> Tensor:
     """The output of attention, weights(q, k) @ v.
 
@@ -85,6 +99,7 @@ def attend(
         mask: As for `weights`.
         align: As for `weights`.
         engine: As for `weights`.
+        mesh: As for `weights`.
 
     Returns:
         ``(..., h, i, e)`` in the dtype of v; ``(i, e)`` where all are 2-D.
@@ -97,13 +112,34 @@ def attend(
     >>> regard.attend(q, k, v, mask=regard.causal(), align="end").shape
     torch.Size([8, 5, 32])
     """
+    if mesh is not None or _is_dtensor(q):
+        return _over_ranks(q, k, score, mask, align, engine, mesh) @ _first_of(v, k, q)
     k = q if k is None else k
     v = k if v is None else v
     if engine == "auto" and (y := _try_sdpa(q, k, v, score, mask)) is not None:
         return y
-    q, k, v = _check_tensors(q=q, k=k, v=v)
+    q, k, v = check_tensors(q=q, k=k, v=v)
     one_head = q.ndim == 2 and k.ndim == 2
     return Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=one_head).see(values=v).y
+
+
+def _over_ranks(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any, mesh: Any) -> Weights:
+    """The matrix of a sequence that is split over ranks."""
+    distributed = import_module("regard.distributed")  # by name: it is above this module
+    make = distributed.dtensor_weights if _is_dtensor(q) else distributed.shard_weights
+    return make(q, q if k is None else k, score=score, mask=mask, align=align, engine=engine, mesh=mesh)
+
+
+def _is_dtensor(x: Any) -> bool:
+    """Whether x is a DTensor. Its module is not imported for that: a DTensor is there only if somebody did."""
+    if type(x) is Tensor or is_tracing():
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def _first_of(*tensors: Tensor | None) -> Any:
+    return next(t for t in tensors if t is not None)
 
 
 #: Multiplications up to which PyTorch's attention is faster, for grouped heads and for bool masks.
@@ -191,7 +227,8 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
 # Checks.
 
 
-def _check_tensors(**tensors: Any) -> list[Tensor]:
+def check_tensors(**tensors: Any) -> list[Tensor]:
+    """Tensors of one device and type, each with at least two axes; raises with the name of the one that differs."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name}).")

@@ -24,17 +24,27 @@ from ..engines.score_grad import ScoreGrad
 from .problem import Problem, repeat_kv, strides_like
 from .pytree import flatten, replace_fields, split_ints, unflatten
 from .scores import upcast
-from .stats import GATHERED, NOT_DIFFERENTIATED, OPTIONAL_OUTPUTS, Request, Results, Tiling, required
+from .stats import (
+    FREE_OUTPUTS,
+    GATHERED,
+    NOT_DIFFERENTIATED,
+    OPTIONAL_OUTPUTS,
+    Request,
+    Results,
+    Tiling,
+    lse_of,
+    required,
+)
 from .torch_state import in_functorch, is_tracing, without_autocast
 
-__all__ = ["compute_with_autograd"]
+__all__ = ["cell_grads", "compute_with_autograd", "gathered_grads"]
 
 #: Results that occur in their own gradients.
 IN_OWN_GRADIENT = ("y", "mass", "entropy", "mean_distance", "cells")
 
 
 def compute_with_autograd(
-    problem: Any, request: Request, engine: Engine, cached: Results, requires_grad: bool
+    problem: Any, request: Request, engine: Engine, cached: Results, requires_grad: bool, remember: bool = False
 ) -> Results:
     """Every result that the request names.
 
@@ -44,36 +54,45 @@ def compute_with_autograd(
         engine: Who computes.
         cached: Results that need not be computed again, detached.
         requires_grad: Whether the results become outputs of an autograd node.
+        remember: Whether to return, detached and beside the named results, what the pass has for nothing; eager only.
     """
     if engine.plain:
         return engine.compute(problem, request, request.names, cached)
     engine = fused_engine(engine)
     tracing = is_tracing()
     if not requires_grad and not tracing and not is_replayed_device(problem.q):
-        return without_autocast(problem.q, lambda: compute(problem, request, engine, cached))
+        return without_autocast(problem.q, lambda: compute(problem, request, engine, cached, remember))
     spec, tensors = flatten((problem, request))
     if tracing and is_constant(spec):
         spec, ints = split_ints(spec)
         outputs = torch.ops.regard.attention_autograd(tensors, ints, repr((spec, engine.name, STAMP)))
     elif not requires_grad:
-        key, inputs = ("forward", spec, engine.name, *cached), [*tensors, *cached.values()]
-        return replay_or_record(key, inputs, lambda: compute(problem, request, engine, cached))
+        key, inputs = ("forward", spec, engine.name, remember, *cached), [*tensors, *cached.values()]
+        return replay_or_record(key, inputs, lambda: compute(problem, request, engine, cached, remember))
     else:
         _refuse_transforms()
-        outputs = _EagerNode.apply(spec, engine, cached, *tensors)
+        free: Results | None = {} if remember else None
+        outputs = _EagerNode.apply(spec, engine, cached, free, *tensors)
+        return {**(free or {}), **dict(zip(request.names, outputs, strict=True))}
     return dict(zip(request.names, outputs, strict=True))
 
 
-def compute(problem: Problem, request: Request, engine: FusedEngine, cached: Results) -> Results:
-    """The results, without gradients."""
-    missing = tuple(name for name in request.names if name not in cached)
-    results = dict(cached)
+def compute(
+    problem: Problem, request: Request, engine: FusedEngine, cached: Results, remember: bool = False
+) -> Results:
+    """The results, without gradients; with `remember` also the engine's free outputs, if this is the first pass."""
+    results, free = dict(cached), tuple[str, ...]()
+    if "norm" in cached and "lse" in request.names and "lse" not in cached:
+        results["lse"] = lse_of(cached["norm"])
+    missing = tuple(name for name in request.names if name not in results)
     if missing:
         problem, request = problem.zero_invisible_keys(request)
-        results |= engine.compute(problem, request, missing, cached)
+        if remember and "norm" not in cached:  # a pass that is not the first computes nothing twice
+            free = tuple(name for name in engine.free_outputs(problem, request) if name not in missing)
+        results |= engine.compute(problem, request, (*missing, *free), cached)
     if "y" in missing and request.v is not None:
         results["y"] = results["y"].to(request.v.dtype)
-    return {name: results[name] for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results}
+    return {name: results[name] for name in (*request.names, *OPTIONAL_OUTPUTS, *free) if name in results}
 
 
 def vjp(
@@ -94,12 +113,12 @@ def vjp(
     grads, dv, du = engine.backward(visible, visible_request, results["norm"], gradient, needs_input_grad[:count])
     grads = list(grads)
     more = [
-        _gathered_grads(visible, results[index], grad_outputs[score])
+        gathered_grads(visible, _indices(visible, engine, results, index), grad_outputs[score])
         for score, index in GATHERED
         if score in grad_outputs
     ]
     if "cells" in grad_outputs:
-        more.append(_cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))
+        more.append(cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))
     for addends in more:
         for n, addend in enumerate(addends):
             total = grads[n]
@@ -111,14 +130,24 @@ def vjp(
     ]
 
 
-def _gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def _indices(problem: Problem, engine: FusedEngine, results: Results, name: str) -> Tensor:
+    """Where the scores are whose gradient arrived.
+
+    The forward of a maximum leaves its place out: it takes 5 % of a pass on a CPU, and is seldom needed.
+    """
+    if (index := results.get(name)) is None:
+        index = engine.compute(problem, Request((name,)), (name,), {})[name]
+    return index
+
+
+def gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k and the modifiers' tensors, the first of the problem's, from scores at a few keys a row."""
     cols = index.unsqueeze(-1) if index.ndim == 3 else index
     g = g.reshape(cols.shape).masked_fill(cols < 0, 0)
     return _grads_of_scores(problem, lambda unmasked: unmasked.picked_scores(cols.clamp(min=0)), g)
 
 
-def _cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """The same, from scores at chosen rows and keys."""
     block, hidden = problem.block(required(request.rows), required(request.cols)), cells == -torch.inf
     # A key that none of the rows sees must not reach them as the nan of 0 · nan.
@@ -251,11 +280,17 @@ class _EagerNode(torch.autograd.Function):
     """The autograd node of eager code."""
 
     @staticmethod
-    def forward(ctx: Any, spec: Any, engine: FusedEngine, cached: Results, *tensors: Tensor) -> tuple[Tensor, ...]:
-        names, key, inputs = _output_names(spec), ("forward", spec, engine.name, *cached), [*tensors, *cached.values()]
+    def forward(
+        ctx: Any, spec: Any, engine: FusedEngine, cached: Results, free: Results | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`free` is None, or receives the free outputs: as outputs of the node they would be saved for its backward."""
+        names, remember, inputs = _output_names(spec), free is not None, [*tensors, *cached.values()]
+        key = ("forward", spec, engine.name, remember, *cached)
         results = replay_or_record(
-            key, inputs, lambda: compute(*_unflatten_request(spec, list(tensors)), engine, cached)
+            key, inputs, lambda: compute(*_unflatten_request(spec, list(tensors)), engine, cached, remember)
         )
+        if free is not None:
+            free.update({n: results[n] for n in FREE_OUTPUTS if n in results and n not in names})
         # A cached tensor must not become this node's output: it may be the output of another node.
         outputs = tuple(results[n].detach() if n in cached else results[n] for n in names)
         ctx.spec, ctx.engine = spec, engine
@@ -264,7 +299,7 @@ class _EagerNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        needs_input_grad = list(ctx.needs_input_grad[3:])
+        needs_input_grad = list(ctx.needs_input_grad[4:])
 
         def input_grads(tensors: list[Tensor], results: Results, grad_outputs: Results) -> Sequence[Tensor | None]:
             key = ("backward", ctx.spec, ctx.engine.name, *grad_outputs, *needs_input_grad)
@@ -275,7 +310,7 @@ class _EagerNode(torch.autograd.Function):
 
             return replay_or_record(key, [*tensors, *results.values(), *grad_outputs.values()], gradients)
 
-        return None, None, None, *_backward(ctx, grads, input_grads)
+        return None, None, None, None, *_backward(ctx, grads, input_grads)
 
 
 def _refuse_transforms() -> None:

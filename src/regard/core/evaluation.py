@@ -85,6 +85,11 @@ class LazyMatrix:
     def _sizes(self) -> tuple[int, int]:
         return self._factors.q.shape[-2], self._factors.k.shape[-2]
 
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        """Rows and keys of the tensors that are here; fewer than `_sizes` where others are on other ranks."""
+        return self._sizes
+
     def _with(self, factors: Factors, **changes: Any) -> Self:
         options = {"one_head": self._one_head, "tokens": self._tokens}
         return type(self)(factors, self._engine, **{**options, **changes})
@@ -107,7 +112,10 @@ class LazyMatrix:
         """The request that the named statistics are computed from; `inputs` are its other fields."""
         if (v := inputs.get("v")) is not None:
             vector = isinstance(v, Tensor) and v.ndim == 1
-            inputs = {**inputs, "v": self._laid_values(v.unsqueeze(-1) if vector else v, self._sizes[1], "values")}
+            inputs = {
+                **inputs,
+                "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._lengths[1], "values"),
+            }
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
         return Request(raw, **inputs)
 
@@ -134,10 +142,8 @@ class LazyMatrix:
         batch = self._batch_with(request)
         factors = self._factors.expanded(batch)
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
-        # A maximum's gradient is that of the score at its place, so backward needs argmax; norm serves every gradient.
-        names = request.names
-        if requires_grad:
-            names = tuple(dict.fromkeys((*names, "norm", *(("argmax",) if "max_score" in names else ()))))
+        # Every gradient needs the norm.
+        names = tuple(dict.fromkeys((*request.names, "norm"))) if requires_grad else request.names
         folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
         results = self._compute(factors, folded, requires_grad, use_cache=batch == self._factors.batch)
         return {
@@ -156,7 +162,8 @@ class LazyMatrix:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
             return cached
-        results = compute_with_autograd(engine.prepare(factors), request, engine, cached, requires_grad)
+        problem = engine.prepare(factors)
+        results = compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
@@ -204,7 +211,7 @@ class LazyMatrix:
 
     # Axes.
 
-    def _laid_values(self, v: Any, length: int, what: str) -> Tensor:
+    def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
         """Values with all axes, (*batch, heads, length, e)."""
         v = as_values(v, length, what, self.device, self.shape)
         if self._factors.heads % v.shape[-3]:
@@ -247,7 +254,7 @@ class Transposed:
     def __matmul__(self, u: Tensor) -> Tensor:
         w = self.mT
         vector = isinstance(u, Tensor) and u.ndim == 1
-        rows = w._laid_values(u.unsqueeze(-1) if vector else u, w._sizes[0], "vectors")
+        rows = w._broadcast_values(u.unsqueeze(-1) if vector else u, w._lengths[0], "vectors")
         rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
         if rows.shape[-3] != w._factors.heads:
             raise ValueError(

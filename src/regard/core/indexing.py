@@ -71,6 +71,7 @@ class Tokens:
 
 
 def word_at(word: Any, nth: Any) -> At:
+    """One of several equal tokens; raises TypeError or ValueError unless `nth` counts from 1."""
     if not isinstance(word, str):
         raise TypeError(f"at(word, nth): the word must be a string; got {type(word).__name__}.")
     if not isinstance(nth, int) or isinstance(nth, bool) or nth < 1:

@@ -69,49 +69,148 @@ class Mask:
                 setattr(cls, name, getattr(Mask, name))
 
     def visible(self, block: MatrixBlock) -> Tensor:
-        """Which cells of the block are visible: bool, broadcastable to (b, h, i, j)."""
+        """Which cells of a block are visible.
+
+        Args:
+            block: Rows and columns, with their positions ``block.i`` ``(i, 1)`` and ``block.j`` ``(1, j)``.
+
+        Returns:
+            bool, broadcastable to ``(b, h, i, j)``.
+
+        >>> regard.causal().visible(MatrixBlock(slice(0, 2), slice(0, 2), 0, torch.device("cpu")))
+        tensor([[ True, False],
+                [ True,  True]])
+        """
         raise NotImplementedError
 
     def intervals(self, layout: Geometry) -> KeyIntervals:
-        """Intervals of keys that hold all that is visible. Default: all keys, inexact."""
+        """Intervals of keys that hold all that is visible.
+
+        Args:
+            layout: Lengths and positions of the matrix.
+
+        Returns:
+            A few intervals for every row. Default: one of all keys, inexact.
+
+        >>> regard.causal().intervals(Geometry(2, 3, 0, torch.device("cpu"))).hi
+        tensor([[[1, 2]]])
+        """
         return layout.interval(0, layout.keys, exact=False)
 
     def visible_keys(self, layout: Geometry) -> Tensor | None:
-        """Which keys at least one row sees, (b|1, j); None where the mask cannot say it at once."""
+        """Which keys at least one row sees.
+
+        Args:
+            layout: Lengths and positions of the matrix.
+
+        Returns:
+            bool ``(b|1, j)``; None where the mask cannot say it at once.
+
+        >>> regard.padding(1).visible_keys(Geometry(2, 3, 0, torch.device("cpu")))
+        tensor([[ True, False, False]])
+        """
         return None
 
     def band(self) -> tuple[int | None, int | None] | None:
-        """(before, after) of a band around the own position, where None is no limit; None for any other mask."""
+        """The band around the own position that a mask shows.
+
+        Returns:
+            Number of keys before and after, where None is no limit; None for any other mask.
+
+        >>> (regard.causal() & regard.window(4, 4)).band()
+        (4, 0)
+        """
         return None
 
     def dense_parts(self) -> list[Tensor] | None:
-        """Bool tensors that hide more of what is inside the intervals; None for a mask of another form."""
+        """Bool tensors that hide more of what is inside the intervals.
+
+        Returns:
+            The tensors, all of which must be True; None for a mask of another form.
+
+        >>> regard.causal().dense_parts()
+        []
+        """
         return [] if self.structured else None
 
     def masks(self) -> tuple[Mask, ...]:
-        """The masks this one is combined from."""
+        """The masks that this one is combined from.
+
+        Returns:
+            None, one or two masks.
+
+        >>> (~regard.causal()).masks()
+        (causal(),)
+        """
         return ()
 
     def leaves(self) -> list[Mask]:
-        """The uncombined masks in it."""
+        """The uncombined masks in it.
+
+        Returns:
+            At least one: the mask itself.
+
+        >>> (regard.causal() & ~regard.window(0, 0)).leaves()
+        [causal(), window(0, 0)]
+        """
         return [leaf for mask in self.masks() for leaf in mask.leaves()] or [self]
 
     def broadcast_to(self, matrix: MatrixShape) -> Mask:
-        """The same mask for one matrix: tensors checked, and with the axes (*batch|1, h|1, x, y)."""
+        """The same mask for one matrix.
+
+        Args:
+            matrix: Its shape ``(*batch, h, i, j)``, offset and device.
+
+        Returns:
+            A mask whose tensors were checked, and have the axes ``(*batch|1, h|1, x, y)``.
+
+        >>> regard.padding([2, 1]).broadcast_to(MatrixShape((2, 1, 3, 3), 0, torch.device("cpu"))).lengths.shape
+        torch.Size([2, 1, 1, 1])
+        """
         return self
 
     def narrow(self, rows: slice) -> Mask:
-        """The same for adjacent rows, of a mask that is broadcast to a matrix."""
+        """The same for adjacent rows, of a mask that is broadcast to a matrix.
+
+        Args:
+            rows: A slice with both ends.
+
+        Returns:
+            A mask whose tensors are cut to these rows.
+
+        >>> as_mask(torch.ones(4, 4, dtype=torch.bool)).narrow(slice(0, 2)).size()
+        (2, 4)
+        """
         return tree_map(self, lambda t: take(t, -2, rows))
 
     def crop(self, rows: slice, cols: slice) -> Mask:
-        """The same for adjacent rows and keys, of a mask that is broadcast to a matrix; positions move along."""
-        return tree_map(self, lambda t: take(take(t, -2, rows), -1, cols))
+        """The same for a part of the matrix, of a mask that is broadcast to one; positions move along.
+
+        Args:
+            rows: Adjacent rows, a slice with both ends.
+            cols: Adjacent keys, likewise.
+
+        Returns:
+            A mask whose tensors and key positions are those of the part.
+
+        >>> as_mask(torch.ones(4, 4, dtype=torch.bool)).crop(slice(0, 2), slice(1, 4)).size()
+        (2, 3)
+        """
+        return Cropped(self, rows.start, cols.start)
 
     def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
-        """Raise ValueError unless the fields, read from a file, are those of a mask broadcast to (b, h, i, j).
+        """Check that the fields, read from a file, are those of a mask broadcast to a matrix.
 
-        `offset` is the key position of query 0. The masks that this one is combined from are checked by the caller.
+        The masks that this one is combined from are checked by the caller.
+
+        Args:
+            shape: ``(b, h, i, j)``.
+            offset: The key position of query 0.
+
+        Raises:
+            ValueError: A field has another type, shape or range.
+
+        >>> regard.causal().check_stored((1, 1, 3, 3), 0)
         """
         others = len(self.parts) - len(self.masks())  # type: ignore[attr-defined]
         require(others == 0, f"no recording has a mask {type(self).__name__}")
@@ -121,12 +220,29 @@ class Mask:
         return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]
 
     def size(self) -> tuple[int, int] | None:
-        """The (i, j) that this mask is for, if its tensors say so."""
+        """Lengths of the matrix that this mask is for.
+
+        Returns:
+            ``(i, j)``; None where no tensor of the mask says it.
+
+        >>> regard.documents([0, 0, 1]).size()
+        (3, 3)
+        """
         sizes = [size for mask in self.masks() if (size := mask.size())]
         return (min(i for i, _ in sizes), min(j for _, j in sizes)) if sizes else None
 
     def sees_all_keys(self, layout: Geometry) -> bool:
-        """Whether every key is seen by some row, as far as is certain without reading tensors."""
+        """Whether every key is seen by some row, as far as is certain without reading tensors.
+
+        Args:
+            layout: Lengths and positions of the matrix.
+
+        Returns:
+            False where a tensor would have to be read.
+
+        >>> regard.causal().sees_all_keys(Geometry(3, 3, 0, torch.device("cpu")))
+        True
+        """
         return self.sees_itself and layout.offset <= 0 and layout.rows + layout.offset >= layout.keys
 
     def __and__(self, other: Mask | Tensor | Callable[[Tensor, Tensor], Tensor]) -> Mask:
@@ -182,6 +298,8 @@ class Mask:
 
 @register_node(storable=True)
 class Dense(Mask):
+    """A bool tensor: True is visible."""
+
     cells: Tensor  # bool, broadcastable to (*batch, h, i, j)
     structured = False
 
@@ -194,6 +312,9 @@ class Dense(Mask):
     def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
         check_broadcasts(self.cells, shape, "a mask", lambda x: x.dtype == torch.bool)
 
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return Dense(take(take(self.cells, -2, rows), -1, cols))
+
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.take(self.cells)
 
@@ -202,7 +323,30 @@ class Dense(Mask):
 
 
 @register_node
+class Cropped(Mask):
+    """Adjacent rows and keys of a mask that reads positions, such as a function: it is asked at those of the matrix."""
+
+    of: Mask
+    row_start: int
+    key_start: int
+    structured = False
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        rows, cols = _shift(block.rows, self.row_start), _shift(block.cols, self.key_start)
+        return self.of.visible(MatrixBlock(rows, cols, block.offset - self.row_start + self.key_start, block.device))
+
+    def narrow(self, rows: slice) -> Mask:
+        return Cropped(self.of, self.row_start + rows.start, self.key_start)
+
+
+def _shift(where: slice | Tensor, start: int) -> slice | Tensor:
+    return slice(where.start + start, where.stop + start) if isinstance(where, slice) else where + start
+
+
+@register_node
 class Predicate(Mask):
+    """A user's function f(i, j) of positions: True is visible."""
+
     function: Callable[[Tensor, Tensor], Tensor]
     positional = True
     structured = False
@@ -221,6 +365,8 @@ class Predicate(Mask):
 
 @register_node(storable=True)
 class And(Mask):
+    """Visible in both."""
+
     left: Mask
     right: Mask
     sign: ClassVar[str] = "&"
@@ -274,6 +420,8 @@ def _narrower(a: int | None, b: int | None) -> int | None:
 
 @register_node(storable=True)
 class Or(And):
+    """Visible in one of the two."""
+
     sign = "|"
 
     @property
@@ -295,6 +443,8 @@ class Or(And):
 
 @register_node(storable=True)
 class Not(Mask):
+    """Visible where the other mask hides."""
+
     of: Mask
 
     def __repr__(self) -> str:

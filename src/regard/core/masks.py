@@ -49,10 +49,15 @@ MAX_STORED_WINDOW = 2**31
 
 @register_node(storable=True)
 class Causal(Mask):
+    """Keys up to the own position."""
+
     positional = True
     sees_itself = True
     interval_source = "positions"
     is_one_interval = True
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return self  # distances do not move
 
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.j <= block.i
@@ -69,6 +74,8 @@ class Causal(Mask):
 
 @register_node(storable=True)
 class Window(Mask):
+    """Keys around the own position."""
+
     before: int
     after: int
     positional = True
@@ -78,6 +85,9 @@ class Window(Mask):
 
     def __repr__(self) -> str:
         return f"window({self.before}, {self.after})"
+
+    def crop(self, rows: slice, cols: slice) -> Mask:
+        return self  # distances do not move
 
     def visible(self, block: MatrixBlock) -> Tensor:
         distance = block.j - block.i
@@ -96,6 +106,8 @@ class Window(Mask):
 
 @register_node(storable=True)
 class Padding(Mask):
+    """The first keys of every sequence."""
+
     lengths: Tensor  # the user's; (*batch|1, 1, 1, 1) once broadcast to a matrix
     interval_source = "tensors"
     is_one_interval = True
@@ -151,6 +163,8 @@ class Padding(Mask):
 
 @register_node(storable=True)
 class Documents(Mask):
+    """Keys of the own document."""
+
     ids: Tensor  # of the queries: the user's; (*batch|1, 1, i, 1) once broadcast to a matrix
     key_ids: Tensor | None = None  # of the keys: (*batch|1, 1, 1, j) once broadcast to a matrix
     #: Whether every document was contiguous when the mask was built (None: unknown). Captured graphs cannot sync to

@@ -140,6 +140,9 @@ class Modify(Modifier):
     parameters: tuple[Tensor, ...] = ()
     positional = True
 
+    def crop(self, rows: slice, cols: slice) -> Modifier:
+        return Modify(_Shifted(self.function, cols.start), self.parameters) if cols.start else self
+
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         changed = self.function(s, block.i, block.j, *self.parameters)
         if not isinstance(changed, Tensor) or changed.shape != s.shape:
@@ -148,6 +151,17 @@ class Modify(Modifier):
                 f"modify(f): f(s, i, j) must return scores of the shape of s, {tuple(s.shape)}; got {got}."
             )
         return changed
+
+
+@dataclass(frozen=True, eq=False)
+class _Shifted:
+    """A user's function of scores and positions, called at the positions of the matrix that was cropped."""
+
+    function: Callable[..., Tensor]
+    start: int
+
+    def __call__(self, s: Tensor, i: Tensor, j: Tensor, *parameters: Tensor) -> Tensor:
+        return self.function(s, i + self.start, j + self.start, *parameters)
 
 
 # What users pass to a score.
@@ -207,11 +221,13 @@ def _content(cell: Any) -> Any:
 
 
 def need_finite(value: Any, name: str) -> None:
+    """Raise ValueError unless a user's number is finite."""
     if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number; got {value!r}.")
 
 
 def need_floats(tensor: Any, name: str) -> None:
+    """Raise TypeError unless a user's tensor is one of floating-point numbers."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}. Use torch.tensor(...).")
     if not tensor.is_floating_point():
@@ -219,5 +235,6 @@ def need_floats(tensor: Any, name: str) -> None:
 
 
 def need_axes(tensor: Tensor, axes: int, name: str, shapes: str) -> None:
+    """Raise ValueError unless a user's tensor has at least so many axes."""
     if tensor.ndim < axes:
         raise ValueError(f"{name} must be {shapes}; got shape {tuple(tensor.shape)}.")

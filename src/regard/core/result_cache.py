@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .stats import OPTIONAL_OUTPUTS, Request, Results
-from .torch_state import is_tracing
+from .torch_state import host_sync_forbidden, is_tracing
 
 __all__ = ["ResultCache", "check_fits", "format_bytes"]
 
@@ -24,17 +24,21 @@ class ResultCache:
         self._versions: tuple[int, ...] | None = None
         self._results: dict[Any, tuple[Tensor, int]] = {}
 
+    def __reduce__(self) -> tuple[type[ResultCache], tuple[()]]:
+        """Deep copies and pickles begin empty: copied factors count their changes anew."""
+        return ResultCache, ()
+
     def copy(self) -> ResultCache:
         other = ResultCache()
         other._versions, other._results = self._versions, dict(self._results)
         return other
 
     def get(self, factors: list[Tensor], request: Request) -> Results:
-        """The requested results that are cached and still valid."""
+        """The requested results that are cached and still valid, and the norm: with it, columns need one pass only."""
         if not self._results or is_tracing() or self._versions != _versions(factors):
             return {}
         valid = {}
-        for name in (*request.names, *OPTIONAL_OUTPUTS):
+        for name in ("norm", *request.names, *OPTIONAL_OUTPUTS):
             result, version = self._results.get(_key(name, request), (None, 0))
             if result is not None and result._version == version:
                 # A fresh alias: `t_()` by the caller must not change the cached tensor (`_version` tells of values).
@@ -65,8 +69,11 @@ def _key(name: str, request: Request) -> Any:
 
 
 def _versions(tensors: list[Tensor]) -> tuple[int, ...] | None:
-    """How often each tensor was changed in place; None for inference tensors, which do not count it."""
-    return None if any(t.is_inference() for t in tensors) else tuple(t._version for t in tensors)
+    """How often each tensor was changed in place; None where that is not counted: for inference tensors, and in a CUDA
+    graph, whose replays change numbers at the same addresses."""
+    if any(t.is_inference() for t in tensors) or host_sync_forbidden(tensors[0].device):
+        return None
+    return tuple(t._version for t in tensors)
 
 
 def check_fits(need: int, device: torch.device) -> None:

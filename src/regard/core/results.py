@@ -80,7 +80,7 @@ class Statistics:
     mean_distance: Tensor
     mass: Tensor
 
-    def __init__(self, **results: Any) -> None:
+    def __init__(self, **results: Tensor | Peak | TopK) -> None:
         # One by one: torch.compile of PyTorch 2.11 does not follow `vars(self).update`.
         for name, value in results.items():
             setattr(self, name, value)

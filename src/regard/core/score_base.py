@@ -64,29 +64,87 @@ class Score:
             cls.product_scale = Score.product_scale  # type: ignore[method-assign]
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        """The textbook's formula: q (b, h, i, d) and k (b, h, j, d) give s (b, h, i, j)."""
+        """The textbook's formula, before modifiers: it defines what is right.
+
+        Args:
+            q: Queries ``(b, h, i, d)``.
+            k: Keys ``(b, h, j, d)``, with the heads of the queries.
+
+        Returns:
+            Scores ``(b, h, i, j)``.
+
+        >>> regard.Dot().similarity(torch.eye(2)[None, None], torch.ones(1, 1, 3, 2)).shape
+        torch.Size([1, 1, 2, 3])
+        """
         raise NotImplementedError
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        """The same in the form that engines compute; k may have fewer heads than q."""
+        """The same in the form that engines compute.
+
+        Args:
+            q: Queries ``(b, h, i, d)``.
+            k: Keys ``(b, g, j, d′)``, which may have fewer heads than q.
+
+        Returns:
+            Other queries and keys, how engines compare them, and all modifiers.
+
+        >>> regard.ScaledDot().lower(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4)).similarity_kernel.scale
+        0.5
+        """
         raise NotImplementedError
 
     def product_scale(self, size: int) -> float | None:
-        """The scale of a score that is scale · q·k before its modifiers, for queries of this size; else None."""
+        """The scale of a score that is scale · q·k before its modifiers.
+
+        Args:
+            size: d, the size of queries and keys.
+
+        Returns:
+            The scale; None for any other score.
+
+        >>> regard.ScaledDot().product_scale(4), regard.Cosine().product_scale(4)
+        (0.5, None)
+        """
         return None
 
     @property
     def precomputed(self) -> Tensor | None:
-        """Weights (*batch, h, i, j) that exist already, in the place of scores; None where scores are computed."""
+        """Weights ``(*batch, h, i, j)`` that exist already, in the place of scores; None where scores are computed.
+
+        >>> regard.Dot().precomputed is None
+        True
+        """
         return None
 
     def formula_steps(self, q: Tensor, k: Tensor) -> FormulaSteps:
-        """The similarity of q (b, h, i, d) and k (b, h, j, d) in two steps, each (b, h, i, j), for display."""
+        """The similarity in two steps, for display.
+
+        Args:
+            q: Queries ``(b, h, i, d)``.
+            k: Keys ``(b, h, j, d)``.
+
+        Returns:
+            The product before any scale and the score, each ``(b, h, i, j)`` and with its formula.
+
+        >>> steps = regard.ScaledDot().formula_steps(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
+        >>> steps.formula, steps.product.item(), steps.scaling, steps.scaled.item()
+        ('q·k', 4.0, '÷ √4', 2.0)
+        """
         s = self.similarity(q, k)
         return FormulaSteps(s, self.formula, s, "unscaled")
 
     def check_sizes(self, q: Tensor, k: Tensor) -> None:
-        """Raise ValueError unless this score can compare q (..., h, i, d) and k (..., g, j, d′)."""
+        """Check that this score can compare queries and keys of these sizes.
+
+        Args:
+            q: Queries ``(..., h, i, d)``.
+            k: Keys ``(..., g, j, d′)``.
+
+        Raises:
+            ValueError: The sizes do not fit; the message says what does.
+
+        >>> regard.Dot().check_sizes(torch.zeros(1, 2, 4), torch.zeros(1, 3, 4))
+        """
         d, other = q.shape[-1], k.shape[-1]
         if d != other and not self.sizes_may_differ:
             hint = " It looks as if k is transposed: pass k.mT." if k.shape[-2] == d else ""
@@ -96,13 +154,36 @@ class Score:
             )
 
     def broadcast_to(self, matrix: MatrixShape) -> Self:
-        """The same for one matrix: tensors checked, and with the axes (*batch|1, h|1, x, y)."""
+        """The same for one matrix.
+
+        Args:
+            matrix: Its shape ``(*batch, h, i, j)``, offset and device.
+
+        Returns:
+            A score whose tensors were checked, and have the axes ``(*batch|1, h|1, x, y)``.
+
+        >>> matrix = MatrixShape((5, 2, 3, 3), 0, torch.device("cpu"))
+        >>> regard.Dot().sink(torch.zeros(2)).broadcast_to(matrix).sink_logits.shape
+        torch.Size([1, 2, 1, 1])
+        """
         sink = None if self.sink_logits is None else per_head(self.sink_logits, matrix, "sink(logits)")
         modifiers = tuple(modifier.broadcast_to(matrix) for modifier in self.modifiers)
         return replace_fields(self, modifiers=modifiers, sink_logits=sink)
 
     def crop(self, rows: slice, cols: slice) -> Self:
-        """The same for adjacent rows and keys, of a score that is broadcast to a matrix."""
+        """The same for a part of the matrix, of a score that is broadcast to one.
+
+        Args:
+            rows: Adjacent rows, a slice with both ends.
+            cols: Adjacent keys, likewise.
+
+        Returns:
+            A score whose tensors are cut to that part.
+
+        >>> score = regard.Dot().bias(torch.zeros(1, 1, 4, 4)).crop(slice(0, 2), slice(1, 4))
+        >>> score.modifiers[0].tensor.shape
+        torch.Size([1, 1, 2, 3])
+        """
         return replace_fields(self, modifiers=tuple(modifier.crop(rows, cols) for modifier in self.modifiers))
 
     def check_stored(self, q: Tensor, k: Tensor) -> None:
@@ -111,6 +192,11 @@ class Score:
         Args:
             q: Queries ``(b, h, i, d)``.
             k: Keys ``(b, g, j, d′)``.
+
+        Raises:
+            ValueError: A field has another type or shape.
+
+        >>> regard.Dot().check_stored(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 3, 4))
         """
         (b, h, i, d), (j, other) = q.shape, k.shape[2:]
         require(isinstance(self.modifiers, tuple), "a score's modifiers are no tuple")

@@ -90,23 +90,23 @@ class ScaledDot(Score):
             check_finite(self.scale, "the scale")
 
     def product_scale(self, size: int) -> float:
-        return self.factor(size)
+        return self._factor(size)
 
-    def factor(self, size: int) -> float:
+    def _factor(self, size: int) -> float:
         # Under torch.compile a size may be a SymInt: `index` makes it an int.
         return 1 / math.sqrt(max(operator.index(size), 1)) if self.scale is None else float(self.scale)
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.mT * self.factor(q.shape[-1])
+        return q @ k.mT * self._factor(q.shape[-1])
 
     def formula_steps(self, q: Tensor, k: Tensor) -> FormulaSteps:
         product, size = q @ k.mT, q.shape[-1]
-        factor = self.factor(size)
+        factor = self._factor(size)
         usual = math.isclose(factor, size**-0.5, rel_tol=1e-6)  # models write 1/√d out
         return FormulaSteps(product, "q·k", product * factor, f"÷ √{size}" if usual else f"× {self.scale:.4g}")
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        return Lowered(q, k, Product(self.factor(q.shape[-1])), self.modifiers)
+        return Lowered(q, k, Product(self._factor(q.shape[-1])), self.modifiers)
 
 
 @register_node(storable=True)

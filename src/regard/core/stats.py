@@ -51,6 +51,8 @@ SECOND_PASS = ("received", "pool", "z")
 # a thousandth of the weight.
 #: Outputs an engine may add for free (eager only; no gradient).
 OPTIONAL_OUTPUTS = ("topk_weights",)
+#: Row results of which an engine says (`Engine.free_outputs`) which ones its first pass has for nothing.
+FREE_OUTPUTS = ("norm", "lse", "max_score", "entropy")
 #: Indices have no gradient.
 NOT_DIFFERENTIATED = ("argmax", "topk_indices")
 #: Scores at an index: their gradient is that of the score there.
@@ -176,6 +178,8 @@ def pooled(w: Tensor, tiling: Tiling) -> Tensor:
 def lse_of(norm: Tensor) -> Tensor:
     """m + log l, (b, h, i); −inf for a row that sees nothing."""
     m, l = norm.double().unbind(-1)
+    if not norm.requires_grad and not in_functorch():
+        return (m + l.log()).to(norm.dtype)  # −inf + log 0 of an empty row is −inf; its gradient would be nan
     empty = l == 0
     lse = torch.where(empty, -torch.inf, torch.where(empty, 0, m) + torch.where(empty, 1, l).log())
     return lse.to(norm.dtype)

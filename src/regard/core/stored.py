@@ -31,14 +31,17 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def check_floats(x: Any, what: str) -> None:
+    """A tensor of floating-point numbers."""
     require(isinstance(x, Tensor) and x.is_floating_point(), f"{what} are no floating-point tensor")
 
 
 def check_finite(x: Any, what: str) -> None:
+    """A finite number; a bool is none."""
     require(type(x) in (int, float) and math.isfinite(x), f"{what} is {x!r:.80}")
 
 
 def check_positive(x: Any, what: str) -> None:
+    """A finite number above 0."""
     check_finite(x, what)
     require(x > 0, f"{what} is {x!r:.80}")
 
@@ -65,4 +68,5 @@ def check_parameter(x: Any, sizes: tuple[int, int], h: int, what: str) -> None:
 
 
 def is_int64(x: Tensor) -> bool:
+    """Whether a tensor holds lengths or ids."""
     return x.dtype == torch.int64

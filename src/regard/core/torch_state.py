@@ -10,17 +10,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_size", "host_sync_forbidden", "in_functorch", "is_tracing", "replay_state", "without_autocast"]
+__all__ = [
+    "as_size",
+    "host_sync_forbidden",
+    "in_backward",
+    "in_functorch",
+    "is_tracing",
+    "replay_state",
+    "without_autocast",
+]
 
 log = logging.getLogger("regard")
 
-# Private names of PyTorch. Without them make_fx and fake tensors are not noticed, and torch.compile still is.
+# Private names of PyTorch, each with a fallback: a release that renames one must not break `import regard`. Read here
+# and not in a cached function, which torch.compile cannot trace.
 _get_mode: Any = getattr(torch._C, "_get_dispatch_mode", None)
 _keys: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _PROXY, _FAKE = getattr(_keys, "PROXY", None), getattr(_keys, "FAKE", None)
 if _get_mode is None or _PROXY is None or _FAKE is None:
     _get_mode = None
     log.warning("this PyTorch has no torch._C._get_dispatch_mode: make_fx cannot trace regard's results")
+_interpreter: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+if _interpreter is None:
+    log.warning("this PyTorch has no peek_interpreter_stack: torch.func transforms of regard's results are not refused")
+_graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
+if _graph_task is None:
+    log.warning("this PyTorch has no torch._C._current_graph_task_id: recordings hold recomputed checkpoints twice")
 
 
 class _ReplayState(threading.local):
@@ -40,7 +55,12 @@ def is_tracing() -> bool:
 
 def in_functorch() -> bool:
     """True inside torch.func transforms (vmap, grad, ...), whose tensors have no address."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _interpreter is not None and _interpreter() is not None
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward in this thread: a model that runs then is a checkpoint that recomputes."""
+    return _graph_task is not None and _graph_task() != -1
 
 
 def host_sync_forbidden(device: torch.device) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import EllipsisType
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 from .indexing import At
@@ -12,7 +14,18 @@ from .masks import Mask
 from .results import StatisticName
 from .scores import Score
 
-__all__ = ["Align", "EngineName", "KeyLike", "KeysLike", "MaskLike", "ScoreLike", "StatisticName"]
+__all__ = [
+    "Align",
+    "EngineName",
+    "IndexLike",
+    "KeyLike",
+    "KeysLike",
+    "MaskLike",
+    "PoolLike",
+    "ScoreLike",
+    "StatisticName",
+    "ToLike",
+]
 
 #: A score: by name, as an object, or as a function f(q, k) of blocks (..., i, d) and (..., j, d′).
 ScoreLike: TypeAlias = Literal["scaled_dot", "dot", "cosine"] | Score | Callable[..., Tensor]
@@ -25,6 +38,15 @@ KeyLike: TypeAlias = int | str | At
 
 #: Several keys: one of them, a slice, a list, int64 positions, or one bool a key.
 KeysLike: TypeAlias = KeyLike | slice | Sequence[KeyLike] | Tensor
+
+#: What stands in the brackets of `W[...]`, for one axis or as a tuple for several.
+IndexLike: TypeAlias = KeysLike | EllipsisType | range | tuple[KeysLike | EllipsisType | range, ...]
+
+#: Tiles of `Weights.pool`: (rows, cols), and slices of the part that is pooled.
+PoolLike: TypeAlias = tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice]
+
+#: Arguments of `torch.Tensor.to`.
+ToLike: TypeAlias = torch.device | torch.dtype | str | int | bool | Tensor | torch.memory_format | None
 
 #: Which query and key stand at the same position where the lengths differ: the first ones or the last ones.
 Align: TypeAlias = Literal["start", "end"]

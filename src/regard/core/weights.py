@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from torch import Tensor
 
@@ -14,10 +14,11 @@ from .indexing import At, expand, pick_axes, positions_of, word_at
 from .problem import from_weights
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
-from .types import KeyLike, KeysLike, StatisticName
+from .types import IndexLike, KeyLike, KeysLike, PoolLike, StatisticName, ToLike
 
 if TYPE_CHECKING:
     from ..look import View
+    from ..look.options import ViewChoices
 
 __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 
@@ -83,7 +84,7 @@ class Weights(LazyMatrix):
         rows, cols = self._tokens
         return rows.words if rows else None, cols.words if cols else None
 
-    def to(self, *args: Any, **kwargs: Any) -> Weights:
+    def to(self, *args: ToLike, **kwargs: ToLike) -> Weights:
         """The same weights on another device, or from factors of another floating-point type.
 
         Args:
@@ -147,7 +148,7 @@ class Weights(LazyMatrix):
         """
         return word_at(word, nth)
 
-    def show(self, word: KeyLike | None = None, **options: Any) -> View:
+    def show(self, word: KeyLike | None = None, **options: Unpack[ViewChoices]) -> View:
         """The picture: a page in a notebook, text in a terminal; ``.save("x.html")`` or ``.save("x.svg")``.
 
         Args:
@@ -317,7 +318,7 @@ class Weights(LazyMatrix):
         self,
         *names: StatisticName,
         topk: int | None = None,
-        pool: tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice] | None = None,
+        pool: PoolLike | None = None,
         mass: KeysLike | None = None,
         values: Tensor | None = None,
     ) -> Statistics:
@@ -347,7 +348,7 @@ class Weights(LazyMatrix):
         self,
         *names: StatisticName,
         topk: int | None = None,
-        pool: tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice] | None = None,
+        pool: PoolLike | None = None,
         mass: KeysLike | None = None,
         values: Tensor | None = None,
     ) -> str:
@@ -419,7 +420,7 @@ class Weights(LazyMatrix):
 
     # Indexing.
 
-    def __getitem__(self, key: Any) -> Any:  # a Weights or a Tensor, by what stands in the brackets
+    def __getitem__(self, key: IndexLike) -> Any:  # a Weights or a Tensor, by what stands in the brackets
         items = expand(key, self.shape)
         picks = pick_axes(items, self.shape, self._tokens)
         chosen = self._select(picks[:-2])

@@ -41,6 +41,9 @@ class FusedEngine(Engine, Protocol):
 
     def prepare(self, factors: Factors) -> Problem: ...
 
+    def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
+        """The row results, `norm` among them, that every pass over the keys has at no measurable cost."""
+
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
     ) -> InputGrads:
@@ -73,6 +76,9 @@ class Auto:
 
     def compute(self, problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
         return self.pick(problem, request).compute(problem, request, names, cached)
+
+    def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
+        return self.pick(problem, request).free_outputs(problem, request)
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]

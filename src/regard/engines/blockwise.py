@@ -57,6 +57,10 @@ class Blockwise:
             results["cells"] = tiles.cells(problem, request) if tiles else cells(problem, request)
         return results
 
+    def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
+        # lse is one formula of the norm. In plain PyTorch the sum of an entropy is one more walk over every tile.
+        return ("norm", "max_score", "entropy") if numba.serves(problem) else ("norm", "max_score")
+
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
     ) -> InputGrads:

@@ -49,7 +49,7 @@ __all__ = [
     "sweep",
 ]
 
-FORMAT = "regard model 2"
+FORMAT = "regard model 3"
 
 SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
     "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json",

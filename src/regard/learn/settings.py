@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
-__all__ = ["KINDS", "LMSettings", "Settings", "TranslateSettings", "from_json"]
+__all__ = ["KINDS", "LMChoices", "LMSettings", "Settings", "TranslateChoices", "TranslateSettings", "from_json"]
 
 
 def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
@@ -87,8 +87,11 @@ class Settings:
         if not condition:
             raise ValueError(f"--{name.replace('_', '-')} must be {what}; got {_short_repr(getattr(self, name))}.")
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, int | float | str | bool | None]:
         """The settings as plain values, for `settings.json`.
+
+        Returns:
+            Values by name.
 
         Example:
             >>> LMSettings(steps=10).json()["steps"]
@@ -177,6 +180,46 @@ class TranslateSettings(Settings):
         self._require(self.vocabulary >= 5, "vocabulary", "at least 5")
         self._require(0 <= self.smoothing < 1, "smoothing", "at least 0 and below 1")
         self._require(self.max_length >= 4, "max_length", "at least 4")
+
+
+class _Choices(TypedDict, total=False):
+    """`Settings` as keywords."""
+
+    steps: int
+    batch: int
+    layers: int
+    heads: int
+    dim: int
+    hidden: int | None
+    positions: str
+    dropout: float
+    lr: float
+    warmup: int
+    weight_decay: float
+    clip: float
+    ema: float
+    eval_every: int
+    seed: int
+    device: str
+    precision: str
+    compile: bool
+
+
+class LMChoices(_Choices, total=False):
+    """`LMSettings` as keywords."""
+
+    context: int
+    tokens: str
+    vocabulary: int
+    validation: float
+
+
+class TranslateChoices(_Choices, total=False):
+    """`TranslateSettings` as keywords."""
+
+    vocabulary: int
+    smoothing: float
+    max_length: int
 
 
 KINDS: dict[str, type[Settings]] = {"lm": LMSettings, "translate": TranslateSettings}

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor
 
+from ..nn import LanguageModel, Translator
 from . import checkpoint
 from . import tokenizer as texts
 from .generate import Beam, beam_search
+from .settings import LMSettings, TranslateSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["Trained", "history", "open_model"]
 
@@ -37,20 +42,38 @@ class Trained:
         ['c', 'a', 't']
     """
 
-    model: Any
-    kind: str
-    settings: Any
-    tokenizer: Any
+    model: LanguageModel | Translator
+    kind: Literal["lm", "translate"]
+    settings: LMSettings | TranslateSettings
+    tokenizer: Tokenizer
 
     @property
     def context(self) -> int | None:
-        """Number of tokens a language model looks back; None for a translator."""
-        return self.settings.context if self.kind == "lm" else None
+        """Number of tokens a language model looks back; None for a translator.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.context
+            16
+        """
+        return self.settings.context if isinstance(self.settings, LMSettings) else None
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
-        return self.model.words.table.weight.device
+        """The device of the model.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.device
+            device(type='cpu')
+        """
+        return self.model.embedding.table.weight.device
 
     def ids(self, text: str) -> Tensor:
         """Token ids of a text.
@@ -63,24 +86,64 @@ class Trained:
 
         Raises:
             ValueError: The text is empty, or has a character that the model never saw.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.ids("cat").shape
+            torch.Size([1, 3])
         """
         numbers = texts.encode(self.tokenizer, text)
         if self.kind == "translate":
-            numbers = [*numbers, self.tokenizer.token_to_id(texts.END)]
+            numbers = [*numbers, self._special(texts.END)]
         if not numbers:
             raise ValueError("the text is empty: at least one token is needed.")
         return torch.tensor([numbers], device=self.device)
 
     def default_prompt(self) -> Tensor:
-        """The prompt where there is none, ``(1, 1)``: a new line, or the first token of the vocabulary."""
+        """The prompt where there is none: a new line, or the first token of the vocabulary.
+
+        Returns:
+            Its id ``(1, 1)``.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.default_prompt()
+            tensor([[0]])
+        """
         return torch.tensor([[self.tokenizer.token_to_id("\n") or 0]], device=self.device)
 
     def tokens(self, text: str) -> list[str]:
-        """The tokens of a text as strings, one for each of `ids`."""
+        """The tokens of a text as strings.
+
+        Args:
+            text: The text, as for `ids`.
+
+        Returns:
+            One string for each of `ids`.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.tokens("cat")
+            ['c', 'a', 't']
+        """
         return self._strings(self.ids(text)[0].tolist())
 
     def _strings(self, numbers: list[int]) -> list[str]:
-        return [self.tokenizer.id_to_token(number) for number in numbers]
+        return [self.tokenizer.id_to_token(number) or texts.UNKNOWN for number in numbers]
+
+    def _special(self, name: str) -> int:
+        number = self.tokenizer.token_to_id(name)
+        assert number is not None, "a translator's tokenizer has the special tokens: `read_tokenizer` checks it"
+        return number
 
     @torch.no_grad()
     def translate(self, text: str, beam: Beam | None = None) -> str:
@@ -95,6 +158,15 @@ class Trained:
 
         Raises:
             ValueError: This is a language model.
+
+        Example:
+            >>> from regard.learn import TranslateSettings
+            >>> from regard.learn.tokenizer import pairs_bpe
+            >>> tokenizer = pairs_bpe(["the cat", "le chat"], 20)
+            >>> model = regard.nn.Translator(tokenizer.get_vocab_size(), dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "translate", TranslateSettings(), tokenizer)
+            >>> isinstance(trained.translate("the cat"), str)
+            True
         """
         return self.translate_all([text], beam)[0]
 
@@ -109,11 +181,21 @@ class Trained:
 
         Returns:
             One translation per line.
+
+        Example:
+            >>> from regard.learn import TranslateSettings
+            >>> from regard.learn.tokenizer import pairs_bpe
+            >>> tokenizer = pairs_bpe(["the cat", "le chat"], 20)
+            >>> model = regard.nn.Translator(tokenizer.get_vocab_size(), dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "translate", TranslateSettings(), tokenizer)
+            >>> len(trained.translate_all(["the cat", "", "the cat"]))
+            3
         """
         self.require("translate")
+        model = cast(Translator, self.model)
         full = [n for n, line in enumerate(lines) if line.strip()]
         encoded = {n: self.ids(lines[n])[0].tolist() for n in full}
-        limit = self.model.max_positions
+        limit = model.max_positions
         if limit is not None and (over := next((n for n in full if len(encoded[n]) > limit), None)) is not None:
             raise ValueError(
                 f"line {over + 1} has {len(encoded[over])} tokens, and this model has learned {limit} positions: "
@@ -121,19 +203,19 @@ class Trained:
             )
         order = sorted(full, key=lambda n: len(encoded[n]))
         written = [""] * len(lines)
-        start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
+        start, end = self._special(texts.START), self._special(texts.END)
         for first in range(0, len(order), batch):
             chosen = order[first : first + batch]
             longest = max(len(encoded[n]) for n in chosen)
-            pad = self.model.PAD
+            pad = model.PAD
             source = torch.tensor([encoded[n] + [pad] * (longest - len(encoded[n])) for n in chosen])
-            targets = beam_search(self.model, source.to(self.device), start, end, beam or Beam())
+            targets = beam_search(model, source.to(self.device), start, end, beam or Beam())
             for n, numbers in zip(chosen, targets, strict=True):
                 written[n] = self.tokenizer.decode(numbers)
         return written
 
     @torch.no_grad()
-    def run(self, text: str) -> Any:
+    def run(self, text: str) -> list[str] | tuple[list[str], list[str]]:
         """Run the model once over a text, inside `regard.record`.
 
         A translator first searches its translation, unrecorded, and then runs once over both sentences.
@@ -143,6 +225,16 @@ class Trained:
 
         Returns:
             The tokens of a language model; the source's and the target's tokens of a translator.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> with regard.record(trained.model) as seen:
+            ...     tokens = trained.run("cat")
+            >>> tokens, seen[0].shape
+            (['c', 'a', 't'], torch.Size([1, 2, 3, 3]))
         """
         ids = self.ids(text)
         if self.kind == "lm":
@@ -154,13 +246,27 @@ class Trained:
         from ..recorder.hooks import tap
 
         with tap.suspended():  # record the one pass over both sentences, not the search
-            start, end = (self.tokenizer.token_to_id(name) for name in (texts.START, texts.END))
+            start, end = self._special(texts.START), self._special(texts.END)
             target = [start, *beam_search(self.model, ids, start, end, Beam())[0]]
         self.model(ids, torch.tensor([target], device=ids.device))
         return self._strings(ids[0].tolist()), self._strings(target)
 
     def require(self, kind: str) -> None:
-        """Raise a ValueError unless the model is of this kind, "lm" or "translate"."""
+        """Check what kind of model this is.
+
+        Args:
+            kind: "lm" or "translate".
+
+        Raises:
+            ValueError: The model is of the other kind.
+
+        Example:
+            >>> from regard.learn import LMSettings
+            >>> from regard.learn.tokenizer import characters
+            >>> model = regard.nn.LanguageModel(4, dim=8, heads=2, layers=1).eval()
+            >>> trained = Trained(model, "lm", LMSettings(context=16), characters("cats"))
+            >>> trained.require("lm")
+        """
         if self.kind != kind:
             names = {"lm": "a language model", "translate": "a translator"}
             raise ValueError(f"{names[kind]} is needed, got {names[self.kind]}.")
@@ -206,7 +312,7 @@ def open_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
     kind, settings, _ = checkpoint.read_settings(folder)
     tokenizer = checkpoint.read_tokenizer(folder, kind)
     model = checkpoint.load_model(folder, kind, settings, tokenizer.get_vocab_size())
-    return Trained(model.to(device).eval(), kind, settings, tokenizer)
+    return Trained(model.to(device).eval(), kind, settings, tokenizer)  # type: ignore[arg-type]  # by the kind
 
 
 def history(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]]]:

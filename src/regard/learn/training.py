@@ -15,16 +15,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..recorder import watch
 from . import checkpoint, tasks
 from .data import step_seed
 from .progress import Silent
-from .settings import LMSettings, Settings, TranslateSettings
+from .settings import LMChoices, LMSettings, Settings, TranslateChoices, TranslateSettings
 
 __all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
 
@@ -67,13 +68,18 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were done."""
+        """Whether all steps were done.
+
+        Example:
+            >>> Result(Path("run"), step=10, steps=10, best=1.5, val_loss=1.6, seconds=3.0).finished
+            True
+        """
         return self.step == self.steps
 
 
 def lm(
     file: str | os.PathLike[str], out: str | os.PathLike[str], *, resume: bool = False,
-    progress: Silent | None = None, **settings: Any,
+    progress: Silent | None = None, **settings: Unpack[LMChoices],
 ) -> Result:  # fmt: skip
     """Train a language model on a text file.
 
@@ -102,12 +108,13 @@ def lm(
         >>> result.finished, result.step
         (True, 4)
     """
-    return _run("lm", (Path(file),), None, Path(out), LMSettings, settings, resume, progress)
+    return _run("lm", (Path(file),), None, Path(out), LMSettings, {**settings}, resume, progress)
 
 
 def translate(
     source: str | os.PathLike[str], target: str | os.PathLike[str], out: str | os.PathLike[str], *,
-    validation: tuple[Any, Any] | None = None, resume: bool = False, progress: Silent | None = None, **settings: Any,
+    validation: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None, resume: bool = False,
+    progress: Silent | None = None, **settings: Unpack[TranslateChoices],
 ) -> Result:  # fmt: skip
     """Train a translator on two files; line n of one is the translation of line n of the other.
 
@@ -138,7 +145,7 @@ def translate(
         True
     """
     files = (Path(source), Path(target))
-    return _run("translate", files, validation, Path(out), TranslateSettings, settings, resume, progress)
+    return _run("translate", files, validation, Path(out), TranslateSettings, {**settings}, resume, progress)
 
 
 def _run(
@@ -346,7 +353,8 @@ class _Training:
         if self.ema:
             # A smaller decay in the first steps: the average must forget the initial weights.
             decay = min(self.settings.ema, (1 + self.step) / (10 + self.step))
-            torch._foreach_lerp_(list(self.ema.values()), [p.detach() for p in self.weights.values()], 1 - decay)
+            update = get_ema_multi_avg_fn(decay)
+            update(list(self.ema.values()), [p.detach() for p in self.weights.values()], None)
         return loss.detach(), norm.detach(), heads
 
     def _rate(self, step: int) -> float:

@@ -7,10 +7,17 @@ from typing import Any
 
 from .token_text import printable
 
-__all__ = ["MEASURES", "History", "as_history", "head_label", "head_series", "is_history"]
+__all__ = ["MEASURES", "History", "HistoryLike", "as_history", "head_label", "head_series", "is_history"]
 
 #: (step, numbers) pairs in the order of the steps; numbers are named layer/measure/head.
 History = list[tuple[int, dict[str, float]]]
+
+#: The same as users may have it: pairs either way round, or {step: numbers}.
+HistoryLike = (
+    Sequence[tuple[int, Mapping[str, float]]]
+    | Sequence[tuple[Mapping[str, float], int]]
+    | Mapping[int, Mapping[str, float]]
+)
 
 #: What `regard.watch` measures of every head, and how it is titled.
 MEASURES = {"entropy_share": "entropy, a share of the most it could be", "max_score": "largest score"}

@@ -208,7 +208,7 @@ def _from_weights(weights: Weights, item: int, values: Tensor | None) -> LayerVi
     if weights._one_head:
         weights = weights._with(weights._factors, one_head=False)
     if values is not None:
-        values = weights._laid_values(values, weights.shape[-1], "values")
+        values = weights._broadcast_values(values, weights.shape[-1], "values")
     for index in _batch_index(item, weights.shape[:-3]):
         if values is not None and values.ndim == weights.ndim:
             values = values[index if values.shape[0] > 1 else 0]

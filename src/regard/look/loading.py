@@ -206,7 +206,7 @@ class TrainedModel(LoadedModel):
 
     def tokens(self, ids: Tensor) -> list[str]:
         tokenizer = self.trained.tokenizer
-        return pieces([tokenizer.id_to_token(n) for n in ids[0].tolist()], tokenizer)
+        return pieces([tokenizer.id_to_token(n) or "" for n in ids[0].tolist()], tokenizer)
 
     def look_at(self, text: str, *, decoder_text: str | None = None, cut: bool = False) -> Recording:
         ids = self.ids(text, cut)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from ..core.indexing import At
 
@@ -13,7 +13,39 @@ if TYPE_CHECKING:
 
     from .word_vectors import WordVectors
 
-__all__ = ["ViewOptions"]
+__all__ = ["Selection", "ViewChanges", "ViewChoices", "ViewOptions"]
+
+
+class Selection(TypedDict):
+    """Which layers, heads and words of a view are shown."""
+
+    layer: int | str | None
+    head: int | None
+    item: int
+    hide_special: bool
+    merge: bool
+
+
+class ViewChoices(TypedDict, total=False):
+    """`ViewOptions` as keywords beside `word`."""
+
+    target: str | int | None
+    layer: int | str | None
+    head: int | None
+    item: int
+    hide_special: bool
+    merge: bool
+    title: str | None
+    model: str | None
+    word_vectors: WordVectors | None
+    values: Tensor | None
+    notes: Sequence[str]
+
+
+class ViewChanges(ViewChoices, total=False):
+    """`ViewOptions` as keywords."""
+
+    word: str | int | At | None
 
 
 @dataclass(frozen=True)
@@ -36,6 +68,13 @@ class ViewOptions:
             builds attention step by step.
         values: The value vectors of a `Weights`, ``(..., g, j, e)`` or ``(j, e)``, for the steps after softmax.
         notes: Sentences to write below, such as how much of the text was cut.
+
+    Raises:
+        ValueError: `target` was passed without `word`.
+
+    Example:
+        >>> regard.look.View(regard.weights(torch.eye(3)), ViewOptions(word=1, title="an example")).options.title
+        'an example'
     """
 
     word: str | int | At | None = None
@@ -58,12 +97,22 @@ class ViewOptions:
 
     @property
     def word_name(self) -> str | int | None:
-        """The word as a name or a position: `W.at("the", 2)` is ``"the:2"``."""
+        """The word as a name or a position: `W.at("the", 2)` is ``"the:2"``.
+
+        Example:
+            >>> ViewOptions(word=At("the", 2)).word_name
+            'the:2'
+        """
         return f"{self.word.word}:{self.word.nth}" if isinstance(self.word, At) else self.word
 
     @property
-    def selection(self) -> dict[str, Any]:
-        """The arguments that choose layers, heads and words, as `spotlight` and `overview` take them."""
+    def selection(self) -> Selection:
+        """The arguments that choose layers, heads and words, as `spotlight` and `overview` take them.
+
+        Example:
+            >>> ViewOptions(layer=3).selection["layer"]
+            3
+        """
         return {
             "layer": self.layer,
             "head": self.head,

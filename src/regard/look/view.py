@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack, cast
 
 from .._io import atomic_write
-from .history import History, as_history, is_history
+from .history import History, HistoryLike, as_history, is_history
 from .layers import Subject
-from .options import ViewOptions
+from .options import ViewChanges, ViewOptions
 
 __all__ = ["View"]
 
@@ -33,8 +33,10 @@ class View:
         >>> view.save("cat.svg")                    # doctest: +SKIP
     """
 
-    def __init__(self, subject: Any, options: ViewOptions | None = None, **changes: Any) -> None:
-        self.subject: Subject | History = as_history(subject) if is_history(subject) else subject
+    def __init__(
+        self, subject: Subject | HistoryLike, options: ViewOptions | None = None, **changes: Unpack[ViewChanges]
+    ) -> None:
+        self.subject: Subject | History = as_history(subject) if is_history(subject) else cast(Subject, subject)
         self.options = replace(options or ViewOptions(), **changes)
 
     def html(self, fragment: bool = False) -> str:
@@ -42,6 +44,13 @@ class View:
 
         Args:
             fragment: Return the sandboxed frame that a notebook shows instead of a document.
+
+        Returns:
+            A document that needs no network and no other file.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).show().html().startswith("<!doctype html>")
+            True
         """
         from .page.html import frame, html
         from .page.payload import pack
@@ -50,7 +59,22 @@ class View:
         return frame(page) if fragment else page
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one file: .html, a page that opens anywhere without a network, or .svg, a picture for a paper."""
+        """Write one file.
+
+        Args:
+            path: Its suffix chooses the form: .html, a page that opens anywhere without a network, or .svg, a picture
+                for a paper.
+
+        Raises:
+            ValueError: The suffix is another one.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> file = pathlib.Path(tempfile.mkdtemp()) / "cat.svg"
+            >>> regard.weights(torch.eye(3)).label(["the", "cat", "sat"]).show("cat").save(file)
+            >>> file.read_text()[:4]
+            '<svg'
+        """
         file = Path(path)
         suffix = file.suffix.lower()
         if suffix in (".html", ".htm"):

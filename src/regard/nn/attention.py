@@ -6,25 +6,22 @@ queries and keys to `regard.weights`. A layer stores nothing of its inputs.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ..core.api import attend, weights
 from ..core.masks import Mask, as_mask, causal
-from ..core.types import Align, MaskLike, ScoreLike, StatisticName
+from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache
+from .options import LayerScore, SeeOptions
 from .positions import Positions, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
 
 __all__ = ["CrossAttention", "SelfAttention"]
-
-
-#: The scores of `regard.weights`, and those for which a layer creates parameters.
-LayerScore = ScoreLike | Literal["additive", "bilinear"]
 
 
 class _Attention(nn.Module):
@@ -68,7 +65,7 @@ class _Attention(nn.Module):
         if probe is None:
             return attend(q, k, v, score=self.score(), mask=mask, align=align)
         seen = weights(q, k, score=self.score(), mask=mask, align=align).see(*probe.names, values=v)
-        probe.seen.append(seen)
+        probe.statistics.append(seen)
         return seen.y
 
     def _merge_heads(self, y: Tensor) -> Tensor:
@@ -168,7 +165,12 @@ class SelfAttention(_Attention):
         return weights(q, k, score=self.score(), mask=visible, align=align)
 
     def see(
-        self, x: Tensor, *names: StatisticName, mask: MaskLike | None = None, cache: Cache | None = None, **more: Any
+        self,
+        x: Tensor,
+        *names: StatisticName,
+        mask: MaskLike | None = None,
+        cache: Cache | None = None,
+        **more: Unpack[SeeOptions],
     ) -> Statistics:
         """The output and statistics of its weights, in one fused pass.
 
@@ -340,7 +342,7 @@ class CrossAttention(_Attention):
         *names: StatisticName,
         mask: MaskLike | None = None,
         cache: Cache | None = None,
-        **more: Any,
+        **more: Unpack[SeeOptions],
     ) -> Statistics:
         """The output and statistics of its weights, in one fused pass.
 

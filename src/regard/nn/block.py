@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
 from ..core.types import MaskLike
 from .attention import CrossAttention, SelfAttention
 from .cache import Cache
+from .options import AttentionOptions
 from .probe import Probe
 
 __all__ = ["Block", "FeedForward", "make_norm"]
@@ -84,12 +85,14 @@ class Block(nn.Module):
 
     def __init__(
         self, dim: int, heads: int = 1, *, hidden: int | None = None, activation: str = "gelu", norm: str = "layer",
-        norm_first: bool = True, dropout: float = 0.0, bias: bool = True, cross: bool = False, **attention: Any,
+        norm_first: bool = True, dropout: float = 0.0, bias: bool = True, cross: bool = False,
+        **attention: Unpack[AttentionOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         self.attention = SelfAttention(dim, heads, bias=bias, **attention)
         self.attention_norm = make_norm(norm, dim, bias)
-        cross_options = {name: value for name, value in attention.items() if name not in ("positions", "causal")}
+        own = ("positions", "causal")
+        cross_options: dict[str, Any] = {name: value for name, value in attention.items() if name not in own}
         self.cross = CrossAttention(dim, heads, bias=bias, **cross_options) if cross else None
         self.cross_norm = make_norm(norm, dim, bias) if cross else None
         self.feed_forward = FeedForward(dim, hidden, activation=activation, bias=bias)
@@ -99,6 +102,9 @@ class Block(nn.Module):
 
     def cache(self) -> list[Cache]:
         """Empty caches for `forward`: one of self-attention, and one of cross-attention where there is one.
+
+        Returns:
+            One or two caches.
 
         Example:
             >>> len(Block(16, cross=True).cache())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor, nn
 
 from ..core.types import MaskLike
 from .block import Block, make_norm
 from .cache import Cache
+from .options import BlockOptions
 from .probe import Probe
 
 __all__ = ["Decoder", "Encoder"]
@@ -28,7 +29,7 @@ class Encoder(nn.Module):
         torch.Size([2, 5, 16])
     """
 
-    def __init__(self, dim: int, heads: int = 1, layers: int = 1, **block: Any) -> None:
+    def __init__(self, dim: int, heads: int = 1, layers: int = 1, **block: Unpack[BlockOptions]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(dim, heads, **block) for _ in range(layers))
         first = block.get("norm_first", True)
@@ -36,6 +37,9 @@ class Encoder(nn.Module):
 
     def cache(self) -> list[list[Cache]]:
         """Empty caches of all blocks, for `forward`.
+
+        Returns:
+            For each block the caches of its attention layers.
 
         Example:
             >>> len(Encoder(16, layers=3).cache())
@@ -82,8 +86,9 @@ class Decoder(Encoder):
         torch.Size([2, 5, 16])
     """
 
-    def __init__(self, dim: int, heads: int = 1, layers: int = 1, **block: Any) -> None:
-        super().__init__(dim, heads, layers, **{"causal": True, **block, "cross": True})
+    def __init__(self, dim: int, heads: int = 1, layers: int = 1, **block: Unpack[BlockOptions]) -> None:
+        options: BlockOptions = {"causal": True, **block, "cross": True}
+        super().__init__(dim, heads, layers, **options)
 
     def forward(  # type: ignore[override]
         self, x: Tensor, memory: Tensor | None, mask: MaskLike | None = None, memory_mask: MaskLike | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,14 @@ from ..core.types import MaskLike
 from .block import Block
 from .cache import Cache
 from .encoder_decoder import Decoder, Encoder
+from .options import BlockOptions, ModelOptions
 from .positions import Learned, Positions, Rotary, as_positions
 from .probe import Probe
 
 __all__ = ["LanguageModel", "Translator"]
 
 
-class _Words(nn.Module):
+class _TokenEmbedding(nn.Module):
     """Token ids to vectors with positions, and vectors to logits by the same (tied) table."""
 
     def __init__(self, vocabulary: int, dim: int, positions: Positions | None, dropout: float) -> None:
@@ -57,18 +58,21 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, context: int = 64,
-        dropout: float = 0.0, positions: str | Positions | None = "rotary", **block: Any,
+        dropout: float = 0.0, positions: str | Positions | None = "rotary", **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim, context)
         self.context = context
-        self.words = _Words(vocabulary, dim, kind, dropout)
+        self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)
         rotary = kind if isinstance(kind, Rotary) else None
         self.body = Encoder(dim, heads, layers, dropout=dropout, positions=rotary, causal=True, **block)
         _initialise(self, depth=2 * layers)
 
     def cache(self) -> list[list[Cache]]:
         """Empty caches of all blocks, for `forward`.
+
+        Returns:
+            For each block the caches of its attention layers.
 
         Example:
             >>> model = LanguageModel(65, dim=16, heads=2).eval()
@@ -99,7 +103,7 @@ class LanguageModel(nn.Module):
             torch.Size([3, 10, 65])
         """
         start = 0 if cache is None else len(cache[0][0])
-        return self.words.logits(self.body(self.words(ids, start), mask, cache, probe))
+        return self.embedding.logits(self.body(self.embedding(ids, start), mask, cache, probe))
 
 
 class Translator(nn.Module):
@@ -127,12 +131,12 @@ class Translator(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, dropout: float = 0.0,
-        positions: str | Positions | None = "rotary", **block: Any,
+        positions: str | Positions | None = "rotary", **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim)
-        options = {"dropout": dropout, "positions": kind if isinstance(kind, Rotary) else None, **block}
-        self.words = _Words(vocabulary, dim, kind, dropout)
+        options: BlockOptions = {"dropout": dropout, "positions": kind if isinstance(kind, Rotary) else None, **block}
+        self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)
         self.encoder = Encoder(dim, heads, layers, **options)
         self.decoder = Decoder(dim, heads, layers, **options)
         _initialise(self, depth=2 * layers)
@@ -164,7 +168,7 @@ class Translator(nn.Module):
             >>> Translator(100, dim=16, positions="learned").max_positions
             1024
         """
-        return len(self.words.positions.table) if isinstance(self.words.positions, Learned) else None
+        return len(self.embedding.positions.table) if isinstance(self.embedding.positions, Learned) else None
 
     def lengths(self, source: Tensor) -> Tensor:
         """Length of every sentence, up to its last token that is not padding.
@@ -198,7 +202,7 @@ class Translator(nn.Module):
             torch.Size([2, 3, 16])
         """
         visible = padding(self.lengths(source))
-        return self.encoder(self.words(source), visible, probe=probe), visible
+        return self.encoder(self.embedding(source), visible, probe=probe), visible
 
     def decode(
         self, target: Tensor, memory: Tensor | None, visible: MaskLike | None,
@@ -223,8 +227,8 @@ class Translator(nn.Module):
             torch.Size([1, 1, 100])
         """
         start = 0 if cache is None else len(cache[0][0])
-        x = self.decoder(self.words(target, start), memory, None, visible, cache, probe)
-        return self.words.logits(x)
+        x = self.decoder(self.embedding(target, start), memory, None, visible, cache, probe)
+        return self.embedding.logits(x)
 
 
 @torch.no_grad()

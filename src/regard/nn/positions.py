@@ -148,6 +148,9 @@ class Rotary(Positions):
     def check(self, key_size: int) -> None:
         """Check that heads of this size can be rotated, and compute the first table.
 
+        Args:
+            key_size: d, the size of a head's queries and keys.
+
         Raises:
             ValueError: `key_size` is odd.
 

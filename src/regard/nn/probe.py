@@ -24,7 +24,7 @@ class Probe:
 
     Attributes:
         names: The statistics asked for.
-        seen: One `Statistics` per layer so far.
+        statistics: One `Statistics` per layer so far.
 
     Example:
         >>> from regard.nn import LanguageModel
@@ -41,16 +41,16 @@ class Probe:
             if name not in STATISTICS:
                 raise ValueError(f"unknown statistic {name!r}; a layer computes {', '.join(STATISTICS)}.")
         self.names = names
-        self.seen: list[Statistics] = []
+        self.statistics: list[Statistics] = []
 
     def __len__(self) -> int:
-        return len(self.seen)
+        return len(self.statistics)
 
     def __getitem__(self, layer: int) -> Statistics:
-        return self.seen[layer]
+        return self.statistics[layer]
 
     def __iter__(self) -> Iterator[Statistics]:
-        return iter(self.seen)
+        return iter(self.statistics)
 
     def heads(self, name: str) -> Tensor:
         """One number per head: the largest "max_score", the mean of every other statistic.
@@ -70,10 +70,10 @@ class Probe:
         """
         if name not in self.names:
             raise ValueError(f"{name!r} was not asked; this probe has {', '.join(map(repr, self.names))}.")
-        if not self.seen:
+        if not self.statistics:
             raise ValueError("this probe has no results yet: call the model with probe=… first.")
         with torch.no_grad():  # detach alone is not enough: some compilers still send zero gradients through it
-            rows = [getattr(seen, name).detach() for seen in self.seen]  # layers × (..., h, i)
+            rows = [getattr(seen, name).detach() for seen in self.statistics]  # layers × (..., h, i)
             if len({row.shape for row in rows}) == 1:  # one reduction for all layers
                 return _reduce_rows(torch.stack(rows), name)
             return torch.stack([_reduce_rows(row.unsqueeze(0), name).squeeze(0) for row in rows])

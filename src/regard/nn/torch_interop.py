@@ -30,6 +30,7 @@ FUNCTIONS: dict[type, Callable[[Tensor], Tensor]] = {
 
 
 def self_attention(mha: nn.MultiheadAttention, causal: bool) -> SelfAttention:
+    """A `SelfAttention` with the weights of PyTorch's layer."""
     _check_multihead(mha)
     if not mha._qkv_same_embed_dim:
         raise ValueError(f"kdim {mha.kdim} and vdim {mha.vdim} differ from {mha.embed_dim}: use CrossAttention.")
@@ -38,6 +39,7 @@ def self_attention(mha: nn.MultiheadAttention, causal: bool) -> SelfAttention:
 
 
 def cross_attention(mha: nn.MultiheadAttention) -> CrossAttention:
+    """A `CrossAttention` with the weights of PyTorch's layer."""
     _check_multihead(mha)
     if mha.kdim != mha.vdim:
         raise ValueError(
@@ -48,6 +50,7 @@ def cross_attention(mha: nn.MultiheadAttention) -> CrossAttention:
 
 
 def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
+    """A `Block` with the weights of PyTorch's layer."""
     if not isinstance(layer, nn.TransformerEncoderLayer):
         raise TypeError(
             f"from_torch takes an nn.TransformerEncoderLayer; got {type(layer).__name__}. Convert the attentions of "
@@ -108,6 +111,7 @@ def _activation_name(activation: Any) -> str:
 
 
 def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
+    """PyTorch's layer with the weights of one of ours."""
     d = layer.dim // layer.heads
     sizes = (layer.kv_heads, layer.key_size, layer.value_size, layer.heads * d)
     _require(sizes == (layer.heads, d, d, layer.dim), "heads of size dim // heads for queries, keys and values", layer)
@@ -135,6 +139,7 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
 
 
 def encoder_layer(block: Block) -> nn.TransformerEncoderLayer:
+    """PyTorch's layer with the weights of a `Block`."""
     feed = block.feed_forward
     _require(block.cross is None, "no cross-attention", block)
     _require(feed.gate is None and type(feed.activation) in FUNCTIONS, "no gate", block)

@@ -19,6 +19,7 @@ from ..core.pytree import tree_map
 from ..core.scores import ScaledDot, Score
 from ..core.types import Align
 from ..core.weights import Weights
+from .detached import DetachedWeights
 from .mask_recognition import ParsedMask, parse_mask
 
 __all__ = ["AttentionCall", "MaskCache", "Overwritten", "SavedCall", "save_call"]
@@ -48,6 +49,7 @@ class AttentionCall:
     full_score: Score | None = None  # replaces scale, softcap and sink where the handler has the score itself
     parsed_mask: ParsedMask | None = None  # replaces `mask` where the handler has a structured one
     is_self: bool | None = None  # whether queries and keys come from one sequence, where the handler knows
+    native: bool = False  # whether PyTorch's C++ path computed it, which has no gradients
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -99,16 +101,23 @@ class SavedCall:
     mask: Mask | None
     align: Align | None
     versions: list[tuple[Tensor, int]] = field(default_factory=list)  # of tensors shared with the model
+    detached: bool = False  # whether the model ran with gradients that are not saved
 
     def weights(self) -> Weights:
         """The attention matrix of this call."""
         self.check()
         with torch.inference_mode(False):
             if self.w is not None:
-                return Weights.from_dense(self.w)
-            assert self.q is not None
-            assert self.score is not None
-            return weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
+                matrix = Weights.from_dense(self.w)
+            else:
+                assert self.q is not None
+                assert self.score is not None
+                matrix = weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
+            return self._without_graph(matrix) if self.detached else matrix
+
+    @staticmethod
+    def _without_graph(matrix: Weights) -> DetachedWeights:
+        return DetachedWeights(matrix._factors, matrix._engine, one_head=matrix._one_head)
 
     def loaded(self) -> SavedCall:
         """The same with its tensors in memory."""
@@ -133,17 +142,24 @@ def _unchanged(mask: Tensor, before: Tensor | int) -> bool:
     return torch.equal(mask, before) if isinstance(before, Tensor) else mask._version == before
 
 
-def save_call(call: AttentionCall, values: bool, device: str | None, copy: bool = False) -> SavedCall:
-    """Detach the tensors of a call; copy those that the model may write over.
+def save_call(
+    call: AttentionCall, values: bool, device: str | None, copy: bool = False, grad: bool = False
+) -> SavedCall:
+    """Detach the tensors of a call, unless gradients are wanted; copy those that the model may write over.
 
     Args:
         call: The call.
         values: Whether to save the value vectors.
         device: Where the tensors go; None: they stay.
         copy: Copy all of them: compiled code reuses buffers without counting versions.
+        grad: Leave them part of the autograd graph.
     """
     parsed = call.parse_mask()
     saved = SavedCall(None, None, None, None, None, parsed.mask, parsed.align)
+    saved.detached = not grad and any(t is not None and t.requires_grad for t in (call.q, call.k, call.w))
+    if not grad:
+        q, k, v, w = (_detached(x) for x in (call.q, call.k, call.v, call.w))
+        call = dataclasses.replace(call, q=q, k=k, v=v, w=w)
     if call.w is not None:
         saved.w = _saved_tensor(call.w, saved.versions, device, copy)
     else:
@@ -152,7 +168,7 @@ def save_call(call: AttentionCall, values: bool, device: str | None, copy: bool 
         q = call.q if parsed.uniform_rows is None else call.q.masked_fill(parsed.uniform_rows, 0)
         saved.q = _saved_tensor(q, saved.versions, device, copy)
         saved.k = _saved_tensor(call.k, saved.versions, device, copy)
-        saved.score = _saved_score(call, device)
+        saved.score = _saved_score(call, device, grad)
         saved.mask = _mask_on(parsed.mask, device)
     if values and call.v is not None:
         saved.v = _saved_tensor(call.v, saved.versions, device, copy)
@@ -160,7 +176,6 @@ def save_call(call: AttentionCall, values: bool, device: str | None, copy: bool 
 
 
 def _saved_tensor(x: Tensor, versions: list[tuple[Tensor, int]], device: str | None, copy: bool) -> Tensor:
-    x = x.detach()
     if device is not None and x.device != torch.device(device):
         return x.to(device)
     # A tensor that was written to before will be again: caches are. An inference tensor counts no versions.
@@ -171,8 +186,14 @@ def _saved_tensor(x: Tensor, versions: list[tuple[Tensor, int]], device: str | N
     return x
 
 
-def _saved_score(call: AttentionCall, device: str | None) -> Score:
-    score = tree_map(call.score(), lambda t: t.detach().clone() if t.is_inference() else t.detach())
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+def _saved_score(call: AttentionCall, device: str | None, grad: bool) -> Score:
+    score = call.score()
+    if not grad:
+        score = tree_map(score, lambda t: t.detach().clone() if t.is_inference() else t.detach())
     return score if device is None else tree_map(score, lambda t: t.to(device))
 
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
+from .detached import as_detached
 from .hooks import seams, tap
-from .hooks.call_site import CallSite, called_by, calling_module, module_stack
+from .hooks.call_site import CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import CAPTURED, ModelHooks
 from .kv_cache import CannotStitch
@@ -44,6 +45,7 @@ def record(
     device: str | torch.device | None = None,
     path: str | os.PathLike[str] | None = None,
     layers: int | str | Iterable[int | str] | None = None,
+    grad: bool = False,
 ) -> Observer:
     """Record the attention of any PyTorch model while it runs, unchanged and on its own kernels.
 
@@ -58,6 +60,9 @@ def record(
         path: A .regard file: tensors go to disk layer by layer, and the file is written when the block ends.
         layers: The layers to record: numbers in the order of calls, module names, patterns such as `"*.self_attn"`.
             Default: all. Layers keep their numbers.
+        grad: Leave recorded weights part of the autograd graph: `seen[0].entropy().sum().backward()` reaches the
+            parameters of the model. Attention that has no graph (under `torch.no_grad` or `inference_mode`, on
+            PyTorch's C++ path, compiled, or in an activation checkpoint) is then refused by name.
 
     Returns:
         A context manager whose value is the `Recording`. It fills when the block ends, and works for one block.
@@ -69,6 +74,11 @@ def record(
         ...     y = model(x, x, x)
         >>> seen[0, 1]["cat", "the"].shape
         torch.Size([])
+        >>> with record(model, grad=True) as seen:
+        ...     y = model(x, x, x)
+        >>> seen[0].entropy().sum().backward()
+        >>> model.in_proj_weight.grad.shape
+        torch.Size([24, 8])
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
@@ -76,10 +86,14 @@ def record(
         )
     if keep not in ("factors", "statistics"):
         raise ValueError(f'keep is "factors" or "statistics"; got {keep!r}.')
+    if grad and path is not None:
+        raise ValueError(
+            "grad=True keeps tensors in the autograd graph, and a file has none; got path=. Drop one of them."
+        )
     only = _as_list(layers)
     if model is not None and only is not None:
         _check_names(only, model)
-    return Observer(model, tokens, keep, values, _as_device(device, path), _as_path(path), only)
+    return Observer(model, tokens, keep, values, _as_device(device, path), _as_path(path), only, bool(grad))
 
 
 class Observer:
@@ -89,17 +103,25 @@ class Observer:
     _started = True  # until `__init__` is through: an object that failed there warns of nothing
 
     def __init__(
-        self, model: Any, tokens: Any, keep: str, values: bool, device: str | None, path: str | None, only: Any
+        self,
+        model: Any,
+        tokens: Any,
+        keep: str,
+        values: bool,
+        device: str | None,
+        path: str | None,
+        only: Any,
+        grad: bool,
     ) -> None:
-        self.source, self.keep, self.wants_values, self.device, self.path, self.only = (
-            tokens, keep, values, device, path, only
+        self.source, self.keep, self.wants_values, self.device, self.path, self.only, self.wants_grad = (
+            tokens, keep, values, device, path, only, grad
         )  # fmt: skip
         self.spill = None if path is None else Spill(path)
         self.hooks = ModelHooks(model)
         self.names = None if model is None else {id(module): name for name, module in self.hooks.modules}
         self.wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
         self.seen = Recording()
-        self.eager = EagerTracker()
+        self.eager = EagerTracker(by_name=model is not None)
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self._pass: OpenPass | None = None
         self._done: list[OpenPass] = []
@@ -131,7 +153,7 @@ class Observer:
             self._transformers.uninstall()
         self._end_pass()
         try:
-            with tap.suspended(), torch.no_grad():
+            with tap.suspended(), torch.set_grad_enabled(self.wants_grad):
                 self._finish()
         finally:
             self.hooks.detach()
@@ -216,8 +238,8 @@ class Observer:
     def call_site(self, frame: FrameType) -> CallSite | None:
         return calling_module(frame, self.names)
 
-    def batch_size(self) -> int | None:
-        return self.hooks.batch
+    def batch_size(self, rows: int) -> int | None:
+        return self.hooks.batch_size(rows)
 
     def refuse_at(self, frame: FrameType, reason: str) -> None:
         if (site := self.call_site(frame)) is not None:
@@ -249,8 +271,11 @@ class Observer:
         number, nth = one.number_call(name)
         if not self._is_wanted(name, number):
             return
+        if self.wants_grad and (reason := _no_graph(site, call)) is not None:
+            self.refuse(name, f"grad=True, and {reason}")
+            return
         call.parse_mask(self.masks)
-        saved = save_call(call, self.wants_values, self.device, copy=site.compiled)
+        saved = save_call(call, self.wants_values, self.device, copy=site.compiled, grad=self.wants_grad)
         if one.fresh and self.keep == "factors" and self._continue_generation(one, site, name, nth, call, saved):
             return
         one.fresh = False
@@ -259,7 +284,9 @@ class Observer:
             return
         entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
         if self.keep == "statistics":
-            entry.statistics, entry.saved = row_statistics(saved.weights()), None
+            statistics = row_statistics(saved.weights())
+            entry.statistics = {n: as_detached(x) for n, x in statistics.items()} if saved.detached else statistics
+            entry.saved = None
         elif self.spill is not None:
             entry.saved = self.spill.put(saved)
         one.calls.append(entry)
@@ -283,7 +310,7 @@ class Observer:
     def _end_pass(self) -> None:
         one, self._pass = self._pass, None
         self.eager.clear()
-        self.eager, self.masks = EagerTracker(), {}
+        self.eager, self.masks = EagerTracker(self.eager.by_name), {}
         if one is None:
             return
         if one.step_of is not None:
@@ -336,6 +363,19 @@ def _kind(site: CallSite, call: AttentionCall) -> str:
         return "cross"
     cached = any(hasattr(site.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in site.name
     return "self" if i == j or cached else "cross"
+
+
+def _no_graph(site: CallSite, call: AttentionCall) -> str | None:
+    """The reason why a call has no autograd graph that outlives it; None if it has one."""
+    if site.compiled:
+        return "torch.compile made its code, whose intermediate tensors have no graph; record the plain module"
+    if runs_code_of(site.frames, "torch.utils.checkpoint"):
+        return "it runs in an activation checkpoint, which throws the graph away; switch checkpointing off"
+    if not torch.is_grad_enabled():
+        return "gradients are off (torch.no_grad or inference_mode); run the model with gradients"
+    if call.native:
+        return "PyTorch's C++ path has no gradients; parameters that require them, or model.train(), avoid it"
+    return None
 
 
 def _as_device(device: Any, path: Any) -> str | None:

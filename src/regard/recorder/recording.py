@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from ..core.types import StatisticName
@@ -369,6 +368,5 @@ def _brief(mask: Any) -> str:
 def row_statistics(weights: Weights) -> dict[str, Tensor]:
     """The statistics that keep="statistics" saves of a layer."""
     names = [name for name in STATISTICS if not (weights._engine == "reference" and name in ("max_score", "lse"))]
-    with torch.no_grad():
-        seen: Statistics = weights.see(*names)
+    seen: Statistics = weights.see(*names)
     return {name: getattr(seen, name).clone() for name in names}

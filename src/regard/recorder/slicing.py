@@ -63,7 +63,7 @@ def sequence_of(weights: Weights, item: int, rows: slice, cols: slice) -> Weight
     mask = None if one.mask is None else one.mask.crop(rows, cols)
     offset = None if one.offset is None else one.offset + rows.start - cols.start
     part = Factors(one.q[..., rows, :], one.k[..., cols, :], one.score.crop(rows, cols), mask, offset)
-    return Weights(part, weights._engine, one_head=False)
+    return type(weights)(part, weights._engine, one_head=False)
 
 
 def cells(weights: Weights, rows: Tensor, cols: Tensor, chunk: int = 32) -> Tensor:

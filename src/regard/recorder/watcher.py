@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ..core.masks import Geometry
+from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
 from .hooks import seams, tap
 from .hooks.call_site import CallSite, calling_module
 from .hooks.eager_attention import EagerTracker
-from .hooks.model_hooks import CAPTURED, Hook, is_compiled
+from .hooks.model_hooks import CAPTURED, Hook, batch_size, first_axes, is_compiled
 from .observer import RefusedWarning
 from .slicing import real_rows, row_mean
 
@@ -110,7 +111,7 @@ class Watch:
             if is_compiled(module):
                 self._refuse(name, CAPTURED)
         self._handles = [
-            model.register_forward_pre_hook(Hook(self._begin), prepend=True),
+            model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),
         ]
 
@@ -146,13 +147,13 @@ class Watch:
                 "no training pass was seen: it was not called in training mode with gradients, or it was " + CAPTURED,
             )
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        if not (model.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if not (model.training and torch.is_grad_enabled()) or in_backward():
             return
         self.step += 1
         self.fresh = False
         if self.step % self.every == 0:
-            self._look = _Look(self._names)
+            self._look = _Look(self._names, first_axes(args, kwargs))
             tap.activate(self._look)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -207,11 +208,11 @@ class Watch:
 class _Look:
     """The listener of one pass: reduces every call to two numbers a head."""
 
-    wants_ids = wants_values = False
+    wants_ids = wants_values = wants_grad = False
     wants_scores = True
 
-    def __init__(self, names: dict[int, str]) -> None:
-        self.names, self.thread = names, threading.get_ident()
+    def __init__(self, names: dict[int, str], axes: tuple[int, int] | None) -> None:
+        self.names, self.axes, self.thread = names, axes, threading.get_ident()
         self.layers: dict[str, dict[str, Tensor]] = {}
         self.refused: list[tuple[str, str]] = []
         self.eager = EagerTracker()
@@ -219,8 +220,8 @@ class _Look:
     def call_site(self, frame: FrameType) -> CallSite | None:
         return calling_module(frame, self.names)
 
-    def batch_size(self) -> int | None:
-        return None
+    def batch_size(self, rows: int) -> int | None:
+        return batch_size(self.axes, rows)
 
     def refuse_at(self, frame: FrameType, reason: str) -> None:
         if (site := self.call_site(frame)) is not None:

@@ -117,6 +117,9 @@ class Triton:
             return blockwise.ENGINE.compute(problem, request, names, cached)
         return _compute(problem, request, names, cached)
 
+    def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
+        return "norm", "lse", "max_score", "entropy"
+
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
     ) -> InputGrads:

@@ -13,12 +13,14 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 __all__ = [
-    "SHARED_AXIS",
     "CallSite",
     "called_by",
     "calling_module",
+    "has_parameter_axis",
     "looks_like_attention",
     "module_stack",
+    "runs_code_of",
+    "shared_axis_reason",
     "split_heads",
 ]
 
@@ -131,6 +133,16 @@ def called_by(frame: FrameType | None, word: str) -> bool:
     return False
 
 
+def runs_code_of(frames: list[FrameType], module: str) -> bool:
+    """Whether a function of a Python module is on the stack of the first frame."""
+    frame = frames[0] if frames else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
     """Frames whose first argument is a module, innermost first."""
     while frame is not None:
@@ -174,6 +186,12 @@ def _has_projections(module: nn.Module) -> bool:
     return len(matrices) > 1 or any(max(m.shape) >= 3 * min(m.shape) for m in matrices)
 
 
+def has_parameter_axis(site: CallSite, size: int) -> bool:
+    """Whether a parameter of the module, or of a module around it on the stack, has an axis of that size."""
+    modules = [site.module, *(module for _, module in _modules(site.frames[-1].f_back if site.frames else None))]
+    return any(size in p.shape for module in modules[:2] if module is not None for p in module.parameters())
+
+
 def _heads_of(module: nn.Module | None) -> int | None:
     """The number of heads a module or its config names."""
     for source in (module, getattr(module, "config", None)):
@@ -189,10 +207,17 @@ def _batch_first_owner(module: Any) -> bool:
     return type(module).__module__.split(".")[0] in ("torch", "transformers", "diffusers")
 
 
-SHARED_AXIS = (
-    "batch and heads share one axis and nothing says in which order; record one sequence at a time, "
-    "or shape it (batch, heads, length, size)"
-)
+def shared_axis_reason(module: Any) -> str:
+    """The reason of a refusal where `split_heads` cannot tell batch and heads apart."""
+    if module is None:
+        return (
+            "it has one axis before (length, size), and no module says whether that is the batch or the heads; shape "
+            "it (batch, heads, length, size), or record the module that calls it"
+        )
+    return (
+        "batch and heads share one axis and nothing says in which order; record one sequence at a time, "
+        "or shape it (batch, heads, length, size)"
+    )
 
 
 def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:
@@ -204,8 +229,8 @@ def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:
     heads = _heads_of(module)
     if x.shape[0] == 1 or heads == 1 or (heads is None and batch == x.shape[0]):
         return x.unsqueeze(1)
-    if heads == x.shape[0] and batch in (None, 1):
-        return x[None]
+    if heads == x.shape[0] and (batch == 1 or (batch is None and _batch_first_owner(module))):
+        return x[None]  # without a batch size, n = heads may also be n sequences of one head
     if heads and x.shape[0] % heads == 0 and _batch_first_owner(module):
         return x.unflatten(0, (-1, heads))
     return None

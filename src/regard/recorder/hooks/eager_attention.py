@@ -1,23 +1,34 @@
 """softmax(q kᵀ) v written out by the model ("eager" attention): recognised operator by operator, kept as computed.
 
-A product of two computed tensors may be scores. A softmax opens a trail, operators such as dropout extend it, and the
-product with the values ends it. Several softmaxes may be open at once (attention in both directions). Linear attention
-also takes softmaxes, over features: there the values are a product themselves, or no product made the scores.
+A product of two computed tensors may be scores. A softmax opens a trail (`softmax_trail`), operators such as dropout
+extend it, and the sum over keys with the values ends it: a product on either side, an einsum, or `(w * v).sum`. A
+softmax that never meets values (a classifier's, a router's) is not attention and is not named. Linear attention also
+takes softmaxes, over features: there the values are a product themselves, or no product made the scores.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calls import AttentionCall
 from . import tap
-from .call_site import SHARED_AXIS, CallSite, looks_like_attention, split_heads
+from .call_site import has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
+from .softmax_trail import (
+    CHOSEN,
+    COMBINED,
+    LOGARITHM,
+    UNNORMALISED,
+    Alias,
+    EagerTracker,
+    OpenSoftmax,
+    axis_of_keys,
+    copy_like,
+    storage_of,
+)
 
 __all__ = ["CHUNKED", "EagerTracker", "install"]
 
@@ -37,184 +48,163 @@ CHUNKED = {
     "YosoSelfAttention",
 }
 
-
 #: Operators between a softmax and its product after which weights are still weights.
 KEEPS_WEIGHTS = (
-    "dropout", "native_dropout", "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as",
-    "contiguous", "clone", "mul.Tensor", "nan_to_num", "masked_fill.Scalar", "masked_fill.Tensor",
+    "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as", "contiguous", "clone", "mul.Tensor",
+    "nan_to_num", "masked_fill.Scalar", "masked_fill.Tensor",
 )  # fmt: skip
 
+#: Operators that make other numbers of them, which are weights if rows still sum to at most 1.
+CHANGES_WEIGHTS = ("div.Tensor", "div_.Tensor", "where.self", "where.ScalarOther", "scatter.src", "scatter_.src")
+
 #: Operators that combine weights with something else.
-COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor")
-
-#: The number of operators after which an open softmax is given up: the product with the values comes soon.
-PATIENCE = 40
-
-#: Softmaxes that may be open at once.
-MOST_OPEN = 4
-
-COMBINED = "its weights are combined with others before they meet the values, as in differential attention"
+COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "rsub.Scalar", "rsub.Tensor")
 
 
 def install() -> None:
     """Intercept products and softmax; the operators between them only while a softmax is open."""
     for name in ("softmax.int", "_softmax"):
         tap.intercept(name, on_softmax)
-    for name in ("matmul", "bmm", "baddbmm"):
+    for name in ("log_softmax.int", "_log_softmax"):
+        tap.intercept(name, on_log_softmax)
+    tap.intercept("exp", on_exp)
+    tap.intercept("topk", on_topk)
+    for name in ("matmul", "bmm", "baddbmm", "mm"):
         tap.intercept(name, on_product)
     tap.intercept("einsum", on_einsum)
+    for name in ("dropout", "native_dropout"):
+        tap.intercept(name, OnElementwise(is_dropout=True), tap.FOLLOW_KEY)
     for name in KEEPS_WEIGHTS:
-        tap.intercept(name, OnElementwise("dropout" in name), tap.FOLLOW_KEY)
+        tap.intercept(name, OnElementwise(), tap.FOLLOW_KEY)
+    for name in CHANGES_WEIGHTS:
+        tap.intercept(name, OnElementwise(changes=True), tap.FOLLOW_KEY)
     for name in COMBINES_WEIGHTS:
         tap.intercept(name, on_combination, tap.FOLLOW_KEY)
     tap.intercept("dropout_", on_dropout_in_place, tap.FOLLOW_KEY)
+    tap.intercept("sum.dim_IntList", on_sum, tap.FOLLOW_KEY)
 
 
-class Alias(NamedTuple):
-    """A tensor that holds the weights of a softmax."""
-
-    clean: Tensor  # the weights before dropout
-    dropped: bool  # whether dropout came since
-    key_stride: int
-    altered: str | None = None  # the reason why these are no longer weights
-
-
-@dataclass
-class OpenSoftmax:
-    """A softmax whose product with values has not come yet."""
-
-    site: CallSite
-    from_product: bool  # whether its scores came from a product of two computed tensors
-    scores: Tensor | None  # for a listener that wants them
-    operators: int = 0  # operators since
-    aliases: dict[int, Alias] = field(default_factory=dict)  # by storage
-    alive: list[Tensor] = field(default_factory=list)  # keeps the allocator from reusing these storages
-
-    def add(self, out: Tensor, alias: Alias) -> None:
-        self.aliases[_storage(out)] = alias
-        self.alive.append(out)
-
-    def alias_of(self, x: Any) -> Alias | None:
-        return self.aliases.get(_storage(x)) if isinstance(x, Tensor) else None
-
-    def holds(self, x: Any) -> bool:
-        """Whether x is the weights with keys on the last axis."""
-        alias = self.alias_of(x)
-        return alias is not None and (x.shape[-1] == 1 or x.stride(-1) == alias.key_stride)
-
-
-class RecentProduct(NamedTuple):
-    """The address and shape of a product of two computed tensors; the tensor itself may be gone."""
-
-    storage: int
-    shape: torch.Size
-
-    def may_be_scores_of(self, w: Tensor) -> bool:
-        """Whether w could be a softmax of this product, perhaps with a sink as one more column."""
-        i, j = self.shape[-2:]
-        rows = self.shape.numel() // max(1, j)
-        if w.shape[-1] == i and w.numel() == self.shape.numel():  # of the transposed scores
-            return True
-        return w.shape[-1] in (j, j + 1) and w.numel() == rows * w.shape[-1]
-
-    def is_tensor(self, x: Tensor) -> bool:
-        return self.storage == _storage(x) and self.shape[-2:] == x.shape[-2:]
-
-
-class EagerTracker:
-    """What one listener remembers: recent products and open softmaxes."""
-
-    def __init__(self) -> None:
-        self.products: deque[RecentProduct] = deque(maxlen=16)
-        self.open: list[OpenSoftmax] = []
-
-    def start(self, w: Tensor, site: CallSite, scores: Tensor | None) -> None:
-        """A softmax with output w."""
-        if len(self.open) == MOST_OPEN:
-            self.open.pop(0)
-        softmax = OpenSoftmax(site, any(product.may_be_scores_of(w) for product in self.products), scores)
-        softmax.add(w, Alias(w, False, w.stride(-1)))
-        self.open.append(softmax)
-        tap.follow(True)
-
-    def count_operator(self) -> None:
-        """One more operator passed; softmaxes that waited too long are closed."""
-        if not self.open:
-            return
-        for softmax in self.open:
-            softmax.operators += 1
-        self.open = [softmax for softmax in self.open if softmax.operators <= PATIENCE]
-        self._unfollow()
-
-    def close(self, softmax: OpenSoftmax) -> None:
-        self.open = [other for other in self.open if other is not softmax]
-        self._unfollow()
-
-    def clear(self) -> None:
-        self.open = []
-        self._unfollow()
-
-    def softmax_of(self, x: Any) -> OpenSoftmax | None:
-        """The open softmax that x shares storage with."""
-        return next((softmax for softmax in reversed(self.open) if softmax.alias_of(x) is not None), None)
-
-    def weights_in(self, x: Any) -> OpenSoftmax | None:
-        """The open softmax whose weights x is."""
-        return next((softmax for softmax in reversed(self.open) if softmax.holds(x)), None)
-
-    def _unfollow(self) -> None:
-        if not any(other.eager.open for other in tap.listeners()):
-            tap.follow(False)
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+# Where a trail begins.
 
 
 def on_softmax(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    if out.is_nested or out.ndim < 3 or call["dim"] % out.ndim != out.ndim - 1:
+    _start(listener, call["self"], out, call["dim"], frame, None)
+
+
+def on_log_softmax(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    _start(listener, call["self"], out, call["dim"], frame, LOGARITHM)
+
+
+def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """exp of log-weights gives weights; exp of scores gives them once they are divided by their sum."""
+    eager = listener.eager
+    if (softmax := eager.softmax_of(call["self"])) is not None:
+        alias = softmax.aliases[storage_of(call["self"])]
+        if alias.altered is LOGARITHM:
+            softmax.add(out, alias._replace(clean=out, altered=None))
         return
-    if (site := listener.call_site(frame)) is None:
+    if out.ndim < 2 or not any(product.shape == out.shape for product in eager.products):
         return
-    if type(site.module).__name__ in CHUNKED:
+    if (site := listener.call_site(frame)) is not None and eager.product_of(out, -1, site) is not None:
+        eager.start(out, -1, site, None, UNNORMALISED)
+
+
+def on_topk(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
+    """The largest weights, or the largest scores, of which a softmax may follow: their keys are no longer positions."""
+    eager = listener.eager
+    if (softmax := eager.softmax_of(call["self"])) is not None:
+        softmax.add(out[0], Alias(out[0], False, out[0].stride(call["dim"]), call["k"], CHOSEN))
+    elif eager.products and (site := listener.call_site(frame)) is not None:
+        product = eager.product_of(call["self"], call["dim"], site)
+        if product is not None:
+            eager.products.append(product._replace(storage=storage_of(out[0]), shape=out[0].shape, chosen=True))
+
+
+def _start(
+    listener: tap.Listener, scores: Tensor, out: Tensor, dim: int, frame: FrameType, altered: str | None
+) -> None:
+    if out.is_nested or out.ndim == 0 or (site := listener.call_site(frame)) is None:
+        return
+    axis = dim % out.ndim - out.ndim
+    if type(site.module).__name__ in CHUNKED and out.ndim > 2:
         listener.refuse_at(frame, "it attends to chunks, landmarks or samples, which are not positions of the sequence")
         return
-    listener.eager.start(out, site, call["self"] if listener.wants_scores else None)
+    listener.eager.start(out, axis, site, scores if listener.wants_scores and axis == -1 else None, altered)
+
+
+# Operators on the trail.
 
 
 class OnElementwise:
     """Handler of an operator after which weights are still weights."""
 
-    def __init__(self, is_dropout: bool) -> None:
-        self.is_dropout = is_dropout
+    def __init__(self, is_dropout: bool = False, changes: bool = False) -> None:
+        self.is_dropout, self.changes = is_dropout, changes
 
     def __call__(self, listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
         eager = listener.eager
         eager.count_operator()
-        first: Any = call.get("self", call.get("input"))
-        if eager.softmax_of(first) is None:
-            first = call.get("other")  # mask * w
+        operands = [call.get(name) for name in ("self", "input", "src", "other")]
+        operand = next((x for x in operands if eager.softmax_of(x) is not None), None)
         result = out[0] if isinstance(out, tuple) else out
-        softmax = eager.softmax_of(first)
-        if softmax is None or softmax.alias_of(result) is not None:
+        softmax = eager.softmax_of(operand)
+        if operand is None or softmax is None or (softmax.alias_of(result) is not None and not self.changes):
             return
-        alias = softmax.aliases[_storage(first)]
-        stride = result.stride(-1)
+        alias = softmax.aliases[storage_of(operand)]
+        if self.changes:
+            self._changed(softmax, alias, call, operand, result)
+        elif (axis := axis_of_keys(operand, alias)) is not None:
+            self._continued(softmax, alias, axis, call, operand, result)
+
+    def _continued(
+        self, softmax: OpenSoftmax, alias: Alias, axis: int, call: dict[str, Any], operand: Tensor, result: Tensor
+    ) -> None:
+        stride, keys = result.stride(axis), result.shape[axis]
         if self.is_dropout:
-            softmax.add(result, Alias(alias.clean if alias.dropped else first, True, stride, alias.altered))
-        elif alias.dropped:  # converted after dropout: the same numbers in another type
-            softmax.add(result, Alias(alias.clean, True, stride, alias.altered))
+            clean = alias.clean if alias.dropped else operand
+            softmax.add(result, alias._replace(clean=clean, dropped=True, key_stride=stride, keys=keys))
+        elif alias.dropped:  # converted after dropout: the same numbers, perhaps in another type and order
+            clean = copy_like(result, alias.clean, operand)
+            softmax.add(result, alias._replace(clean=clean, key_stride=stride, keys=keys))
         else:
-            softmax.add(result, Alias(result, False, stride, alias.altered))
+            softmax.add(result, alias._replace(clean=result, key_stride=stride, keys=keys))
+        if result.numel() > operand.numel():
+            other = call["other"] if operand is call.get("self") else call.get("self")
+            softmax.weighted[storage_of(result)] = operand, other
+
+    @staticmethod
+    def _changed(softmax: OpenSoftmax, alias: Alias, call: dict[str, Any], operand: Tensor, result: Tensor) -> None:
+        if operand is call.get("src"):  # weights put back in their places: scatter
+            axis = call["dim"] % result.ndim
+            softmax.add(result, Alias(result, False, result.stride(axis), result.shape[axis], None, changed=True))
+            return
+        if operand is call.get("other") and "condition" not in call:  # something divided by weights
+            return
+        altered, axis_of_sum = alias.altered, axis_of_keys(operand, alias)
+        if altered is UNNORMALISED:
+            sums = call["other"]
+            thin = [n - sums.ndim for n in range(sums.ndim) if sums.shape[n] == 1] if isinstance(sums, Tensor) else []
+            axis_of_sum = next((axis for axis in reversed(thin) if operand.shape[axis] > 1), None)
+            altered = None
+        if axis_of_sum is None or result.shape != operand.shape:
+            return
+        stride, keys = result.stride(axis_of_sum), result.shape[axis_of_sum]
+        softmax.add(result, Alias(result, False, stride, keys, altered, changed=True))
 
 
 def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    """Weights plus or minus something: no longer the weights of one softmax."""
+    """Weights plus or minus something: no longer the weights of one softmax; plus a number: perhaps still."""
     eager = listener.eager
     eager.count_operator()
-    for operand in (call["self"], call["other"]):
+    for operand, other in ((call["self"], call["other"]), (call["other"], call["self"])):
         if (softmax := eager.softmax_of(operand)) is not None:
-            softmax.add(out, Alias(out, False, out.stride(-1), COMBINED))
+            alias = softmax.aliases[storage_of(operand)]
+            axis = axis_of_keys(operand, alias)
+            if axis is None or out.shape != operand.shape:
+                continue
+            is_number = not isinstance(other, Tensor) or other.ndim == 0
+            altered = alias.altered if is_number else COMBINED
+            softmax.add(out, Alias(out, False, out.stride(axis), out.shape[axis], altered, changed=True))
 
 
 def on_dropout_in_place(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
@@ -229,14 +219,25 @@ def on_dropout_in_place(listener: tap.Listener, call: dict[str, Any], out: Tenso
         )
 
 
+# Where a trail ends: weights meet values.
+
+
 def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     left, right = (call[name] for name in (("batch1", "batch2") if "batch1" in call else ("self", _other(call))))
     eager = listener.eager
     eager.count_operator()
-    if (softmax := eager.weights_in(left)) is not None:
-        _finish(listener, softmax, left, right)
-    elif _is_computed(left) and _is_computed(right) and not out.is_nested:
-        eager.products.append(RecentProduct(_storage(out), out.shape))
+    if out.is_nested:
+        return
+    met = False
+    if (softmax := eager.softmax_of(left)) is not None and not _is_parameter(right):
+        axis = axis_of_keys(left, softmax.aliases[storage_of(left)])
+        met = _meet(listener, softmax, left, right, right_way=axis == -1, direct=True)
+    elif (softmax := eager.softmax_of(right)) is not None and right.ndim > 1 and not _is_parameter(left):
+        axis = axis_of_keys(right, softmax.aliases[storage_of(right)])
+        met = _meet(listener, softmax, right.mT, left.mT if left.ndim > 1 else left, right_way=axis == -2, direct=False)
+    computed = _is_computed(left) and _is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
+    if not met and computed and (site := listener.call_site(frame)) is not None:
+        eager.add_product(out, site.name, flat=left.ndim <= 2)
 
 
 def _other(call: dict[str, Any]) -> str:
@@ -245,77 +246,172 @@ def _other(call: dict[str, Any]) -> str:
 
 def _is_computed(x: Tensor) -> bool:
     """Whether a factor is computed, not a parameter of the model."""
-    return x.ndim >= 3 and not isinstance(x, torch.nn.Parameter) and not isinstance(x._base, torch.nn.Parameter)
+    return x.ndim > 0 and x.is_floating_point() and not _is_parameter(x)
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return isinstance(x, torch.nn.Parameter) or isinstance(x._base, torch.nn.Parameter)
 
 
 def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     eager = listener.eager
-    operands = call["tensors"]
+    operands, equation = call["tensors"], call["equation"].replace(" ", "")
     eager.count_operator()
-    weighted = [(x, softmax) for x in operands if (softmax := eager.weights_in(x)) is not None]
+    sides, _, result = equation.partition("->")
+    letters = sides.split(",")
+    weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
     if not weighted:
-        if len(operands) == 2 and all(_is_computed(x) for x in operands):
-            eager.products.append(RecentProduct(_storage(out), out.shape))
+        computed = len(operands) == 2 and all(_is_computed(x) for x in operands)
+        scores = computed and _may_be_scores(operands, letters, result)
+        if scores and (site := listener.call_site(frame)) is not None:
+            eager.add_product(out, site.name, flat=all(x.ndim <= 2 for x in operands))
         return
     w, softmax = weighted[0]
-    name = softmax.site.name
-    sides, _, result = call["equation"].replace(" ", "").partition("->")
-    letters = sides.split(",")
+    name, alias = softmax.site.name, softmax.aliases[storage_of(w)]
+    axis = axis_of_keys(w, alias)
+    if not _is_attention(listener, softmax, alias, w, operands[-1], direct=True):
+        return
     if len(operands) != 2 or "." in sides:
         eager.close(softmax)
-        listener.refuse(name, f"its weights enter einsum({call['equation']!r}), which is not read")
+        listener.refuse(name, f"its weights enter einsum({equation!r}), which is not read")
         return
     here = 0 if operands[0] is w else 1
     mine, others, v = letters[here], letters[1 - here], operands[1 - here]
-    if mine[-1] not in others or mine[-1] in result:  # the sum must run over the keys
+    if axis is None or mine[axis] not in others or mine[axis] in result:  # the sum must run over the keys
         eager.close(softmax)
+        listener.refuse(name, f"its weights enter einsum({equation!r}), which does not sum over the axis of softmax")
+        return
+    keys_first = others[-2:-1] == mine[axis]
+    _finish(listener, softmax, w.movedim(axis, -1), v if keys_first else None, w, v)
+
+
+def _may_be_scores(operands: list[Tensor], letters: list[str], result: str) -> bool:
+    """Whether an einsum pairs two sequences; a matrix that shares no axis with all others is a projection."""
+    if len({x.ndim > 2 for x in operands}) == 1 or "." in "".join(letters):
+        return all(x.ndim > 2 for x in operands) or all(x.ndim <= 2 for x in operands)
+    return bool(set(letters[0]) & set(letters[1]) & set(result))
+
+
+def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """(w * v).sum over the keys."""
+    eager, x = listener.eager, call["self"]
+    eager.count_operator()
+    softmax = next((s for s in reversed(eager.open) if isinstance(x, Tensor) and storage_of(x) in s.weighted), None)
+    if softmax is None or call["keepdim"] or not call["dim"]:
+        return
+    w, v = softmax.weighted[storage_of(x)]
+    axis = axis_of_keys(w, softmax.aliases[storage_of(w)])
+    dims = [dim % x.ndim - x.ndim for dim in call["dim"]]
+    if axis is None or dims != [axis] or not isinstance(v, Tensor) or not v.is_floating_point() or _is_parameter(v):
+        return
+    # Where the values have no axis of their own for the rows of w, the axis of their features stands in its place.
+    grown = [n for n in range(-w.ndim, 0) if w.shape[n] == 1 and x.shape[n] > 1 and n != axis]
+    rows = [n for n in range(-w.ndim, 0) if w.shape[n] > 1 and n != axis and (-n > v.ndim or v.shape[n] == 1)]
+    used = w.movedim(axis, -1)
+    if rows and grown:
+        used = w.squeeze(grown[-1]).movedim(axis if axis > grown[-1] else axis + 1, -1)
+    if _is_attention(listener, softmax, softmax.aliases[storage_of(w)], used, v, direct=False):
+        _finish(listener, softmax, used, None if rows or grown != [-1] else v, w, v)
+
+
+def _meet(
+    listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, v: Tensor, *, right_way: bool, direct: bool
+) -> bool:
+    """Weights meet something in a product: used (…, i, j) and v (…, j, e) if the sum runs over the axis of softmax.
+
+    Returns:
+        Whether this is attention, recorded or refused.
+    """
+    alias = softmax.aliases[storage_of(used)]
+    if not _is_attention(listener, softmax, alias, used, v, direct):
+        return False
+    if right_way:
+        _finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
+    elif softmax.product is not None and not alias.altered:
+        listener.eager.close(softmax)
         listener.refuse(
-            name, f"its weights enter einsum({call['equation']!r}), which does not sum over their last axis"
+            softmax.site.name,
+            "its weights are summed over another axis than the one softmax ran over, as in slot attention",
         )
-        return
-    _finish(listener, softmax, w, v, keys_first=others[-2:-1] == mine[-1])
+    return True
 
 
-def _finish(listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, v: Tensor, keys_first: bool = True) -> None:
-    """Weights meet values: report the weights, if weights they are."""
-    if used.ndim < 3 or v.ndim < 3:
-        return
+def _is_attention(
+    listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, used: Tensor, v: Tensor, direct: bool
+) -> bool:
+    """Whether a softmax that meets something is one over keys, or linear attention, which is refused later on.
+
+    Args:
+        listener: The listener.
+        softmax: The softmax.
+        alias: The tensor on its trail that meets the values.
+        used: The same.
+        v: The values.
+        direct: Whether the weights are the left factor of a product, as attention is mostly written.
+    """
+    if alias.altered is LOGARITHM or (alias.altered is UNNORMALISED and softmax.product is None):
+        return False
+    if softmax.product is not None and not (softmax.product.flat and (used.ndim > 2 or v.ndim > 2)):
+        return True
+    module = softmax.site.module
+    usual = direct and softmax.axis == -1 and used.ndim > 2 and v.ndim > 2
+    if usual and ((module is not None and looks_like_attention(module)) or listener.eager.is_product(v)):
+        return True
+    return _pools_a_sequence(listener, softmax, alias, used, v)
+
+
+def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, used: Tensor, v: Tensor) -> bool:
+    """Whether a softmax without a product of queries and keys weighs the positions of each sequence.
+
+    Additive attention scores positions by a small network. A router's softmax, and that of a mixture, runs over the
+    outputs of a layer instead: a parameter has an axis of that size, and it is the last axis.
+    """
+    axis = axis_of_keys(used, alias)
+    if axis is None or not 2 < used.ndim <= 4 or v.ndim < 3 or v.shape[-1] < 2 or used.shape[0] != v.shape[0]:
+        return False
+    if used.shape[0] != listener.batch_size(used.shape[-2]) or softmax.site.module is None:
+        return False
+    if (
+        used.numel() != used.shape[0] * used.shape[axis]
+    ):  # several rows: linear attention sums keys by feature like this
+        return False
+    return softmax.axis != -1 or not has_parameter_axis(softmax.site, used.shape[axis])
+
+
+def _finish(
+    listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, values: Tensor | None, factor: Tensor, v: Tensor
+) -> None:
+    """Report the weights `used` (…, i, j), if weights they are; `factor` and v are the operands that met."""
     eager, site = listener.eager, softmax.site
-    alias = softmax.aliases[_storage(used)]
-    v_is_product = any(product.is_tensor(v) for product in eager.products)
+    alias = softmax.aliases[storage_of(factor)]
+    v_is_product = eager.is_product(v)
     for other in eager.open:
-        if other.alias_of(used) is not None:
+        if other.alias_of(factor) is not None:
             eager.close(other)
-    reason = alias.altered or _no_weights(softmax, v_is_product) or _shape_reason(alias, used)
+    w = alias.clean.as_strided(used.shape, used.stride(), used.storage_offset()) if alias.dropped else used
+    reason = alias.altered or _no_weights(softmax, v_is_product, w, alias)
     if reason is not None:
         listener.refuse(site.name, reason)
         return
-    w = alias.clean.reshape(used.shape) if alias.dropped else used
-    w4 = split_heads(w, site.module, listener.batch_size())
+    w = w if w.ndim > 1 else w.unsqueeze(0)
+    batch = listener.batch_size(w.shape[-2])
+    w4 = split_heads(w, site.module, batch)
     if w4 is None:
-        listener.refuse(site.name, SHARED_AXIS)
+        listener.refuse(site.name, shared_axis_reason(site.module))
         return
-    call = AttentionCall(v=split_heads(v, site.module, listener.batch_size()) if keys_first else None, w=w4)
+    call = AttentionCall(v=None if values is None else split_heads(values, site.module, batch), w=w4)
     s = softmax.scores
     if s is not None and s.shape[:-1] == w.shape[:-1]:
-        call.s = split_heads(s[..., : w.shape[-1]], site.module, listener.batch_size())  # without the column of a sink
+        call.s = split_heads(s[..., : w.shape[-1]], site.module, batch)  # without the column of a sink
     listener.attention(site, call)
 
 
-def _no_weights(softmax: OpenSoftmax, v_is_product: bool) -> str | None:
-    """The reason why a softmax is not over keys; None if it is."""
-    module = softmax.site.module
-    if softmax.from_product or (not v_is_product and module is not None and looks_like_attention(module)):
-        return None
-    why = (
-        "is multiplied with a product, as in linear attention"
-        if v_is_product
-        else "is not of a product of queries and keys"
-    )
-    return f"it multiplies something with a softmax that {why}: no weights over keys are to be had"
-
-
-def _shape_reason(alias: Alias, used: Tensor) -> str | None:
-    if alias.dropped and alias.clean.numel() != used.numel():
-        return "its weights change shape after dropout"
-    return f"its weights have {used.ndim} axes; (batch, heads, queries, keys) is read" if used.ndim > 4 else None
+def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alias) -> str | None:
+    """The reason why a softmax gives no weights over keys; None if it does."""
+    if softmax.product is None and v_is_product:
+        return "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
+    if w.ndim > 4:
+        return f"its weights have {w.ndim} axes; (batch, heads, queries, keys) is read"
+    if alias.changed and (bool((w < 0).any()) or bool((w.sum(-1) > 1.01).any())):
+        return "its softmax is changed before it meets the values: some rows are negative or sum to more than 1"
+    return None

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.torch_state import in_backward
 from . import tap
 from .call_site import looks_like_attention
 
-__all__ = ["CAPTURED", "Hook", "ModelHooks", "is_compiled"]
+__all__ = ["CAPTURED", "Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled"]
 
 CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
 
@@ -74,13 +75,17 @@ class ModelHooks:
         self.thread = threading.get_ident()
         self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
         self.depth = 0  # nesting of the model's own forward
-        self.batch: int | None = None  # number of sequences in the running pass
+        self.axes: tuple[int, int] | None = None  # the first two axes of the running pass's input
         self.ran_elsewhere = False  # whether the model ran in a thread that does not record
         self._handles: list[Any] = []
 
     def is_current(self) -> bool:
         """Whether this is the recording's thread, and not a checkpoint that recomputes in backward."""
-        return threading.get_ident() == self.thread and torch._C._current_graph_task_id() == -1
+        return threading.get_ident() == self.thread and not in_backward()
+
+    def batch_size(self, rows: int) -> int | None:
+        """The number of sequences in the running pass; see `tap.Listener.batch_size`."""
+        return batch_size(self.axes, rows)
 
     def attach(self, boundary: Callable[[], None], pause: Callable[[bool], None]) -> None:
         """Call `boundary` where a forward of the model begins and ends, `pause` around compiled submodules."""
@@ -126,9 +131,9 @@ class ModelHooks:
             if self.is_current():
                 if self.depth == 0:
                     boundary()
-                    self.batch = _batch_of(args, kwargs)
+                    self.axes = first_axes(args, kwargs)
                 self.depth += 1
-            elif threading.get_ident() != self.thread and torch._C._current_graph_task_id() == -1:
+            elif threading.get_ident() != self.thread and not in_backward():
                 # A thread that has a recording of its own knows what it does.
                 self.ran_elsewhere = self.ran_elsewhere or not tap.listeners()
 
@@ -208,8 +213,14 @@ def _within(name: str, other: str) -> bool:
     return name == other or not other or name.startswith(other + ".")
 
 
-def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def first_axes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """The first two axes of a model's first input with two or more."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, Tensor) and not x.is_nested and x.ndim >= 2:
-            return x.shape[0]
+            return x.shape[0], x.shape[1]
     return None
+
+
+def batch_size(axes: tuple[int, int] | None, rows: int) -> int | None:
+    """The number of sequences of an input with these axes; None if the first of them may be the sequence of `rows`."""
+    return None if axes is None or (axes[0] == rows > 1 and axes[1] != rows) else axes[0]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.pytree import tree_map
+from ...core.torch_state import in_backward
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask
 from . import tap
@@ -37,7 +38,7 @@ def _intercepted(own: Any) -> Any:
             return own(layer, q, k, v, mask, align, probe)
         with tap.suspended():
             y = own(layer, q, k, v, mask, align, probe)
-        if torch._C._current_graph_task_id() == -1:  # not a checkpoint that recomputes
+        if not in_backward():  # not a checkpoint that recomputes
             frame = sys._getframe(0)
             for listener in tap.listeners():
                 with tap.guarded(listener, frame):
@@ -59,8 +60,8 @@ def _report(
     if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:  # regard.attend casts first, as SDPA does
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     q, k, v = (x if x.ndim == 4 else x.unsqueeze(0) for x in (q, k, v))
-    # Copied: an optimizer changes parameters in place.
-    score = tree_map(layer.score(), lambda t: t.detach().clone())
+    # Copied: an optimizer changes parameters in place. The copy is part of the graph where gradients are on.
+    score = tree_map(layer.score(), lambda t: t.clone())
     parsed = ParsedMask(mask, None, align if mask is not None and mask.positional else None)
     call = AttentionCall(q, k, v, full_score=score, parsed_mask=parsed, is_self=hasattr(layer, "causal"))
     listener.attention(site, call)

@@ -29,7 +29,7 @@ from ...core.masks import padding, window
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask, as_mask
 from . import eager_attention, regard_nn, tap
-from .call_site import SHARED_AXIS, split_heads
+from .call_site import shared_axis_reason, split_heads
 
 __all__ = ["flash_like", "install"]
 
@@ -63,12 +63,13 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
     # Under autocast the operator casts first, to the type of its output.
     q, k = q.to(out.dtype), k.to(out.dtype)
     mask = call["attn_mask"]
-    q4, k4, v4 = (split_heads(x, site.module, listener.batch_size()) for x in (q, k, v))
+    batch = listener.batch_size(q.shape[-2])
+    q4, k4, v4 = (split_heads(x, site.module, batch) for x in (q, k, v))
     if q4 is None or k4 is None or v4 is None:
-        listener.refuse_at(frame, SHARED_AXIS)
+        listener.refuse_at(frame, shared_axis_reason(site.module))
         return
     if mask is not None and q.ndim == 3 and mask.ndim == 3:
-        mask = split_heads(mask, site.module, listener.batch_size()) if mask.shape[0] > 1 else mask[None]
+        mask = split_heads(mask, site.module, batch) if mask.shape[0] > 1 else mask[None]
     k4, v4 = (_without_repeats(x, q4, site.module) for x in (k4, v4))
     if (mask is not None and mask.ndim > 4) or q4.ndim > 4:
         listener.refuse_at(
@@ -137,7 +138,7 @@ def on_native_mha(listener: tap.Listener, call: dict[str, Any], out: Any, frame:
         attention = AttentionCall(_projected(q, weight, bias, 0, d, h), _projected(k, weight, bias, 1, d, h))
         attention.v = _projected(call["value"], weight, bias, 2, d, h) if listener.wants_values else None
         _read_native_mask(attention, call["mask"], call["mask_type"])
-    attention.is_self = q.data_ptr() == k.data_ptr()
+    attention.is_self, attention.native = q.data_ptr() == k.data_ptr(), True
     listener.attention(site, attention)
 
 
@@ -157,7 +158,7 @@ def on_encoder_layer(listener: tap.Listener, call: dict[str, Any], out: Any, fra
         attention = AttentionCall(_projected(x, weight, bias, 0, d, h), _projected(x, weight, bias, 1, d, h))
         attention.v = _projected(x, weight, bias, 2, d, h) if listener.wants_values else None
         _read_native_mask(attention, call["mask"], call["mask_type"])
-    attention.is_self = True
+    attention.is_self = attention.native = True
     # The layer's attention is a submodule, which the C++ path never calls.
     listener.attention(site, attention, submodule="self_attn")
 

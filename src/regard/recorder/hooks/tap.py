@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .call_site import CallSite
     from .eager_attention import EagerTracker
 
+from ...core.torch_state import in_backward
+
 __all__ = [
     "FOLLOW_KEY",
     "RECORD_KEY",
@@ -48,12 +50,17 @@ class Listener(Protocol):
     wants_ids: bool  # whether token ids are reported
     wants_scores: bool  # whether eager attention is reported with its scores
     wants_values: bool  # whether value vectors are reported
+    wants_grad: bool  # whether reported tensors are part of the autograd graph
 
     def call_site(self, frame: FrameType) -> CallSite | None:
         """The module a call came from; None if it is not part of the model."""
 
-    def batch_size(self) -> int | None:
-        """The number of sequences of the running pass; None if it is not known."""
+    def batch_size(self, rows: int) -> int | None:
+        """The number of sequences of the running pass; None if it is not known.
+
+        Args:
+            rows: The number of queries of the call, to tell a model that has its sequence axis first.
+        """
 
     def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
         """An attention call of `site`, or of its submodule of that name."""
@@ -142,9 +149,12 @@ def suspended() -> Iterator[None]:
 
 @contextmanager
 def guarded(listener: Listener, frame: FrameType) -> Iterator[None]:
-    """For the work of a handler: not intercepted, without gradients, and its errors never reach the model."""
+    """For the work of a handler: not intercepted, without gradients unless the listener wants them.
+
+    Its errors never reach the model.
+    """
     try:
-        with suspended(), torch.no_grad():
+        with suspended(), torch.set_grad_enabled(torch.is_grad_enabled() and listener.wants_grad):
             yield
     except Exception as error:
         listener.refuse_at(frame, f"recording it failed: {type(error).__name__}: {error}")
@@ -214,7 +224,7 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
         with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
-        if _thread.listeners and torch._C._current_graph_task_id() == -1:
+        if _thread.listeners and not in_backward():
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             _report(handler, call, out, sys._getframe(1))
         return out

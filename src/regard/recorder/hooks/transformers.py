@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.api import weights
+from ...core.torch_state import in_backward
 from ...core.types import StatisticName
 from ...core.weights import Statistics, Weights
 from ..calls import AttentionCall
@@ -73,7 +74,7 @@ def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) ->
             return own(module, query, key, value, attention_mask, **more)
         with tap.suspended():
             out = own(module, query, key, value, attention_mask, **more)
-        if torch._C._current_graph_task_id() == -1 and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not in_backward():
             frame = sys._getframe(0)
             for listener in listeners:
                 if (site := listener.call_site(frame)) is not None:

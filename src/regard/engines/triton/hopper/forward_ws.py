@@ -92,9 +92,57 @@ def masked_softmax_update(s, m, l, t, mean_distance, mass, argmax, group_max, i,
 
 
 @gluon.jit
+def issue_scores(q_tile, k_tile, zero_acc, D: gl.constexpr):
+    """The scores of a tile, issued. Tiles are as wide as a power of two; D = 192 leaves out what fills up a tile of 256."""
+    if D == 192:
+        q_tail, k_tail = q_tile.slice(128, 64, 1), k_tile.slice(128, 64, 1)
+        q_tile, k_tile = q_tile.slice(0, 128, 1), k_tile.slice(0, 128, 1)
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_tail, k_tail.permute((1, 0)), s, is_async=True)
+    else:
+        s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
+def issue_output(p, v_tile, y, y_tail, E: gl.constexpr):
+    """A tile's part of the output, issued. E = 192: `y` has the first 128 components and `y_tail` the other 64."""
+    if E == 192:
+        y = warpgroup_mma(p, v_tile.slice(0, 128, 1), y, is_async=True)
+        P_TAIL: gl.constexpr = gl.DotOperandLayout(0, y_tail.type.layout, 2)
+        y_tail = warpgroup_mma(gl.convert_layout(p, P_TAIL), v_tile.slice(128, 64, 1), y_tail, is_async=True)
+    else:
+        y = warpgroup_mma(p, v_tile, y, is_async=True)
+    return y, y_tail
+
+
+@gluon.jit
+def await_output(y, y_tail, p, E: gl.constexpr):
+    """The output, once all products are done."""
+    if E == 192:
+        y, y_tail, p = warpgroup_mma_wait(0, deps=(y, y_tail, p))
+    else:
+        y, p = warpgroup_mma_wait(0, deps=(y, p))
+    return y, y_tail, p
+
+
+@gluon.jit
+def scale_rows(y, factor):
+    return y * gl.convert_layout(factor, gl.SliceLayout(1, y.type.layout))[:, None]
+
+
+@gluon.jit
+def finished_rows(y, share, empty, dtype: gl.constexpr):
+    """Rows divided by their sums; zeros for rows without keys."""
+    return gl.where(gl.convert_layout(empty, gl.SliceLayout(1, y.type.layout))[:, None], 0.0, scale_rows(y, share)).to(
+        dtype
+    )
+
+
+@gluon.jit
 def consumer(
     y_desc, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, blocks, scale2,
-    W: gl.constexpr, E: gl.constexpr, RAGGED: gl.constexpr, REUSE: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
+    W: gl.constexpr, D: gl.constexpr, E: gl.constexpr, RAGGED: gl.constexpr, REUSE: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
     STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -109,7 +157,10 @@ def consumer(
     HALF: gl.constexpr = BLOCK_I // 2
     dtype: gl.constexpr = y_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_J, 16])
-    Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    E_HEAD: gl.constexpr = 128 if E == 192 else E
+    Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E_HEAD, 16])
+    Y_TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUTPUTS: gl.constexpr = 2 if E == 192 else 1  # products of a tile with values, pending beside its scores
     P: gl.constexpr = gl.DotOperandLayout(0, Y, 2)
     q_tile = head_tile(q_tiles, W)
     zero_acc = gl.zeros([HALF, BLOCK_J], gl.float32, S)
@@ -126,13 +177,15 @@ def consumer(
         )
         m, l, t, mean_distance, mass, group_max = zeros + EMPTY_MAX, zeros, zeros, zeros, zeros, zeros
         argmax = gl.full([HALF], 2147483647, gl.int32, gl.SliceLayout(1, S))
-        y = gl.zeros([HALF, E], gl.float32, Y)
+        y, y_tail = gl.zeros([HALF, E_HEAD], gl.float32, Y), zeros
+        if E == 192:
+            y_tail = gl.zeros([HALF, 64], gl.float32, Y_TAIL)
         mbarrier.wait(q_ready.index(W), tile_phase & 1)
 
         # The last tile comes first: no product with values is pending yet.
         slot, phase = count % STAGES, (count // STAGES) & 1
         mbarrier.wait(k_ready.index(slot), phase)
-        s = warpgroup_mma(q_tile, head_tile(k_tiles, slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True)
+        s = issue_scores(q_tile, head_tile(k_tiles, slot), zero_acc, D)
         s = warpgroup_mma_wait(0, deps=(s,))
         if not SHARED_KV:
             mbarrier.arrive(k_free.index(slot))
@@ -151,32 +204,32 @@ def consumer(
                 slot, phase = count % STAGES, (count // STAGES) & 1
                 mbarrier.wait(k_ready.index(slot), phase)
                 mbarrier.wait(pingpong.index(W), (step & 1) ^ (1 - W))
-                s = warpgroup_mma(
-                    q_tile, head_tile(k_tiles, slot).permute((1, 0)), zero_acc, use_acc=False, is_async=True
-                )
+                s = issue_scores(q_tile, head_tile(k_tiles, slot), zero_acc, D)
                 if not SHARED_KV:
                     mbarrier.wait(v_ready.index(prev_slot), prev_phase)
-                y = warpgroup_mma(p, head_tile(v_tiles, prev_slot), y, is_async=True)
+                y, y_tail = issue_output(p, head_tile(v_tiles, prev_slot), y, y_tail, E)
                 mbarrier.arrive(pingpong.index(1 - W))
                 step += 1
-                s = warpgroup_mma_wait(1, deps=(s,))
+                s = warpgroup_mma_wait(OUTPUTS, deps=(s,))
                 if not SHARED_KV:
                     mbarrier.arrive(k_free.index(slot))
                 m, l, t, mean_distance, mass, argmax, group_max, weights, alpha = masked_softmax_update(
                     s, m, l, t, mean_distance, mass, argmax, group_max, i, (past - 1 - tiles_back) * BLOCK_J + column, tiles_back, b, h, keys, mask, tile_maxima,
                     tiles_per_group, sizes, scale2, MASK, STATS, TILE_MAXIMA, SECTION != 1,
                 )  # fmt: skip
-                y, p = warpgroup_mma_wait(0, deps=(y, p))
+                y, y_tail, p = await_output(y, y_tail, p, E)
                 mbarrier.arrive(v_free.index(prev_slot))
-                y = y * gl.convert_layout(alpha, gl.SliceLayout(1, Y))[:, None]
+                y = scale_rows(y, alpha)
+                if E == 192:
+                    y_tail = scale_rows(y_tail, alpha)
                 p = gl.convert_layout(weights.to(dtype), P)
 
         if not REUSE:
             mbarrier.arrive(q_free.index(W))
         if not SHARED_KV:
             mbarrier.wait(v_ready.index(slot), phase)
-        y = warpgroup_mma(p, head_tile(v_tiles, slot), y, is_async=True)
-        y, p = warpgroup_mma_wait(0, deps=(y, p))
+        y, y_tail = issue_output(p, head_tile(v_tiles, slot), y, y_tail, E)
+        y, y_tail, p = await_output(y, y_tail, p, E)
         mbarrier.arrive(v_free.index(slot))
         n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
         count += 1
@@ -187,14 +240,14 @@ def consumer(
         share, empty = store_row_stats(
             out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, sizes, SINK, STATS,
         )  # fmt: skip
-        share, empty = (
-            gl.convert_layout(share, gl.SliceLayout(1, Y)),
-            gl.convert_layout(empty, gl.SliceLayout(1, Y)),
-        )
         if not REUSE:
             tma.store_wait(0)
         sync_threads()
-        head_tile(y_tiles, W).store(gl.where(empty[:, None], 0.0, y * share[:, None]).to(dtype))
+        if E == 192:
+            head_tile(y_tiles, W).slice(0, 128, 1).store(finished_rows(y, share, empty, dtype))
+            head_tile(y_tiles, W).slice(128, 64, 1).store(finished_rows(y_tail, share, empty, dtype))
+        else:
+            head_tile(y_tiles, W).store(finished_rows(y, share, empty, dtype))
         store_head_tile(y_desc, b, h, start, y_tiles.index(W))
         if REUSE:
             tma.store_wait(0)
@@ -206,7 +259,7 @@ def consumer(
 @gluon.jit
 def forward_ws_kernel(
     q_desc, k_desc, v_desc, y_desc, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-    sizes, heads, heads_per_group, blocks, tile_counter, scale2, E: gl.constexpr, RAGGED: gl.constexpr, REUSE: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
+    sizes, heads, heads_per_group, blocks, tile_counter, scale2, D: gl.constexpr, E: gl.constexpr, RAGGED: gl.constexpr, REUSE: gl.constexpr, MASK: gl.constexpr, SHARED_KV: gl.constexpr,
     STATS: gl.constexpr, SINK: gl.constexpr, TILE_MAXIMA: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_J: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -238,10 +291,10 @@ def forward_ws_kernel(
     gl.warp_specialize(
         [
             (consumer, (y_desc, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 0, E, RAGGED, REUSE, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
+                       sizes, heads, heads_per_group, blocks, scale2, 0, D, E, RAGGED, REUSE, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
             (consumer, (y_desc, tiles, y_tiles, ready, free, pingpong, tile_queue, keys, sink, mask, row_table, out, tile_maxima, tiles_per_group, groups,
-                       sizes, heads, heads_per_group, blocks, scale2, 1, E, RAGGED, REUSE, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
+                       sizes, heads, heads_per_group, blocks, scale2, 1, D, E, RAGGED, REUSE, MASK, SHARED_KV, STATS, SINK, TILE_MAXIMA,
                        BLOCK_I, BLOCK_J, STAGES)),
             (producer, (q_desc, k_desc, v_desc, tiles, ready, free, tile_queue, tile_counter, mask, row_table, sizes, heads, heads_per_group,
                     blocks, MASK, SHARED_KV, BLOCK_I, BLOCK_J, STAGES)),

@@ -1,0 +1,12 @@
+"""Across ranks: the same matrix when its sequence is split over the processes of `torch.distributed`.
+
+Masks, ALiBi and distances are in global positions, so that every split gives the same results.
+"""
+
+from .build import shard_weights
+from .dtensors import DTensorWeights, dtensor_weights
+from .sharded import ShardedWeights
+from .shards import Shards, zigzag
+from .transport import RankError
+
+__all__ = ["DTensorWeights", "RankError", "ShardedWeights", "Shards", "dtensor_weights", "shard_weights", "zigzag"]

@@ -1,0 +1,252 @@
+"""DTensors as queries, keys and values: results come back as DTensors, sharded alike.
+
+Sharded batches and heads are computed where they are, without any exchange. A sequence that is sharded (`Shard(-2)`)
+is split over its mesh axis, in the split that `distribute_tensor` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..core.api import check_tensors
+from ..core.evaluation import Transposed
+from ..core.indexing import Pick
+from ..core.problem import Factors
+from ..core.pytree import flatten, unflatten
+from ..core.results import Peak, Statistics, TopK
+from ..core.weights import Weights
+from .build import Parts, local_factors, shard_weights
+from .shards import Shards
+from .transport import Ranks
+
+__all__ = ["DTensorWeights", "dtensor_weights"]
+
+#: Statistics with one number for every key, and those with none for rows; all others have rows.
+OF_KEYS, OF_NEITHER = ("received",), ("pool",)
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """What each axis of a mesh splits: a batch axis (its number), "heads", "sequence", or None for nothing."""
+
+    mesh: Any
+    roles: tuple[int | str | None, ...]
+    batch: tuple[int, ...]  # of the global matrix
+    heads: int | None  # of the global matrix; None where the head axis is not shown
+
+    def wrap(self, local: Tensor, length: int | None) -> DTensor:
+        """A result as a DTensor; `length`: of its sequence axis in the global matrix, None where it has none."""
+        outer = (*self.batch, *(() if self.heads is None else (self.heads,)))
+        shape = [*outer, *local.shape[len(outer) :]]
+        if length is not None:
+            shape[len(outer)] = length
+        placements: list[Any] = []
+        for role in self.roles:
+            axis = {"heads": len(self.batch), "sequence": len(outer)}.get(role, role) if role is not None else None  # type: ignore[arg-type]
+            nowhere = axis is None or (role == "sequence" and length is None)
+            placements.append(Replicate() if nowhere else Shard(int(axis)))  # type: ignore[arg-type]
+        size = torch.Size(shape)
+        stride = torch.empty(size, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=size, stride=stride)
+
+    def unwrap(self, x: Any, name: str) -> Tensor:
+        """The local part of values or vectors that are sharded as this layout says."""
+        if not isinstance(x, DTensor):
+            raise TypeError(f"{name} must be a DTensor, as q and k are; got {type(x).__name__}.")
+        if x.device_mesh != self.mesh or _roles(x, name) != self.roles:
+            raise ValueError(
+                f"{name} must be sharded as q and k are, {self.roles} over {self.mesh}; got {list(x.placements)} over "
+                f"{x.device_mesh}. Use {name}.redistribute(...)."
+            )
+        return x.to_local()
+
+
+class DTensorWeights(Weights):
+    """`Weights` of DTensors: made by `regard.weights` from DTensors. `shape` is global, results are DTensors.
+
+    >>> regard.distributed.DTensorWeights.__mro__[1].__name__
+    'Weights'
+    """
+
+    def __init__(self, local: Weights, layout: MeshLayout) -> None:
+        super().__init__(local._factors, local._engine, one_head=local._one_head, tokens=local._tokens)
+        self._local, self._layout = local, layout
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(..., h, i, j)`` of the global matrix."""
+        heads = () if self._layout.heads is None else (self._layout.heads,)
+        return torch.Size((*self._layout.batch, *heads, *self._local._sizes))
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._local._sizes
+
+    def _with(self, factors: Factors, **changes: Any) -> Self:
+        return type(self)(self._local._with(factors, **changes), self._layout)
+
+    def _explain(self, request: Any) -> str:
+        return self._local._explain(request)
+
+    def _select(self, picks: list[Pick]) -> Self:
+        if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
+            return self
+        if any(role is not None and role != "sequence" for role in self._layout.roles):
+            raise NotImplementedError(
+                "batch and heads are sharded over the mesh, and a part of them would leave ranks without any; index "
+                "rows and columns, W[..., i, j], or the tensors before."
+            )
+        local = self._local._select(picks)
+        batch, heads = tuple(local._factors.batch), None if local._one_head else local._factors.heads
+        return type(self)(local, MeshLayout(self._layout.mesh, self._layout.roles, batch, heads))
+
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
+        if inputs.get("v") is not None:
+            inputs = {**inputs, "v": self._layout.unwrap(inputs["v"], "values")}
+        local = self._local._statistics(statistics, inputs)
+        i, j = self._sizes
+        fields: dict[str, Any] = {}
+        for name, value in vars(local).items():
+            length = j if name in OF_KEYS else None if name in OF_NEITHER else i
+            if isinstance(value, (Peak, TopK)):
+                fields[name] = type(value)(*(self._layout.wrap(part, length) for part in value))
+            else:
+                fields[name] = self._layout.wrap(value, length)
+        return Statistics(**fields)
+
+    @property
+    def mT(self) -> Transposed:
+        """The transposed matrix, for ``W.mT @ u`` with a DTensor u."""
+        return _TransposedDTensor(self)
+
+    T = mT
+
+    def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
+        block = self._local._block(rows, cols)
+        shown = MeshLayout(self._layout.mesh, self._layout.roles, self._layout.batch, self._layout.heads or 1)
+        return shown.wrap(block, None)
+
+
+class _TransposedDTensor(Transposed):
+    def __matmul__(self, u: Tensor) -> Tensor:
+        w: Any = self.mT
+        return w._layout.wrap(w._local.mT @ w._layout.unwrap(u, "vectors"), w._sizes[1])
+
+
+class _SharedParameter(torch.autograd.Function):
+    """A score's parameter that every rank has: its gradient is the sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        with ctx.ranks.together("the backward pass"):
+            return ctx.ranks.sum(g), None
+
+
+def _roles(x: DTensor, name: str) -> tuple[int | str | None, ...]:
+    """What each axis of the mesh splits of a tensor (*batch, heads, length, size)."""
+    roles: list[int | str | None] = []
+    for placement in x.placements:
+        if isinstance(placement, Replicate):
+            roles.append(None)
+        elif type(placement) is Shard and placement.dim % x.ndim != x.ndim - 1:
+            axis = placement.dim % x.ndim
+            roles.append({x.ndim - 2: "sequence", x.ndim - 3: "heads"}.get(axis, axis))
+        else:
+            raise ValueError(
+                f"{name} must be sharded on batch, heads or length, or replicated; got {placement}. "
+                f"Use {name}.redistribute(...)."
+            )
+    if roles.count("sequence") > 1:
+        raise ValueError(f"the length of {name} must be sharded over one axis of the mesh; got {list(x.placements)}.")
+    return tuple(roles)
+
+
+def _share(length: int, parts: int, rank: int) -> range:
+    """The positions that `distribute_tensor` gives to a rank: all but the last ones have the same length."""
+    longest = -(-length // parts)
+    return range(min(rank * longest, length), min((rank + 1) * longest, length))
+
+
+def dtensor_weights(q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: str, mesh: Any) -> DTensorWeights:
+    """The matrix of DTensor queries and keys.
+
+    Raises:
+        ValueError: They are not sharded alike, or in a way that splits no batch, heads or length.
+        RankError: A rank's part of the sequence is not that of `distribute_tensor`; the same on every rank.
+    """
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, DTensor):
+            raise TypeError(f"q and k must both be DTensors or both plain; {name} is a {type(x).__name__}.")
+    options = mesh if isinstance(mesh, Shards) else Shards(mesh)
+    roles = _roles(q, "q")
+    if q.device_mesh != k.device_mesh or roles != _roles(k, "k") or q.ndim != k.ndim:
+        raise ValueError(
+            f"q and k must be sharded alike; got {list(q.placements)} and {list(k.placements)}. "
+            "Use k.redistribute(placements=q.placements)."
+        )
+    one_head = q.ndim == 2
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"q and k must have the same batch axes; got {tuple(q.shape)} and {tuple(k.shape)}.")
+    layout = MeshLayout(q.device_mesh, roles, tuple(q.shape[:-3]), None if one_head else q.shape[-3])
+    parts = _parts(q, k, roles)
+    local_q, local_k = check_tensors(q=q.to_local(), k=k.to_local())
+    coordinate = q.device_mesh.get_coordinate() or ()
+    for axis, role in enumerate(roles):
+        if role is not None and role != "sequence" and not isinstance(score, str):
+            ranks = Ranks(q.device_mesh.get_group(axis), float(options.timeout))
+            score = _with_summed_gradients(score, ranks)
+    if "sequence" not in roles:
+        factors = local_factors(local_q, local_k, q.shape[-2], k.shape[-2], score, mask, align, parts)
+        return DTensorWeights(Weights(factors, engine, one_head=one_head), layout)
+    axis = roles.index("sequence")
+    rows, keys = (_share(x.shape[-2], q.device_mesh.size(axis), coordinate[axis]) for x in (q, k))
+    group = q.device_mesh.get_group(axis)
+    shards = Shards(group, [rows], [keys], options.exchange, options.timeout)
+    local = shard_weights(
+        local_q, local_k, score=score, mask=mask, align=align, engine=engine, mesh=shards, parts=parts
+    )
+    return DTensorWeights(local, layout)
+
+
+def _parts(q: DTensor, k: DTensor, roles: Sequence[int | str | None]) -> Parts:
+    """Which of the global batch and heads are here."""
+    mesh = q.device_mesh
+    coordinate = mesh.get_coordinate() or ()
+    batch: dict[int, range] = {}
+    heads: range | None = None
+    for axis, role in enumerate(roles):
+        n, rank = mesh.size(axis), coordinate[axis]
+        if role == "heads":
+            h, g = q.shape[-3], k.shape[-3]
+            shared = h // max(g, 1)
+            for other in range(n):
+                own, of_keys = _share(h, n, other), _share(g, n, other)
+                if own and (own.start != of_keys.start * shared or own.stop != of_keys.stop * shared):
+                    raise ValueError(
+                        f"{h} query heads and {g} key heads over {n} ranks separate heads from their keys. Use a "
+                        "number of ranks that divides the key heads, or repeat them."
+                    )
+            heads = _share(h, n, rank)
+        elif role != "sequence" and role is not None:
+            batch[int(role)] = _share(q.shape[int(role)], n, rank)
+    return Parts(tuple(q.shape[:-3]), (q.shape[-3], k.shape[-3]) if q.ndim > 2 else (1, 1), batch, heads)
+
+
+def _with_summed_gradients(score: Any, ranks: Ranks) -> Any:
+    if not hasattr(score, "parts"):
+        return score
+    spec, tensors = flatten(score)
+    if not any(t.requires_grad for t in tensors):
+        return score
+    return unflatten(spec, [_SharedParameter.apply(t, ranks) if t.requires_grad else t for t in tensors])

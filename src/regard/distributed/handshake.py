@@ -1,0 +1,85 @@
+"""What ranks must agree on before they exchange anything, and the error that names the rank that differs."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .transport import RankError, Ranks
+
+__all__ = ["agree", "describe"]
+
+
+def agree(ranks: Ranks, what: str, own: dict[str, Any], error: Exception | None = None) -> list[dict[str, Any]]:
+    """Every rank's record, in the order of the ranks.
+
+    Args:
+        ranks: Those that must agree.
+        what: The call, for the error.
+        own: This rank's record. Names that begin with ``_`` may differ between ranks.
+        error: What is wrong on this rank already.
+
+    Raises:
+        RankError: A rank has an error, or its record differs from that of rank 0; the same on every rank.
+    """
+    own = dict(own)
+    if error is not None:
+        own = {"_error": f"{type(error).__name__}: {error}"}
+    records = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
+    for rank, record in enumerate(records):
+        if "_error" in record:
+            raise RankError(f"rank {rank} of {ranks.size} cannot take part in {what}: {record['_error']}", (rank,))
+    differing = [rank for rank, record in enumerate(records) if _shared(record) != _shared(records[0])]
+    if differing:
+        # Where most ranks differ from rank 0, rank 0 is the odd one.
+        rank = 0 if len(differing) > ranks.size // 2 and ranks.size > 2 else differing[0]
+        other = differing[0] if rank == 0 else 0
+        name = next(n for n in {**records[rank], **records[other]} if n[0] != "_"
+                    and records[rank].get(n) != records[other].get(n))  # fmt: skip
+        raise RankError(
+            f"all ranks must pass the same {name} to {what}; rank {rank} of {ranks.size} has "
+            f"{records[rank].get(name)!r} and rank {other} {records[other].get(name)!r}.",
+            (rank,),
+        )
+    return records
+
+
+def _shared(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name[0] != "_"}
+
+
+def describe(node: Any) -> str:
+    """A text that tells two masks or scores apart, their tensors and functions included."""
+    if isinstance(node, Tensor):
+        return f"{str(node.dtype).removeprefix('torch.')}{list(node.shape)} with checksum {_checksum(node):016x}"
+    if isinstance(node, (tuple, list)):
+        return f"({', '.join(map(describe, node))})"
+    if hasattr(node, "parts"):
+        inside = ", ".join(describe(getattr(node, name)) for name in node.parts)
+        return f"{type(node).__name__.lower()}({inside})"
+    if callable(node):
+        return f"{getattr(node, '__qualname__', type(node).__name__)} with checksum {_checksum_of_code(node):08x}"
+    return repr(node)
+
+
+def _checksum(t: Tensor) -> int:
+    """A number that depends on every byte of a tensor and on its place."""
+    flat = t.detach().contiguous().view(-1).view(torch.uint8).cpu()
+    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    place = torch.arange(1, words.numel() + 1)
+    # Products wrap around; an odd factor loses no bit.
+    mixed = (words ^ (words >> 29)) * (place * 2654435761 * 2 + 1)
+    return int(mixed.sum()) & (2**64 - 1)
+
+
+def _checksum_of_code(function: Any) -> int:
+    code = getattr(function, "__code__", None)
+    return (
+        0
+        if code is None
+        else zlib.crc32(code.co_code + repr([c for c in code.co_consts if not hasattr(c, "co_code")]).encode())
+    )

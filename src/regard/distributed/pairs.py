@@ -1,0 +1,90 @@
+"""One rank's rows against one piece of keys: a rectangle of the global matrix as a problem of its own.
+
+Positions are global: the mask and the modifiers of scores are cut to the rectangle, and the offset moves along.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.intervals import Geometry
+from ..core.online_softmax import State
+from ..core.problem import Factors, Problem
+from ..core.pytree import replace_fields
+from ..core.scores import Product
+from ..core.stats import Request, Results, Tiling
+
+__all__ = ["cut", "hidden_from_all", "local_tiling", "state_of", "visible_span"]
+
+
+def cut(factors: Factors, rows: range, keys: range, q: Tensor, k: Tensor) -> Factors:
+    """The factors of the rectangle rows × keys, from its queries and keys, without a sink.
+
+    Args:
+        factors: Those of this rank, folded; score and mask are global.
+        rows: Global positions of `q`.
+        keys: Global positions of `k`.
+        q: Queries ``(b, h, i, d)``.
+        k: Keys ``(b, g, j, d)``.
+    """
+    at = slice(rows.start, rows.stop), slice(keys.start, keys.stop)
+    score = replace_fields(factors.score.crop(*at), sink_logits=None)
+    mask = None if factors.mask is None else factors.mask.crop(*at)
+    return Factors(q, k, score, mask, rows.start + factors.query_offset - keys.start)
+
+
+def visible_span(factors: Factors, rows: range, start: int, stop: int) -> tuple[int, int]:
+    """The keys from `start` to `stop` that some of these rows may see, as one range; (start, start) for none."""
+    if factors.mask is None or not rows:
+        return (start, stop) if rows else (start, start)
+    keys = range(start, stop)
+    layout = Geometry(len(rows), len(keys), rows.start + factors.query_offset - start, factors.q.device)
+    intervals = factors.mask.crop(slice(rows.start, rows.stop), slice(start, stop)).intervals(layout)
+    some = intervals.lo < intervals.hi
+    if not bool(some.any()):
+        return start, start
+    return start + int(intervals.lo[some].min()), start + int(intervals.hi[some].max())
+
+
+def hidden_from_all(factors: Factors, rows: int, keys: range) -> Tensor | None:
+    """Which of these keys no row of the global matrix sees, (b|1, j); None where all are seen."""
+    if factors.mask is None:
+        return None
+    empty = factors.q.new_empty(1)
+    b = factors.q.shape[0]
+    q, k = empty.expand(b, 1, rows, 1), empty.expand(b, 1, len(keys), 1)
+    offset = factors.query_offset
+    mask = factors.mask.crop(slice(0, rows), slice(keys.start, keys.stop))
+    seen = Problem(q, k, Product(1.0), (), None, mask, offset - keys.start).visible_keys()
+    return None if seen is None else ~seen
+
+
+def state_of(results: Results, key_start: int) -> State:
+    """An engine's finished results about some keys as a partial state, with global key positions."""
+    m, l = results["norm"].unbind(-1)
+    entropy = results.get("entropy")
+    t = None
+    if entropy is not None:  # H = log l − t / l
+        t = torch.where(l == 0, 0, l * (torch.where(l == 0, 1, l).log() - entropy))
+
+    def times_l(name: str) -> Tensor | None:
+        x = results.get(name)
+        return None if x is None else x.to(l.dtype) * (l.unsqueeze(-1) if x.ndim > l.ndim else l)
+
+    def globally(name: str) -> Tensor | None:
+        index = results.get(name)
+        return None if index is None else torch.where(index < 0, index, index + key_start)
+
+    return State(
+        m, l, t, times_l("y"), times_l("mean_distance"), times_l("mass"),
+        globally("argmax"), results.get("topk_scores"), globally("topk_indices"),
+    )  # fmt: skip
+
+
+def local_tiling(request: Request, rows: range, keys: range) -> Tiling | None:
+    """The tiling of the global matrix in positions of a rectangle; None where they do not meet."""
+    t = request.tiling
+    if t is None or rows.stop <= t.i0 or rows.start >= t.i1 or keys.stop <= t.j0 or keys.start >= t.j1:
+        return None
+    return Tiling(t.rows, t.cols, t.i0 - rows.start, t.i1 - rows.start, t.j0 - keys.start, t.j1 - keys.start)

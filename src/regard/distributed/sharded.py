@@ -1,0 +1,269 @@
+"""The attention matrix whose rows and keys are on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..core.problem import Factors
+from ..core.pytree import flatten, replace_fields, unflatten
+from ..core.result_cache import check_fits
+from ..core.stats import NOT_DIFFERENTIATED, Request, Results
+from ..core.torch_state import in_functorch, is_tracing, without_autocast
+from ..core.weights import Weights
+from ..engines import FusedEngine, fused_engine, get_engine
+from ..engines.score_grad import weights_from_norm
+from .exchange import Plan
+from .handshake import agree, describe
+from .pairs import hidden_from_all, visible_span
+from .passes import Job, compute, vjp
+from .transport import Ranks
+
+__all__ = ["ShardedWeights", "engine_of", "nan_error"]
+
+
+class ShardedWeights(Weights):
+    """`Weights` of a sequence that is split over ranks: made by ``regard.weights(..., mesh=...)``.
+
+    `shape` and all positions are global. What is computed for rows stays with the rank of the rows, what is computed
+    for keys with that of the keys; pooled maps and indexed weights are the same on every rank. Every rank must make the
+    same calls in the same order.
+
+    >>> regard.distributed.ShardedWeights.__mro__[1].__name__
+    'Weights'
+    """
+
+    def __init__(self, factors: Factors, engine: str, *, plan: Plan, **options: Any) -> None:
+        self._plan = plan
+        self._wants: list[tuple[int, int]] | None = None
+        super().__init__(factors, engine, **options)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._plan.rows.length, self._plan.keys.length
+
+    @property
+    def _lengths(self) -> tuple[int, int]:
+        rank = self._plan.ranks.rank
+        return self._plan.rows.count(rank), self._plan.keys.count(rank)
+
+    def _with(self, factors: Factors, **changes: Any) -> Self:
+        return super()._with(factors, **{"plan": self._plan, **changes})
+
+    def __repr__(self) -> str:
+        ranks = self._plan.ranks
+        return super().__repr__().replace("Weights(", f"ShardedWeights(rank {ranks.rank} of {ranks.size}, ", 1)
+
+    def _explain(self, request: Request) -> str:
+        i, j = self._lengths
+        plan = self._plan
+        how = "gathered" if plan.gather else "in a ring, two pieces at a time"
+        lines = [
+            f"ranks: {plan.ranks.size}; rank {plan.ranks.rank} has {i} of {self._sizes[0]} rows and {j} of "
+            f"{self._sizes[1]} keys",
+            f"keys of other ranks: {how}; {'with' if request.v is not None else 'without'} values",
+        ]
+        local = Weights(self._local_factors(), self._engine, one_head=self._one_head)
+        return "\n".join([*lines, "each piece: " + local._explain(replace_fields(request, keys=None))])
+
+    def _local_factors(self) -> Factors:
+        """Without what depends on global positions: for `explain` alone."""
+        return replace_fields(self._factors, mask=None, score=replace_fields(self._factors.score, modifiers=()))
+
+    # Requests.
+
+    def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
+        cached = self._cache.get(self._leaves, request) if use_cache else {}
+        if not requires_grad and all(name in cached for name in request.names):
+            return cached
+        spans = self._plan.rows.spans(self._plan.ranks.rank)
+        folded = factors.folded()
+        if self._wants is None:
+            self._wants = _wants_of(self._plan, folded, spans)
+        results = self._run(folded, request, spans, self._wants, cached, requires_grad)
+        if use_cache:
+            self._cache.put(self._leaves, request, results)
+        return results
+
+    def _run(
+        self,
+        factors: Factors,
+        request: Request,
+        spans: list[tuple[range, slice]],
+        wants: list[tuple[int, int]],
+        cached: Results,
+        requires_grad: bool,
+    ) -> Results:
+        if is_tracing() or in_functorch():
+            raise NotImplementedError(
+                "torch.compile, torch.export and torch.func cannot follow an exchange between ranks; "
+                "call regard outside of them."
+            )
+        plan, what = self._plan, _call_name(request)
+        with plan.ranks.together(what):
+            record = {
+                "request": _described(request),
+                "cached results": sorted(cached),
+                "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
+                "_wants": wants,
+            }
+            records = agree(plan.ranks, what, record, nan_error(plan, factors, v=request.v, u=request.u))
+            of_ranks = [_by_rank(plan, record["_wants"]) for record in records]
+            job = Job(plan, of_ranks, spans, engine_of(self._engine), factors, request)
+            if not requires_grad:
+                return without_autocast(factors.q, lambda: compute(job, cached))
+            spec, tensors = flatten((factors, request))
+            outputs = _ShardedNode.apply(job, spec, cached, *tensors)
+        return dict(zip(request.names, outputs, strict=True))
+
+    # Blocks of weights.
+
+    def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
+        """The weights at these rows and columns, (*batch, h, i, j), on every rank: the rows' owners compute them."""
+        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
+        check_fits(cells * self.dtype.itemsize, self.device)
+        place, at, spans = _chosen_rows(self._plan, rows)
+        index = torch.tensor(at, dtype=torch.int64, device=self.device)
+        factors = self._factors.folded()
+        chosen = replace_fields(factors, q=factors.q.index_select(2, index))
+        request = Request(
+            ("norm", "cells"),
+            rows=torch.arange(len(at), device=self.device),
+            cols=torch.tensor(list(cols), dtype=torch.int64, device=self.device),
+        )
+        requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self._leaves)
+        wants = _wants_of(self._plan, chosen, spans)
+        results = self._run(chosen, request, spans, wants, {}, requires_grad)
+        w = weights_from_norm(results["cells"], results["norm"], False)[0]
+        where = torch.tensor(place, dtype=torch.int64, device=self.device)
+        everywhere = _OnEveryRank.apply(w, where, len(rows), self._plan.ranks)
+        return everywhere.reshape(*self._factors.batch, *everywhere.shape[1:])
+
+
+def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[int], list[tuple[range, slice]]]:
+    """Of the chosen rows those of this rank: their places in `rows`, their places in q, and spans over the latter."""
+    place, index, positions = [], [], []
+    own = plan.rows.spans(plan.ranks.rank)
+    for n, row in enumerate(rows):
+        for run, at in own:
+            if row in run:
+                place.append(n)
+                index.append(at.start + row - run.start)
+                positions.append(row)
+    spans: list[tuple[range, slice]] = []
+    for n, position in enumerate(positions):
+        if spans and spans[-1][0].stop == position:
+            run, at = spans[-1]
+            spans[-1] = range(run.start, position + 1), slice(at.start, n + 1)
+        else:
+            spans.append((range(position, position + 1), slice(n, n + 1)))
+    return place, index, spans
+
+
+class _ShardedNode(torch.autograd.Function):
+    """The autograd node of a request over ranks. Its backward is one exchange of keys as well."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, spec: Any, cached: Results, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = without_autocast(job.factors.q, lambda: compute(job, cached))
+        names = job.request.names
+        outputs = tuple(results[n].detach() if n in cached else results[n] for n in names)
+        ctx.plan, ctx.wants, ctx.spans, ctx.engine = job.plan, job.wants, job.spans, job.engine
+        ctx.spec, ctx.names = spec, names
+        ctx.save_for_backward(*tensors, *outputs)
+        ctx.mark_non_differentiable(*(x for x, n in zip(outputs, names, strict=True) if n in NOT_DIFFERENTIATED))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("regard computes first derivatives over ranks; got create_graph=True.")
+        count = len(ctx.saved_tensors) - len(ctx.names)
+        tensors, outputs = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        results = dict(zip(ctx.names, outputs, strict=True))
+        incoming = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+        ranks = ctx.plan.ranks
+        with ranks.together("the backward pass"):
+            records = agree(ranks, "the backward pass", {"_names": sorted(incoming)})
+            # A rank whose loss leaves a result out takes part with zeros.
+            used = {name for record in records for name in record["_names"]}
+            incoming |= {n: torch.zeros_like(results[n]) for n in ctx.names if n in used and n not in incoming}
+            factors, request = unflatten(ctx.spec, tensors)
+            job = Job(ctx.plan, ctx.wants, ctx.spans, ctx.engine, factors, request)
+            needs = list(ctx.needs_input_grad[3:])
+            of_inputs = without_autocast(factors.q, lambda: vjp(job, results, incoming, needs))
+        return None, None, None, *of_inputs
+
+
+class _OnEveryRank(torch.autograd.Function):
+    """Rows of one rank in a tensor of all chosen rows, on every rank.
+
+    The result is the same everywhere, and so is its gradient: every rank takes that of its own rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, place: Tensor, count: int, ranks: Ranks) -> Tensor:
+        ctx.save_for_backward(place)
+        everywhere = rows.new_zeros(*rows.shape[:2], count, rows.shape[3])
+        everywhere[:, :, place] = rows
+        with ranks.together("indexing"):
+            return ranks.sum(everywhere)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        (place,) = ctx.saved_tensors
+        return g[:, :, place], None, None, None
+
+
+def engine_of(name: str) -> FusedEngine:
+    engine = get_engine(name)
+    if engine.plain:
+        raise ValueError(f'engine="{name}" holds all weights and has no ranks; use "auto" or "blockwise".')
+    return fused_engine(engine)
+
+
+def _call_name(request: Request) -> str:
+    return "indexing" if request.rows is not None else f"a request for {', '.join(request.names)}"
+
+
+def _described(request: Request) -> str:
+    """Everything about a request that ranks share: v and u without their lengths."""
+    shared = [request.names, request.topk, request.tiling and tuple(vars(request.tiling).values())]
+    local = [t is not None and [str(t.dtype), list(t.shape[:2]), t.shape[-1]] for t in (request.v, request.u)]
+    return f"{shared} {local} {describe((request.keys, request.cols))}"
+
+
+def _wants_of(plan: Plan, factors: Factors, spans: list[tuple[range, slice]]) -> list[tuple[int, int]]:
+    """For every piece of every rank the keys that these rows may see."""
+    wants = []
+    for pieces in plan.pieces:
+        for piece in pieces:
+            seen = [visible_span(factors, rows, piece.start, piece.stop) for rows, _ in spans]
+            seen = [(first, end) for first, end in seen if first < end]
+            wants.append((min(s for s, _ in seen), max(e for _, e in seen)) if seen else (piece.start, piece.start))
+    return wants
+
+
+def _by_rank(plan: Plan, wants: list[Any]) -> list[list[tuple[int, int]]]:
+    rest = iter(wants)
+    return [[tuple(next(rest)) for _ in pieces] for pieces in plan.pieces]  # type: ignore[misc]
+
+
+def nan_error(plan: Plan, factors: Factors, **tensors: Tensor | None) -> ValueError | None:
+    """An error that names a tensor with nan, in rows or in keys that some row sees."""
+    for name, t in tensors.items():
+        if t is None or not bool(t.detach().isnan().any()):
+            continue
+        where = t.detach().isnan().any(-1).any(1)  # b n
+        rows = name in ("q", "u")
+        for run, at in (plan.rows if rows else plan.keys).spans(plan.ranks.rank):
+            nan = where[:, at]
+            if not rows and (hidden := hidden_from_all(factors, plan.rows.length, run)) is not None:
+                nan = nan & ~hidden
+            if bool(nan.any()):
+                position = run.start + int(nan.any(0).nonzero()[0])
+                return ValueError(f"{name} is nan at position {position}")
+    return None

@@ -1,0 +1,261 @@
+"""Messages between ranks, and one error for all of them where a rank fails.
+
+Everything travels point to point: a rank that waits knows for whom. A wait ends after the timeout. The rank that fails
+writes its cause into the process group's store; the others read it there when their wait ends, so that all of them
+raise the same `RankError`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Message", "Pending", "RankError", "Ranks"]
+
+#: The part of a timeout that is left for reading the other ranks' causes, and the longest that is useful, in seconds.
+REPORT_SHARE, LONGEST_REPORT = 0.25, 5.0
+
+
+class RankError(RuntimeError):
+    """A rank failed or disagrees with the others: the same error on every rank.
+
+    Attributes:
+        ranks: The ranks that are the cause, numbered within the mesh.
+
+    >>> raise regard.distributed.RankError("rank 1 of 4 sent nothing for 60 s.", (1,))
+    Traceback (most recent call last):
+    ...
+    regard.distributed.transport.RankError: rank 1 of 4 sent nothing for 60 s.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class _LostPeerError(Exception):
+    """A wait for another rank that ended without its message."""
+
+    def __init__(self, peer: int, closed: bool) -> None:
+        super().__init__(f"rank {peer}")
+        self.peer, self.closed = peer, closed
+
+
+#: One tensor to or from a rank of the group.
+Message = tuple[int, Tensor]
+
+
+@dataclass
+class Pending:
+    """Messages under way. The tensors stay referenced until `Ranks.wait`."""
+
+    works: list[tuple[int, Any]]
+    sends: list[Message]
+    receives: list[Message]
+    #: Buffers in host memory for tensors that the backend cannot reach.
+    staged: list[Tensor]
+
+
+@dataclass
+class _GroupHealth:
+    """What went wrong in a process group: after a failed exchange nothing in it can be matched any more."""
+
+    group: Any
+    error: RankError | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_HEALTH: dict[str, _GroupHealth] = {}
+
+
+class Ranks:
+    """The ranks of one process group.
+
+    Args:
+        group: A process group of `torch.distributed`.
+        timeout: Seconds that a rank waits for another one.
+    """
+
+    def __init__(self, group: Any, timeout: float) -> None:
+        self.group, self.timeout = group, timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.bytes_sent = 0
+        self._report_time = min(LONGEST_REPORT, REPORT_SHARE * timeout)
+        health = _HEALTH.get(group.group_name)
+        # A name may be used again after `destroy_process_group`.
+        self._health = health if health is not None and health.group is group else _GroupHealth(group)
+        _HEALTH[group.group_name] = self._health
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, each rank starting behind itself: not all of them talk to rank 0 first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    # Messages.
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Begin to send and to receive; empty tensors are not sent."""
+        sends = [(peer, t.contiguous()) for peer, t in sends if t.numel()]
+        receives = [(peer, t) for peer, t in receives if t.numel()]
+        if not sends and not receives:
+            return Pending([], [], [], [])
+        staged_out = [(peer, self._reachable(t)) for peer, t in sends]
+        staged_in = [(peer, t if self._reaches(t) else t.new_empty(t.shape, device="cpu")) for peer, t in receives]
+        ops = [dist.P2POp(dist.isend, t, group=self.group, group_peer=peer) for peer, t in staged_out]
+        ops += [dist.P2POp(dist.irecv, t, group=self.group, group_peer=peer) for peer, t in staged_in]
+        peers = [peer for peer, _ in (*staged_out, *staged_in)]
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise _LostPeerError(peers[0], closed=True) from error
+        self.bytes_sent += sum(t.numel() * t.element_size() for _, t in staged_out)
+        # Backends that send a batch as one return one work for all of it.
+        named = list(zip(peers, works, strict=True)) if len(works) == len(peers) else [(peers[0], w) for w in works]
+        return Pending(named, staged_out, list(receives), [t for _, t in staged_in])
+
+    def wait(self, pending: Pending) -> None:
+        """Until the messages have arrived and left."""
+        deadline = timedelta(seconds=self.timeout - self._report_time)
+        for peer, work in pending.works:
+            try:
+                work.wait(deadline)
+            except RuntimeError as error:
+                closed = "timed out" not in str(error).lower() and "timeout" not in str(error).lower()
+                raise _LostPeerError(peer, closed) from error
+        for (_, t), arrived in zip(pending.receives, pending.staged, strict=True):
+            if arrived is not t:
+                t.copy_(arrived)
+        pending.sends, pending.works = [], []
+
+    def _reaches(self, t: Tensor) -> bool:
+        return t.device.type == "cpu" or dist.get_backend(self.group) != "gloo"
+
+    def _reachable(self, t: Tensor) -> Tensor:
+        """The tensor where the backend reaches it: gloo sends from host memory."""
+        return t if self._reaches(t) else t.cpu()
+
+    def gather_text(self, text: str) -> list[str]:
+        """One text of every rank, in the order of the ranks."""
+        device = "cpu" if dist.get_backend(self.group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+        sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.size)]
+        own_size = torch.tensor([own.numel()], device=device)
+        self.wait(self.post([(p, own_size) for p in self.others], [(p, sizes[p]) for p in self.others]))
+        texts = [own if p == self.rank else own.new_empty(int(sizes[p])) for p in range(self.size)]
+        self.wait(self.post([(p, own) for p in self.others], [(p, texts[p]) for p in self.others]))
+        return [bytes(t.tolist()).decode() for t in texts]
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum over all ranks, in the order of the ranks: bit-equal on all of them."""
+        parts = [own if p == self.rank else torch.empty_like(own, memory_format=torch.contiguous_format)
+                 for p in range(self.size)]  # fmt: skip
+        self.wait(self.post([(p, own) for p in self.others], [(p, parts[p]) for p in self.others]))
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    # Failures.
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Around everything that ranks do together: whatever fails in it fails on every rank, with one error."""
+        if self._health.error is not None:
+            raise RankError(
+                f"an exchange in this process group failed before, and its ranks are out of step: {self._health.error} "
+                "Start the ranks again.",
+                self._health.error.ranks,
+            )
+        try:
+            yield
+        except RankError as error:  # every rank has come to it by itself
+            raise error
+        except BaseException as error:
+            diagnosis = self._diagnose(error, what)
+            self._health.error = diagnosis
+            if isinstance(error, Exception):
+                raise diagnosis from error
+            raise  # an interrupt stays one
+
+    def store(self) -> Any:
+        """The key-value store of the process group."""
+        return dist.distributed_c10d._get_process_group_store(self.group)
+
+    def check_store(self) -> str | None:
+        """None if the store answers, else the cause."""
+        answer: list[str | None] = [f"its store does not answer within {self._report_time:g} s"]
+
+        def probe() -> None:
+            try:
+                self.store().set(f"regard/alive/{self.rank}", "1")
+                answer[0] = None
+            except Exception as error:
+                answer[0] = f"its store is closed ({type(error).__name__}: {_first_line(error)})"
+
+        thread = threading.Thread(target=probe, daemon=True)
+        thread.start()
+        thread.join(self._report_time)
+        return answer[0]
+
+    def _diagnose(self, error: BaseException, what: str) -> RankError:
+        """Which rank failed, and why: from this rank's error and those of the others in the store."""
+        if isinstance(error, _LostPeerError):
+            own: dict[str, Any] = {"lost": error.peer, "closed": error.closed}
+        else:
+            own = {"raised": f"{type(error).__name__}: {_first_line(error)}"}
+        reports: dict[int, dict[str, Any]] = {self.rank: own}
+        # In a thread: a store whose host is stopped blocks its callers.
+        thread = threading.Thread(target=self._collect, args=(reports,), daemon=True)
+        thread.start()
+        thread.join(self._report_time + 0.5)
+        return self._conclude(dict(reports), what)
+
+    def _collect(self, reports: dict[int, dict[str, Any]]) -> None:
+        try:
+            store = self.store()
+            store.set(f"regard/failure/{self.rank}", json.dumps(reports[self.rank]))
+            deadline = time.monotonic() + self._report_time
+            while time.monotonic() < deadline and len(reports) < self.size:
+                for rank in self.others:
+                    if rank not in reports and store.check([f"regard/failure/{rank}"]):
+                        reports[rank] = json.loads(store.get(f"regard/failure/{rank}"))
+                if any("raised" in report for report in reports.values()):
+                    return
+                time.sleep(0.02)
+        except Exception:  # a closed store: this rank's own knowledge has to do
+            return
+
+    def _conclude(self, reports: dict[int, dict[str, Any]], what: str) -> RankError:
+        raised = sorted(rank for rank, report in reports.items() if "raised" in report)
+        if raised:
+            rank = raised[0]
+            return RankError(f"rank {rank} of {self.size} failed in {what}: {reports[rank]['raised']}", (rank,))
+        lost = {report["lost"] for report in reports.values()}
+        silent = sorted(set(range(self.size)) - set(reports)) or sorted(lost)
+        # With a closed store nobody's report arrives: then the rank that this one waited for.
+        if len(reports) == 1 and self.size > 2 and reports[self.rank]["lost"] in silent:
+            silent = [reports[self.rank]["lost"]]
+        closed = any(report["closed"] and report["lost"] in silent for report in reports.values())
+        names = f"rank {silent[0]}" if len(silent) == 1 else "ranks " + ", ".join(map(str, silent))
+        cause = (
+            "closed its connections: its process died or left early"
+            if closed
+            else f"sent nothing for {self.timeout:g} s: it hangs, is stopped, or computes longer than the timeout"
+        )
+        return RankError(
+            f"{names} of {self.size} {cause} (in {what}). A longer wait: Shards(mesh, timeout=seconds).", tuple(silent)
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]

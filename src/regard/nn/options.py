@@ -1,0 +1,58 @@
+"""Types of the keywords that layers hand down to the layers inside them."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from ..core.types import KeysLike, PoolLike, ScoreLike
+from .positions import Positions
+
+__all__ = ["AttentionOptions", "BlockOptions", "LayerScore", "ModelOptions", "SeeOptions"]
+
+#: The scores of `regard.weights`, and those for which a layer creates parameters.
+LayerScore = ScoreLike | Literal["additive", "bilinear"]
+
+
+class SeeOptions(TypedDict, total=False):
+    """Questions of `Weights.see` that are keywords."""
+
+    topk: int | None
+    pool: PoolLike | None
+    mass: KeysLike | None
+
+
+class _SharedOptions(TypedDict, total=False):
+    """Keywords that self-attention and cross-attention have in common."""
+
+    kv_heads: int | None
+    key_size: int | None
+    value_size: int | None
+    score: LayerScore | None
+    output: bool
+    parameters: bool
+
+
+class AttentionOptions(_SharedOptions, total=False):
+    """Keywords of `SelfAttention` that a `Block` hands down."""
+
+    positions: str | Positions | None
+    causal: bool
+
+
+class ModelOptions(_SharedOptions, total=False):
+    """Keywords of `Block` that `LanguageModel` and `Translator` hand down."""
+
+    hidden: int | None
+    activation: str
+    norm: str
+    norm_first: bool
+    bias: bool
+
+
+class BlockOptions(ModelOptions, total=False):
+    """Keywords of `Block` that `Encoder` and `Decoder` hand down."""
+
+    positions: str | Positions | None
+    causal: bool
+    dropout: float
+    cross: bool

@@ -1,0 +1,55 @@
+"""DTensors in, DTensors out: sharded batches and heads as they are, a sharded sequence in PyTorch's own split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support.rank_pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    pool = RankPool(4, preload="support.rank_dtensors")
+    yield pool
+    if pool.workers:
+        pool.stop()
+
+
+@pytest.mark.parametrize(
+    ("world", "how", "shape"),
+    [
+        (2, "batch", (3, 4, 2, 9, 5)),
+        (2, "heads", (2, 8, 2, 9, 5)),
+        (2, "replicated", (1, 2, 1, 9, 5)),
+        (3, "sequence", (2, 4, 2, 61, 5)),
+        (3, "sequence", (1, 2, 1, 2, 4)),
+        (4, "batch and sequence", (3, 4, 2, 13, 5)),
+    ],
+)
+def test_results_and_gradients_are_those_of_one_process(ranks, world, how, shape) -> None:
+    for pairs in ranks.run(world, "support.rank_dtensors.answers", how, shape):
+        for name, (got, want) in pairs.items():
+            if "sequence" in how or "gradient" in name:
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+            else:  # the same kernels on the same numbers
+                assert torch.equal(got, want), name
+
+
+@pytest.mark.parametrize(
+    ("world", "what", "error", "text"),
+    [
+        (3, "another split", "RankError", "rank 0 of 3"),
+        (2, "heads without their keys", "ValueError", "separate heads from their keys"),
+        (2, "sharded sizes", "ValueError", "must be sharded on batch, heads or length"),
+        (2, "plain values", "TypeError", "values must be a DTensor"),
+        (2, "one of a sharded batch", "NotImplementedError", "batch and heads are sharded"),
+    ],
+)
+def test_other_placements_are_refused_on_every_rank(ranks, world, what, error, text) -> None:
+    errors = ranks.run(world, "support.rank_dtensors.refused", what)
+    assert len(set(errors)) == 1, errors
+    assert errors[0][0] == error, errors
+    assert text in errors[0][1], errors

@@ -1,0 +1,58 @@
+"""A sequence over ranks: every answer within the bound of one process, whatever the split; gradients to float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from core.test_bound import assert_places, used
+from support.rank_cases import SPLITS, ShardedCase, index_of, true_gradients
+
+# Cells of (ranks, split, seed): the seed draws score, mask, dtype, sizes, alignment, exchange and length of pieces.
+QUICK = [(world, split, 4 * world + n) for world in (1, 2, 3, 5) for n, split in enumerate(SPLITS)]
+ALL = [(world, split, 1000 + 60 * world + 4 * batch + n) for world in (1, 2, 3, 5) for batch in range(15) for n, split in enumerate(SPLITS)]  # fmt: skip
+
+
+def hold(ranks, world: int, split: str, seed: int) -> None:
+    case = ShardedCase(seed, world, split)
+    got = case.joined(ranks.run(world, "support.rank_cases.answers", seed, split))
+    truth = case.truth()
+    for name, share in used(case, truth, got):
+        assert share <= 1, f"{name} uses {share:.3g} of its bound: {case.about}, {case.rows}, {case.keys}"
+    assert_places(case, truth, got)
+
+
+@pytest.mark.parametrize(("world", "split", "seed"), QUICK)
+def test_every_answer_stays_within_the_bound_of_one_process(ranks, world, split, seed) -> None:
+    hold(ranks, world, split, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "split", "seed"), ALL)
+def test_more_answers_stay_within_the_bound(ranks, world, split, seed) -> None:
+    hold(ranks, world, split, seed)
+
+
+def hold_gradients(ranks, world: int, split: str, seed: int) -> None:
+    case = ShardedCase(seed, world, split, torch.float64)
+    parts = ranks.run(world, "support.rank_cases.gradients", seed, split)
+    for place, (name, want) in enumerate(zip(parts[0], true_gradients(case, seed), strict=True)):
+        if isinstance(name, int):  # parameters of the score: the gradient of all rows, on every rank
+            got = parts[0][name]
+            assert all(torch.equal(got, part[name]) for part in parts)
+        else:
+            runs = case.rows if name in ("q", "u") else case.keys
+            values = torch.cat([part[name] for part in parts], 2)
+            got = torch.empty_like(values).index_copy_(2, torch.cat([index_of(r) for r in runs]), values)
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9, msg=lambda m, n=place: f"gradient {n}: {m} {case.about}")  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "split", "seed"), [cell for cell in QUICK if cell[0] in (2, 3)])
+def test_gradients_are_those_of_one_process(ranks, world, split, seed) -> None:
+    hold_gradients(ranks, world, split, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "split", "seed"), [cell for cell in ALL if cell[0] > 1])
+def test_more_gradients_are_those_of_one_process(ranks, world, split, seed) -> None:
+    hold_gradients(ranks, world, split, seed)

@@ -1,0 +1,396 @@
+"""Attention that neither the class nor the name of a module announces: recorded right, or named with a true reason.
+
+Each case is a function of x (b, n, d) with the weights it computes, (b, h, i, j), or the reason for which it is refused.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.recorder import RefusedWarning
+
+B, N, D = 3, 5, 8
+
+
+class Calls(nn.Module):
+    """A module whose class and name say nothing."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+class Model(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.step = inner
+
+    def forward(self, x):
+        return self.step(x)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(B, N, D, generator=torch.Generator().manual_seed(1))
+
+
+def recorded(inner, x):
+    model = Model(inner)
+    with torch.no_grad():
+        plain = model(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RefusedWarning)
+            with regard.record(model) as seen:
+                y = model(x)
+    assert torch.equal(y, plain)
+    return seen
+
+
+def scores(x):
+    return x @ x.mT
+
+
+def heads(x):
+    """(b, 2, n, d / 2)"""
+    return x.unflatten(-1, (2, -1)).transpose(1, 2)
+
+
+def by_exp(x):
+    e = scores(x).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def by_shifted_exp(x):
+    s = scores(x)
+    e = (s - s.amax(-1, keepdim=True)).exp()
+    return e / e.sum(dim=-1, keepdim=True)
+
+
+def largest_renormalised(x):
+    w = scores(x).softmax(-1)
+    top, at = w.topk(2, -1)
+    return torch.zeros_like(w).scatter(-1, at, top / top.sum(-1, keepdim=True))
+
+
+def below_the_second_hidden(x):
+    w = scores(x).softmax(-1)
+    second = w.topk(2, -1).values[..., -1:]
+    w = torch.where(w >= second, w, 0.0)
+    return w / w.sum(-1, keepdim=True)
+
+
+RECORDED = {
+    "softmax over the rows, transposed": (lambda x: scores(x).softmax(-2).mT @ x, lambda x: scores(x).softmax(-2).mT),
+    "softmax over axis 1, einsum": (
+        lambda x: torch.einsum("bji,bjd->bid", scores(x).softmax(1), x),
+        lambda x: scores(x).softmax(1).mT,
+    ),
+    "values on the left": (lambda x: x.mT @ scores(x).softmax(-1).mT, lambda x: scores(x).softmax(-1)),
+    "values on the left, bmm": (
+        lambda x: torch.bmm(x.mT, scores(x).softmax(2).permute(0, 2, 1)),
+        lambda x: scores(x).softmax(-1),
+    ),
+    "weighted sum": (
+        lambda x: (scores(x).softmax(-1)[..., None] * x[:, None]).sum(-2),
+        lambda x: scores(x).softmax(-1),
+    ),
+    "weighted sum, values by feature": (
+        lambda x: (scores(x).softmax(-1)[:, :, None] * x.mT[:, None]).sum(-1),
+        lambda x: scores(x).softmax(-1),
+    ),
+    "weighted sum, heads": (
+        lambda x: (scores(heads(x)).softmax(-1)[..., None] * heads(x)[:, :, None]).sum(-2),
+        lambda x: scores(heads(x)).softmax(-1),
+    ),
+    "exp and sum": (lambda x: by_exp(x) @ x, by_exp),
+    "exp of shifted scores and sum": (lambda x: by_shifted_exp(x) @ x, by_shifted_exp),
+    "log_softmax and exp": (
+        lambda x: scores(x).log_softmax(-1).exp() @ x,
+        lambda x: scores(x).log_softmax(-1).exp(),
+    ),
+    "top-k renormalised": (lambda x: largest_renormalised(x) @ x, largest_renormalised),
+    "threshold renormalised": (lambda x: below_the_second_hidden(x) @ x, below_the_second_hidden),
+    "one query": (
+        lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None] @ x,
+        lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_recorded_right(case, x):
+    function, expected = RECORDED[case]
+    seen = recorded(Calls(function), x)
+    w = expected(x)
+    assert seen.refused == []
+    assert [layer.name for layer in seen.layers] == ["step"]
+    torch.testing.assert_close(seen[0].dense(), w if w.ndim == 4 else w[:, None], atol=1e-6, rtol=1e-5)
+
+
+FLAT = {
+    "2-D": lambda x: (x @ x.T).softmax(-1) @ x,
+    "2-D, mm": lambda x: torch.mm(torch.mm(x, x.T).softmax(-1), x),
+    "2-D, einsum": lambda x: torch.einsum("ij,jd->id", torch.einsum("id,jd->ij", x, x).softmax(-1), x),
+    "2-D, softmax over rows": lambda x: (x @ x.T).softmax(0).T @ x,
+    "2-D, weighted sum": lambda x: ((x @ x.T).softmax(-1)[..., None] * x).sum(-2),
+    "2-D, values on the left": lambda x: x.T @ (x @ x.T).softmax(-1).T,
+}
+
+
+@pytest.mark.parametrize("case", FLAT)
+def test_without_a_batch(case, x):
+    x = x[0]
+    seen = recorded(Calls(FLAT[case]), x)
+    assert seen.refused == []
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0].dense()[0, 0], (x @ x.T).softmax(-1), atol=1e-6, rtol=1e-5)
+
+
+def test_one_query_without_a_batch(x):
+    keys = x[0]
+    seen = recorded(Calls(lambda keys: (keys @ keys[0]).softmax(0) @ keys), keys)
+    torch.testing.assert_close(seen[0].dense(), (keys @ keys[0]).softmax(0)[None, None, None])
+
+
+def test_dropout_before_a_transpose(x):
+    """The weights before dropout, in the order of the tensor that meets the values."""
+    torch.manual_seed(0)
+    model = Model(Calls(lambda x: torch.dropout(scores(x).softmax(-2), 0.5, True).mT.contiguous() @ x))
+    with regard.record(model) as seen:
+        model(x)
+    torch.testing.assert_close(seen[0].dense()[:, 0], scores(x).softmax(-2).mT)
+
+
+def chosen_and_gathered(x):
+    top, at = scores(x).topk(2, -1)
+    values = x[torch.arange(B)[:, None, None], at]
+    return (top.softmax(-1)[..., None] * values).sum(-2)
+
+
+def weights_chosen_and_gathered(x):
+    top, at = scores(x).softmax(-1).topk(2, -1)
+    values = x[torch.arange(B)[:, None, None], at]
+    return ((top / top.sum(-1, keepdim=True))[..., None] * values).sum(-2)
+
+
+def slots(x):
+    w = scores(x).softmax(-2) + 1e-8
+    w = w / w.sum(-1, keepdim=True)
+    return w @ x
+
+
+REFUSED = {
+    "differential": (lambda x: (scores(x).softmax(-1) - 0.5 * scores(2 * x).softmax(-1)) @ x, "differential"),
+    "one minus": (lambda x: ((1 - scores(x).softmax(-1)) / N) @ x, None),
+    "top-k of scores, gathered": (chosen_and_gathered, "top-k"),
+    "top-k of weights, gathered": (weights_chosen_and_gathered, "top-k"),
+    "normalised afterwards": (lambda x: (scores(x).exp() @ x) / scores(x).exp().sum(-1, keepdim=True), "before it is divided"),
+    "a fifth axis": (lambda x: scores(x.view(1, B, N, 2, 4).transpose(2, 3)).softmax(-1) @ x.view(1, B, N, 2, 4).transpose(2, 3), "5 axes"),
+    "slots": (slots, "slot attention"),
+    "scaled up": (lambda x: (scores(x).softmax(-1) / 0.1) @ x, "sum to more than 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case, x):
+    function, reason = REFUSED[case]
+    seen = recorded(Calls(function), x)
+    if reason is None:  # still weights: rows of (1 - w) / n sum to less than 1
+        assert len(seen) == 1
+        torch.testing.assert_close(seen[0].dense()[:, 0], (1 - scores(x).softmax(-1)) / N)
+        return
+    assert len(seen) == 0
+    assert [name for name, _ in seen.refused] == ["step"]
+    assert reason in seen.refused[0][1]
+
+
+class Cell(nn.Module):
+    """Additive attention in a recurrent cell."""
+
+    def __init__(self, size=D, summed=False):
+        super().__init__()
+        self.keys, self.state, self.score = nn.Linear(size, size), nn.Linear(size, size), nn.Linear(size, 1)
+        self.rnn = nn.GRUCell(size, size)
+        self.summed = summed
+        self.weights = []
+
+    def forward(self, x):
+        h = x.new_zeros(len(x), x.shape[-1])
+        self.weights = []
+        for _ in range(2):
+            w = self.score(torch.tanh(self.keys(x) + self.state(h)[:, None])).softmax(1)
+            self.weights.append(w.mT)
+            h = self.rnn((w * x).sum(1) if self.summed else (w.mT @ x)[:, 0], h)
+        return h
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("length", [N, D])
+def test_additive_attention_in_a_cell(summed, batch, length):
+    torch.manual_seed(0)
+    cell = Cell(summed=summed)
+    seen = recorded(cell, torch.randn(batch, length, D))
+    assert [layer.name for layer in seen.layers] == ["step", "step"]
+    for layer, w in zip(seen.layers, cell.weights, strict=True):
+        torch.testing.assert_close(layer.weights.dense(), w[:, None])
+
+
+# No false alarms.
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).softmax(-1)
+
+
+class Router(nn.Module):
+    """A mixture of experts, computed by all of them."""
+
+    def __init__(self, way, experts=4, cast=False):
+        super().__init__()
+        self.way, self.cast = way, cast
+        self.gate = nn.Linear(D, experts, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(D, D) for _ in range(experts)])
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        weight = self.gate.weight.double().float() if self.cast else self.gate.weight  # a copy is no parameter
+        w = nn.functional.linear(tokens, weight).softmax(-1)
+        outputs = torch.stack([expert(tokens) for expert in self.experts], 1)  # t e d
+        if self.way == "topk":
+            top, at = w.topk(2, -1)
+            top = top / top.sum(-1, keepdim=True)
+            y = (top[..., None] * outputs.gather(1, at[..., None].expand(-1, -1, D))).sum(1)
+        elif self.way == "matmul":
+            y = (w[:, None] @ outputs)[:, 0]
+        elif self.way == "einsum":
+            y = torch.einsum("te,ted->td", w, outputs)
+        else:
+            y = (w[..., None] * outputs).sum(1)
+        return y.view_as(x)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, soft=False):
+        super().__init__()
+        self.table, self.soft = nn.Embedding(11, D), soft
+
+    def forward(self, x):
+        w = (x @ self.table.weight.T).softmax(-1)
+        return w @ self.table.weight if self.soft else w
+
+
+class Rotary(nn.Module):
+    """A product of computed tensors elsewhere in the model, of the size of the router's softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.angles, self.mlp = Calls(lambda a, b: a @ b), Router("matmul")
+
+    def forward(self, x):
+        angles = self.angles(torch.randn(1, 4, 1), torch.randn(1, 1, B * N))
+        return self.mlp(x) + 0 * angles.sum()
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shares, self.means = nn.Linear(D, 6), nn.Linear(D, 6 * D)
+
+    def forward(self, x):
+        return (self.shares(x).softmax(-1)[..., None] * self.means(x).unflatten(-1, (6, D))).sum(-2)
+
+
+class DynamicConvolution(nn.Module):
+    """Kernels of three positions from a softmax, as in ConvBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Linear(D, 2 * 3)
+
+    def forward(self, x):
+        w = self.kernel(x).reshape(-1, 3, 1).softmax(1)
+        windows = nn.functional.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).reshape(-1, D // 2, 3)
+        return (windows @ w).view_as(x)
+
+
+def expected_bins(x):
+    return (x.softmax(-1) * torch.arange(D)).sum(-1)
+
+
+QUIET = {
+    "classifier": Classifier,
+    "language model": LanguageModel,
+    "soft embeddings": lambda: LanguageModel(soft=True),
+    **{f"router, {way}": (lambda way=way: Router(way)) for way in ("topk", "matmul", "einsum", "sum")},
+    **{f"router, {way}, cast": (lambda way=way: Router(way, cast=True)) for way in ("topk", "matmul", "einsum", "sum")},
+    "router beside another product": Rotary,
+    "mixture": Mixture,
+    "dynamic convolution": DynamicConvolution,
+    "expected bin": lambda: Calls(expected_bins),
+    "similarities of two batches": lambda: Calls(lambda x: (x[:, 0] @ x[:, 1].T).softmax(-1)),
+    "gate": lambda: Calls(lambda x: x * x.softmax(-1)),
+    "loss": lambda: Calls(lambda x: nn.functional.cross_entropy(x[:, 0], torch.zeros(B, dtype=torch.long))),
+    "decay": lambda: Calls(lambda x: (x @ x.mT) + (x @ x.mT).exp()),
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_no_false_alarm(case, x):
+    torch.manual_seed(0)
+    seen = recorded(QUIET[case](), x)
+    assert seen.refused == []
+    assert len(seen) == 0
+
+
+# Axes.
+
+
+class ByHead(nn.Module):
+    """Four heads, one at a time, on (batch, length, size)."""
+
+    num_heads = 4
+
+    def forward(self, x):
+        return torch.cat([part.softmax(-1) for part in x.split(2, -1)], -1) + torch.cat(
+            [nn.functional.scaled_dot_product_attention(part, part, part) for part in x.split(2, -1)], -1
+        )
+
+
+def test_heads_one_at_a_time_on_as_many_sequences():
+    net, x = ByHead(), torch.randn(4, N, D)
+    with warnings.catch_warnings(), regard.record(None) as seen:
+        warnings.simplefilter("ignore", RefusedWarning)
+        net(x)
+    assert all(layer.shape == (4, 1, N, N) for layer in seen.layers)
+    assert len(seen) == 4 or "share one axis" in seen.refused[0][1]
+
+
+def sequence_first(x):
+    """(length, batch, size) with batch and heads in one axis."""
+    length, batch, size = x.shape
+    q = x.reshape(length, batch * 4, size // 4).transpose(0, 1)
+    return nn.functional.scaled_dot_product_attention(q, q, q).transpose(0, 1).reshape(length, batch, size)
+
+
+def test_a_sequence_as_long_as_batch_times_heads():
+    seen = recorded(Calls(sequence_first), torch.randn(8, 2, D))
+    assert all(layer.shape == (2, 4, 8, 8) for layer in seen.layers)
+    assert len(seen) == 1 or "share one axis" in seen.refused[0][1]
+
+
+def test_no_module_at_all(x):
+    with pytest.warns(RefusedWarning, match="no module says"), regard.record(None) as seen:
+        nn.functional.scaled_dot_product_attention(x, x, x)
+    assert len(seen) == 0

@@ -1,0 +1,154 @@
+"""The public face, counted: every public name says what it takes and returns, with an example, and without `Any`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import pytest
+
+from regard.core.weights import Weights
+from regard.learn.settings import LMChoices, LMSettings, TranslateChoices, TranslateSettings
+from regard.look.options import ViewChanges, ViewChoices, ViewOptions
+from regard.nn import Block, Encoder, LanguageModel, SelfAttention, Translator
+from regard.nn.options import AttentionOptions, BlockOptions, ModelOptions, SeeOptions
+
+PACKAGES = ("regard", "regard.nn", "regard.learn", "regard.look", "regard.recorder", "regard.integrations.transformers")
+
+#: Where `Any` stands in a public signature, and why.
+ANY = {
+    "Weights.__getitem__ return": "a Weights or a Tensor, by how many axes the brackets leave alone",
+    "Weights.__iter__ return": "the same",
+}
+#: Of the recorder. This list only shrinks.
+RECORDER_ANY = {
+    "Recording.__getitem__ key", "Recording.find a", "Recording.find b", "Recording.find return",
+    "Recording.rollout token", "Recording.save path", "Recording.show options", "Recording.show return",
+    "Recording.show word", "Recording.to_pandas return", "record tokens", "Layer.head h", "Layer.numpy return",
+    "Watch.__init__ callback", "Watch.show options", "Watch.show return",
+}  # fmt: skip
+
+#: Methods of Python's that are part of the face.
+SPECIAL = ("__init__", "__call__", "__getitem__", "__iter__", "__matmul__", "__rmatmul__")
+
+
+class Name(NamedTuple):
+    name: str
+    kind: str  # class, function, method, property
+    value: Any
+    doc: str  # of an override without one: that of the method it overrides
+
+
+def names() -> Iterator[Name]:
+    """Every public class, function, method and property, once."""
+    seen: set[int] = set()
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if not inspect.isclass(value):
+                yield Name(name, "function", value, value.__doc__ or "")
+                continue
+            yield Name(name, "class", value, value.__doc__ or "")
+            yield from members(value)
+
+
+def members(cls: type) -> Iterator[Name]:
+    """Public members that the package defines; those that PyTorch or Python name and document are theirs."""
+    for base in cls.__mro__:
+        if not base.__module__.startswith("regard"):
+            continue
+        for name, value in vars(base).items():
+            foreign = any(name in vars(c) for c in cls.__mro__ if not c.__module__.startswith("regard"))
+            if (name.startswith("_") or foreign) and name not in (*SPECIAL, "forward"):
+                continue
+            value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if isinstance(value, property):
+                yield Name(f"{cls.__name__}.{name}", "property", value.fget, inspect.getdoc(getattr(cls, name)) or "")
+            elif inspect.isfunction(value):
+                yield Name(f"{cls.__name__}.{name}", "method", value, inspect.getdoc(getattr(cls, name)) or "")
+
+
+NAMES = list(names())
+
+
+def missing(name: Name) -> list[str]:
+    """What a docstring leaves out."""
+    out = [] if name.doc else ["a docstring"]
+    if name.name.rpartition(".")[2] in SPECIAL:
+        return []  # the class says it
+    out += [] if ">>>" in name.doc else ["an example"]
+    if name.kind in ("function", "method"):
+        signature = inspect.signature(name.value)
+        parameters = [p for p in signature.parameters if p not in ("self", "cls")]
+        out += [p for p in parameters if not re.search(rf"^ *\*{{0,2}}{p}: ", name.doc, flags=re.M)]
+        if signature.return_annotation not in (None, "None") and "Returns:" not in name.doc:
+            out.append("Returns")
+    return out
+
+
+#: The recorder's names are held to it as they are documented. This list only shrinks.
+RECORDER = ("Recording", "Layer", "Watch", "record", "load", "watch", "qk_clip", "RefusedWarning", "AttentionWarning",
+            "RegardFileError", "register", "statistics")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.name)
+def test_every_public_name_says_what_it_takes_and_returns(name: Name) -> None:
+    if name.name.partition(".")[0] not in RECORDER:
+        assert not missing(name)
+
+
+def test_the_walk_finds_the_public_names() -> None:
+    found = {name.name for name in NAMES}
+    assert {"weights", "Weights.topk", "Score.bias", "Mask.draw", "SelfAttention.forward", "Trained.run"} <= found
+    assert len(found) > 150
+    bare = Name("f", "function", lambda x: x, "")
+    assert missing(bare) == ["a docstring", "an example", "x", "Returns"]
+
+
+def test_no_public_signature_says_any() -> None:
+    said: set[str] = set()
+    for name in NAMES:
+        if name.kind == "class":
+            hints = {
+                field: hint for field, hint in vars(name.value).get("__annotations__", {}).items() if field[0] != "_"
+            }
+        else:
+            hints = dict(name.value.__annotations__)
+        said |= {f"{name.name} {field}" for field, hint in hints.items() if says_any(hint)}
+    assert said - RECORDER_ANY == set(ANY)
+
+
+def says_any(hint: object) -> bool:
+    text = hint if isinstance(hint, str) else repr(hint)
+    return any(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(ast.parse(text, mode="eval")))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "settings"),
+    [(LMChoices, LMSettings), (TranslateChoices, TranslateSettings), (ViewChanges, ViewOptions)],
+)
+def test_keywords_are_the_fields_they_set(keywords: type, settings: type) -> None:
+    assert set(keywords.__annotations__) == {field.name for field in fields(settings)}
+
+
+def test_keywords_that_layers_hand_down_exist() -> None:
+    def parameters(function: Any) -> set[str]:
+        return set(inspect.signature(function).parameters)
+
+    assert set(AttentionOptions.__annotations__) < parameters(SelfAttention)
+    assert set(BlockOptions.__annotations__) <= parameters(Block) | set(AttentionOptions.__annotations__)
+    assert parameters(Block) - {"dim", "heads", "attention"} <= set(BlockOptions.__annotations__)
+    for model in (LanguageModel, Translator, Encoder):
+        assert not set(ModelOptions.__annotations__) & parameters(model)
+    assert set(ModelOptions.__annotations__) < set(BlockOptions.__annotations__)
+    assert set(SeeOptions.__annotations__) < parameters(Weights.see)
+    assert set(ViewChanges.__annotations__) - set(ViewChoices.__annotations__) == {"word"}

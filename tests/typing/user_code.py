@@ -1,0 +1,81 @@
+"""A user's file. It is not run: `make lint` type-checks it strictly with mypy, `make lint-pyright` with pyright.
+
+Every `assert_type` fails where a public signature says less than it could.
+"""
+
+from typing import assert_type
+
+import torch
+from torch import Tensor
+
+import regard
+from regard import Mask, Peak, Score, Statistics, TopK, Weights
+from regard.learn import Result, Trained
+from regard.look import View, ViewOptions
+from regard.nn import Block, Encoder, LanguageModel, SelfAttention
+
+
+def matrix(q: Tensor, k: Tensor, v: Tensor) -> None:
+    W = regard.weights(q, k, score=regard.ScaledDot().softcap(30.0), mask=regard.causal() & regard.window(64, 0))
+    assert_type(W, Weights)
+    assert_type(W @ v, Tensor)
+    assert_type(W.mT @ v, Tensor)
+    assert_type(W.entropy(), Tensor)
+    assert_type(W.topk(5), TopK)
+    assert_type(W.topk(5).indices, Tensor)
+    assert_type(W.peak(), Peak)
+    assert_type(W.shape, torch.Size)
+    assert_type(W.to("cuda", torch.bfloat16), Weights)
+    assert_type(W.row("it"), Tensor)
+    assert_type(W.mass([0, "it"]), Tensor)
+    assert_type(W.pool(8, 8, slice(0, 64)), Tensor)
+    seen = W.see("entropy", "received", topk=3, pool=(8, 8), values=v)
+    assert_type(seen, Statistics)
+    assert_type(seen.y, Tensor)
+    assert_type(seen.topk.values, Tensor)
+    assert_type(W.explain("entropy"), str)
+    assert_type(W.show("it", merge=True, title="it"), View)
+    assert_type(regard.attend(q, k, v, mask=lambda i, j: j <= i, engine="blockwise"), Tensor)
+
+
+def nodes(bias: Tensor) -> None:
+    score = regard.Cosine(10.0).bias(bias).modify(lambda s, i, j: s - (i - j).abs())
+    assert_type(score, regard.Cosine)
+    mask: Mask = ~regard.padding([3, 2]) | regard.documents([0, 0, 1])
+    assert_type(mask.draw(3, 3), str)
+    scores: list[Score] = [score, regard.Similarity(lambda q, k: -torch.cdist(q, k))]
+    for each in scores:
+        regard.weights(bias, score=each)
+
+
+class Distance(Score):
+    """A score of one's own."""
+
+    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
+        return -torch.cdist(q, k)
+
+
+def layers(x: Tensor) -> None:
+    layer = SelfAttention(16, 4, kv_heads=2, score="bilinear", positions="rotary", causal=True)
+    seen = layer.see(x, "entropy", topk=2)
+    assert_type(seen.entropy, Tensor)
+    assert_type(layer.weights(x), Weights)
+    Block(16, 4, kv_heads=2, causal=True)
+    Encoder(16, 4, 2, norm="rms", positions="rotary", dropout=0.1)
+    LanguageModel(65, dim=16, heads=2, kv_heads=1, norm="rms")
+
+
+def training() -> None:
+    assert_type(regard.learn.lm("text", "run", steps=10, context=32, tokens="bpe"), Result)
+    trained = regard.learn.open_model("run")
+    assert_type(trained, Trained)
+    assert_type(trained.tokens("a cat"), list[str])
+    assert_type(trained.ids("a cat"), Tensor)
+    history = regard.learn.history("run")
+    View(history).save("run.html")
+
+
+def looking(W: Weights) -> None:
+    view = View(W, ViewOptions(word="it"), merge=True)
+    assert_type(view.html(), str)
+    assert_type(regard.walk(W, word="it").weights, Tensor)
