@@ -65,7 +65,7 @@ try {
 
 #: The modules of the script, in the order in which they become one.
 _MODULES = (
-    "data", "numbers", "elements", "stored", "exact", "book", "window", "page",
+    "data", "numbers", "elements", "stored", "exact", "book", "window", "page", "controls",
     "sentence", "lines", "spotlight", "walk", "play", "square", "atlas", "overview",
     "tiles", "rulers", "map", "long", "training", "snapshot", "share", "address",
     "views",

@@ -2,7 +2,7 @@
 
 import { clamp, count, edge, largest, sum, weightText } from "./numbers.js";
 import { behind, choice, el, lane, lanes, svg, table, tick, word } from "./elements.js";
-import { fitChoice, headChoice, stackChoice } from "./page.js";
+import { fitChoice, headChoice, stackChoice } from "./controls.js";
 import { topOf } from "./stored.js";
 import { MatrixMap, complete, named } from "./map.js";
 

@@ -3,7 +3,7 @@
 import { fixed, near, range } from "./numbers.js";
 import { behind, choice, el, heat, shade, svg, word } from "./elements.js";
 import { everyHead, grid, pattern, sorted } from "./atlas.js";
-import { wordChoice } from "./page.js";
+import { wordChoice } from "./controls.js";
 
 const METRICS = {
   entropy: "How spread out a head looks, in nats: 0 is one word, large is everywhere.",
