@@ -30,7 +30,7 @@ PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "walk": ("walk", [("click", "dot-13")], 880, False),
     "play": ("play", [], 1060, False),
     "square": ("square", [], 1000, False),
-    "heads": ("overview", [], 900, False),
+    "heads": ("overview", [], 720, False),
 }
 
 
