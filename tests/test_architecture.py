@@ -298,16 +298,16 @@ NODES = {
 
 def type_switches(tree: ast.AST) -> set[str]:
     """Nodes that a file tells apart by their class: isinstance, issubclass, type(x), match."""
-    asked: list[ast.AST] = []
+    tested: list[ast.AST] = []
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
-                asked.append(classes)
+                tested.append(classes)
             case ast.Compare(left=ast.Call(func=ast.Name(id="type"))):
-                asked.append(node)
+                tested.append(node)
             case ast.MatchClass(cls=cls):
-                asked.append(cls)
-    return {name for part in asked for name in identifiers(part)} & NODES
+                tested.append(cls)
+    return {name for part in tested for name in identifiers(part)} & NODES
 
 
 def test_type_switches_are_found() -> None:

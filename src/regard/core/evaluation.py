@@ -119,10 +119,10 @@ class LazyMatrix:
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
         return Request(raw, **inputs)
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
-        """The named statistics."""
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any], remember: bool = True) -> Statistics:
+        """The named statistics; with `remember`, what the pass has for nothing is cached."""
         vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        results = self._ask(self._request(statistics, inputs))
+        results = self._ask(self._request(statistics, inputs), remember)
         fields: dict[str, Any] = {}
         for statistic in statistics:
             if statistic == "peak":
@@ -137,15 +137,17 @@ class LazyMatrix:
                 fields[statistic] = results[statistic].to(self.dtype)
         return Statistics(**fields)
 
-    def _ask(self, request: Request) -> Results:
+    def _ask(self, request: Request, remember: bool = True) -> Results:
         """The engine's results, with this matrix's batch and head axes."""
         batch = self._batch_with(request)
         factors = self._factors.expanded(batch)
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
         # Every gradient needs the norm.
         names = tuple(dict.fromkeys((*request.names, "norm"))) if requires_grad else request.names
-        folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        results = self._compute(factors, folded, requires_grad, use_cache=batch == self._factors.batch)
+        folded = request
+        if len(batch) != 1 or names is not request.names or batch != self._factors.batch:
+            folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
+        results = self._compute(factors, folded, requires_grad, use_cache=remember and batch == self._factors.batch)
         return {
             name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
         }

@@ -109,7 +109,7 @@ class ShardedWeights(Weights):
                 "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
                 "_wants": wants,
             }
-            records = agree(plan.ranks, what, record, nan_error(plan, factors, v=request.v, u=request.u))
+            records = agree(plan.ranks, "this request", record, nan_error(plan, factors, v=request.v, u=request.u))
             of_ranks = [_by_rank(plan, record["_wants"]) for record in records]
             job = Job(plan, of_ranks, spans, engine_of(self._engine), factors, request)
             if not requires_grad:
@@ -219,6 +219,7 @@ class _OnEveryRank(torch.autograd.Function):
 
 
 def engine_of(name: str) -> FusedEngine:
+    """The engine that computes pieces of keys; one that holds all weights is refused."""
     engine = get_engine(name)
     if engine.plain:
         raise ValueError(f'engine="{name}" holds all weights and has no ranks; use "auto" or "blockwise".')
