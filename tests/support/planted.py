@@ -58,6 +58,7 @@ TESTS = {
     "ranks: gradients": ("distributed/test_ranks.py", "gradients_are"),
     "ranks: faults": ("distributed/test_faults.py", "disagree or raises or dies"),
     "ranks: dtensors": ("distributed/test_dtensors.py", ""),
+    "maps of long inputs": ("look/test_look_map.py", "largest_weight_of or are_exact or sixteen"),
 }  # fmt: skip
 
 
@@ -251,6 +252,9 @@ BUGS = [
     Bug("ranks: masks are not compared", "distributed/build.py", '        "mask": describe(mask),\n', "", ("ranks: faults",)),
     Bug("ranks: a rank's error is its own", "distributed/transport.py", 'if any("raised" in report for report in reports.values()):', 'if True:', ("ranks: faults",)),
     Bug("ranks: each rank takes the first sequences of a batch", "distributed/build.py", "            factors = factors.pick(axis, chosen)\n", "            factors = factors.pick(axis, range(len(chosen)))\n", ("ranks: dtensors",)),
+    Bug("largest weight of a tile: the mask is forgotten", "look/dot_head.py", "s.masked_fill_(~visible, -torch.inf)", "s.masked_fill_(~visible, 0.0)", ("maps of long inputs",)),
+    Bug("exact rows: keys of another head", "look/dot_head.py", "key = head * k.shape[-3] // q.shape[-3]", "key = head % k.shape[-3]", ("maps of long inputs",)),
+    Bug("exact rows: the lse of the queries before they were rounded", "look/dot_head.py", "return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)", "return DotHead(q, k, self.scale, self.lse, self.lo, self.hi)", ("maps of long inputs",)),
 ]  # fmt: skip
 
 
