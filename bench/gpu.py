@@ -58,9 +58,9 @@ def note(
     else:
         samples = [theirs / o for o in ours]
     samples = samples[:: -(-len(samples) // 50)]  # of all turns alike
-    found: Row = row(what, shape, against, samples, must, goal, better, torch.cuda.get_device_name())
-    ROWS.append({**asdict(found), "error": error, "ms": statistics.median(ours)})
-    print(f"{time.time() - BEGIN:5.0f}s {what:44s} {shape!s:28s} {found.ratio:8.3f} {found.verdict():8s} {statistics.median(ours):8.3f} ms {error or ''}", flush=True)  # fmt: skip
+    figure: Row = row(what, shape, against, samples, must, goal, better, torch.cuda.get_device_name())
+    ROWS.append({**asdict(figure), "error": error, "ms": statistics.median(ours)})
+    print(f"{time.time() - BEGIN:5.0f}s {what:44s} {shape!s:28s} {figure.ratio:8.3f} {figure.verdict():8s} {statistics.median(ours):8.3f} ms {error or ''}", flush=True)  # fmt: skip
 
 
 def best_backend(run, ms: int = 30) -> str:
@@ -90,9 +90,9 @@ def scores(q: Tensor, k: Tensor, causal: bool, window: int | None = None) -> Ten
     return s.masked_fill(hidden, -torch.inf)
 
 
-def off(found: Tensor, truth: Tensor) -> float:
+def off(figure: Tensor, truth: Tensor) -> float:
     """Relative error of the last 256 rows of one head."""
-    return float(f"{float((found[0, 0, -256:].double() - truth).norm() / truth.norm()):.2e}")
+    return float(f"{float((figure[0, 0, -256:].double() - truth).norm() / truth.norm()):.2e}")
 
 
 def error_of(y: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> float:
@@ -155,6 +155,50 @@ def plain(shape: tuple[int, ...], causal: bool) -> None:
     error = {"ours": error_of(ours_of_one().y, x, x, x, causal), "theirs": theirs}
     pair = in_turns(ours_of_one, sdpa_of_one, backend)
     note("basic self-attention + entropy", name, f"SDPA(x, x, x) ({backend})", *pair, 1.05, 0.9, error=error)
+
+
+def natural(shape: tuple[int, ...], causal: bool) -> None:
+    """One question after the other, as code is written that does not know of `see`: a pass remembers what it has for nothing."""
+    q, k, v = draw(*shape), draw(*shape), draw(*shape)
+    mask = regard.causal() if causal else None
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def four() -> regard.Weights:
+        W = regard.weights(q, k, mask=mask, engine="triton")
+        W @ v, W.lse(), W.max_score(), W.entropy()
+        return W
+
+    name, backend = [*shape, "causal" if causal else "full"], best_backend(sdpa)
+    against = f"SDPA y alone ({backend})"
+    note("W @ v; lse; max_score; entropy", name, against, *in_turns(four, sdpa, backend), 1.15, 1.0)
+    note("the same; received", name, against, *in_turns(lambda: four().received(), sdpa, backend), 1.85, 1.65)
+
+
+def host(times: int = 30, turns: int = 9) -> None:
+    """What the host takes for one short question more than for PyTorch's attention, the device not waited for."""
+    shape = (8, 12, 512, 64)
+    q, k, v = draw(*shape), draw(*shape), draw(*shape)
+    mask = regard.causal()
+
+    def microseconds(run) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - begin) / times * 1e6
+
+    def theirs() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def rows():
+        return regard.weights(q, k, mask=mask, engine="triton").see("lse", "max_score", "entropy", values=v)
+
+    for _ in range(5):
+        rows(), theirs()
+    above = [microseconds(rows) - microseconds(theirs) for _ in range(turns)]
+    note("host, y + lse + max + entropy: µs more", [*shape, "causal"], "SDPA, eager", above, None, 50, 20)
 
 
 def training(shape: tuple[int, ...], causal: bool) -> None:
@@ -310,8 +354,8 @@ def save() -> None:
     if os.environ.get("OUT"):
         with open(os.path.join(os.environ["OUT"], "gpu.json"), "w") as file:
             file.write(text)
-    known = set(Row.__dataclass_fields__)
-    print(table([Row(**{n: x for n, x in r.items() if n in known}) for r in ROWS]))
+    fields = set(Row.__dataclass_fields__)
+    print(table([Row(**{n: x for n, x in r.items() if n in fields}) for r in ROWS]))
 
 
 def main(patience: float = 150.0) -> None:
@@ -324,7 +368,8 @@ def main(patience: float = 150.0) -> None:
     pool.map_async(compiled, jobs).wait(patience)
     pool.terminate()
     print(f"{time.time() - BEGIN:5.0f}s compiled", flush=True)
-    for job in [*jobs, ("million", ())]:
+    timed_only = [("natural", (s, c)) for s in (SHAPES[0], SHAPES[2]) for c in (False, True)]
+    for job in [*jobs, *timed_only, ("host", ()), ("million", ())]:
         tried(*job)
     save()
 

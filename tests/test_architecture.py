@@ -59,9 +59,26 @@ ARROWS: dict[str, set[str]] = {
         "core.stats", "core.torch_state", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
+    "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
+    "core.strips": {"core.block", "core.intervals", "core.pytree", "core.row_sources", "core.torch_state"},
+    "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
+    "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
+    "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
+    "core.row_questions": {
+        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
+    },
+    "core.head_reduction": {
+        "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
+        "core.spans", "core.torch_state", "core.types",
+    },
+    "core.key_choice": {"core.row_questions", "core.row_sources"},
+    "core.relations": {
+        "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
+    },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.result_cache",
-        "core.results", "core.scores", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.relations", "core.result_cache", "core.results",
+        "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types",
     },
     "core.api": {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.tensor_kinds", "core.torch_state",
@@ -72,12 +89,17 @@ ARROWS: dict[str, set[str]] = {
         "core.problem", "core.pytree", "core.result_cache", "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
-        "core.stored", "core.torch_state", "core.types", "core.weights",
+        "_io", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree",
+        "core.row_questions", "core.scores", "core.stored", "core.torch_state", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
+    "chains": {"core.row_stats", "core.scores", "core.weights"},
+    "kv": {"core.arguments", "core.weights"},
+    "losses": {
+        "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
+    },
     "look": {
         "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
         "core.weights", "learn", "recorder",
@@ -312,16 +334,16 @@ NODES = {
 
 def type_switches(tree: ast.AST) -> set[str]:
     """Nodes that a file tells apart by their class: isinstance, issubclass, type(x), match."""
-    asked: list[ast.AST] = []
+    tested: list[ast.AST] = []
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
-                asked.append(classes)
+                tested.append(classes)
             case ast.Compare(left=ast.Call(func=ast.Name(id="type"))):
-                asked.append(node)
+                tested.append(node)
             case ast.MatchClass(cls=cls):
-                asked.append(cls)
-    return {name for part in asked for name in identifiers(part)} & NODES
+                tested.append(cls)
+    return {name for part in tested for name in identifiers(part)} & NODES
 
 
 def test_type_switches_are_found() -> None:

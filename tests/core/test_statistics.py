@@ -17,7 +17,18 @@ from regard import Weights
 from regard.core.block import MatrixBlock
 from regard.core.problem import Problem
 from regard.engines import numba
-from support.judge import MASKS, SCORES, MaskCase, ScoreCase, Sizes, Truth, asked, asked_at_once, draw, named
+from support.judge import (
+    MASKS,
+    SCORES,
+    MaskCase,
+    ScoreCase,
+    Sizes,
+    Truth,
+    draw,
+    library_answers,
+    library_answers_at_once,
+    named,
+)
 
 # float64 against float64: sums of about ten terms of size ten, and exp near one. A few hundred units of roundoff.
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
@@ -41,10 +52,10 @@ def test_every_statistic_is_what_the_dense_matrix_tells(
     W = regard.weights(q, k, score=score.make(*parameters), mask=mask.make(n), align=align, engine=engine)
     truth = Truth.of(score, mask, n, q, k, parameters, n.j - n.i if align == "end" else 0)
     want = truth.answers(v, u)
-    for name, got in asked(W, v, u).items():
+    for name, got in library_answers(W, v, u).items():
         close(got, want[name], name)
     again = regard.weights(q, k, score=score.make(*parameters), mask=mask.make(n), align=align, engine=engine)
-    for name, got in asked_at_once(again, v).items():
+    for name, got in library_answers_at_once(again, v).items():
         close(got, want[name], f"see: {name}")
 
 
@@ -326,7 +337,7 @@ def test_statistics_are_float32_or_float64_and_the_output_has_the_type_of_v(dtyp
     q, k, v = (draw(*shape, dtype=dtype) for shape in (n.q, n.k, n.v))
     W = regard.weights(q, k, align="end", engine=engine)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for name, value in asked(W, v, draw(*n.u, dtype=dtype)).items():
+    for name, value in library_answers(W, v, draw(*n.u, dtype=dtype)).items():
         want = dtype if name in ("y", "z") else torch.int64 if name.endswith("index") else wide
         assert value.dtype == want, name
     assert W.dtype == wide
@@ -336,8 +347,10 @@ def test_statistics_of_long_rows_in_float32_agree_with_float64_tile_by_tile() ->
     # 777 keys are more than one tile, and divide by no tile size; 300 rows as well.
     q, k, v = draw(1, 2, 300, 17), draw(1, 1, 777, 17), draw(1, 1, 777, 5)
     mask = regard.window(301, 7) | regard.padding([13])
-    exact = asked(regard.weights(q, k, mask=mask, align="end"), v, draw(1, 2, 300, 5) * 0, tiles=(7, 9), top=20)
-    single = asked(
+    exact = library_answers(
+        regard.weights(q, k, mask=mask, align="end"), v, draw(1, 2, 300, 5) * 0, tiles=(7, 9), top=20
+    )
+    single = library_answers(
         regard.weights(q.float(), k.float(), mask=mask, align="end"),
         v.float(),
         torch.zeros(1, 2, 300, 5),

@@ -121,7 +121,9 @@ def attend(
         return y
     q, k, v = check_tensors(q=q, k=k, v=v)
     one_head = q.ndim == 2 and k.ndim == 2
-    return Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=one_head).see(values=v).y
+    W = Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=one_head)
+    W._remembers = False
+    return W.see(values=v).y
 
 
 def _over_ranks(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any, mesh: Any) -> Weights:

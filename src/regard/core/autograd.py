@@ -178,11 +178,13 @@ def _score_grad(
     """All terms that are linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
     # An engine that computes in 16 bits takes y's gradient as it is: a float32 copy is slow.
-    grads = {n: g if engine.narrow and n == "y" else g.to(problem.compute_dtype) for n, g in grad_outputs.items()}
+    grads = {
+        n: g if engine.keeps_grad_dtype and n == "y" else g.to(problem.compute_dtype) for n, g in grad_outputs.items()
+    }
     pairs, without_row_term = [], []
     if (g := grads.get("y")) is not None:
         delta = engine.row_dot(g, results["y"])
-        pairs.append((g, required(request.v) if engine.narrow else upcast(required(request.v))))
+        pairs.append((g, required(request.v) if engine.keeps_grad_dtype else upcast(required(request.v))))
     else:
         delta = problem.q.new_zeros(b, h, i, dtype=problem.compute_dtype)
     if (g := grads.get("mass")) is not None:

@@ -44,6 +44,8 @@ class LazyMatrix:
 
     #: Whether the matrix takes part in products with `@`.
     multiplies: ClassVar[bool] = False
+    #: Whether results are cached, and with them what a pass has for nothing. `attend` asks once and needs neither.
+    _remembers = True
 
     def __init__(
         self,
@@ -151,8 +153,11 @@ class LazyMatrix:
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
         # Every gradient needs the norm.
         names = tuple(dict.fromkeys((*request.names, "norm"))) if requires_grad else request.names
-        folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        results = self._compute(factors, folded, requires_grad, use_cache=batch == self._factors.batch)
+        folded = request
+        if len(batch) != 1 or names is not request.names or batch != self._factors.batch:
+            folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
+        use_cache = self._remembers and batch == self._factors.batch
+        results = self._compute(factors, folded, requires_grad, use_cache)
         return {
             name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
         }

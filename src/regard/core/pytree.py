@@ -65,10 +65,13 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
     if isinstance(value, tuple):
-        return ("tuple", *[_plain(part, tensors) for part in value])
-    if type(value).__name__ in _NODES:
-        return (type(value).__name__, *[_plain(getattr(value, name), tensors) for name in value.parts])
-    return value
+        kind, parts = "tuple", value
+    elif (kind := type(value).__name__) in _NODES:
+        parts = tuple([getattr(value, name) for name in value.parts])
+    else:
+        return value
+    # Leaves that are constants are not worth a call each: half of them are None.
+    return (kind, *[part if type(part) in _CONSTANTS else _plain(part, tensors) for part in parts])
 
 
 def split_ints(spec: Any) -> tuple[Any, list[int]]:

@@ -12,8 +12,10 @@ from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
 from .array_protocol import ArrayProtocol, Scores
 from .evaluation import Transposed
 from .problem import from_weights
+from .relations import Relations
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
+from .spans import PoolBy
 from .tensor_kinds import readable
 from .types import KeyLike, KeysLike, PoolLike, StatisticName
 
@@ -27,7 +29,7 @@ __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
 
 
-class Weights(ArrayProtocol):
+class Weights(Relations, ArrayProtocol):
     """Attention weights ``(..., h, i, j)``, or ``(i, j)`` for one head; made by `regard.weights`.
 
     | expression | is |
@@ -231,7 +233,7 @@ class Weights(ArrayProtocol):
         """
         return self.see("received").received
 
-    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None)) -> Tensor:
+    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None), by: PoolBy = "sum") -> Tensor:
         """The sum of the weights in each of rows × cols tiles: the matrix at lower resolution.
 
         Tile r of n positions begins at ⌊r·n/rows⌋ and ends before ⌊(r+1)·n/rows⌋.
@@ -241,6 +243,7 @@ class Weights(ArrayProtocol):
             cols: Number of tiles along the keys.
             i: The part of the queries that is pooled, a slice without step.
             j: The part of the keys that is pooled, a slice without step.
+            by: As for `pool_blocks`: ``"sum"``, ``"mean"``, ``"max"``, ``"lse"``.
 
         Returns:
             ``(..., h, rows, cols)``.
@@ -249,7 +252,7 @@ class Weights(ArrayProtocol):
         tensor([[1., 1.],
                 [1., 1.]])
         """
-        return self.see(pool=(rows, cols, i, j)).pool
+        return self.see(pool=(rows, cols, i, j)).pool if by == "sum" else self._pool_by((rows, cols, i, j), by)
 
     def mean_distance(self) -> Tensor:
         """The mean distance Σ_j w_ij |i - j| of every row, in positions.

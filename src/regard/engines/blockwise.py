@@ -35,7 +35,7 @@ class Blockwise:
 
     name = "blockwise"
     plain = False
-    narrow = False
+    keeps_grad_dtype = False
 
     def prepare(self, factors: Factors) -> Problem:
         return factors.problem()

@@ -209,7 +209,15 @@ def top(problem: Problem, n: int, scores: Tensor, norm: Tensor | None) -> dict[s
 
     def of_part() -> LaunchArgs:
         shared = {name: p.common_args[name] for name in ("mask", "sizes", "MASK")}
-        args = {"scores": scores, "candidates": candidates, "parts": parts, "N": n, "BLOCK_J": searched, "num_warps": 4}
+        args = {
+            "scores": scores,
+            "candidates": candidates,
+            "parts": parts,
+            "N": n,
+            "BITS": searched.bit_length() - 1,
+            "BLOCK_J": searched,
+            "num_warps": min(8, searched // 2048),
+        }
         return rows * parts, {**args, **shared}
 
     def of_parts() -> LaunchArgs:

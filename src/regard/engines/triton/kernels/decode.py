@@ -275,21 +275,56 @@ def score_of(number):
 
 
 @triton.jit
+def pack_scores(s, column, shown, BITS: tl.constexpr):
+    """Scores as unsigned numbers in their order, the lowest BITS replaced by the column, the lower one first; hidden ones below 2^BITS.
+
+    No two are equal, so that the next largest is the maximum of those below the last, and its column needs no search.
+    """
+    LOW: tl.constexpr = (1 << BITS) - 1
+    bits = tl.where(s == 0.0, 0.0, s).to(tl.int32, bitcast=True)  # −0.0 equals 0.0
+    bits = bits ^ ((bits >> 31) | -2147483648)  # negative ones: all bits; others: the sign
+    return (tl.where(shown, bits & ~LOW, 0) | (LOW - column)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def topk_of_part_kernel(
-    scores, mask, candidates, sizes, parts, MASK: tl.constexpr, N: tl.constexpr, BLOCK_J: tl.constexpr
+    scores,
+    mask,
+    candidates,
+    sizes,
+    parts,
+    MASK: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK_J: tl.constexpr,
 ):
-    """The N largest of BLOCK_J scores of one row, as numbers that `ordered` makes: candidates (rows, parts, N)."""
+    """The N largest of BLOCK_J = 2^BITS scores of one row, as numbers that `ordered` makes: candidates (rows, parts, N), in any order.
+
+    By rounds over packed numbers. Scores that agree in all bits but the lowest share a bucket; if that of the N-th goes on past it,
+    the rounds are over `ordered` numbers instead.
+    """
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     i, head = (row % sizes.i).to(tl.int32), row // sizes.i
     j = part * BLOCK_J + tl.arange(0, BLOCK_J)
     shown = visible_at_all(i, j, head // sizes.h, head % sizes.h, mask, sizes, MASK)
     s = tl.load(scores + row * sizes.j + j, mask=shown, other=FLOOR)
-    number = tl.where(shown & (s != FLOOR) & (s != float("-inf")), ordered(s, j), LOWEST)
+    shown = shown & (s != FLOOR) & (s != float("-inf"))
+    own, out = scores + row * sizes.j + part * BLOCK_J, candidates + (row * parts + part) * N
+    x = pack_scores(s, tl.arange(0, BLOCK_J), shown, BITS)
+    last = tl.max(x, 0)
+    bucket = last
     for rank in range(0, N):
-        top = tl.max(number, 0)
-        tl.store(candidates + (row * parts + part) * N + rank, top)
-        number = tl.where(number == top, LOWEST, number)
+        column, bucket = (1 << BITS) - 1 - (last & ((1 << BITS) - 1)).to(tl.int32), last >> BITS
+        exact = tl.load(own + column, mask=bucket > 0, other=0.0)
+        tl.store(out + rank, tl.where(bucket > 0, ordered(exact, part * BLOCK_J + column), LOWEST))
+        last = tl.max(x - last, 0) + last  # less the last, without a sign, what is above it is lower than what is below
+    if (bucket == last >> BITS) & (bucket > 0):
+        number = tl.where(shown, ordered(s, j), LOWEST)
+        for rank in range(0, N):
+            top = tl.max(number, 0)
+            tl.store(out + rank, top)
+            number = tl.where(number == top, LOWEST, number)
 
 
 @triton.jit
