@@ -47,8 +47,8 @@ class DetachedTensor(Tensor):
 class DetachedWeights(Weights):
     """Weights of a recorded call that ran with gradients, without them: their answers are `DetachedTensor`s."""
 
-    def _ask(self, request: Any) -> dict[str, Tensor]:
-        results = super()._ask(request)
+    def _ask(self, request: Any, remember: bool = True) -> dict[str, Tensor]:
+        results = super()._ask(request, remember)
         return {name: as_detached(x) for name, x in results.items()} if torch.is_grad_enabled() else results
 
     def _block(self, rows: Any, cols: Any) -> Tensor:
