@@ -55,9 +55,26 @@ ARROWS: dict[str, set[str]] = {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.torch_state", "engines",
     },
+    "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
+    "core.strips": {"core.block", "core.intervals", "core.pytree", "core.row_sources", "core.torch_state"},
+    "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
+    "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
+    "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
+    "core.row_questions": {
+        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
+    },
+    "core.head_reduction": {
+        "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
+        "core.spans", "core.torch_state", "core.types",
+    },
+    "core.key_choice": {"core.row_questions", "core.row_sources"},
+    "core.relations": {
+        "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
+    },
     "core.weights": {
-        "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.result_cache", "core.results",
-        "core.scores", "core.stats", "core.torch_state", "core.types",
+        "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.relations", "core.result_cache", "core.results",
+        "core.scores", "core.spans", "core.stats", "core.torch_state", "core.types",
     },
     "core.api": {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.torch_state", "core.types",
@@ -69,12 +86,17 @@ ARROWS: dict[str, set[str]] = {
         "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
-        "core.stored", "core.torch_state", "core.types", "core.weights",
+        "_io", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree",
+        "core.row_questions", "core.scores", "core.stored", "core.torch_state", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
+    "chains": {"core.row_stats", "core.scores", "core.weights"},
+    "kv": {"core.arguments", "core.weights"},
+    "losses": {
+        "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
+    },
     "look": {
         "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
         "core.weights", "learn", "recorder",

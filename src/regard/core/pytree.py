@@ -68,7 +68,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, tuple):
         kind, parts = "tuple", value
     elif (kind := type(value).__name__) in _NODES:
-        parts = [getattr(value, name) for name in value.parts]
+        parts = tuple([getattr(value, name) for name in value.parts])
     else:
         return value
     # Leaves that are constants are not worth a call each: half of them are None.
