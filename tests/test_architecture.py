@@ -77,16 +77,18 @@ ARROWS: dict[str, set[str]] = {
         "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
     },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.relations", "core.result_cache", "core.results",
-        "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.relations",
+        "core.result_cache", "core.results", "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
+        "core.types",
     },
     "core.api": {
         "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.tensor_kinds", "core.torch_state",
         "core.types", "core.weights", "engines",
     },
     "distributed": {
-        "core.api", "core.autograd", "core.block", "core.intervals", "core.masks", "core.modifiers", "core.online_softmax",
-        "core.problem", "core.pytree", "core.result_cache", "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
+        "core.api", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.intervals", "core.masks",
+        "core.modifiers", "core.online_softmax", "core.problem", "core.pytree", "core.result_cache", "core.results",
+        "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
     },
     "recorder": {
         "_io", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree",

@@ -42,10 +42,10 @@ _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
 class LazyMatrix:
     """Factors, an engine and the results that are still valid. No weight is stored."""
 
-    #: Whether the matrix takes part in products with `@`.
-    multiplies: ClassVar[bool] = False
     #: Whether results are cached, and with them what a pass has for nothing. `attend` asks once and needs neither.
     _remembers = True
+    #: Whether the matrix takes part in products with `@`.
+    multiplies: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -95,7 +95,7 @@ class _Attention(nn.Module):
         dropped = f", attention_dropout={self.attention_dropout:g}" if self.attention_dropout else ""
         causal = ", causal=True" if getattr(self, "causal", False) else ""
         sizes = f"key_size={self.key_size}, value_size={self.value_size}"
-        return f"{self.dim}, heads={self.heads}{shared}, {sizes}{causal}{dropped}"
+        return f"{self.dim}, heads={self.heads}{shared}, {sizes}{dropped}{causal}"
 
 
 class SelfAttention(_Attention):
