@@ -201,6 +201,7 @@ def test_matrices_without_rows_or_keys_answer_with_nothing(i: int, j: int) -> No
     assert W.segment_mass([slice(0, 1)]).shape == (2, i, 1)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it of every tensor it hands over
 def test_torch_compile_calls_the_walk_as_it_is() -> None:
     def ask(q: Tensor) -> Tensor:
         return regard.weights(q).kl(regard.weights(2 * q)).sum() * 2

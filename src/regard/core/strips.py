@@ -56,7 +56,6 @@ class Question(Protocol):
         """The textbook: outputs from dense weights (b, h, i, j), with a sink's share as last column where it counts."""
 
 
-@torch.compiler.disable  # a loop of data-dependent length: torch.compile calls it as it is
 def walk(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]:
     """The outputs of a question to one or several matrices of equal lengths, with gradients in linear memory."""
     spec, tensors = flatten((tuple(sources), question))
