@@ -35,6 +35,9 @@ TESTS = {
     "nodes": ("core/test_nodes.py", ""),
     "scores": ("core/test_scores.py", ""),
     "indexing": ("core/test_indexing.py", ""),
+    "array manners": ("core/test_array_manners.py", "not compiled and not image"),
+    "tensor kinds": ("core/test_tensor_kinds.py", "negated or forward_mode or (jit and (entropy or layer))"),
+    "pooled part": ("core/test_statistics.py", "pooled_map"),
     "edges": ("core/test_empty_and_infinite.py", "float64 and tiles"),
     "row weights": ("core/test_row_weights.py", "whatever_way and (100 or 1000) and (sink or tensor)"),
     "row weights: rows chosen twice": ("core/test_row_weights.py", "whatever_way and compiled-bias-10"),
@@ -52,10 +55,13 @@ TESTS = {
     "losses": ("core/test_losses.py", ""),
     "chains": ("core/test_chains.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
+    "from_pretrained": ("nn/test_nn_pretrained.py", "last_hidden_state or logits"),
+    "attention dropout": ("nn/test_nn_dropout.py", "dense_matrix or share"),
     "ranks": ("distributed/test_ranks.py", "every_answer and not (1-contiguous or 1-uneven or 1-empty or 1-zigzag)"),
     "ranks: gradients": ("distributed/test_ranks.py", "gradients_are"),
     "ranks: faults": ("distributed/test_faults.py", "disagree or raises or dies"),
     "ranks: dtensors": ("distributed/test_dtensors.py", ""),
+    "maps of long inputs": ("look/test_look_map.py", "largest_weight_of or are_exact or sixteen"),
 }  # fmt: skip
 
 
@@ -218,6 +224,17 @@ BUGS = [
     Bug("numba: the sink is left out of the entropy", "engines/numba/kernels/forward.py", "+ one * theirs", "", ("bound",)),
     Bug("numba: values of the wrong head", "engines/numba/kernels/forward.py", "h * T.V // T.H * T.v_h", "h % T.V * T.v_h", ("bound",)),
     Bug("numba: sums of columns are not put back to zero", "engines/numba/kernels/column_pass.py", "    zero_(column, 0, cols)\n", "    pass\n", ("bound",)),
+    Bug("scores of narrow inputs are rounded twice", "core/scores.py", "return x.dtype if x.is_cuda or x.dtype == torch.float64 else torch.float32", "return x.dtype", ("scores",)),
+    # core/tensor_kinds.py: tensors that engines cannot read.
+    Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
+    Bug("a tangent is dropped", "core/tensor_kinds.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),
+    Bug("torch.jit.trace is not noticed", "core/tensor_kinds.py", "if not is_tracing() and torch._C._get_tracing_state() is not None:", "if False:", ("tensor kinds",)),
+    # core/array_protocol.py and core/indexing.py: array manners.
+    Bug("the second word is counted from 0", "core/indexing.py", "return (name, int(nth)) if numbered else (word, None)", "return (name, int(nth) + 1) if numbered else (word, None)", ("array manners",)),
+    Bug("a word is in the matrix however often it occurs", "core/indexing.py", "return len(self.positions(name)) >= (1 if nth is None else max(nth, 1))", "return bool(self.positions(name))", ("array manners",)),
+    Bug("a product from the left is one from the right", "core/evaluation.py", "return right.__rmatmul__(left)  # type: ignore[attr-defined]", "return right.__matmul__(left.mT)", ("array manners",)),
+    Bug("numba: a pooled part visits all keys", "engines/numba/kernels/column_pass.py", "if j0 + cols <= T.key_from or j0 >= T.key_to:", "if cols < 0:", ("pooled part",)),
+    Bug("a pooled part is cut from its rows twice", "core/evaluation.py", "tiling = replace_fields(window, i0=0, i1=window.i1 - window.i0)", "tiling = window", ("pooled part",)),
     Bug("numba: pooled rows begin one late", "engines/numba/kernels/column_pass.py", "return ((i - T.i0 + 1) * T.tile_rows - 1) // (T.i1 - T.i0)", "return (i - T.i0) * T.tile_rows // (T.i1 - T.i0)", ("bound",)),
     Bug("numba: distance without its sign taken off", "engines/numba/kernels/row_ops.py", "total += p[j] * f32(abs(i32(first_distance) - i32(j)))", "total += p[j] * f32(i32(first_distance) - i32(j))", ("bound",)),
     Bug("numba: an equal score goes before", "engines/numba/kernels/row_ops.py", "    if not x > score[n - 1]:\n", "    if not x >= score[n - 1]:\n", ("ties",)),
@@ -228,6 +245,12 @@ BUGS = [
     Bug("numba: the gradient forgets the slope of a cap", "engines/numba/kernels/backward.py", "        mul_(d, n, slope)\n", "        pass\n", ("gradients in float32",)),
     Bug("numba: keys outside an interval get gradients", "engines/numba/kernels/backward.py", "                    zero_(row, z, cols)\n", "                    pass\n", ("gradients in float32",)),
     Bug("numba: the gradient of the mean distance is lost", "engines/numba/kernels/backward.py", "    if T.d_distance != 0:\n", "    if T.d_distance != 0 and T.d_distance == 0:\n", ("gradients in float32",)),
+    # nn/pretrained.py
+    Bug("from_pretrained: RoBERTa's positions begin at its padding", "nn/pretrained.py", "0 if start is None else start + 1 :", "0 if start is None else start :", ("from_pretrained",)),
+    Bug("from_pretrained: the norms have PyTorch's own ε", "nn/pretrained.py", "            module.eps = eps\n", "            pass\n", ("from_pretrained",)),
+    # nn/dropout.py
+    Bug("attention dropout: rows are normalised again", "nn/dropout.py", "    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)\n", "    return seen.y / (1 - p)\n", ("attention dropout",)),
+    Bug("attention dropout: heads drop the same weights", "nn/dropout.py", "(q.shape[:-3].numel(), q.shape[-3], 1, 1)", "(q.shape[:-3].numel(), 1, 1, 1)", ("attention dropout",)),
     # distributed: pieces of other ranks' keys, and the way back.
     Bug("ranks: a piece's offset forgets where its keys begin", "distributed/pairs.py", "rows.start + factors.query_offset - keys.start)", "rows.start + factors.query_offset)", ("ranks",)),
     Bug("ranks: the entropy of a piece is taken for its sum", "distributed/pairs.py", "l * (torch.where(l == 0, 1, l).log() - entropy)", "l * entropy", ("ranks",)),
@@ -243,6 +266,9 @@ BUGS = [
     Bug("ranks: masks are not compared", "distributed/build.py", '        "mask": describe(mask),\n', "", ("ranks: faults",)),
     Bug("ranks: a rank's error is its own", "distributed/transport.py", 'if any("raised" in report for report in reports.values()):', 'if True:', ("ranks: faults",)),
     Bug("ranks: each rank takes the first sequences of a batch", "distributed/build.py", "            factors = factors.pick(axis, chosen)\n", "            factors = factors.pick(axis, range(len(chosen)))\n", ("ranks: dtensors",)),
+    Bug("largest weight of a tile: the mask is forgotten", "look/dot_head.py", "s.masked_fill_(~visible, -torch.inf)", "s.masked_fill_(~visible, 0.0)", ("maps of long inputs",)),
+    Bug("exact rows: keys of another head", "look/dot_head.py", "key = head * k.shape[-3] // q.shape[-3]", "key = head % k.shape[-3]", ("maps of long inputs",)),
+    Bug("exact rows: the lse of the queries before they were rounded", "look/dot_head.py", "return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)", "return DotHead(q, k, self.scale, self.lse, self.lo, self.hi)", ("maps of long inputs",)),
 ]  # fmt: skip
 
 

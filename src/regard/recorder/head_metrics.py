@@ -33,7 +33,7 @@ __all__ = [
 
 
 class HeadWeight(NamedTuple):
-    """A head and the weight it gives from one token to another."""
+    """A head and the weight it gives from one token to another: a row of `Recording.find(a, b)`."""
 
     layer: int
     head: int
@@ -41,7 +41,7 @@ class HeadWeight(NamedTuple):
 
 
 class HeadKey(NamedTuple):
-    """A head, the key it gives most to from one token, and that weight."""
+    """A head, the key it gives most to from one token, and that weight: a row of `Recording.find(a)`."""
 
     layer: int
     head: int
@@ -50,7 +50,7 @@ class HeadKey(NamedTuple):
 
 
 class HeadValue(NamedTuple):
-    """A head and its value by one measure."""
+    """A head and its value by one measure: a row of `Recording.heads`."""
 
     layer: int
     head: int
@@ -59,7 +59,7 @@ class HeadValue(NamedTuple):
 
 
 class HeadSummary(NamedTuple):
-    """A head with mean entropy, mean largest weight, and the share of the key that receives most."""
+    """A head with mean entropy, mean largest weight, and the share of the key that receives most: a `summary` row."""
 
     layer: int
     name: str
@@ -76,6 +76,9 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 class Table(list[Row], Generic[Row]):
     """A list of named tuples with column titles.
 
+    Attributes:
+        columns: The titles.
+
     Example:
         >>> table = Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)])
         >>> table
@@ -90,7 +93,15 @@ class Table(list[Row], Generic[Row]):
         self.columns = tuple(columns)
 
     def numpy(self) -> Any:
-        """The rows as a NumPy record array."""
+        """The rows as a NumPy record array.
+
+        Returns:
+            A structured array with one field a column.
+
+        Example:
+            >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).numpy()["weight"]
+            array([0.25])
+        """
         import numpy as np
 
         kinds = (
@@ -101,7 +112,16 @@ class Table(list[Row], Generic[Row]):
         return np.array([tuple(row) for row in self], dtype=kinds)
 
     def to_pandas(self) -> Any:
-        """The rows as a pandas DataFrame."""
+        """The rows as a pandas DataFrame.
+
+        Returns:
+            A DataFrame with one column a title; needs pandas.
+
+        Example:
+            >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).to_pandas()  # doctest: +SKIP
+               layer  head  weight
+            0      3     1    0.25
+        """
         import pandas
 
         return pandas.DataFrame([tuple(row) for row in self], columns=list(self.columns))
