@@ -139,7 +139,8 @@ class HeadReduction(RowQuestions):
     def __matmul__(self, v: Tensor) -> Tensor:
         j = self.shape[-1]
         v = as_values(v.unsqueeze(-1) if (vector := v.ndim == 1) else v, j, "values", self.device, self.shape)
-        v = v.expand(*self._factors.batch, self._row_heads, *v.shape[-2:]).reshape(-1, self._row_heads, *v.shape[-2:])
+        batch, outer = self._factors.batch, (self._row_heads, *v.shape[-2:])
+        v = v.expand(*batch, *outer).reshape(batch.numel(), *outer)
         (y,) = self._ask_rows(RowProduct(v))
         return y.squeeze(-1) if vector else y
 

@@ -52,6 +52,7 @@ class RowQuestions:
         """By the textbook: weights or scores (b, h, i, j), and the share (b, h, i) of a sink, if there is one."""
         raise NotImplementedError
 
+    @torch.compiler.disable  # a loop of data-dependent length: torch.compile calls it as it is
     def _ask_rows(self, question: Question, *others: RowQuestions) -> list[Tensor]:
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]
@@ -336,7 +337,7 @@ class RowQuestions:
                 f"gather(keys): positions are -1 (none) to {j - 1}; got {int(keys.min())} to {int(keys.max())}."
             )
         full = torch.broadcast_to(keys, (*outer, *keys.shape[-2:])).to(self._factors.q.device)
-        return self._ask_rows(ChosenKeys(full.reshape(-1, *full.shape[-3:])))[0]
+        return self._ask_rows(ChosenKeys(full.reshape(self._factors.batch.numel(), *full.shape[-3:])))[0]
 
     def offset_mass(self, offset: int) -> Tensor:
         """The weight of every row on the key that stands `offset` positions before it: 1 the previous, 0 itself.
