@@ -64,8 +64,8 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "engines",
     },
     "distributed": {
-        "core.api", "core.autograd", "core.block", "core.intervals", "core.masks", "core.modifiers", "core.online_softmax",
-        "core.problem", "core.pytree", "core.result_cache", "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
+        "core.api", "core.autograd", "core.evaluation", "core.indexing", "core.intervals", "core.online_softmax", "core.problem",
+        "core.pytree", "core.result_cache", "core.results", "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
     },
     "recorder": {
         "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
