@@ -45,11 +45,20 @@ TESTS = {
     "inputs": ("core/test_inputs.py", "not compiled and not forked and not spawned"),
     "errors": ("core/test_errors.py", ""),
     "replay": ("engines/test_replay.py", ""),
+    "comparison": ("core/test_comparison.py", "not learn and (not formula or scaled_dot or sink)"),
+    "spans": ("core/test_spans.py", ""),
+    "row statistics": ("core/test_row_stats.py", ""),
+    "kv": ("core/test_kv.py", ""),
+    "losses": ("core/test_losses.py", ""),
+    "chains": ("core/test_chains.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
+    "from_pretrained": ("nn/test_nn_pretrained.py", "last_hidden_state or logits"),
+    "attention dropout": ("nn/test_nn_dropout.py", "dense_matrix or share"),
     "ranks": ("distributed/test_ranks.py", "every_answer and not (1-contiguous or 1-uneven or 1-empty or 1-zigzag)"),
     "ranks: gradients": ("distributed/test_ranks.py", "gradients_are"),
     "ranks: faults": ("distributed/test_faults.py", "disagree or raises or dies"),
     "ranks: dtensors": ("distributed/test_dtensors.py", ""),
+    "maps of long inputs": ("look/test_look_map.py", "largest_weight_of or are_exact or sixteen"),
 }  # fmt: skip
 
 
@@ -146,6 +155,54 @@ BUGS = [
     # Memory layouts, in a graph and outside it.
     Bug("layouts: the stride of a single head counts", "core/problem.py", "if several and x.stride(1) <", "if x.stride(1) <", ("layouts",)),
     Bug("layouts: an operator returns another one than its fake", "core/autograd.py", "return _empty_in_layout(x, result.shape, result.dtype).copy_(result)", "return result", ("layouts",)),
+    # core/strips.py and core/comparison.py: complete rows, and two matrices side by side.
+    Bug("strips: a row with no key pivots on −inf", "core/row_sources.py", "self._pivot = torch.where(m == -torch.inf, 0, m)", "self._pivot = m", ("comparison",)),
+    Bug("strips: the sink takes no weight", "core/row_sources.py", "l = l + (self._sink - self._pivot).exp()", "pass", ("comparison",)),
+    Bug("strips: heads look at the keys of another group", "core/row_sources.py", "of_keys = slice(heads.start // per_key_head, -(-heads.stop // per_key_head))", "of_keys = slice(heads.start % g, heads.start % g + max(1, (heads.stop - heads.start) // per_key_head))", ("comparison",)),
+    Bug("strips: the second matrix takes positions of the first", "core/row_sources.py", "s = self.problem.bare_scores(self.problem.block(part.rows, part.cols))", "s = self.problem.bare_scores(part.block)", ("comparison",)),
+    Bug("strips: keys that only the second matrix sees are left out", "core/strips.py", "torch.stack([z for _, z in hulls]).amax(0)", "hulls[0][1]", ("comparison",)),
+    Bug("strips: gradients of the last strip alone", "core/strips.py", "                z += g\n", "                z.copy_(g)\n", ("comparison",)),
+    Bug("comparison: cross-entropy of the wrong side", "core/comparison.py", "-(x.p * x.where_both(x.log_q, 0))", "-(x.q * x.where_both(x.log_p, 0))", ("comparison",)),
+    Bug("comparison: a forbidden key is passed over", "core/comparison.py", "return x.infinite((x.p * x.log_ratio).sum(-1))", "return (x.p * x.log_ratio).sum(-1)", ("comparison",)),
+    Bug("comparison: the log-ratio of a hidden key is nan", "core/comparison.py", "return x if self.both is None else torch.where(self.both, x, other)", "return x", ("comparison",)),
+    Bug("comparison: a key of one side alone is left out of js", "core/comparison.py", "of_q = x.q * x.where_both(log2 - softplus(ratio), log2)", "of_q = x.q * x.where_both(log2 - softplus(ratio), 0)", ("comparison",)),
+    Bug("comparison: the sink is no outcome", "core/comparison.py", "if p.log_sink is not None or q.log_sink is not None:", "if False:", ("comparison",)),
+    Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
+    # core/spans.py: tiles and cells of complete rows.
+    Bug("spans: a maximum that two strips share counts twice", "core/strips.py", "larger = value > held", "larger = value >= held", ("spans",)),
+    Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
+    Bug("spans: a strip takes all of the gradient of an lse", "core/strips.py", "        return g * share\n", "        return g\n", ("spans",)),
+    Bug("spans: a strip forgets where it begins", "core/spans.py", "x = x.narrow(dim, start - part.start, stop - start)", "x = x.narrow(dim, 0, stop - start)", ("spans",)),
+    Bug("spans: the log of a mass is taken of its sum", "core/spans.py", "mass = safe_lse(strip.log_w.masked_fill(~cells, -torch.inf), -1) if self.log else (strip.w * cells).sum(-1)", "mass = (strip.w * cells).sum(-1).log() if self.log else (strip.w * cells).sum(-1)", ("spans",)),
+    Bug("spans: a cover takes a block too many", "core/spans.py", "before = value.cumsum(-1) - value", "before = value.cumsum(-1) - 2 * value", ("spans",)),
+    Bug("spans: a block mask takes positions for rows", "core/spans.py", "rows = (block.i[:, 0] - block.offset) // self.rows", "rows = block.i[:, 0] // self.rows", ("spans",)),
+    Bug("spans: segments are counted from 1", "core/arguments.py", "count = int(segments.max()) + 1 if n else 0", "count = int(segments.max()) if n else 0", ("spans",)),
+    # core/row_stats.py and core/head_reduction.py: heads together, distances, patterns.
+    Bug("heads: the log of a mean is that of the sum", "core/row_sources.py", "x.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log()", "x.masked_fill(~counts, -torch.inf)", ("row statistics",)),
+    Bug("heads: a head of weight 0 counts in the log", "core/row_sources.py", "counts = shares > 0", "counts = shares >= 0", ("row statistics",)),
+    Bug("heads: a mean over all groups", "core/head_reduction.py", ".sum(-1, keepdim=True)).flatten()", ".sum()).flatten()", ("row statistics",)),
+    Bug("heads: the entropy leaves the sink out", "core/row_stats.py", "return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)", "return rows", ("row statistics",)),
+    Bug("heads: keys of the largest count from the strip", "core/row_stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
+    Bug("gather: a key outside the strip is its first", "core/row_stats.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),
+    Bug("distances: the variance forgets its mean", "core/row_stats.py", "return (w * (far - mean) ** 2).sum(-1)", "return (w * far ** 2).sum(-1)", ("row statistics",)),
+    Bug("distances: a bin holds its upper edge", "core/row_stats.py", "(far >= a) & (far < z)", "(far > a) & (far <= z)", ("row statistics",)),
+    Bug("patterns: the induction target is the token itself", "core/row_questions.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
+    # kv.py and losses.py.
+    Bug("kv: every key was seen by all rows", "kv.py", "return scores / later.clamp(min=1)", "return scores / rows", ("kv",)),
+    Bug("kv: SnapKV smooths with a shifted window", "kv.py", "padding=kernel // 2)", "padding=kernel // 2).roll(1, -1)", ("kv",)),
+    Bug("kv: TOVA may drop the last key", "kv.py", "scores = _with_largest_at_the_end(row, 1)", "scores = row", ("kv",)),
+    Bug("kv: keys stay in the order of their scores", "kv.py", ".indices.sort(dim=-1).values", ".indices", ("kv",)),
+    Bug("rows: positions begin at 0 again", "core/relations.py", "factors.offset + chosen.start", "factors.offset", ("kv",)),
+    Bug("losses: rows without a cell count", "losses.py", ".sum() / sees.sum().clamp(min=1)", ".mean()", ("losses",)),
+    Bug("losses: a factor above 1", "losses.py", "torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)", "threshold / largest", ("losses",)),
+    Bug("losses: the indexer forgets its ReLU", "losses.py", "torch.relu(x @ k.mT)", "(x @ k.mT)", ("losses",)),
+    Bug("losses: the teacher gets the gradient of distillation", "losses.py", "of_teacher.detach().kl(of_student)", "of_teacher.kl(of_student)", ("losses",)),
+    Bug("losses: a choice of keys is not renormalised", "core/row_sources.py", "self.log_w = log_w - torch.where(total == -torch.inf, 0, total)", "self.log_w = log_w", ("losses",)),
+    # chains.py.
+    Bug("chains: a rollout begins with the last layer", "chains.py", "for n, layer in enumerate(_square(layers, residual)):", "for n, layer in enumerate(_square(layers, residual)[::-1]):", ("chains",)),
+    Bug("chains: rows are followed from the first layer", "chains.py", "for n in reversed(range(len(stack))):", "for n in range(len(stack)):", ("chains",)),
+    Bug("chains: weights of heads are not divided by their sum", "chains.py", "share = head_weights[layer] / head_weights[layer].sum()", "share = head_weights[layer]", ("chains",)),
+    Bug("chains: negative relevance counts", "core/row_stats.py", "(relevance.clamp(min=0) if self.positive else relevance)", "relevance", ("chains",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),
@@ -174,6 +231,12 @@ BUGS = [
     Bug("numba: the gradient forgets the slope of a cap", "engines/numba/kernels/backward.py", "        mul_(d, n, slope)\n", "        pass\n", ("gradients in float32",)),
     Bug("numba: keys outside an interval get gradients", "engines/numba/kernels/backward.py", "                    zero_(row, z, cols)\n", "                    pass\n", ("gradients in float32",)),
     Bug("numba: the gradient of the mean distance is lost", "engines/numba/kernels/backward.py", "    if T.d_distance != 0:\n", "    if T.d_distance != 0 and T.d_distance == 0:\n", ("gradients in float32",)),
+    # nn/pretrained.py
+    Bug("from_pretrained: RoBERTa's positions begin at its padding", "nn/pretrained.py", "0 if start is None else start + 1 :", "0 if start is None else start :", ("from_pretrained",)),
+    Bug("from_pretrained: the norms have PyTorch's own ε", "nn/pretrained.py", "            module.eps = eps\n", "            pass\n", ("from_pretrained",)),
+    # nn/dropout.py
+    Bug("attention dropout: rows are normalised again", "nn/dropout.py", "    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)\n", "    return seen.y / (1 - p)\n", ("attention dropout",)),
+    Bug("attention dropout: heads drop the same weights", "nn/dropout.py", "(q.shape[:-3].numel(), q.shape[-3], 1, 1)", "(q.shape[:-3].numel(), 1, 1, 1)", ("attention dropout",)),
     # distributed: pieces of other ranks' keys, and the way back.
     Bug("ranks: a piece's offset forgets where its keys begin", "distributed/pairs.py", "rows.start + factors.query_offset - keys.start)", "rows.start + factors.query_offset)", ("ranks",)),
     Bug("ranks: the entropy of a piece is taken for its sum", "distributed/pairs.py", "l * (torch.where(l == 0, 1, l).log() - entropy)", "l * entropy", ("ranks",)),
@@ -189,6 +252,9 @@ BUGS = [
     Bug("ranks: masks are not compared", "distributed/build.py", '        "mask": describe(mask),\n', "", ("ranks: faults",)),
     Bug("ranks: a rank's error is its own", "distributed/transport.py", 'if any("raised" in report for report in reports.values()):', 'if True:', ("ranks: faults",)),
     Bug("ranks: each rank takes the first sequences of a batch", "distributed/build.py", "            factors = factors.pick(axis, chosen)\n", "            factors = factors.pick(axis, range(len(chosen)))\n", ("ranks: dtensors",)),
+    Bug("largest weight of a tile: the mask is forgotten", "look/dot_head.py", "s.masked_fill_(~visible, -torch.inf)", "s.masked_fill_(~visible, 0.0)", ("maps of long inputs",)),
+    Bug("exact rows: keys of another head", "look/dot_head.py", "key = head * k.shape[-3] // q.shape[-3]", "key = head % k.shape[-3]", ("maps of long inputs",)),
+    Bug("exact rows: the lse of the queries before they were rounded", "look/dot_head.py", "return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)", "return DotHead(q, k, self.scale, self.lse, self.lo, self.hi)", ("maps of long inputs",)),
 ]  # fmt: skip
 
 

@@ -121,7 +121,8 @@ def attend(
     q, k, v = check_tensors(q=q, k=k, v=v)
     one_head = q.ndim == 2 and k.ndim == 2
     W = Weights(normalize_inputs(q, k, score, mask, align), _engine(engine), one_head=one_head)
-    return W._statistics(["values"], {"v": v}, remember=False).y  # the matrix is gone after this
+    W._remembers = False
+    return W.see(values=v).y
 
 
 def _over_ranks(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any, mesh: Any) -> Weights:

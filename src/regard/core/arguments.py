@@ -14,7 +14,7 @@ from .indexing import Tokens, as_index, parse, positions_of
 from .scores import upcast
 from .stats import Tiling
 
-__all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys"]
+__all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys", "segment_flags"]
 
 
 def at_least_one(n: Any, what: str) -> int:
@@ -75,3 +75,18 @@ def chosen_keys(keys: Any, n: int, tokens: Tokens | None, q: Tensor) -> Tensor:
     pick = parse((slice(None), keys), (1, n), (None, tokens))[1]
     flags[as_index(positions_of(pick), q.device)] = 1
     return flags
+
+
+def segment_flags(segments: Any, n: int, tokens: Tokens | None, q: Tensor, what: str) -> Tensor:
+    """(segments, n): 1 where a position is in a segment, else 0, in the dtype of statistics."""
+    if isinstance(segments, Tensor) and not segments.is_floating_point() and segments.dtype != torch.bool:
+        if segments.shape != (n,):
+            raise ValueError(f"segment_mass({what}): one segment a position, ({n},); got {tuple(segments.shape)}.")
+        count = int(segments.max()) + 1 if n else 0
+        return (torch.arange(max(count, 0), device=q.device)[:, None] == segments.to(q.device)).to(upcast(q[..., :0]))
+    if not isinstance(segments, list | tuple) or not segments:
+        raise TypeError(
+            f"segment_mass({what}) takes an int tensor with the segment of each position, or a list of segments; "
+            f"got {type(segments).__name__}."
+        )
+    return torch.stack([chosen_keys(segment, n, tokens, q) for segment in segments])

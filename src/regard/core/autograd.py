@@ -173,7 +173,9 @@ def _score_grad(
     """All terms that are linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
     # An engine that computes in 16 bits takes y's gradient as it is: a float32 copy is slow.
-    grads = {n: g if engine.keeps_grad_dtype and n == "y" else g.to(problem.compute_dtype) for n, g in grad_outputs.items()}
+    grads = {
+        n: g if engine.keeps_grad_dtype and n == "y" else g.to(problem.compute_dtype) for n, g in grad_outputs.items()
+    }
     pairs, without_row_term = [], []
     if (g := grads.get("y")) is not None:
         delta = engine.row_dot(g, results["y"])

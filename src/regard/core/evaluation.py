@@ -38,6 +38,9 @@ _RAW_OUTPUTS = {
 class LazyMatrix:
     """Factors, an engine and the results that are still valid. No weight is stored."""
 
+    #: Whether results are cached, and with them what a pass has for nothing. `attend` asks once and needs neither.
+    _remembers = True
+
     def __init__(
         self,
         factors: Factors,
@@ -119,10 +122,10 @@ class LazyMatrix:
         raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
         return Request(raw, **inputs)
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any], remember: bool = True) -> Statistics:
-        """The named statistics; with `remember`, what the pass has for nothing is cached."""
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
+        """The named statistics."""
         vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        results = self._ask(self._request(statistics, inputs), remember)
+        results = self._ask(self._request(statistics, inputs))
         fields: dict[str, Any] = {}
         for statistic in statistics:
             if statistic == "peak":
@@ -137,7 +140,7 @@ class LazyMatrix:
                 fields[statistic] = results[statistic].to(self.dtype)
         return Statistics(**fields)
 
-    def _ask(self, request: Request, remember: bool = True) -> Results:
+    def _ask(self, request: Request) -> Results:
         """The engine's results, with this matrix's batch and head axes."""
         batch = self._batch_with(request)
         factors = self._factors.expanded(batch)
@@ -147,7 +150,8 @@ class LazyMatrix:
         folded = request
         if len(batch) != 1 or names is not request.names or batch != self._factors.batch:
             folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        results = self._compute(factors, folded, requires_grad, use_cache=remember and batch == self._factors.batch)
+        use_cache = self._remembers and batch == self._factors.batch
+        results = self._compute(factors, folded, requires_grad, use_cache)
         return {
             name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
         }

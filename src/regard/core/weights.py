@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Unpack, get_args
 from torch import Tensor
 
 from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
-from .evaluation import LazyMatrix, Transposed
+from .evaluation import Transposed
 from .indexing import At, expand, pick_axes, positions_of, word_at
 from .problem import from_weights
+from .relations import Relations
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
+from .spans import PoolBy
 from .types import IndexLike, KeyLike, KeysLike, PoolLike, StatisticName, ToLike
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
 
 
-class Weights(LazyMatrix):
+class Weights(Relations):
     """Attention weights ``(..., h, i, j)``, or ``(i, j)`` for one head; made by `regard.weights`.
 
     | expression | is |
@@ -266,7 +268,7 @@ class Weights(LazyMatrix):
         """
         return self.see("received").received
 
-    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None)) -> Tensor:
+    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None), by: PoolBy = "sum") -> Tensor:
         """The sum of the weights in each of rows × cols tiles: the matrix at lower resolution.
 
         Tile r of n positions begins at ⌊r·n/rows⌋ and ends before ⌊(r+1)·n/rows⌋.
@@ -276,6 +278,7 @@ class Weights(LazyMatrix):
             cols: Number of tiles along the keys.
             i: The part of the queries that is pooled, a slice without step.
             j: The part of the keys that is pooled, a slice without step.
+            by: As for `pool_blocks`: ``"sum"``, ``"mean"``, ``"max"``, ``"lse"``.
 
         Returns:
             ``(..., h, rows, cols)``.
@@ -284,7 +287,7 @@ class Weights(LazyMatrix):
         tensor([[1., 1.],
                 [1., 1.]])
         """
-        return self.see(pool=(rows, cols, i, j)).pool
+        return self.see(pool=(rows, cols, i, j)).pool if by == "sum" else self._pool_by((rows, cols, i, j), by)
 
     def mean_distance(self) -> Tensor:
         """The mean distance Σ_j w_ij |i - j| of every row, in positions.

@@ -47,9 +47,13 @@ class DetachedTensor(Tensor):
 class DetachedWeights(Weights):
     """Weights of a recorded call that ran with gradients, without them: their answers are `DetachedTensor`s."""
 
-    def _ask(self, request: Any) -> dict[str, Tensor]:
-        results = super()._ask(request)
+    def _ask(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        results = super()._ask(*args, **kwargs)
         return {name: as_detached(x) for name, x in results.items()} if torch.is_grad_enabled() else results
+
+    def _ask_rows(self, question: Any, *others: Any) -> list[Tensor]:
+        results = super()._ask_rows(question, *others)
+        return [as_detached(x) for x in results] if torch.is_grad_enabled() else results
 
     def _block(self, rows: Any, cols: Any) -> Tensor:
         block = super()._block(rows, cols)
