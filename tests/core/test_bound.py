@@ -40,8 +40,8 @@ from support.judge import (
     ScoreCase,
     Sizes,
     Truth,
-    library_answers_at_once,
     draw,
+    library_answers_at_once,
     named,
     per_query_head,
 )

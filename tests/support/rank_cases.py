@@ -222,3 +222,21 @@ def gradcheck(group: Any, rank: int, world: int, name: str) -> bool:
         return _Gathered.apply(own_answer, index, n, ranks)
 
     return torch.autograd.gradcheck(answer, (q, k, v, slopes))
+
+
+def complete_rows(group: Any, rank: int, world: int) -> list[str]:
+    """What is said of questions that need complete rows, where some of the keys are on another rank."""
+    W = regard.weights(torch.randn(2, 4, 5), mask=regard.causal(), mesh=Shards(group, timeout=100))
+    texts = []
+    for ask in (
+        lambda: W.kl(W),
+        lambda: W.rows(slice(0, 2)),
+        lambda: W.reduce_heads("mean").entropy(),
+        lambda: W.pool(2, 2, by="max"),
+        W.distance_variance,
+    ):
+        try:
+            ask()
+        except NotImplementedError as error:
+            texts.append(str(error))
+    return texts

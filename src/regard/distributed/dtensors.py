@@ -94,6 +94,11 @@ class DTensorWeights(Weights):
     def _explain(self, request: Any) -> str:
         return self._local._explain(request)
 
+    def _local_factors(self) -> Factors:
+        raise NotImplementedError(
+            "complete rows are not computed of DTensors yet; ask for statistics of `see`, or use full_tensor() first."
+        )
+
     def _select(self, picks: list[Pick]) -> Self:
         if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
             return self
@@ -106,10 +111,10 @@ class DTensorWeights(Weights):
         batch, heads = tuple(local._factors.batch), None if local._one_head else local._factors.heads
         return type(self)(local, MeshLayout(self._layout.mesh, self._layout.roles, batch, heads))
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any], remember: bool = True) -> Statistics:
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
         if inputs.get("v") is not None:
             inputs = {**inputs, "v": self._layout.unwrap(inputs["v"], "values")}
-        local = self._local._statistics(statistics, inputs, remember)
+        local = self._local._statistics(statistics, inputs)
         i, j = self._sizes
         fields: dict[str, Any] = {}
         for name, value in vars(local).items():
