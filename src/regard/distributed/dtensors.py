@@ -106,10 +106,10 @@ class DTensorWeights(Weights):
         batch, heads = tuple(local._factors.batch), None if local._one_head else local._factors.heads
         return type(self)(local, MeshLayout(self._layout.mesh, self._layout.roles, batch, heads))
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any], remember: bool = True) -> Statistics:
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
         if inputs.get("v") is not None:
             inputs = {**inputs, "v": self._layout.unwrap(inputs["v"], "values")}
-        local = self._local._statistics(statistics, inputs, remember)
+        local = self._local._statistics(statistics, inputs)
         i, j = self._sizes
         fields: dict[str, Any] = {}
         for name, value in vars(local).items():
