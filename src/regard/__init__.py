@@ -42,10 +42,5 @@ __getattr__ = lazy_getattr(
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },
+    ("chains", "distributed", "integrations", "kv", "learn", "look", "losses", "nn"),
 )
-
-
-def __dir__() -> list[str]:
-    return sorted(
-        [*__all__, "__version__", "chains", "distributed", "integrations", "kv", "learn", "look", "losses", "nn"]
-    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from .indexing import Tokens, as_index, parse, positions_of
 from .scores import upcast
 from .stats import Tiling
+from .tensor_kinds import readable
 
 __all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys", "segment_flags"]
 
@@ -35,6 +36,7 @@ def as_tokens(words: Any, n: int, axis: str) -> Tokens:
 
 def as_values(v: Any, length: int, what: str, device: torch.device, shape: torch.Size) -> Tensor:
     """A tensor (..., heads, length, e) that fits weights of this shape."""
+    v = readable(v, what) if isinstance(v, Tensor) else v
     if not isinstance(v, Tensor) or not v.is_floating_point():
         got = v.dtype if isinstance(v, Tensor) else type(v).__name__
         raise TypeError(f"{what} must be a floating-point tensor (..., {length}, size); got {got}.")
@@ -68,6 +70,7 @@ def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
 def chosen_keys(keys: Any, n: int, tokens: Tokens | None, q: Tensor) -> Tensor:
     """(j,): 1 for chosen keys, else 0, in the dtype of statistics."""
     flags = torch.zeros(n, dtype=upcast(q[..., :0]).dtype, device=q.device)
+    keys = readable(keys, "mass(keys)") if isinstance(keys, Tensor) else keys
     if isinstance(keys, Tensor) and keys.dtype == torch.bool:
         if keys.shape != (n,):
             raise ValueError(f"mass(keys): a bool tensor has one flag a key, ({n},); got {tuple(keys.shape)}.")

@@ -35,6 +35,7 @@ from .stats import (
     lse_of,
     required,
 )
+from .tensor_kinds import materialized, refuse_forward_ad, refuse_functionalize, refuse_jit_trace
 from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = ["cell_grads", "compute_with_autograd", "gathered_grads"]
@@ -60,6 +61,10 @@ def compute_with_autograd(
         return engine.compute(problem, request, request.names, cached)
     engine = fused_engine(engine)
     tracing = is_tracing()
+    if not tracing:
+        refuse_jit_trace()
+        refuse_forward_ad((problem, request))
+        refuse_functionalize()
     if not requires_grad and not tracing and not is_replayed_device(problem.q):
         return without_autocast(problem.q, lambda: compute(problem, request, engine, cached, remember))
     spec, tensors = flatten((problem, request))
@@ -270,7 +275,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], input_grads: _InputGrads
     saved = ctx.saved_tensors  # read once: a pack hook may unpack a saved tensor only once
     count = len(saved) - len(ctx.names)
     tensors, outputs = list(saved[:count]), saved[count:]
-    grad_outputs = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+    grad_outputs = {name: materialized(g) for name, g in zip(ctx.names, grads, strict=True) if g is not None}
     if not grad_outputs:
         return [None] * count
     return input_grads(

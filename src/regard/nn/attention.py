@@ -93,8 +93,9 @@ class _Attention(nn.Module):
     def extra_repr(self) -> str:
         shared = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         dropped = f", attention_dropout={self.attention_dropout:g}" if self.attention_dropout else ""
+        causal = ", causal=True" if getattr(self, "causal", False) else ""
         sizes = f"key_size={self.key_size}, value_size={self.value_size}"
-        return f"{self.dim}, heads={self.heads}{shared}, {sizes}{dropped}"
+        return f"{self.dim}, heads={self.heads}{shared}, {sizes}{dropped}{causal}"
 
 
 class SelfAttention(_Attention):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.weights import Weights
 
-__all__ = ["DetachedTensor", "DetachedWeights", "as_detached"]
+__all__ = ["DetachedTensor", "DetachedWeights", "RecordedWeights", "as_detached"]
 
 ADVICE = (
     "recorded weights are not part of the autograd graph: regard.record(model, grad=True) makes them part of it. For "
@@ -44,7 +44,13 @@ class DetachedTensor(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class DetachedWeights(Weights):
+class RecordedWeights(Weights):
+    """Weights of a recorded call; its values, if they were recorded, are in `Layer.values`."""
+
+    keys_are_values = False
+
+
+class DetachedWeights(RecordedWeights):
     """Weights of a recorded call that ran with gradients, without them: their answers are `DetachedTensor`s."""
 
     def _ask(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
