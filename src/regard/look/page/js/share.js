@@ -8,16 +8,16 @@ const SIZES = { screen: ["as on the screen", null], column: ["a column, 3.3 in",
 
 export function shareMenu(page) {
   const own = (page.share ??= { size: "screen" }), message = el("p", { class: "hint", "aria-live": "polite" });
-  const act = (key, text, run) => el("button", { class: "chip", "data-key": key, text, onclick: async () => {
+  const act = (key, text, run) => el("button", { class: "act", "data-key": key, text, onclick: async () => {
     try { message.textContent = await run(); } catch (error) { message.textContent = `That failed: ${error.message}`; }
   } });
   const size = el("select", { "data-key": "share-size", "aria-label": "Width of the picture", onchange: (e) => { own.size = e.target.value; } },
     Object.entries(SIZES).map(([id, [name]]) => el("option", { value: id, text: name })));
   size.value = own.size;
   const menu = el("details", { class: "share" }, el("summary", { "data-key": "share", text: "Share" }), el("div", { class: "sheet" },
-    el("div", { class: "chips" }, act("copy-link", "copy link", () => copyText(page.link, "The link is copied.")),
+    el("div", { class: "acts" }, act("copy-link", "copy link", () => copyText(page.link, "The link is copied.")),
       act("copy-caption", "copy caption", () => copyText(caption(page), "The caption is copied."))),
-    el("div", { class: "chips" }, size, act("save-svg", "SVG", async () => download(page, "svg", new Blob([svgText(page)], { type: "image/svg+xml" }))),
+    el("div", { class: "acts" }, size, act("save-svg", "SVG", async () => download(page, "svg", new Blob([svgText(page)], { type: "image/svg+xml" }))),
       act("save-png", "PNG, 2×", async () => download(page, "png", await pngOf(svgText(page)))),
       act("save-csv", "CSV", async () => download(page, "csv", new Blob([`\uFEFF${csvOf(page)}`], { type: "text/csv" })))),
     message));
