@@ -77,7 +77,7 @@ function fly(map, i, j) {
 function readButton(page, own) {
   const button = el("button", { class: "chip", "data-key": "read" });
   const words = ({ i0, i1, j0, j1 }) => [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
-  button.addEventListener("click", () => page.openWindow(page.head, ...words(own.view ?? complete(page.head))));
+  button.addEventListener("click", () => !button.disabled && page.openWindow(page.head, ...words(own.view ?? complete(page.head))));
   const refresh = (view) => {
     const [i0, i1, j0, j1] = words(view), fits = i1 - i0 <= READABLE && j1 - j0 <= READABLE;
     button.hidden = !page.head.stored.exact;

@@ -17,8 +17,10 @@ export class Tiles {
     if (!fit) return 1;
     if (mode === "mean" && !this.isExact(view)) return this.source.scale;
     const [r, c] = this.source.tiles, { i, j } = this.source.head;
+    // The first rows of a causal text see few words and give each of them much: they do not fix the scale of the others.
+    const settled = Math.ceil((this.source.settled / i) * r), first = Math.floor((view.i0 / i) * r);
     let most = 0;
-    for (let a = Math.floor((view.i0 / i) * r); a < Math.min(r, (view.i1 / i) * r); a++) {
+    for (let a = view.i1 > 2 * this.source.settled ? Math.max(first, settled) : first; a < Math.min(r, (view.i1 / i) * r); a++) {
       for (let b = Math.floor((view.j0 / j) * c); b < Math.min(c, (view.j1 / j) * c); b++) most = Math.max(most, this.source.most(a, b));
     }
     return most || 1;
