@@ -157,6 +157,50 @@ def plain(shape: tuple[int, ...], causal: bool) -> None:
     note("basic self-attention + entropy", name, f"SDPA(x, x, x) ({backend})", *pair, 1.05, 0.9, error=error)
 
 
+def natural(shape: tuple[int, ...], causal: bool) -> None:
+    """One question after the other, as code is written that does not know of `see`: a pass remembers what it has for nothing."""
+    q, k, v = draw(*shape), draw(*shape), draw(*shape)
+    mask = regard.causal() if causal else None
+
+    def sdpa() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def four() -> regard.Weights:
+        W = regard.weights(q, k, mask=mask, engine="triton")
+        W @ v, W.lse(), W.max_score(), W.entropy()
+        return W
+
+    name, backend = [*shape, "causal" if causal else "full"], best_backend(sdpa)
+    against = f"SDPA y alone ({backend})"
+    note("W @ v; lse; max_score; entropy", name, against, *in_turns(four, sdpa, backend), 1.15, 1.0)
+    note("the same; received", name, against, *in_turns(lambda: four().received(), sdpa, backend), 1.85, 1.65)
+
+
+def host(times: int = 30, turns: int = 9) -> None:
+    """What the host takes for one short question more than for PyTorch's attention, the device not waited for."""
+    shape = (8, 12, 512, 64)
+    q, k, v = draw(*shape), draw(*shape), draw(*shape)
+    mask = regard.causal()
+
+    def microseconds(run) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - begin) / times * 1e6
+
+    def theirs() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def rows():
+        return regard.weights(q, k, mask=mask, engine="triton").see("lse", "max_score", "entropy", values=v)
+
+    for _ in range(5):
+        rows(), theirs()
+    above = [microseconds(rows) - microseconds(theirs) for _ in range(turns)]
+    note("host, y + lse + max + entropy: µs more", [*shape, "causal"], "SDPA, eager", above, None, 50, 20)
+
+
 def training(shape: tuple[int, ...], causal: bool) -> None:
     q, k, v = (draw(*shape, grad=True) for _ in range(3))
     dy, mask = draw(*shape), regard.causal() if causal else None
@@ -324,7 +368,8 @@ def main(patience: float = 150.0) -> None:
     pool.map_async(compiled, jobs).wait(patience)
     pool.terminate()
     print(f"{time.time() - BEGIN:5.0f}s compiled", flush=True)
-    for job in [*jobs, ("million", ())]:
+    timed_only = [("natural", (s, c)) for s in (SHAPES[0], SHAPES[2]) for c in (False, True)]
+    for job in [*jobs, *timed_only, ("host", ()), ("million", ())]:
         tried(*job)
     save()
 

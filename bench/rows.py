@@ -110,7 +110,8 @@ def read(name: str) -> list[Row]:
 
 def unit(r: Row) -> str:
     """What the number counts: how many times the peer's, unless the question names something else."""
-    return " s" if r.what.endswith(": seconds") else " GB" if ": GB " in r.what else "×"
+    units = {": seconds": " s", ": GB ": " GB", ": µs ": " µs"}
+    return next((unit for mark, unit in units.items() if mark in r.what), "×")
 
 
 def table(rows: list[Row]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from core.test_bound import Case, Configuration, configurations
-from regard.distributed import RankError, Shards, shards, zigzag
+from regard.distributed import RankError, Shards, sharded, shards, zigzag
 from regard.distributed.transport import Ranks
 from support.judge import SMOOTH, Truth, asked_at_once
 
@@ -60,9 +60,10 @@ class ShardedCase(Case):
         self.keys = self.rows if n.i == n.j else positions(n.j, world, split, chance)
         self.exchange = chance.choice(("ring", "gather"))
         self.smallest = chance.choice((1, 4, 2048))
+        self.rows_at_once = chance.choice((3, 2**15))
 
     def over_ranks(self, group: Any, rank: int, grad: bool = False) -> tuple[regard.Weights, list[Tensor]]:
-        shards.SHORTEST_PIECE = self.smallest
+        shards.SHORTEST_PIECE, sharded.ROWS = self.smallest, self.rows_at_once
         about, rows, keys = self.about, index_of(self.rows[rank]), index_of(self.keys[rank])
         local = [self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys], self.u[:, :, rows], *self.parameters]
         local = [t.detach().clone().requires_grad_(grad) for t in local]

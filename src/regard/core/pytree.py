@@ -64,10 +64,11 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
+    parts: Sequence[Any]
     if isinstance(value, tuple):
         kind, parts = "tuple", value
     elif (kind := type(value).__name__) in _NODES:
-        parts = [getattr(value, name) for name in value.parts]
+        parts = tuple([getattr(value, name) for name in value.parts])
     else:
         return value
     # Leaves that are constants are not worth a call each: half of them are None.

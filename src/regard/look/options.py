@@ -94,6 +94,8 @@ class ViewOptions:
     def __post_init__(self) -> None:
         if self.target is not None and self.word is None:
             raise ValueError("target=… needs word=…: it ranks the heads by the weight from one word to another.")
+        if self.head is not None and not isinstance(self.head, int):
+            raise TypeError(f"head must be the number of one head; got {self.head!r}. For several, show each of them.")
 
     @property
     def word_name(self) -> str | int | None:
