@@ -64,3 +64,9 @@ def test_more_gradients_are_those_of_one_process(ranks, world, split, seed) -> N
 )  # fmt: skip
 def test_gradients_over_two_ranks_are_finite_differences(ranks, name) -> None:
     assert all(ranks.run(2, "support.rank_cases.gradcheck", name))
+
+
+def test_questions_about_complete_rows_are_refused(ranks) -> None:
+    for texts in ranks.run(2, "support.rank_cases.complete_rows"):
+        assert len(texts) == 5, texts
+        assert all("complete rows are not computed over ranks yet" in text for text in texts)

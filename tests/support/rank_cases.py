@@ -14,7 +14,7 @@ import regard
 from core.test_bound import Case, Configuration, configurations
 from regard.distributed import RankError, Shards, sharded, shards, zigzag
 from regard.distributed.transport import Ranks
-from support.judge import SMOOTH, Truth, asked_at_once
+from support.judge import SMOOTH, Truth, library_answers_at_once
 
 SPLITS = ("contiguous", "uneven", "empty", "zigzag")
 #: Answers that stay with rows, and those that come back with keys; the others are the same on every rank.
@@ -90,7 +90,7 @@ class ShardedCase(Case):
 def answers(group: Any, rank: int, world: int, seed: int, split: str) -> dict[str, Tensor]:
     case = ShardedCase(seed, world, split)
     W, local = case.over_ranks(group, rank)
-    return asked_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
+    return library_answers_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
 
 
 def _coefficients(seed: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def _loss(answers: dict[str, Tensor], coefficients: dict[str, Tensor]) -> Tensor
 def gradients(group: Any, rank: int, world: int, seed: int, split: str) -> dict[str, Tensor]:
     case = ShardedCase(seed, world, split, torch.float64)
     W, local = case.over_ranks(group, rank, grad=True)
-    got = asked_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
+    got = library_answers_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
     rows, keys = index_of(case.rows[rank]), index_of(case.keys[rank])
     full = _coefficients(seed, case.truth().answers(case.v, case.u))
     own = {
@@ -222,3 +222,21 @@ def gradcheck(group: Any, rank: int, world: int, name: str) -> bool:
         return _Gathered.apply(own_answer, index, n, ranks)
 
     return torch.autograd.gradcheck(answer, (q, k, v, slopes))
+
+
+def complete_rows(group: Any, rank: int, world: int) -> list[str]:
+    """What is said of questions that need complete rows, where some of the keys are on another rank."""
+    W = regard.weights(torch.randn(2, 4, 5), mask=regard.causal(), mesh=Shards(group, timeout=100))
+    texts = []
+    for ask in (
+        lambda: W.kl(W),
+        lambda: W.rows(slice(0, 2)),
+        lambda: W.reduce_heads("mean").entropy(),
+        lambda: W.pool(2, 2, by="max"),
+        W.distance_variance,
+    ):
+        try:
+            ask()
+        except NotImplementedError as error:
+            texts.append(str(error))
+    return texts
