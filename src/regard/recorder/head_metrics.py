@@ -348,8 +348,8 @@ def _one_stack(layers: list[Any], token: Any, item: int | None) -> list[Any]:
     stems = {run[0].name.split(".")[0] for run in with_token}
     if isinstance(token, int) and len(stems) > 1:
         raise ValueError(
-            f"position {token} is one of several stacks of layers, {', '.join(sorted(stems))}: name its token, or choose "
-            f"one by select(name={min(stems)!r})."
+            f"position {token} is one of several stacks of layers, {', '.join(sorted(stems))}: name its token, or "
+            f"choose one by select(name={min(stems)!r})."
         )
     return max(with_token, key=len, default=[])
 
