@@ -52,6 +52,9 @@ class LayerStack:
         Args:
             which: Its number (`Layer.index`; negative: from the end), its module's name, or the end of that name.
 
+        Returns:
+            The recorded layer.
+
         Raises:
             IndexError: There is no layer of that number, or nothing was recorded.
             KeyError: No layer, or more than one, has that name.
@@ -197,7 +200,10 @@ class LayerStack:
         return head_metrics.overview(self.layers)
 
     def to_pandas(self) -> Any:
-        """`summary` as a pandas DataFrame, one row a head.
+        """`summary` as a pandas DataFrame.
+
+        Returns:
+            One row a head.
 
         Example:
             >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
