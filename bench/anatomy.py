@@ -27,11 +27,11 @@ def kernels(ask) -> dict[str, float]:
         for _ in range(TIMES):
             ask()
         torch.cuda.synchronize()
-    found: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
     for event in watched.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name[:48]] += event.device_time / 1000 / TIMES
-    return found
+            times[event.name[:48]] += event.device_time / 1000 / TIMES
+    return times
 
 
 def host(ask) -> float:
@@ -47,9 +47,9 @@ def host(ask) -> float:
 
 
 def tell(what: str, ask, peer: float) -> None:
-    found = kernels(ask)
-    parts = ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(found.items(), key=lambda x: -x[1])[:7])
-    print(f"  {what:18s} {sum(found.values()):.3f} ms = {sum(found.values()) / peer:.3f}x, host {host(ask):.3f} ms: {parts}", flush=True)  # fmt: skip
+    times = kernels(ask)
+    parts = ", ".join(f"{name} {ms:.3f}" for name, ms in sorted(times.items(), key=lambda x: -x[1])[:7])
+    print(f"  {what:18s} {sum(times.values()):.3f} ms = {sum(times.values()) / peer:.3f}x, host {host(ask):.3f} ms: {parts}", flush=True)  # fmt: skip
 
 
 def main() -> None:

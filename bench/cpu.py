@@ -57,7 +57,7 @@ def everything(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
 
 
 def speed() -> list[Row]:
-    found = []
+    figures = []
     for shape in SHAPES:
         for causal in (False, True):
             q, k, v = (torch.randn(shape) for _ in range(3))
@@ -70,21 +70,21 @@ def speed() -> list[Row]:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
             samples = ratios(lambda: rows_only(q, k, v, mask), sdpa, repeats)
-            found.append(
+            figures.append(
                 row(f"output, lse, max, entropy{kind}", shape, "SDPA, output only", samples, 1.25 if long else 1.5, 1.0)
             )
             samples = ratios(lambda: regard.attend(q, k, v, mask=mask), sdpa, repeats)
-            found.append(row(f"attend, output only{kind}", shape, "SDPA", samples, None, 1.0))
+            figures.append(row(f"attend, output only{kind}", shape, "SDPA", samples, None, 1.0))
             if long:
                 samples = ratios(lambda: everything(q, k, v, mask), sdpa, repeats)
-                found.append(row(f"all statistics{kind}", shape, "SDPA, output only", samples, 2.5, 1.7))
+                figures.append(row(f"all statistics{kind}", shape, "SDPA, output only", samples, 2.5, 1.7))
                 samples = [1 / r for r in ratios(lambda: everything(q, k, v, mask), lambda: eager(q, k, v, causal), 5)]
-                found.append(
+                figures.append(
                     row(f"all statistics{kind}, times faster", shape, "eager, t × t stored", samples, 3, 4.5, "higher")
                 )
-            found.append(_trained(q, k, v, mask, causal, kind, repeats))
-            print(*[f"{r.ratio:6.2f}× {r.what} {shape}" for r in found[-5:]], sep="\n", file=sys.stderr)
-    return found
+            figures.append(_trained(q, k, v, mask, causal, kind, repeats))
+            print(*[f"{r.ratio:6.2f}× {r.what} {shape}" for r in figures[-5:]], sep="\n", file=sys.stderr)
+    return figures
 
 
 def _trained(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, kind: str, repeats: int) -> Row:
@@ -100,7 +100,7 @@ def _trained(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, kind: str
 
 def masked() -> list[Row]:
     """`attend` where PyTorch's own attention could be given a dense mask instead."""
-    found = []
+    figures = []
     for shape in ((8, 12, 128, 32), (1, 12, 2048, 64)):
         q, k, v = (torch.randn(shape) for _ in range(3))
         b, h, t, d = shape
@@ -119,12 +119,12 @@ def masked() -> list[Row]:
                 lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense),
                 15,
             )
-            found.append(row(f"attend, {name}", shape, "SDPA with a dense mask", samples, None, 1.0))
+            figures.append(row(f"attend, {name}", shape, "SDPA with a dense mask", samples, None, 1.0))
         samples = ratios(
             lambda: regard.attend(q, *fewer), lambda: F.scaled_dot_product_attention(q, *fewer, enable_gqa=True), 15
         )
-        found.append(row("attend, 4 heads share keys", shape, "SDPA, enable_gqa", samples, None, 1.0))
-    return found
+        figures.append(row("attend, 4 heads share keys", shape, "SDPA, enable_gqa", samples, None, 1.0))
+    return figures
 
 
 def windowed() -> Row:
@@ -208,11 +208,11 @@ def main() -> None:
         who, heads, t = options.peak
         print(_peak_here(who, int(heads), int(t)))
         return
-    found = [*speed(), *masked(), windowed(), *growth(), memory()]
-    write("cpu", found)
-    missed = [r for r in found if r.verdict() == "limit missed"]
-    print(f"{len(missed)} of {len(found)} figures miss their limit; median of all ratios to SDPA "
-          f"{statistics.median(r.ratio for r in found if r.against.startswith('SDPA')):.2f}")  # fmt: skip
+    figures = [*speed(), *masked(), windowed(), *growth(), memory()]
+    write("cpu", figures)
+    missed = [r for r in figures if r.verdict() == "limit missed"]
+    print(f"{len(missed)} of {len(figures)} figures miss their limit; median of all ratios to SDPA "
+          f"{statistics.median(r.ratio for r in figures if r.against.startswith('SDPA')):.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

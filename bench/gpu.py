@@ -58,9 +58,9 @@ def note(
     else:
         samples = [theirs / o for o in ours]
     samples = samples[:: -(-len(samples) // 50)]  # of all turns alike
-    found: Row = row(what, shape, against, samples, must, goal, better, torch.cuda.get_device_name())
-    ROWS.append({**asdict(found), "error": error, "ms": statistics.median(ours)})
-    print(f"{time.time() - BEGIN:5.0f}s {what:44s} {shape!s:28s} {found.ratio:8.3f} {found.verdict():8s} {statistics.median(ours):8.3f} ms {error or ''}", flush=True)  # fmt: skip
+    figure: Row = row(what, shape, against, samples, must, goal, better, torch.cuda.get_device_name())
+    ROWS.append({**asdict(figure), "error": error, "ms": statistics.median(ours)})
+    print(f"{time.time() - BEGIN:5.0f}s {what:44s} {shape!s:28s} {figure.ratio:8.3f} {figure.verdict():8s} {statistics.median(ours):8.3f} ms {error or ''}", flush=True)  # fmt: skip
 
 
 def best_backend(run, ms: int = 30) -> str:
@@ -90,9 +90,9 @@ def scores(q: Tensor, k: Tensor, causal: bool, window: int | None = None) -> Ten
     return s.masked_fill(hidden, -torch.inf)
 
 
-def off(found: Tensor, truth: Tensor) -> float:
+def off(figure: Tensor, truth: Tensor) -> float:
     """Relative error of the last 256 rows of one head."""
-    return float(f"{float((found[0, 0, -256:].double() - truth).norm() / truth.norm()):.2e}")
+    return float(f"{float((figure[0, 0, -256:].double() - truth).norm() / truth.norm()):.2e}")
 
 
 def error_of(y: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None = None) -> float:

@@ -159,9 +159,9 @@ def measure(shape: Shape, limits: dict[str, tuple[float | None, float | None]]) 
 
 
 def note(what: str, shape: Shape, against: str, samples: list[float], must: float | None, goal: float | None, us: list[float], better: str = "lower") -> None:  # fmt: skip
-    found = row(what, shape.name, against, samples, must, goal, better, torch.cuda.get_device_name())
-    ROWS.append({**asdict(found), "ms": statistics.median(us) / 1e3})
-    print(f"{time.time() - BEGIN:5.0f}s {what:26s} {shape.name!s:52s} {found.ratio:7.3f} {found.verdict():16s} {statistics.median(us):9.1f} us {against}", flush=True)  # fmt: skip
+    figure = row(what, shape.name, against, samples, must, goal, better, torch.cuda.get_device_name())
+    ROWS.append({**asdict(figure), "ms": statistics.median(us) / 1e3})
+    print(f"{time.time() - BEGIN:5.0f}s {what:26s} {shape.name!s:52s} {figure.ratio:7.3f} {figure.verdict():16s} {statistics.median(us):9.1f} us {against}", flush=True)  # fmt: skip
 
 
 def limits_of(shape: Shape) -> dict[str, tuple[float | None, float | None]]:

@@ -46,12 +46,12 @@ def count(model: nn.Module) -> str:
     return f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters"
 
 
-def put(found: list[Row]) -> None:
+def put(figures: list[Row]) -> None:
     """Rows of the same task are replaced, the others stay."""
     path = RESULTS / "learn.json"
     old = read("learn") if path.exists() else []
-    fresh = {r.what.split(":")[0] for r in found}
-    rows = [r for r in old if r.what.split(":")[0] not in fresh] + found
+    fresh = {r.what.split(":")[0] for r in figures}
+    rows = [r for r in old if r.what.split(":")[0] not in fresh] + figures
     path.write_text(json.dumps([asdict(r) for r in rows], indent=1, ensure_ascii=False) + "\n")
     print(table(rows))
 
@@ -114,20 +114,20 @@ def training_step(model: LanguageModel, ids: torch.Tensor, names: tuple[str, ...
 
     @torch.compile(mode=mode)
     def loss_of(x, y):
-        asked = Probe(*names) if names else None
+        probe = Probe(*names) if names else None
         with torch.autocast(x.device.type, torch.bfloat16):
-            logits = model(x, probe=asked)
+            logits = model(x, probe=probe)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
-        return loss, [asked.heads(name) for name in names]
+        return loss, [probe.heads(name) for name in names]
 
     def step():
         torch.compiler.cudagraph_mark_step_begin()
-        loss, found = loss_of(ids[:, :-1], ids[:, 1:])
+        loss, figures = loss_of(ids[:, :-1], ids[:, 1:])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss, found
+        return loss, figures
 
     return step
 
@@ -193,11 +193,11 @@ def main() -> None:
         put([shakespeare(data, out / "bard", NANOGPT_CPU, 1.88, 1.75, device="cpu")])
     elif what == "gpu":
         settings = SHAKESPEARE | {name: type(SHAKESPEARE[name])(value) for name, value in said.items()}
-        found = shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)
+        figures = shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)
         if said:  # a trial, which leaves the measured row alone
-            print(found.what, said)
+            print(figures.what, said)
         else:
-            put([found])
+            put([figures])
     elif what == "multi30k":
         files = [data / f"multi30k.{part}.{language}" for part in ("train", "val") for language in ("en", "de")]
         translate(*files[:2], out / "ende", validation=tuple(files[2:]), progress=Plain())

@@ -45,7 +45,7 @@ def inputs(batch: int, length: int, padded: bool = False) -> dict[str, torch.Ten
 @torch.no_grad()
 def forwards() -> list[Row]:
     model, eager = minilm("sdpa"), minilm("eager")
-    found = []
+    figures = []
     for what, batch, length, padded, must, goal in (
         ("recording a MiniLM forward", 8, 128, False, 1.15, 1.05),
         ("recording a MiniLM forward, padded", 8, 128, True, 1.15, 1.05),
@@ -58,9 +58,9 @@ def forwards() -> list[Row]:
                 model(**x)
 
         samples = ratios(recorded, lambda x=x: model(**x), 41)
-        found.append(row(what, [batch, length], "the plain forward", samples, must, goal))
-    found.append(_reading(model, eager))
-    return found
+        figures.append(row(what, [batch, length], "the plain forward", samples, must, goal))
+    figures.append(_reading(model, eager))
+    return figures
 
 
 def _reading(model: Any, eager: Any) -> Row:
@@ -68,10 +68,10 @@ def _reading(model: Any, eager: Any) -> Row:
     x = inputs(8, 128)
     with regard.record(model) as seen:
         model(**x)
-    kept = [layer.kept for layer in seen.layers]
+    saved = [layer.saved for layer in seen.layers]
 
     def read() -> None:
-        for one in kept:
+        for one in saved:
             one.weights().see("entropy", "received", topk=8)  # made anew: nothing is remembered from the last time
 
     def again() -> None:
@@ -147,9 +147,9 @@ def main() -> None:
     if options.peak:
         print(_held())
         return
-    found = [*forwards(), memory()]
-    write("record", found)
-    for one in found:
+    figures = [*forwards(), memory()]
+    write("record", figures)
+    for one in figures:
         print(f"{one.ratio:7.3f}× {one.what} {one.shape} against {one.against}")
 
 

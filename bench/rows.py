@@ -102,9 +102,9 @@ def write(name: str, rows: list[Row]) -> None:
 
 
 def read(name: str) -> list[Row]:
-    known = set(Row.__dataclass_fields__)
+    fields = set(Row.__dataclass_fields__)
     return [
-        Row(**{k: v for k, v in r.items() if k in known}) for r in json.loads((RESULTS / f"{name}.json").read_text())
+        Row(**{k: v for k, v in r.items() if k in fields}) for r in json.loads((RESULTS / f"{name}.json").read_text())
     ]
 
 
@@ -159,11 +159,11 @@ def _measured_on(rows: list[Row]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("numba", "triton"):
         if name in sys.modules:
-            found[name] = sys.modules[name].__version__
-    return found
+            versions[name] = sys.modules[name].__version__
+    return versions
 
 
 def commit() -> str:

@@ -67,20 +67,22 @@ def call(kernel: str, b: int, h: int, t: int, d: int, causal: bool):
     if kernel == "mark_candidates":
         tile_maxima = forward_pass.forward(problem, (), None, None, with_tile_maxima=True)["tile_maxima"]
         return lambda: topk_pass.topk(problem, 8, tile_maxima)
-    found = forward_pass.forward(problem, STATISTICS, v, None)
+    outputs = forward_pass.forward(problem, STATISTICS, v, None)
     if kernel == "column_pass":
         tiling = Tiling(64, 64, 0, t, 0, t)
-        return lambda: forward_pass.column_pass(problem, ("received", "pool"), found["norm"], None, tiling)
-    c = (dy.float() * found["y"].float()).sum(-1)
+        return lambda: forward_pass.column_pass(problem, ("received", "pool"), outputs["norm"], None, tiling)
+    c = (dy.float() * outputs["y"].float()).sum(-1)
     gradient = ScoreGrad(dy.float(), v.float(), c, torch.randn_like(c), None, dy=dy)
-    inputs = backward_pass.backward_inputs(problem, v, found["norm"], gradient)
+    inputs = backward_pass.backward_inputs(problem, v, outputs["norm"], gradient)
     return (lambda: backward_pass.dkdv_pass(inputs)) if kernel == "dkdv" else (lambda: backward_pass.dq_pass(inputs))
 
 
-def flat(found) -> list[torch.Tensor]:
-    found = list(found.values()) if isinstance(found, dict) else found
+def flat(outputs) -> list[torch.Tensor]:
+    outputs = list(outputs.values()) if isinstance(outputs, dict) else outputs
     return [
-        x for x in (found if isinstance(found, list | tuple) else [found]) if x is not None and x.is_floating_point()
+        x
+        for x in (outputs if isinstance(outputs, list | tuple) else [outputs])
+        if x is not None and x.is_floating_point()
     ]
 
 
@@ -149,9 +151,9 @@ def main(kernels: list[str], patience: float = 45.0) -> None:
                         continue
                     tile_config.forced[kernel] = config
                     try:
-                        found = [x.float() for x in flat(ask())]
-                        first = found if first is None else first
-                        error = max(float((a - b).norm() / b.norm()) for a, b in zip(found, first, strict=True))
+                        outputs = [x.float() for x in flat(ask())]
+                        first = outputs if first is None else first
+                        error = max(float((a - b).norm() / b.norm()) for a, b in zip(outputs, first, strict=True))
                         samples = timed(ask)
                     except Exception as problem:
                         print("  ", kernel, config, "failed:", type(problem).__name__, str(problem)[:80], flush=True)
@@ -165,7 +167,7 @@ def main(kernels: list[str], patience: float = 45.0) -> None:
                     c = config
                     mark = "gluon" if c.gluon else ""
                     print(f"   {kernel:8s} {ms:7.3f} ms {ms / base['cudnn']:.3f}x  {c.block_i},{c.block_j} w{c.warps} s{c.stages} r{c.registers} {mark} err {error:.1e}", flush=True)  # fmt: skip
-                del ask, first, found
+                del ask, first, outputs
                 torch.cuda.empty_cache()
     if os.environ.get("OUT"):
         with open(os.path.join(os.environ["OUT"], "tune.json"), "w") as file:

@@ -21,12 +21,12 @@ GUIDE = Path(__file__).parent / "guide"
 NOTEBOOKS = GUIDE / "notebooks"
 CHAPTERS = sorted(GUIDE.glob("[0-9]*.md"))
 
-#: The first cell. The package is no part of Colab; a clone is two folders up from a notebook.
+#: The first cell. The package is no part of Colab; a clone is three folders up from a notebook.
 INSTALL = """\
-# Install regard where it is missing. In Colab, set SOURCE to "git+https://…" of the repository or to an uploaded wheel.
+# Install regard where it is missing. In Colab, set SOURCE to "regard[look] @ git+https://…" of the repository.
 import importlib.util, subprocess, sys
 
-SOURCE = "../../.."  # the folder of a clone
+SOURCE = "../../..[look]"  # the folder of a clone
 if importlib.util.find_spec("regard") is None:
     subprocess.check_call([sys.executable, "-m", "pip", "install", "--quiet", SOURCE, "matplotlib"])"""
 

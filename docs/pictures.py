@@ -27,10 +27,10 @@ LARGEST = 150_000  # bytes of a picture
 PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "spotlight": ("spotlight", [], 700, False),
     "spotlight-dark": ("spotlight", [], 700, True),
-    "walk": ("walk", [("click", "walk-head"), ("click", "dot-13")], 880, False),
+    "walk": ("walk", [("click", "dot-13")], 880, False),
     "play": ("play", [], 1060, False),
     "square": ("square", [], 1000, False),
-    "heads": ("overview", [], 900, False),
+    "heads": ("overview", [], 720, False),
 }
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     view = look_at(SENTENCE, model).show("it", title=SENTENCE, model=BUNDLED, word_vectors=vectors)
     view.save(FOLDER / "it.svg")
     _photograph(view, PAGES)
-    _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 860, False)})
+    _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 940, False)})
     for path in sorted(FOLDER.iterdir()):
         size = path.stat().st_size
         print(f"{size:8,d}  {path.name}")

@@ -94,10 +94,13 @@ def main(share=0.1):
         "SnapKV": snapkv,
         "at random": lambda weights, groups: torch.rand(weights.shape[0], groups, weights.shape[-1]),
     }
-    found = {"all keys": accuracy(model, h2o, 1.0), **{name: accuracy(model, way, share) for name, way in ways.items()}}
-    for name, value in found.items():
+    accuracies = {
+        "all keys": accuracy(model, h2o, 1.0),
+        **{name: accuracy(model, way, share) for name, way in ways.items()},
+    }
+    for name, value in accuracies.items():
         print(f"{name:10} {value:.2f}")
-    return found
+    return accuracies
 
 
 if __name__ == "__main__":

@@ -46,17 +46,17 @@ def train(basic, steps, dim=16):
 
 def main(out=None, quick=False):
     """Print and return the weights of both, and how alike cat and mat have become."""
-    found = {name: train(name == "basic", 150 if quick else 600) for name in ("basic", "W_q, W_k")}
-    for name, (x, w) in found.items():
+    runs = {name: train(name == "basic", 150 if quick else 600) for name in ("basic", "W_q, W_k")}
+    for name, (x, w) in runs.items():
         alike = nn.functional.cosine_similarity(x[CAT], x[MAT], dim=0).item()
         tie, bystander = w["cat", "mat"].item(), w["kitten", "mat"].item()
         print(f"{name:10s} cat → mat {tie:.2f}, kitten → mat {bystander:.2f}, cos(cat, mat) {alike:+.2f}")
     if out is not None:
-        draw(found, Path(out) / "subject_object.png")
-    return found
+        draw(runs, Path(out) / "subject_object.png")
+    return runs
 
 
-def draw(found, path):
+def draw(runs, path):
     """Both matrices."""
     import matplotlib
 
@@ -64,7 +64,7 @@ def draw(found, path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(8.5, 4), layout="constrained")
-    for axis, (name, (x, w)) in zip(axes, found.items(), strict=True):
+    for axis, (name, (x, w)) in zip(axes, runs.items(), strict=True):
         axis.imshow(w.dense().tolist(), cmap="Blues", vmin=0, vmax=1)
         axis.set_xticks(range(len(WORDS)), WORDS, rotation=60)
         axis.set_yticks(range(len(WORDS)), WORDS)

@@ -64,9 +64,9 @@ def train(clip, steps=80, limit=100.0, every=1):
                 continue
             history.append((max_of(watching, "max_score"), -max_of(watching, "entropy_share", sign=-1)))
             if clip:
-                for name, found in watching.layers.items():
+                for name, numbers in watching.layers.items():
                     layer = model.get_submodule(name)
-                    qk_clip(layer.query, layer.key, found["max_score"], limit)
+                    qk_clip(layer.query, layer.key, numbers["max_score"], limit)
         log = watching.numbers()  # {"layers.0/entropy_share/0": 0.93, ...}
     return history, log
 
@@ -77,15 +77,15 @@ def max_of(watching, what, sign=1):
 
 def main():
     """Print and return the largest score of the run without and with QK-clip."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always", AttentionWarning)
         free, _ = train(clip=False)
         clipped, log = train(clip=True)
     print("without QK-clip, largest score:", round(max(score for score, _ in free), 1))
     print("with QK-clip,    largest score:", round(max(score for score, _ in clipped), 1))
-    print("first warning:", told[0].message if told else None)
+    print("first warning:", warned[0].message if warned else None)
     print("a row for the logger:", dict(list(log.items())[:3]))
-    return free, clipped, [str(one.message) for one in told]
+    return free, clipped, [str(one.message) for one in warned]
 
 
 if __name__ == "__main__":

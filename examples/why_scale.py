@@ -32,17 +32,17 @@ def main(out=None, quick=False):
     """Print and return the three numbers for every size and both scores."""
     torch.manual_seed(0)
     sizes = [4, 64, 1024] if quick else [4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    found = {score: [measure(score, size, heads=8 if quick else 32) for size in sizes] for score in SCORES}
+    measured = {score: [measure(score, size, heads=8 if quick else 32) for size in sizes] for score in SCORES}
     print("d_k    largest weight       entropy / most      gradient of the scores")
     for n, size in enumerate(sizes):
-        pairs = "".join(f"{found['dot'][n][m]:9.3f} {found['scaled_dot'][n][m]:9.3f} " for m in range(3))
+        pairs = "".join(f"{measured['dot'][n][m]:9.3f} {measured['scaled_dot'][n][m]:9.3f} " for m in range(3))
         print(f"{size:5d}{pairs}   (unscaled, scaled)")
     if out is not None:
-        draw(sizes, found, Path(out) / "why_scale.png")
-    return sizes, found
+        draw(sizes, measured, Path(out) / "why_scale.png")
+    return sizes, measured
 
 
-def draw(sizes, found, path):
+def draw(sizes, measured, path):
     """Three curves against d_k."""
     import matplotlib
 
@@ -54,7 +54,7 @@ def draw(sizes, found, path):
     for m, (axis, title) in enumerate(zip(axes, titles, strict=True)):
         for score, colour in (("dot", "tab:orange"), ("scaled_dot", "tab:blue")):
             label = "q · k" if score == "dot" else "q · k / √d_k"
-            axis.plot(sizes, [row[m] for row in found[score]], "o-", color=colour, label=label)
+            axis.plot(sizes, [row[m] for row in measured[score]], "o-", color=colour, label=label)
         axis.set(xscale="log", xlabel="d_k", title=title, ylim=(0, None))
     axes[0].legend()
     figure.savefig(path, dpi=110)

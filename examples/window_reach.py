@@ -29,19 +29,19 @@ def main(out=None, quick=False):
     """Print and return the farthest word that matters, for every width and depth."""
     words = 65 if quick else 129
     widths, depths = ((2, 4), (1, 2, 4)) if quick else ((2, 4, 8), (1, 2, 3, 4, 6))
-    found, reach = {}, {}
+    moves, reach = {}, {}
     for width in widths:
         for depth in depths:
             moved = influence(width, depth, words)
-            found[width, depth] = moved
+            moves[width, depth] = moved
             reach[width, depth] = int((moved.nonzero().flatten() - words // 2).abs().max())
             print(f"width {width}, {depth} layers: reaches {reach[width, depth]} words, w × depth = {width * depth}")
     if out is not None:
-        draw(found, widths[0], depths, words, Path(out) / "window_reach.png")
+        draw(moves, widths[0], depths, words, Path(out) / "window_reach.png")
     return reach
 
 
-def draw(found, width, depths, words, path):
+def draw(moves, width, depths, words, path):
     """The influence of every word, a line a depth."""
     import matplotlib
 
@@ -50,7 +50,7 @@ def draw(found, width, depths, words, path):
 
     figure, axis = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
     for n, depth in enumerate(depths):
-        moved = found[width, depth]
+        moved = moves[width, depth]
         colour = plt.get_cmap("viridis")(n / len(depths))
         places = [p for p in range(words) if moved[p] > 0]
         axis.semilogy(

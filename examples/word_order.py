@@ -20,12 +20,12 @@ KINDS = (None, "rotary", "sinusoidal", "learned")
 def measure(positions, dim=32):
     """How far the outputs of both "the" differ, and how far a permuted sentence is from the permuted output."""
     torch.manual_seed(0)
-    known = sorted(set(SENTENCE))
-    table = torch.randn(len(known), dim)
+    vocabulary = sorted(set(SENTENCE))
+    table = torch.randn(len(vocabulary), dim)
     layer = SelfAttention(dim, heads=4, positions=positions)
     if isinstance(layer.positions, Learned):
         torch.nn.init.normal_(layer.positions.table)  # as large as the words; training would see to that
-    x = table[[known.index(word) for word in SENTENCE]]
+    x = table[[vocabulary.index(word) for word in SENTENCE]]
     order = torch.tensor([5, 3, 0, 1, 4, 2])
     with torch.no_grad():
         y = layer(x)
@@ -39,16 +39,16 @@ def measure(positions, dim=32):
 
 def main(out=None, quick=False):
     """Print and return both distances for every kind of positions."""
-    found = {kind: measure(kind) for kind in KINDS}
+    measured = {kind: measure(kind) for kind in KINDS}
     print("positions    |y_the1 − y_the2|   |f(permuted x) − permuted f(x)|   (relative to |y|)")
-    for kind, (both, moved, _) in found.items():
+    for kind, (both, moved, _) in measured.items():
         print(f"{kind or 'none':12s}{both:12.2e}{moved:24.2e}")
     if out is not None:
-        draw(found, Path(out) / "word_order.png")
-    return found
+        draw(measured, Path(out) / "word_order.png")
+    return measured
 
 
-def draw(found, path):
+def draw(measured, path):
     """The weights without and with positions; the rows of both "the" are alike, or not."""
     import matplotlib
 
@@ -56,7 +56,7 @@ def draw(found, path):
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(KINDS), figsize=(13, 3.6), layout="constrained")
-    for axis, (kind, (both, _, weights)) in zip(axes, found.items(), strict=True):
+    for axis, (kind, (both, _, weights)) in zip(axes, measured.items(), strict=True):
         axis.imshow(weights.tolist(), cmap="Blues", vmin=0)
         axis.set_xticks(range(len(SENTENCE)), SENTENCE, rotation=60)
         axis.set_yticks(range(len(SENTENCE)), SENTENCE)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from regard.core import strips as core_strips
 from regard.engines import blockwise, numba
 from support.opened_page import it, show  # noqa: F401
 
@@ -72,3 +73,18 @@ def browser() -> Iterator[Any]:
         running = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield running
         running.close()
+
+
+@pytest.fixture(params=["one strip", "strips of a row"])
+def strips(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Walks over complete rows in one strip, and in strips of one row of one head."""
+    if request.param == "strips of a row":
+        monkeypatch.setattr(core_strips, "STRIP_NUMBERS", 1)
+
+
+@pytest.fixture(params=["reference", "one strip", "strips of a row"])
+def row_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way to compute questions about complete rows; the name of the engine."""
+    if request.param == "strips of a row":
+        monkeypatch.setattr(core_strips, "STRIP_NUMBERS", 1)
+    return "reference" if request.param == "reference" else "auto"

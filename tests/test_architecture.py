@@ -20,21 +20,22 @@ ARROWS: dict[str, set[str]] = {
     "_io": set(),
     "core.pytree": set(),
     "core.torch_state": set(),
+    "core.tensor_kinds": {"core.pytree", "core.torch_state"},
     "core.block": set(),
     "core.indexing": set(),
     "core.broadcast": set(),
     "core.stored": set(),
     "core.similarity": {"core.broadcast", "core.pytree"},
-    "core.modifiers": {"core.block", "core.broadcast", "core.pytree", "core.stored"},
+    "core.modifiers": {"core.block", "core.broadcast", "core.pytree", "core.stored", "core.tensor_kinds"},
     "core.score_base": {"core.broadcast", "core.modifiers", "core.pytree", "core.similarity", "core.stored"},
     "core.scores": {
         "core.broadcast", "core.modifiers", "core.pytree", "core.score_base", "core.similarity", "core.stored",
     },
     "core.intervals": {"core.torch_state"},
-    "core.mask_algebra": {"core.block", "core.broadcast", "core.intervals", "core.pytree", "core.stored"},
+    "core.mask_algebra": {"core.block", "core.broadcast", "core.intervals", "core.pytree", "core.stored", "core.tensor_kinds"},
     "core.masks": {
         "core.block", "core.broadcast", "core.intervals", "core.mask_algebra", "core.pytree", "core.stored",
-        "core.torch_state",
+        "core.tensor_kinds", "core.torch_state",
     },
     "core.lowering": {"core.block", "core.intervals", "core.masks", "core.pytree", "core.torch_state"},
     "core.types": {"core.indexing", "core.masks", "core.results", "core.scores"},
@@ -47,33 +48,60 @@ ARROWS: dict[str, set[str]] = {
         "core.block", "core.intervals", "core.masks", "core.online_softmax", "core.problem", "core.pytree",
         "core.scores", "core.stats", "core.torch_state",
     },
-    "core.autograd": {"core.problem", "core.pytree", "core.scores", "core.stats", "core.torch_state", "engines"},
+    "core.autograd": {
+        "core.problem", "core.pytree", "core.scores", "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
+    },
     "core.result_cache": {"core.stats", "core.torch_state"},
-    "core.arguments": {"core.indexing", "core.scores", "core.stats"},
+    "core.arguments": {"core.indexing", "core.scores", "core.stats", "core.tensor_kinds"},
     "core.results": set(),
     "core.evaluation": {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.torch_state", "engines",
     },
+    "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
+    "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
+    "core.strips": {"core.block", "core.intervals", "core.pytree", "core.row_sources", "core.torch_state"},
+    "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
+    "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
+    "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
+    "core.row_questions": {
+        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
+    },
+    "core.head_reduction": {
+        "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
+        "core.spans", "core.torch_state", "core.types",
+    },
+    "core.key_choice": {"core.row_questions", "core.row_sources"},
+    "core.relations": {
+        "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
+    },
     "core.weights": {
-        "core.arguments", "core.evaluation", "core.indexing", "core.problem", "core.result_cache", "core.results",
-        "core.scores", "core.stats", "core.torch_state", "core.types",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.relations",
+        "core.result_cache", "core.results", "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
+        "core.types",
     },
     "core.api": {
-        "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.torch_state", "core.types",
-        "core.weights", "engines",
+        "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.tensor_kinds", "core.torch_state",
+        "core.types", "core.weights", "engines",
     },
     "distributed": {
-        "core.api", "core.autograd", "core.block", "core.intervals", "core.masks", "core.modifiers", "core.online_softmax",
-        "core.problem", "core.pytree", "core.result_cache", "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
+        "core.api", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.intervals", "core.masks",
+        "core.modifiers", "core.online_softmax", "core.problem", "core.pytree", "core.result_cache", "core.results",
+        "core.scores", "core.stats", "core.torch_state", "core.weights", "engines",
     },
     "recorder": {
-        "_io", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
-        "core.stored", "core.torch_state", "core.types", "core.weights",
+        "_io", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree",
+        "core.row_questions", "core.scores", "core.stored", "core.torch_state", "core.types", "core.weights",
     },
     "nn": {"core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"recorder"},
+    "chains": {"core.row_stats", "core.scores", "core.weights"},
+    "kv": {"core.arguments", "core.weights"},
+    "losses": {
+        "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
+    },
     "look": {
         "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
         "core.weights", "learn", "recorder",
@@ -218,6 +246,16 @@ def test_without_numba_only_speed_is_lost() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["regard", "regard.learn", "regard.look", "regard.nn", "regard.recorder"])
+def test_dir_shows_public_names_and_nothing_that_was_imported_for_them(name: str) -> None:
+    code = f"import sys, {name} as package; print(*dir(package)); print(*package.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown, public = (set(line.split()) for line in done.stdout.splitlines())
+    assert public <= shown
+    assert not shown & {"TYPE_CHECKING", "lazy_getattr", "later", "names", "Any", "torch", "Tensor", "annotations"}
+    assert name != "regard" or {"distributed", "integrations", "learn", "look", "nn"} <= shown
+
+
 def test_public_names_are_those_that_are_exported() -> None:
     public = {
         name for name in vars(regard) if not name.startswith("_") and not isinstance(vars(regard)[name], type(sys))
@@ -298,16 +336,16 @@ NODES = {
 
 def type_switches(tree: ast.AST) -> set[str]:
     """Nodes that a file tells apart by their class: isinstance, issubclass, type(x), match."""
-    asked: list[ast.AST] = []
+    tested: list[ast.AST] = []
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
-                asked.append(classes)
+                tested.append(classes)
             case ast.Compare(left=ast.Call(func=ast.Name(id="type"))):
-                asked.append(node)
+                tested.append(node)
             case ast.MatchClass(cls=cls):
-                asked.append(cls)
-    return {name for part in asked for name in identifiers(part)} & NODES
+                tested.append(cls)
+    return {name for part in tested for name in identifiers(part)} & NODES
 
 
 def test_type_switches_are_found() -> None:

@@ -133,7 +133,9 @@ def test_every_page_is_in_the_navigation():
     assert sorted(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == PAGES
 
 
-@pytest.mark.parametrize("module", ["regard", "regard.nn", "regard.learn", "regard.look", "regard.recorder"])
+@pytest.mark.parametrize(
+    "module", ["regard", "regard.nn", "regard.learn", "regard.look", "regard.recorder", "regard.kv", "regard.losses"]
+)
 def test_every_public_name_is_documented_and_in_the_reference(module):
     listed = re.findall(r"^::: (\S+)$", "".join((ROOT / "docs" / page).read_text() for page in PAGES), flags=re.M)
     public = importlib.import_module(module)

@@ -107,9 +107,9 @@ def test_every_public_name_says_what_it_takes_and_returns(name: Name) -> None:
 
 
 def test_the_walk_finds_the_public_names() -> None:
-    found = {name.name for name in NAMES}
-    assert {"weights", "Weights.topk", "Score.bias", "Mask.draw", "SelfAttention.forward", "Trained.run"} <= found
-    assert len(found) > 150
+    walked = {name.name for name in NAMES}
+    assert {"weights", "Weights.topk", "Score.bias", "Mask.draw", "SelfAttention.forward", "Trained.run"} <= walked
+    assert len(walked) > 150
     bare = Name("f", "function", lambda x: x, "")
     assert missing(bare) == ["a docstring", "an example", "x", "Returns"]
 

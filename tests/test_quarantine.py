@@ -26,9 +26,9 @@ def module(path: Path) -> str:
 
 
 def section(title: str) -> str:
-    found = re.search(rf"^## {title}\n(.*?)(?=^## )", DESIGN, flags=re.S | re.M)
-    assert found, f"DESIGN has no section {title!r}"
-    return found[1]
+    match = re.search(rf"^## {title}\n(.*?)(?=^## )", DESIGN, flags=re.S | re.M)
+    assert match, f"DESIGN has no section {title!r}"
+    return match[1]
 
 
 def caches(tree: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[str]:

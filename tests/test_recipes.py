@@ -238,9 +238,9 @@ def apply(edits: list[Edit], package: Path) -> set[str]:
 
 def said(recipe: str) -> int:
     """The number of files that CONTRIBUTING says a recipe takes."""
-    found = re.search(rf"^\*\*{recipe}\*\* \((\d+) files", CONTRIBUTING.read_text(), flags=re.M)
-    assert found, f"CONTRIBUTING has no recipe of {recipe!r} with its number of files"
-    return int(found[1])
+    match = re.search(rf"^\*\*{recipe}\*\* \((\d+) files", CONTRIBUTING.read_text(), flags=re.M)
+    assert match, f"CONTRIBUTING has no recipe of {recipe!r} with its number of files"
+    return int(match[1])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

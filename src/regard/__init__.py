@@ -5,12 +5,16 @@ from typing import TYPE_CHECKING
 from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
+    from . import chains as chains
     from . import distributed as distributed
     from . import integrations as integrations
+    from . import kv as kv
     from . import learn as learn
     from . import look as look
+    from . import losses as losses
     from . import nn as nn
     from .core.api import attend, weights
+    from .core.head_reduction import HeadReduction
     from .core.masks import Mask, causal, documents, padding, window
     from .core.results import Peak, Statistics, TopK
     from .core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
@@ -21,8 +25,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "Mask", "Peak", "Recording", "ScaledDot", "Score",
-    "Similarity", "Statistics", "TopK", "Weights",
+    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "HeadReduction", "Mask", "Peak", "Recording", "ScaledDot",
+    "Score", "Similarity", "Statistics", "TopK", "Weights",
     "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
 ]  # fmt: skip
 
@@ -30,6 +34,7 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "core.api": ("attend", "weights"),
+        "core.head_reduction": ("HeadReduction",),
         "core.masks": ("Mask", "causal", "documents", "padding", "window"),
         "core.results": ("Peak", "Statistics", "TopK"),
         "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
@@ -37,8 +42,5 @@ __getattr__ = lazy_getattr(
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },
+    ("chains", "distributed", "integrations", "kv", "learn", "look", "losses", "nn"),
 )
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__", "distributed", "integrations", "learn", "look", "nn"])

@@ -10,18 +10,24 @@ from typing import Any
 __all__ = ["lazy_getattr"]
 
 
-def lazy_getattr(package: str, names_by_module: Mapping[str, tuple[str, ...]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+def lazy_getattr(
+    package: str, names_by_module: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
+) -> Callable[[str], Any]:
+    """The `__getattr__` of a package; its `__dir__` is set as well.
 
     Args:
         package: Full name of the package.
         names_by_module: For each module below the package, the public names that it defines. Submodules are
             attributes of the package, too.
+        submodules: Public submodules, which `dir` shows beside the names.
 
     Returns:
         A function that imports the module of a name, and binds the name in the package.
     """
     module_by_name = {name: module for module, names in names_by_module.items() for name in names}
+    # Without it `dir` and completion would show what the package imports, and none of its names.
+    module = vars(sys.modules[package])
+    module["__dir__"] = lambda: sorted([*module_by_name, *submodules, *(x for x in module if x.startswith("__"))])
 
     def getattribute(name: str) -> Any:
         if name in module_by_name:

@@ -59,8 +59,6 @@ FLUSHED = 1e-30
 #: What a stored number may lose where its type has no exponents left.
 TINY = {torch.float64: FLUSHED, torch.float32: FLUSHED, torch.float16: 2.0**-24, torch.bfloat16: FLUSHED}
 
-#: These make something else of q or k first, rounded to the type of the input.
-ROUNDED_FIRST = ("cosine", "bilinear", "bilinear a head", "additive", "additive a head")
 PRIMES = (1, 2, 3, 5, 7, 11, 13, 17, 29, 31, 61, 67)
 
 
@@ -182,8 +180,7 @@ class Case:
             largest = torch.maximum(largest, self.parameters[-1].double().abs()[:, None])
         # A bilinear score is two products, one behind the other: the second adds up over the keys' size.
         terms = math.sqrt(n.d) + (math.sqrt(n.c) if self.about.score.name.startswith("bilinear") else 0)
-        r = u * (A * (terms + 1) * largest + B * math.sqrt(n.j) + C)
-        return r + 4 * U[dtype] * largest if self.about.score.name in ROUNDED_FIRST and U[dtype] > U32 else r
+        return u * (A * (terms + 1) * largest + B * math.sqrt(n.j) + C)
 
 
 def bounds(case: Case, truth: Truth) -> dict[str, Tensor]:

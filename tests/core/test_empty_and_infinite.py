@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import regard
-from support.judge import MASKS, SCORES, SMOOTH, MaskCase, Truth, asked, asked_at_once, draw, named
+from support.judge import MASKS, SCORES, SMOOTH, MaskCase, Truth, draw, library_answers, library_answers_at_once, named
 
 Tensors = dict[str, Tensor]
 NAN, INF = math.nan, math.inf
@@ -199,7 +199,7 @@ def held(edge: Edge, engine: str, dtype: torch.dtype) -> None:
     u = torch.finfo(dtype).eps
     slack = u * 64 * (1 + s)
     seeds = {name: draw(*want[name].shape) for name in SMOOTH}
-    for answers in (asked(W, dirty["v"], dirty["u"]), asked_at_once(W, dirty["v"])):
+    for answers in (library_answers(W, dirty["v"], dirty["u"]), library_answers_at_once(W, dirty["v"])):
         for name, got in answers.items():
             assert got.shape == want[name].shape, name
             if name.endswith("index"):

@@ -170,7 +170,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "an index is None": (lambda: weights(x(3, 2))[None], IndexError, ["got NoneType"]),
     "a word without labels": (lambda: weights(x(3, 2))["cat"], (KeyError, IndexError), ["W.label(tokens)"]),
     "a word that is not there": (lambda: words(3)["dog"], KeyError, ["no token 'dog'", "'the'", "'cat'"]),
-    "a word that occurs twice": (lambda: words(3)["the"], KeyError, ["'the' occurs 2 times", "positions 0, 2", "W.at('the', 1)"]),
+    "a word that occurs twice": (lambda: words(3)["the"], KeyError, ["'the' occurs 2 times", "positions 0, 2", "'the:1' is the first"]),
     "a word that occurs less often": (lambda: words(3)[words(3).at("the", 3)], KeyError, ["'the' occurs 2 times", "occurrence 3"]),
     "occurrence zero": (lambda: words(3).at("the", 0), ValueError, ["counted from 1", "got 0"]),
     "at of a number": (lambda: words(3).at(3, 1), TypeError, ["the word must be a string", "got int"]),

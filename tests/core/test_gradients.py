@@ -21,9 +21,9 @@ from support.judge import (
     Sharpness,
     Sizes,
     Truth,
-    asked,
-    asked_at_once,
     draw,
+    library_answers,
+    library_answers_at_once,
     named,
 )
 
@@ -75,8 +75,8 @@ def assert_alike(got: list[Tensor], want: list[Tensor], what: str) -> None:
 @pytest.mark.parametrize("score", SCORES, ids=lambda case: case.name)
 def test_every_answer_has_the_gradient_of_the_dense_matrix(score: ScoreCase, mask: MaskCase, engine: str) -> None:
     it = Setting(score, mask, engine)
-    want, got = it.truth().answers(it.v, it.u), asked(it.weights(), it.v, it.u)
-    at_once = asked_at_once(it.weights(), it.v)
+    want, got = it.truth().answers(it.v, it.u), library_answers(it.weights(), it.v, it.u)
+    at_once = library_answers_at_once(it.weights(), it.v)
     for name in SMOOTH:
         seed = draw(*want[name].shape)
         right = gradients(want[name], seed, it.leaves)
@@ -88,7 +88,7 @@ def test_every_answer_has_the_gradient_of_the_dense_matrix(score: ScoreCase, mas
 @pytest.mark.parametrize("score", SCORES, ids=lambda case: case.name)
 def test_every_answer_of_the_reference_has_the_gradient_of_the_dense_matrix(score: ScoreCase) -> None:
     it = Setting(score, named(MASKS, "causal and padding"), "reference")
-    want, got = it.truth().answers(it.v, it.u), asked(it.weights(), it.v, it.u)
+    want, got = it.truth().answers(it.v, it.u), library_answers(it.weights(), it.v, it.u)
     for name in SMOOTH:
         seed = draw(*want[name].shape)
         assert_alike(gradients(got[name], seed, it.leaves), gradients(want[name], seed, it.leaves), name)
@@ -99,7 +99,7 @@ def test_every_answer_of_the_reference_has_the_gradient_of_the_dense_matrix(scor
 def test_one_backward_of_everything_is_the_sum_of_all(score: ScoreCase, mask: MaskCase, tiles) -> None:
     tiles(3, 4)
     it = Setting(score, mask)
-    want, got = it.truth().answers(it.v, it.u), asked_at_once(it.weights(), it.v)
+    want, got = it.truth().answers(it.v, it.u), library_answers_at_once(it.weights(), it.v)
     names = [name for name in SMOOTH if name in got]
     seeds = {name: draw(*want[name].shape) for name in names}
     right = gradients(sum((seeds[n] * finite(want[n])).sum() for n in names), torch.ones(()).double(), it.leaves)
@@ -111,7 +111,7 @@ def finite_differences_agree(score: ScoreCase, mask: MaskCase) -> bool:
     it = Setting(score, mask, b=1, h=2, g=1)
 
     def every(q: Tensor, k: Tensor, v: Tensor, u: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        found = asked(it.weights(q, k, list(parameters)), v, u)
+        found = library_answers(it.weights(q, k, list(parameters)), v, u)
         return tuple(finite(found[name]) for name in SMOOTH)
 
     return gradcheck(every, tuple(it.leaves), fast_mode=True, eps=1e-6, atol=1e-5, rtol=1e-4)
@@ -253,7 +253,7 @@ def test_whole_rows_differentiate_twice() -> None:
 @pytest.mark.parametrize("name", [name for name in SMOOTH if name != "dense"])
 def test_a_second_derivative_is_refused_by_name(name: str) -> None:
     it = Setting(named(SCORES, "scaled_dot"), named(MASKS, "causal"))
-    output = finite(asked(it.weights(), it.v, it.u)[name])
+    output = finite(library_answers(it.weights(), it.v, it.u)[name])
     with pytest.raises(NotImplementedError, match=r"second.*reference"):
         torch.autograd.grad(output.sum(), it.q, create_graph=True)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from support.judge import SMOOTH, Sizes, asked, asked_at_once, draw
+from support.judge import SMOOTH, Sizes, draw, library_answers, library_answers_at_once
 
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}
@@ -62,7 +62,7 @@ def test_grouped_heads_are_repeated_keys(h: int, g: int, engine: str) -> None:
     q, k, v, u = (draw(*shape) for shape in (n.q, n.k, n.v, n.u))
     grouped = regard.weights(q, k, mask=regard.causal(), align="end", engine=engine)
     repeated = regard.weights(q, k.repeat_interleave(h // g, 1), mask=regard.causal(), align="end", engine=engine)
-    same(asked(grouped, v, u), asked(repeated, v.repeat_interleave(h // g, 1), u))
+    same(library_answers(grouped, v, u), library_answers(repeated, v.repeat_interleave(h // g, 1), u))
 
 
 def test_received_is_a_query_heads_and_summing_a_group_is_the_callers_choice(engine: str) -> None:
@@ -148,8 +148,8 @@ def test_arrangement_in_memory_does_not_matter(layout: str, dtype: torch.dtype) 
     Q, K, V, U = (layouts(x)[layout].requires_grad_(True) for x in (q, k, v, u))
     for x in (q, k, v, u):
         x.requires_grad_(True)
-    plain = asked(regard.weights(q, k, mask=regard.causal(), align="end"), v, u)
-    odd = asked(regard.weights(Q, K, mask=regard.causal(), align="end"), V, U)
+    plain = library_answers(regard.weights(q, k, mask=regard.causal(), align="end"), v, u)
+    odd = library_answers(regard.weights(Q, K, mask=regard.causal(), align="end"), V, U)
     close = TIGHT if dtype == torch.float64 else SINGLE if dtype == torch.float32 else {"rtol": 2**-7, "atol": 2**-7}
     same(odd, plain, **close)
     seeds = {name: draw(*plain[name].shape, dtype=plain[name].dtype) for name in SMOOTH}
@@ -168,8 +168,8 @@ def test_expanded_tensors_are_what_they_stand_for(dtype: torch.dtype) -> None:
     Q, K, V = q.expand(3, 4, 5, 3), k.expand(3, 4, 7, 3), v.expand(3, 4, 7, 2)
     u = draw(1, 1, 1, 1, dtype=dtype).expand(3, 4, 5, 2)
     assert 0 in K.stride()
-    got = asked(regard.weights(Q, K, align="end"), V, u)
-    want = asked(regard.weights(Q.contiguous(), K.contiguous(), align="end"), V.contiguous(), u.contiguous())
+    got = library_answers(regard.weights(Q, K, align="end"), V, u)
+    want = library_answers(regard.weights(Q.contiguous(), K.contiguous(), align="end"), V.contiguous(), u.contiguous())
     same(got, want, **(TIGHT if dtype == torch.float64 else SINGLE))
 
 
@@ -177,7 +177,10 @@ def test_an_expanded_bias_or_mask_costs_nothing_and_changes_nothing() -> None:
     q = draw(2, 3, 5, 4)
     b, m = draw(1, 1, 1, 5), torch.rand(1, 1, 5, 1) < 0.7
     wide = regard.weights(q, score=regard.Dot().bias(b.expand(2, 3, 5, 5)), mask=m.expand(2, 3, 5, 5))
-    same(asked(wide, q, q), asked(regard.weights(q, score=regard.Dot().bias(b), mask=m.expand(1, 1, 5, 5)), q, q))
+    same(
+        library_answers(wide, q, q),
+        library_answers(regard.weights(q, score=regard.Dot().bias(b), mask=m.expand(1, 1, 5, 5)), q, q),
+    )
 
 
 # Modes.
@@ -186,13 +189,15 @@ def test_an_expanded_bias_or_mask_costs_nothing_and_changes_nothing() -> None:
 def test_no_grad_and_inference_mode_give_the_same_numbers(engine: str) -> None:
     n = Sizes()
     q, k, v, u = (draw(*shape, grad=True) for shape in (n.q, n.k, n.v, n.u))
-    want = {name: x.detach() for name, x in asked(regard.weights(q, k, align="end", engine=engine), v, u).items()}
+    want = {
+        name: x.detach() for name, x in library_answers(regard.weights(q, k, align="end", engine=engine), v, u).items()
+    }
     with torch.no_grad():
-        got = asked(regard.weights(q, k, align="end", engine=engine), v, u)
+        got = library_answers(regard.weights(q, k, align="end", engine=engine), v, u)
     assert not any(x.requires_grad for x in got.values())
     same(got, want)
     with torch.inference_mode():
-        same(asked(regard.weights(q, k, align="end", engine=engine), v, u), want)
+        same(library_answers(regard.weights(q, k, align="end", engine=engine), v, u), want)
         made = draw(*n.q)
         W = regard.weights(made, k, align="end", engine=engine)
         W.entropy()
@@ -628,6 +633,6 @@ def test_a_spawned_child_computes_as_its_parent_does() -> None:
 def test_asking_at_once_and_asking_alone_agree_in_float32() -> None:
     n = Sizes(i=50, j=70)
     q, k, v, u = (draw(*shape, dtype=torch.float32) for shape in (n.q, n.k, n.v, n.u))
-    alone = asked(regard.weights(q, k, mask=regard.causal(), align="end"), v, u)
-    at_once = asked_at_once(regard.weights(q, k, mask=regard.causal(), align="end"), v)
+    alone = library_answers(regard.weights(q, k, mask=regard.causal(), align="end"), v, u)
+    at_once = library_answers_at_once(regard.weights(q, k, mask=regard.causal(), align="end"), v)
     same(at_once, {name: alone[name] for name in at_once}, **SINGLE)

@@ -55,9 +55,9 @@ def scores(keys: int, kind: str) -> Tensor:
     return s
 
 
-def state_of(s: Tensor, asked: Request, start: int, stop: int) -> State:
+def state_of(s: Tensor, request: Request, start: int, stop: int) -> State:
     block = MatrixBlock(slice(0, I), slice(start, stop), 0, s.device)
-    return State.of_block(s[..., start:stop], block, asked)
+    return State.of_block(s[..., start:stop], block, request)
 
 
 def assert_same(a: State, b: State) -> None:
@@ -77,32 +77,32 @@ cuts = st.lists(st.integers(0, 24), min_size=2, max_size=6).map(sorted)
 
 @given(kinds, st.integers(0, 9), st.integers(0, 9))
 def test_merge_is_commutative(kind: str, n: int, m: int) -> None:
-    s, asked = scores(n + m, kind), question(n + m)
-    a, b = state_of(s, asked, 0, n), state_of(s, asked, n, n + m)
+    s, request = scores(n + m, kind), question(n + m)
+    a, b = state_of(s, request, 0, n), state_of(s, request, n, n + m)
     assert_same(a.merge(b), b.merge(a))
 
 
 @given(kinds, st.integers(0, 7), st.integers(0, 7), st.integers(0, 7))
 def test_merge_is_associative(kind: str, n: int, m: int, r: int) -> None:
-    s, asked = scores(n + m + r, kind), question(n + m + r)
-    a, b, c = state_of(s, asked, 0, n), state_of(s, asked, n, n + m), state_of(s, asked, n + m, n + m + r)
+    s, request = scores(n + m + r, kind), question(n + m + r)
+    a, b, c = state_of(s, request, 0, n), state_of(s, request, n, n + m), state_of(s, request, n + m, n + m + r)
     assert_same(a.merge(b).merge(c), a.merge(b.merge(c)))
 
 
 @given(kinds, st.integers(0, 9))
 def test_no_keys_are_the_identity_of_merge(kind: str, n: int) -> None:
-    s, asked = scores(n, kind), question(n)
-    whole, nothing = state_of(s, asked, 0, n), State.empty((B, H, I), asked, s)
+    s, request = scores(n, kind), question(n)
+    whole, nothing = state_of(s, request, 0, n), State.empty((B, H, I), request, s)
     assert_same(whole.merge(nothing), whole)
     assert_same(nothing.merge(whole), whole)
 
 
 def test_merging_nothing_with_nothing_gives_nothing_and_no_nan() -> None:
-    asked = question(0)
-    nothing = State.empty((B, H, I), asked, draw(1))
+    request = question(0)
+    nothing = State.empty((B, H, I), request, draw(1))
     both = nothing.merge(nothing)
     assert_same(both, nothing)
-    found = both.finish(asked)
+    found = both.finish(request)
     assert (lse_of(found["norm"]) == -torch.inf).all()
     for name in ("y", "entropy", "mean_distance", "mass"):
         assert torch.equal(found[name], torch.zeros_like(found[name])), name
@@ -113,28 +113,28 @@ def test_merging_nothing_with_nothing_gives_nothing_and_no_nan() -> None:
 @given(kinds, cuts, st.randoms(use_true_random=False))
 def test_any_cut_of_the_keys_in_any_order_gives_the_whole(kind: str, at: list[int], shuffle) -> None:
     keys = at[-1]
-    s, asked = scores(keys, kind), question(keys)
+    s, request = scores(keys, kind), question(keys)
     edges = [0, *at]
-    parts = [state_of(s, asked, a, b) for a, b in itertools.pairwise(edges)]
+    parts = [state_of(s, request, a, b) for a, b in itertools.pairwise(edges)]
     shuffle.shuffle(parts)
     merged = parts[0]
     for part in parts[1:]:
         merged = merged.merge(part)
-    assert_same(merged, state_of(s, asked, 0, keys))
+    assert_same(merged, state_of(s, request, 0, keys))
 
 
 @given(kinds, cuts)
 def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int]) -> None:
     keys = at[-1]
-    s, asked = scores(keys, kind), question(keys)
-    merged = State.empty((B, H, I), asked, s)
+    s, request = scores(keys, kind), question(keys)
+    merged = State.empty((B, H, I), request, s)
     for a, b in zip([0, *at], at, strict=False):
-        merged = merged.merge(state_of(s, asked, a, b))
-    found = merged.finish(asked)
+        merged = merged.merge(state_of(s, request, a, b))
+    found = merged.finish(request)
     truth = Truth(s, s > -torch.inf)
     _weights, topk_scores, topk_indices = truth.top(3)
     want = {
-        "y": truth.y(asked.v), "lse": truth.lse, "entropy": truth.entropy(), "mean_distance": truth.mean_distance(),
+        "y": truth.y(request.v), "lse": truth.lse, "entropy": truth.entropy(), "mean_distance": truth.mean_distance(),
         "mass": truth.mass(list(range(1, keys, 2))), "max_score": truth.top(1)[1].squeeze(-1),
     }  # fmt: skip
     for name, value in want.items():
@@ -146,10 +146,10 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
 
 @given(kinds, st.integers(0, 9))
 def test_a_sink_is_one_more_key_that_gives_nothing(kind: str, n: int) -> None:
-    s, asked, logits = scores(n, kind), question(n), draw(H)
-    found = state_of(s, asked, 0, n).finish(asked, logits[None, :, None, None])
+    s, request, logits = scores(n, kind), question(n), draw(H)
+    found = state_of(s, request, 0, n).finish(request, logits[None, :, None, None])
     truth = Truth(s, s > -torch.inf, sink=logits)
-    for name, value in {"y": truth.y(asked.v), "lse": truth.lse, "entropy": truth.entropy()}.items():
+    for name, value in {"y": truth.y(request.v), "lse": truth.lse, "entropy": truth.entropy()}.items():
         torch.testing.assert_close(found[name], value, **TIGHT)
     # The sink takes weight but is no key: it is never the maximum.
     assert torch.equal(found["max_score"], truth.top(1)[1].squeeze(-1))
@@ -158,14 +158,14 @@ def test_a_sink_is_one_more_key_that_gives_nothing(kind: str, n: int) -> None:
 
 def test_the_entropy_survives_a_new_maximum_far_above_the_old_one() -> None:
     s = torch.tensor([0.0, -1.0, 1000.0, 999.0], dtype=torch.float64).expand(B, H, I, 4)
-    asked = question(4)
-    found = state_of(s, asked, 0, 2).merge(state_of(s, asked, 2, 4)).finish(asked)
+    request = question(4)
+    found = state_of(s, request, 0, 2).merge(state_of(s, request, 2, 4)).finish(request)
     torch.testing.assert_close(found["entropy"], Truth(s, s > -torch.inf).entropy(), **TIGHT)
 
 
 def test_the_checker_of_this_file_can_fail() -> None:
-    s, asked = scores(6, "plain"), question(6)
-    whole, part = state_of(s, asked, 0, 6), state_of(s, asked, 0, 5)
+    s, request = scores(6, "plain"), question(6)
+    whole, part = state_of(s, request, 0, 6), state_of(s, request, 0, 5)
     try:
         assert_same(whole, part)
     except AssertionError:

@@ -249,3 +249,24 @@ def test_a_score_says_in_words_what_it_is() -> None:
     assert repr(ScaledDot().softcap(30.0)) == "ScaledDot().softcap(30)"
     assert repr(Gaussian(2.0).bias(torch.zeros(3, 4)).sink(torch.zeros(2))) == "Gaussian(2).bias(3×4).sink(2)"
     assert repr(Bilinear(torch.zeros(2, 3))) == "Bilinear(2×3)"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["cosine", "bilinear", "additive"])
+def test_scores_of_narrow_inputs_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    q, k = draw(2, 3, 9, 5, dtype=dtype), draw(2, 3, 11, 5, dtype=dtype)
+    a, b, v = (draw(*shape, dtype=dtype) for shape in ((5, 5), (5, 5), (5,)))
+    make = {
+        "cosine": lambda to: Cosine(8.0), "bilinear": lambda to: Bilinear(a.to(to)),
+        "additive": lambda to: Additive(a.to(to), b.to(to), v.to(to)),
+    }[name]  # fmt: skip
+    want = regard.weights(q.double(), k.double(), score=make(torch.float64), engine="reference")
+    got = regard.weights(q, k, score=make(dtype))
+    torch.testing.assert_close(got.lse().double(), want.lse(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.entropy().double(), want.entropy(), rtol=1e-5, atol=1e-5)
+
+
+def test_the_formula_of_an_additive_score_takes_one_vector_for_all_heads() -> None:
+    q, k, a, b, v = draw(2, 3, 9, 5), draw(2, 3, 11, 4), draw(5, 6), draw(4, 6), draw(6)
+    want = (torch.tanh((q @ a).unsqueeze(-2) + (k @ b).unsqueeze(-3)) * v).sum(-1)
+    torch.testing.assert_close(Additive(a, b, v).similarity(q, k), want)

@@ -5,6 +5,8 @@ The dense matrix is the judge's, in float64, by formulas that share no code with
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
 import math
 
 import pytest
@@ -12,7 +14,21 @@ import torch
 
 import regard
 from regard import Weights
-from support.judge import MASKS, SCORES, MaskCase, ScoreCase, Sizes, Truth, asked, asked_at_once, draw, named
+from regard.core.block import MatrixBlock
+from regard.core.problem import Problem
+from regard.engines import numba
+from support.judge import (
+    MASKS,
+    SCORES,
+    MaskCase,
+    ScoreCase,
+    Sizes,
+    Truth,
+    draw,
+    library_answers,
+    library_answers_at_once,
+    named,
+)
 
 # float64 against float64: sums of about ten terms of size ten, and exp near one. A few hundred units of roundoff.
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
@@ -36,10 +52,10 @@ def test_every_statistic_is_what_the_dense_matrix_tells(
     W = regard.weights(q, k, score=score.make(*parameters), mask=mask.make(n), align=align, engine=engine)
     truth = Truth.of(score, mask, n, q, k, parameters, n.j - n.i if align == "end" else 0)
     want = truth.answers(v, u)
-    for name, got in asked(W, v, u).items():
+    for name, got in library_answers(W, v, u).items():
         close(got, want[name], name)
     again = regard.weights(q, k, score=score.make(*parameters), mask=mask.make(n), align=align, engine=engine)
-    for name, got in asked_at_once(again, v).items():
+    for name, got in library_answers_at_once(again, v).items():
         close(got, want[name], f"see: {name}")
 
 
@@ -157,6 +173,64 @@ def test_pool_sums_each_tile_of_the_asked_part(rows: int, cols: int, i: slice, j
     close(W.pool(rows, cols, i=i, j=j), truth.pool(rows, cols, i, j), "pool")
 
 
+def count_products(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> list[int]:
+    """Multiplications of every product of queries and keys, from here on."""
+    counts: list[int] = []
+    if not compiled:
+        monkeypatch.setattr(numba, "enabled", False)
+        bare_scores = Problem.bare_scores
+
+        def counted(self: Problem, block: MatrixBlock) -> torch.Tensor:
+            s = bare_scores(self, block)
+            counts.append(s.numel() * self.q.shape[-1])
+            return s
+
+        monkeypatch.setattr(Problem, "bare_scores", counted)
+        return counts
+    if (runtime := numba.load()) is None:
+        pytest.skip("no compiled tiles on this machine")
+    prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)
+    sgemm = prototype(runtime.gemm)
+
+    def counted_gemm(*arguments: int) -> None:
+        counts.append(math.prod(ctypes.c_int.from_address(at).value for at in arguments[2:5]))
+        sgemm(*arguments)
+
+    callback = prototype(counted_gemm)
+    counting = dataclasses.replace(runtime, gemm=ctypes.cast(callback, ctypes.c_void_p).value)
+    monkeypatch.setattr(numba, "load", lambda alive=callback: counting)
+    return counts
+
+
+@pytest.mark.parametrize("mask", [None, regard.causal()], ids=repr)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain tiles", "compiled tiles"])
+def test_a_part_of_the_pooled_map_costs_its_rows_and_with_a_norm_its_tiles(
+    compiled: bool, mask: regard.Mask | None, tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles(32, 64)
+    counts = count_products(monkeypatch, compiled)
+    h, n, d, part = 2, 512, 4, {"i": slice(300, 340), "j": slice(192, 256)}
+    q, k = torch.randn(h, n, d), torch.randn(h, n, d)
+    W = regard.weights(q, k, mask=mask, engine="blockwise")
+    truth = regard.weights(q.double(), k.double(), mask=mask, engine="reference")
+    torch.testing.assert_close(W.pool(5, 7, **part).double(), truth.pool(5, 7, **part), rtol=1e-5, atol=1e-6)
+    assert sum(counts) <= h * d * (40 * n + 64 * 64)  # all keys of 40 rows for their norm, then the tiles of the part
+    W.received()
+    counts.clear()
+    torch.testing.assert_close(W.pool(4, 6, **part).double(), truth.pool(4, 6, **part), rtol=1e-5, atol=1e-6)
+    assert sum(counts) == h * d * 64 * 64  # rows 288 to 352, keys 192 to 256
+
+
+def test_a_part_of_the_pooled_map_has_the_gradient_of_the_dense_weights(engine: str) -> None:
+    q, k = draw(2, 9, 3, grad=True), draw(2, 11, 3, grad=True)
+    W = regard.weights(q, k, mask=regard.causal(), align="end", engine=engine)
+    w = W.dense()[:, 3:7, 2:10].unflatten(-1, (4, 2)).unflatten(-3, (2, 2)).sum((-3, -1))
+    seed = torch.randn(2, 2, 4, dtype=torch.float64)
+    got = torch.autograd.grad((W.pool(2, 4, i=slice(3, 7), j=slice(2, 10)) * seed).sum(), (q, k))
+    for ours, theirs in zip(got, torch.autograd.grad((w * seed).sum(), (q, k)), strict=True):
+        torch.testing.assert_close(ours, theirs, **TIGHT)
+
+
 def test_tiles_cover_floor_of_r_n_over_rows() -> None:
     W = regard.weights(torch.zeros(1, 7, 2), mask=None, score="dot")  # 7 × 7 weights of 1/7
     rows = W.pool(3, 1)[0, :, 0]
@@ -263,7 +337,7 @@ def test_statistics_are_float32_or_float64_and_the_output_has_the_type_of_v(dtyp
     q, k, v = (draw(*shape, dtype=dtype) for shape in (n.q, n.k, n.v))
     W = regard.weights(q, k, align="end", engine=engine)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for name, value in asked(W, v, draw(*n.u, dtype=dtype)).items():
+    for name, value in library_answers(W, v, draw(*n.u, dtype=dtype)).items():
         want = dtype if name in ("y", "z") else torch.int64 if name.endswith("index") else wide
         assert value.dtype == want, name
     assert W.dtype == wide
@@ -273,8 +347,10 @@ def test_statistics_of_long_rows_in_float32_agree_with_float64_tile_by_tile() ->
     # 777 keys are more than one tile, and divide by no tile size; 300 rows as well.
     q, k, v = draw(1, 2, 300, 17), draw(1, 1, 777, 17), draw(1, 1, 777, 5)
     mask = regard.window(301, 7) | regard.padding([13])
-    exact = asked(regard.weights(q, k, mask=mask, align="end"), v, draw(1, 2, 300, 5) * 0, tiles=(7, 9), top=20)
-    single = asked(
+    exact = library_answers(
+        regard.weights(q, k, mask=mask, align="end"), v, draw(1, 2, 300, 5) * 0, tiles=(7, 9), top=20
+    )
+    single = library_answers(
         regard.weights(q.float(), k.float(), mask=mask, align="end"),
         v.float(),
         torch.zeros(1, 2, 300, 5),

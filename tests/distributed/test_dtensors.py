@@ -12,7 +12,7 @@ from support.rank_pool import RankPool
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool(4, preload="support.rank_dtensors")
+    pool = RankPool(4)
     yield pool
     if pool.workers:
         pool.stop()

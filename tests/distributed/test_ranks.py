@@ -56,3 +56,11 @@ def test_gradients_are_those_of_one_process(ranks, world, split, seed) -> None:
 @pytest.mark.parametrize(("world", "split", "seed"), [cell for cell in ALL if cell[0] > 1])
 def test_more_gradients_are_those_of_one_process(ranks, world, split, seed) -> None:
     hold_gradients(ranks, world, split, seed)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["values", "received", *(pytest.param(name, marks=pytest.mark.slow) for name in ("entropy", "lse", "mean_distance", "pool"))],
+)  # fmt: skip
+def test_gradients_over_two_ranks_are_finite_differences(ranks, name) -> None:
+    assert all(ranks.run(2, "support.rank_cases.gradcheck", name))

@@ -34,9 +34,9 @@ def main(part: int, parts: int, plain: str = "") -> None:
         tile_config.GLUON.clear()
     torch.manual_seed(0)
     shapes = ((512, 64, None), (512, 128, regard.causal()), (500, 64, regard.causal()), (257, 40, None))
-    asked = [partial(everything, *shape) for shape in shapes]
-    asked += [partial(cover.judged, case, "cuda") for case in cover.pairwise(TYPES)[::6]]
-    for ask in asked[part::parts]:
+    checks = [partial(everything, *shape) for shape in shapes]
+    checks += [partial(cover.judged, case, "cuda") for case in cover.pairwise(TYPES)[::6]]
+    for ask in checks[part::parts]:
         ask()
     torch.cuda.synchronize()
     print(f"part {part} of {parts}: all answers are right")

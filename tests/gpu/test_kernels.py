@@ -99,8 +99,8 @@ def test_what_is_nan_stays_nan(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_additive_scores_leave_registers_for_wide_values(dtype: torch.dtype, size: int) -> None:
-    for asked in (("norm", "z", "received"), ("y", "lse", "entropy")):
-        cover.judged(cover.Case("additive", "dense", asked, dtype, (130, 300, "end"), (1, 2, 1, 24, size)), "cuda")
+    for wanted in (("norm", "z", "received"), ("y", "lse", "entropy")):
+        cover.judged(cover.Case("additive", "dense", wanted, dtype, (130, 300, "end"), (1, 2, 1, 24, size)), "cuda")
 
 
 @pytest.mark.parametrize("causal", [False, True])

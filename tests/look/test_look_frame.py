@@ -319,3 +319,47 @@ def test_nothing_hangs_in_an_empty_column(show: Any, it: View) -> None:
     shown.view("square")
     square = shown.tab.locator(".matrix > canvas").bounding_box()
     assert square["width"] >= 600
+
+
+# One frame around all views.
+
+
+def test_the_heads_that_are_shown_go_through_all_views(show: Any, it: View) -> None:
+    shown = show(it)
+    assert [text.split("\n")[-1] for text in shown.texts(".tray .pill")] == ["layer 2, head 1", "layer 3, head 1"]
+    shown.click("tray-1")
+    for view in ("walk", "play", "square", "overview", "spotlight"):
+        shown.view(view)
+        assert [text.split("\n") for text in shown.texts(".tray .pill")[:2]] == [
+            ["A", "layer 3, head 1"],
+            ["B", "layer 2, head 1"],
+        ]
+    assert shown.text(".hero .who").startswith("layer 3, head 1")
+    shown.view("square")
+    assert shown.tab.locator('[data-key="head"]').input_value() == str(shown.ask("page.state.chosen[0]"))
+    shown.tab.focus('[data-key="tray-1"]')
+    shown.tab.keyboard.press("Enter")
+    assert shown.text(".tray .pill").endswith("layer 2, head 1")
+    shown.click("tray-auto")
+    assert shown.ask("page.state.chosen") is None
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_reading_a_square_a_map_or_an_atlas_moves_nothing(show: Any, it: View, width: int) -> None:
+    long = regard.weights(randn(2, 320, 8)).label([f"a-rather-long-word-{n}" for n in range(320)])
+    for view, tab, canvas in (
+        (it, "square", ".matrix > canvas"),
+        (it, "overview", ".grid"),
+        (long.show(3), None, ".map-canvas"),
+    ):
+        shown = show(view, width=width, height=1000)
+        if tab:
+            shown.view(tab)
+        top = lambda: shown.tab.locator(canvas).first.bounding_box()  # noqa: B023, E731
+        shown.tab.wait_for_timeout(100)
+        box = top()
+        for share in (0.1, 0.3, 0.55, 0.8):
+            y = min(box["y"] + share * box["height"], 980)
+            shown.tab.mouse.move(box["x"] + share * box["width"], y)
+            shown.tab.wait_for_timeout(20)
+            assert top() == box

@@ -119,6 +119,8 @@ def test_sixteen_bits_where_they_suffice_and_the_largest_error_is_told(size: flo
     off = lambda one: float((one.rows(rows) / truth - 1).abs()[truth > 1e-30].max())  # noqa: E731
     assert off(stored) <= 3 * max(spec["error"], 1e-5)
     assert off(head.halved(W, 0)) > exact.TOLERANCE or bits == 16
+    part, full = head.halved(W, 0, rows), head.halved(W, 0)
+    torch.testing.assert_close(part.rows(rows), full.rows(rows), rtol=1e-4, atol=1e-12)
 
 
 def test_the_page_says_why_it_is_not_exact(show: Any) -> None:

@@ -188,3 +188,17 @@ def test_printing_says_every_step():
     for said in ("1 q·k", "2 ÷ √2", "3 mask", "4 softmax", "5 weight × value", "6 sum", "−∞", "2.000·2.000"):
         assert said in text
     assert repr(regard.walk(regard.weights(x), x, 0)) == str(regard.walk(regard.weights(x), x, 0))
+
+
+def test_the_values_of_a_recorded_head_are_passed_and_never_taken_from_its_keys(tmp_path):
+    torch.manual_seed(3)
+    layer, x = torch.nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
+    with torch.no_grad(), regard.record(layer, values=True) as seen:
+        layer(x, x, x, need_weights=False)
+    seen.save(tmp_path / "x.regard")
+    for one in (seen, regard.load(tmp_path / "x.regard")):
+        for W in (one[0, 1], one[0, 1, 0], one[0][0, 1], one[0, 1].double()):
+            with pytest.raises(ValueError, match=r"other vectors than its keys: record\(model, values=True\)"):
+                regard.walk(W, None, 2)
+        v = one.layer(0).values[0, 1]
+        torch.testing.assert_close(regard.walk(one[0, 1], v, 2).y, (one[0, 1] @ v)[2])

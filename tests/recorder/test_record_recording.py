@@ -156,3 +156,44 @@ def test_the_table_reads(seen):
     assert text.splitlines()[0] == "3 layers × 3 heads × 6 tokens"
     assert "causal()" in text
     assert repr(seen.find("cat", "walks")).splitlines()[0].split() == ["layer", "head", "weight"]
+
+
+def test_a_pass_answers_what_a_recording_does():
+    torch.manual_seed(0)
+    net = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    inputs = [torch.randn(1, 3, 8) for _ in range(2)]
+    with regard.record(net, tokens=["the", "cat", "sat"]) as seen:
+        for x in inputs:
+            net(x, x, x)
+    alone = []
+    for x in inputs:
+        with regard.record(net, tokens=["the", "cat", "sat"]) as one:
+            net(x, x, x)
+        alone.append(one)
+    assert seen.find("cat", "the") == seen.passes[1].find("cat", "the")
+    for one, expected in zip(seen.passes, alone, strict=True):
+        assert one.find("cat", "the") == expected.find("cat", "the")
+        assert one.heads("previous") == expected.heads("previous")
+        assert one.summary() == expected.summary()
+        assert torch.equal(one.rollout("cat"), expected.rollout("cat"))
+        assert torch.equal(one[0, 1].dense(), expected[0, 1].dense())
+        assert str(one.show("cat", layer=0, head=1)) == str(expected.show("cat", layer=0, head=1))
+    with pytest.raises(IndexError, match="nothing was recorded"):
+        regard.recorder.recording.Pass().layer(0)
+
+
+def test_a_selection_has_one_numbering():
+    torch.manual_seed(0)
+    net = torch.nn.Transformer(8, 2, 1, 2, 16, 0.0, batch_first=True).eval()
+    source, target = torch.randn(1, 5, 8), torch.randn(1, 4, 8)
+    with torch.no_grad(), regard.record(net, tokens=(list("abcde"), list("wxyz"))) as seen:
+        net(source, target)
+    numbers = [layer.index for layer in seen.layers if layer.kind == "cross"]
+    assert numbers == [2, 4]
+    part = seen.select(kind="cross")
+    assert torch.equal(part[4, 1].dense(), seen[4, 1].dense())
+    assert {row.layer for row in part.find("x", "c")} == set(numbers)
+    assert [line.split()[0] for line in repr(part).splitlines()[1:]] == ["2", "4"]
+    assert str(part.show("x", layer=4, head=1)) == str(seen.show("x", layer=4, head=1))
+    with pytest.raises(IndexError, match=r"\[2, 4\]"):
+        part[0]

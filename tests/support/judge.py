@@ -312,7 +312,7 @@ class Truth:
         }  # fmt: skip
 
 
-def asked(
+def library_answers(
     W: regard.Weights,
     v: Tensor,
     u: Tensor,
@@ -329,7 +329,7 @@ def asked(
     }  # fmt: skip
 
 
-def asked_at_once(
+def library_answers_at_once(
     W: regard.Weights, v: Tensor, tiles: tuple[int, int] = (3, 4), top: int = 3, keys: tuple[int, ...] = (0, 2)
 ) -> dict[str, Tensor]:
     """The library's answers from one `see`."""

@@ -55,7 +55,7 @@ SIZES = ((1, 2, 1, 16, 16), (2, 2, 2, 8, 24), (1, 4, 2, 40, 8), (2, 1, 1, 64, 32
 class Case:
     score: str
     mask: str
-    asked: tuple[str, ...]
+    wanted: tuple[str, ...]
     dtype: torch.dtype
     lengths: tuple[int, int, str | None]
     sizes: tuple[int, int, int, int, int]
@@ -64,8 +64,8 @@ class Case:
 
     def __str__(self) -> str:
         i, j, _ = self.lengths
-        asked = "+".join(self.asked)
-        return f"{self.score}-{self.mask}-{asked}-{str(self.dtype)[6:]}-{i}x{j}-{'.'.join(map(str, self.sizes))}-x{self.times:g}-{self.seed}"  # fmt: skip
+        wanted = "+".join(self.wanted)
+        return f"{self.score}-{self.mask}-{wanted}-{str(self.dtype)[6:]}-{i}x{j}-{'.'.join(map(str, self.sizes))}-x{self.times:g}-{self.seed}"  # fmt: skip
 
 
 #: For the interpreter, which is slow: of choices that reach the same lines of the kernels, one.
@@ -150,7 +150,7 @@ def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) ->
     return Case(rng.choice(SCORES), rng.choice(MASKS), rng.choice(ASKED), rng.choice(dtypes), (i, j, align), sizes, rng.choice([0.3, 1.0, 3.0]), seed)  # fmt: skip
 
 
-def laid(case: Case, device: str = "cpu") -> tuple[Problem, Request]:
+def problem_of(case: Case, device: str = "cpu") -> tuple[Problem, Request]:
     """The problem and the request of a case."""
     make = torch.Generator().manual_seed(case.seed)
     (i, j, align), (b, h, g, d, e) = case.lengths, case.sizes
@@ -168,19 +168,19 @@ def laid(case: Case, device: str = "cpu") -> tuple[Problem, Request]:
     mask = _mask(case.mask, b, i, j, make, device)
     W = regard.weights(q, k, score=score, mask=mask, align=align or "start")
     extra: dict[str, Any] = {}
-    if "y" in case.asked:
+    if "y" in case.wanted:
         extra["v"] = heads(g, j, e)
-    if "z" in case.asked:
+    if "z" in case.wanted:
         extra["u"] = heads(h, i, e)
-    if "mass" in case.asked:
+    if "mass" in case.wanted:
         extra["keys"] = (torch.rand(j, generator=make) > 0.5).float().to(device)
-    if "pool" in case.asked:
+    if "pool" in case.wanted:
         extra["tiling"] = (
             Tiling(3, 5, i // 5, i, j // 7, j) if case.seed % 2 else Tiling(max(1, i // 32), 4, 0, i, 0, j)
         )
-    if "topk_scores" in case.asked:
+    if "topk_scores" in case.wanted:
         extra["topk"] = 1 + case.seed % 9
-    return W._factors.problem(), Request(case.asked, **extra)
+    return W._factors.problem(), Request(case.wanted, **extra)
 
 
 def _score(name: str, draw: Any, h: int, d: int, i: int, j: int) -> Any:
@@ -223,21 +223,21 @@ def _mask(name: str, b: int, i: int, j: int, make: torch.Generator, device: str)
 
 def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
     """Ask the triton engine and float64; every answer and every gradient within its bound."""
-    problem, request = laid(case, device)
-    gradients = gradients and not case.asked[-1].startswith("top")
+    problem, request = problem_of(case, device)
+    gradients = gradients and not case.wanted[-1].startswith("top")
     for _ in range(2 if device == "cuda" else 0):  # the second time it is noted down, the third time that is done again
-        _asked(problem, request, "triton", gradients)
-    found, found_grads = _asked(problem, request, "triton", gradients)
+        _answers(problem, request, "triton", gradients)
+    results, found_grads = _answers(problem, request, "triton", gradients)
     double = change_all((problem, request), lambda t: t.double() if t.is_floating_point() else t)
-    truth, true_grads = _asked(*double, "blockwise", gradients)
+    truth, true_grads = _answers(*double, "blockwise", gradients)
     bounds = _bounds(*double, truth, case.dtype)
     for name in dict.fromkeys(("lse", *(name for name in request.names if name != "norm"))):
-        _compare(f"{case}: {name}", found[name], truth[name], bounds[name])
-    if "topk_weights" in found:
+        _compare(f"{case}: {name}", results[name], truth[name], bounds[name])
+    if "topk_weights" in results:
         right = _weights_of_top(truth)
         _compare(
             f"{case}: topk_weights",
-            found["topk_weights"],
+            results["topk_weights"],
             right,
             right * (bounds["topk_scores"] + bounds["lse"][..., None]) + 1e-6,
         )
@@ -264,27 +264,27 @@ def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile:
     from regard.engines.triton import topk_pass
 
     wrong = 0
-    asked = ((8 if device == "cuda" else 2, "none"), (3, "causal"), (1, "window"))
-    for (n, mask), kind, dtype in itertools.product(asked, ("plain", "ties", "equal"), dtypes):
+    wanted = ((8 if device == "cuda" else 2, "none"), (3, "causal"), (1, "window"))
+    for (n, mask), kind, dtype in itertools.product(wanted, ("plain", "ties", "equal"), dtypes):
         lengths = (40, (2 * n + 2) * tile, "end")
-        problem, _ = laid(Case("scaled_dot", mask, ("norm",), dtype, lengths, (1, 2, 1, 16, 16)), device)
+        problem, _ = problem_of(Case("scaled_dot", mask, ("norm",), dtype, lengths, (1, 2, 1, 16, 16)), device)
         if kind != "plain":
             q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (problem.q, problem.k))
             problem = dataclasses.replace(problem, q=q, k=k)
         request = Request(("topk_scores", "topk_indices", "norm"), topk=n)
         topk_pass.MAX_MARK_BYTES = 1 if kind == "ties" else 2**30  # one block of rows at a time, or all together
         replay.TAPES.clear()
-        found = compute_with_autograd(problem, request, get_engine("triton"), {}, False)
+        results = compute_with_autograd(problem, request, get_engine("triton"), {}, False)
         double = change_all(problem, lambda t: t.double() if t.is_floating_point() else t)
         truth = compute_with_autograd(double, request, get_engine("blockwise"), {}, False)
-        same = kind == "plain" or torch.equal(found["topk_indices"], truth["topk_indices"])
+        same = kind == "plain" or torch.equal(results["topk_indices"], truth["topk_indices"])
         truth["topk_weights"] = _weights_of_top(truth)
         close = (
-            torch.allclose(found[n].double(), truth[n], rtol=1e-4, atol=1e-5) for n in ("topk_scores", "topk_weights")
+            torch.allclose(results[n].double(), truth[n], rtol=1e-4, atol=1e-5) for n in ("topk_scores", "topk_weights")
         )
         if not same or not all(close):
             wrong += 1
-            print(f"top {n} by ballot, {mask}, {kind}, {dtype}: {found} for {truth}")
+            print(f"top {n} by ballot, {mask}, {kind}, {dtype}: {results} for {truth}")
     return wrong
 
 
@@ -292,9 +292,9 @@ def judged_where_keys_are_equal(dtype: torch.dtype, device: str = "cpu") -> None
     """Of equal keys the lower comes first: where one is listed, all before it are, also if a larger score displaced some."""
     q, k = (torch.randn(1, 2, n, 16, device=device).to(dtype) for n in (70, 77))
     k[:, :, 5:9] = k[:, :, 4:5]
-    found = regard.weights(q, k, engine="triton").topk(8).indices
+    results = regard.weights(q, k, engine="triton").topk(8).indices
     for n in range(5, 9):
-        assert bool((~(found == n).any(-1) | (found == n - 1).any(-1)).all()), (
+        assert bool((~(results == n).any(-1) | (results == n - 1).any(-1)).all()), (
             f"key {n} is listed before one that is equal"
         )
 
@@ -308,9 +308,9 @@ def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: i
     for (q, k, v, u), engine in ((leaves, "triton"), (doubles, "blockwise")):
         W = regard.weights(q, k, engine=engine)
         seen = W.see("entropy", pool=(2, columns), values=v)
-        found = (seen.y, seen.pool, W.mT @ u)
-        total = sum((x.double() * torch.linspace(-1, 1, x.shape[-1], device=device)).sum() for x in found)
-        answers.append([*found, *torch.autograd.grad(total, (q, k, v, u))])
+        results = (seen.y, seen.pool, W.mT @ u)
+        total = sum((x.double() * torch.linspace(-1, 1, x.shape[-1], device=device)).sum() for x in results)
+        answers.append([*results, *torch.autograd.grad(total, (q, k, v, u))])
     names = ("y", "pool", "z", "dq", "dk", "dv", "du")
     for name, mine, right in zip(names, *answers, strict=True):
         close = 3 * columns**0.5 * ROUNDOFF[dtype] * right.detach().abs().max()  # each adds up as many terms
@@ -327,8 +327,12 @@ def judged_where_all_scores_are_huge(dtype: torch.dtype, device: str = "cpu") ->
         W = regard.weights(q, k, score=regard.ScaledDot().bias(bias), engine="triton")
         even = torch.full(W.shape, 1 / 70, device=device)
         seen = W.see("received", "entropy", pool=(37, 1), values=v)
-        for found, truth in ((W.dense(), even), (seen.received, even.sum(-2)), (seen.pool, torch.ones_like(seen.pool))):
-            torch.testing.assert_close(found.detach(), truth, rtol=1e-4, atol=0)
+        for results, truth in (
+            (W.dense(), even),
+            (seen.received, even.sum(-2)),
+            (seen.pool, torch.ones_like(seen.pool)),
+        ):
+            torch.testing.assert_close(results.detach(), truth, rtol=1e-4, atol=0)
         (dv,) = torch.autograd.grad(seen.y.float().sum(), v)
         torch.testing.assert_close(dv.float(), torch.full_like(dv, 37 / 70).float(), rtol=1e-2, atol=0)
 
@@ -361,7 +365,7 @@ def change_all(tree: Any, how: Any) -> Any:
     return unflatten(spec, [how(t) for t in tensors])
 
 
-def _asked(problem: Problem, request: Request, engine: str, gradients: bool) -> tuple[dict[str, Tensor], list[Any]]:
+def _answers(problem: Problem, request: Request, engine: str, gradients: bool) -> tuple[dict[str, Tensor], list[Any]]:
     spec, tensors = flatten((problem, request))
     leaves = [t.detach().clone().requires_grad_(gradients and t.is_floating_point()) for t in tensors]
     problem, request = unflatten(spec, leaves)
@@ -404,39 +408,39 @@ def _bounds(problem: Problem, request: Request, truth: dict[str, Tensor], dtype:
         off = u32 * (2 * d**0.5 * size + 2 * max(i, j) ** 0.5 + 16)  # of a log weight, for every row
         each = w * off.unsqueeze(-1)
         rough = w * (off.unsqueeze(-1) + u)  # where weights are rounded for a product
-        found: dict[str, Any] = {
+        results: dict[str, Any] = {
             "lse": off + u32 * 4 * torch.where(truth["lse"].isfinite(), truth["lse"].abs(), 0),
             "entropy": (w * (1 + log_w.abs())).sum(-1) * off * 4 + 1e-6,
             "received": each.sum(-2) * 2 + 1e-6,
         }
-        found["max_score"] = found["topk_scores"] = found["lse"] + u32 * 8 * size
+        results["max_score"] = results["topk_scores"] = results["lse"] + u32 * 8 * size
         if "topk_scores" in truth:
-            found["topk_scores"] = found["lse"].unsqueeze(-1) + (u32 * 8 * size).unsqueeze(-1)
+            results["topk_scores"] = results["lse"].unsqueeze(-1) + (u32 * 8 * size).unsqueeze(-1)
         if request.v is not None:
             v = request.v.repeat_interleave(h // request.v.shape[1], 1)
-            found["y"] = u * truth["y"].abs() + rough @ v.abs() + 1e-7
+            results["y"] = u * truth["y"].abs() + rough @ v.abs() + 1e-7
         if request.u is not None:
-            found["z"] = rough.mT @ request.u.abs() + 1e-6
+            results["z"] = rough.mT @ request.u.abs() + 1e-6
         if request.keys is not None:
-            found["mass"] = each.sum(-1) * 2 + 1e-6
+            results["mass"] = each.sum(-1) * 2 + 1e-6
         far = (block.i - block.j).abs()
-        found["mean_distance"] = (each * far).sum(-1) * 2 + 1e-5
+        results["mean_distance"] = (each * far).sum(-1) * 2 + 1e-5
         if request.tiling is not None:
-            found["pool"] = each.sum((-1, -2), keepdim=True) * 2 + 1e-5
-        found["argmax"] = found["topk_indices"] = (s, off)
-    return found
+            results["pool"] = each.sum((-1, -2), keepdim=True) * 2 + 1e-5
+        results["argmax"] = results["topk_indices"] = (s, off)
+    return results
 
 
-def _compare(what: str, found: Tensor, truth: Tensor, bound: Any) -> None:
-    assert found.shape == truth.shape, f"{what}: {tuple(found.shape)} for {tuple(truth.shape)}"
+def _compare(what: str, results: Tensor, truth: Tensor, bound: Any) -> None:
+    assert results.shape == truth.shape, f"{what}: {tuple(results.shape)} for {tuple(truth.shape)}"
     if truth.dtype == torch.int64:
-        _same_places(what, found, truth, *bound)
+        _same_places(what, results, truth, *bound)
         return
-    found = found.double()
-    assert not found.isnan().any(), f"{what}: {int(found.isnan().sum())} nan of {found.numel()}"
+    results = results.double()
+    assert not results.isnan().any(), f"{what}: {int(results.isnan().sum())} nan of {results.numel()}"
     endless = truth.isinf()
-    assert torch.equal(found[endless], truth[endless]), f"{what}: infinities differ"
-    off = torch.where(endless, 0, (found - torch.where(endless, 0, truth)).abs())
+    assert torch.equal(results[endless], truth[endless]), f"{what}: infinities differ"
+    off = torch.where(endless, 0, (results - torch.where(endless, 0, truth)).abs())
     bound = (
         torch.as_tensor(bound, device=off.device).expand_as(off)
         if not isinstance(bound, Tensor)
@@ -446,19 +450,19 @@ def _compare(what: str, found: Tensor, truth: Tensor, bound: Any) -> None:
     if worst > 0:
         at = int((off - bound).flatten().argmax())
         raise AssertionError(
-            f"{what}: {found.flatten()[at]:.7g} for {truth.flatten()[at]:.7g}, off {off.flatten()[at]:.3g}, allowed "
+            f"{what}: {results.flatten()[at]:.7g} for {truth.flatten()[at]:.7g}, off {off.flatten()[at]:.3g}, allowed "
             f"{bound.flatten()[at]:.3g}; {int((off > bound).sum())} of {off.numel()} beyond"
         )
 
 
-def _same_places(what: str, found: Tensor, truth: Tensor, s: Tensor, off: Tensor) -> None:
+def _same_places(what: str, results: Tensor, truth: Tensor, s: Tensor, off: Tensor) -> None:
     """Indices may differ where their scores are equal but for rounding."""
-    if found.ndim == 3:
-        found, truth = found.unsqueeze(-1), truth.unsqueeze(-1)
-    assert torch.equal(found < 0, truth < 0), f"{what}: keys where there are none"
-    mine, right = (s.gather(-1, x.clamp(min=0)) for x in (found, truth))
+    if results.ndim == 3:
+        results, truth = results.unsqueeze(-1), truth.unsqueeze(-1)
+    assert torch.equal(results < 0, truth < 0), f"{what}: keys where there are none"
+    mine, right = (s.gather(-1, x.clamp(min=0)) for x in (results, truth))
     close = (mine - right).abs() <= 8 * off.unsqueeze(-1) * (1 + right.abs())
-    assert bool((close | (found < 0)).all()), f"{what}: another key, with a lower score"
-    for row in found.flatten(0, -2).tolist():
+    assert bool((close | (results < 0)).all()), f"{what}: another key, with a lower score"
+    for row in results.flatten(0, -2).tolist():
         there = [n for n in row if n >= 0]
         assert len(set(there)) == len(there), f"{what}: a key twice"

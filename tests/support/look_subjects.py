@@ -41,8 +41,8 @@ def fake_recording(tokens=TOKENS, source=None, layers=2, heads=3) -> Recording:
     for n in range(layers):
         w = attention(n, heads, len(tokens), len(cols)).unsqueeze(0)
         kind = "cross" if source else "self"
-        kept = SavedCall(None, None, None, w, None, None, None)
-        one.layers.append(Layer(f"layer.{n}", n, kind, kept, {}, tuple(w.shape), ([list(tokens)], [list(cols)]), one))
+        saved = SavedCall(None, None, None, w, None, None, None)
+        one.layers.append(Layer(f"layer.{n}", n, kind, saved, {}, tuple(w.shape), ([list(tokens)], [list(cols)]), one))
     return Recording([one])
 
 

@@ -127,8 +127,8 @@ def hostile_recording() -> regard.Recording:
     for n, name in enumerate(HOSTILE[:6]):
         q = torch.randn(1, 1, t, 4, generator=numbers)
         words = [list(HOSTILE)]
-        kept = SavedCall(q, q, None, None, regard.ScaledDot(), None, None)
-        layers.append(Layer(name, n, "self", kept, {}, (1, 1, t, t), (words, words)))
+        saved = SavedCall(q, q, None, None, regard.ScaledDot(), None, None)
+        layers.append(Layer(name, n, "self", saved, {}, (1, 1, t, t), (words, words)))
     return Recording([Pass(layers)], [(name, f"why {name}") for name in HOSTILE])
 
 

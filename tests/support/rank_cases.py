@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from itertools import islice, pairwise
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 import regard
 from core.test_bound import Case, Configuration, configurations
-from regard.distributed import Shards, shards, zigzag
+from regard.distributed import RankError, Shards, sharded, shards, zigzag
+from regard.distributed.transport import Ranks
 from support.judge import SMOOTH, Truth, asked_at_once
 
 SPLITS = ("contiguous", "uneven", "empty", "zigzag")
@@ -58,9 +60,10 @@ class ShardedCase(Case):
         self.keys = self.rows if n.i == n.j else positions(n.j, world, split, chance)
         self.exchange = chance.choice(("ring", "gather"))
         self.smallest = chance.choice((1, 4, 2048))
+        self.rows_at_once = chance.choice((3, 2**15))
 
     def over_ranks(self, group: Any, rank: int, grad: bool = False) -> tuple[regard.Weights, list[Tensor]]:
-        shards.SHORTEST_PIECE = self.smallest
+        shards.SHORTEST_PIECE, sharded.ROWS = self.smallest, self.rows_at_once
         about, rows, keys = self.about, index_of(self.rows[rank]), index_of(self.keys[rank])
         local = [self.q[:, :, rows], self.k[:, :, keys], self.v[:, :, keys], self.u[:, :, rows], *self.parameters]
         local = [t.detach().clone().requires_grad_(grad) for t in local]
@@ -120,3 +123,102 @@ def true_gradients(case: ShardedCase, seed: int) -> list[Tensor]:
     want = truth.answers(*leaves[2:4])
     _loss(want, _coefficients(seed, want)).backward()
     return [t.grad for t in leaves]
+
+
+def disagree(group: Any, rank: int, world: int, difference: str) -> str:
+    """The text of the error that a difference of rank 1 makes; afterwards the ranks still work together."""
+    odd = rank == 1
+    torch.manual_seed(3 if odd and difference == "another seed" else 2)
+    q, v = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    slopes = torch.rand(2)
+    options: dict[str, Any] = {"mask": regard.causal(), "score": regard.ScaledDot().alibi(slopes)}
+    placed: dict[str, Any] = {}
+    module = importlib.import_module("regard.distributed.build")
+    version = module.__version__
+    if difference == "another function":
+        options["mask"] = lambda i, j: j <= i
+    if difference in ("a gap", "positions that do not fit"):
+        placed["rows"] = [range(4 * rank, 4 * rank + 4)]
+    if odd:
+        if difference == "nan":
+            q[0, 2] = torch.nan
+        elif difference == "nan in values":
+            v[0, 1, 0] = torch.nan
+        elif difference == "another version":
+            module.__version__ = "0.0.9"
+        elif difference == "another mask":
+            options["mask"] = regard.window(2, 0)
+        elif difference == "another function":
+            options["mask"] = lambda i, j: j < i
+        elif difference == "a wrong dtype":
+            q = q.double()
+        elif difference == "fewer heads":
+            q = q[:1, :, :4]
+        elif difference == "the reference engine":
+            options["engine"] = "reference"
+        elif difference == "no tensor":
+            q = q.tolist()
+        elif difference == "requires a gradient":
+            q.requires_grad_()
+        elif difference == "a gap":
+            q, placed["rows"] = q[:, 1:], [range(4, 5), range(6, 8)]
+        elif difference == "positions that do not fit":
+            placed["rows"] = [range(4, 7)]
+    try:
+        W = regard.weights(q, mesh=Shards(group, timeout=60, **placed), **options)
+        _ = W.lse() if odd and difference == "another request" else W @ v
+        return "no error"
+    except RankError as error:
+        text = str(error)
+    finally:
+        module.__version__ = version
+    assert regard.weights(torch.randn(3, 2), mesh=group).lse().shape == (3,)
+    return text
+
+
+class _Scattered(torch.autograd.Function):
+    """This rank's rows of a tensor that every rank has; the gradient is that of all ranks' rows."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, index: Tensor, ranks: Ranks) -> Tensor:
+        ctx.index, ctx.ranks, ctx.shape = index, ranks, full.shape
+        return full[:, :, index]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.ranks.sum(g.new_zeros(ctx.shape).index_copy_(2, ctx.index, g)), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows, on every rank; each takes the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, index: Tensor, length: int, ranks: Ranks) -> Tensor:
+        ctx.index = index
+        full = own.new_zeros(*own.shape[:2], length, *own.shape[3:]).index_copy_(2, index, own)
+        return ranks.sum(full)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g[:, :, ctx.index], None, None, None
+
+
+def gradcheck(group: Any, rank: int, world: int, name: str) -> bool:
+    """Finite differences of global inputs: all ranks move the same number, and compute its effect together."""
+    ranks, n = Ranks(group, 100.0), 5
+    index = index_of(zigzag(n, world)[rank])
+    shards.SHORTEST_PIECE = 1
+    q, k, v = (torch.randn(1, heads, n, 2, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    slopes = torch.rand(2, dtype=torch.float64, requires_grad=True)
+
+    def answer(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        own = [_Scattered.apply(t, index, ranks) for t in (q, k, v)]
+        mesh = Shards(group, zigzag(n, world)[rank], exchange="ring", timeout=100)
+        score = regard.ScaledDot().alibi(slopes).sink(slopes)
+        W = regard.weights(*own[:2], score=score, mask=regard.causal(), mesh=mesh)
+        if name == "pool":
+            return W.pool(2, 3)
+        own_answer = W @ own[2] if name == "values" else getattr(W, name)()
+        return _Gathered.apply(own_answer, index, n, ranks)
+
+    return torch.autograd.gradcheck(answer, (q, k, v, slopes))

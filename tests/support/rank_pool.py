@@ -51,13 +51,20 @@ def serve(rank: int, size: int, store: str, calls: Any) -> None:
     dist.destroy_process_group()
 
 
+def forking() -> Any:
+    """A multiprocessing context whose processes have the heavy modules already."""
+    context = multiprocessing.get_context("forkserver")
+    # The fork server does not look below tests/, and passes over what it cannot import.
+    context.set_forkserver_preload(["pytest", "regard.distributed", "regard.engines.numba.kernels"])
+    return context
+
+
 class RankPool:
     """`size` processes; `run` calls a function ``f(group, rank, world, *arguments)`` on the first `world` of them."""
 
-    def __init__(self, size: int, preload: str = "support.rank_cases") -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([preload])
+        self.context = forking()
         self.workers: list[tuple[Any, Any]] = []
 
     def start(self) -> None:

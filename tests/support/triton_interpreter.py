@@ -66,10 +66,10 @@ def tables(lo, hi, flags: bool, block_i: int, block_j: int, keys: int):
             full[n, m] |= all_from <= j and all_to >= past and i + block_i <= rows and j + block_j <= keys
     by_keys = np.zeros((len(ends_j), 4), int)
     for m in range(len(ends_j)):
-        some, whole = np.flatnonzero(touched[:, m]), np.flatnonzero(touched[:, m] & full[:, m])
+        some, full_tiles = np.flatnonzero(touched[:, m]), np.flatnonzero(touched[:, m] & full[:, m])
         first, past = (some[0], some[-1] + 1) if len(some) else (0, 0)
-        run = (whole[0], whole[-1] + 1) if len(whole) else (0, 0)
-        by_keys[m] = first, *(run if run[1] - run[0] == len(whole) else (first, first)), past
+        run = (full_tiles[0], full_tiles[-1] + 1) if len(full_tiles) else (0, 0)
+        by_keys[m] = first, *(run if run[1] - run[0] == len(full_tiles) else (first, first)), past
     return by_rows, by_keys
 
 
@@ -81,15 +81,18 @@ def tables_that_are_wrong(cases: int = 60) -> int:
         if case % 3 == 0:  # as padding: all rows alike, some see nothing
             ends = np.broadcast_to(ends[:, :, :1], ends.shape) * (rng.random((b, 1, 1)) > 0.2)
         lo, hi = ends[:, ::2], ends[:, 1::2]
-        laid = tuple(torch.tensor(np.ascontiguousarray(x), dtype=torch.int32) for x in (lo, hi))
-        told = mask_args.MaskFormat("flags" if case % 4 == 1 else "intervals", None, laid)
+        intervals = tuple(torch.tensor(np.ascontiguousarray(x), dtype=torch.int32) for x in (lo, hi))
+        mask_format = mask_args.MaskFormat("flags" if case % 4 == 1 else "intervals", None, intervals)
         for block_i, block_j in ((16, 32), (32, 16)):
-            found = mask_args.row_table(told, block_i, block_j, keys), mask_args.key_table(told, block_i, block_j, keys)
+            computed = (
+                mask_args.row_table(mask_format, block_i, block_j, keys),
+                mask_args.key_table(mask_format, block_i, block_j, keys),
+            )
             for n in range(b):
-                right = tables(lo[n], hi[n], told.kind == "flags", block_i, block_j, keys)
-                if not all(np.array_equal(x[n].numpy(), y) for x, y in zip(found, right, strict=True)):
+                right = tables(lo[n], hi[n], mask_format.kind == "flags", block_i, block_j, keys)
+                if not all(np.array_equal(x[n].numpy(), y) for x, y in zip(computed, right, strict=True)):
                     wrong += 1
-                    print(f"tables of case {case}, {block_i} × {block_j}: {[x[n] for x in found]} for {right}")
+                    print(f"tables of case {case}, {block_i} × {block_j}: {[x[n] for x in computed]} for {right}")
     return wrong
 
 

@@ -163,9 +163,9 @@ def build(name, attention=None):
     """One model of the zoo, in eval mode, and inputs for it."""
     model_class, config_class, config, inputs = ZOO[name]
     torch.manual_seed(0)
-    made = getattr(transformers, config_class)(**config)
+    configuration = getattr(transformers, config_class)(**config)
     if attention is not None:
-        made._attn_implementation = attention
-    model = getattr(transformers, model_class)(made).eval()
+        configuration._attn_implementation = attention
+    model = getattr(transformers, model_class)(configuration).eval()
     torch.manual_seed(1)
     return model, inputs()

@@ -18,7 +18,8 @@ from .broadcast import MatrixShape
 from .masks import Mask, as_mask
 from .problem import Factors
 from .scores import Score, as_score
-from .torch_state import as_size, is_tracing
+from .tensor_kinds import readable, refuse_jit_trace, refuse_meta
+from .torch_state import as_size, in_functorch, is_tracing
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
@@ -150,6 +151,7 @@ SMALL = 2**28
 
 def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
     """PyTorch's fused attention, where it computes the same and is as fast; else None."""
+    refuse_jit_trace()
     if isinstance(score, str):
         plain = score in ("scaled_dot", "dot")
         scale = 1.0 if score == "dot" else None
@@ -157,7 +159,7 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
         plain = isinstance(score, Score) and len(score.modifiers) == 0 and score.sink_logits is None
         scale = score.product_scale(q.shape[-1]) if plain and isinstance(q, Tensor) and q.ndim else None
         plain = scale is not None
-    if not plain or not all(isinstance(x, Tensor) and x.ndim >= 3 and x.is_floating_point() for x in (q, k, v)):
+    if not plain or not all(map(_is_dense, (q, k, v))):
         return None
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device or 0 in q.shape or 0 in k.shape:
         return None
@@ -182,6 +184,15 @@ def _try_sdpa(q: Any, k: Any, v: Any, score: Any, mask: Any) -> Tensor | None:
     return y if flags is None or bool(y.detach().sum().isfinite()) else None
 
 
+def _is_dense(x: Any) -> bool:
+    """Whether PyTorch's attention takes x: a strided tensor with heads, of 16 bits or more."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+        return False
+    if x.ndim < 3 or not x.is_floating_point() or x.dtype.itemsize == 1:
+        return False
+    return is_tracing() or not x._is_zerotensor()  # of which PyTorch's attention reads memory that is not there
+
+
 def _has_fused_gqa(q: Tensor) -> bool:
     """Whether PyTorch has a kernel in which heads share keys; in others it repeats them in memory."""
     return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
@@ -197,7 +208,7 @@ def _is_chunk(q: Tensor, k: Tensor) -> bool:
 
 def _dense_bool_mask(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
     """The mask as a bool tensor for PyTorch's attention, where that treats it as we do; else None."""
-    if is_tracing() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+    if is_tracing() or in_functorch() or q.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return None
     if not isinstance(mask, Tensor) and not (isinstance(mask, Mask) and mask.rows_alike):
         return None
@@ -207,7 +218,8 @@ def _dense_bool_mask(q: Tensor, k: Tensor, mask: Any) -> Tensor | None:
     # A hidden key of −inf may leave the output finite, but not the gradients.
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad) and not bool(k.detach().sum().isfinite()):
         return None
-    return mask.visible(MatrixBlock(slice(0, full[-2]), slice(0, full[-1]), 0, q.device))
+    cells = mask.visible(MatrixBlock(slice(0, full[-2]), slice(0, full[-1]), 0, q.device))
+    return cells.reshape(cells.shape[max(0, cells.ndim - q.ndim) :])  # q without a batch takes a mask without one
 
 
 def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) -> Factors:
@@ -234,6 +246,7 @@ def check_tensors(**tensors: Any) -> list[Tensor]:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name}).")
+        tensors[name] = readable(x, name)
         if not x.is_floating_point():
             raise TypeError(
                 f"{name} must be a floating-point tensor; got dtype {x.dtype}. "
@@ -248,6 +261,7 @@ def check_tensors(**tensors: Any) -> list[Tensor]:
     for name, x in others:
         if x.device != first[1].device:
             raise ValueError(f"{first[0]} is on {first[1].device} and {name} on {x.device}; move one with .to(device).")
+    refuse_meta(first[1], first[0])
     kind = first[1].device.type
     if torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)

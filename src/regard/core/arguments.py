@@ -13,8 +13,9 @@ from torch import Tensor
 from .indexing import Tokens, as_index, parse, positions_of
 from .scores import upcast
 from .stats import Tiling
+from .tensor_kinds import readable
 
-__all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys"]
+__all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys", "segment_flags"]
 
 
 def at_least_one(n: Any, what: str) -> int:
@@ -35,6 +36,7 @@ def as_tokens(words: Any, n: int, axis: str) -> Tokens:
 
 def as_values(v: Any, length: int, what: str, device: torch.device, shape: torch.Size) -> Tensor:
     """A tensor (..., heads, length, e) that fits weights of this shape."""
+    v = readable(v, what) if isinstance(v, Tensor) else v
     if not isinstance(v, Tensor) or not v.is_floating_point():
         got = v.dtype if isinstance(v, Tensor) else type(v).__name__
         raise TypeError(f"{what} must be a floating-point tensor (..., {length}, size); got {got}.")
@@ -68,6 +70,7 @@ def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
 def chosen_keys(keys: Any, n: int, tokens: Tokens | None, q: Tensor) -> Tensor:
     """(j,): 1 for chosen keys, else 0, in the dtype of statistics."""
     flags = torch.zeros(n, dtype=upcast(q[..., :0]).dtype, device=q.device)
+    keys = readable(keys, "mass(keys)") if isinstance(keys, Tensor) else keys
     if isinstance(keys, Tensor) and keys.dtype == torch.bool:
         if keys.shape != (n,):
             raise ValueError(f"mass(keys): a bool tensor has one flag a key, ({n},); got {tuple(keys.shape)}.")
@@ -75,3 +78,18 @@ def chosen_keys(keys: Any, n: int, tokens: Tokens | None, q: Tensor) -> Tensor:
     pick = parse((slice(None), keys), (1, n), (None, tokens))[1]
     flags[as_index(positions_of(pick), q.device)] = 1
     return flags
+
+
+def segment_flags(segments: Any, n: int, tokens: Tokens | None, q: Tensor, what: str) -> Tensor:
+    """(segments, n): 1 where a position is in a segment, else 0, in the dtype of statistics."""
+    if isinstance(segments, Tensor) and not segments.is_floating_point() and segments.dtype != torch.bool:
+        if segments.shape != (n,):
+            raise ValueError(f"segment_mass({what}): one segment a position, ({n},); got {tuple(segments.shape)}.")
+        count = int(segments.max()) + 1 if n else 0
+        return (torch.arange(max(count, 0), device=q.device)[:, None] == segments.to(q.device)).to(upcast(q[..., :0]))
+    if not isinstance(segments, list | tuple) or not segments:
+        raise TypeError(
+            f"segment_mass({what}) takes an int tensor with the segment of each position, or a list of segments; "
+            f"got {type(segments).__name__}."
+        )
+    return torch.stack([chosen_keys(segment, n, tokens, q) for segment in segments])

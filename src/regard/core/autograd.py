@@ -35,6 +35,7 @@ from .stats import (
     lse_of,
     required,
 )
+from .tensor_kinds import materialized, refuse_forward_ad, refuse_functionalize, refuse_jit_trace
 from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = ["cell_grads", "compute_with_autograd", "gathered_grads"]
@@ -60,6 +61,10 @@ def compute_with_autograd(
         return engine.compute(problem, request, request.names, cached)
     engine = fused_engine(engine)
     tracing = is_tracing()
+    if not tracing:
+        refuse_jit_trace()
+        refuse_forward_ad((problem, request))
+        refuse_functionalize()
     if not requires_grad and not tracing and not is_replayed_device(problem.q):
         return without_autocast(problem.q, lambda: compute(problem, request, engine, cached, remember))
     spec, tensors = flatten((problem, request))
@@ -173,11 +178,13 @@ def _score_grad(
     """All terms that are linear in W as one product left · right, the rest as a few numbers a row."""
     b, h, i, j = problem.shape
     # An engine that computes in 16 bits takes y's gradient as it is: a float32 copy is slow.
-    grads = {n: g if engine.narrow and n == "y" else g.to(problem.compute_dtype) for n, g in grad_outputs.items()}
+    grads = {
+        n: g if engine.keeps_grad_dtype and n == "y" else g.to(problem.compute_dtype) for n, g in grad_outputs.items()
+    }
     pairs, without_row_term = [], []
     if (g := grads.get("y")) is not None:
         delta = engine.row_dot(g, results["y"])
-        pairs.append((g, required(request.v) if engine.narrow else upcast(required(request.v))))
+        pairs.append((g, required(request.v) if engine.keeps_grad_dtype else upcast(required(request.v))))
     else:
         delta = problem.q.new_zeros(b, h, i, dtype=problem.compute_dtype)
     if (g := grads.get("mass")) is not None:
@@ -268,7 +275,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None], input_grads: _InputGrads
     saved = ctx.saved_tensors  # read once: a pack hook may unpack a saved tensor only once
     count = len(saved) - len(ctx.names)
     tensors, outputs = list(saved[:count]), saved[count:]
-    grad_outputs = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+    grad_outputs = {name: materialized(g) for name, g in zip(ctx.names, grads, strict=True) if g is not None}
     if not grad_outputs:
         return [None] * count
     return input_grads(

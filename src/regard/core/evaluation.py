@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .results import Peak, Statistics, TopK
 from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
 from .torch_state import as_size, without_autocast
 
-__all__ = ["LazyMatrix", "Transposed"]
+__all__ = ["LazyMatrix", "Transposed", "torch_function"]
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -35,11 +35,17 @@ _RAW_OUTPUTS = {
 }
 
 
+#: Products of two matrices, by the names of PyTorch's functions.
+_PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
+
+
 class LazyMatrix:
     """Factors, an engine and the results that are still valid. No weight is stored."""
 
     #: Whether results are cached, and with them what a pass has for nothing. `attend` asks once and needs neither.
     _remembers = True
+    #: Whether the matrix takes part in products with `@`.
+    multiplies: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -169,17 +175,32 @@ class LazyMatrix:
         if not requires_grad and all(name in cached for name in request.names):
             return cached
         problem = engine.prepare(factors)
-        results = compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
+        results = None if engine.plain else self._pool_rows(problem, request, engine, cached, requires_grad)
+        if results is None:
+            results = compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
+
+    def _pool_rows(
+        self, problem: Problem, request: Request, engine: engines.Engine, cached: Results, requires_grad: bool
+    ) -> Results | None:
+        """The pooled map of a part of the rows without a pass over the others; None where that saves nothing."""
+        window = request.window
+        if window is None or (window.i0, window.i1) == (0, problem.shape[2]):
+            return None
+        if "norm" in cached and engines.same_product(engines.fused_engine(engine), problem):
+            return None
+        tiling = replace_fields(window, i0=0, i1=window.i1 - window.i0)
+        local = replace_fields(request, names=("pool", "norm"), tiling=tiling)
+        rows = problem.narrow(window.i0, window.i1)
+        return {"pool": compute_with_autograd(rows, local, engine, {}, requires_grad)["pool"]}
 
     # Blocks of weights.
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         """The weights at these rows and columns, (*batch, h, i, j)."""
-        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
-        check_fits(cells * self.dtype.itemsize, self.device)
+        self._check_fits(rows, cols)
         engine = engines.get_engine(self._engine)
         problem = engine.prepare(self._factors)
         if engine.plain:
@@ -194,6 +215,10 @@ class LazyMatrix:
             empty = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)
             w = torch.cat(parts, 2) if parts else empty
         return w.reshape(*self._factors.batch, *w.shape[1:])
+
+    def _check_fits(self, rows: list[int] | range, cols: list[int] | range) -> None:
+        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
+        check_fits(cells * self.dtype.itemsize, self.device)
 
     def _blocks_of_runs(
         self, problem: Problem, engine: engines.FusedEngine, rows: list[int] | range, cols: list[int] | range
@@ -248,6 +273,8 @@ class LazyMatrix:
 class Transposed:
     """Wᵀ, for ``W.mT @ u``: what every key collects from the rows that look at it."""
 
+    multiplies: ClassVar[bool] = True
+
     def __init__(self, weights: LazyMatrix) -> None:
         self.mT = self.T = weights
 
@@ -269,8 +296,35 @@ class Transposed:
         z = w._ask(Request(("z",), u=rows))["z"].to(rows.dtype)
         return z.squeeze(-1) if vector else z
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return torch_function(func, args, kwargs)
+
     def __repr__(self) -> str:
         return f"Transposed({self.mT!r})"
+
+
+def torch_function(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A function of PyTorch, called with a lazy matrix: products are served, all others are refused by name."""
+    name = func.__name__
+    if torch.compiler.is_dynamo_compiling() and func is not torch.matmul:
+        # Dynamo passes the operands of W @ v as those of v @ W.
+        raise TypeError(
+            "torch.compile cannot follow @ of a lazy matrix: write torch.matmul(W, v), torch.matmul(W.mT, u) or "
+            "W.see(values=v).y."
+        )
+    operands = [*args, *(kwargs or {}).values()]
+    if name in _PRODUCTS and len(operands) == 2:
+        left, right = operands
+        # Methods, not `@`: torch.compile would come back here.
+        if isinstance(left, (LazyMatrix, Transposed)) and left.multiplies:
+            return left.__matmul__(right)  # type: ignore[operator]
+        if isinstance(right, LazyMatrix) and right.multiplies:
+            return right.__rmatmul__(left)  # type: ignore[attr-defined]
+    raise TypeError(
+        f"torch.{name} takes tensors, and a lazy matrix stores none. Use .dense(), in quadratic memory; W @ v, "
+        "W.mT @ u, u @ W and torch.matmul are served as they are."
+    )
 
 
 def _weights_of(score: Tensor, norm: Tensor) -> Tensor:

@@ -50,7 +50,8 @@ class Tokens:
         return [n for n, w in enumerate(self.words) if w == word]
 
     def find(self, word: str | At) -> int:
-        name, nth = (word.word, word.nth) if isinstance(word, At) else (word, None)
+        """The position of a token; of several equal ones that of "the:2" or At("the", 2)."""
+        name, nth = self._named(word)
         places = self.positions(name)
         if not places:
             raise KeyError(f"no token {name!r} here; the tokens are {self._listed()}.")
@@ -58,12 +59,26 @@ class Tokens:
             if len(places) > 1:
                 raise KeyError(
                     f"{name!r} occurs {len(places)} times, at positions {', '.join(map(str, places))}. "
-                    f"Say which one: W.at({name!r}, 1) is the first."
+                    f"Say which one: '{name}:1' is the first, '{name}:{len(places)}' the last."
                 )
             return places[0]
-        if nth > len(places):
+        if not 1 <= nth <= len(places):
             raise KeyError(f"{name!r} occurs {len(places)} times; got occurrence {nth}.")
         return places[nth - 1]
+
+    def has(self, word: str | At) -> bool:
+        """Whether a token occurs, and as often as its number says."""
+        name, nth = self._named(word)
+        return len(self.positions(name)) >= (1 if nth is None else max(nth, 1))
+
+    def _named(self, word: str | At) -> tuple[str, int | None]:
+        """The token and which occurrence of it is meant, if that is said."""
+        if isinstance(word, At):
+            return word.word, word.nth
+        name, _, nth = word.rpartition(":")
+        # A token may have a colon itself: "the:2" is the second "the" only where no token is "the:2".
+        numbered = name and nth.isdecimal() and nth.isascii() and word not in self.words
+        return (name, int(nth)) if numbered else (word, None)
 
     def _listed(self) -> str:
         shown = " ".join(map(repr, self.words[:20]))

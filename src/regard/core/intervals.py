@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_state import host_sync_forbidden, in_functorch, is_tracing
+from .torch_state import host_sync_forbidden, is_tracing
 
 __all__ = ["Geometry", "KeyIntervals", "band", "cache_allowed", "cached_on_mask", "caches_on"]
 
@@ -114,7 +114,7 @@ def caches_on(device: torch.device) -> bool:
 
 def cache_allowed(tensors: list[Tensor], device: torch.device) -> bool:
     """Whether a result about these tensors may be cached. Inference tensors do not count their changes."""
-    if not caches_on(device) or is_tracing() or in_functorch() or host_sync_forbidden(device):
+    if not caches_on(device) or is_tracing() or host_sync_forbidden(device):
         return False
     return not any(t.is_inference() for t in tensors)
 

@@ -13,6 +13,7 @@ from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
 from .pytree import flatten, register_node, tree_map
 from .stored import check_broadcasts, require
+from .tensor_kinds import readable
 
 __all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask", "makes_mask"]
 
@@ -304,6 +305,15 @@ class Dense(Mask):
     structured = False
 
     def broadcast_to(self, matrix: MatrixShape) -> Mask:
+        shape, full = tuple(self.cells.shape), matrix.full
+        if len(full) > len(shape) and len(full) == 4 and shape in ((full[0], full[3]), (full[0], full[2], full[3])):
+            fits = all(a in (1, b) for a, b in zip(shape, full[4 - len(shape) :], strict=True))
+            if not fits:  # one row of flags, or one matrix of them, a sequence
+                index, meaning = ("[:, None, None, :]", "key") if len(shape) == 2 else ("[:, None]", "query and key")
+                raise ValueError(
+                    f"mask of shape {shape} has one flag a {meaning} of every sequence, and (..., h, i, j) = {full} is "
+                    f"needed: pass mask{index}" + (", or padding(lengths)." if len(shape) == 2 else ".")
+                )
         return Dense(per_cell(self.cells, matrix, "mask"))
 
     def dense_parts(self) -> list[Tensor] | None:
@@ -481,6 +491,7 @@ def as_mask(mask: Any) -> Mask:
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
+        mask = readable(mask, "mask")
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"a mask tensor must be bool, True where a key is visible; got dtype {mask.dtype}. "

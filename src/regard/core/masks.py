@@ -21,7 +21,8 @@ from .intervals import Geometry, KeyIntervals, band, cached_on_mask
 from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask, makes_mask
 from .pytree import flatten, register_node
 from .stored import check_broadcasts, is_int64, require
-from .torch_state import host_sync_forbidden, in_functorch, is_tracing
+from .tensor_kinds import readable
+from .torch_state import host_sync_forbidden, is_tracing
 
 __all__ = [
     "And",
@@ -326,11 +327,14 @@ def padding(lengths: Tensor | Sequence[int] | int) -> Mask:
             captured graph cannot check them, and clamps them instead.
 
     Returns:
-        A `Mask`.
+        A `Mask`. Where padding stands on the left, ``~padding(n)`` hides the first n keys of every sequence.
 
     >>> print(regard.padding([2]).draw(2, 4))
     ■ ■ · ·
     ■ ■ · ·
+    >>> print((~regard.padding([1])).draw(2, 4))  # one key of padding on the left
+    · ■ ■ ■
+    · ■ ■ ■
     """
     return Padding(_whole_numbers(lengths, "padding(lengths)"))
 
@@ -360,14 +364,15 @@ def documents(ids: Tensor | Sequence[int], key_ids: Tensor | Sequence[int] | Non
 
 def _contiguous(ids: Tensor) -> bool | None:
     """Whether every document is one run of positions; None where a sync is forbidden."""
-    if is_tracing() or in_functorch() or host_sync_forbidden(ids.device) or ids.is_meta or ids.ndim == 0:
+    if is_tracing() or host_sync_forbidden(ids.device) or ids.is_meta or ids.ndim == 0:
         return None
     changes, documents = ((x[..., 1:] != x[..., :-1]).sum(-1) for x in (ids, ids.sort(-1).values))
     return bool((changes == documents).all())
 
 
 def _whole_numbers(values: Any, name: str) -> Tensor:
-    tensor = values if isinstance(values, Tensor) else torch.tensor(values)  # copied: an array's owner may change it
+    # A list or an array is copied: its owner may change it.
+    tensor = readable(values, name) if isinstance(values, Tensor) else torch.tensor(values)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be whole numbers; got dtype {tensor.dtype}. Convert with .long().")
     return tensor.long()

@@ -15,6 +15,7 @@ from .block import MatrixBlock, PickedCells, take
 from .broadcast import MatrixShape, per_cell, per_head
 from .pytree import register_node, tree_map
 from .stored import check_broadcasts, check_positive
+from .tensor_kinds import readable
 
 __all__ = ["Alibi", "Bias", "Modifier", "Modify", "Softcap", "need_axes", "need_finite", "need_floats", "open_function"]
 
@@ -226,12 +227,14 @@ def need_finite(value: Any, name: str) -> None:
         raise ValueError(f"{name} must be a finite number; got {value!r}.")
 
 
-def need_floats(tensor: Any, name: str) -> None:
-    """Raise TypeError unless a user's tensor is one of floating-point numbers."""
+def need_floats(tensor: Any, name: str) -> Tensor:
+    """The tensor of a user, floating point and readable by engines."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}. Use torch.tensor(...).")
+    tensor = readable(tensor, name)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor; got dtype {tensor.dtype}. Convert with .float().")
+    return tensor
 
 
 def need_axes(tensor: Tensor, axes: int, name: str, shapes: str) -> None:

@@ -21,7 +21,7 @@ from .lowering import lower_to_intervals
 from .masks import Mask
 from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
 from .scores import Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
-from .torch_state import is_tracing
+from .torch_state import in_functorch, is_tracing
 
 __all__ = [
     "Factors",
@@ -213,7 +213,7 @@ class Problem:
         if seen is None:
             exact, seen = self.intervals.exact, self.intervals.visible_keys(self.shape[3])
         # Where all keys are seen, or none, work is saved; but reading that syncs with a GPU.
-        may_sync = self.q.device.type == "cpu"
+        may_sync = self.q.device.type == "cpu" and not in_functorch()
         if not exact and not (may_sync and not bool(seen.any())):
             seen = self._scan_visible_keys(seen)
         return None if may_sync and bool(seen.all()) else seen
@@ -227,14 +227,14 @@ class Problem:
         for start in range(0, rows, step):
             cells = self.mask.visible(self.block(slice(start, min(rows, start + step)), slice(0, keys)))
             cells = cells.reshape(*[1] * (4 - cells.ndim), *cells.shape)
-            seen |= cells.any(2).any(1)
+            seen = seen | cells.any(2).any(1)  # not in place: inside torch.vmap the cells may have a batch
         return seen & outer
 
     def zero_invisible_keys(self, request: Any) -> tuple[Problem, Any]:
         """Zeros for keys and values that no row sees: nan or inf there must not matter."""
         if self.mask is None or self.mask.sees_all_keys(self.layout()):
             return self, request
-        if self.q.device.type == "cpu" and self._all_finite(request.v):
+        if self.q.device.type == "cpu" and not in_functorch() and self._all_finite(request.v):
             return self, request
         seen = self.visible_keys()
         if seen is None:

@@ -64,6 +64,7 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("tensor", len(tensors) - 1)
+    parts: Sequence[Any]
     if isinstance(value, tuple):
         kind, parts = "tuple", value
     elif (kind := type(value).__name__) in _NODES:

@@ -99,8 +99,8 @@ def _free_bytes(device: torch.device) -> int | None:
 
 def format_bytes(n: float) -> str:
     """A size with a unit: 4.29 GB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
         if n < 1000:
             return f"{n:.3g} {unit}"
         n /= 1000
-    return f"{n:.3g} TB"
+    return f"{n:.3g} PB"

@@ -220,7 +220,7 @@ class Score:
         tensor([[1., 0.],
                 [1., 0.]])
         """
-        need_floats(tensor, "bias(tensor)")
+        tensor = need_floats(tensor, "bias(tensor)")
         return self._then(Bias(tensor))
 
     def alibi(self, slopes: Tensor) -> Self:
@@ -236,7 +236,7 @@ class Score:
         >>> W.peak().indices
         tensor([0, 1, 2])
         """
-        need_floats(slopes, "alibi(slopes)")
+        slopes = need_floats(slopes, "alibi(slopes)")
         return self._then(Alibi(slopes))
 
     def softcap(self, cap: float) -> Self:
@@ -267,7 +267,7 @@ class Score:
         >>> regard.weights(torch.zeros(1, 4), score=regard.Dot().sink(torch.zeros(1))).dense()
         tensor([[0.5000]])
         """
-        need_floats(logits, "sink(logits)")
+        logits = need_floats(logits, "sink(logits)")
         if self.sink_logits is not None:
             raise ValueError("this score has a sink already, and a row has one sink. Add the logits up before.")
         return replace_fields(self, sink_logits=logits)

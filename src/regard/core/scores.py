@@ -109,6 +109,14 @@ class ScaledDot(Score):
         return Lowered(q, k, Product(self._factor(q.shape[-1])), self.modifiers)
 
 
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """The type of queries and keys that a score computes anew from x.
+
+    Computed in 16 bits they would be rounded twice. A CPU multiplies in float32 anyway; a GPU is fast in the type of x.
+    """
+    return x.dtype if x.is_cuda or x.dtype == torch.float64 else torch.float32
+
+
 @register_node(storable=True)
 class Cosine(Score):
     """s = scale · cos(q, k). The cosine of a zero vector is 0.
@@ -138,7 +146,7 @@ class Cosine(Score):
         return FormulaSteps(product, "cos(q, k)", product * self.scale, f"× {self.scale:.4g}")
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        q, k = (nn.functional.normalize(upcast(x), dim=-1).to(x.dtype) for x in (q, k))
+        q, k = (nn.functional.normalize(upcast(x), dim=-1).to(_product_dtype(x)) for x in (q, k))
         return Lowered(q, k, Product(float(self.scale)), self.modifiers)
 
 
@@ -222,7 +230,8 @@ class Bilinear(Score):
         return q @ self.weight.to(q.dtype) @ k.mT
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        return Lowered(q @ self.weight.to(q.dtype), k, Product(1.0), self.modifiers)
+        dtype = _product_dtype(q)
+        return Lowered(q.to(dtype) @ self.weight.to(dtype), k.to(dtype), Product(1.0), self.modifiers)
 
 
 @register_node(storable=True)
@@ -285,7 +294,7 @@ class Additive(Score):
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         a, b = self._projected(q, k)
-        return TanhSum(self.v).pairwise(a, b)
+        return TanhSum(self.v if self.v.ndim > 1 else self.v[None]).pairwise(a, b)
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         if self.key_weight.ndim > 2 and self.key_weight.shape[-3] > k.shape[-3]:
@@ -293,7 +302,8 @@ class Additive(Score):
         return Lowered(*self._projected(q, k), TanhSum(self.v), self.modifiers)
 
     def _projected(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q @ self.query_weight.to(q.dtype), k @ self.key_weight.to(k.dtype)
+        dtype = _product_dtype(q)
+        return q.to(dtype) @ self.query_weight.to(dtype), k.to(dtype) @ self.key_weight.to(dtype)
 
 
 @register_node

@@ -105,6 +105,12 @@ class Request:
         return any(name in self.names for name in names)
 
     @property
+    def window(self) -> Tiling | None:
+        """The pooled map, where no other result needs the rows and keys outside of its part."""
+        alone = self.wants("pool") and all(name in ("pool", "norm") for name in self.names)
+        return self.tiling if alone else None
+
+    @property
     def second_pass(self) -> bool:
         return self.wants(*SECOND_PASS)
 

@@ -64,9 +64,12 @@ def in_backward() -> bool:
 
 
 def host_sync_forbidden(device: torch.device) -> bool:
-    """True during CUDA-graph capture and replay recording: no cached tensors, no host–device sync."""
+    """True during CUDA-graph capture and replay recording: no cached tensors, no host–device sync.
+
+    Also inside torch.func transforms, where a number may be a batch of them.
+    """
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return replay_state.recorder is not None or capturing
+    return replay_state.recorder is not None or capturing or in_functorch()
 
 
 def without_autocast(x: Tensor, compute: Callable[[], Any]) -> Any:

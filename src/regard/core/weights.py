@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Unpack, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, get_args
 
 from torch import Tensor
 
 from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
-from .evaluation import LazyMatrix, Transposed
-from .indexing import At, expand, pick_axes, positions_of, word_at
+from .array_protocol import ArrayProtocol, Scores
+from .evaluation import Transposed
 from .problem import from_weights
+from .relations import Relations
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
-from .types import IndexLike, KeyLike, KeysLike, PoolLike, StatisticName, ToLike
+from .spans import PoolBy
+from .tensor_kinds import readable
+from .types import KeyLike, KeysLike, PoolLike, StatisticName
 
 if TYPE_CHECKING:
     from ..look import View
@@ -26,7 +29,7 @@ __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
 
 
-class Weights(LazyMatrix):
+class Weights(ArrayProtocol, Relations):
     """Attention weights ``(..., h, i, j)``, or ``(i, j)`` for one head; made by `regard.weights`.
 
     | expression | is |
@@ -45,6 +48,10 @@ class Weights(LazyMatrix):
     tensor([1., 0., 0.])
     """
 
+    multiplies = True
+    #: Whether keys may stand for values that were not passed. Those of a recorded model are other vectors.
+    keys_are_values: ClassVar[bool] = True
+
     @staticmethod
     def from_dense(w: Tensor) -> Weights:
         """Weights that exist already, as the same kind of object.
@@ -58,57 +65,13 @@ class Weights(LazyMatrix):
         >>> regard.Weights.from_dense(torch.tensor([[0.5, 0.5], [0.0, 1.0]])).entropy()
         tensor([0.6931, 0.0000])
         """
+        w = readable(w, "w") if isinstance(w, Tensor) else w
         if not isinstance(w, Tensor) or not w.is_floating_point():
             got = w.dtype if isinstance(w, Tensor) else type(w).__name__
             raise TypeError(f"from_dense(w) takes a floating-point tensor of weights; got {got}.")
         if w.ndim < 2:
             raise ValueError(f"from_dense(w) takes (..., h, i, j) or (i, j); got shape {tuple(w.shape)}.")
         return Weights(from_weights(w), "reference", one_head=w.ndim == 2)
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes.
-
-        >>> regard.weights(torch.randn(2, 8, 5, 4)).ndim
-        4
-        """
-        return len(self.shape)
-
-    @property
-    def tokens(self) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-        """Tokens of the rows and of the columns, as passed to `label`; None where there are none.
-
-        >>> regard.weights(torch.eye(2)).label(["a", "b"]).tokens
-        (('a', 'b'), ('a', 'b'))
-        """
-        rows, cols = self._tokens
-        return rows.words if rows else None, cols.words if cols else None
-
-    def to(self, *args: ToLike, **kwargs: ToLike) -> Weights:
-        """The same weights on another device, or from factors of another floating-point type.
-
-        Args:
-            *args: As for `torch.Tensor.to`: a device, a dtype, or both.
-            **kwargs: As for `torch.Tensor.to`.
-
-        Returns:
-            New `Weights`. Integer and bool tensors (masks) change their device only.
-
-        >>> regard.weights(torch.eye(2)).to(torch.float64).dtype
-        torch.float64
-        """
-        return self._with(self._factors.map(lambda t: _to(t, *args, **kwargs)))
-
-    def detach(self) -> Weights:
-        """The same weights without autograd.
-
-        Returns:
-            `Weights` over detached factors.
-
-        >>> regard.weights(torch.eye(2, requires_grad=True)).detach().entropy().requires_grad
-        False
-        """
-        return self._with(self._factors.map(Tensor.detach))
 
     def label(self, rows: Sequence[str], cols: Sequence[str] | None = None) -> Weights:
         """The same weights with tokens, which then serve as indices.
@@ -131,22 +94,6 @@ class Weights(LazyMatrix):
         labelled = self._with(self._factors, tokens=tokens)
         labelled._cache = self._cache.copy()
         return labelled
-
-    def at(self, word: str, nth: int) -> At:
-        """One of several equal tokens, as an index.
-
-        Args:
-            word: The token.
-            nth: Which occurrence, counted from 1.
-
-        Returns:
-            An index for the last two axes.
-
-        >>> W = regard.weights(torch.eye(3)).label(["the", "cat", "the"])
-        >>> W[W.at("the", 2), "cat"] == W[2, 1]
-        tensor(True)
-        """
-        return word_at(word, nth)
 
     def show(self, word: KeyLike | None = None, **options: Unpack[ViewChoices]) -> View:
         """The picture: a page in a notebook, text in a terminal; ``.save("x.html")`` or ``.save("x.svg")``.
@@ -171,6 +118,24 @@ class Weights(LazyMatrix):
         dense = format_bytes(self.shape.numel() * self.dtype.itemsize)
         return f"Weights({', '.join(parts)}, {self.dtype}, {self.device}, {self._engine}; dense {dense}, not stored)"
 
+    @property
+    def scores(self) -> Scores:
+        """The scores before softmax, lazy as well: what a row's weights are the softmax of.
+
+        Raises:
+            ValueError: Weights that were passed to `from_dense` have no scores.
+
+        >>> W = regard.weights(3 * torch.eye(2), score="dot", mask=regard.causal())
+        >>> W.scores.dense()
+        tensor([[9., -inf],
+                [0., 9.]])
+        >>> W.scores[1, 0]
+        tensor(0.)
+        """
+        if self._factors.score.precomputed is not None:
+            raise ValueError("weights that were passed to from_dense have no scores; build them with weights(q, k).")
+        return Scores(self._factors, self._engine, one_head=self._one_head, tokens=self._tokens)
+
     # Linear maps.
 
     def __matmul__(self, v: Tensor) -> Tensor:
@@ -179,7 +144,9 @@ class Weights(LazyMatrix):
     def __rmatmul__(self, u: Tensor) -> Tensor:
         if not isinstance(u, Tensor):
             return NotImplemented
-        return self.mT @ u if u.ndim == 1 else (self.mT @ u.mT).mT
+        u = readable(u, "u")
+        transposed = Transposed(self)
+        return transposed.__matmul__(u) if u.ndim == 1 else transposed.__matmul__(u.mT).mT
 
     @property
     def mT(self) -> Transposed:
@@ -266,7 +233,7 @@ class Weights(LazyMatrix):
         """
         return self.see("received").received
 
-    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None)) -> Tensor:
+    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None), by: PoolBy = "sum") -> Tensor:
         """The sum of the weights in each of rows × cols tiles: the matrix at lower resolution.
 
         Tile r of n positions begins at ⌊r·n/rows⌋ and ends before ⌊(r+1)·n/rows⌋.
@@ -276,6 +243,7 @@ class Weights(LazyMatrix):
             cols: Number of tiles along the keys.
             i: The part of the queries that is pooled, a slice without step.
             j: The part of the keys that is pooled, a slice without step.
+            by: As for `pool_blocks`: ``"sum"``, ``"mean"``, ``"max"``, ``"lse"``.
 
         Returns:
             ``(..., h, rows, cols)``.
@@ -284,7 +252,7 @@ class Weights(LazyMatrix):
         tensor([[1., 1.],
                 [1., 1.]])
         """
-        return self.see(pool=(rows, cols, i, j)).pool
+        return self.see(pool=(rows, cols, i, j)).pool if by == "sum" else self._pool_by((rows, cols, i, j), by)
 
     def mean_distance(self) -> Tensor:
         """The mean distance Σ_j w_ij |i - j| of every row, in positions.
@@ -417,75 +385,3 @@ class Weights(LazyMatrix):
                 'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as '
                 "with a cache) to weights()."
             )
-
-    # Indexing.
-
-    def __getitem__(self, key: IndexLike) -> Any:  # a Weights or a Tensor, by what stands in the brackets
-        items = expand(key, self.shape)
-        picks = pick_axes(items, self.shape, self._tokens)
-        chosen = self._select(picks[:-2])
-        # Only `:` and `...` leave rows and columns alone, so that the type does not depend on lengths.
-        if all(isinstance(item, slice) and item == slice(None) for item in items[-2:]):
-            return chosen
-        rows, cols = picks[-2:]
-        block = chosen._block(positions_of(rows), positions_of(cols))
-        if chosen._one_head:
-            block = block.squeeze(-3)
-        if isinstance(cols, int):
-            block = block.squeeze(-1)
-        if isinstance(rows, int):
-            block = block.squeeze(-1 if isinstance(cols, int) else -2)
-        return block
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[n] for n in range(self.shape[0]))
-
-    def row(self, i: KeyLike) -> Tensor:
-        """The weights of query i: where it looks.
-
-        Args:
-            i: A position or a token.
-
-        Returns:
-            ``(..., h, j)``.
-
-        >>> regard.weights(torch.zeros(2, 4)).row(0)
-        tensor([0.5000, 0.5000])
-        """
-        return self[..., i, :]
-
-    def column(self, j: KeyLike) -> Tensor:
-        """The weights on key j: who looks at it.
-
-        Args:
-            j: A position or a token.
-
-        Returns:
-            ``(..., h, i)``.
-
-        >>> regard.weights(torch.zeros(2, 4), mask=regard.causal()).column(0)
-        tensor([1.0000, 0.5000])
-        """
-        return self[..., :, j]
-
-    def dense(self) -> Tensor:
-        """All weights as a tensor, in quadratic memory.
-
-        Returns:
-            ``(..., h, i, j)`` or ``(i, j)``.
-
-        Raises:
-            MemoryError: It would not fit; the message says what to ask for instead.
-
-        >>> regard.weights(torch.zeros(2, 4), mask=regard.causal()).dense()
-        tensor([[1.0000, 0.0000],
-                [0.5000, 0.5000]])
-        """
-        block = self._block(range(self._sizes[0]), range(self._sizes[1]))
-        return block.squeeze(-3) if self._one_head else block
-
-
-def _to(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`t.to(...)`, where a floating-point type leaves integers and bools as they are."""
-    moved = t.to(*args, **kwargs)
-    return moved if t.is_floating_point() or moved.dtype == t.dtype else t.to(moved.device)

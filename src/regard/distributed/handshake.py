@@ -41,7 +41,7 @@ def agree(ranks: Ranks, what: str, own: dict[str, Any], error: Exception | None 
         name = next(n for n in {**records[rank], **records[other]} if n[0] != "_"
                     and records[rank].get(n) != records[other].get(n))  # fmt: skip
         raise RankError(
-            f"all ranks must pass the same {name} to {what}; rank {rank} of {ranks.size} has "
+            f"all ranks must have the same {name} in {what}; rank {rank} of {ranks.size} has "
             f"{records[rank].get(name)!r} and rank {other} {records[other].get(name)!r}.",
             (rank,),
         )

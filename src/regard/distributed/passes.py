@@ -7,6 +7,7 @@ in the dtype of statistics, in the order in which pieces arrive, which is the sa
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..core.stats import GATHERED, ONE_PASS, SECOND_PASS, Request, Results, requ
 from ..engines import FusedEngine, resolve
 from ..engines.score_grad import ScoreGrad
 from .exchange import Plan, Wants, visit_keys
-from .pairs import cut, local_tiling, state_of
+from .pairs import cut, local_tiling, state_of, visible_span
 
 __all__ = ["Job", "compute", "vjp"]
 
@@ -86,18 +87,17 @@ def _row_pass(job: Job, request: Request) -> Results:
         cells = like.new_full((b, h, count, len(required(request.cols))), -torch.inf)
 
     def visit(keys: range, blocks: list[Tensor]) -> list[Tensor]:
-        for n, (rows, at) in enumerate(job.spans):
-            problem = cut(factors, rows, keys, factors.q[:, :, at], blocks[0]).problem()
-            part = dataclasses.replace(
-                _of_keys(request, keys), names=names, v=blocks[1] if request.wants("y") else None
-            )
+        for n, rows, at, seen, where in _seen_rectangles(job, keys):
+            problem = cut(factors, rows, seen, factors.q[:, :, at], blocks[0][:, :, where]).problem()
+            v = blocks[1][:, :, where] if request.wants("y") else None
+            part = dataclasses.replace(_of_keys(request, seen), names=names, v=v)
             if cells is not None:
                 part = dataclasses.replace(part, rows=torch.arange(len(rows), device=like.device))
             problem, part = problem.zero_invisible_keys(part)
             results = job.engine.compute(problem, part, names, {})
-            states[n] = states[n].merge(state_of(results, keys.start))
+            states[n] = states[n].merge(state_of(results, seen.start))
             if cells is not None:
-                cells[:, :, at, _inside(required(request.cols), keys)] = results["cells"]
+                cells[:, :, at, _inside(required(request.cols), seen)] = results["cells"]
         return []
 
     own = [factors.k, required(request.v)] if request.wants("y") else [factors.k]
@@ -108,6 +108,14 @@ def _row_pass(job: Job, request: Request) -> Results:
         finished = [State.empty((b, h, 0), request, like).finish(request, sink)]
     results = {name: torch.cat([part[name] for part in finished], 2) for name in finished[0]}
     return results if cells is None else {**results, "cells": cells}
+
+
+def _seen_rectangles(job: Job, keys: range) -> Iterator[tuple[int, range, slice, range, slice]]:
+    """For each block of rows that sees some of these keys: its number, its rows, their place, these keys, theirs."""
+    for n, (rows, at) in enumerate(job.spans):
+        first, end = visible_span(job.factors, rows, keys.start, keys.stop)
+        if first < end:
+            yield n, rows, at, range(first, end), slice(first - keys.start, end - keys.start)
 
 
 def _inside(positions: Tensor, keys: range) -> Tensor:
@@ -136,18 +144,18 @@ def _column_pass(job: Job, request: Request, norm: Tensor) -> Results:
 
     def visit(keys: range, blocks: list[Tensor]) -> list[Tensor]:
         sums = {n: t.new_zeros(*t.shape[:2], len(keys), *t.shape[3:]) for n, t in totals.items()}
-        for rows, at in job.spans:
-            tiling = local_tiling(request, rows, keys)
+        for _, rows, at, seen, where in _seen_rectangles(job, keys):
+            tiling = local_tiling(request, rows, seen)
             names = (*totals, *(("pool",) if tiling is not None else ()))
             if not names:
                 continue
-            problem = cut(factors, rows, keys, factors.q[:, :, at], blocks[0]).problem()
+            problem = cut(factors, rows, seen, factors.q[:, :, at], blocks[0][:, :, where]).problem()
             u = None if "z" not in totals else required(request.u)[:, :, at]
-            part = dataclasses.replace(_of_keys(request, keys), names=names, tiling=tiling, u=u)
+            part = dataclasses.replace(_of_keys(request, seen), names=names, tiling=tiling, u=u)
             problem, part = problem.zero_invisible_keys(part)
             results = job.engine.compute(problem, part, names, {"norm": norm[:, :, at]})
             for name, total in sums.items():
-                total += results[name]
+                total[:, :, where] += results[name]
             if pool is not None and tiling is not None:
                 pool.add_(results["pool"])
         return list(sums.values())
@@ -176,22 +184,23 @@ def vjp(job: Job, results: Results, grad_outputs: Results, needs: list[bool]) ->
         v = others.pop(0) if gradient.dy is not None else None
         key_columns = _key_columns(job, grads, keys, v, others)
         sums = [_zeros(t, job.compute_dtype) for t in (k, v) if t is not None]
-        for rows, at in job.spans:
-            leaves = [t.detach().requires_grad_() for t in (job.factors.q[:, :, at], k)]
+        for _, rows, at, seen, where in _seen_rectangles(job, keys):
+            leaves = [t.detach().requires_grad_() for t in (job.factors.q[:, :, at], k[:, :, where])]
             leaves += [
                 t.detach().requires_grad_() if learn else t for t, learn in zip(score_tensors, learned, strict=True)
             ]
             with torch.enable_grad():
                 score = unflatten(score_spec, leaves[2:])
-                problem = cut(dataclasses.replace(job.factors, score=score), rows, keys, *leaves[:2]).problem()
-            local = _rows_of(gradient, at, key_columns)
-            of_problem, of_values = _piece_grads(job, problem, keys, at, v, local, results, grads)
+                problem = cut(dataclasses.replace(job.factors, score=score), rows, seen, *leaves[:2]).problem()
+            local = _rows_of(gradient, at, key_columns[:, :, where])
+            values = None if v is None else v[:, :, where]
+            of_problem, of_values = _piece_grads(job, problem, seen, at, values, local, results, grads)
             pulled = _pull_back(flatten(problem)[1], of_problem, leaves)
-            for total, g in zip([dq[:, :, at], sums[0], *of_score], pulled, strict=True):
+            for total, g in zip([dq[:, :, at], sums[0][:, :, where], *of_score], pulled, strict=True):
                 if g is not None:
                     total += g
             if of_values is not None:
-                sums[1] += of_values
+                sums[1][:, :, where] += of_values
         return sums
 
     own = [job.factors.k, *([required(job.request.v)] if gradient.dy is not None else []), *right]

@@ -23,6 +23,9 @@ from .transport import Ranks
 
 __all__ = ["ShardedWeights", "engine_of", "nan_error"]
 
+#: Rows that are computed at once.
+ROWS = 2**15
+
 
 class ShardedWeights(Weights):
     """`Weights` of a sequence that is split over ranks: made by ``regard.weights(..., mesh=...)``.
@@ -78,7 +81,7 @@ class ShardedWeights(Weights):
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
             return cached
-        spans = self._plan.rows.spans(self._plan.ranks.rank)
+        spans = _row_blocks(self._plan.rows.spans(self._plan.ranks.rank))
         folded = factors.folded()
         if self._wants is None:
             self._wants = _wants_of(self._plan, folded, spans)
@@ -109,7 +112,7 @@ class ShardedWeights(Weights):
                 "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
                 "_wants": wants,
             }
-            records = agree(plan.ranks, what, record, nan_error(plan, factors, v=request.v, u=request.u))
+            records = agree(plan.ranks, "this request", record, nan_error(plan, factors, v=request.v, u=request.u))
             of_ranks = [_by_rank(plan, record["_wants"]) for record in records]
             job = Job(plan, of_ranks, spans, engine_of(self._engine), factors, request)
             if not requires_grad:
@@ -160,6 +163,15 @@ def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[i
         else:
             spans.append((range(position, position + 1), slice(n, n + 1)))
     return place, index, spans
+
+
+def _row_blocks(spans: list[tuple[range, slice]]) -> list[tuple[range, slice]]:
+    """Spans of at most `ROWS` rows: temporaries of a merge are as large as a block of rows."""
+    return [
+        (run[n : n + ROWS], slice(at.start + n, min(at.stop, at.start + n + ROWS)))
+        for run, at in spans
+        for n in range(0, len(run), ROWS)
+    ]
 
 
 class _ShardedNode(torch.autograd.Function):
@@ -219,6 +231,7 @@ class _OnEveryRank(torch.autograd.Function):
 
 
 def engine_of(name: str) -> FusedEngine:
+    """The engine that computes pieces of keys; one that holds all weights is refused."""
     engine = get_engine(name)
     if engine.plain:
         raise ValueError(f'engine="{name}" holds all weights and has no ranks; use "auto" or "blockwise".')

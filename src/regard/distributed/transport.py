@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -197,14 +197,12 @@ class Ranks:
 
         def probe() -> None:
             try:
-                self.store().set(f"regard/alive/{self.rank}", "1")
+                self.store().add(f"regard/alive/{self.rank}", 1)  # waits for an answer, as `set` does not
                 answer[0] = None
             except Exception as error:
                 answer[0] = f"its store is closed ({type(error).__name__}: {_first_line(error)})"
 
-        thread = threading.Thread(target=probe, daemon=True)
-        thread.start()
-        thread.join(self._report_time)
+        _run_for(self._report_time, probe)
         return answer[0]
 
     def _diagnose(self, error: BaseException, what: str) -> RankError:
@@ -214,10 +212,7 @@ class Ranks:
         else:
             own = {"raised": f"{type(error).__name__}: {_first_line(error)}"}
         reports: dict[int, dict[str, Any]] = {self.rank: own}
-        # In a thread: a store whose host is stopped blocks its callers.
-        thread = threading.Thread(target=self._collect, args=(reports,), daemon=True)
-        thread.start()
-        thread.join(self._report_time + 0.5)
+        _run_for(self._report_time + 0.5, lambda: self._collect(reports))
         return self._conclude(dict(reports), what)
 
     def _collect(self, reports: dict[int, dict[str, Any]]) -> None:
@@ -255,6 +250,17 @@ class Ranks:
         return RankError(
             f"{names} of {self.size} {cause} (in {what}). A longer wait: Shards(mesh, timeout=seconds).", tuple(silent)
         )
+
+
+def _run_for(seconds: float, job: Callable[[], None]) -> None:
+    """Run a job for some seconds at most: a store whose host is stopped blocks its callers."""
+    thread = threading.Thread(target=job, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # too little memory for another thread
+        job()
+        return
+    thread.join(seconds)
 
 
 def _first_line(error: BaseException) -> str:

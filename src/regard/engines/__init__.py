@@ -37,7 +37,7 @@ class FusedEngine(Engine, Protocol):
     """An engine that computes a `Problem` in linear memory, and has a backward of its own."""
 
     #: Whether the gradient of y is taken in its own type, not in float32.
-    narrow: bool
+    keeps_grad_dtype: bool
 
     def prepare(self, factors: Factors) -> Problem: ...
 
@@ -64,7 +64,7 @@ class Auto:
 
     name = "auto"
     plain = False
-    narrow = False
+    keeps_grad_dtype = False
 
     def prepare(self, factors: Factors) -> Problem:
         return factors.problem()

@@ -35,7 +35,7 @@ class Blockwise:
 
     name = "blockwise"
     plain = False
-    narrow = False
+    keeps_grad_dtype = False
 
     def prepare(self, factors: Factors) -> Problem:
         return factors.problem()
@@ -106,8 +106,13 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     if request.wants("pool"):
         assert request.tiling is not None
         total["pool"] = norm.new_zeros(b, h, request.tiling.rows, request.tiling.cols, dtype=problem.compute_dtype)
+    window = request.window
     for rows, tiles in tiled(problem):
+        if window is not None and not _overlap(rows, window.i0, window.i1):
+            continue
         for cols, all_visible in tiles:
+            if window is not None and not _overlap(cols, window.j0, window.j1):
+                continue
             w, _ = weights_of(problem, rows, cols, all_visible, norm)
             if "received" in total:
                 total["received"][:, :, cols] += w.sum(2)
@@ -122,7 +127,8 @@ def cells(problem: Problem, request: Request) -> Tensor:
     """Scores at chosen rows and keys, (b, h, rows, cols), −inf where hidden; from the tiles of `forward`."""
     b, h, _, _ = problem.shape
     rows, cols = required(request.rows), required(request.cols)
-    scores = torch.full((b, h, len(rows), len(cols)), -torch.inf, dtype=problem.compute_dtype, device=problem.q.device)
+    # new_full: inside torch.vmap it has the batch of q, and takes scores in.
+    scores = problem.q.new_full((b, h, len(rows), len(cols)), -torch.inf, dtype=problem.compute_dtype)
     for row_block, tiles in tiled(problem):
         if not len(i := _inside(rows, row_block)):
             continue
@@ -134,6 +140,10 @@ def cells(problem: Problem, request: Request) -> Tensor:
             s = s if all_visible else mask_scores(s, problem.mask, block)
             scores[:, :, i[:, None], j] = s[:, :, (rows[i] - row_block.start)[:, None], cols[j] - keys.start]
     return scores
+
+
+def _overlap(part: slice, start: int, stop: int) -> bool:
+    return part.start < stop and start < part.stop
 
 
 def _inside(positions: Tensor, part: slice) -> Tensor:

@@ -207,6 +207,7 @@ def _write_file(args: argparse.Namespace, source: Input) -> None:
             args,
             title=(text if len(text) <= HINT_LETTERS else f"{text[:HINT_LETTERS]}…") or None,
             model=Path(source.name).name,
+            command=" ".join(["regard look", *_same_input(args)]),
             word_vectors=None if path.suffix.lower() == ".svg" else _word_vectors(args, source),
             notes=source.notes,
         )

@@ -75,12 +75,19 @@ class DotHead:
         visible = self.visible(rows)
         return s.exp() if visible is None else torch.where(visible, s.exp(), 0.0)
 
-    def halved(self, weights: Weights, head: int) -> DotHead:
-        """The same head with q and k in 16 bits, and the lse of those."""
+    def halved(self, weights: Weights, head: int, rows: list[int] | None = None) -> DotHead:
+        """The same head with q and k in 16 bits, and the lse of those; of some rows alone, if they are given."""
         q, k = self.q.half().float(), self.k.half().float()
         one = weights[[head]]
-        stored = one._with(replace_fields(one._factors, q=q.unsqueeze(0), k=k.unsqueeze(0)))
-        return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)
+        if rows is None:
+            stored = one._with(replace_fields(one._factors, q=q.unsqueeze(0), k=k.unsqueeze(0)))
+            return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)
+        # The sum of what the row has with the old lse says by how much the new one differs; a sink keeps its share.
+        changed = DotHead(q, k, self.scale, self.lse, self.lo, self.hi)
+        before, after = self.rows(rows).sum(-1), changed.rows(rows).sum(-1)
+        lse = self.lse.clone()
+        lse[rows] += torch.log(1 + after - before).float()
+        return DotHead(q, k, self.scale, lse, self.lo, self.hi)
 
     def max_map(self, rows: int, cols: int) -> Tensor:
         """The largest weight in each of rows × cols tiles, (rows, cols); tiles are cut as in `Weights.pool`.

@@ -63,6 +63,7 @@ class ViewOptions:
         merge: Join the pieces of a word: a word gets the sum over its tokens, and looks with their mean.
         title: The title of the page or picture. Default: the text.
         model: The name of the model, which a page shows beside its sizes.
+        command: The command that shows the same text again, which the caption of a page repeats.
         word_vectors: Word embeddings and their projections (`regard.look.word_vectors.word_vectors`), from which a page
             builds attention step by step.
         values: The value vectors of a `Weights`, ``(..., g, j, e)`` or ``(j, e)``, for the steps after softmax.
@@ -85,6 +86,7 @@ class ViewOptions:
     merge: bool = False
     title: str | None = None
     model: str | None = None
+    command: str | None = None
     word_vectors: WordVectors | None = None
     values: Tensor | None = None
     notes: Sequence[str] = ()
@@ -92,6 +94,8 @@ class ViewOptions:
     def __post_init__(self) -> None:
         if self.target is not None and self.word is None:
             raise ValueError("target=… needs word=…: it ranks the heads by the weight from one word to another.")
+        if self.head is not None and not isinstance(self.head, int):
+            raise TypeError(f"head must be the number of one head; got {self.head!r}. For several, show each of them.")
 
     @property
     def word_name(self) -> str | int | None:

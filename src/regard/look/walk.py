@@ -75,7 +75,8 @@ def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *,
 
     Args:
         weights: The weights of one head, ``(i, j)``, or of several, ``(h, i, j)``, with `head`.
-        v: The values ``(j, e)``, or ``(g, j, e)`` with `head`, where heads may share them. Default: the keys.
+        v: The values ``(j, e)``, or ``(g, j, e)`` with `head`, where heads may share them. Default: the keys; the
+            values of a recorded head must be passed.
         word: ``"cat"``, ``"the:1"`` for the first of several, or a position.
         head: Which head.
 
@@ -180,6 +181,11 @@ def _values(weights: Weights, v: Tensor | None) -> Tensor:
     if v is None:
         if weights._factors.score.precomputed is not None:
             raise ValueError("these weights have no keys to use as values: pass the values, walk(W, v, word).")
+        if not weights.keys_are_values:
+            raise ValueError(
+                "the values of a recorded head are other vectors than its keys: record(model, values=True), and pass "
+                "seen.layer(n).values[0, h], those of the head: walk(seen[n, h], v, word)."
+            )
         v = weights._factors.k.reshape(weights._factors.k.shape[-2:])
     if not isinstance(v, Tensor):
         raise TypeError(f"walk(W, v, word): v must be a tensor of values, got {type(v).__name__}.")

@@ -1,7 +1,8 @@
 """Trainable layers on regard's own attention: every layer answers `weights(x)` and `see(x, …)` for its input.
 
 From small to large: positions, `SelfAttention` and `CrossAttention` (with `Cache` and `Probe`), `Block`, `Encoder` and
-`Decoder`, `LanguageModel` and `Translator`. Weights go to and from the layers of `torch.nn`.
+`Decoder`, `LanguageModel`, `Translator` and `TextEncoder`. Weights go to and from the layers of `torch.nn`, and come
+from BERT-like and GPT-2 models of transformers by `from_pretrained`.
 """
 
 from .attention import CrossAttention, SelfAttention
@@ -10,7 +11,9 @@ from .cache import Cache
 from .encoder_decoder import Decoder, Encoder
 from .models import LanguageModel, Translator
 from .positions import Learned, Positions, Rotary, Sinusoidal
+from .pretrained import from_pretrained
 from .probe import Probe
+from .text_encoder import TextEncoder
 
 __all__ = [
     "Block",
@@ -26,5 +29,7 @@ __all__ = [
     "Rotary",
     "SelfAttention",
     "Sinusoidal",
+    "TextEncoder",
     "Translator",
+    "from_pretrained",
 ]

@@ -6,6 +6,7 @@ queries and keys to `regard.weights`. A layer stores nothing of its inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Unpack
 
 import torch
@@ -16,6 +17,7 @@ from ..core.masks import Mask, as_mask, causal
 from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache
+from .dropout import attend_with_dropout, check_dropout
 from .options import LayerScore, SeeOptions
 from .positions import Positions, Rotary, as_positions
 from .probe import Probe
@@ -29,9 +31,10 @@ class _Attention(nn.Module):
 
     def __init__(
         self, dim: int, memory: int, heads: int, kv_heads: int | None, key_size: int | None, value_size: int | None,
-        score: LayerScore | None, bias: bool, output: bool, parameters: bool,
+        score: LayerScore | None, bias: bool, output: bool, parameters: bool, attention_dropout: float,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.attention_dropout = check_dropout(attention_dropout)
         kv_heads = heads if kv_heads is None else kv_heads
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, both at least 1; got {heads} and {kv_heads}.")
@@ -62,18 +65,37 @@ class _Attention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, probe: Probe | None
     ) -> Tensor:
         """Attention of all heads, (..., h, i, e). `regard.record` hooks this method."""
-        if probe is None:
+        if probe is None and not self._active_dropout():
             return attend(q, k, v, score=self.score(), mask=mask, align=align)
-        seen = weights(q, k, score=self.score(), mask=mask, align=align).see(*probe.names, values=v)
-        probe.statistics.append(seen)
+        seen = self._seen(q, k, v, mask, align, () if probe is None else probe.names)
+        if probe is not None:
+            probe.statistics.append(seen)
         return seen.y
+
+    def _seen(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, names: Iterable[StatisticName],
+        **more: Unpack[SeeOptions],
+    ) -> Statistics:  # fmt: skip
+        """Statistics of the weights before dropout, and the output of all heads, (..., h, i, e), after it."""
+        score, p = self.score(), self._active_dropout()
+        w = weights(q, k, score=score, mask=mask, align=align)
+        if not p:
+            return w.see(*names, values=v, **more)
+        seen = w.see(*dict.fromkeys((*names, "lse")), **more)
+        return Statistics(**{**vars(seen), "y": attend_with_dropout(q, k, v, score, mask, align, seen.lse, p)})
+
+    def _active_dropout(self) -> float:
+        return self.attention_dropout if self.training else 0.0
 
     def _merge_heads(self, y: Tensor) -> Tensor:
         return self.output(y.transpose(-2, -3).flatten(-2))  # ... t dim
 
     def extra_repr(self) -> str:
         shared = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        return f"{self.dim}, heads={self.heads}{shared}, key_size={self.key_size}, value_size={self.value_size}"
+        dropped = f", attention_dropout={self.attention_dropout:g}" if self.attention_dropout else ""
+        causal = ", causal=True" if getattr(self, "causal", False) else ""
+        sizes = f"key_size={self.key_size}, value_size={self.value_size}"
+        return f"{self.dim}, heads={self.heads}{shared}, {sizes}{dropped}{causal}"
 
 
 class SelfAttention(_Attention):
@@ -92,6 +114,8 @@ class SelfAttention(_Attention):
         bias: Whether the projections have a bias.
         output: Whether there is a W_o.
         parameters: False gives the basic form softmax(x xᵀ) x, without any projection.
+        attention_dropout: Share of the weights dropped while training, the same in forward and backward. It is
+            computed block by block in PyTorch. Statistics and recordings are of the weights before dropout.
 
     Example:
         >>> layer = SelfAttention(16, heads=4)
@@ -110,9 +134,11 @@ class SelfAttention(_Attention):
         self, dim: int, heads: int = 1, *, kv_heads: int | None = None, key_size: int | None = None,
         value_size: int | None = None, score: LayerScore | None = None,
         positions: str | Positions | None = None, causal: bool = False, bias: bool = False, output: bool = True,
-        parameters: bool = True,
+        parameters: bool = True, attention_dropout: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(dim, dim, heads, kv_heads, key_size, value_size, score, bias, output, parameters)
+        super().__init__(
+            dim, dim, heads, kv_heads, key_size, value_size, score, bias, output, parameters, attention_dropout
+        )
         if positions == "learned" and not parameters:
             raise ValueError('parameters=False leaves nothing to learn; positions="sinusoidal" or "rotary" have none.')
         self.positions = as_positions(positions, dim)
@@ -191,7 +217,7 @@ class SelfAttention(_Attention):
         """
         q, k, v = self._qkv(x, cache)
         visible, align = self._visible(mask, q, k)
-        seen = weights(q, k, score=self.score(), mask=visible, align=align).see(*names, values=v, **more)
+        seen = self._seen(q, k, v, visible, align, names, **more)
         if cache is not None:
             cache.k, cache.v = k, v
         return Statistics(**{**vars(seen), "y": self._merge_heads(seen.y)})
@@ -275,12 +301,14 @@ class CrossAttention(_Attention):
     def __init__(
         self, dim: int, heads: int = 1, *, memory_dim: int | None = None, kv_heads: int | None = None,
         key_size: int | None = None, value_size: int | None = None, score: LayerScore | None = None, bias: bool = False,
-        output: bool = True, parameters: bool = True,
+        output: bool = True, parameters: bool = True, attention_dropout: float = 0.0,
     ) -> None:  # fmt: skip
         memory = dim if memory_dim is None else memory_dim
         if not parameters and memory != dim:
             raise ValueError(f"without parameters x and memory must have one size; got {dim} and {memory}.")
-        super().__init__(dim, memory, heads, kv_heads, key_size, value_size, score, bias, output, parameters)
+        super().__init__(
+            dim, memory, heads, kv_heads, key_size, value_size, score, bias, output, parameters, attention_dropout
+        )
         self.memory_dim = memory
 
     def forward(
@@ -363,7 +391,7 @@ class CrossAttention(_Attention):
             (torch.Size([5, 16]), torch.Size([4, 5]))
         """
         q, k, v = self._qkv(x, memory, cache)
-        seen = weights(q, k, score=self.score(), mask=mask).see(*names, values=v, **more)
+        seen = self._seen(q, k, v, None if mask is None else as_mask(mask), None, names, **more)
         _fill(cache, k, v, memory)
         return Statistics(**{**vars(seen), "y": self._merge_heads(seen.y)})
 

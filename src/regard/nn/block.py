@@ -15,7 +15,12 @@ from .probe import Probe
 
 __all__ = ["Block", "FeedForward", "make_norm"]
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, "silu": nn.SiLU}
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
 
 
 class FeedForward(nn.Module):
@@ -24,7 +29,7 @@ class FeedForward(nn.Module):
     Args:
         dim: Size of the input and output vectors.
         hidden: Width of the hidden layer. Default: ``4 · dim``, and 8/3 of dim with a gate, which has a third matrix.
-        activation: "gelu", "relu", "silu" or "swiglu".
+        activation: "gelu", "gelu_tanh" (GPT-2's approximation), "relu", "silu" or "swiglu".
         bias: Whether the linear maps have a bias.
 
     Example:

@@ -23,14 +23,17 @@ __all__ = ["LanguageModel", "Translator"]
 class _TokenEmbedding(nn.Module):
     """Token ids to vectors with positions, and vectors to logits by the same (tied) table."""
 
-    def __init__(self, vocabulary: int, dim: int, positions: Positions | None, dropout: float) -> None:
+    def __init__(
+        self, vocabulary: int, dim: int, positions: Positions | None, dropout: float, scale: float | None = None
+    ) -> None:
         super().__init__()
+        self.scale = math.sqrt(dim) if scale is None else scale
         self.table = nn.Embedding(vocabulary, dim)
         self.positions = None if isinstance(positions, Rotary) else positions
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, start: int = 0) -> Tensor:
-        x = self.table(ids) * math.sqrt(self.table.embedding_dim)  # b t dim
+        x = self.table(ids) * self.scale  # b t dim
         return self.dropout(x if self.positions is None else self.positions.add_to(x, start))
 
     def logits(self, x: Tensor) -> Tensor:
@@ -48,6 +51,7 @@ class LanguageModel(nn.Module):
         context: Number of tokens it is trained to look back; learned positions end there.
         dropout: Share dropped while training, of embeddings and residual branches.
         positions: "rotary" (in every layer), "sinusoidal" or "learned" (added to the embeddings), an object, or None.
+        embedding_scale: Factor of the embeddings. Default: √dim.
         block: Further arguments of `Block`.
 
     Example:
@@ -58,12 +62,13 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, context: int = 64,
-        dropout: float = 0.0, positions: str | Positions | None = "rotary", **block: Unpack[ModelOptions],
+        dropout: float = 0.0, positions: str | Positions | None = "rotary", embedding_scale: float | None = None,
+        **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim, context)
         self.context = context
-        self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)
+        self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout, embedding_scale)
         rotary = kind if isinstance(kind, Rotary) else None
         self.body = Encoder(dim, heads, layers, dropout=dropout, positions=rotary, causal=True, **block)
         _initialise(self, depth=2 * layers)

@@ -30,6 +30,7 @@ class _SharedOptions(TypedDict, total=False):
     score: LayerScore | None
     output: bool
     parameters: bool
+    attention_dropout: float
 
 
 class AttentionOptions(_SharedOptions, total=False):
@@ -40,7 +41,7 @@ class AttentionOptions(_SharedOptions, total=False):
 
 
 class ModelOptions(_SharedOptions, total=False):
-    """Keywords of `Block` that `LanguageModel` and `Translator` hand down."""
+    """Keywords of `Block` that `LanguageModel`, `Translator` and `TextEncoder` hand down."""
 
     hidden: int | None
     activation: str

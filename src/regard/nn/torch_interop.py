@@ -1,7 +1,6 @@
 """Conversion from and to `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`.
 
-Outputs are equal in eval mode. Two things of torch.nn have no counterpart here and are dropped: dropout of the
-attention weights, and dropout inside the feed-forward network.
+Outputs are equal in eval mode. Dropout inside the feed-forward network has no counterpart here and is left out.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ def self_attention(mha: nn.MultiheadAttention, causal: bool) -> SelfAttention:
     _check_multihead(mha)
     if not mha._qkv_same_embed_dim:
         raise ValueError(f"kdim {mha.kdim} and vdim {mha.vdim} differ from {mha.embed_dim}: use CrossAttention.")
-    layer = SelfAttention(mha.embed_dim, mha.num_heads, bias=mha.in_proj_bias is not None, causal=causal)
+    bias, dropout = mha.in_proj_bias is not None, mha.dropout
+    layer = SelfAttention(mha.embed_dim, mha.num_heads, bias=bias, causal=causal, attention_dropout=dropout)
     return _copy_weights(layer, mha)
 
 
@@ -45,8 +45,8 @@ def cross_attention(mha: nn.MultiheadAttention) -> CrossAttention:
         raise ValueError(
             f"keys and values come from one memory here: kdim and vdim must be equal; got {mha.kdim} and {mha.vdim}."
         )
-    bias = mha.in_proj_bias is not None
-    return _copy_weights(CrossAttention(mha.embed_dim, mha.num_heads, memory_dim=mha.kdim, bias=bias), mha)
+    options = {"bias": mha.in_proj_bias is not None, "attention_dropout": mha.dropout}
+    return _copy_weights(CrossAttention(mha.embed_dim, mha.num_heads, memory_dim=mha.kdim, **options), mha)
 
 
 def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
@@ -123,7 +123,9 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
     _require(getattr(layer, "positions", None) is None, "no positions of its own", layer)
     memory = getattr(layer, "memory_dim", layer.dim)
     bias = layer.query.bias is not None
-    mha = nn.MultiheadAttention(layer.dim, layer.heads, bias=bias, kdim=memory, vdim=memory, batch_first=True)
+    mha = nn.MultiheadAttention(
+        layer.dim, layer.heads, layer.attention_dropout, bias=bias, kdim=memory, vdim=memory, batch_first=True
+    )
     mha.to(layer.query.weight)  # type: ignore[arg-type]
     parts: list[Any] = [layer.query, layer.key, layer.value]
     with torch.no_grad():
@@ -144,6 +146,8 @@ def encoder_layer(block: Block) -> nn.TransformerEncoderLayer:
     _require(block.cross is None, "no cross-attention", block)
     _require(feed.gate is None and type(feed.activation) in FUNCTIONS, "no gate", block)
     _require(isinstance(block.attention_norm, nn.LayerNorm), "layer norms", block)
+    # Its C++ path takes every nn.GELU for the exact one.
+    _require(getattr(feed.activation, "approximate", "none") == "none", "no approximate gelu", block)
     layer = nn.TransformerEncoderLayer(
         block.attention.dim, block.attention.heads, feed.inner.out_features, block.dropout.p, batch_first=True,
         activation=FUNCTIONS[type(feed.activation)],
@@ -151,6 +155,7 @@ def encoder_layer(block: Block) -> nn.TransformerEncoderLayer:
     ).to(feed.inner.weight)  # fmt: skip
     mha = multihead(block.attention)
     layer.self_attn.load_state_dict(mha.state_dict())
+    layer.self_attn.dropout = mha.dropout
     layer.norm1.load_state_dict(block.attention_norm.state_dict())
     layer.norm2.load_state_dict(block.feed_forward_norm.state_dict())
     layer.norm1.eps, layer.norm2.eps = block.attention_norm.eps, block.feed_forward_norm.eps  # type: ignore[assignment]

@@ -19,7 +19,7 @@ from ..core.pytree import tree_map
 from ..core.scores import ScaledDot, Score
 from ..core.types import Align
 from ..core.weights import Weights
-from .detached import DetachedWeights
+from .detached import DetachedWeights, RecordedWeights
 from .mask_recognition import ParsedMask, parse_mask
 
 __all__ = ["AttentionCall", "MaskCache", "Overwritten", "SavedCall", "save_call"]
@@ -113,11 +113,8 @@ class SavedCall:
                 assert self.q is not None
                 assert self.score is not None
                 matrix = weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
-            return self._without_graph(matrix) if self.detached else matrix
-
-    @staticmethod
-    def _without_graph(matrix: Weights) -> DetachedWeights:
-        return DetachedWeights(matrix._factors, matrix._engine, one_head=matrix._one_head)
+            recorded = DetachedWeights if self.detached else RecordedWeights
+            return recorded(matrix._factors, matrix._engine, one_head=matrix._one_head)
 
     def loaded(self) -> SavedCall:
         """The same with its tensors in memory."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.weights import Weights
 
-__all__ = ["DetachedTensor", "DetachedWeights", "as_detached"]
+__all__ = ["DetachedTensor", "DetachedWeights", "RecordedWeights", "as_detached"]
 
 ADVICE = (
     "recorded weights are not part of the autograd graph: regard.record(model, grad=True) makes them part of it. For "
@@ -44,12 +44,22 @@ class DetachedTensor(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class DetachedWeights(Weights):
+class RecordedWeights(Weights):
+    """Weights of a recorded call; its values, if they were recorded, are in `Layer.values`."""
+
+    keys_are_values = False
+
+
+class DetachedWeights(RecordedWeights):
     """Weights of a recorded call that ran with gradients, without them: their answers are `DetachedTensor`s."""
 
-    def _ask(self, request: Any) -> dict[str, Tensor]:
-        results = super()._ask(request)
+    def _ask(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        results = super()._ask(*args, **kwargs)
         return {name: as_detached(x) for name, x in results.items()} if torch.is_grad_enabled() else results
+
+    def _ask_rows(self, question: Any, *others: Any) -> list[Tensor]:
+        results = super()._ask_rows(question, *others)
+        return [as_detached(x) for x in results] if torch.is_grad_enabled() else results
 
     def _block(self, rows: Any, cols: Any) -> Tensor:
         block = super()._block(rows, cols)

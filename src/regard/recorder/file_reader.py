@@ -23,6 +23,7 @@ from ..core.problem import Factors
 from ..core.pytree import unflatten
 from ..core.weights import Weights
 from .calls import SavedCall
+from .detached import RecordedWeights
 from .factor_check import check_factors, check_values, require
 from .file import BLANK, FORMAT, MAX_HEADER, NODES, TYPES, VERSION, RegardFileError, digest
 from .recording import STATISTICS, Layer, Pass, Recording
@@ -241,7 +242,7 @@ class _LoadedCall(SavedCall):
     engine: str
 
     def weights(self) -> Weights:
-        return Weights(self.factors, self.engine, one_head=False)
+        return RecordedWeights(self.factors, self.engine, one_head=False)
 
 
 def _built(described: Any, tensors: dict[str, Tensor]) -> Any:

@@ -13,8 +13,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..chains import rollout_rows
+from ..core.row_questions import induction_targets
 from ..core.weights import Weights
-from .slicing import cells, row_mean
+from .slicing import row_mean
 
 __all__ = [
     "BY",
@@ -31,7 +33,7 @@ __all__ = [
 
 
 class HeadWeight(NamedTuple):
-    """A head and the weight it gives from one token to another."""
+    """A head and the weight it gives from one token to another: a row of `Recording.find(a, b)`."""
 
     layer: int
     head: int
@@ -39,7 +41,7 @@ class HeadWeight(NamedTuple):
 
 
 class HeadKey(NamedTuple):
-    """A head, the key it gives most to from one token, and that weight."""
+    """A head, the key it gives most to from one token, and that weight: a row of `Recording.find(a)`."""
 
     layer: int
     head: int
@@ -48,7 +50,7 @@ class HeadKey(NamedTuple):
 
 
 class HeadValue(NamedTuple):
-    """A head and its value by one measure."""
+    """A head and its value by one measure: a row of `Recording.heads`."""
 
     layer: int
     head: int
@@ -57,7 +59,7 @@ class HeadValue(NamedTuple):
 
 
 class HeadSummary(NamedTuple):
-    """A head with mean entropy, mean largest weight, and the share of the key that receives most."""
+    """A head with mean entropy, mean largest weight, and the share of the key that receives most: a `summary` row."""
 
     layer: int
     name: str
@@ -74,6 +76,9 @@ Row = TypeVar("Row", bound=tuple[Any, ...])
 class Table(list[Row], Generic[Row]):
     """A list of named tuples with column titles.
 
+    Attributes:
+        columns: The titles.
+
     Example:
         >>> table = Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)])
         >>> table
@@ -88,7 +93,15 @@ class Table(list[Row], Generic[Row]):
         self.columns = tuple(columns)
 
     def numpy(self) -> Any:
-        """The rows as a NumPy record array."""
+        """The rows as a NumPy record array.
+
+        Returns:
+            A structured array with one field a column.
+
+        Example:
+            >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).numpy()["weight"]
+            array([0.25])
+        """
         import numpy as np
 
         kinds = (
@@ -99,7 +112,16 @@ class Table(list[Row], Generic[Row]):
         return np.array([tuple(row) for row in self], dtype=kinds)
 
     def to_pandas(self) -> Any:
-        """The rows as a pandas DataFrame."""
+        """The rows as a pandas DataFrame.
+
+        Returns:
+            A DataFrame with one column a title; needs pandas.
+
+        Example:
+            >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).to_pandas()  # doctest: +SKIP
+               layer  head  weight
+            0      3     1    0.25
+        """
         import pandas
 
         return pandas.DataFrame([tuple(row) for row in self], columns=list(self.columns))
@@ -220,28 +242,26 @@ def _share_of_sink(weights: Weights) -> Tensor:
 
 
 def _previous(weights: Weights) -> Tensor:
-    """The mean weight on the position before."""
-    i, j = weights.shape[-2:]
-    at = torch.arange(i) + (j - i)
-    rows = torch.arange(i)[at >= 1]
-    return cells(weights, rows, at[at >= 1] - 1).mean(-1)
+    """The mean weight on the position before, over rows that have one."""
+    at = _at(weights)
+    return weights.gather((at - 1).clamp(min=-1)[:, None])[..., at >= 1, 0].mean(-1)
 
 
 def _induction(weights: Weights) -> Tensor:
-    """The mean weight on the token after the last occurrence of the same token."""
-    tokens, (i, j) = weights.tokens[1], weights.shape[-2:]
+    """The mean weight on the token after the last occurrence of the same token, over rows that have one."""
+    tokens, at = weights.tokens[1], _at(weights)
     if tokens is None:
         raise ValueError("induction compares tokens: record(model, tokens=...).")
-    last: dict[str, int] = {}
-    pairs = []
-    for at, token in enumerate(tokens):
-        if token in last and at - (j - i) >= 0:
-            pairs.append((at - (j - i), last[token] + 1))
-        last[token] = at
-    if not pairs:
+    targets = torch.where(at >= 0, induction_targets(tokens, at.clamp(min=0)), -1)
+    if not bool((targets >= 0).any()):
         raise ValueError("no token occurs twice, so no head can continue what followed it.")
-    rows, cols = torch.tensor(pairs).T
-    return cells(weights, rows, cols).mean(-1)
+    return weights.gather(targets[:, None])[..., targets >= 0, 0].mean(-1)
+
+
+def _at(weights: Weights) -> Tensor:
+    """Key positions of the queries, the last one at the last key, (i,)."""
+    i, j = weights.shape[-2:]
+    return torch.arange(i, device=weights.device) + (j - i)
 
 
 #: Measures of `Recording.heads`: each takes the weights (h, i, j) of one sequence and returns (h,).
@@ -303,14 +323,8 @@ def rollout(layers: list[Any], token: Any, item: int | None) -> Tensor:
     stack = _one_stack(layers, token, item)
     if not stack:
         raise ValueError("rollout follows self-attention through the layers, and none was recorded.")
-    top = _one_sequence(stack[-1], item)
-    flow = torch.zeros(top.shape[-2], dtype=top.dtype, device=top.device)
-    flow[_row_number(top, token)] = 1
-    for layer in reversed(stack):
-        weights = _one_sequence(layer, item)
-        spread = weights.mT @ flow.expand(weights.shape[0], -1).unsqueeze(-1)  # h j 1
-        flow = (flow + spread.squeeze(-1).mean(0)) / 2
-    return flow
+    sequences = [_one_sequence(layer, item) for layer in stack]
+    return rollout_rows(sequences, [_row_number(sequences[-1], token)])[0]
 
 
 def _row_number(weights: Weights, token: Any) -> int:

@@ -10,6 +10,7 @@ import fnmatch
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Literal
@@ -24,8 +25,9 @@ from .hooks.call_site import CallSite, called_by, calling_module, module_stack, 
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import CAPTURED, ModelHooks
 from .kv_cache import CannotStitch
+from .layer import Layer, row_statistics
 from .passes import Call, OpenPass, with_encoders
-from .recording import Layer, Pass, Recording, row_statistics
+from .recording import Pass, Recording
 from .spill import Spill
 from .tokens import EmbeddedIds, label
 
@@ -126,7 +128,7 @@ class Observer:
         self._pass: OpenPass | None = None
         self._done: list[OpenPass] = []
         self._beams = self._started = False
-        self._transformers: Any = None
+        self._undo: Any = None
 
     # The block.
 
@@ -135,11 +137,14 @@ class Observer:
             raise RuntimeError("a recording is one block; call regard.record(model) again for another.")
         self._started = True
         seams.install()
+        uninstall = None
         if "transformers.modeling_utils" in sys.modules:
             from .hooks import transformers
 
-            self._transformers = transformers
             transformers.install()
+            uninstall = transformers.uninstall
+        # Undone when the block ends, or with this object where Ctrl-C came into `__exit__` itself.
+        self._undo = weakref.finalize(self, _undo, self.hooks, uninstall)
         for name, reason in self.hooks.known_unsupported():
             self.refuse(name, reason)
         self.hooks.attach(self._end_pass, self._pause)
@@ -148,15 +153,13 @@ class Observer:
         return self.seen
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        tap.deactivate(self)
-        if self._transformers is not None:
-            self._transformers.uninstall()
-        self._end_pass()
         try:
+            tap.deactivate(self)
+            self._end_pass()
             with tap.suspended(), torch.set_grad_enabled(self.wants_grad):
                 self._finish()
         finally:
-            self.hooks.detach()
+            self._undo()
         if kind is None:
             self._warn()
             if self.path is not None:
@@ -352,6 +355,13 @@ class Observer:
         except CannotStitch as error:
             self.refuse(name, str(error))
             generation.calls.remove(entry)
+
+
+def _undo(hooks: ModelHooks, uninstall: Any) -> None:
+    """Leave the model and transformers as they were before the block."""
+    hooks.detach()
+    if uninstall is not None:
+        uninstall()
 
 
 def _kind(site: CallSite, call: AttentionCall) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.problem import Factors
 from ..core.weights import Weights
 
-__all__ = ["cells", "real_rows", "row_mean", "sequence_of", "span_of"]
+__all__ = ["real_rows", "row_mean", "sequence_of", "span_of"]
 
 
 def span_of(weights: Weights, item: int) -> slice:
@@ -64,18 +64,3 @@ def sequence_of(weights: Weights, item: int, rows: slice, cols: slice) -> Weight
     offset = None if one.offset is None else one.offset + rows.start - cols.start
     part = Factors(one.q[..., rows, :], one.k[..., cols, :], one.score.crop(rows, cols), mask, offset)
     return type(weights)(part, weights._engine, one_head=False)
-
-
-def cells(weights: Weights, rows: Tensor, cols: Tensor, chunk: int = 32) -> Tensor:
-    """The weights at (rows[n], cols[n]), (..., h, n), a few rows at a time: linear memory."""
-    parts = []
-    for start in range(0, len(rows), chunk):
-        r, c = rows[start : start + chunk], cols[start : start + chunk]
-        r0, r1 = int(r.min()), int(r.max()) + 1
-        if r1 - r0 > 4 * chunk:  # far apart: one by one
-            parts += [weights[..., int(a), [int(b)]] for a, b in zip(r, c, strict=True)]
-            continue
-        columns, inverse = c.unique(return_inverse=True)
-        block = weights[..., r0:r1, columns.tolist()]  # ... h r c
-        parts.append(block[..., r - r0, inverse])
-    return torch.cat(parts, -1) if parts else torch.zeros(*weights.shape[:-2], 0)

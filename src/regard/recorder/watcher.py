@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from types import FrameType, TracebackType
@@ -24,7 +25,7 @@ from .calls import AttentionCall, save_call
 from .hooks import seams, tap
 from .hooks.call_site import CallSite, calling_module
 from .hooks.eager_attention import EagerTracker
-from .hooks.model_hooks import CAPTURED, Hook, batch_size, first_axes, is_compiled
+from .hooks.model_hooks import CAPTURED, Hook, batch_size, first_axes, is_compiled, remove_all
 from .observer import RefusedWarning
 from .slicing import real_rows, row_mean
 
@@ -114,9 +115,22 @@ class Watch:
             model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
             model.register_forward_hook(Hook(self._end), always_call=True),
         ]
+        weakref.finalize(self, remove_all, self._handles)
 
     def numbers(self) -> dict[str, float]:
-        """The last look as a plain dict for any logger: `"layer/entropy_share/head"` and `"layer/max_score/head"`."""
+        """The last look as a plain dict, for any logger.
+
+        Returns:
+            Names such as `"layers.0.self_attn/entropy_share/1"` (module, measure, head) to numbers.
+
+        Example:
+            >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            >>> model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            >>> with watch(model, every=1) as watching:
+            ...     _ = model(torch.randn(1, 4, 8))
+            >>> sorted(watching.numbers())[-1]
+            'layers.0.self_attn/max_score/1'
+        """
         return {
             f"{name}/{measure}/{head}": value
             for name, measures in self.layers.items()
@@ -125,14 +139,33 @@ class Watch:
         }
 
     def show(self, **options: Any) -> Any:
-        """The picture: entropy share and largest score of every head over the steps; see `look.View`."""
+        """The picture: entropy share and largest score of every head over the steps.
+
+        Args:
+            **options: Of `look.View`.
+
+        Returns:
+            A `look.View`; .save("x.html") and .save("x.svg") write it.
+
+        Example:
+            >>> layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            >>> model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+            >>> with watch(model, every=1) as watching:
+            ...     _ = model(torch.randn(1, 4, 8)), model(torch.randn(1, 4, 8))
+            >>> "entropy" in str(watching.show())
+            True
+        """
         return import_module("regard.look").View(self.history, **options)
 
     def close(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Stop watching: the hooks are removed. A second call does nothing.
+
+        Example:
+            >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
+            >>> watching = watch(model)
+            >>> watching.close()
+        """
+        remove_all(self._handles)
 
     def __enter__(self) -> Watch:
         return self
@@ -146,6 +179,11 @@ class Watch:
                 "",
                 "no training pass was seen: it was not called in training mode with gradients, or it was " + CAPTURED,
             )
+
+    def __del__(self) -> None:
+        if getattr(self, "_handles", None) and self.step < 0:
+            text = "regard.watch(model) watched nothing: its object is gone. Keep it, `watching = regard.watch(model)`."
+            warnings.warn(text, RefusedWarning, stacklevel=2)
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (model.training and torch.is_grad_enabled()) or in_backward():

@@ -260,10 +260,10 @@ def forward(problem: Problem, request: Request) -> Results:
     return {name: outputs[name] for name in request.names}
 
 
-def _chunks(problem: Problem, heads: int, block_i: int) -> int:
+def _chunks(rows: int, heads: int, block_i: int) -> int:
     """Number of chunks of rows, so that every thread has work; each chunk has column sums of its own."""
     threads = torch.get_num_threads()
-    blocks = -(-problem.shape[2] // block_i)
+    blocks = -(-rows // block_i)
     return 1 if heads >= threads else max(1, min(blocks, -(-threads // max(heads, 1))))
 
 
@@ -274,12 +274,18 @@ def _sum_chunks(parts: Tensor) -> Tensor:
 
 def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     """The column pass: a second pass over the weights of finished rows, for the column statistics."""
-    b, h, _, j = problem.shape
+    b, h, i, j = problem.shape
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
-    chunks = _chunks(problem, b * h, block_i)
+    window = request.window
+    row_from, row_to, key_from, key_to = (
+        (0, i, 0, j) if window is None else (window.i0, window.i1, window.j0, window.j1)
+    )
+    row_from -= row_from % block_i  # whole tiles, whose products are those that the norm was computed from
+    chunks = _chunks(row_to - row_from, b * h, block_i)
     call.out("norm", norm.contiguous())
-    call.set(chunks=chunks)
+    call.set(chunks=chunks, row_from=row_from, row_to=row_to, key_from=key_from, key_to=key_to)
+    call.work = b * h * (row_to - row_from) * (key_to - key_from) * problem.q.shape[3]
     outputs = {}
     if request.wants("received"):
         outputs["received"] = call.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64))
@@ -329,7 +335,7 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
         return InputGrads([dq, sum_groups(required(dk), heads), *rest], sum_groups(required(dv), v.shape[1]), None)
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
-    chunks = _chunks(problem, b * heads, block_i)
+    chunks = _chunks(i, b * heads, block_i)
     call.set(chunks=chunks)
     call.out("norm", norm.contiguous())
     call.out("delta", gradient.delta.float().contiguous())

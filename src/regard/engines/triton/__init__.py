@@ -98,7 +98,7 @@ class Triton:
     name = "triton"
     plain = False
     #: The gradient of y stays in its own dtype, and `row_dot` computes its part of delta.
-    narrow = True
+    keeps_grad_dtype = True
 
     def prepare(self, factors: Factors) -> Problem:
         return factors.problem()

@@ -28,7 +28,7 @@ UNBOUNDED = 2**30
 class MaskFormat:
     """The mask in the cheapest format that expresses it."""
 
-    kind: str  # none, causal, band, spans, flags
+    kind: str  # none, causal, band, intervals, flags
     arg: MaskArg
     intervals: tuple[Tensor, Tensor] | None = None  # lo, hi (b|1, r, i)
 

@@ -67,8 +67,8 @@ THUMBNAIL, MAX_CELLS = 48, 2**31
 def thumbnails(content: PageContent, view: LayerView, held: list[int]) -> int | None:
     """The pattern of every head of a layer, (h, rows, cols), if the page does not hold all of them; else None.
 
-    A number is the root of the largest weight of a cell, in 255 steps. Of a layer with too many weights for another pass
-    it is the root of the share of a row, which the map has already.
+    A number is the root of the largest weight of a cell, in 255 steps. Where a layer has too many weights for one more
+    pass over them, it is the root of the share of a row.
     """
     if len(held) == view.heads:
         return None

@@ -7,12 +7,13 @@ import json
 import struct
 import zlib
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "Packer", "raw_bytes"]
+__all__ = ["Packed", "Packer", "raw_bytes", "regard_version"]
 
 
 @dataclass
@@ -22,6 +23,11 @@ class Packed:
     title: str
     data: bytes
     vectors: bytes = b""
+
+
+def regard_version() -> str:
+    """The version of the package, which captions name."""
+    return str(import_module("regard").__version__)
 
 
 def raw_bytes(x: Tensor) -> bytes:

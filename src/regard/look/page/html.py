@@ -1,9 +1,10 @@
 """The page as one HTML file with its script, its style and its data inside; it requests nothing from anywhere.
 
 A Content-Security-Policy allows this script and this style, by their hashes, and nothing else: no request, no other
-script, whatever the data says. Script, style and data are deflated, since a notebook stores a page for every view; a
-few plain lines unpack them, and the browser runs only what has the right hash. The title is the only text outside of
-the data. In a notebook the page is in a sandboxed frame without access to the notebook.
+script, whatever the data says. Images come from the page itself alone (blob:): it draws one to save it as PNG.
+Script, style and data are deflated, since a notebook stores a page for every view; a few plain lines unpack them, and
+the browser runs only what has the right hash. The title is the only text outside of the data. In a notebook the page is
+in a sandboxed frame without access to the notebook.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ try {
 
 #: The modules of the script, in the order in which they become one.
 _MODULES = (
-    "data", "numbers", "elements", "stored", "exact", "book", "window", "page",
+    "data", "numbers", "elements", "stored", "exact", "book", "window", "page", "controls",
     "sentence", "lines", "spotlight", "walk", "play", "square", "atlas", "overview",
-    "tiles", "rulers", "map", "long", "training", "views",
+    "tiles", "rulers", "map", "long", "training", "snapshot", "share", "address",
+    "views",
 )  # fmt: skip
 
 #: The height of the page in a notebook until the page says how tall it is, in pixels; the frame can be resized.
@@ -94,7 +96,7 @@ def html(packed: Packed) -> str:
     script, style = _script(), _file("page.css")
     policy = (
         f"default-src 'none'; script-src '{_hash(_UNPACK)}' '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src blob:; base-uri 'none'; form-action 'none'"
     )
     return _PAGE.format(
         policy=policy,

@@ -24,7 +24,7 @@ from ..word_vectors import WordVectors
 from .arrays import layer_headers, thumbnails
 from .content import PageContent
 from .exact import VectorBlock
-from .format import Packed
+from .format import Packed, regard_version
 from .start import find_start
 from .training import pack_history
 
@@ -57,6 +57,8 @@ def pack(subject: Subject | History, options: ViewOptions) -> Packed:
         "kind": "attention",
         "title": title,
         "about": " · ".join([*([printable(options.model)] if options.model else []), *_sizes(layers, content)]),
+        "version": regard_version(),
+        "command": options.command,
         "sequences": content.sequences,
         "stacks": content.stacks,
         "layers": layer_headers(content, start, {(one["place"], one["head"]) for one in vectors.heads}),

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..history import MEASURES, History, head_series
-from .format import Packed, Packer
+from .format import Packed, Packer, regard_version
 
 __all__ = ["pack_history"]
 
@@ -35,6 +35,7 @@ def pack_history(history: History, title: str | None) -> Packed:
     header = {
         "kind": "training",
         "title": title if title is not None else "Attention while training",
+        "version": regard_version(),
         "steps": steps,
         "strips": strips,
         "curves": curves,

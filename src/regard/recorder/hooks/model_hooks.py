@@ -7,6 +7,7 @@ hooks leaves its C++ path, and compiled code would be compiled again.
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import weakref
@@ -20,7 +21,7 @@ from ...core.torch_state import in_backward
 from . import tap
 from .call_site import looks_like_attention
 
-__all__ = ["CAPTURED", "Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled"]
+__all__ = ["CAPTURED", "Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
 
 CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
 
@@ -29,33 +30,52 @@ OTHER_THREAD = (
     "inside the function it runs"
 )
 
-_GUESSES = "linear attention keeps no weights, a kernel called directly or captured by torch.compile shows none"
+#: Kinds of modules, by the names of their classes, that compute no weights over keys.
+_WITHOUT_WEIGHTS = (
+    (r"deformable", "samples points between the positions: its weights are over samples, not over keys"),
+    (
+        r"deltanet|mamba|rglru|recurrent|retention|rwkv|hyena|lightning|linear",
+        "is a recurrence or linear attention, which computes no weights over keys",
+    ),
+    (r"attentionmap$", "computes weights that meet no values: a map that is its output"),
+)
+
+_UNSEEN = (
+    "ran no fused kernel of PyTorch and no softmax that met values as weights over keys do; kernels called past "
+    "PyTorch's operators are not seen"
+)
 
 #: Modules in whose calls a compiler was once seen at work; the code it made runs without interception.
 _compiled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class Hook:
-    """A hook that belongs to one model: in a copy of the model, or a pickle, it removes itself when first called."""
+    """A hook on a model that ends with its owner: it holds a method weakly, and removes itself when that is gone.
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
+    A block whose `__exit__` never came to its end (Ctrl-C) leaves none behind; in a copy of the model, or a pickle, a
+    hook has no owner.
+    """
 
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():  # a hook in compiled code would change the code
-            self.function(*args)
+    def __init__(self, method: Callable[..., None] | None = None, *first: Any) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+        self._first = first
 
-    def __deepcopy__(self, memo: Any) -> _CopiedHook:
-        return _CopiedHook()
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if torch.compiler.is_compiling():  # a hook in compiled code would change the code
+            return
+        method = None if self._method is None else self._method()
+        if method is None:
+            self._remove_from(module)
+        else:
+            method(*self._first, module, *args)
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return Hook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _CopiedHook, ()
+        return Hook, ()
 
-
-class _CopiedHook:
-    """What a copied model holds in place of a hook."""
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def _remove_from(self, module: nn.Module) -> None:
         for hooks, *flags in (
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
             (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
@@ -64,6 +84,12 @@ class _CopiedHook:
                 del hooks[key]
                 for flag in flags:
                     flag.pop(key, None)
+
+
+def remove_all(handles: list[Any]) -> None:
+    """Remove hooks by their handles, and forget these."""
+    while handles:
+        handles.pop().remove()
 
 
 class ModelHooks:
@@ -78,6 +104,9 @@ class ModelHooks:
         self.axes: tuple[int, int] | None = None  # the first two axes of the running pass's input
         self.ran_elsewhere = False  # whether the model ran in a thread that does not record
         self._handles: list[Any] = []
+        self._boundary: Callable[[], Any] = lambda: None  # weak references to the observer's methods
+        self._pause: Callable[[], Any] = lambda: None
+        weakref.finalize(self, remove_all, self._handles)
 
     def is_current(self) -> bool:
         """Whether this is the recording's thread, and not a checkpoint that recomputes in backward."""
@@ -90,14 +119,14 @@ class ModelHooks:
     def attach(self, boundary: Callable[[], None], pause: Callable[[bool], None]) -> None:
         """Call `boundary` where a forward of the model begins and ends, `pause` around compiled submodules."""
         self.thread = threading.get_ident()
+        self._boundary, self._pause = weakref.WeakMethod(boundary), weakref.WeakMethod(pause)
         model = self.model
         if model is None or is_compiled(model):
             return
         if not isinstance(model, nn.TransformerEncoderLayer):
-            begin, end = Hook(self._begin(boundary)), Hook(self._end(boundary))
             self._handles += [
-                model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True),
-                model.register_forward_hook(end, always_call=True),
+                model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
+                model.register_forward_hook(Hook(self._end), always_call=True),
             ]
         untouched: set[int] = set()
         for _, part in self.modules:
@@ -105,55 +134,45 @@ class ModelHooks:
                 untouched |= {id(module) for module in part.modules()}
             if type(part).__name__ == "OptimizedModule":
                 # While compiled code runs, the thread's keys must be those it was compiled under.
-                before, after = (Hook(self._around(pause, on)) for on in (True, False))
-                self._handles.append(part.register_forward_pre_hook(before))
-                self._handles.append(part.register_forward_hook(after, always_call=True))
+                self._handles.append(part.register_forward_pre_hook(Hook(self._around, True)))
+                self._handles.append(part.register_forward_hook(Hook(self._around, False), always_call=True))
         for name, module in self.modules:
             suspect = looks_like_attention(module, name) or module in _compiled_modules
             if name and suspect and id(module) not in untouched:
-                self._handles.append(module.register_forward_pre_hook(Hook(self._mark_ran(name))))
+                self._handles.append(module.register_forward_pre_hook(Hook(self._mark_ran, name)))
 
     def detach(self) -> None:
         """Remove every hook."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self.model, self.modules, self.ran = [], None, [], {}
+        remove_all(self._handles)
+        self.model, self.modules, self.ran = None, [], {}
 
-    def _around(self, pause: Callable[[bool], None], on: bool) -> Callable[..., None]:
-        def around(*_: Any) -> None:
-            if self.is_current():
-                pause(on)
+    def _around(self, on: bool, *_: Any) -> None:
+        if self.is_current() and (pause := self._pause()) is not None:
+            pause(on)
 
-        return around
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.is_current():
+            if self.depth == 0:
+                self._at_boundary()
+                self.axes = first_axes(args, kwargs)
+            self.depth += 1
+        elif threading.get_ident() != self.thread and not in_backward():
+            # A thread that has a recording of its own knows what it does.
+            self.ran_elsewhere = self.ran_elsewhere or not tap.listeners()
 
-    def _begin(self, boundary: Callable[[], None]) -> Callable[..., None]:
-        def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.is_current():
-                if self.depth == 0:
-                    boundary()
-                    self.axes = first_axes(args, kwargs)
-                self.depth += 1
-            elif threading.get_ident() != self.thread and not in_backward():
-                # A thread that has a recording of its own knows what it does.
-                self.ran_elsewhere = self.ran_elsewhere or not tap.listeners()
+    def _end(self, *_: Any) -> None:
+        if self.is_current():
+            self.depth = max(0, self.depth - 1)
+            if self.depth == 0:
+                self._at_boundary()
 
-        return begin
+    def _at_boundary(self) -> None:
+        if (boundary := self._boundary()) is not None:
+            boundary()
 
-    def _end(self, boundary: Callable[[], None]) -> Callable[..., None]:
-        def end(*_: Any) -> None:
-            if self.is_current():
-                self.depth = max(0, self.depth - 1)
-                if self.depth == 0:
-                    boundary()
-
-        return end
-
-    def _mark_ran(self, name: str) -> Callable[..., None]:
-        def mark_ran(module: nn.Module, args: Any) -> None:
-            if self.is_current():
-                self.ran[name] = module
-
-        return mark_ran
+    def _mark_ran(self, name: str, module: nn.Module, args: Any) -> None:
+        if self.is_current():
+            self.ran[name] = module
 
     # Attention that is not intercepted.
 
@@ -183,10 +202,15 @@ class ModelHooks:
             is_recorded = any(_within(other, name) or _within(name, other) for other in recorded)
             has_inner = any(other != name and _within(other, name) for other in self.ran)
             if not is_recorded and not has_inner:
-                reason = f"{type(module).__name__} ran no attention that PyTorch's operators show: {_GUESSES}"
-                yield name, CAPTURED if module in _compiled_modules else reason
+                yield name, CAPTURED if module in _compiled_modules else _unseen_reason(module)
         if not recorded and not self.ran and _was_compiled(self.model):
             yield "", CAPTURED
+
+
+def _unseen_reason(module: nn.Module) -> str:
+    """The reason why no attention of a module was seen."""
+    kind = type(module).__name__
+    return f"{kind} {next((why for names, why in _WITHOUT_WEIGHTS if re.search(names, kind, re.I)), _UNSEEN)}"
 
 
 def is_compiled(module: nn.Module) -> bool:

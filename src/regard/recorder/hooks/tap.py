@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -87,7 +88,7 @@ RECORD_KEY, FOLLOW_KEY = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrappe
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.listeners: list[Any] = []
+        self.listeners: list[weakref.ref[Any]] = []  # weak: a block that was not closed properly ends with its object
 
 
 _thread = _Thread()
@@ -115,18 +116,22 @@ def _both_keys() -> Any:
 
 def listeners() -> list[Any]:
     """The listeners of this thread, the newest last."""
-    return _thread.listeners
+    return [listener for ref in _thread.listeners if (listener := ref()) is not None]
 
 
 def activate(listener: Listener) -> None:
     """Report this thread's attention to the listener from now on."""
-    _thread.listeners = [*_thread.listeners, listener]
+    _thread.listeners = [*_thread.listeners, weakref.ref(listener)]
     torch._C._dispatch_tls_set_dispatch_key_included(_key(RECORD_KEY), True)
 
 
 def deactivate(listener: Listener) -> None:
     """Stop reporting to the listener; without listeners the thread's keys are as before."""
-    _thread.listeners = [other for other in _thread.listeners if other is not listener]
+    _retain([other for other in listeners() if other is not listener])
+
+
+def _retain(live: list[Any]) -> None:
+    _thread.listeners = [weakref.ref(listener) for listener in live]
     if not _thread.listeners:
         torch._C._dispatch_tls_set_dispatch_key_included(_key(RECORD_KEY), False)
         follow(False)
@@ -167,8 +172,10 @@ def is_suspended() -> bool:
 
 def intercept(name: str, handler: Handler, key: str = RECORD_KEY, namespace: str = "aten") -> None:
     """Register a handler for an operator, "scaled_dot_product_attention" or "softmax.int"; once per operator."""
+    if (key, f"{namespace}::{name}") in _registered:
+        return
     with _lock:
-        if (key, f"{namespace}::{name}") in _registered:
+        if (key, f"{namespace}::{name}") in _registered:  # by another thread, meanwhile
             return
         _pass_through(key)
         packet, _, overload = name.partition(".")
@@ -186,6 +193,8 @@ def intercept(name: str, handler: Handler, key: str = RECORD_KEY, namespace: str
 
 def intercept_higher_order(op: Any, names: tuple[str, ...], handler: Handler) -> None:
     """The same for an operator that takes functions, such as FlexAttention's."""
+    if (RECORD_KEY, op.name()) in _registered:
+        return
     with _lock:
         if (RECORD_KEY, op.name()) not in _registered:
             _pass_through(RECORD_KEY)
@@ -224,19 +233,21 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
         with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
-        if _thread.listeners and not in_backward():
+        if not (live := listeners()):
+            _retain(live)  # a block that Ctrl-C ended left the key behind
+        elif not in_backward():
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            _report(handler, call, out, sys._getframe(1))
+            _report(live, handler, call, out, sys._getframe(1))
         return out
 
     return kernel
 
 
-def _report(handler: Handler, call: dict[str, Any], out: Any, frame: FrameType) -> None:
+def _report(live: list[Any], handler: Handler, call: dict[str, Any], out: Any, frame: FrameType) -> None:
     unsupported = _unsupported_tensor([*call.values(), out])
     if unsupported == "meta":  # nothing is computed
         return
-    for listener in _thread.listeners:
+    for listener in live:
         if unsupported == "FakeTensor":
             listener.compiling(frame)
             continue

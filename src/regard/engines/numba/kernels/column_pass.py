@@ -19,13 +19,15 @@ def column_pass(T):
     use_wide_vectors()
     scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
     zero_(carray(floats_at(scratch + 4 * T.block_i * T.block_j), T.block_j), 0, T.block_j)
-    per_chunk = ((T.I + T.block_i - 1) // T.block_i + T.chunks - 1) // T.chunks * T.block_i
+    blocks = (T.row_to - T.row_from + T.block_i - 1) // T.block_i
+    per_chunk = (blocks + T.chunks - 1) // T.chunks * T.block_i
     while True:
         item = atomic_next(T.counter)
         if item >= T.B * T.H * T.chunks:
             return
         chunk, head = item // (T.B * T.H), item % (T.B * T.H)
-        for i0 in range(chunk * per_chunk, min(T.I, (chunk + 1) * per_chunk), T.block_i):
+        first = T.row_from + chunk * per_chunk
+        for i0 in range(first, min(T.row_to, first + per_chunk), T.block_i):
             block_of_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))
 
 
@@ -41,6 +43,8 @@ def block_of_rows(T, scratch, item, head, i0, rows):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
             cols = min(T.block_j, end - j0)
+            if j0 + cols <= T.key_from or j0 >= T.key_to:
+                continue
             product_nt(
                 T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j
             )

@@ -66,6 +66,7 @@ _SIZES = (
     "E U X "  # size of v, of u, of left and right
     "offset n_intervals intervals_b modifier_count topk block_i block_j chunks scratch_size right_group "
     "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
+    "row_from row_to key_from key_to "  # column_pass: the part of the matrix that is visited
     "row_count col_count"  # the cells
 )
 _PARAMS = np.dtype(

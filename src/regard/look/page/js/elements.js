@@ -39,6 +39,7 @@ export function behind(caption, write) {
   const fold = el("details",
     { class: "behind", ontoggle: () => { if (fold.open) box.replaceChildren(table(caption, ...write())); } },
     el("summary", { text: "The same as a table" }), box);
+  fold.write = write;
   return fold;
 }
 

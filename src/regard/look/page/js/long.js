@@ -1,8 +1,8 @@
 // Long inputs: the map, numbers of the rows and columns in its window, the strongest links, any row.
 
 import { clamp, count, edge, largest, sum, weightText } from "./numbers.js";
-import { choice, el, lane, lanes, svg, table, tick, word } from "./elements.js";
-import { fitChoice, headChoice, stackChoice } from "./page.js";
+import { behind, choice, el, lane, lanes, svg, table, tick, word } from "./elements.js";
+import { fitChoice, headChoice, stackChoice } from "./controls.js";
 import { topOf } from "./stored.js";
 import { MatrixMap, complete, named } from "./map.js";
 
@@ -10,10 +10,13 @@ const READABLE = 300; // words a side that the views of short inputs can show
 
 export function long(page, box) {
   const own = (page.long ??= { row: null, view: null, mode: "max", marks: true });
+  Object.assign(own, page.wantedMap);
+  page.wantedMap = null;
   const bar = el("div", { class: "controls" }), message = el("p", { class: "readout", "aria-live": "polite" });
   const stage = el("div", { class: "longmap" }), strips = el("div", {}), rows = el("div", {}),
     links = el("div", { class: "links" });
-  box.append(bar, message, el("div", { class: "halves" }, stage, el("div", {}, rows, strips, links)));
+  box.append(bar, message, el("div", { class: "halves" }, stage, el("div", {}, rows, strips, links)),
+    behind("Weights of the window, or the strongest links", () => windowTable(page, own)));
   let shown = null;
   const follow = (view) => { strips.replaceChildren(...profiles(page, shown.source, view)); reading.refresh(view); };
   const reading = readButton(page, own);
@@ -43,7 +46,7 @@ function mapControls(page, own, map, reading, draw) {
     placeholder: "a word, or a row", onkeydown: (event) => { if (event.key === "Enter") goTo(page, own, map(), event.target.value); } });
   return [
     stackChoice(page), headChoice(page),
-    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"]], own.mode, (mode) => { own.mode = mode; map().request(); }),
+    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"]], own.mode, (mode) => { own.mode = mode; map().request(); page.writeAddress(); }),
     fitChoice(page),
     tick("mark the strongest", "marks", own.marks, (on) => { own.marks = on; map().request(); }),
     el("label", { class: "field" }, el("span", { text: "find" }), find),
@@ -133,6 +136,20 @@ async function exactRow(page, source, box, own, map) {
       : "The page holds these rows exactly; a full bar is 1." }),
     el("div", { class: "chips", role: "group", "aria-label": "Rows" }, some.map(chip)),
     profile(`weights of ${named(rows, own.row)}`, row, cols), el("ol", { class: "best" }, best.map(line))));
+}
+
+// The weights of a small window; of a larger one the strongest links.
+const TABLE = 300;
+function windowTable(page, own) {
+  const { rows, cols } = page.stack, source = page.head.stored, { peak, peakAt } = source;
+  const { i0, i1, j0, j1 } = own.view ?? complete(page.head), [a, b, c, d] = [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
+  if (!source.exact || b - a > TABLE || d - c > TABLE) {
+    return [["row", "word", "key", "its word", "weight"], source.links(200).map((i) => [String(i), word(rows.label(i)), String(peakAt[i]),
+      word(cols.label(peakAt[i])), peak[i]])];
+  }
+  const weights = source.exact.block(a, b, c, d), width = d - c, span = (from, to) => Array.from({ length: to - from }, (_, n) => from + n);
+  return [["", ...span(c, d).map((j) => word(named(cols, j)))], span(a, b).map((i, n) => [word(named(rows, i)),
+    ...weights.subarray(n * width, (n + 1) * width)])];
 }
 
 function strongest(page, source, map) {

@@ -3,7 +3,7 @@
 import { fixed, near, range } from "./numbers.js";
 import { behind, choice, el, heat, shade, svg, word } from "./elements.js";
 import { everyHead, grid, pattern, sorted } from "./atlas.js";
-import { wordChoice } from "./page.js";
+import { wordChoice } from "./controls.js";
 
 const METRICS = {
   entropy: "How spread out a head looks, in nats: 0 is one word, large is everywhere.",
@@ -17,6 +17,8 @@ export function overview(page, box) {
   const have = Object.keys(METRICS).filter((by) => page.header.metrics[by].some(Boolean)), heads = everyHead(page);
   const own = (page.overview ??= { by: have[0], x: have[0], y: have[1] ?? have[0], at: null, other: null, sort: "layer",
     mode: "pattern", target: null, pictures: new Map(), clicked: null });
+  Object.assign(own, page.wantedAtlas);
+  page.wantedAtlas = null;
   own.at = own.at && heads.find((one) => one.row === own.at.row && one.head === own.at.head);
   const message = el("p", { class: "hint" }), cells = el("div", { class: "scroll" }), plot = el("div", { class: "plot" }),
     peek = el("div", { class: "peek" }), bar = el("div", { class: "controls" });
@@ -51,7 +53,7 @@ export function overview(page, box) {
 
 function atlasControls(page, own, have, update) {
   const short = !page.stack.long && page.stack.heads.length > 0, { cols } = page.stack;
-  const set = (changes) => { Object.assign(own, changes); update(); };
+  const set = (changes) => { Object.assign(own, changes); update(); page.writeAddress(); };
   const orders = [["layer", "layer and head"], ["metric", "the number"], ["tie", "how they tie the word"],
     ...(short ? [["given", "what the word gives to"]] : [])];
   const tray = page.state.chosen ?? [];

@@ -1,10 +1,13 @@
-// The page: its state, its frame, its tabs, and the controls that several views share.
+// The page: its state, its frame, its tabs and the heads that all views show.
 
-import { count, largest, range } from "./numbers.js";
-import { choice, el, palette, tick, word } from "./elements.js";
+import { largest, range } from "./numbers.js";
+import { el, palette } from "./elements.js";
+import { LETTERS } from "./sentence.js";
 import { firstTwo, openBook, ranked } from "./book.js";
 import { readBlock } from "./data.js";
 import { Exact } from "./exact.js";
+import { addressOf, readAddress } from "./address.js";
+import { shareMenu } from "./share.js";
 import { windowStack } from "./window.js";
 import { VIEWS } from "./views.js";
 
@@ -25,12 +28,17 @@ export class Page {
     this.state.view = this.first = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
     this.chooseViews();
     this.frame();
-    this.readAddress();
+    readAddress(this, location.hash);
     if (header.vectors?.length) this.vectors = this.readVectors();
     this.open(this.state.view);
+    this.initial = addressOf(this);
     this.ready = true;
     if (parent !== window) this.inFrame();
-    addEventListener("hashchange", () => { this.readAddress(); this.open(this.state.view); });
+    addEventListener("hashchange", () => {
+      readAddress(this, location.hash || this.initial);
+      this.frame();
+      this.open(this.state.view, false);
+    });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
     new ResizeObserver(() => { const width = root.clientWidth; if (width !== this.width) { this.width = width;
       this.keepingFocus(() => this.refresh?.(true)); } }).observe(root);
@@ -56,6 +64,7 @@ export class Page {
     if (this.stack.long && head.stored.exact && this.stack.same) {
       this.addWindow(this.stack, [from, Math.min(head.i, from + 80), from, Math.min(head.j, from + 80)]);
     }
+    if (location.hash.includes("win=")) readAddress(this, location.hash);
     this.keepingFocus(() => { this.frame(); this.select(this.state.view); this.draw(); });
   }
   // A window of a long input as one more stack; there is one at a time.
@@ -104,29 +113,13 @@ export class Page {
     const redraw = ["stack", "hide", "merge", "theme"].some((name) => name in changes);
     this.keepingFocus(() => (redraw ? this.draw() : this.refresh?.()));
   }
-  // The state as the fragment of the address, so that a link, a reload and the history lead to the same picture.
-  get address() {
-    const { view, stack, word, chosen, hide, merge } = this.state;
-    const heads = chosen?.map((id) => `${this.book.heads[id].place}.${this.book.heads[id].head}`).join(",");
-    const fields = { v: view, s: stack || null, w: this.book ? word : null, h: heads ?? null, hide: hide ? 1 : null,
-      merge: merge ? 1 : null };
-    return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
-  }
-  readAddress() {
-    const fields = new URLSearchParams(location.hash.slice(1)), { state, book } = this;
-    if (fields.has("v") && this.views.some(([id]) => id === fields.get("v"))) state.view = fields.get("v");
-    if (!book || !fields.has("w")) return;
-    const index = (name, length) => { const n = Number(fields.get(name) ?? 0); return Number.isInteger(n) && n >= 0
-      && n < length ? n : 0; };
-    const stack = index("s", book.stacks.length), heads = (fields.get("h") ?? "").split(",").map((text) =>
-      book.heads.findIndex((head) => `${head.place}.${head.head}` === text)).filter((id) => id >= 0);
-    const word = index("w", book.stacks[stack].rows.length);
-    if (word !== state.word) state.target = null;
-    Object.assign(state, { stack, word, hover: null, cell: null, chosen: heads.length ? heads : null, hide: fields.has("hide"), merge: fields.has("merge") });
-  }
-  writeAddress() {
+  get link() { return location.href.split("#")[0] + addressOf(this); }
+  writeAddress(push) {
     // A frame without an origin, as in a notebook, may not write its address.
-    try { if (this.ready && location.hash !== this.address) history.replaceState(null, "", this.address); } catch { /* no address */ }
+    try {
+      const address = addressOf(this);
+      if (this.ready && location.hash !== address) history[push ? "pushState" : "replaceState"](null, "", address);
+    } catch { /* no address */ }
   }
   // A control that is drawn anew keeps the focus.
   keepingFocus(redraw) {
@@ -157,15 +150,25 @@ export class Page {
     const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Views", onkeydown: (e) => this.tabKey(e) },
       this.views.map(([id, view]) => el("button", { role: "tab", id: `tab-${id}`, "data-key": `tab-${id}`,
         "aria-controls": "view", text: view.name, onclick: () => this.open(id) })));
+    this.tray = el("div", { class: "tray", role: "group", "aria-label": "Heads that are shown" });
     this.main = el("main", { id: "view", role: "tabpanel", tabindex: "-1" });
     this.root.className = "regard";
     this.root.replaceChildren(
       el("header", { class: "top" }, el("p", { class: "mark", text: "regard" }),
         el("h1", {}, el("bdi", { text: this.header.title })),
         this.header.about && el("p", { class: "about" }, el("bdi", { text: this.header.about })),
-        el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark",
+        shareMenu(this), el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark",
           title: "light / dark", onclick: () => this.turn() }, "◐")),
-      ...(this.views.length > 1 ? [tabs] : []), this.main, this.foot());
+      ...(this.views.length > 1 ? [tabs] : []), ...(this.book?.total > 1 ? [this.tray] : []), this.main, this.foot());
+  }
+  // The heads that all views show, in their colours; the first one is that of views which show a single head.
+  showTray() {
+    const chip = (head, n) => el("button", { class: "pill", "data-key": `tray-${n}`, "aria-current": n === 0 ? "true" : undefined, title: head.name,
+      style: { "--colour": this.colour(n) }, onclick: () => this.set({ chosen: [head.id, ...this.heads.map((one) => one.id).filter((id) => id !== head.id)] }) },
+      el("i", { class: "dot", text: LETTERS[n] }), head.name);
+    this.tray.replaceChildren(el("span", { class: "who", text: this.state.chosen ? "heads" : "best heads for the word" }), ...this.heads.map(chip),
+      ...(this.state.chosen ? [el("button", { class: "pill quiet", "data-key": "tray-auto", text: "the best again",
+        onclick: () => this.set({ chosen: null, layer: null }) })] : []));
   }
   foot() {
     const { notes, refused } = this.header;
@@ -194,7 +197,8 @@ export class Page {
     this.open(names[to]);
     this.root.querySelector(`#tab-${names[to]}`).focus();
   }
-  open(id) {
+  // Open a view; the way back leads to the one before.
+  open(id, push = true) {
     this.state.view = id;
     const view = VIEWS[id];
     if (view.stack && !view.stack(this.stack)) {
@@ -206,7 +210,7 @@ export class Page {
     }
     this.select(id);
     this.draw();
-    this.writeAddress();
+    this.writeAddress(push);
   }
   // Mark the tab of a view as the one that is open.
   select(id) {
@@ -221,8 +225,10 @@ export class Page {
     const view = VIEWS[this.state.view];
     const box = el("section", { class: `view ${this.state.view}` });
     this.main.replaceChildren(el("p", { class: "look", text: view.look }), box);
-    this.refresh = view.build(this, box) ?? null;
-    this.refresh?.();
+    const update = view.build(this, box) ?? null;
+    this.refresh = update && ((...how) => { if (this.book) this.showTray(); update(...how); });
+    if (this.book) this.showTray();
+    update?.();
   }
 }
 
@@ -237,65 +243,4 @@ function telling(stack) {
   const strength = rows.map((i) =>
     Math.max(...stack.heads.map((head) => head.sheet({ hide: false, merge: false }).best(i).beyond)));
   return rows[largest(strength)] ?? 0;
-}
-
-// Controls that several views share.
-
-export function readingControls(page) {
-  const { rows, cols } = page.stack;
-  const special = rows.special.size + cols.special.size > 0, merged = rows.words || cols.words;
-  return [
-    stackChoice(page),
-    special ? tick("hide special tokens", "hide", page.state.hide, (hide) => page.set({ hide })) : null,
-    merged ? tick("merge pieces to words", "merge", page.state.merge, (merge) => page.set({ merge })) : null,
-    page.stack.window ? el("span", { class: "hint", text: windowNote(page) }) : null,
-    page.state.hide && special
-      ? el("span", { class: "warn", text: "renormalised: the hidden tokens’ share is spread over the rest" }) : null,
-  ];
-}
-
-// Colours have one scale, 0 to 1; to see small differences it can end at the largest weight instead.
-export const fitChoice = (page) => tick("fit the colours to the largest weight", "fit", page.state.fit,
-  (fit) => page.set({ fit }));
-
-// A window shows a part of every row; how much of the lit one lies outside is said.
-function windowNote({ stack: { window: [i0, i1, j0, j1], base, same, heads }, state }) {
-  const shown = heads[0] ? heads[0].row(state.word).reduce((a, b) => a + b, 0) : 0;
-  const span = (a, b) => `${count(a)}–${count(b - 1)}`;
-  return `Words ${span(i0, i1)}${same ? "" : ` looking at ${span(j0, j1)}`} of ${count(base.rows.length)}; `
-    + `${Math.round(100 * (1 - shown))} % of the lit word’s weight is outside.`;
-}
-
-export function stackChoice(page) {
-  const fits = page.book.stacks.filter((s) => VIEWS[page.state.view].stack?.(s) ?? true);
-  if (fits.length < 2) return null;
-  const name = (s) => {
-    if (s.window) return `a window of ${count(s.rows.length)} words`;
-    const names = s.heads.map((head) => head.layer.name);
-    const first = (names[0] ?? "").split(".")[0] || "layers";
-    const [rows, cols] = [count(s.rows.length), count(s.cols.length)];
-    return `${first}: ${s.same ? `among ${rows} words` : `from ${rows} words to ${cols}`}`;
-  };
-  return choice("sentence", "stack", fits.map((s) => [s.n, name(s)]), page.state.stack,
-    (n) => page.setStack(Number(n)));
-}
-
-export function headChoice(page) {
-  const heads = page.stack.heads;
-  if (heads.length < 2) return null;
-  return choice("head", "head", heads.map((head) => [head.id, head.name]), page.head.id,
-    (id) => page.set({ chosen: [Number(id)] }));
-}
-
-export function wordChoice(page) {
-  const { rows } = page.stack;
-  return choice("word", "word", range(rows.length).map((n) => [n, repeated(rows, n)]), page.state.word,
-    (n) => page.set({ word: Number(n), hover: null }));
-}
-
-// A word that occurs several times gets a number.
-function repeated(rows, n) {
-  const name = rows.label(n), places = rows.tokens ? range(rows.length).filter((m) => rows.tokens[m] === name) : [n];
-  const short = name.length > 30 ? name.slice(0, 29) + "…" : name;
-  return places.length > 1 ? `${short} (${places.indexOf(n) + 1} of ${places.length})` : short;
 }

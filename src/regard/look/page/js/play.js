@@ -2,7 +2,7 @@
 
 import { brief, entropy, fixed, mix, near, range, SIMILARITIES, softmax } from "./numbers.js";
 import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
-import { headChoice, stackChoice, wordChoice } from "./page.js";
+import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { legend } from "./square.js";
 
 export function play(page, box) {

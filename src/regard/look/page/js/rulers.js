@@ -26,11 +26,16 @@ export function rulers({ i0, i1, j0, j1 }, { rows, cols }, width, height) {
     ...ticks(j0, j1, width).map(col)];
 }
 
-// Rings around the strongest links of the window: they are drawn whatever the colours do.
+// Rings around the strongest links of the window: they are drawn whatever the colours do. Where rings would lie on one
+// another, the strongest is drawn, and the others appear as one zooms in.
 export function marks({ i0, i1, j0, j1 }, links, width, height) {
-  const [x, y] = [width / (j1 - j0), height / (i1 - i0)], size = clamp(Math.max(x, y) / 2 + 2, 4, 40);
-  return links.filter(({ i, j }) => i >= i0 - 0.5 && i < i1 && j >= j0 - 0.5 && j < j1).map(({ i, j }) =>
-    svg("circle", { class: "ring", cx: LEFT + (j + 0.5 - j0) * x, cy: TOP + (i + 0.5 - i0) * y, r: size, "data-link": `${i} ${j}` }));
+  const [x, y] = [width / (j1 - j0), height / (i1 - i0)], size = clamp(Math.max(x, y) / 2 + 2, 4, 40), rings = [];
+  for (const { i, j } of links) {
+    const ring = { cx: (j + 0.5 - j0) * x, cy: (i + 0.5 - i0) * y, link: `${i} ${j}` };
+    const inside = ring.cx > 0 && ring.cx < width && ring.cy > 0 && ring.cy < height;
+    if (inside && rings.every((one) => Math.hypot(one.cx - ring.cx, one.cy - ring.cy) > 2 * size + 10)) rings.push(ring);
+  }
+  return rings.map(({ cx, cy, link }) => svg("circle", { class: "ring", cx: LEFT + cx, cy: TOP + cy, r: size, "data-link": link }));
 }
 
 // The window within the complete matrix.

@@ -5,7 +5,7 @@ import { behind, el, lane, lanes, svg, word } from "./elements.js";
 import { bestOf, ranked } from "./book.js";
 import { LETTERS, light, sentence } from "./sentence.js";
 import { drawLines } from "./lines.js";
-import { readingControls } from "./page.js";
+import { readingControls } from "./controls.js";
 
 const HOW = "Layer·head, the word it is tied to, the weight, and by how much it exceeds the head’s habit: "
   + "the weight that the head gives that word, or that distance, anyway. The most comes first.";

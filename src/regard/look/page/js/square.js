@@ -2,7 +2,7 @@
 
 import { clamp, fixed, largest, sum, weightText } from "./numbers.js";
 import { behind, el, heat, shade, svg, word } from "./elements.js";
-import { fitChoice, headChoice, readingControls } from "./page.js";
+import { fitChoice, headChoice, readingControls } from "./controls.js";
 
 export function square(page, box) {
   const bar = el("div", { class: "controls" }), stage = el("div", { class: "matrix" });

@@ -2,7 +2,7 @@
 
 import { dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { el, shade, strip, tick, word } from "./elements.js";
-import { headChoice, stackChoice, wordChoice } from "./page.js";
+import { headChoice, stackChoice, wordChoice } from "./controls.js";
 
 export function walk(page, box) {
   const embedded = page.header.embedded?.stack === page.state.stack ? page.header.embedded : null;

@@ -1,0 +1,136 @@
+"""Products of attention matrices over layers, and weights times gradients: relevance without a t × t matrix.
+
+>>> import regard.chains
+>>> layers = [regard.weights(torch.randn(4, 6, 8), mask=regard.causal()) for _ in range(3)]
+>>> regard.chains.rollout_rows(layers, [5]).sum()  # all that the last row looks at, through three layers
+tensor(1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .core.row_stats import GradientProduct
+from .core.scores import repeat_kv
+from .core.weights import Weights
+
+__all__ = ["gradient_relevance", "rollout", "rollout_rows"]
+
+
+def rollout(
+    layers: Sequence[Weights], x: Tensor, *, residual: float = 0.5, head_weights: Sequence[Tensor] | None = None
+) -> Tensor:
+    """The product A_L ... A_1 x with A = residual I + (1 - residual) mean of the heads: attention rollout of values.
+
+    Args:
+        layers: Self-attention of each layer, the first first, each ``(..., h, t, t)``.
+        x: ``(..., t, e)``, without a head axis: what stands at each input position.
+        residual: Share of the residual stream, 0 to 1.
+        head_weights: For each layer a weight of each head ``(h,)``, divided by their sum. Default: the mean.
+
+    Returns:
+        ``(..., t, e)``, in linear memory, with gradients.
+
+    >>> layers = [regard.weights(torch.zeros(2, 4, 8)) for _ in range(2)]
+    >>> regard.chains.rollout(layers, torch.eye(4), residual=0.0)[0]  # nothing but attention to four keys alike
+    tensor([0.2500, 0.2500, 0.2500, 0.2500])
+    """
+    for n, layer in enumerate(_square(layers, residual)):
+        y = layer @ x.unsqueeze(-3)
+        x = residual * x + (1 - residual) * _mean_of_heads(y, head_weights, n)
+    return x
+
+
+def rollout_rows(
+    layers: Sequence[Weights],
+    rows: Sequence[int],
+    *,
+    residual: float = 0.5,
+    head_weights: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Chosen rows of the product of `rollout`: which inputs these outputs look at, through all layers.
+
+    Args:
+        layers: As for `rollout`.
+        rows: Positions in the last layer; negative ones count from the end.
+        residual: As for `rollout`.
+        head_weights: As for `rollout`.
+
+    Returns:
+        ``(..., rows, t)``; each row sums to 1 unless a sink took a share.
+
+    >>> layers = [regard.weights(torch.zeros(2, 3, 8), mask=regard.causal())]
+    >>> regard.chains.rollout_rows(layers, [1])
+    tensor([[0.2500, 0.7500, 0.0000]])
+    """
+    stack = _square(layers, residual)
+    top = stack[-1]
+    u = torch.zeros(*top.shape[:-3], top.shape[-2], len(rows), dtype=top.dtype, device=top.device)
+    for n, row in enumerate(rows):
+        u[..., row, n] = 1
+    for n in reversed(range(len(stack))):
+        spread = stack[n].mT @ u.unsqueeze(-3).expand(*stack[n].shape[:-1], -1)
+        u = residual * u + (1 - residual) * _mean_of_heads(spread, head_weights, n)
+    return u.mT
+
+
+def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, positive: bool = True) -> Tensor:
+    """(W * dy v^T) @ x by strips: weights times their gradients, applied to x, for every head.
+
+    The gradient of an output's loss with respect to the weight w_ij is dy_i . v_j; its product with the weight is the
+    relevance of Chefer et al. and of attribution by gradient x attention.
+
+    Args:
+        weights: Attention ``(..., h, i, j)``.
+        dy: Gradient of a loss with respect to ``weights @ v``, ``(..., h, i, e)``.
+        v: Values ``(..., h or kv heads, j, e)``.
+        x: What the relevance is applied to, ``(..., j, c)`` or with a head axis.
+        positive: Count positive products only.
+
+    Returns:
+        ``(..., h, i, c)``; take the mean over heads for the layer.
+
+    >>> W, v, dy = regard.weights(torch.randn(2, 5, 4)), torch.randn(2, 5, 3), torch.randn(2, 5, 3)
+    >>> relevance = regard.chains.gradient_relevance(W, dy, v, torch.eye(5))
+    >>> torch.allclose(relevance, (W.dense() * (dy @ v.mT)).clamp(min=0), atol=1e-6)
+    True
+    """
+    batch, h = weights._factors.batch, weights._factors.heads
+    i, j = weights.shape[-2:]
+    if dy.shape[-2] != i or v.shape[-2] != j or x.shape[-2] != j or dy.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"gradient_relevance takes dy (..., {i}, e), v (..., {j}, e) and x (..., {j}, c); "
+            f"got {tuple(dy.shape)}, {tuple(v.shape)} and {tuple(x.shape)}."
+        )
+    head_axis = weights.shape[:-2] != batch
+
+    def full(t: Tensor, heads: bool) -> Tensor:
+        """(b, h|1, length, size), batch axes as one."""
+        t = t if heads else t.unsqueeze(-3)
+        return t.expand(*batch, *t.shape[-3:]).reshape(-1, *t.shape[-3:])
+
+    x = full(x, heads=x.ndim == len(batch) + 3)
+    question = GradientProduct(full(dy, head_axis), repeat_kv(full(v, head_axis), h), x, positive)
+    return weights._ask_rows(question)[0]
+
+
+def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
+    if not layers:
+        raise ValueError("a rollout needs at least one layer.")
+    for n, layer in enumerate(layers):
+        t, first = layer.shape[-1], layers[0].shape
+        if layer.ndim < 3 or (*layer.shape[:-3], *layer.shape[-2:]) != (*first[:-3], t, t) or first[-1] != t:
+            raise ValueError(f"layer {n} of a rollout must be (..., h, t, t) as the others; got {tuple(layer.shape)}.")
+    if not 0 <= residual <= 1:
+        raise ValueError(f"residual is a share between 0 and 1; got {residual}.")
+    return list(layers)
+
+
+def _mean_of_heads(y: Tensor, head_weights: Sequence[Tensor] | None, layer: int) -> Tensor:
+    if head_weights is None:
+        return y.mean(-3)
+    share = head_weights[layer] / head_weights[layer].sum()
+    return (y * share[:, None, None]).sum(-3)

@@ -1,0 +1,129 @@
+"""Two matrices row by row: cross-entropy, Kullback–Leibler, Jensen–Shannon, overlap and total variation.
+
+Each measure has two forms: of log-weights, centred on the maxima of both rows, as strips compute it; and the
+textbook's, of dense weights, which defines what is right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .pytree import register_node
+from .row_sources import Part, Strip
+from .strips import Merge
+
+__all__ = ["MEASURES", "Comparison"]
+
+
+class _Pair:
+    """Outcomes of two rows p and q: all keys, and the sink as one more where one of the matrices has one."""
+
+    def __init__(self, p: Strip, q: Strip) -> None:
+        self.p, self.q = p.w, q.w
+        self.log_p, self.log_q = p.log_w, q.log_w
+        if p.log_sink is not None or q.log_sink is not None:
+            self.log_p, self.log_q = _with_sink(p), _with_sink(q)
+            self.p, self.q = self.log_p.exp(), self.log_q.exp()
+        log_p, log_q = self.log_p.detach(), self.log_q.detach()
+        self.both = self.forbidden = None
+        # Where nothing is hidden four passes over the strip are saved; on a GPU reading that would sync.
+        if log_p.is_cuda or not log_p.numel() or log_p.amin() == -torch.inf or log_q.amin() == -torch.inf:
+            in_p, in_q = log_p > -torch.inf, log_q > -torch.inf
+            self.both = in_p & in_q
+            self.forbidden = (in_p & ~in_q).any(-1)
+
+    def where_both(self, x: Tensor, other: float) -> Tensor:
+        """x where both rows see the key, else a number: no −inf reaches a gradient."""
+        return x if self.both is None else torch.where(self.both, x, other)
+
+    def infinite(self, rows: Tensor) -> Tensor:
+        """inf for a row of p that sees what q forbids, without a gradient."""
+        return rows if self.forbidden is None else rows.masked_fill(self.forbidden, torch.inf)
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log p − log q, 0 where one of them is hidden."""
+        return self.where_both(self.log_p - self.log_q, 0)
+
+
+def _with_sink(strip: Strip) -> Tensor:
+    log_w = strip.log_w
+    share = log_w.new_full((*log_w.shape[:3], 1), -torch.inf) if strip.log_sink is None else strip.log_sink
+    return torch.cat([log_w, share.expand(*log_w.shape[:3], 1)], -1)
+
+
+def _cross_entropy(x: _Pair) -> Tensor:
+    return x.infinite(-(x.p * x.where_both(x.log_q, 0)).sum(-1))
+
+
+def _kl(x: _Pair) -> Tensor:
+    return x.infinite((x.p * x.log_ratio).sum(-1))
+
+
+def _js(x: _Pair) -> Tensor:
+    # p log(2p / (p + q)) = p (log 2 − softplus(log q − log p)); where q is hidden that is p log 2.
+    ratio, log2 = x.log_ratio, math.log(2)
+    softplus = torch.nn.functional.softplus
+    of_p = x.p * x.where_both(log2 - softplus(-ratio), log2)
+    of_q = x.q * x.where_both(log2 - softplus(ratio), log2)
+    js = (of_p + of_q).sum(-1) / 2
+    return js + (js.clamp(min=0) - js).detach()  # rounding must not make it negative; its gradient stays
+
+
+def _overlap(x: _Pair) -> Tensor:
+    return torch.minimum(x.p, x.q).sum(-1)
+
+
+def _total_variation(x: _Pair) -> Tensor:
+    return (x.p - x.q).abs().sum(-1) / 2
+
+
+def _dense_cross_entropy(p: Tensor, q: Tensor) -> Tensor:
+    terms = p * torch.where(p > 0, q, 1).clamp(min=torch.finfo(q.dtype).tiny).log()
+    return -torch.where((p > 0) & (q == 0), -torch.inf, terms).sum(-1)
+
+
+def _dense_kl(p: Tensor, q: Tensor) -> Tensor:
+    terms = p * (torch.where(p > 0, p, 1) / torch.where((p > 0) & (q > 0), q, 1)).log()
+    return torch.where((p > 0) & (q == 0), torch.inf, terms).sum(-1)
+
+
+def _dense_js(p: Tensor, q: Tensor) -> Tensor:
+    middle = (p + q) / 2
+    return (_dense_kl(p, middle) + _dense_kl(q, middle)) / 2
+
+
+#: Name: form of log-weights, form of dense weights.
+MEASURES: dict[str, tuple[Callable[[_Pair], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "cross_entropy": (_cross_entropy, _dense_cross_entropy),
+    "kl": (_kl, _dense_kl),
+    "js": (_js, _dense_js),
+    "overlap": (_overlap, lambda p, q: torch.minimum(p, q).sum(-1)),
+    "total_variation": (_total_variation, lambda p, q: (p - q).abs().sum(-1) / 2),
+}
+
+
+@register_node
+class Comparison:
+    """One measure of every row of two matrices, (b, h, i)."""
+
+    measure: str
+    merges: ClassVar[tuple[Merge, ...]] = ("sum",)
+    counts_sink: ClassVar[bool] = True
+    of_scores: ClassVar[bool] = False
+
+    def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
+        return [like.new_zeros(shape[:3])]
+
+    def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
+        of_logs, _ = MEASURES[self.measure]
+        return [(of_logs(_Pair(*strips)), part.index(part.rows))]
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        _, of_weights = MEASURES[self.measure]
+        return [of_weights(*torch.broadcast_tensors(*matrices))]

@@ -1,0 +1,233 @@
+"""Several heads as one matrix: their mean, weighted sum or maximum in every cell, computed strip by strip."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .arguments import as_values, at_least_one, chosen_keys
+from .results import TopK
+from .row_questions import RowQuestions
+from .row_sources import DenseRows, HeadRows, RowSource, ScoreRows
+from .row_stats import ColumnSum, LargestWeights, RowEntropy, RowProduct
+from .scores import upcast
+from .spans import PoolBy
+from .torch_state import as_size
+from .types import KeyLike, KeysLike
+
+if TYPE_CHECKING:
+    from .relations import Relations
+
+__all__ = ["HeadReduction", "head_shares"]
+
+
+class HeadReduction(RowQuestions):
+    """Heads reduced to one matrix ``(..., i, j)``, or to one a group; made by `Weights.reduce_heads`.
+
+    It answers what a `Weights` answers about rows, columns and blocks, and compares with other matrices. No weight is
+    stored: at most one strip of rows of every head exists at a time.
+
+    >>> W = regard.weights(torch.randn(4, 6, 8), mask=regard.causal())
+    >>> teacher, student = W.reduce_heads("mean"), regard.weights(torch.randn(6, 2), mask=regard.causal())
+    >>> teacher.kl(student).shape
+    torch.Size([6])
+    """
+
+    def __init__(self, weights: Relations, size: int, shares: Tensor | None, *, one_head: bool) -> None:
+        self._weights, self._size, self._shares = weights, size, shares
+        self._factors, self._engine, self._one_head = weights._factors, weights._engine, one_head
+        self._tokens = weights._tokens
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(..., i, j)``, or ``(..., groups, i, j)``.
+
+        >>> regard.weights(torch.randn(8, 5, 4)).reduce_heads("max", groups=2).shape
+        torch.Size([2, 5, 5])
+        """
+        head = () if self._one_head else (self._row_heads,)
+        return as_size((*self._factors.batch, *head, *self._weights._sizes))
+
+    @property
+    def device(self) -> torch.device:
+        """Where results are computed."""
+        return self._weights.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of every result."""
+        return self._weights.dtype
+
+    @property
+    def _row_heads(self) -> int:
+        return self._factors.heads // self._size
+
+    def _row_source(self, batch: torch.Size) -> RowSource:
+        heads = self._weights._row_source(batch)
+        assert isinstance(heads, ScoreRows | DenseRows)
+        return HeadRows(heads, self._size, self._shares)
+
+    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
+        if scores:
+            raise ValueError("by='lse' needs scores, and heads taken together have none.")
+        w, sink = self._weights._dense_rows(batch, False)
+        return self._reduced(w, 1), None if sink is None else self._reduced(sink, 1)
+
+    def _reduced(self, x: Tensor, axis: int) -> Tensor:
+        """Heads of a tensor along one axis reduced to groups."""
+        x = x.unflatten(axis, (-1, self._size))
+        if self._shares is None:
+            return x.amax(axis + 1)
+        shares = self._shares.reshape(-1, self._size, *[1] * (x.ndim - axis - 2))
+        return (x * shares).sum(axis + 1)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Cells of rows and columns: ``R[3, "it"]``, ``R[:, 2]``, ``R[5:8, :]``."""
+        if not isinstance(key, tuple) or len(key) != 2:
+            raise IndexError("heads taken together are indexed by rows and columns: R[rows, cols].")
+        if all(isinstance(part, slice) and part == slice(None) for part in key):
+            return self.dense()
+        return self._grouped(self._weights[(..., *key)])  # type: ignore[index]
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        axis = len(self._factors.batch)
+        x = self._reduced(x, axis)
+        return x.squeeze(axis) if self._one_head else x
+
+    def row(self, i: KeyLike) -> Tensor:
+        """Where query i looks, heads taken together.
+
+        Args:
+            i: A position or a token.
+
+        Returns:
+            ``(..., j)``.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads("sum").row(0)
+        tensor([2., 2.])
+        """
+        return self[i, :]
+
+    def column(self, j: KeyLike) -> Tensor:
+        """Who looks at key j, heads taken together.
+
+        Args:
+            j: A position or a token.
+
+        Returns:
+            ``(..., i)``.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads().column(0)
+        tensor([0.5000, 0.5000])
+        """
+        return self[:, j]
+
+    def dense(self) -> Tensor:
+        """All cells as a tensor, in quadratic memory.
+
+        Returns:
+            ``(..., i, j)``, or ``(..., groups, i, j)``.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads("max").dense()
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
+        """
+        return self._grouped(self._weights._block(*map(range, self._weights._sizes)))
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        j = self.shape[-1]
+        v = as_values(v.unsqueeze(-1) if (vector := v.ndim == 1) else v, j, "values", self.device, self.shape)
+        v = v.expand(*self._factors.batch, self._row_heads, *v.shape[-2:]).reshape(-1, self._row_heads, *v.shape[-2:])
+        (y,) = self._ask_rows(RowProduct(v))
+        return y.squeeze(-1) if vector else y
+
+    def entropy(self) -> Tensor:
+        """Entropy of every row of the reduced matrix in nats.
+
+        Returns:
+            ``(..., i)``.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads("mean").entropy()
+        tensor([0.6931, 0.6931])
+        """
+        return self._ask_rows(RowEntropy())[0]
+
+    def topk(self, k: int) -> TopK:
+        """The k largest cells of every row, largest first, ties to the lower index.
+
+        Args:
+            k: How many, at least 1.
+
+        Returns:
+            `TopK`, each ``(..., i, k)``; (0, -1) where a row sees fewer keys.
+
+        >>> regard.weights(torch.eye(3).expand(2, 3, 3)).reduce_heads("mean").topk(1).indices.flatten()
+        tensor([0, 1, 2])
+        """
+        values, keys = self._ask_rows(LargestWeights(at_least_one(k, "topk(k)")))
+        return TopK(values, keys)
+
+    def received(self) -> Tensor:
+        """What each key receives from all rows, heads taken together.
+
+        Returns:
+            ``(..., j)``.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads("sum").received()
+        tensor([4., 4.])
+        """
+        if self._shares is not None:  # a sum over rows and one over heads change places: the engine's pass serves
+            return self._grouped(self._weights.see("received").received)  # type: ignore[attr-defined]
+        return self._ask_rows(ColumnSum())[0]
+
+    def mass(self, keys: KeysLike) -> Tensor:
+        """The weight that every row puts on chosen keys, heads taken together.
+
+        Args:
+            keys: As for `Weights.mass`.
+
+        Returns:
+            ``(..., i)``.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads().mass(0)
+        tensor([0.5000, 0.5000])
+        """
+        return self @ chosen_keys(keys, self.shape[-1], self._tokens[1], self._factors.q)
+
+    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None), by: PoolBy = "sum") -> Tensor:
+        """The matrix at lower resolution, tile by tile as `Weights.pool` cuts it.
+
+        Args:
+            rows: Number of tiles along the queries.
+            cols: Number of tiles along the keys.
+            i: The part of the queries that is pooled.
+            j: The part of the keys that is pooled.
+            by: ``"sum"``, ``"mean"`` or ``"max"``.
+
+        Returns:
+            ``(..., rows, cols)``.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads("sum").pool(1, 2)
+        tensor([[4., 4.]])
+        """
+        return self._pool_by((rows, cols, i, j), by)
+
+    def __repr__(self) -> str:
+        by = "max" if self._shares is None else "sum"
+        return f"HeadReduction({'×'.join(map(str, self.shape))}, {by} of {self._size} heads of {self._weights!r})"
+
+
+def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Tensor) -> Tensor:
+    """Factor of each head in a sum, (1, h, 1, 1)."""
+    if by == "max":
+        raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
+    if weights is None:
+        weights = torch.ones(heads, dtype=upcast(q[..., :0]).dtype, device=q.device)
+    if weights.shape != (heads,) or bool((weights < 0).any()):
+        raise ValueError(f"reduce_heads(weights=) takes a number >= 0 for each of {heads} heads; got {weights}.")
+    shares = upcast(weights).to(q.device)
+    if by == "mean":
+        shares = (shares.unflatten(0, (groups, -1)) / shares.unflatten(0, (groups, -1)).sum(-1, keepdim=True)).flatten()
+    return shares.reshape(1, heads, 1, 1)

@@ -1,0 +1,113 @@
+"""Questions that join rows, heads or two matrices, as methods of `Weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from ..engines.reference import dense
+from .evaluation import LazyMatrix
+from .head_reduction import HeadReduction, head_shares
+from .indexing import Tokens
+from .problem import Factors
+from .row_questions import RowQuestions
+from .row_sources import DenseRows, RowSource, ScoreRows
+from .stats import Request
+
+__all__ = ["Relations"]
+
+
+class Relations(LazyMatrix, RowQuestions):
+    """`RowQuestions` of factors."""
+
+    def _row_source(self, batch: torch.Size) -> RowSource:
+        factors = self._local_factors().expanded(batch)
+        if (w := factors.score.precomputed) is not None:
+            flat = w.expand(*batch, *w.shape[-3:]).reshape(batch.numel(), *w.shape[-3:])
+            return DenseRows(flat, factors.query_offset)
+        return ScoreRows(factors.problem().zero_invisible_keys(Request(("lse",)))[0])
+
+    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
+        s, w, _, sink = dense(self._local_factors().expanded(batch).folded())
+        return (s if scores else w), sink
+
+    def _local_factors(self) -> Factors:
+        """The factors, if they are those of the entire matrix: other ranks may hold the rest."""
+        factors = self._factors
+        head = () if self._one_head else (factors.heads,)
+        if tuple(self.shape) != (*factors.batch, *head, factors.q.shape[-2], factors.k.shape[-2]):
+            raise NotImplementedError(
+                "complete rows are not computed over ranks yet; ask for statistics of `see`, or gather q and k first."
+            )
+        return factors
+
+    def rows(self, part: slice) -> Self:
+        """The same matrix for adjacent rows alone; every question then costs what these rows cost.
+
+        Args:
+            part: A slice without step: ``slice(-64, None)`` are the last 64 queries.
+
+        Returns:
+            `Weights` ``(..., h, rows, j)``; queries stay at their positions.
+
+        >>> W = regard.weights(torch.zeros(6, 2), mask=regard.causal())
+        >>> W.rows(slice(-2, None)).received()
+        tensor([0.3667, 0.3667, 0.3667, 0.3667, 0.3667, 0.1667])
+        """
+        i, j = self._sizes
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise ValueError(f"rows(part) takes a slice without step; got {part!r}.")
+        start, stop, _ = part.indices(i)
+        chosen, keys, factors = slice(start, max(start, stop)), slice(0, j), self._local_factors()
+        return self._with(
+            Factors(
+                factors.q[..., chosen, :], factors.k, factors.score.crop(chosen, keys),
+                None if factors.mask is None else factors.mask.crop(chosen, keys),
+                None if factors.offset is None else factors.offset + chosen.start,
+            ),
+            tokens=(None if (words := self._tokens[0]) is None else Tokens(words.words[chosen]), self._tokens[1]),
+        )  # fmt: skip
+
+    def reduce_heads(
+        self,
+        by: Literal["mean", "sum", "max"] = "mean",
+        *,
+        heads: Sequence[int] | None = None,
+        groups: int | Literal["kv"] | None = None,
+        weights: Tensor | None = None,
+    ) -> HeadReduction:
+        """Several heads as one matrix, which answers as `Weights` do and is never stored either.
+
+        Args:
+            by: ``"mean"``, ``"sum"`` or ``"max"`` of the heads' weights in every cell.
+            heads: Which heads. Default: all.
+            groups: Number of groups of adjacent heads, each reduced by itself; ``"kv"``: heads that share keys.
+                Default: one, without a head axis.
+            weights: A number >= 0 for each of the heads; a mean divides by their sum.
+
+        Returns:
+            A `HeadReduction` ``(..., i, j)``, or ``(..., groups, i, j)``.
+
+        >>> W = regard.weights(torch.randn(8, 5, 4), mask=regard.causal())
+        >>> mean = W.reduce_heads("mean")
+        >>> mean.shape, torch.allclose(mean.row(3), W.row(3).mean(0))
+        (torch.Size([5, 5]), True)
+        >>> mean.entropy().shape, mean.topk(2).indices.shape
+        (torch.Size([5]), torch.Size([5, 2]))
+        """
+        if self._one_head:
+            raise ValueError("reduce_heads() needs a head axis, and this matrix is one head.")
+        if by not in ("mean", "sum", "max"):
+            raise ValueError(f"reduce_heads(by) must be 'mean', 'sum' or 'max'; got {by!r}.")
+        chosen = self if heads is None else self._select([*map(range, self._factors.batch), [*heads]])
+        if groups == "kv":
+            groups = self._factors.k.shape[-3]
+        count = 1 if groups is None else groups
+        n = chosen._factors.heads
+        if count < 1 or n % count:
+            raise ValueError(f"reduce_heads(groups=) must divide the {n} heads; got {groups}.")
+        shares = None if by == "max" and weights is None else head_shares(by, weights, n, count, self._factors.q)
+        return HeadReduction(chosen, n // count, shares, one_head=groups is None)

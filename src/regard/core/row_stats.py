@@ -1,0 +1,222 @@
+"""Statistics of complete rows that are not those of single heads: of heads together, of distances, of chosen keys."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .block import MatrixBlock, take
+from .pytree import register_node
+from .row_sources import Part, Strip
+from .stats import distance, entropy, stable_topk
+from .strips import Merge
+
+__all__ = [
+    "ChosenKeys",
+    "ColumnSum",
+    "DistanceBins",
+    "DistanceVariance",
+    "GradientProduct",
+    "LargestWeights",
+    "RowEntropy",
+    "RowProduct",
+]
+
+
+class RowStatistic:
+    """One output for every row, (b, h, i, *size)."""
+
+    merges: ClassVar[tuple[Merge, ...]] = ("sum",)
+    counts_sink: ClassVar[bool] = False
+    of_scores: ClassVar[bool] = False
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return ()
+
+    def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
+        return [like.new_zeros(*shape[:3], *self.size)]
+
+    def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
+        return [(self.of_rows(strips[0], part), part.index(part.rows))]
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        raise NotImplementedError
+
+
+@register_node
+class RowEntropy(RowStatistic):
+    """−Σ w log w; a sink's share counts as one more outcome."""
+
+    counts_sink: ClassVar[bool] = True
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        rows = _entropy(strip.w, strip.log_w)
+        return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [entropy(matrices[0])]
+
+
+def _entropy(w: Tensor, log_w: Tensor) -> Tensor:
+    return -(w * log_w.masked_fill(log_w.detach() == -torch.inf, 0)).sum(-1)
+
+
+@register_node
+class LargestWeights(RowStatistic):
+    """The k largest weights of every row and their keys, (b, h, i, k) each."""
+
+    k: int
+    merges: ClassVar[tuple[Merge, ...]] = ("sum", "sum")
+
+    def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
+        top = (*shape[:3], self.k)
+        return [like.new_zeros(top), torch.zeros(top, dtype=torch.int64, device=like.device)]
+
+    def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
+        (strip,) = strips
+        _, keys = stable_topk(strip.log_w.detach(), self.k)
+        values = _gathered(strip.w, keys)
+        where = part.index(part.rows)
+        return [(values, where), (keys + torch.where(keys < 0, 0, part.cols.start), where)]
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        (w,) = matrices
+        keys = stable_topk(torch.where(w > 0, w, -torch.inf).detach(), self.k)[1]
+        return [_gathered(w, keys), keys]
+
+
+def _gathered(w: Tensor, keys: Tensor) -> Tensor:
+    """Weights at keys (b, h, i, n); 0 at key −1."""
+    if not w.shape[-1]:
+        return w.new_zeros(keys.shape)
+    return w.gather(-1, keys.clamp(min=0)).masked_fill(keys < 0, 0)
+
+
+@register_node
+class ChosenKeys(RowStatistic):
+    """The weights of every row at keys of its own, (b, h, i, n); 0 at key −1."""
+
+    keys: Tensor  # b|1 h|1 i n
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (self.keys.shape[-1],)
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        keys = take(take(take(self.keys, 0, part.batch), 1, part.heads), 2, part.rows)
+        keys = torch.where((keys >= part.cols.start) & (keys < part.cols.stop), keys - part.cols.start, -1)
+        return _gathered(strip.w, keys.expand(*strip.w.shape[:3], -1))
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        (w,) = matrices
+        return [_gathered(w, self.keys.expand(*w.shape[:3], -1))]
+
+
+@register_node
+class RowProduct(RowStatistic):
+    """W v of matrices that no engine multiplies: (b, h, i, e)."""
+
+    v: Tensor  # b|1 h|1 j e
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (self.v.shape[-1],)
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        v = take(take(take(self.v, 0, part.batch), 1, part.heads), 2, part.cols)
+        return strip.w @ v.to(strip.w.dtype)
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [matrices[0] @ self.v.to(matrices[0].dtype)]
+
+
+@register_node
+class GradientProduct(RowStatistic):
+    """(W ∘ dy vᵀ) x, or of its positive cells: (b, h, i, c)."""
+
+    dy: Tensor  # b h|1 i e
+    v: Tensor  # b h|1 j e
+    x: Tensor  # b h|1 j c
+    positive: bool
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (self.x.shape[-1],)
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        dy, v, x = (
+            take(take(take(t, 0, part.batch), 1, part.heads), 2, where)
+            for t, where in ((self.dy, part.rows), (self.v, part.cols), (self.x, part.cols))
+        )
+        return self._product(strip.w, dy, v, x)
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [self._product(matrices[0], self.dy, self.v, self.x)]
+
+    def _product(self, w: Tensor, dy: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        relevance = w * (dy.to(w.dtype) @ v.to(w.dtype).mT)
+        return (relevance.clamp(min=0) if self.positive else relevance) @ x.to(w.dtype)
+
+
+@register_node
+class ColumnSum(RowStatistic):
+    """Σ_i w_ij, (b, h, j)."""
+
+    def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
+        b, h, _, j = shape
+        return [like.new_zeros(b, h, j)]
+
+    def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
+        return [(strips[0].w.sum(-2), part.index(part.cols))]
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [matrices[0].sum(-2)]
+
+
+@register_node
+class DistanceVariance(RowStatistic):
+    """Σ_j w_ij (|i − j| − mean distance)²."""
+
+    offset: int
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        return _variance(strip.w, _distance(part.block))
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        (w,) = matrices
+        return [_variance(w, distance(w.shape[-2], w.shape[-1], self.offset, w))]
+
+
+def _distance(block: MatrixBlock) -> Tensor:
+    return (block.i - block.j).abs()
+
+
+def _variance(w: Tensor, far: Tensor) -> Tensor:
+    mean = (w * far).sum(-1, keepdim=True)
+    return (w * (far - mean) ** 2).sum(-1)
+
+
+@register_node
+class DistanceBins(RowStatistic):
+    """The weight of every row by distance, (b, h, i, bins): bin n holds edges[n] ≤ |i − j| < edges[n + 1]."""
+
+    edges: Tensor  # bins + 1
+    offset: int
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return (len(self.edges) - 1,)
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        return self._binned(strip.w, _distance(part.block))
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        (w,) = matrices
+        return [self._binned(w, distance(w.shape[-2], w.shape[-1], self.offset, w))]
+
+    def _binned(self, w: Tensor, far: Tensor) -> Tensor:
+        inside = [(far >= a) & (far < z) for a, z in zip(self.edges[:-1], self.edges[1:], strict=True)]
+        return torch.stack([(w * cells).sum(-1) for cells in inside], -1)

@@ -1,0 +1,220 @@
+"""Complete rows, a strip at a time: the walk behind every question that needs more than an online softmax.
+
+A question is a plain function of the log-weights of a strip, of one matrix or of several matrices side by side
+(`Question.of_strip`), and the results of strips are merged as the states of key blocks are: by sum, maximum or
+log-sum-exp. The backward computes every strip again and lets autograd differentiate it there. Memory is a few strips,
+and the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .block import MatrixBlock
+from .intervals import KeyIntervals
+from .pytree import flatten, unflatten
+from .row_sources import Part, RowSource, Strip
+from .torch_state import in_functorch, without_autocast
+
+__all__ = ["Merge", "Question", "walk"]
+
+#: How many weights a strip may hold, all matrices together: a part of the cache of a CPU core; enough to fill a GPU.
+STRIP_NUMBERS = 2**19
+STRIP_NUMBERS_GPU = 2**26
+#: Rows of a strip that a head gets before heads are walked one by one, and rows that a mask's strip may have.
+FEWEST_ROWS, TALLEST_MASKED = 64, 256
+
+Merge = Literal["sum", "max", "lse"]
+
+
+class Question(Protocol):
+    """What is asked of complete rows: a node of a tree. Tensors in it get gradients."""
+
+    @property
+    def merges(self) -> tuple[Merge, ...]:
+        """How the results of two strips for the same place become one, for each output."""
+
+    @property
+    def counts_sink(self) -> bool:
+        """Whether a sink's share is one more column of the dense weights."""
+
+    @property
+    def of_scores(self) -> bool:
+        """Whether dense scores are asked for in the place of weights."""
+
+    def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
+        """The results before any strip; shape is (b, h, i, j) of all sources broadcast."""
+
+    def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
+        """For each output the value of a strip, and the index of the total that it belongs to."""
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        """The textbook: outputs from dense weights (b, h, i, j), with a sink's share as last column where it counts."""
+
+
+def walk(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]:
+    """The outputs of a question to one or several matrices of equal lengths, with gradients in linear memory."""
+    spec, tensors = flatten((tuple(sources), question))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if in_functorch():
+            raise NotImplementedError(
+                "torch.func cannot follow a walk over strips, which has a backward of its own. "
+                'engine="reference" is plain PyTorch, in quadratic memory; or use torch.autograd.grad.'
+            )
+        return _WalkNode.apply(spec, *tensors)
+    return without_autocast(tensors[0], lambda: tuple(_forward(list(sources), question)[0]))
+
+
+def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The outputs, and for each output that is a maximum the number of the strip that holds it."""
+    totals = question.totals(_joint_shape(sources), sources[0].like)
+    owners = [
+        torch.full(x.shape, -1, dtype=torch.int32, device=x.device) if merge == "max" else None
+        for x, merge in zip(totals, question.merges, strict=True)
+    ]
+    for n, (part, visible) in enumerate(_parts(sources)):
+        strips = [source.cut(part).strip(part, v) for source, v in zip(sources, visible, strict=True)]
+        for (value, where), total, owner, merge in zip(
+            question.of_strip(strips, part), totals, owners, question.merges, strict=True
+        ):
+            held = total[where]
+            if owner is not None:
+                larger = value > held
+                owner[where] = owner[where].masked_fill(larger, n)
+                total[where] = torch.where(larger, value, held)
+            else:
+                total[where] = torch.logaddexp(held, value) if merge == "lse" else held + value
+    return totals, owners
+
+
+def _backward(
+    sources: list[RowSource], question: Question, outputs: list[Tensor], owners: list[Tensor | None],
+    grads: list[Tensor | None], needs: list[bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of all tensors of (sources, question) that need one."""
+    spec, tensors = flatten((tuple(sources), question))
+    zeros = [torch.zeros_like(t, dtype=_wide(t)) if n else t.new_zeros(()).expand(t.shape)
+             for t, n in zip(tensors, needs, strict=True)]  # fmt: skip
+    total_sources, total_question = unflatten(spec, zeros)
+    for n, (part, visible) in enumerate(_parts(sources)):
+        local_spec, local = flatten((tuple(source.cut(part) for source in sources), question))
+        total = flatten((tuple(source.cut(part) for source in total_sources), total_question))[1]
+        inputs = [t.detach().to(z.dtype).requires_grad_() if need else t
+                  for t, z, need in zip(local, zeros, needs, strict=True)]  # fmt: skip
+        with torch.enable_grad():
+            cut_sources, cut_question = unflatten(local_spec, inputs)
+            strips = [source.strip(part, v) for source, v in zip(cut_sources, visible, strict=True)]
+            values = cut_question.of_strip(strips, part)
+        seeds = [
+            (value, _seed(value, g[where], outputs[m][where], owner if owner is None else owner[where] == n, merge))
+            for m, ((value, where), g, owner, merge) in enumerate(
+                zip(values, grads, owners, question.merges, strict=True)
+            )
+            if g is not None and value.requires_grad
+        ]
+        wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
+        if not seeds:
+            continue
+        input_grads = torch.autograd.grad([v for v, _ in seeds], wanted, [g for _, g in seeds], allow_unused=True)
+        for g, z in zip(input_grads, [z for z, need in zip(total, needs, strict=True) if need], strict=True):
+            if g is not None:
+                z += g
+    return [z.to(t.dtype) if n else None for z, t, n in zip(zeros, tensors, needs, strict=True)]
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _seed(value: Tensor, g: Tensor, output: Tensor, owned: Tensor | None, merge: Merge) -> Tensor:
+    """The gradient of a strip's value, from that of the merged output."""
+    if owned is not None:
+        return g.masked_fill(~owned, 0).to(value.dtype)
+    if merge == "lse":
+        share = (value.detach() - torch.where(output == -torch.inf, 0, output)).exp()
+        return g * share
+    return g.expand(value.shape).to(value.dtype)
+
+
+class _WalkNode(torch.autograd.Function):
+    """The autograd node of a walk."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        sources, question = unflatten(spec, list(tensors))
+        outputs, owners = without_autocast(tensors[0], lambda: _forward(list(sources), question))
+        ctx.spec, ctx.count = spec, len(tensors)
+        ctx.has_owner = [owner is not None for owner in owners]
+        ctx.save_for_backward(*tensors, *outputs, *(owner for owner in owners if owner is not None))
+        ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "regard computes first derivatives; got create_graph=True, which asks for a second one. "
+                'engine="reference" differentiates any number of times, in quadratic memory.'
+            )
+        saved = ctx.saved_tensors
+        tensors, outputs = list(saved[: ctx.count]), list(saved[ctx.count : ctx.count + len(grads)])
+        of_maxima = iter(saved[ctx.count + len(grads) :])
+        owners = [next(of_maxima) if has else None for has in ctx.has_owner]
+        needs = list(ctx.needs_input_grad[1:])
+        sources, question = unflatten(ctx.spec, tensors)
+        return None, *without_autocast(
+            tensors[0], lambda: _backward(list(sources), question, outputs, owners, list(grads), needs)
+        )
+
+
+# Which strips there are.
+
+
+def _joint_shape(sources: list[RowSource]) -> tuple[int, int, int, int]:
+    b, h, i, j = torch.broadcast_shapes(*(source.shape for source in sources))
+    return b, h, i, j
+
+
+def _parts(sources: list[RowSource]) -> Iterator[tuple[Part, list[Tensor | None]]]:
+    """Strips that cover every visible cell once, each with the visible cells of every source."""
+    b, h, rows, keys = _joint_shape(sources)
+    if 0 in (b, h, rows):
+        return
+    like, offset = sources[0].like, sources[0].offset
+    budget = STRIP_NUMBERS_GPU if like.device.type == "cuda" else STRIP_NUMBERS
+    per_row = max(1, keys) * sum(source.numbers_per_cell for source in sources)
+    heads_at_once = h if h * per_row * FEWEST_ROWS <= budget else 1
+    batch_at_once = b if b * heads_at_once * per_row * FEWEST_ROWS <= budget else 1
+    height = max(1, min(rows, budget // (batch_at_once * heads_at_once * per_row)))
+    intervals = [source.key_intervals() for source in sources]
+    if any(x is not None for x in intervals):
+        height = min(height, TALLEST_MASKED)
+    for start, first, end in _key_ranges(intervals, rows, keys, height):
+        block = MatrixBlock(slice(start, min(rows, start + height)), slice(first, end), offset, like.device)
+        visible = [source.visible(block) for source in sources]
+        for s in range(0, b, batch_at_once):
+            for n in range(0, h, heads_at_once):
+                yield Part(slice(s, s + batch_at_once), slice(n, n + heads_at_once), block), visible
+
+
+def _key_ranges(
+    intervals: list[KeyIntervals | None], rows: int, keys: int, height: int
+) -> list[tuple[int, int, int]]:  # fmt: skip
+    """For each strip its first row, and the range of keys that holds all that its rows see in any of the matrices."""
+    starts = range(0, rows, height)
+    if any(x is None for x in intervals):
+        return [(start, 0, keys) for start in starts]
+    hulls = []
+    for x in intervals:
+        assert x is not None
+        seen = x.lo < x.hi
+        hulls.append((torch.where(seen, x.lo, keys).amin((0, 1)), torch.where(seen, x.hi, 0).amax((0, 1))))
+    lo, hi = torch.stack([a for a, _ in hulls]).amin(0), torch.stack([z for _, z in hulls]).amax(0)
+    first = [int(x.min()) for x in lo.split(height)]
+    end = [int(x.max()) for x in hi.split(height)]
+    return [(start, min(a, z), z) for start, a, z in zip(starts, first, end, strict=True)]

@@ -1,0 +1,187 @@
+"""Which keys of a cache matter: scores of published methods as functions of `regard.Weights`, and eviction.
+
+Scores are ``(..., kv_heads, j)``, larger is worth more; `evict` drops the rest from a transformers cache.
+
+>>> import regard.kv
+>>> W = regard.weights(torch.randn(1, 8, 96, 16), torch.randn(1, 2, 96, 16), mask=regard.causal())
+>>> regard.kv.snapkv(W, window=16).shape, regard.kv.keep(regard.kv.h2o(W), 32).shape
+(torch.Size([1, 2, 96]), torch.Size([1, 2, 32]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .core.arguments import at_least_one
+from .core.weights import Weights
+
+__all__ = ["evict", "h2o", "keep", "oracle", "snapkv", "tova", "update"]
+
+
+def h2o(weights: Weights, mean: bool = True) -> Tensor:
+    """Attention that each key received from all queries, averaged over the heads that share it (H2O).
+
+    Args:
+        weights: Causal attention of the prompt, ``(..., h, i, j)``.
+        mean: Divide by the number of queries at or after the key, as kvpress' observed attention does; the paper adds
+            up.
+
+    Returns:
+        ``(..., kv_heads, j)``.
+
+    >>> regard.kv.h2o(regard.weights(torch.zeros(1, 2, 4), mask=regard.causal()))
+    tensor([[0.7500, 0.5000]])
+    """
+    scores = weights.reduce_heads("mean", groups="kv").received()
+    if not mean:
+        return scores
+    rows = weights.shape[-2]
+    at = weights._positions("h2o")
+    later = rows - torch.searchsorted(at, torch.arange(weights.shape[-1], device=at.device))
+    return scores / later.clamp(min=1)
+
+
+def tova(weights: Weights) -> Tensor:
+    """The weights of the last query, averaged over all heads; the last key is never dropped (TOVA).
+
+    Args:
+        weights: Attention ``(..., h, i, j)``; only its last row is computed.
+
+    Returns:
+        ``(..., kv_heads, j)``, the same for every head.
+
+    >>> regard.kv.tova(regard.weights(torch.zeros(1, 4, 2), mask=regard.causal()))
+    tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+    row = weights.row(weights.shape[-2] - 1).mean(-2, keepdim=True)
+    scores = _with_largest_at_the_end(row, 1)
+    return scores.expand(*scores.shape[:-2], weights._factors.k.shape[-3], -1)
+
+
+def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
+    """The mean weight from the last queries, smoothed along keys, averaged over heads that share keys (SnapKV).
+
+    Args:
+        weights: Causal attention ``(..., h, i, j)``; only the last `window` rows are computed.
+        window: Queries that observe; their own keys are never dropped.
+        kernel: Keys that are averaged, an odd number.
+
+    Returns:
+        ``(..., kv_heads, j)``.
+
+    >>> W = regard.weights(torch.randn(4, 40, 8), mask=regard.causal())
+    >>> regard.kv.snapkv(W, window=8, kernel=3).shape
+    torch.Size([4, 40])
+    """
+    i, j = weights.shape[-2:]
+    if not 0 < at_least_one(window, "snapkv(window=)") < min(i, j):
+        raise ValueError(f"snapkv(window={window}) must be below the {min(i, j)} rows.")
+    if at_least_one(kernel, "snapkv(kernel=)") % 2 == 0:
+        raise ValueError(f"snapkv(kernel=) must be odd; got {kernel}.")
+    mean = weights.rows(slice(-window, None)).reduce_heads("mean", groups="kv").received()[..., :-window] / window
+    flat = torch.nn.functional.avg_pool1d(mean.reshape(-1, 1, j - window), kernel, stride=1, padding=kernel // 2)
+    return _with_largest_at_the_end(torch.nn.functional.pad(flat.reshape(mean.shape), (0, window)), window)
+
+
+def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
+    """What the queries that come later do look at: the bound that methods without foresight are judged by.
+
+    Args:
+        weights: Attention of the later queries over the cached keys, ``(..., h, i, j)``.
+        by: ``"sum"`` over queries, or ``"max"``, as methods that rebuild the prompt use it.
+
+    Returns:
+        ``(..., kv_heads, j)``: the mean over heads that share keys of a sum, the largest of a maximum.
+
+    >>> regard.kv.oracle(regard.weights(torch.zeros(1, 3, 4)), by="max")
+    tensor([[0.3333, 0.3333, 0.3333]])
+    """
+    if by == "sum":
+        return weights.reduce_heads("mean", groups="kv").received()
+    if by != "max":
+        raise ValueError(f"oracle(by=) must be 'sum' or 'max'; got {by!r}.")
+    return weights.reduce_heads("max", groups="kv").pool_blocks(weights.shape[-2], 1, by="max").squeeze(-2)
+
+
+def update(scores: Tensor, step: Weights) -> Tensor:
+    """Accumulated scores after one more decoding step, at the cost of the step.
+
+    Args:
+        scores: ``(..., kv_heads, j)`` of `h2o` with ``mean=False``, over the keys before the step.
+        step: Attention of the new queries over all keys, ``(..., h, new, j + new)``.
+
+    Returns:
+        ``(..., kv_heads, j + new)``.
+
+    >>> W = regard.weights(torch.randn(2, 9, 4), mask=regard.causal())
+    >>> before = regard.kv.h2o(regard.weights(W._factors.q[:, :8], mask=regard.causal()), mean=False)
+    >>> torch.allclose(regard.kv.update(before, W.rows(slice(8, 9))), regard.kv.h2o(W, mean=False), atol=1e-6)
+    True
+    """
+    received = step.reduce_heads("mean", groups="kv").received()
+    grown = received.shape[-1] - scores.shape[-1]
+    if grown < 0:
+        raise ValueError(
+            f"update(scores, step): the step must see all {scores.shape[-1]} keys; got {received.shape[-1]}."
+        )
+    return torch.nn.functional.pad(scores, (0, grown)) + received
+
+
+def keep(scores: Tensor, n: int) -> Tensor:
+    """The positions of the n largest scores of every head, in their order.
+
+    Args:
+        scores: ``(..., kv_heads, j)``.
+        n: How many keys stay.
+
+    Returns:
+        int64 ``(..., kv_heads, n)``, ascending.
+
+    >>> regard.kv.keep(torch.tensor([[0.1, 0.4, 0.2, 0.3]]), 2)
+    tensor([[1, 3]])
+    """
+    if at_least_one(n, "keep(scores, n)") > scores.shape[-1]:
+        raise ValueError(f"keep(scores, n={n}): there are {scores.shape[-1]} keys.")
+    return scores.topk(n, dim=-1).indices.sort(dim=-1).values
+
+
+def evict(cache: Any, scores: Sequence[Tensor], n: int) -> None:
+    """Drop all but the n best keys and values of every layer from a transformers cache, in place.
+
+    Later positions stay what they are: pass `position_ids` of the true positions when decoding on.
+
+    Args:
+        cache: A `transformers.DynamicCache`, or any object whose `layers` have `keys` and `values` ``(b, g, j, d)``.
+        scores: For each layer ``(b, g, j)``.
+        n: How many keys stay in each head.
+
+    >>> from types import SimpleNamespace
+    >>> layer = SimpleNamespace(keys=torch.randn(1, 2, 6, 4), values=torch.randn(1, 2, 6, 4))
+    >>> regard.kv.evict(SimpleNamespace(layers=[layer]), [torch.rand(1, 2, 6)], 3)
+    >>> layer.keys.shape
+    torch.Size([1, 2, 3, 4])
+    """
+    layers = list(cache.layers)
+    if len(layers) != len(scores):
+        raise ValueError(
+            f"evict(cache, scores) takes scores of every layer; got {len(scores)} for {len(layers)} layers."
+        )
+    for number, (layer, of_layer) in enumerate(zip(layers, scores, strict=True)):
+        if of_layer.shape != layer.keys.shape[:-1]:
+            raise ValueError(
+                f"evict: scores of layer {number} are {tuple(of_layer.shape)} and its keys {tuple(layer.keys.shape)}."
+            )
+        positions = keep(of_layer, n).unsqueeze(-1)
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            setattr(layer, name, states.gather(-2, positions.expand(*positions.shape[:-1], states.shape[-1])))
+
+
+def _with_largest_at_the_end(scores: Tensor, n: int) -> Tensor:
+    """The last n keys get the largest score of all, so that they stay."""
+    largest = scores[..., :-n].amax() if scores.shape[-1] > n else scores.new_ones(())
+    return torch.cat([scores[..., :-n], largest.expand(*scores.shape[:-1], n)], -1)

@@ -1,0 +1,176 @@
+"""Losses on attention weights: each a few lines over `regard.Weights`, with gradients in linear memory.
+
+>>> import regard.losses
+>>> W = regard.weights(torch.randn(2, 6, 4, requires_grad=True), mask=regard.causal())
+>>> regard.losses.entropy_floor(W, 0.5).backward()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .core import api
+from .core.key_choice import KeyChoice
+from .core.row_questions import RowQuestions
+from .core.scores import Similarity
+from .core.types import MaskLike
+from .core.weights import Weights
+
+__all__ = ["alignment", "clip_factors", "distillation", "entropy_floor", "index_weights", "indexer"]
+
+
+def entropy_floor(weights: Weights, floor: float) -> Tensor:
+    """The mean over rows of what their entropy lacks to a floor: a brake on entropy collapse.
+
+    Args:
+        weights: Attention weights.
+        floor: In nats. A row that sees n keys cannot have more than log n.
+
+    Returns:
+        A scalar; 0 where every row is above the floor.
+
+    >>> regard.losses.entropy_floor(regard.weights(torch.zeros(2, 4)), 1.0)  # entropy log 2 = 0.6931
+    tensor(0.3069)
+    """
+    return (floor - weights.entropy()).clamp(min=0).mean()
+
+
+def clip_factors(weights: Weights, threshold: float) -> Tensor:
+    """The factor for every head that brings its largest score down to a threshold (QK-clip).
+
+    Multiply the head's query and key projections by its square root after an optimizer step.
+
+    Args:
+        weights: Attention weights whose score is bilinear in queries and keys.
+        threshold: The largest score allowed, > 0.
+
+    Returns:
+        ``(..., h)``, between 0 and 1, without gradient.
+
+    >>> W = regard.weights(torch.eye(2) * 10, score="dot")  # scores up to 100
+    >>> regard.losses.clip_factors(W, 50.0)
+    tensor(0.5000)
+    """
+    if not threshold > 0:
+        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
+    largest = weights.max_score().detach().amax(-1)
+    return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
+
+
+def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:
+    """-log of the weight on given cells, averaged over the rows that see one: guided alignment.
+
+    Args:
+        weights: Attention weights, or heads taken together.
+        cells: A mask, a bool tensor ``(..., i, j)`` or a function of positions (i, j).
+
+    Returns:
+        A scalar.
+
+    >>> W = regard.weights(torch.zeros(2, 4))
+    >>> regard.losses.alignment(W, torch.eye(2).bool())  # half of every row is on its cell
+    tensor(0.6931)
+    """
+    log_mass = weights.log_mass(cells)
+    sees = log_mass.detach() > -torch.inf
+    return -torch.where(sees, log_mass, 0).sum() / sees.sum().clamp(min=1)
+
+
+def distillation(
+    teacher: Sequence[Tensor],
+    student: Sequence[Tensor],
+    relations: Sequence[str] = ("qk",),
+    mask: MaskLike | None = None,
+) -> Tensor:
+    """KL of a student's attention relations from a teacher's, as MiniLM distils them.
+
+    Args:
+        teacher: Tensors (q, k) or (q, k, v), each ``(..., h, i, d)``, without gradient.
+        student: The same with other sizes d; as many heads (relation heads: split both models into as many).
+        relations: Pairs of letters: ``"qk"`` is attention itself; ``"qq"``, ``"kk"``, ``"vv"`` are scaled dot products
+            of one tensor with itself.
+        mask: Who sees whom.
+
+    Returns:
+        A scalar: the sum over relations of the mean over heads and rows.
+
+    >>> teacher, student = (tuple(torch.randn(4, 6, d) for _ in "qkv") for d in (64, 8))
+    >>> regard.losses.distillation(teacher, student, ("qq", "kk", "vv")).shape
+    torch.Size([])
+    """
+    if not relations or not all(len(pair) == 2 and set(pair) <= {*"qkv"} for pair in relations):
+        raise ValueError(f"distillation(relations=) takes pairs of the letters q, k and v; got {relations!r}.")
+    total = torch.zeros((), dtype=torch.float32, device=student[0].device)
+    for pair in relations:
+        first, second = ("qkv".index(letter) for letter in pair)
+        pairs = [(tensors[first], tensors[second]) for tensors in (teacher, student)]
+        of_teacher, of_student = (api.weights(x, y, mask=mask) for x, y in pairs)
+        total = total + of_teacher.detach().kl(of_student).mean()
+    return total
+
+
+def index_weights(q: Tensor, k: Tensor, w: Tensor, mask: MaskLike | None = None) -> Weights:
+    """The weights softmax(I) of a sparse-attention indexer, I_ij = sum_n w_in ReLU(q_in . k_j), as a lazy matrix.
+
+    Args:
+        q: Queries of n index heads, ``(..., n, i, d)``.
+        k: One key a position, ``(..., j, d)``.
+        w: Weights of the index heads, ``(..., i, n)``, scaled as the model does.
+        mask: Who sees whom.
+
+    Returns:
+        `Weights` ``(..., 1, i, j)``: its `topk` are the keys that the indexer selects. q, k and w get gradients.
+
+    >>> index = regard.losses.index_weights(torch.randn(4, 6, 8), torch.randn(6, 8), torch.rand(6, 4), regard.causal())
+    >>> index.shape, index.topk(2).indices.shape
+    (torch.Size([1, 6, 6]), torch.Size([1, 6, 2]))
+    """
+    n, i, d = q.shape[-3:]
+    if w.shape[-2:] != (i, n) or k.shape[-1] != d:
+        raise ValueError(
+            "index_weights(q, k, w) takes q (..., n, i, d), k (..., j, d) and w (..., i, n); "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(w.shape)}."
+        )
+    packed = torch.cat([q.transpose(-3, -2).flatten(-2), w.to(q.dtype)], -1)  # ... i n·d + n
+    return api.weights(packed.unsqueeze(-3), k.unsqueeze(-3), score=Similarity(_index_scores), mask=mask)
+
+
+def _index_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Index scores of packed queries (..., i, n·d + n)."""
+    d = k.shape[-1]
+    n = q.shape[-1] // (d + 1)
+    w = q[..., n * d :]
+    heads = [q[..., m * d : (m + 1) * d] for m in range(n)]
+    return sum((w[..., m : m + 1] * torch.relu(x @ k.mT) for m, x in enumerate(heads)), q.new_zeros(()))
+
+
+def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor:
+    """KL of an indexer's distribution from the attention summed over heads: the loss of DeepSeek's sparse attention.
+
+    The heads' weights are added up and divided by their sum over keys (a sink takes its share in each head's softmax
+    and is left out here), without an [h, i, j] tensor and without clamped logarithms.
+
+    Args:
+        teacher: Attention weights ``(..., h, i, j)``; detached.
+        index: The indexer's weights, ``(..., 1, i, j)``: see `index_weights`.
+        topk: Compare on the indexer's k largest keys of every row, both renormalised there. Default: on all keys.
+
+    Returns:
+        A scalar, the mean over rows.
+
+    >>> teacher = regard.weights(torch.randn(8, 6, 16), mask=regard.causal())
+    >>> q, k, w = torch.randn(4, 6, 8, requires_grad=True), torch.randn(6, 8), torch.rand(6, 4)
+    >>> index = regard.losses.index_weights(q, k, w, regard.causal())
+    >>> regard.losses.indexer(teacher, index).backward()
+    >>> q.grad.shape
+    torch.Size([4, 6, 8])
+    """
+    summed = teacher.detach().reduce_heads("sum", groups=1)
+    if topk is None:
+        return KeyChoice(summed, None).kl(index).mean()
+    keys = index.detach().topk(topk).indices
+    keys = keys.reshape(-1, *keys.shape[-3:]) if keys.ndim > 2 else keys[None, None]
+    return KeyChoice(summed, keys).kl(KeyChoice(index, keys)).mean()

@@ -1,0 +1,74 @@
+"""Products over layers and weights times gradients, as the same products of dense matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import regard
+from regard import chains
+
+
+def layers(count: int = 3, heads: int = 2) -> list[regard.Weights]:
+    q = torch.randn(count, 2, heads, 6, 4).double()
+    return [regard.weights(x, 2 * x, mask=regard.causal()) for x in q]
+
+
+def product(stack: list[regard.Weights], residual: float, shares: list[Tensor] | None = None) -> Tensor:
+    """The dense matrix A_L ... A_1, (b, t, t)."""
+    total = torch.eye(6).double().expand(2, 6, 6)
+    for n, W in enumerate(stack):
+        share = torch.full((W.shape[-3],), 1 / W.shape[-3]).double() if shares is None else shares[n] / shares[n].sum()
+        mean = torch.einsum("h,bhij->bij", share, W.dense())
+        total = (residual * torch.eye(6).double() + (1 - residual) * mean) @ total
+    return total
+
+
+@pytest.mark.parametrize("residual", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_rollout_is_the_product_of_dense_matrices(residual: float, weighted: bool) -> None:
+    stack = layers()
+    shares = [torch.rand(2).double() for _ in stack] if weighted else None
+    x, want = torch.randn(2, 6, 3).double(), product(stack, residual, shares)
+    torch.testing.assert_close(chains.rollout(stack, x, residual=residual, head_weights=shares), want @ x)
+    rows = chains.rollout_rows(stack, [0, -1, 3], residual=residual, head_weights=shares)
+    torch.testing.assert_close(rows, want[:, [0, 5, 3]])
+
+
+def test_a_rollout_differentiates() -> None:
+    q, x = torch.randn(2, 5, 3).double().requires_grad_(), torch.randn(5, 2).double().requires_grad_()
+    assert gradcheck(lambda q, x: chains.rollout([regard.weights(q), regard.weights(2 * q)], x), (q, x), fast_mode=True)
+
+
+@pytest.mark.parametrize("positive", [True, False])
+@pytest.mark.parametrize("engine", ["one strip", "strips of a row", "reference"])
+def test_weights_times_gradients_are_those_of_autograd(
+    positive: bool, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine == "strips of a row":
+        monkeypatch.setattr("regard.core.strips.STRIP_NUMBERS", 1)
+    q, k = torch.randn(2, 4, 6, 3).double(), torch.randn(2, 2, 7, 3).double()
+    v, x, dy = torch.randn(2, 2, 7, 5).double(), torch.randn(2, 7, 3).double(), torch.randn(2, 4, 6, 5).double()
+    W = regard.weights(q, k, engine="reference" if engine == "reference" else "auto")
+    w = W.dense().requires_grad_()
+    (w @ v.repeat_interleave(2, 1)).backward(dy)
+    cells = w.detach() * w.grad
+    want = (cells.clamp(min=0) if positive else cells) @ x[:, None]
+    torch.testing.assert_close(chains.gradient_relevance(W, dy, v, x, positive=positive), want)
+    torch.testing.assert_close(
+        chains.gradient_relevance(W[0, 1], dy[0, 1], v[0, 0], x[0], positive=positive), want[0, 1]
+    )
+
+
+def test_errors_say_what_must_hold() -> None:
+    stack = layers()
+    with pytest.raises(ValueError, match="at least one layer"):
+        chains.rollout([], torch.eye(6))
+    with pytest.raises(ValueError, match="share between 0 and 1; got 2"):
+        chains.rollout(stack, torch.eye(6).double(), residual=2)
+    with pytest.raises(ValueError, match=r"layer 1 of a rollout must be \(..., h, t, t\)"):
+        chains.rollout_rows([stack[0], regard.weights(torch.randn(2, 2, 5, 4))], [0])
+    with pytest.raises(ValueError, match=r"dy \(..., 6, e\)"):
+        chains.gradient_relevance(stack[0], torch.randn(2, 2, 5, 3), torch.randn(2, 2, 6, 3), torch.eye(6))

@@ -1,0 +1,172 @@
+"""Losses on attention: their definitions, and that a small model learns by each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import regard
+from regard import losses
+
+
+def learned(leaves: list[Tensor], loss: Callable[[], Tensor], steps: int = 40, lr: float = 0.1) -> tuple[float, float]:
+    """The loss before and after a few steps of Adam."""
+    optimizer = torch.optim.Adam(leaves, lr=lr)
+    first = loss().item()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    return first, loss().item()
+
+
+def leaf(*shape: int, times: float = 1.0) -> Tensor:
+    return (torch.randn(shape, dtype=torch.float64) * times).requires_grad_()
+
+
+def test_an_entropy_floor_opens_collapsed_rows() -> None:
+    torch.manual_seed(0)
+    q, k = leaf(2, 8, 4, times=2.5), leaf(2, 8, 4, times=2.5)
+    W = regard.weights(q, k)
+    torch.testing.assert_close(losses.entropy_floor(W, 1.5), torch.relu(1.5 - W.entropy()).mean())
+    before, after = learned([q, k], lambda: losses.entropy_floor(regard.weights(q, k), 1.5), 60, lr=0.1)
+    assert before > 0.5
+    assert after < before / 4
+
+
+def test_clip_factors_bring_the_largest_score_to_the_threshold() -> None:
+    q, k = leaf(1, 4, 8, 3, times=3), leaf(1, 2, 8, 3, times=3)
+    W = regard.weights(q, k, mask=regard.causal())
+    threshold = W.max_score().amax(-1).median().item()
+    factors = losses.clip_factors(W, threshold)
+    assert factors.shape == (1, 4)
+    assert not factors.requires_grad
+    clipped = regard.weights(q * factors[..., None, None], k, mask=regard.causal()).max_score().amax(-1)
+    before = W.max_score().amax(-1)
+    torch.testing.assert_close(clipped, before.clamp(max=threshold))
+    negative = regard.weights(-torch.ones(2, 3), torch.ones(2, 3), score="dot")
+    assert losses.clip_factors(negative, 1.0) == 1
+    with pytest.raises(ValueError, match="a number > 0; got 0"):
+        losses.clip_factors(W, 0)
+
+
+def test_alignment_counts_rows_that_see_a_cell() -> None:
+    q = leaf(5, 3)
+    cells = torch.eye(5).bool()
+    cells[2] = False
+    w = regard.weights(q).dense()
+    want = -torch.stack([w[i, i].log() for i in (0, 1, 3, 4)]).mean()
+    torch.testing.assert_close(losses.alignment(regard.weights(q), cells), want)
+    hidden = losses.alignment(regard.weights(q, mask=regard.causal()), torch.ones(5, 5).triu(1).bool())
+    assert hidden == 0, "no row sees a cell"
+
+
+def test_alignment_is_learned() -> None:
+    torch.manual_seed(0)
+    q, k = leaf(2, 8, 4), leaf(2, 8, 4)
+    mean = lambda: regard.weights(q, k).reduce_heads("mean")  # noqa: E731
+    _, after = learned([q, k], lambda: losses.alignment(mean(), lambda i, j: i + j == 7), lr=0.2)
+    assert after < 0.1
+    assert mean().topk(1).indices.flatten().tolist() == list(range(7, -1, -1))
+
+
+@pytest.mark.parametrize("relations", [("qk",), ("qq", "kk", "vv")])
+def test_distillation_is_kl_of_relations_and_is_learned(relations: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    teacher, student = [leaf(2, 7, 6) for _ in "qkv"], [leaf(2, 7, 3) for _ in "qkv"]
+
+    def dense(tensors: list[Tensor], pair: str) -> Tensor:
+        a, b = (tensors["qkv".index(letter)] for letter in pair)
+        return (a @ b.mT / math.sqrt(a.shape[-1])).masked_fill(~torch.ones(7, 7).tril().bool(), -torch.inf).softmax(-1)
+
+    want = sum(
+        torch.nn.functional.kl_div((dense(student, pair) + 1e-300).log(), dense(teacher, pair), reduction="sum") / 14
+        for pair in relations
+    )
+    loss = lambda: losses.distillation(teacher, student, relations, mask=regard.causal())  # noqa: E731
+    torch.testing.assert_close(loss().double(), want, rtol=1e-6, atol=1e-7)
+    before, after = learned(student, loss)
+    assert after < before / 3
+    assert teacher[0].grad is None
+    with pytest.raises(ValueError, match="pairs of the letters"):
+        losses.distillation(teacher, student, ("qx",))
+
+
+class Index:
+    """A teacher of h heads, and the leaves of an indexer with n heads."""
+
+    def __init__(self, sink: bool = False) -> None:
+        torch.manual_seed(1)
+        score = regard.ScaledDot().sink(torch.randn(4).double()) if sink else regard.ScaledDot()
+        teacher = torch.randn(2, 4, 9, 6).double() * 2, torch.randn(2, 2, 9, 6).double()
+        self.teacher = regard.weights(*teacher, score=score, mask=regard.causal())
+        self.q, self.k, self.w = leaf(2, 3, 9, 5), leaf(2, 9, 5), leaf(2, 9, 3)
+
+    def weights(self) -> regard.Weights:
+        return losses.index_weights(self.q, self.k, self.w, regard.causal())
+
+    def scores(self) -> Tensor:
+        """(b, i, j), by the formula."""
+        s = torch.einsum("bin,bnij->bij", self.w, torch.relu(torch.einsum("bnid,bjd->bnij", self.q, self.k)))
+        return s.masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
+
+    def target(self) -> Tensor:
+        summed = self.teacher.dense().sum(1)
+        return summed / summed.sum(-1, keepdim=True)
+
+
+def kl(p: Tensor, log_q: Tensor) -> Tensor:
+    return torch.where(p > 0, p * (torch.where(p > 0, p, 1).log() - torch.where(p > 0, log_q, 0)), 0).sum(-1)
+
+
+def test_index_weights_are_softmax_of_the_index_scores() -> None:
+    it = Index()
+    torch.testing.assert_close(it.weights().dense().squeeze(1), it.scores().softmax(-1))
+    with pytest.raises(ValueError, match=r"w \(..., i, n\)"):
+        losses.index_weights(it.q, it.k, it.w.mT)
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("topk", [None, 3])
+def test_the_indexer_loss_is_kl_from_the_summed_heads(topk: int | None, sink: bool, strips: None) -> None:
+    it = Index(sink)
+    s, p = it.scores(), it.target()
+    if topk is not None:
+        order = s.sort(dim=-1, descending=True, stable=True).indices  # ReLU leaves many scores at 0
+        chosen = torch.zeros_like(s, dtype=torch.bool).scatter(-1, order[..., :topk], True) & (s > -torch.inf)
+        s, p = s.masked_fill(~chosen, -torch.inf), p * chosen
+        p = p / p.sum(-1, keepdim=True)
+    want = kl(p, s.log_softmax(-1)).mean()
+    got = losses.indexer(it.teacher, it.weights(), topk)
+    torch.testing.assert_close(got, want)
+    leaves = [it.q, it.k, it.w]
+    for a, b in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_the_indexer_loss_has_the_gradient_of_finite_differences() -> None:
+    it = Index()
+
+    def loss(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
+        return losses.indexer(it.teacher, losses.index_weights(q, k, w, regard.causal()))
+
+    assert gradcheck(loss, (it.q, it.k, it.w), fast_mode=True)
+
+
+def test_an_indexer_learns_where_its_teacher_looks() -> None:
+    it = Index()
+    before, after = learned([it.q, it.k, it.w], lambda: losses.indexer(it.teacher, it.weights()))
+    assert after < before / 3
+    mask = it.weights().topk(3).indices
+    recall = it.teacher.reduce_heads("mean", groups=1).gather(mask).sum(-1).mean()
+    assert recall > 0.75
+
+
+def test_one_key_of_a_row_weighs_all_of_a_choice_of_one() -> None:
+    it = Index()
+    torch.testing.assert_close(losses.indexer(it.teacher, it.weights(), topk=1), torch.zeros(()).double())

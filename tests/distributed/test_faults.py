@@ -1,0 +1,77 @@
+"""Faults of one rank: each ends on every rank within the timeout, with one error that names the rank and the cause."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support import rank_faults
+from support.rank_faults import CULPRIT, TIMEOUT, WORLD
+
+#: In the middle of a request: the fault, the cause that the others are told, and what the culprit itself raises.
+IN_THE_MIDDLE = [
+    ("dies", "closed its connections: its process died or left early", None),
+    ("leaves early", "closed its connections: its process died or left early", None),
+    ("hangs", f"sent nothing for {TIMEOUT:g} s: it hangs", None),
+    ("is stopped", f"sent nothing for {TIMEOUT:g} s: it hangs", None),
+    ("is interrupted", "KeyboardInterrupt", "KeyboardInterrupt"),
+    ("raises", "ArithmeticError: this key is too far away", "RankError"),
+    ("has too little memory", "can't allocate memory", "RankError"),
+]
+
+
+@pytest.mark.parametrize(("fault", "cause", "own"), IN_THE_MIDDLE)
+def test_a_fault_in_the_middle_ends_on_every_rank(fault, cause, own) -> None:
+    outcomes, exits = rank_faults.outcomes(fault)
+    others = [outcomes[rank] for rank in range(WORLD) if rank != CULPRIT]
+    for outcome in others:
+        assert outcome is not None, f"a rank was left: {outcomes}"
+        assert outcome.error == "RankError", outcomes
+        assert f"rank {CULPRIT} of {WORLD}" in outcome.text, outcomes
+        assert cause in outcome.text, outcomes
+        assert outcome.seconds < TIMEOUT + 2, outcomes
+    assert others[0].text == others[1].text
+    assert (outcomes[CULPRIT] and outcomes[CULPRIT].error) == own, outcomes
+    assert all(code == 0 for rank, code in enumerate(exits) if rank != CULPRIT), exits
+
+
+def test_a_closed_store_is_said_on_every_rank() -> None:
+    outcomes, exits = rank_faults.outcomes("has a closed store")
+    assert len({outcome and outcome.text for outcome in outcomes}) == 1, outcomes
+    assert outcomes[0].error == "RankError", outcomes
+    assert "its store is closed" in outcomes[0].text, outcomes
+    assert outcomes[0].seconds < TIMEOUT
+    assert exits == [0] * WORLD
+
+
+#: Before the first exchange: how rank 1 differs, and what all ranks are told.
+DISAGREEMENTS = [
+    ("nan", "rank 1 of 3 cannot take part in weights(): ValueError: q is nan at position 6"),
+    ("nan in values", "rank 1 of 3 cannot take part in this request: ValueError: v is nan at position 5"),
+    ("another seed", "all ranks must have the same score in weights(); rank 1 of 3 has"),
+    ("another version", "all ranks must have the same version in weights(); rank 1 of 3 has '0.0.9'"),
+    ("another mask", "all ranks must have the same mask in weights(); rank 1 of 3 has 'window(2, 0)' and rank 0 'causal()'"),
+    ("another function", "all ranks must have the same mask in weights(); rank 1 of 3 has"),
+    ("a wrong dtype", "all ranks must have the same dtype in weights(); rank 1 of 3 has 'torch.float64'"),
+    ("fewer heads", "all ranks must have the same shape of q without its length in weights(); rank 1 of 3 has [1, 4]"),
+    ("a gap", "ValueError: Shards(rows) of all ranks must be 0, 1, 2, ... without gaps, each once; position 5 is on no rank"),
+    ("another request", "all ranks must have the same request in this request; rank 1 of 3 has"),
+    ("the reference engine", 'engine="reference" holds all weights and has no ranks'),
+    ("no tensor", "rank 1 of 3 cannot take part in weights(): TypeError: q must be a tensor; got list"),
+    ("requires a gradient", "all ranks must have the same requires_grad in weights(); rank 1 of 3 has [True, True]"),
+    ("positions that do not fit", "ValueError: Shards(rows) has 3 positions and q 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("difference", "text"), DISAGREEMENTS)
+def test_ranks_that_disagree_are_told_before_anything_is_exchanged(ranks, difference, text) -> None:
+    errors = ranks.run(WORLD, "support.rank_cases.disagree", difference)
+    assert len(set(errors)) == 1, errors
+    assert text in errors[0], errors
+
+
+def test_a_mesh_needs_a_process_group() -> None:
+    import regard
+
+    with pytest.raises(ValueError, match="mesh= needs a process group"):
+        regard.weights(torch.eye(2), mesh=object())

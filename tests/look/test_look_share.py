@@ -1,0 +1,204 @@
+"""Sharing a view: links that lead back to it, the view as SVG, PNG and CSV, and a caption that makes it again."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import regard
+from regard.look import View
+from support.opened_page import Shown, number
+from support.page_probe import HOSTILE, history, minilm
+
+SVG = "{http://www.w3.org/2000/svg}"
+IT = 10
+
+
+def saved(shown: Shown, key: str, folder: Path) -> Path:
+    if not shown.tab.locator(".share[open]").count():
+        shown.click("share")
+    with shown.tab.expect_download(timeout=8000) as info:
+        shown.click(key)
+    path = folder / info.value.suggested_filename
+    info.value.save_as(path)
+    return path
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return ["".join(node.itertext()).strip() for node in root.iter(f"{SVG}text")]
+
+
+# Links.
+
+
+def test_a_link_opens_exactly_this_view(show: Any, it: View) -> None:
+    shown = show(it, permissions=["clipboard-read", "clipboard-write"])
+    shown.click("word-6")
+    shown.tab.mouse.move(2, 2)
+    shown.view("overview")
+    shown.choose("sort", "tie")
+    shown.choose("cells", "row")
+    order = "[...document.querySelectorAll('.headcell')].map((x) => x.dataset.key)"
+    before = shown.tab.evaluate(order)
+    link = shown.ask("page.link")
+    assert link.startswith("file://")
+    assert "cross" not in link, "no word of the text"
+    other = shown.tab.context.new_page()
+    other.goto(link)
+    other.wait_for_selector(".headcell")
+    assert other.evaluate(order) == before
+    assert other.locator('[data-key="cells"]').input_value() == "row"
+
+
+def test_the_way_back_leads_through_the_views(show: Any, it: View) -> None:
+    shown = show(it)
+    shown.view("walk")
+    shown.view("square")
+    shown.tab.go_back()
+    shown.tab.wait_for_selector("section.view.walk")
+    shown.tab.go_back()
+    shown.tab.wait_for_selector("section.view.spotlight")
+    shown.tab.go_forward()
+    shown.tab.wait_for_selector("section.view.walk")
+
+
+def test_a_window_of_a_long_text_is_linked(show: Any) -> None:
+    W = regard.weights(torch.randn(400, 8, generator=torch.Generator().manual_seed(0)))
+    shown = show(W.show(7))
+    for _ in range(200):
+        if not shown.ask("page.vectorsPending"):
+            break
+        shown.tab.wait_for_timeout(20)
+    shown.tab.focus('[data-key="map"]')
+    for _ in range(3):
+        shown.tab.keyboard.press("+")
+    shown.tab.wait_for_timeout(300)
+    view = shown.ask("page.long.view")
+    address = shown.tab.evaluate("location.hash")
+    assert re.search(r"z=\d+\.\d+\.\d+\.\d+", address)
+    shown.click("read")
+    where = shown.tab.evaluate("location.hash")
+    assert "win=0." in where
+    words = shown.texts(".word .token")
+    shown.tab.reload()
+    shown.tab.wait_for_selector(".word")
+    assert shown.texts(".word .token") == words
+    shown.tab.evaluate(f"location.hash = {address!r}")
+    shown.tab.wait_for_selector("section.view.long")
+    again = shown.ask("page.long.view")
+    assert again == pytest.approx(view, abs=1)
+    for hostile in (
+        "#v=long&w=1&z=9.1.1.1",
+        "#v=long&w=1&z=0.9999.0.1",
+        "#win=0.0.500.0.1&w=3",
+        "#o=x.y.z&w=1",
+        "#z=a.b",
+    ):
+        shown.tab.evaluate(f"location.hash = {hostile!r}")
+        shown.tab.wait_for_timeout(30)
+        assert shown.tab.locator("main section.view").count() == 1
+
+
+# Pictures.
+
+
+def test_the_svg_is_the_view(show: Any, it: View, tmp_path: Path) -> None:
+    shown = show(it)
+    path = saved(shown, "save-svg", tmp_path)
+    assert path.name == "regard-spotlight-2-1_3-1.svg"
+    root = ElementTree.parse(path).getroot()
+    got = texts(root)
+    for word in ("animal", "tired", "0.69", "0.64", "layer 2, head 1"):
+        assert word in got
+    assert "Share" not in got
+    assert "hide special tokens" not in got, "the picture, not its controls"
+    paths = [node for node in root.iter(f"{SVG}path") if node.get("stroke") not in (None, "none")]
+    assert len(paths) == shown.tab.locator(".lines path").count()
+    assert {node.get("stroke") for node in paths} == {"#c04a06", "#0a66ad"}
+    described = root.find(f"{SVG}desc").text
+    assert "Attention of “it” in layer 2, head 1 and layer 3, head 1" in described
+    bands = [node for node in root.iter(f"{SVG}rect") if node.get("fill") == "#c04a06" and node.get("fill-opacity")]
+    assert max(float(node.get("fill-opacity")) for node in bands) > 0.4, "words are shaded by their weights"
+    places = [float(node.get("x")) for node in root.iter(f"{SVG}text") if "".join(node.itertext()) == "animal"]
+    box = shown.tab.locator('[data-key="word-2"] .token').bounding_box()
+    view = shown.tab.locator("section.view").bounding_box()
+    assert min(abs(x - (box["x"] + box["width"] / 2 - view["x"] + 12)) for x in places) < 3
+    shown.tab.select_option('[data-key="share-size"]', "column")
+    assert ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot().get("width") == "3.3in"
+
+
+@pytest.mark.parametrize("view", ["square", "overview", "walk", "play"])
+def test_every_view_is_saved_as_a_picture(show: Any, it: View, tmp_path: Path, view: str) -> None:
+    shown = show(it).view(view)
+    root = ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot()
+    shown.tab.wait_for_timeout(50)
+    canvases = shown.tab.locator("section.view canvas").count()
+    assert len(list(root.iter(f"{SVG}image"))) >= min(canvases, 1) * (canvases - 4)
+    assert len(texts(root)) > 10
+    text = ElementTree.tostring(root, encoding="unicode")
+    assert not re.search(r"var\(|color-mix|http://(?!www\.w3\.org)|<script|onload", text), "a picture of its own"
+
+
+def test_the_png_is_twice_as_large(show: Any, it: View, tmp_path: Path) -> None:
+    shown = show(it)
+    box = shown.tab.locator("section.view").bounding_box()
+    data = saved(shown, "save-png", tmp_path).read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width = int.from_bytes(data[16:20], "big")
+    assert width == pytest.approx(2 * (box["width"] + 24), abs=4)
+
+
+def test_hostile_words_are_text_in_a_picture(show: Any, tmp_path: Path) -> None:
+    words = [text for text in HOSTILE[:40] if text.strip()]
+    shown = show(regard.weights(torch.randn(len(words), 4)).label(words).show(1))
+    root = ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot()
+    tags = {node.tag.removeprefix(SVG) for node in root.iter()}
+    assert tags <= {"svg", "title", "desc", "rect", "text", "path", "image", "line", "circle", "g"}
+
+
+# Tables and captions.
+
+
+def test_the_csv_has_the_weights_and_no_formula(show: Any, tmp_path: Path) -> None:
+    words = ["=1+1", "+x", "-y", "@z", 'a "b", c', "plain"]
+    W = regard.weights(torch.randn(6, 4, generator=torch.Generator().manual_seed(0))).label(words)
+    shown = show(W.show(5))
+    rows = list(csv.reader(io.StringIO(saved(shown, "save-csv", tmp_path).read_text(encoding="utf-8-sig"))))
+    assert [row[0] for row in rows[1:]] == ["'=1+1", "'+x", "'-y", "'@z", 'a "b", c', "plain"]
+    assert [float(row[1]) for row in rows[1:]] == pytest.approx(W.row(5).tolist(), rel=1e-6)
+    shown.view("square")
+    rows = list(csv.reader(io.StringIO(saved(shown, "save-csv", tmp_path).read_text(encoding="utf-8-sig"))))
+    got = torch.tensor([[float(x) for x in row[1:7]] for row in rows[1:]])
+    torch.testing.assert_close(got, W.dense())
+
+
+def test_the_caption_names_model_head_version_and_command(show: Any) -> None:
+    seen, _ = minilm()
+    options = {"word": "it", "model": "all-MiniLM-L6-v2", "command": 'regard look "The animal"'}
+    shown = show(View(seen, **options), permissions=["clipboard-read", "clipboard-write"])
+    shown.click("share")
+    shown.click("copy-caption")
+    shown.tab.wait_for_selector(".sheet .hint:not(:empty)")
+    text = shown.tab.evaluate("navigator.clipboard.readText()")
+    assert text == (
+        "Attention of “it” in layer 2, head 1 and layer 3, head 1. all-MiniLM-L6-v2 · 6 layers × 12 heads · 15 tokens. "
+        f'Made with regard {regard.__version__}: regard look "The animal" --word 10 --layer 2 --head 1'
+    )
+    shown.tab.keyboard.press("Escape")
+    assert shown.tab.locator(".share[open]").count() == 0
+    assert shown.tab.evaluate("document.activeElement.dataset.key") == "share"
+
+
+def test_a_training_page_is_shared_as_well(show: Any, tmp_path: Path) -> None:
+    shown = show(View(history()))
+    assert len(texts(ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot())) > 10
+    rows = list(csv.reader(io.StringIO(saved(shown, "save-csv", tmp_path).read_text(encoding="utf-8-sig"))))
+    assert len(rows) == 21
+    assert number(rows[1][1]) == pytest.approx(0.9, abs=1e-3)
