@@ -172,5 +172,5 @@ def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor
     if topk is None:
         return KeyChoice(summed, None).kl(index).mean()
     keys = index.detach().topk(topk).indices
-    keys = keys.reshape(-1, *keys.shape[-3:]) if keys.ndim > 2 else keys[None, None]
+    keys = keys.reshape(index._factors.batch.numel(), 1, *keys.shape[-2:])
     return KeyChoice(summed, keys).kl(KeyChoice(index, keys)).mean()

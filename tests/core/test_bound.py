@@ -40,8 +40,8 @@ from support.judge import (
     ScoreCase,
     Sizes,
     Truth,
-    asked_at_once,
     draw,
+    library_answers_at_once,
     named,
     per_query_head,
 )
@@ -126,7 +126,7 @@ class Case:
 
     def answers(self) -> dict[str, Tensor]:
         W = self.weights()
-        return asked_at_once(W, self.v) | {"z": W.mT @ self.u, "dense": W.dense()}
+        return library_answers_at_once(W, self.v) | {"z": W.mT @ self.u, "dense": W.dense()}
 
     def magnitude(self) -> Tensor:
         """The sum of magnitudes behind every score, (b, h, i, j)."""

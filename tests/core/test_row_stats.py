@@ -188,3 +188,14 @@ def test_a_part_of_a_matrix_that_ranks_share_is_not_taken_for_all_of_it() -> Non
     for ask in (lambda: shard.kl(shard), lambda: shard.rows(slice(1, 2)), lambda: shard.reduce_heads().entropy()):
         with pytest.raises(NotImplementedError, match="not computed over ranks"):
             ask()
+
+
+@pytest.mark.parametrize(("i", "j"), [(0, 3), (3, 0), (0, 0)])
+def test_matrices_without_rows_or_keys_answer_with_nothing(i: int, j: int) -> None:
+    W = regard.weights(torch.randn(2, i, 4), torch.randn(2, j, 4))
+    assert (W.kl(W) == 0).all()
+    assert (W.reduce_heads().entropy() == 0).all()
+    assert W.gather(torch.full((i, 1), -1)).shape == (2, i, 1)
+    assert W.pool_blocks(2, 2, by="max").shape == (2, -(-i // 2), -(-j // 2))
+    assert not W.cover(0.5, 1, 1).any()
+    assert W.segment_mass([slice(0, 1)]).shape == (2, i, 1)

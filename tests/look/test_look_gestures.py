@@ -196,7 +196,7 @@ def test_a_head_that_is_opened_by_a_key_leaves_the_focus_on_the_lit_word(show: A
 
 def test_chips_of_exact_rows_keep_the_focus(show: Any) -> None:
     shown = show(regard.weights(torch.randn(400, 8)).show(3))
-    key = shown.tab.locator(".chips .chip").nth(2).get_attribute("data-key")
+    key = shown.tab.locator(".halves .chips .chip").nth(2).get_attribute("data-key")
     shown.tab.focus(f'[data-key="{key}"]')
     shown.tab.keyboard.press("Enter")
     shown.tab.wait_for_selector(f'[data-key="{key}"][aria-pressed="true"]')
@@ -360,6 +360,8 @@ def test_the_modules_of_the_script_import_what_they_use(browser: Any, it: View, 
     }[subject]()
     data = re.search(r'id="regard-data">([^<]*)<', view.html()).group(1)
     frame = f'<div id="regard"></div><script id="regard-data" type="x">{data}</script>'
+    if vectors := re.search(r'<script [^>]*id="regard-vectors">[^<]*</script>', view.html()):
+        frame += vectors.group()
     folder = Path(page_html.__file__).parent
     tab = browser.new_page()
     errors: list[str] = []
@@ -425,4 +427,7 @@ def test_the_first_rows_of_a_causal_text_are_no_links_and_fix_no_scale(show: Any
     for row in shown.texts(".links tbody tr"):
         assert int(row.split()[0]) >= 63
     assert shown.ask("page.long.row") >= 63
+    shown.choose("mode", "mean")
+    shown.tab.check('[data-key="fit"]')
+    shown.tab.wait_for_timeout(100)
     assert float(re.sub(r"[^\d.]", "", shown.texts(".longmap .legend")[0].split("\n")[-1].split()[-1])) < 0.5

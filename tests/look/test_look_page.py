@@ -195,7 +195,7 @@ def test_in_the_sentence_it_is_tied_to_animal_and_to_tired() -> None:
 def test_a_page_of_fifteen_tokens_and_all_heads_is_small() -> None:
     seen, vectors = minilm()
     size = len(View(seen, word="it", word_vectors=vectors).html().encode())
-    assert size <= 400_000, f"{size:,} bytes"
+    assert size <= 450_000, f"{size:,} bytes"
 
 
 def test_without_a_word_the_page_begins_with_a_word_and_not_with_a_special_token() -> None:
@@ -205,7 +205,7 @@ def test_without_a_word_the_page_begins_with_a_word_and_not_with_a_special_token
 
 
 def test_a_page_of_a_small_matrix_is_mostly_the_script() -> None:
-    assert len(View(regard.weights(torch.randn(6, 8))).html()) < 60_000
+    assert len(View(regard.weights(torch.randn(6, 8))).html()) < 75_000
 
 
 def test_a_long_page_is_linear_in_the_length_and_never_asks_for_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:

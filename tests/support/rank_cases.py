@@ -14,7 +14,7 @@ import regard
 from core.test_bound import Case, Configuration, configurations
 from regard.distributed import RankError, Shards, sharded, shards, zigzag
 from regard.distributed.transport import Ranks
-from support.judge import SMOOTH, Truth, asked_at_once
+from support.judge import SMOOTH, Truth, library_answers_at_once
 
 SPLITS = ("contiguous", "uneven", "empty", "zigzag")
 #: Answers that stay with rows, and those that come back with keys; the others are the same on every rank.
@@ -90,7 +90,7 @@ class ShardedCase(Case):
 def answers(group: Any, rank: int, world: int, seed: int, split: str) -> dict[str, Tensor]:
     case = ShardedCase(seed, world, split)
     W, local = case.over_ranks(group, rank)
-    return asked_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
+    return library_answers_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
 
 
 def _coefficients(seed: int, like: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def _loss(answers: dict[str, Tensor], coefficients: dict[str, Tensor]) -> Tensor
 def gradients(group: Any, rank: int, world: int, seed: int, split: str) -> dict[str, Tensor]:
     case = ShardedCase(seed, world, split, torch.float64)
     W, local = case.over_ranks(group, rank, grad=True)
-    got = asked_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
+    got = library_answers_at_once(W, local[2]) | {"z": W.mT @ local[3], "dense": W.dense()}
     rows, keys = index_of(case.rows[rank]), index_of(case.keys[rank])
     full = _coefficients(seed, case.truth().answers(case.v, case.u))
     own = {
@@ -222,3 +222,43 @@ def gradcheck(group: Any, rank: int, world: int, name: str) -> bool:
         return _Gathered.apply(own_answer, index, n, ranks)
 
     return torch.autograd.gradcheck(answer, (q, k, v, slopes))
+
+
+def complete_rows(group: Any, rank: int, world: int) -> list[str]:
+    """What is said of questions that need complete rows, where some of the keys are on another rank."""
+    W = regard.weights(torch.randn(2, 4, 5), mask=regard.causal(), mesh=Shards(group, timeout=100))
+    texts = []
+    for ask in (
+        lambda: W.kl(W),
+        lambda: W.rows(slice(0, 2)),
+        lambda: W.reduce_heads("mean").entropy(),
+        lambda: W.pool(2, 2, by="max"),
+        W.distance_variance,
+    ):
+        try:
+            ask()
+        except NotImplementedError as error:
+            texts.append(str(error))
+    return texts
+
+
+def other_methods(group: Any, rank: int, world: int) -> dict[str, Any]:
+    """What is asked of a matrix beside its numbers; each rank has four of the positions."""
+    q = torch.randn(2, 4, 5, requires_grad=True)
+    W = regard.weights(q, mask=regard.causal(), mesh=Shards(group, timeout=100))
+    words = [f"w{n}" for n in range(4 * world)]
+    labelled, double = W.label(words), W.to(torch.float64)
+    before = W._plan.ranks.bytes_sent
+    W.entropy()
+    sent = W._plan.ranks.bytes_sent - before
+    W.detach().entropy()
+    again = W.detach()
+    first = again.lse()
+    before = again._plan.ranks.bytes_sent
+    quiet = torch.equal(first, again.lse()) and again._plan.ranks.bytes_sent == before
+    return {
+        "repr": repr(W), "explained": W.explain("entropy", "received", topk=2), "shape": tuple(W.shape),
+        "word": torch.equal(labelled["w1", "w0"], W[..., 1, 0]), "double": double.entropy().dtype,
+        "head": torch.equal(W[1].entropy(), W.entropy()[1]), "detached": W.detach().entropy().requires_grad,
+        "cached": quiet, "sent": sent,
+    }  # fmt: skip

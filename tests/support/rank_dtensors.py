@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import regard
 from regard.distributed import RankError
-from support.judge import asked_at_once
+from support.judge import library_answers_at_once
 
 MESHES: dict[Any, Any] = {}
 
@@ -45,7 +45,7 @@ def answers(group: Any, rank: int, world: int, how: str, shape: tuple[int, ...])
     shared = slopes.detach().clone().requires_grad_()
     parts = [distribute_tensor(t.detach().clone(), mesh, placements).requires_grad_() for t in full]
     got, want = (
-        asked_at_once(W := regard.weights(q, k, mask=mask, score=regard.ScaledDot().alibi(m)), v)
+        library_answers_at_once(W := regard.weights(q, k, mask=mask, score=regard.ScaledDot().alibi(m)), v)
         | {"z": W.mT @ u, "cells": W[..., : n // 2 + 1, [0, n - 1]]}
         for (q, k, v, u), m in ((parts, shared), (full, slopes))
     )

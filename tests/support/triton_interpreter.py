@@ -119,8 +119,10 @@ def main(part: int, of: int) -> int:
     intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
-        # Tiles of two shapes, so that rows and keys cannot be mistaken for one another.
-        tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1) if n % 2 else tile_config.Config(16, 32, 4, 1)
+        # Tiles of two shapes, so that rows and keys cannot be mistaken for one another. The longest lengths still have
+        # several tiles each way, the last ones partial; smaller tiles take twice as long.
+        tiles = ((64, 32), (32, 64)) if max(case.lengths[:2]) > 100 else ((16, 32), (32, 32))
+        tile_config.forced["any"] = tile_config.Config(*tiles[n % 2], 4, 1)
         try:
             kernel_cases.judged(case)
         except Exception as error:

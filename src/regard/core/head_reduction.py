@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -52,12 +52,20 @@ class HeadReduction(RowQuestions):
 
     @property
     def device(self) -> torch.device:
-        """Where results are computed."""
+        """Where results are computed.
+
+        >>> regard.weights(torch.randn(4, 5, 8)).reduce_heads("mean").device
+        device(type='cpu')
+        """
         return self._weights.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of every result."""
+        """Type of every result.
+
+        >>> regard.weights(torch.randn(4, 5, 8)).reduce_heads("mean").dtype
+        torch.float32
+        """
         return self._weights.dtype
 
     @property
@@ -83,7 +91,7 @@ class HeadReduction(RowQuestions):
         shares = self._shares.reshape(-1, self._size, *[1] * (x.ndim - axis - 2))
         return (x * shares).sum(axis + 1)
 
-    def __getitem__(self, key: Any) -> Tensor:
+    def __getitem__(self, key: tuple[KeysLike, KeysLike]) -> Tensor:
         """Cells of rows and columns: ``R[3, "it"]``, ``R[:, 2]``, ``R[5:8, :]``."""
         if not isinstance(key, tuple) or len(key) != 2:
             raise IndexError("heads taken together are indexed by rows and columns: R[rows, cols].")
@@ -139,7 +147,8 @@ class HeadReduction(RowQuestions):
     def __matmul__(self, v: Tensor) -> Tensor:
         j = self.shape[-1]
         v = as_values(v.unsqueeze(-1) if (vector := v.ndim == 1) else v, j, "values", self.device, self.shape)
-        v = v.expand(*self._factors.batch, self._row_heads, *v.shape[-2:]).reshape(-1, self._row_heads, *v.shape[-2:])
+        batch, outer = self._factors.batch, (self._row_heads, *v.shape[-2:])
+        v = v.expand(*batch, *outer).reshape(batch.numel(), *outer)
         (y,) = self._ask_rows(RowProduct(v))
         return y.squeeze(-1) if vector else y
 

@@ -21,7 +21,7 @@ from .row_stats import ChosenKeys, DistanceBins, DistanceVariance
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .strips import Question, walk
 from .torch_state import as_size
-from .types import MaskLike
+from .types import MaskLike, SegmentsLike
 
 __all__ = ["RowQuestions", "induction_targets"]
 
@@ -286,7 +286,9 @@ class RowQuestions:
         assert folded is not None
         return folded
 
-    def segment_mass(self, keys: Any, rows: Any = None, by: Literal["sum", "mean"] = "sum") -> Tensor:
+    def segment_mass(
+        self, keys: SegmentsLike, rows: SegmentsLike | None = None, by: Literal["sum", "mean"] = "sum"
+    ) -> Tensor:
         """The weight that every row puts on many segments of keys at once.
 
         Args:
@@ -336,7 +338,7 @@ class RowQuestions:
                 f"gather(keys): positions are -1 (none) to {j - 1}; got {int(keys.min())} to {int(keys.max())}."
             )
         full = torch.broadcast_to(keys, (*outer, *keys.shape[-2:])).to(self._factors.q.device)
-        return self._ask_rows(ChosenKeys(full.reshape(-1, *full.shape[-3:])))[0]
+        return self._ask_rows(ChosenKeys(full.reshape(self._factors.batch.numel(), *full.shape[-3:])))[0]
 
     def offset_mass(self, offset: int) -> Tensor:
         """The weight of every row on the key that stands `offset` positions before it: 1 the previous, 0 itself.
@@ -354,7 +356,7 @@ class RowQuestions:
         at = torch.where((at >= 0) & (at < self.shape[-1]), at, -1)
         return self.gather(at[:, None]).squeeze(-1)
 
-    def induction_mass(self, tokens: Tensor | Sequence[Any]) -> Tensor:
+    def induction_mass(self, tokens: Tensor | Sequence[int | str]) -> Tensor:
         """The weight of every row on the key after the last earlier occurrence of its token: the induction target.
 
         Args:

@@ -23,6 +23,7 @@ __all__ = [
     "MaskLike",
     "PoolLike",
     "ScoreLike",
+    "SegmentsLike",
     "StatisticName",
     "ToLike",
 ]
@@ -41,6 +42,9 @@ KeysLike: TypeAlias = KeyLike | slice | Sequence[KeyLike] | Tensor
 
 #: What stands in the brackets of `W[...]`, for one axis or as a tuple for several.
 IndexLike: TypeAlias = KeysLike | EllipsisType | range | tuple[KeysLike | EllipsisType | range, ...]
+
+#: Segments of positions: the number of each position's segment, -1 for none, or a list of segments.
+SegmentsLike: TypeAlias = Tensor | Sequence[KeysLike]
 
 #: Tiles of `Weights.pool`: (rows, cols), and slices of the part that is pooled.
 PoolLike: TypeAlias = tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice]

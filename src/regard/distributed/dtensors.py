@@ -94,6 +94,11 @@ class DTensorWeights(Weights):
     def _explain(self, request: Any) -> str:
         return self._local._explain(request)
 
+    def _local_factors(self) -> Factors:
+        raise NotImplementedError(
+            "complete rows are not computed of DTensors yet; ask for statistics of `see`, or use full_tensor() first."
+        )
+
     def _select(self, picks: list[Pick]) -> Self:
         if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
             return self

@@ -68,10 +68,15 @@ class ShardedWeights(Weights):
             f"{self._sizes[1]} keys",
             f"keys of other ranks: {how}; {'with' if request.v is not None else 'without'} values",
         ]
-        local = Weights(self._local_factors(), self._engine, one_head=self._one_head)
+        local = Weights(self._position_free_factors(), self._engine, one_head=self._one_head)
         return "\n".join([*lines, "each piece: " + local._explain(replace_fields(request, keys=None))])
 
     def _local_factors(self) -> Factors:
+        raise NotImplementedError(
+            "complete rows are not computed over ranks yet; ask for statistics of `see`, or gather q and k first."
+        )
+
+    def _position_free_factors(self) -> Factors:
         """Without what depends on global positions: for `explain` alone."""
         return replace_fields(self._factors, mask=None, score=replace_fields(self._factors.score, modifiers=()))
 
@@ -81,6 +86,9 @@ class ShardedWeights(Weights):
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
             return cached
+        if requires_grad and "max_score" in request.names:
+            # The gradient of a maximum is that of the score at its place.
+            request = replace_fields(request, names=tuple(dict.fromkeys((*request.names, "argmax"))))
         spans = _row_blocks(self._plan.rows.spans(self._plan.ranks.rank))
         folded = factors.folded()
         if self._wants is None:

@@ -37,6 +37,7 @@ class ViewChoices(TypedDict, total=False):
     merge: bool
     title: str | None
     model: str | None
+    command: str | None
     word_vectors: WordVectors | None
     values: Tensor | None
     notes: Sequence[str]

@@ -17,7 +17,8 @@ export function addressOf(page) {
   return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
 }
 
-const naturals = (text) => { const all = (text ?? "").split(".").map(Number); return all.every((n) => Number.isInteger(n) && n >= 0) ? all : []; };
+const naturals = (text) => { const all = (text ?? "").split(".").map(Number);
+  return all.every((n) => Number.isInteger(n) && n >= 0) ? all : []; };
 
 // Set the state by an address; whatever in it does not fit this page is left out.
 export function readAddress(page, hash) {
@@ -28,25 +29,30 @@ export function readAddress(page, hash) {
   const heads = (fields.get("h") ?? "").split(",").map((text) => stack.heads.find((head) => headPlace(head) === text)).filter(Boolean);
   const word = indexOrFirst(fields.get("w"), stack.rows.length);
   if (word !== state.word) state.target = null;
-  Object.assign(state, { stack: stack.n, word, hover: null, cell: null, chosen: heads.length ? heads.map((head) => head.id) : null,
+  Object.assign(state, { stack: stack.n, word, hover: null, cell: null, chosen: heads.length
+    ? heads.map((head) => head.id) : null,
     hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") });
   if (stack.long) readMap(page, stack, fields);
   const [by, sort, mode] = (fields.get("o") ?? "").split(".");
-  if (page.header.metrics[by] && ["layer", "metric", "tie"].includes(sort)) page.wantedAtlas = { by, sort, mode: mode === "row" ? "row" : "pattern" };
+  if (page.header.metrics[by] && ["layer", "metric", "tie"].includes(sort)) page.wantedAtlas = { by, sort,
+    mode: mode === "row" ? "row" : "pattern" };
 }
 
-const indexOrFirst = (text, length) => { const n = Number(text ?? 0); return Number.isInteger(n) && n >= 0 && n < length ? n : 0; };
+const indexOrFirst = (text, length) => { const n = Number(text ?? 0); return Number.isInteger(n) && n >= 0 && n < length
+  ? n : 0; };
 
 // A window of a long input exists once its queries and keys are there; until then it is remembered.
 function windowOf(page, fields) {
   const [n, i0, i1, j0, j1] = naturals(fields.get("win")), base = page.book.stacks[n];
-  if (!base?.long || !(i0 < i1 && i1 <= base.rows.length && j0 < j1 && j1 <= base.cols.length && i1 - i0 <= 300 && j1 - j0 <= 300)) return null;
+  if (!base?.long || !(i0 < i1 && i1 <= base.rows.length && j0 < j1 && j1 <= base.cols.length && i1 - i0 <= 300
+    && j1 - j0 <= 300)) return null;
   if (!base.heads.some((head) => head.stored.exact)) return null;
   const there = page.book.stacks.find((stack) => stack.window && String(stack.window) === String([i0, i1, j0, j1]));
   return there ?? page.addWindow(base, [i0, i1, j0, j1]);
 }
 
 function readMap(page, { rows, cols }, fields) {
-  const [i0, i1, j0, j1] = naturals(fields.get("z")), fits = i0 < i1 && i1 <= rows.length && j0 < j1 && j1 <= cols.length;
+  const [i0, i1, j0, j1] = naturals(fields.get("z")), fits = i0 < i1 && i1 <= rows.length && j0 < j1
+    && j1 <= cols.length;
   page.wantedMap = { view: fits ? { i0, i1, j0, j1 } : null, mode: fields.get("m") === "mean" ? "mean" : "max" };
 }

@@ -52,7 +52,8 @@ export function rowStrip(page, one) {
 // The picture of a cell, drawn once for a theme and, of rows, for a word.
 function cellPicture(page, own, one) {
   const row = own.mode === "row" && !page.stack.long, key = `${one.row} ${one.head} ${row ? page.state.word : ""}`;
-  if (own.paint !== page.paint || own.pictures.size > 5000) Object.assign(own, { paint: page.paint, pictures: new Map() });
+  if (own.paint !== page.paint || own.pictures.size > 5000) Object.assign(own, { paint: page.paint,
+    pictures: new Map() });
   if (!own.pictures.has(key)) own.pictures.set(key, row ? rowStrip(page, one) : pattern(page, one));
   return own.pictures.get(key);
 }
@@ -60,14 +61,16 @@ function cellPicture(page, own, one) {
 // What a head is sorted by, and whether the largest comes first.
 export function ranking(page, own) {
   const { state } = page;
-  if (own.sort === "given") return (one) => (one.held?.stack === page.stack && !one.held.stack.long && own.target !== null
+  if (own.sort === "given") return (one) => (one.held?.stack === page.stack && !one.held.stack.long
+    && own.target !== null
     ? one.held.at(state.word, own.target) : null);
   if (own.sort === "tie") return (one) => (one.held?.stack === page.stack ? bestBeyond(one.held, state) : null);
   return (one) => one.value(own.by);
 }
 
 function bestBeyond(head, state) {
-  const beyond = head.stack.long ? head.stored.best(state.word).beyond : head.sheet({ hide: false, merge: false }).best(state.word).beyond;
+  const beyond = head.stack.long ? head.stored.best(state.word).beyond : head.sheet({ hide: false,
+    merge: false }).best(state.word).beyond;
   return Number.isFinite(beyond) ? beyond : null;
 }
 
@@ -95,9 +98,11 @@ export function grid(page, own, heads, act) {
   const tray = page.heads.map((head) => head.id), reached = order.includes(own.at) ? own.at : order[0];
   const cell = (one) => {
     const x = rank(one), entropy = own.sort !== "given" && own.sort !== "tie" && own.by === "entropy";
-    const strength = entropy ? 1 - part(x) : part(x), n = one.held && page.state.chosen ? tray.indexOf(one.held.id) : -1;
+    const strength = entropy ? 1 - part(x) : part(x), n = one.held && page.state.chosen ? tray.indexOf(one.held.id)
+      : -1;
     return el("button", {
-      class: `headcell${n >= 0 ? " on" : ""}`, "data-key": `head-${one.row}-${one.head}`, tabindex: one === reached ? 0 : -1,
+      class: `headcell${n >= 0 ? " on" : ""}`, "data-key": `head-${one.row}-${one.head}`, tabindex: one === reached ? 0
+        : -1,
       style: { "--strength": x === null ? 0 : strength, ...(n >= 0 && { "--colour": page.colour(n) }) },
       "aria-pressed": one.held ? String(n >= 0) : undefined,
       "aria-label": `${one.name}: ${x === null ? "unknown" : fixed(x, 2)}`,

@@ -83,7 +83,8 @@ export class Head {
   }
   readRow([from, to], cols) {
     const mean = new Float64Array(this.j), row = new Float64Array(cols.groups.length);
-    for (let i = from; i < to; i++) for (let j = 0, at = i * this.j; j < this.j; j++) mean[j] += this.w[at + j] / (to - from);
+    for (let i = from; i < to; i++) for (let j = 0, at = i * this.j; j < this.j;
+      j++) mean[j] += this.w[at + j] / (to - from);
     cols.groups.forEach(([a, b], n) => { for (let j = a; j < b; j++) row[n] += mean[j]; });
     let hidden = 0;
     for (const j of cols.hidden) hidden += mean[j];

@@ -16,7 +16,8 @@ export class Exact {
   constructor(spec, buffer, i, j) {
     const array = (Kind, place) => (place ? new Kind(buffer, place[0], place[1]) : null);
     const vectors = (place) => (spec.bits === 16 ? fromHalves(array(Uint16Array, place)) : array(Float32Array, place));
-    Object.assign(this, { i, j, d: spec.d, scale: spec.scale, bits: spec.bits, error: spec.error, intervals: spec.intervals,
+    Object.assign(this, { i, j, d: spec.d, scale: spec.scale, bits: spec.bits, error: spec.error,
+      intervals: spec.intervals,
       q: vectors(spec.q), k: vectors(spec.k), lse: array(Float32Array, spec.lse), lo: array(Int32Array, spec.lo),
       hi: array(Int32Array, spec.hi) });
   }

@@ -20,7 +20,8 @@ export function drawLines(lines, stage, queries, keys, sheets, i) {
   if (begin && !keys.classList.contains("patches")) sheets.forEach(({ w }, h) => w[i].forEach((weight, j) => {
     if (!(weight >= 0.02) || (same && j === i)) return;
     const end = place(keys.children[j]), elsewhere = same && Math.abs(begin.top - end.top) > 4;
-    const d = !same ? between(begin, end, h) : elsewhere ? around(begin, end, frame.width, h) : arc(begin, end, frame, h, reach[h % 2]);
+    const d = !same ? between(begin, end, h) : elsewhere ? around(begin, end, frame.width, h) : arc(begin, end, frame,
+      h, reach[h % 2]);
     drawn.push(svg("path", { d, "data-head": h, "stroke-width": 0.75 + (elsewhere ? 3 : 8) * weight,
       opacity: 0.25 + 0.65 * weight, style: { stroke: `var(--h${h % 4})` }, "stroke-dasharray": DASHES[h] }));
   }));
@@ -48,7 +49,8 @@ function arc(a, b, frame, h, reach) {
 // To another line of text: beside the line, along the margin, and beside the other line. Heads have tracks of their own.
 function around(a, b, width, h) {
   const above = h % 2 === 0, track = 5 + 3 * (h >> 1), side = above ? -1 : 1, r = 4;
-  const [y1, y2] = [a, b].map((one) => (above ? one.top : one.bottom)), [g1, g2] = [y1 + side * track, y2 + side * track];
+  const [y1, y2] = [a, b].map((one) => (above ? one.top : one.bottom)), [g1, g2] = [y1 + side * track,
+    y2 + side * track];
   const margin = above ? MARGIN - track : width - MARGIN + track, turn = margin < a.x ? -1 : 1;
   const down = g2 > g1 ? 1 : -1;
   return `M${a.x} ${y1}L${a.x} ${g1}L${margin - turn * r} ${g1}Q${margin} ${g1} ${margin} ${g1 + down * r}`

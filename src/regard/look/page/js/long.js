@@ -39,14 +39,17 @@ export function long(page, box) {
   };
 }
 
-const canRead = (source, row) => row !== null && (source.exact || source.promise ? row < source.head.i : source.rows.includes(row));
+const canRead = (source, row) => row !== null && (source.exact || source.promise ? row < source.head.i
+  : source.rows.includes(row));
 
 function mapControls(page, own, map, reading, draw) {
   const find = el("input", { type: "search", "data-key": "find", "aria-label": "Find a word, or go to a row",
-    placeholder: "a word, or a row", onkeydown: (event) => { if (event.key === "Enter") goTo(page, own, map(), event.target.value); } });
+    placeholder: "a word, or a row", onkeydown: (event) => { if (event.key === "Enter") goTo(page, own, map(),
+      event.target.value); } });
   return [
     stackChoice(page), headChoice(page),
-    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"]], own.mode, (mode) => { own.mode = mode; map().request(); page.writeAddress(); }),
+    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"]], own.mode,
+      (mode) => { own.mode = mode; map().request(); page.writeAddress(); }),
     fitChoice(page),
     tick("mark the strongest", "marks", own.marks, (on) => { own.marks = on; map().request(); }),
     el("label", { class: "field" }, el("span", { text: "find" }), find),
@@ -77,7 +80,8 @@ function fly(map, i, j) {
 function readButton(page, own) {
   const button = el("button", { class: "chip", "data-key": "read" });
   const words = ({ i0, i1, j0, j1 }) => [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
-  button.addEventListener("click", () => page.openWindow(page.head, ...words(own.view ?? complete(page.head))));
+  button.addEventListener("click", () => !button.disabled && page.openWindow(page.head,
+    ...words(own.view ?? complete(page.head))));
   const refresh = (view) => {
     const [i0, i1, j0, j1] = words(view), fits = i1 - i0 <= READABLE && j1 - j0 <= READABLE;
     button.hidden = !page.head.stored.exact;
@@ -90,7 +94,8 @@ function readButton(page, own) {
 function profiles(page, source, view) {
   const { rows, cols } = page.stack, span = (a, b) => [Math.floor(a), Math.ceil(b)];
   const [down, across] = [span(view.i0, view.i1), span(view.j0, view.j1)];
-  return [profile("entropy of every row", source.entropy, rows, down), profile("largest weight of every row", source.peak, rows, down),
+  return [profile("entropy of every row", source.entropy, rows, down), profile("largest weight of every row",
+    source.peak, rows, down),
     profile("attention received by every word", source.received, cols, across)];
 }
 
@@ -114,7 +119,8 @@ function profile(title, every, sequence, [from, to] = [0, every.length]) {
   const area = (y) => `M0 ${height}${y.map((v, b) => `L${x(b)} ${height - (v / most) * height}H${x(b + 1)}`).join("")}L${width} ${height}Z`;
   const message = `mean ${weightText(average)}, largest ${weightText(numbers[best])}`;
   const where = to - from < every.length ? `, words ${count(from)}–${count(to - 1)}` : "";
-  return el("figure", { class: "profile" }, el("figcaption", {}, title + where, el("span", { class: "who" }, ` ${message} at `,
+  return el("figure", { class: "profile" }, el("figcaption", {}, title + where, el("span", { class: "who" },
+    ` ${message} at `,
     word(named(sequence, from + best)))),
     svg("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img",
       "aria-label": `${title}: ${message}` },
@@ -142,12 +148,15 @@ async function exactRow(page, source, box, own, map) {
 const TABLE = 300;
 function windowTable(page, own) {
   const { rows, cols } = page.stack, source = page.head.stored, { peak, peakAt } = source;
-  const { i0, i1, j0, j1 } = own.view ?? complete(page.head), [a, b, c, d] = [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
+  const { i0, i1, j0, j1 } = own.view ?? complete(page.head), [a, b, c, d] = [Math.floor(i0), Math.ceil(i1),
+    Math.floor(j0), Math.ceil(j1)];
   if (!source.exact || b - a > TABLE || d - c > TABLE) {
-    return [["row", "word", "key", "its word", "weight"], source.links(200).map((i) => [String(i), word(rows.label(i)), String(peakAt[i]),
+    return [["row", "word", "key", "its word", "weight"], source.links(200).map((i) => [String(i), word(rows.label(i)),
+      String(peakAt[i]),
       word(cols.label(peakAt[i])), peak[i]])];
   }
-  const weights = source.exact.block(a, b, c, d), width = d - c, span = (from, to) => Array.from({ length: to - from }, (_, n) => from + n);
+  const weights = source.exact.block(a, b, c, d), width = d - c, span = (from, to) => Array.from({ length: to - from },
+    (_, n) => from + n);
   return [["", ...span(c, d).map((j) => word(named(cols, j)))], span(a, b).map((i, n) => [word(named(rows, i)),
     ...weights.subarray(n * width, (n + 1) * width)])];
 }

@@ -52,16 +52,19 @@ export class MatrixMap {
       svg("rect", { class: "border", x: LEFT, y: TOP, width, height }));
     this.over.style.setProperty("touch-action", this.isComplete ? "pan-y" : "none");
     const sizes = (n) => this.go(this.around((view.i0 + view.i1) / 2, (view.j0 + view.j1) / 2, n));
-    this.page.keepingFocus(() => this.below.replaceChildren(minimap(view, this.tiles.plane(mode, this.tiles.scale(complete(this.head), mode, fit)), this.head),
+    this.page.keepingFocus(() => this.below.replaceChildren(minimap(view, this.tiles.plane(mode,
+      this.tiles.scale(complete(this.head), mode, fit)), this.head),
       el("div", {}, el("p", { class: "crumbs" }, breadcrumb(view, this.head, sizes)),
-        el("p", { class: "hint", "data-read": "level", text: this.level(drawn) }), legend(this.page, drawn.scale, fit ? "fitted: " : ""))));
+        el("p", { class: "hint", "data-read": "level", text: this.level(drawn) }), legend(this.page, drawn.scale, fit
+          ? "fitted: " : ""))));
   }
   get options() { return { mode: this.own.mode, fit: this.page.state.fit }; }
   get isComplete() { return this.view.i1 - this.view.i0 >= this.head.i - 1e-6; }
   // What a cell of the picture is, and how true it is.
   level({ exact, missing }) {
     const { error, bits, isExact } = this.source.exact ?? {}, [r, c] = this.source.tiles;
-    const what = this.own.mode === "mean" ? "the share of a row that falls into a cell, on average" : "the largest weight in a cell";
+    const what = this.own.mode === "mean" ? "the share of a row that falls into a cell, on average"
+      : "the largest weight in a cell";
     if (exact && missing) return "computing exact weights …";
     const off = `weights from q and k of ${bits} bits, off by at most ${weightText(100 * error)} % of their value`;
     if (exact) return `${isExact ? "Exact" : "Not exact"}: ${off}. Colour: ${what}.`;
@@ -71,16 +74,19 @@ export class MatrixMap {
       : this.page.vectorsPending ? "" : "Queries and keys of this head are not in the page: show(layer=…, head=…) brings them."}`;
   }
   crosshair() {
-    const { view, width, height, cursor: [i, j] } = this, [x, y] = [width / (view.j1 - view.j0), height / (view.i1 - view.i0)];
+    const { view, width, height, cursor: [i, j] } = this, [x, y] = [width / (view.j1 - view.j0),
+      height / (view.i1 - view.i0)];
     const [left, top] = [LEFT + (j - view.j0) * x, TOP + (i - view.i0) * y];
     const size = Math.max(x, 9), tall = Math.max(y, 9);
-    return [svg("rect", { class: "marker", x: left + x / 2 - size / 2, y: top + y / 2 - tall / 2, width: size, height: tall })];
+    return [svg("rect", { class: "marker", x: left + x / 2 - size / 2, y: top + y / 2 - tall / 2, width: size,
+      height: tall })];
   }
   // A window of so many words around a place.
   around(i, j, words) {
     const { head } = this, share = clamp(words / Math.max(head.i, head.j), 0, 1);
     const side = (length) => clamp(length * share, Math.min(LEAST, length), length);
-    const span = (at, length) => { const from = clamp(at - side(length) / 2, 0, length - side(length)); return [from, from + side(length)]; };
+    const span = (at, length) => { const from = clamp(at - side(length) / 2, 0, length - side(length)); return [from,
+      from + side(length)]; };
     const [[i0, i1], [j0, j1]] = [span(i, head.i), span(j, head.j)];
     return { i0, i1, j0, j1 };
   }
@@ -102,7 +108,8 @@ export class MatrixMap {
     this.go({ i0, i1, j0, j1 });
   }
   move(rows, cols) {
-    const { view, head } = this, shift = (from, to, by, length) => { const d = clamp(by, -from, length - to); return [from + d, to + d]; };
+    const { view, head } = this, shift = (from, to, by, length) => { const d = clamp(by, -from, length - to);
+      return [from + d, to + d]; };
     const [[i0, i1], [j0, j1]] = [shift(view.i0, view.i1, rows, head.i), shift(view.j0, view.j1, cols, head.j)];
     this.go({ i0, i1, j0, j1 });
   }
@@ -119,7 +126,8 @@ export class MatrixMap {
     const cells = this.width / (this.view.j1 - this.view.j0);
     if (exact && cells >= 0.5) {
       const masked = !exact.visible(row, key);
-      this.readout.replaceChildren(word(named(rows, row)), el("span", { class: "arrow", text: " → " }), word(named(cols, key)), " ",
+      this.readout.replaceChildren(word(named(rows, row)), el("span", { class: "arrow", text: " → " }), word(named(cols,
+        key)), " ",
         masked ? el("span", { class: "who", "data-read": "weight", text: "the mask forbids it" })
           : el("b", { "data-read": "weight", text: weightText(exact.weight(row, key)) }), " ",
         exact.isExact && !masked ? el("span", { class: "who", text: "exact" }) : "");
@@ -127,8 +135,10 @@ export class MatrixMap {
     }
     const [a, b] = [Math.floor((row * r) / this.head.i), Math.floor((key * c) / this.head.j)];
     const mean = this.own.mode === "mean", [first, second] = [spanText(a, r, this.head.i), spanText(b, c, this.head.j)];
-    this.readout.replaceChildren("words ", el("b", { text: first }), mean ? " give words " : " to words ", el("b", { text: second }),
-      mean ? " a share of " : ": at most ", el("b", { "data-read": "tile", text: weightText(mean ? this.source.share(a, b) : this.source.most(a, b)) }));
+    this.readout.replaceChildren("words ", el("b", { text: first }), mean ? " give words " : " to words ", el("b",
+      { text: second }),
+      mean ? " a share of " : ": at most ", el("b", { "data-read": "tile", text: weightText(mean ? this.source.share(a,
+        b) : this.source.most(a, b)) }));
   }
   listen() { gestures(this); }
 }
@@ -140,8 +150,10 @@ export const named = (sequence, n) => (sequence.tokens ? `${n} ${sequence.label(
 function gestures(map) {
   const { over } = map, pointers = new Map();
   let moved = 0, pinch = null;
-  const spread = () => { const [a, b] = [...pointers.values()]; return Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY); };
-  const middle = () => { const [a, b] = [...pointers.values()]; return { clientX: (a.clientX + b.clientX) / 2, clientY: (a.clientY + b.clientY) / 2 }; };
+  const spread = () => { const [a, b] = [...pointers.values()]; return Math.hypot(a.clientX - b.clientX,
+    a.clientY - b.clientY); };
+  const middle = () => { const [a, b] = [...pointers.values()]; return { clientX: (a.clientX + b.clientX) / 2,
+    clientY: (a.clientY + b.clientY) / 2 }; };
   const on = (name, act, options) => over.addEventListener(name, act, options);
   on("wheel", (event) => {
     const place = map.at(event), out = event.deltaY > 0;
@@ -175,7 +187,8 @@ function gestures(map) {
   });
   const up = (event) => {
     const place = map.at(event);
-    if (pointers.delete(event.pointerId) && event.type === "pointerup" && moved <= 3 && map.inside(place)) choose(map, ...place);
+    if (pointers.delete(event.pointerId) && event.type === "pointerup" && moved <= 3 && map.inside(place)) choose(map,
+      ...place);
     pinch = null;
   };
   on("pointerup", up);
@@ -193,11 +206,14 @@ function choose(map, i, j) {
 
 // Arrows move the mark, and the window with it; plus and minus zoom around it, 0 shows everything, Enter reads the row.
 function mapKey(map, event) {
-  const { view, head } = map, step = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] }[event.key];
-  const side = Math.max(view.i1 - view.i0, view.j1 - view.j0), far = Math.max(1, Math.round(side / 48)) * (event.shiftKey ? 8 : 1);
+  const { view, head } = map, step = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0,
+    -1] }[event.key];
+  const side = Math.max(view.i1 - view.i0, view.j1 - view.j0), far = Math.max(1,
+    Math.round(side / 48)) * (event.shiftKey ? 8 : 1);
   map.cursor ??= [Math.floor((view.i0 + view.i1) / 2), Math.floor((view.j0 + view.j1) / 2)];
   if (step) {
-    const [i, j] = (map.cursor = [clamp(map.cursor[0] + step[0] * far, 0, head.i - 1), clamp(map.cursor[1] + step[1] * far, 0, head.j - 1)]);
+    const [i, j] = (map.cursor = [clamp(map.cursor[0] + step[0] * far, 0, head.i - 1),
+      clamp(map.cursor[1] + step[1] * far, 0, head.j - 1)]);
     const out = (at, from, to) => (at < from ? at - from : at + 1 > to ? at + 1 - to : 0);
     map.move(out(i, view.i0, view.i1), out(j, view.j0, view.j1));
   } else if (["+", "=", "-", "0", "Home", "Enter"].includes(event.key)) {

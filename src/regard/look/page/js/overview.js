@@ -20,7 +20,8 @@ export function overview(page, box) {
   Object.assign(own, page.wantedAtlas);
   page.wantedAtlas = null;
   own.at = own.at && heads.find((one) => one.row === own.at.row && one.head === own.at.head);
-  const message = el("p", { class: "hint" }), cells = el("div", { class: "scroll" }), plot = el("div", { class: "plot" }),
+  const message = el("p", { class: "hint" }), cells = el("div", { class: "scroll" }), plot = el("div",
+    { class: "plot" }),
     peek = el("div", { class: "peek" }), bar = el("div", { class: "controls" });
   const act = {
     look: (one) => { own.at = one; peek.replaceChildren(...peekAt(page, own, one, have)); },
@@ -32,7 +33,8 @@ export function overview(page, box) {
       else if (one.held) addToTray(page, one.held);
     },
     compare: (one) => { own.other = own.other === one || own.at === one ? null : one; act.look(own.at ?? one); },
-    open: (one) => { if (one.held) openHeads(page, page.state.chosen?.includes(one.held.id) ? page.state.chosen : [one.held.id]); },
+    open: (one) => { if (one.held) openHeads(page, page.state.chosen?.includes(one.held.id) ? page.state.chosen
+      : [one.held.id]); },
   };
   const update = () => {
     own.across = Math.max(1, Math.floor((cells.clientWidth + 6) / 86));
@@ -44,7 +46,8 @@ export function overview(page, box) {
     act.look(own.at ?? first);
   };
   const axes = have.length > 1 ? el("div", { class: "controls" }, ...["x", "y"].map((name) =>
-    choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name], (by) => { own[name] = by; update(); }))) : "";
+    choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name],
+      (by) => { own[name] = by; update(); }))) : "";
   box.append(bar, message, el("div", { class: "columns" }, cells, peek), axes, plot,
     behind("Every head", () => [["layer", "head", ...have],
       heads.map((one) => [`${one.index} ${one.layer}`, String(one.head), ...have.map((by) => one.value(by) ?? "–")])]));
@@ -60,13 +63,17 @@ function atlasControls(page, own, have, update) {
   return [
     choice("number", "metric", have.map((by) => [by, by]), own.by, (by) => set({ by })),
     choice("sort by", "sort", orders, own.sort, (sort) => set({ sort, target: own.target ?? 0 })),
-    short && own.sort === "given" && choice("another word", "given", range(cols.length).map((n) => [n, cols.label(n)]), own.target ?? 0,
+    short && own.sort === "given" && choice("another word", "given", range(cols.length).map((n) => [n, cols.label(n)]),
+      own.target ?? 0,
       (n) => set({ target: Number(n) })),
-    short && choice("a cell shows", "cells", [["pattern", "the pattern"], ["row", "the row of the word"]], own.mode, (mode) => set({ mode })),
+    short && choice("a cell shows", "cells", [["pattern", "the pattern"], ["row", "the row of the word"]], own.mode,
+      (mode) => set({ mode })),
     short && (own.mode === "row" || own.sort === "tie" || own.sort === "given") && wordChoice(page),
-    tray.length > 0 && el("button", { class: "chip", "data-key": "open-tray", text: `open ${tray.length === 1 ? "this head" : `these ${tray.length} heads`}`,
+    tray.length > 0 && el("button", { class: "chip", "data-key": "open-tray",
+      text: `open ${tray.length === 1 ? "this head" : `these ${tray.length} heads`}`,
       onclick: () => openHeads(page, tray) }),
-    tray.length > 0 && el("button", { class: "chip quiet", "data-key": "clear-tray", text: "none", onclick: () => page.set({ chosen: null }) }),
+    tray.length > 0 && el("button", { class: "chip quiet", "data-key": "clear-tray", text: "none",
+      onclick: () => page.set({ chosen: null }) }),
   ];
 }
 
@@ -93,7 +100,8 @@ function peekAt(page, own, one, have) {
   return [el("p", {}, el("b", { text: one.name }), other && [" and ", el("b", { text: other.name })]),
     el("dl", {}, have.map(number)), other ? difference(page, one, other) : picture(page, one),
     el("p", { class: "hint", text: hint }),
-    one.held && el("button", { class: "chip", "data-key": "open-head", text: "open this head", onclick: () => openHeads(page, [one.held.id]) }),
+    one.held && el("button", { class: "chip", "data-key": "open-head", text: "open this head",
+      onclick: () => openHeads(page, [one.held.id]) }),
     other && el("button", { class: "chip quiet", "data-key": "no-compare", text: "do not compare",
       onclick: () => { own.other = null; page.refresh(); } })].filter(Boolean);
 }
@@ -107,7 +115,8 @@ function picture(page, one) {
 // Two patterns, and the first minus the second: blue where the first looks more, orange where the second does.
 function difference(page, one, other) {
   const [a, b] = [one.held, other.held], { paint } = page;
-  if (!a || !b || a.stack !== b.stack) return el("p", { class: "hint", text: "Only heads of the same words can be compared." });
+  if (!a || !b || a.stack !== b.stack) return el("p", { class: "hint",
+    text: "Only heads of the same words can be compared." });
   const long = a.stack.long, [m, n] = long ? a.stored.tiles : [a.i, a.j];
   const at = (head, i, j) => (long ? head.stored.most(i, j) : head.at(i, j));
   let most = { by: 0 };
@@ -116,8 +125,10 @@ function difference(page, one, other) {
     if (Math.abs(by) > Math.abs(most.by)) most = { by, i, j };
   }
   const signed = (x) => Math.sign(x) * Math.abs(x) ** 0.6;
-  const { rows, cols } = a.stack, told = most.by && !long ? [el("p", { class: "hint", "data-read": "difference" }, "most: ",
-    word(rows.label(most.i)), " → ", word(cols.label(most.j)), ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
+  const { rows, cols } = a.stack, told = most.by && !long ? [el("p", { class: "hint", "data-read": "difference" },
+    "most: ",
+    word(rows.label(most.i)), " → ", word(cols.label(most.j)),
+      ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
   return el("div", { class: "compare" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
     el("figure", {}, heat(m, n, (i, j) => paint.signed(signed(at(a, i, j) - at(b, i, j)))),
       el("figcaption", { text: "the first minus the second: blue where the first gives more, orange where the second does" }), told));

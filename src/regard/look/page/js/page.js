@@ -81,14 +81,16 @@ export class Page {
   openWindow(head, ...span) {
     const stack = this.addWindow(head.stack, span), [i0, i1] = span, row = this.long?.row ?? this.state.word;
     const one = stack.heads.find((other) => other.base === head);
-    Object.assign(this.state, { stack: stack.n, word: row >= i0 && row < i1 ? row - i0 : 0, chosen: one ? [one.id] : null,
+    Object.assign(this.state, { stack: stack.n, word: row >= i0 && row < i1 ? row - i0 : 0, chosen: one ? [one.id]
+      : null,
       hover: null, target: null, layer: null, cell: null });
     this.frame();
     this.open(stack.same ? "spotlight" : "cross");
   }
   // In a notebook: the frame gets the height of the page, and the page the theme of the notebook.
   inFrame() {
-    const tell = () => parent.postMessage({ regardHeight: Math.ceil(this.root.getBoundingClientRect().height) + 8 }, "*");
+    const tell = () => parent.postMessage({ regardHeight: Math.ceil(this.root.getBoundingClientRect().height) + 8 },
+      "*");
     new ResizeObserver(tell).observe(this.root);
     addEventListener("message", ({ source, data }) => {
       if (source === parent && ["light", "dark"].includes(data?.regardTheme)) this.useTheme(data.regardTheme);
@@ -157,16 +159,20 @@ export class Page {
       el("header", { class: "top" }, el("p", { class: "mark", text: "regard" }),
         el("h1", {}, el("bdi", { text: this.header.title })),
         this.header.about && el("p", { class: "about" }, el("bdi", { text: this.header.about })),
-        shareMenu(this), el("button", { class: "quiet theme", "data-key": "theme", "aria-label": "Change between light and dark",
+        shareMenu(this), el("button", { class: "quiet theme", "data-key": "theme",
+          "aria-label": "Change between light and dark",
           title: "light / dark", onclick: () => this.turn() }, "◐")),
       ...(this.views.length > 1 ? [tabs] : []), ...(this.book?.total > 1 ? [this.tray] : []), this.main, this.foot());
   }
   // The heads that all views show, in their colours; the first one is that of views which show a single head.
   showTray() {
-    const chip = (head, n) => el("button", { class: "pill", "data-key": `tray-${n}`, "aria-current": n === 0 ? "true" : undefined, title: head.name,
-      style: { "--colour": this.colour(n) }, onclick: () => this.set({ chosen: [head.id, ...this.heads.map((one) => one.id).filter((id) => id !== head.id)] }) },
+    const chip = (head, n) => el("button", { class: "pill", "data-key": `tray-${n}`, "aria-current": n === 0 ? "true"
+      : undefined, title: head.name,
+      style: { "--colour": this.colour(n) }, onclick: () => this.set({ chosen: [head.id,
+        ...this.heads.map((one) => one.id).filter((id) => id !== head.id)] }) },
       el("i", { class: "dot", text: LETTERS[n] }), head.name);
-    this.tray.replaceChildren(el("span", { class: "who", text: this.state.chosen ? "heads" : "best heads for the word" }), ...this.heads.map(chip),
+    this.tray.replaceChildren(el("span", { class: "who", text: this.state.chosen ? "heads"
+      : "best heads for the word" }), ...this.heads.map(chip),
       ...(this.state.chosen ? [el("button", { class: "pill quiet", "data-key": "tray-auto", text: "the best again",
         onclick: () => this.set({ chosen: null, layer: null }) })] : []));
   }

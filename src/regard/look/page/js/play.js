@@ -45,7 +45,8 @@ export function play(page, box) {
 function inSlices(page, work) {
   const steps = work(), mine = (page.slices = Symbol("work"));
   const go = () => {
-    for (const end = performance.now() + 8; page.slices === mine && performance.now() < end;) if (steps.next().done) return;
+    for (const end = performance.now() + 8; page.slices === mine
+      && performance.now() < end;) if (steps.next().done) return;
     if (page.slices === mine) setTimeout(go, 0);
   };
   requestAnimationFrame(go);
@@ -92,7 +93,8 @@ function played(page, own) {
   const factor = 2 ** own.power, like = SIMILARITIES[similarity].of, straight = range(q.length);
   const scoresOf = (rows, cols) => {
     const name = String(rows), { orders } = own.scores;
-    if (!orders.has(name)) orders.set(name, once((i) => cols.map((j, m) => (visible(i, m) ? like(q[rows[i]], k[j]) : -Infinity))));
+    if (!orders.has(name)) orders.set(name, once((i) => cols.map((j, m) => (visible(i, m) ? like(q[rows[i]], k[j])
+      : -Infinity))));
     return orders.get(name);
   };
   const attend = (rows, cols) => {
@@ -171,7 +173,8 @@ function playMap(page, w) {
 
 // Shuffle the words and the outputs are shuffled the same way, unless a mask tells places apart.
 function outputs(page, { all: { y }, straight, moved }, own) {
-  const few = 24, size = (row) => { let most = 0; for (const x of row) most = Math.max(most, Math.abs(x)); return most; };
+  const few = 24, size = (row) => { let most = 0; for (const x of row) most = Math.max(most, Math.abs(x)); return most;
+    };
   const gap = Math.max(...y.map((row, n) => size(row.map((x, e) => x - straight(own.order[n])[e]))));
   const exact = gap <= 1e-5 * Math.max(...y.map((_, n) => size(straight(n))));
   const most = Math.max(...y.map((row) => size(row.slice(0, few))));

@@ -33,9 +33,11 @@ export function marks({ i0, i1, j0, j1 }, links, width, height) {
   for (const { i, j } of links) {
     const ring = { cx: (j + 0.5 - j0) * x, cy: (i + 0.5 - i0) * y, link: `${i} ${j}` };
     const inside = ring.cx > 0 && ring.cx < width && ring.cy > 0 && ring.cy < height;
-    if (inside && rings.every((one) => Math.hypot(one.cx - ring.cx, one.cy - ring.cy) > 2 * size + 10)) rings.push(ring);
+    if (inside && rings.every((one) => Math.hypot(one.cx - ring.cx,
+      one.cy - ring.cy) > 2 * size + 10)) rings.push(ring);
   }
-  return rings.map(({ cx, cy, link }) => svg("circle", { class: "ring", cx: LEFT + cx, cy: TOP + cy, r: size, "data-link": link }));
+  return rings.map(({ cx, cy, link }) => svg("circle", { class: "ring", cx: LEFT + cx, cy: TOP + cy, r: size,
+    "data-link": link }));
 }
 
 // The window within the complete matrix.
@@ -46,7 +48,8 @@ export function minimap(view, plane, { i, j }) {
   const part = (from, to, length, pixels) => [(from / length) * pixels, Math.max(3, ((to - from) / length) * pixels)];
   const [[x, width], [y, height]] = [part(view.j0, view.j1, j, size), part(view.i0, view.i1, i, tall)];
   return el("div", { class: "minimap", style: { width: `${size}px`, height: `${tall}px` } }, canvas,
-    svg("svg", { width: size, height: tall, "aria-hidden": "true" }, svg("rect", { class: "marker", x, y, width, height })));
+    svg("svg", { width: size, height: tall, "aria-hidden": "true" }, svg("rect", { class: "marker", x, y, width,
+      height })));
 }
 
 // The way to where one is: all words, and ever smaller windows around the middle of this one.
@@ -55,6 +58,7 @@ export function breadcrumb(view, { i, j }, go) {
   const sizes = [total, ...[65536, 8192, 1024, 128].filter((n) => n < total * 0.7 && n > side * 1.4), Math.round(side)]
     .filter((n, at, all) => n >= side - 1 && all.indexOf(n) === at);
   return sizes.flatMap((n, at) => [at ? el("span", { class: "arrow", text: " › " }) : null,
-    el("button", { class: "crumb", "data-key": `crumb-${at}`, "aria-current": at === sizes.length - 1 ? "true" : undefined,
+    el("button", { class: "crumb", "data-key": `crumb-${at}`, "aria-current": at === sizes.length - 1 ? "true"
+      : undefined,
       text: `${count(n)} words`, onclick: () => go(n) })]).filter(Boolean);
 }

@@ -62,7 +62,8 @@ export function light(page, queries, keys, sheets, i) {
     const ground = weights.length ? `linear-gradient(${weights.map(band).join(", ")})` : "none";
     node.querySelector(".token").style.setProperty("background", ground);
     [".up", ".down"].forEach((side, h) => {
-      const number = (m) => el("span", { style: { color: page.colour(m) } }, lettered && el("sup", { text: LETTERS[m] }),
+      const number = (m) => el("span", { style: { color: page.colour(m) } }, lettered && el("sup",
+        { text: LETTERS[m] }),
         fixed(weights[m], 2));
       node.querySelector(side).replaceChildren(...[h, h + 2].filter((m) => weights[m] >= 0.045).map(number));
     });

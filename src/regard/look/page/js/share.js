@@ -4,24 +4,30 @@ import { el } from "./elements.js";
 import { snapshot } from "./snapshot.js";
 
 // Widths of a picture: the name, and the width in inches; a slide is as wide as most of them.
-const SIZES = { screen: ["as on the screen", null], column: ["a column, 3.3 in", 3.3], page: ["a page, 6.9 in", 6.9], slide: ["a slide, 13.3 in", 13.33] };
+const SIZES = { screen: ["as on the screen", null], column: ["a column, 3.3 in", 3.3], page: ["a page, 6.9 in", 6.9],
+  slide: ["a slide, 13.3 in", 13.33] };
 
 export function shareMenu(page) {
   const own = (page.share ??= { size: "screen" }), message = el("p", { class: "hint", "aria-live": "polite" });
-  const act = (key, text, run) => el("button", { class: "chip", "data-key": key, text, onclick: async () => {
+  const act = (key, text, run) => el("button", { class: "act", "data-key": key, text, onclick: async () => {
     try { message.textContent = await run(); } catch (error) { message.textContent = `That failed: ${error.message}`; }
   } });
-  const size = el("select", { "data-key": "share-size", "aria-label": "Width of the picture", onchange: (e) => { own.size = e.target.value; } },
+  const size = el("select", { "data-key": "share-size", "aria-label": "Width of the picture",
+    onchange: (e) => { own.size = e.target.value; } },
     Object.entries(SIZES).map(([id, [name]]) => el("option", { value: id, text: name })));
   size.value = own.size;
-  const menu = el("details", { class: "share" }, el("summary", { "data-key": "share", text: "Share" }), el("div", { class: "sheet" },
-    el("div", { class: "chips" }, act("copy-link", "copy link", () => copyText(page.link, "The link is copied.")),
+  const menu = el("details", { class: "share" }, el("summary", { "data-key": "share", text: "Share" }), el("div",
+    { class: "sheet" },
+    el("div", { class: "acts" }, act("copy-link", "copy link", () => copyText(page.link, "The link is copied.")),
       act("copy-caption", "copy caption", () => copyText(caption(page), "The caption is copied."))),
-    el("div", { class: "chips" }, size, act("save-svg", "SVG", async () => download(page, "svg", new Blob([svgText(page)], { type: "image/svg+xml" }))),
+    el("div", { class: "acts" }, size, act("save-svg", "SVG", async () => download(page, "svg",
+      new Blob([svgText(page)], { type: "image/svg+xml" }))),
       act("save-png", "PNG, 2×", async () => download(page, "png", await pngOf(svgText(page)))),
-      act("save-csv", "CSV", async () => download(page, "csv", new Blob([`\uFEFF${csvOf(page)}`], { type: "text/csv" })))),
+      act("save-csv", "CSV", async () => download(page, "csv", new Blob([`\uFEFF${csvOf(page)}`],
+        { type: "text/csv" })))),
     message));
-  menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false; menu.querySelector("summary").focus(); } });
+  menu.addEventListener("keydown", (event) => { if (event.key === "Escape") { menu.open = false;
+    menu.querySelector("summary").focus(); } });
   return menu;
 }
 
@@ -37,14 +43,16 @@ async function copyText(text, said) {
 
 function download(page, suffix, blob) {
   const place = page.book ? page.heads.map((head) => head.brief.replace("·", "-")).join("_") : "training";
-  const name = `regard-${page.state.view}-${place}.${suffix}`, link = el("a", { href: URL.createObjectURL(blob), download: name });
+  const name = `regard-${page.state.view}-${place}.${suffix}`, link = el("a", { href: URL.createObjectURL(blob),
+    download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
   return `Saved as ${name}.`;
 }
 
 function svgText(page) {
-  const paper = getComputedStyle(document.body).backgroundColor, picture = snapshot(page.main.querySelector(".view"), caption(page), paper);
+  const paper = getComputedStyle(document.body).backgroundColor, picture = snapshot(page.main.querySelector(".view"),
+    caption(page), paper);
   const inches = SIZES[page.share.size][1];
   if (inches) {
     const [, , width, height] = picture.getAttribute("viewBox").split(" ").map(Number);
@@ -69,7 +77,8 @@ function csvOf(page) {
   const write = page.main.querySelector("details.behind")?.write;
   if (!write) throw new Error("this view has no table");
   const cell = (x) => {
-    const number = typeof x === "number", plain = x instanceof Node ? x.getAttribute("title") ?? x.textContent : String(x);
+    const number = typeof x === "number", plain = x instanceof Node ? x.getAttribute("title") ?? x.textContent
+      : String(x);
     const safe = number || !/^[=+\-@\t\r]/.test(plain) ? plain : `'${plain}`;
     return /[",\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };
@@ -82,7 +91,8 @@ export function caption(page) {
   const { header, book, state } = page, { version, about, command } = header;
   if (!book) return `${header.title}. regard ${version}.`;
   const { rows } = page.stack, heads = page.heads.map((head) => head.name), [head] = page.heads;
-  const whose = state.view === "overview" ? "Attention of every head" : state.view === "long" || state.view === "square" ? `Attention in ${heads.join(" and ")}`
+  const whose = state.view === "overview" ? "Attention of every head" : state.view === "long" || state.view === "square"
+    ? `Attention in ${heads.join(" and ")}`
     : `Attention of “${rows.label(state.word)}” in ${heads.join(" and ")}`;
   const word = page.stack.window ? state.word + page.stack.window[0] : state.word;
   const place = head && (head.layer.name ? { layer: head.layer.index, head: head.head } : { head: head.head });

@@ -5,7 +5,8 @@ const NAMESPACE = "http://www.w3.org/2000/svg";
 const SHEET = globalThis.document?.implementation.createDocument(NAMESPACE, "svg", null);
 const LEFT_OUT = ".controls, .behind, .hint, .quiet, .map-below .crumbs, .hidden, select, input, [hidden]";
 // What of a computed style an element of a drawing needs when the style sheet is gone.
-const DRAWN = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "opacity", "font-family",
+const DRAWN = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "opacity",
+  "font-family",
   "font-size", "font-weight", "font-style", "text-anchor", "dominant-baseline"];
 
 export function snapshot(root, caption, paper) {
@@ -17,13 +18,15 @@ export function snapshot(root, caption, paper) {
   out.append(ground);
   drawNode(root, pen);
   const tall = Math.ceil((pen.bottom ?? frame.bottom) - frame.top + 24);
-  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${tall}`, width, height: tall })) out.setAttribute(name, value);
+  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${tall}`, width,
+    height: tall })) out.setAttribute(name, value);
   return out;
 }
 
 function svgNode(tag, attributes) {
   const node = SHEET.createElementNS(NAMESPACE, tag);
-  for (const [name, value] of Object.entries(attributes)) if (value !== undefined && value !== null) node.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) if (value !== undefined
+    && value !== null) node.setAttribute(name, value);
   return node;
 }
 function svgLabel(tag, content, attributes = {}) {
@@ -42,7 +45,8 @@ function colourReader() {
       ctx.fillStyle = colour;
       ctx.fillRect(0, 0, 1, 1);
       const [r, g, b, a] = ctx.getImageData(0, 0, 1, 1).data;
-      cache.set(colour, { fill: `#${[r, g, b].map((x) => x.toString(16).padStart(2, "0")).join("")}`, opacity: a / 255 });
+      cache.set(colour, { fill: `#${[r, g, b].map((x) => x.toString(16).padStart(2, "0")).join("")}`,
+        opacity: a / 255 });
     }
     return cache.get(colour);
   };
@@ -61,29 +65,37 @@ function drawNode(node, pen) {
   for (const child of node.childNodes) drawNode(child, pen);
 }
 
-const placeOf = (box, pen) => ({ x: twoDigits(box.left - pen.x), y: twoDigits(box.top - pen.y), width: twoDigits(box.width), height: twoDigits(box.height) });
+const placeOf = (box, pen) => ({ x: twoDigits(box.left - pen.x), y: twoDigits(box.top - pen.y),
+  width: twoDigits(box.width), height: twoDigits(box.height) });
 
 function drawGround(style, box, pen) {
-  const rx = Math.min(parseFloat(style.borderTopLeftRadius), box.height / 2) || undefined, plain = pen.colour(style.backgroundColor);
-  if (plain.opacity) pen.out.append(svgNode("rect", { ...placeOf(box, pen), rx, fill: plain.fill, "fill-opacity": twoDigits(plain.opacity) }));
+  const rx = Math.min(parseFloat(style.borderTopLeftRadius), box.height / 2) || undefined,
+    plain = pen.colour(style.backgroundColor);
+  if (plain.opacity) pen.out.append(svgNode("rect", { ...placeOf(box, pen), rx, fill: plain.fill,
+    "fill-opacity": twoDigits(plain.opacity) }));
   if (!style.backgroundImage.startsWith("linear-gradient(")) return;
   // Bands of one colour each, from a share of the height to another one; a band is two stops or one with two places.
   const stops = [...style.backgroundImage.matchAll(/((?:rgba?|color|oklab|oklch)\([^()]*\)) ([\d.]+)%(?: ([\d.]+)%)?/g)];
   for (let n = 0; n < stops.length; n++) {
     const [, colour, from] = stops[n], to = stops[n][3] ?? stops[++n]?.[2] ?? from;
     const { fill, opacity } = pen.colour(colour), { x, y, width, height } = placeOf(box, pen);
-    if (opacity) pen.out.append(svgNode("rect", { x, width, y: twoDigits(y + (from / 100) * height), height: twoDigits(((to - from) / 100) * height), fill, "fill-opacity": twoDigits(opacity) }));
+    if (opacity) pen.out.append(svgNode("rect", { x, width, y: twoDigits(y + (from / 100) * height),
+      height: twoDigits(((to - from) / 100) * height), fill, "fill-opacity": twoDigits(opacity) }));
   }
 }
 
 function drawFrame(style, box, pen) {
-  const rx = Math.min(parseFloat(style.borderTopLeftRadius), box.height / 2) || undefined, ring = style.boxShadow.match(/^((?:rgba?|color)\([^()]*\)) 0px 0px 0px ([\d.]+)px/);
+  const rx = Math.min(parseFloat(style.borderTopLeftRadius), box.height / 2) || undefined,
+    ring = style.boxShadow.match(/^((?:rgba?|color)\([^()]*\)) 0px 0px 0px ([\d.]+)px/);
   const stroke = (colour, thick, grow) => {
-    const { fill, opacity } = pen.colour(colour), place = placeOf({ left: box.left - grow, top: box.top - grow, width: box.width + 2 * grow, height: box.height + 2 * grow }, pen);
-    if (opacity) pen.out.append(svgNode("rect", { ...place, rx, fill: "none", stroke: fill, "stroke-width": thick, "stroke-opacity": twoDigits(opacity) }));
+    const { fill, opacity } = pen.colour(colour), place = placeOf({ left: box.left - grow, top: box.top - grow,
+      width: box.width + 2 * grow, height: box.height + 2 * grow }, pen);
+    if (opacity) pen.out.append(svgNode("rect", { ...place, rx, fill: "none", stroke: fill, "stroke-width": thick,
+      "stroke-opacity": twoDigits(opacity) }));
   };
   if (ring) stroke(ring[1], Number(ring[2]), Number(ring[2]) / 2);
-  const sides = ["Top", "Right", "Bottom", "Left"].map((side) => (style[`border${side}Style`] === "none" ? 0 : parseFloat(style[`border${side}Width`])));
+  const sides = ["Top", "Right", "Bottom", "Left"].map((side) => (style[`border${side}Style`] === "none" ? 0
+    : parseFloat(style[`border${side}Width`])));
   if (sides.every((width) => width > 0)) stroke(style.borderTopColor, sides[0], -sides[0] / 2);
 }
 
@@ -97,21 +109,26 @@ function drawText(node, pen) {
     const box = range.getClientRects()[0];
     if (!box || !box.width) continue;
     const line = lines.at(-1);
-    if (line && Math.abs(line.box.top - box.top) < 2) { line.text += node.data[n]; line.left = Math.min(line.left, box.left); line.right = Math.max(line.right, box.right); }
+    if (line && Math.abs(line.box.top - box.top) < 2) { line.text += node.data[n]; line.left = Math.min(line.left,
+      box.left); line.right = Math.max(line.right, box.right); }
     else lines.push({ text: node.data[n], box, left: box.left, right: box.right });
   }
   const { fill, opacity } = pen.colour(style.color), size = parseFloat(style.fontSize), rtl = style.direction === "rtl";
   for (const line of lines) {
     const baseline = line.box.top + line.box.height / 2 + 0.33 * size;
-    pen.out.append(svgLabel("text", line.text, { x: twoDigits((line.left + line.right) / 2 - pen.x), y: twoDigits(baseline - pen.y), "text-anchor": "middle", fill,
-      "fill-opacity": opacity < 1 ? twoDigits(opacity) : undefined, "font-family": style.fontFamily.replaceAll('"', "'"), "font-size": twoDigits(size),
-      "font-weight": style.fontWeight === "400" ? undefined : style.fontWeight, "font-style": style.fontStyle === "normal" ? undefined : style.fontStyle,
+    pen.out.append(svgLabel("text", line.text, { x: twoDigits((line.left + line.right) / 2 - pen.x),
+      y: twoDigits(baseline - pen.y), "text-anchor": "middle", fill,
+      "fill-opacity": opacity < 1 ? twoDigits(opacity) : undefined, "font-family": style.fontFamily.replaceAll('"',
+        "'"), "font-size": twoDigits(size),
+      "font-weight": style.fontWeight === "400" ? undefined : style.fontWeight,
+        "font-style": style.fontStyle === "normal" ? undefined : style.fontStyle,
       direction: rtl ? "rtl" : undefined, "xml:space": "preserve" }));
   }
 }
 
 function drawCanvas(canvas, box, pen) {
-  pen.out.append(svgNode("image", { ...placeOf(box, pen), href: canvas.toDataURL("image/png"), preserveAspectRatio: "none",
+  pen.out.append(svgNode("image", { ...placeOf(box, pen), href: canvas.toDataURL("image/png"),
+    preserveAspectRatio: "none",
     "image-rendering": "pixelated" }));
 }
 
@@ -122,11 +139,14 @@ function drawSvg(node, box, pen) {
     const style = getComputedStyle(one);
     for (const name of DRAWN) {
       const value = style.getPropertyValue(name);
-      if (value && value !== "none" && value !== "normal") copies[n].setAttribute(name, /^(rgb|color)/.test(value) ? pen.colour(value).fill : value.replaceAll('"', "'"));
+      if (value && value !== "none" && value !== "normal") copies[n].setAttribute(name, /^(rgb|color)/.test(value)
+        ? pen.colour(value).fill : value.replaceAll('"', "'"));
       else if (name === "fill") copies[n].setAttribute("fill", "none");
     }
-    for (const name of ["class", "style", "tabindex", "data-key", "data-link", "data-head", "aria-hidden", "aria-label", "role"]) copies[n].removeAttribute(name);
+    for (const name of ["class", "style", "tabindex", "data-key", "data-link", "data-head", "aria-hidden", "aria-label",
+      "role"]) copies[n].removeAttribute(name);
   });
-  for (const [name, value] of Object.entries({ x, y, width, height, overflow: "visible" })) copy.setAttribute(name, value);
+  for (const [name, value] of Object.entries({ x, y, width, height, overflow: "visible" })) copy.setAttribute(name,
+    value);
   pen.out.append(copy);
 }

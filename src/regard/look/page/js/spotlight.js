@@ -53,7 +53,8 @@ function headline(page, hero, sheets, i) {
     const tie = key === null ? [word(rows.names[i]), el("span", { class: "nothing", text: " looks at nothing" })]
       : [word(rows.names[i]), el("span", { class: "arrow", text: " → " }), word(cols.names[key]), " ",
         el("b", { class: "weight", text: fixed(w[i][key], 2) })];
-    return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot", text: sheets.length > 2 ? LETTERS[n] : "" }),
+    return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot", text: sheets.length > 2
+      ? LETTERS[n] : "" }),
       el("span", { class: "tie" }, tie), " ", el("span", { class: "who" }, who, rest));
   }));
   if (!sheets.length) hero.append(el("p", {}, el("span", { class: "who", text: "No head is on. Choose one below." })));

@@ -33,11 +33,13 @@ export function square(page, box) {
 // Cells on a canvas; names, row sums and the marked row and column above it.
 function matrix(page, stage, sheet) {
   const { rows, cols, w } = sheet, { paint } = page, { fit } = page.state,
-    most = fit ? Math.max(...w.map((row) => row[largest(row)])) || 1 : 1, [m, n] = [rows.labels.length, cols.labels.length];
+    most = fit ? Math.max(...w.map((row) => row[largest(row)])) || 1 : 1, [m, n] = [rows.labels.length,
+      cols.labels.length];
   const letters = (labels) => clamp(Math.max(...labels.slice(0, 60).map((x) => x.length)), 2, 12) * 7.6 + 12;
   const [left, top, right] = [letters(rows.labels), letters(cols.labels), 78];
   const tall = Math.max(360, innerHeight - top - 120);
-  const cell = clamp(Math.min(stage.clientWidth - left - right, Math.max(tall, 24 * m)) / n, 1, 56), [width, height] = [cell * n, cell * m];
+  const cell = clamp(Math.min(stage.clientWidth - left - right, Math.max(tall, 24 * m)) / n, 1, 56), [width,
+    height] = [cell * n, cell * m];
   const canvas = heat(m, n, (i, j) => paint.tint(shade(w[i][j], most)));
   for (const [name, size] of Object.entries({ left, top, width, height })) canvas.style.setProperty(name, `${size}px`);
   const place = { left, top, cell, width, height };

@@ -7,7 +7,8 @@ export class Stored {
   constructor(head) {
     const { header, layer: { long, held } } = head, n = held.indexOf(head.head), [r, c] = long.tiles;
     const part = (name, size) => header.array(long[name]).subarray(n * size, (n + 1) * size);
-    Object.assign(this, { head, rows: long.rows, tiles: long.tiles, map: part("pool", r * c), largest: part("max", r * c),
+    Object.assign(this, { head, rows: long.rows, tiles: long.tiles, map: part("pool", r * c), largest: part("max",
+      r * c),
       held: long.exact === undefined ? null : part("exact", long.rows.length * head.j), why: long.why });
     Object.assign(this, { entropy: part("entropy", head.i), peak: part("peak", head.i), peakAt: part("peak_at", head.i),
       received: part("received", head.j), settled: long.settled, exact: null, promise: null });
@@ -24,7 +25,8 @@ export class Stored {
   // where all tiles are alike, their small differences must not look like structure.
   get scale() {
     if (this._scale) return this._scale;
-    const [r, c] = this.tiles, all = Float32Array.from({ length: r * c }, (_, n) => this.share(Math.floor(n / c), n % c));
+    const [r, c] = this.tiles, all = Float32Array.from({ length: r * c }, (_, n) => this.share(Math.floor(n / c),
+      n % c));
     const visible = all.filter((x) => x > 0).sort(), most = visible[Math.floor(0.998 * (visible.length - 1))] || 1;
     return (this._scale = Math.max(most, (4 * sum(visible)) / Math.max(1, visible.length)));
   }

@@ -17,9 +17,13 @@ export class Tiles {
     if (!fit) return 1;
     if (mode === "mean" && !this.isExact(view)) return this.source.scale;
     const [r, c] = this.source.tiles, { i, j } = this.source.head;
+    // The first rows of a causal text see few words and give each of them much: they do not fix the scale of the others.
+    const settled = Math.ceil((this.source.settled / i) * r), first = Math.floor((view.i0 / i) * r);
     let most = 0;
-    for (let a = Math.floor((view.i0 / i) * r); a < Math.min(r, (view.i1 / i) * r); a++) {
-      for (let b = Math.floor((view.j0 / j) * c); b < Math.min(c, (view.j1 / j) * c); b++) most = Math.max(most, this.source.most(a, b));
+    for (let a = view.i1 > 2 * this.source.settled ? Math.max(first, settled) : first; a < Math.min(r,
+      (view.i1 / i) * r); a++) {
+      for (let b = Math.floor((view.j0 / j) * c); b < Math.min(c, (view.j1 / j) * c); b++) most = Math.max(most,
+        this.source.most(a, b));
     }
     return most || 1;
   }
@@ -28,7 +32,8 @@ export class Tiles {
     ctx.imageSmoothingEnabled = false;
     const { i, j } = this.source.head, [r, c] = this.source.tiles;
     const plane = this.plane(mode, exact ? this.scale(view, mode, fit) : scale);
-    ctx.drawImage(plane, (view.j0 / j) * c, (view.i0 / i) * r, ((view.j1 - view.j0) / j) * c, ((view.i1 - view.i0) / i) * r,
+    ctx.drawImage(plane, (view.j0 / j) * c, (view.i0 / i) * r, ((view.j1 - view.j0) / j) * c,
+      ((view.i1 - view.i0) / i) * r,
       0, 0, canvas.width, canvas.height);
     this.queue = [];
     if (exact) this.drawExact(ctx, canvas, view, mode, scale);
@@ -46,11 +51,13 @@ export class Tiles {
     return this.planes.get(key);
   }
   drawExact(ctx, canvas, view, mode, scale) {
-    const { i, j } = this.source.head, [x, y] = [canvas.width / (view.j1 - view.j0), canvas.height / (view.i1 - view.i0)];
+    const { i, j } = this.source.head, [x, y] = [canvas.width / (view.j1 - view.j0),
+      canvas.height / (view.i1 - view.i0)];
     // So many words become one cell, at least a pixel large, that shows the largest of their weights: none vanishes.
     const pool = clamp(2 ** Math.ceil(Math.log2(1 / Math.min(x, y))), 1, 64);
     const middle = [(view.i0 + view.i1) / 2 / SIDE, (view.j0 + view.j1) / 2 / SIDE];
-    for (let a = Math.floor(view.i0 / SIDE); a * SIDE < view.i1; a++) for (let b = Math.floor(view.j0 / SIDE); b * SIDE < view.j1; b++) {
+    for (let a = Math.floor(view.i0 / SIDE); a * SIDE < view.i1; a++) for (let b = Math.floor(view.j0 / SIDE);
+      b * SIDE < view.j1; b++) {
       const key = `${a} ${b}`, weights = this.made.get(key);
       const [rows, cols] = [Math.min(SIDE, i - a * SIDE), Math.min(SIDE, j - b * SIDE)];
       if (rows <= 0 || cols <= 0) continue;

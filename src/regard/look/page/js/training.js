@@ -49,7 +49,8 @@ function trainingStrip(page, { what, heads, values }) {
     el("div", { class: "named" }, rowNames(heads, height), canvas),
     el("p", { class: "ends" }, el("span", { text: `step ${count(steps[0])}` }),
       el("span", { text: `step ${count(steps[n - 1])}` })),
-    el("p", { class: "legend", "aria-hidden": "true" }, near(low), heat(1, 64, (_, c) => paint.tint(c / 63)), near(high)),
+    el("p", { class: "legend", "aria-hidden": "true" }, near(low), heat(1, 64, (_, c) => paint.tint(c / 63)),
+      near(high)),
     el("div", { class: "controls" }, menu), message, curve,
     behind(title, () => [["step", ...heads.map(([layer, head]) => `${layer} · ${head}`)],
       steps.map((step, c) => [count(step), ...heads.map((_, h) => numbers[h * n + c])])]));

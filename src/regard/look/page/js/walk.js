@@ -125,7 +125,8 @@ function stepsToWeights(page, steps, t, picked, onpick) {
   // A signed bar under every score: which is large is seen before it is read.
   const mark = (v, most) => el("i", { class: v < 0 ? "score minus" : "score", style: { "--w": `${Number.isFinite(v)
     ? (100 * Math.abs(v)) / most : 0}%` } });
-  const numbers = (x) => { const most = size(x); return x.map((v) => el("td", { class: v === -Infinity ? "masked" : "" },
+  const numbers = (x) => { const most = size(x); return x.map((v) => el("td", { class: v === -Infinity ? "masked"
+    : "" },
     fixed(v, 2), mark(v, most))); };
   const largestProduct = steps.raw ? size(steps.raw) : 1;
   const product = (x, j) => el("td", {}, el("button", {

@@ -5,11 +5,13 @@ import { range } from "./numbers.js";
 
 class WindowHead extends Head {
   constructor(base, stack, id, [i0, j0]) {
-    super(base.header, { ...base.layer, mask_name: base.stored.exact.lo ? "the mask" : undefined, scale: base.stored.exact.scale,
+    super(base.header, { ...base.layer, mask_name: base.stored.exact.lo ? "the mask" : undefined,
+      scale: base.stored.exact.scale,
       d: base.stored.exact.d, score: "dot product" }, base.place, base.head, base.n, stack, id);
     Object.assign(this, { base, from: [i0, j0], exact: base.stored.exact });
   }
-  get w() { return (this._w ??= this.exact.block(this.from[0], this.from[0] + this.i, this.from[1], this.from[1] + this.j)); }
+  get w() { return (this._w ??= this.exact.block(this.from[0], this.from[0] + this.i, this.from[1],
+    this.from[1] + this.j)); }
   visible(i, j) { return this.exact.visible(this.from[0] + i, this.from[1] + j); }
   part() { return null; }
   vectors(name) {
@@ -21,7 +23,8 @@ class WindowHead extends Head {
 
 // A stack of some rows and keys of a long one, with its heads that are exact. Equal rows and keys are one sentence.
 export function windowStack(book, base, n, [i0, i1, j0, j1]) {
-  const same = base.same && i0 === j0 && i1 === j1, rows = part(base.rows, i0, i1), cols = same ? rows : part(base.cols, j0, j1);
+  const same = base.same && i0 === j0 && i1 === j1, rows = part(base.rows, i0, i1), cols = same ? rows : part(base.cols,
+    j0, j1);
   const stack = { ...base, n, same, long: false, rows, cols, heads: [], window: [i0, i1, j0, j1], base };
   const exact = base.heads.filter((head) => head.stored.exact);
   stack.heads = exact.map((head, m) => new WindowHead(head, stack, book.heads.length + m, [i0, j0]));
@@ -30,9 +33,11 @@ export function windowStack(book, base, n, [i0, i1, j0, j1]) {
 
 function part(sequence, from, to) {
   const inside = (places) => new Set([...places].filter((n) => n >= from && n < to).map((n) => n - from));
-  const words = sequence.words?.filter(([a, b]) => a >= from && b <= to).map(([a, b, label]) => [a - from, b - from, label]);
+  const words = sequence.words?.filter(([a, b]) => a >= from && b <= to).map(([a, b, label]) => [a - from, b - from,
+    label]);
   const covered = words && words.reduce((sum, [a, b]) => sum + b - a, 0) === to - from;
-  return { ...sequence, length: to - from, tokens: sequence.tokens?.slice(from, to) ?? null, words: covered ? words : null,
+  return { ...sequence, length: to - from, tokens: sequence.tokens?.slice(from, to) ?? null, words: covered ? words
+    : null,
     special: inside(sequence.special), unknown: inside(sequence.unknown), patches: 0,
     label: (n) => sequence.label(from + n) };
 }
