@@ -134,7 +134,17 @@ def test_every_page_is_in_the_navigation():
 
 
 @pytest.mark.parametrize(
-    "module", ["regard", "regard.nn", "regard.learn", "regard.look", "regard.recorder", "regard.kv", "regard.losses"]
+    "module",
+    [
+        "regard",
+        "regard.nn",
+        "regard.learn",
+        "regard.look",
+        "regard.recorder",
+        "regard.kv",
+        "regard.losses",
+        "regard.distributed",
+    ],
 )
 def test_every_public_name_is_documented_and_in_the_reference(module):
     listed = re.findall(r"^::: (\S+)$", "".join((ROOT / "docs" / page).read_text() for page in PAGES), flags=re.M)

@@ -70,3 +70,19 @@ def test_questions_about_complete_rows_are_refused(ranks) -> None:
     for texts in ranks.run(2, "support.rank_cases.complete_rows"):
         assert len(texts) == 5, texts
         assert all("complete rows are not computed over ranks yet" in text for text in texts)
+
+
+def test_a_matrix_over_ranks_has_the_methods_of_any_other(ranks) -> None:
+    for rank, seen in enumerate(ranks.run(2, "support.rank_cases.other_methods")):
+        assert seen["shape"] == (2, 8, 8)
+        assert seen["repr"].startswith(f"ShardedWeights(rank {rank} of 2, 2×8×8, ScaledDot(), causal(),")
+        assert f"ranks: 2; rank {rank} has 4 of 8 rows and 4 of 8 keys" in seen["explained"]
+        assert "without values" in seen["explained"]
+        assert seen["word"]
+        assert seen["head"]
+        assert seen["cached"], "a cached result needs no message"
+        assert seen["double"] == torch.float64
+        assert not seen["detached"]
+        # Under a causal mask the first rank sends its four keys, 2 heads × 5 floats each, and the last rank none.
+        texts = seen["sent"] - (4 * 2 * 5 * 4 if rank == 0 else 0)
+        assert 0 < texts < 1500

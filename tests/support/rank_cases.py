@@ -240,3 +240,25 @@ def complete_rows(group: Any, rank: int, world: int) -> list[str]:
         except NotImplementedError as error:
             texts.append(str(error))
     return texts
+
+
+def other_methods(group: Any, rank: int, world: int) -> dict[str, Any]:
+    """What is asked of a matrix beside its numbers; each rank has four of the positions."""
+    q = torch.randn(2, 4, 5, requires_grad=True)
+    W = regard.weights(q, mask=regard.causal(), mesh=Shards(group, timeout=100))
+    words = [f"w{n}" for n in range(4 * world)]
+    labelled, double = W.label(words), W.to(torch.float64)
+    before = W._plan.ranks.bytes_sent
+    W.entropy()
+    sent = W._plan.ranks.bytes_sent - before
+    W.detach().entropy()
+    again = W.detach()
+    first = again.lse()
+    before = again._plan.ranks.bytes_sent
+    quiet = torch.equal(first, again.lse()) and again._plan.ranks.bytes_sent == before
+    return {
+        "repr": repr(W), "explained": W.explain("entropy", "received", topk=2), "shape": tuple(W.shape),
+        "word": torch.equal(labelled["w1", "w0"], W[..., 1, 0]), "double": double.entropy().dtype,
+        "head": torch.equal(W[1].entropy(), W.entropy()[1]), "detached": W.detach().entropy().requires_grad,
+        "cached": quiet, "sent": sent,
+    }  # fmt: skip

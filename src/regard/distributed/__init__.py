@@ -3,10 +3,11 @@
 Masks, ALiBi and distances are in global positions, so that every split gives the same results.
 """
 
-from .build import shard_weights
-from .dtensors import DTensorWeights, dtensor_weights
+from .build import shard_weights as shard_weights
+from .dtensors import DTensorWeights
+from .dtensors import dtensor_weights as dtensor_weights
 from .sharded import ShardedWeights
 from .shards import Shards, zigzag
 from .transport import RankError
 
-__all__ = ["DTensorWeights", "RankError", "ShardedWeights", "Shards", "dtensor_weights", "shard_weights", "zigzag"]
+__all__ = ["DTensorWeights", "RankError", "ShardedWeights", "Shards", "zigzag"]
