@@ -182,7 +182,6 @@ BUGS = [
     Bug("spans: segments are counted from 1", "core/arguments.py", "count = int(segments.max()) + 1 if n else 0", "count = int(segments.max()) if n else 0", ("spans",)),
     # core/row_stats.py and core/head_reduction.py: heads together, distances, patterns.
     Bug("heads: the log of a mean is that of the sum", "core/row_sources.py", "x.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log()", "x.masked_fill(~counts, -torch.inf)", ("row statistics",)),
-    Bug("heads: a head of weight 0 counts in the log", "core/row_sources.py", "counts = shares > 0", "counts = shares >= 0", ("row statistics",)),
     Bug("heads: a mean over all groups", "core/head_reduction.py", ".sum(-1, keepdim=True)).flatten()", ".sum()).flatten()", ("row statistics",)),
     Bug("heads: the entropy leaves the sink out", "core/row_stats.py", "return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)", "return rows", ("row statistics",)),
     Bug("heads: keys of the largest count from the strip", "core/row_stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
