@@ -172,7 +172,6 @@ BUGS = [
     Bug("comparison: the sink is no outcome", "core/comparison.py", "if p.log_sink is not None or q.log_sink is not None:", "if False:", ("comparison",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/spans.py: tiles and cells of complete rows.
-    Bug("spans: a maximum that two strips share counts twice", "core/strips.py", "larger = value > held", "larger = value >= held", ("spans",)),
     Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
     Bug("spans: a strip takes all of the gradient of an lse", "core/strips.py", "        return g * share\n", "        return g\n", ("spans",)),
     Bug("spans: a strip forgets where it begins", "core/spans.py", "x = x.narrow(dim, start - part.start, stop - start)", "x = x.narrow(dim, 0, stop - start)", ("spans",)),
