@@ -204,3 +204,9 @@ def test_errors_say_what_must_hold() -> None:
     rows = regard.weights(twice).kl(regard.weights(2 * twice))
     with pytest.raises(NotImplementedError, match="first derivatives"):
         torch.autograd.grad(rows.sum(), twice, create_graph=True)
+
+
+def test_each_matrix_keeps_its_own_alignment(strips: None) -> None:
+    q, k, score = draw(2, 3, 4), draw(2, 5, 4), regard.ScaledDot().alibi(torch.tensor([0.5, 1.0]).double())
+    p, other = (regard.weights(q, k, score=score, align=align) for align in ("start", "end"))
+    torch.testing.assert_close(p.kl(other), kl(p.dense(), other.dense()))

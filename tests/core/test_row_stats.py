@@ -199,3 +199,8 @@ def test_matrices_without_rows_or_keys_answer_with_nothing(i: int, j: int) -> No
     assert W.pool_blocks(2, 2, by="max").shape == (2, -(-i // 2), -(-j // 2))
     assert not W.cover(0.5, 1, 1).any()
     assert W.segment_mass([slice(0, 1)]).shape == (2, i, 1)
+
+
+def test_the_largest_in_a_window_name_their_keys(strips: None) -> None:
+    W = regard.weights(draw(3, 6, 4), mask=regard.window(1, 0))  # the strip of a late row begins at a late key
+    assert torch.equal(W.reduce_heads("mean").topk(1).indices.squeeze(-1), W.dense().mean(0).argmax(-1))

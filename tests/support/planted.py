@@ -175,7 +175,6 @@ BUGS = [
     Bug("comparison: the sink is no outcome", "core/comparison.py", "if p.log_sink is not None or q.log_sink is not None:", "if False:", ("comparison",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/spans.py: tiles and cells of complete rows.
-    Bug("spans: a maximum that two strips share counts twice", "core/strips.py", "larger = value > held", "larger = value >= held", ("spans",)),
     Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
     Bug("spans: a strip takes all of the gradient of an lse", "core/strips.py", "        return g * share\n", "        return g\n", ("spans",)),
     Bug("spans: a strip forgets where it begins", "core/spans.py", "x = x.narrow(dim, start - part.start, stop - start)", "x = x.narrow(dim, 0, stop - start)", ("spans",)),
@@ -185,7 +184,6 @@ BUGS = [
     Bug("spans: segments are counted from 1", "core/arguments.py", "count = int(segments.max()) + 1 if n else 0", "count = int(segments.max()) if n else 0", ("spans",)),
     # core/row_stats.py and core/head_reduction.py: heads together, distances, patterns.
     Bug("heads: the log of a mean is that of the sum", "core/row_sources.py", "x.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log()", "x.masked_fill(~counts, -torch.inf)", ("row statistics",)),
-    Bug("heads: a head of weight 0 counts in the log", "core/row_sources.py", "counts = shares > 0", "counts = shares >= 0", ("row statistics",)),
     Bug("heads: a mean over all groups", "core/head_reduction.py", ".sum(-1, keepdim=True)).flatten()", ".sum()).flatten()", ("row statistics",)),
     Bug("heads: the entropy leaves the sink out", "core/row_stats.py", "return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)", "return rows", ("row statistics",)),
     Bug("heads: keys of the largest count from the strip", "core/row_stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
