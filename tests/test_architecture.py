@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,12 @@ import regard
 from support import planted
 
 ROOT = Path(regard.__file__).parent
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
 
 #: Each part of the package and the parts it may import: a module of `core`, or a whole package. A part never imports one above it.
 ARROWS: dict[str, set[str]] = {
@@ -124,7 +131,7 @@ def imports(path: Path) -> set[str]:
     """The parts of the package that a file imports from when it runs; type checkers alone may look upwards."""
     package = ["regard", *path.relative_to(ROOT).parts[:-1]]
     parts: set[str] = set()
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     typing_only = {
         inner
         for node in ast.walk(tree)
@@ -178,7 +185,7 @@ def test_every_part_has_its_arrows() -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_module_has_a_docstring(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{path.name} has no docstring"
+    assert ast.get_docstring(parsed(path)), f"{path.name} has no docstring"
 
 
 HEAVY = (
@@ -307,13 +314,13 @@ def test_roleless_names_are_found_wherever_they_stand() -> None:
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_name_says_its_role(path: Path) -> None:
-    assert not identifiers(ast.parse(path.read_text())) & ROLELESS
+    assert not identifiers(parsed(path)) & ROLELESS
 
 
 def test_no_class_name_stands_for_two_classes() -> None:
     homes: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
@@ -327,10 +334,7 @@ NODE_FILES = (
 #: Base classes: an argument of a user or a field of a file is checked against them.
 BASES = {"Mask", "Score", "Modifier", "SimilarityKernel"}
 NODES = {
-    node.name
-    for file in NODE_FILES
-    for node in ast.walk(ast.parse((ROOT / file).read_text()))
-    if isinstance(node, ast.ClassDef)
+    node.name for file in NODE_FILES for node in ast.walk(parsed(ROOT / file)) if isinstance(node, ast.ClassDef)
 } - BASES
 
 
@@ -357,7 +361,7 @@ def test_type_switches_are_found() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_masks_and_scores_are_asked_by_methods(path: Path) -> None:
     if str(path.relative_to(ROOT)) not in NODE_FILES:
-        assert not type_switches(ast.parse(path.read_text())), "give the class a method or an attribute"
+        assert not type_switches(parsed(path)), "give the class a method or an attribute"
 
 
 #: Packages whose docstrings still name their imports. This list only shrinks.
@@ -371,7 +375,7 @@ SAY_NO_IMPORTS = [
 
 @pytest.mark.parametrize("path", SAY_NO_IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_module_may_import_is_not_said_in_words(path: Path) -> None:
-    assert "Imports " not in (ast.get_docstring(ast.parse(path.read_text())) or "")
+    assert "Imports " not in (ast.get_docstring(parsed(path)) or "")
 
 
 @pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -16,6 +17,12 @@ import regard
 ROOT = Path(regard.__file__).parent
 DESIGN = (Path(__file__).parent.parent / "DESIGN.md").read_text()
 FILES = sorted(ROOT.rglob("*.py"))
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
 
 #: Empty dicts of modules that are filled at import and hold no results.
 REGISTRIES = {"_MASK_FUNCTIONS", "_NODES", "STORABLE", "_HEALTH", "_originals", "forced"}
@@ -71,12 +78,12 @@ h = weakref.WeakKeyDictionary()
 @pytest.mark.parametrize("path", FILES, ids=module)
 def test_every_cache_is_in_the_table(path: Path) -> None:
     table = section("Caches")
-    for name in caches(ast.parse(path.read_text())):
+    for name in caches(parsed(path)):
         assert f"`{module(path)}.{name}`" in table, f"DESIGN's table of caches lacks `{module(path)}.{name}`"
 
 
 def test_every_cache_of_the_table_exists() -> None:
-    there = {f"{module(path)}.{name}" for path in FILES for name in caches(ast.parse(path.read_text()))}
+    there = {f"{module(path)}.{name}" for path in FILES for name in caches(parsed(path))}
     rows = re.findall(r"`((?!tests/)[a-z_]+/[\w/]+\.[\w.]+)`", section("Caches"))
     assert rows
     by_hand = {"core/result_cache.ResultCache", "recorder/calls.MaskCache", "nn/positions.Rotary.table"}
@@ -118,14 +125,14 @@ def test_private_names_are_found() -> None:
 
 
 def test_private_names_are_used_only_where_the_table_says() -> None:
-    used = {module(path) for path in FILES if private_names(ast.parse(path.read_text()))}
+    used = {module(path) for path in FILES if private_names(parsed(path))}
     assert used == set(re.findall(r"^\| `([\w/]+)` \|", section("Private names"), flags=re.M))
 
 
 def test_private_names_are_looked_up_when_they_are_used() -> None:
     """At import a private name is read by getattr with a default: a PyTorch without it still loads a recording."""
     for path in FILES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 continue
             read = [inner for inner in ast.walk(node) if isinstance(inner, ast.Attribute | ast.ImportFrom | ast.Import)]

@@ -199,15 +199,3 @@ def test_matrices_without_rows_or_keys_answer_with_nothing(i: int, j: int) -> No
     assert W.pool_blocks(2, 2, by="max").shape == (2, -(-i // 2), -(-j // 2))
     assert not W.cover(0.5, 1, 1).any()
     assert W.segment_mass([slice(0, 1)]).shape == (2, i, 1)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it of every tensor it hands over
-def test_torch_compile_calls_the_walk_as_it_is() -> None:
-    def ask(q: Tensor) -> Tensor:
-        return regard.weights(q).kl(regard.weights(2 * q)).sum() * 2
-
-    q = torch.randn(2, 5, 3, requires_grad=True)
-    got = torch.compile(ask, backend="eager")(q)
-    torch.testing.assert_close(got, ask(q))
-    got.backward()
-    assert q.grad.isfinite().all()

@@ -221,6 +221,23 @@ def test_a_part_of_the_pooled_map_costs_its_rows_and_with_a_norm_its_tiles(
     assert sum(counts) == h * d * 64 * 64  # rows 288 to 352, keys 192 to 256
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain tiles", "compiled tiles"])
+def test_a_column_with_a_norm_costs_the_tiles_that_it_touches(
+    compiled: bool, tiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles(32, 64)
+    counts = count_products(monkeypatch, compiled)
+    h, n, d = 2, 512, 4
+    W = regard.weights(torch.randn(h, n, d), torch.randn(h, n, d), engine="blockwise")
+    W.lse()
+    counts.clear()
+    column = W.column(100)
+    assert sum(counts) == h * d * n * 64  # keys 64 to 128 of every row, as the norm has multiplied them
+    cell = W[:, 300, 100]
+    assert sum(counts) == h * d * (n * 64 + 32 * 64)
+    assert torch.equal(cell, column[:, 300])
+
+
 def test_a_part_of_the_pooled_map_has_the_gradient_of_the_dense_weights(engine: str) -> None:
     q, k = draw(2, 9, 3, grad=True), draw(2, 11, 3, grad=True)
     W = regard.weights(q, k, mask=regard.causal(), align="end", engine=engine)

@@ -117,6 +117,7 @@ def mesh() -> Iterator[object]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # of PyTorch 2.6, on a mesh of CPUs
 def test_a_distributed_tensor_among_local_ones_is_refused_with_its_local_part(mesh) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 

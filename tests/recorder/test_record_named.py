@@ -540,3 +540,8 @@ def test_rollout_of_a_decoder_token():
         net(source, target)
     assert seen.rollout("a").shape == (5,)
     assert seen.rollout("x").shape == (4,)
+    with pytest.raises(KeyError, match="'a' 'b' 'c' 'd' 'e'; and 'w' 'x' 'y' 'z'"):
+        seen.rollout("q")
+    with pytest.raises(ValueError, match=r"several stacks of layers, decoder, encoder"):
+        seen.rollout(2)
+    assert seen.select(name="decoder").rollout(2).shape == (4,)

@@ -7,7 +7,7 @@ their bytes where those are not free. Any other attribute of a tensor names the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .indexing import At, as_index, expand, pick_axes, positions_of, word_at
 from .tensor_kinds import refuse_jit_trace
 from .torch_state import without_autocast
 from .types import IndexLike, KeyLike, ToLike
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["ArrayProtocol", "Scores"]
 
@@ -158,6 +161,9 @@ class ArrayProtocol(LazyMatrix):
 
         Returns:
             A matrix whose factors are on the GPU.
+
+        >>> regard.weights(torch.eye(2)).cuda().device  # doctest: +SKIP
+        device(type='cuda', index=0)
         """
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
 
@@ -172,7 +178,7 @@ class ArrayProtocol(LazyMatrix):
         """
         return self._with(self._factors.map(Tensor.detach))
 
-    def numpy(self) -> Any:
+    def numpy(self) -> np.ndarray:
         """All of it as a NumPy array on the CPU, in quadratic memory: `dense` without autograd.
 
         Returns:

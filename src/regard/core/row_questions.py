@@ -52,7 +52,6 @@ class RowQuestions:
         """By the textbook: weights or scores (b, h, i, j), and the share (b, h, i) of a sink, if there is one."""
         raise NotImplementedError
 
-    @torch.compiler.disable  # a loop of data-dependent length: torch.compile calls it as it is
     def _ask_rows(self, question: Question, *others: RowQuestions) -> list[Tensor]:
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .pytree import flatten
-from .torch_state import in_functorch, is_tracing
+from .torch_state import in_functionalize, in_functorch, in_jit_trace, is_tracing
 
 __all__ = [
     "materialized", "readable", "refuse_forward_ad", "refuse_functionalize", "refuse_jit_trace", "refuse_meta",
@@ -80,7 +80,7 @@ def materialized(x: Tensor) -> Tensor:
 
 def refuse_jit_trace() -> None:
     """Raise NotImplementedError under `torch.jit.trace`, which would store the addresses of this call's results."""
-    if not is_tracing() and torch._C._get_tracing_state() is not None:
+    if not is_tracing() and in_jit_trace():
         raise NotImplementedError(
             "torch.jit.trace cannot follow regard's engines, which compute outside of PyTorch's operators. "
             "Use torch.compile or torch.export."
@@ -109,8 +109,7 @@ def refuse_forward_ad(tree: Any) -> None:
 
 def refuse_functionalize() -> None:
     """Raise NotImplementedError inside `torch.func.functionalize`, whose tensors hold their numbers elsewhere."""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None and transform.key() == torch._C._functorch.TransformType.Functionalize:
+    if in_functionalize():
         raise NotImplementedError(
             "torch.func.functionalize cannot follow regard's engines, which compute outside of PyTorch's operators. "
             'engine="reference" is plain PyTorch, in quadratic memory; or use torch.compile.'

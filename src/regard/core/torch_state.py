@@ -14,7 +14,9 @@ __all__ = [
     "as_size",
     "host_sync_forbidden",
     "in_backward",
+    "in_functionalize",
     "in_functorch",
+    "in_jit_trace",
     "is_tracing",
     "replay_state",
     "without_autocast",
@@ -33,6 +35,9 @@ if _get_mode is None or _PROXY is None or _FAKE is None:
 _interpreter: Any = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
 if _interpreter is None:
     log.warning("this PyTorch has no peek_interpreter_stack: torch.func transforms of regard's results are not refused")
+_tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
+if _tracing_state is None:
+    log.warning("this PyTorch has no torch._C._get_tracing_state: torch.jit.trace of regard's results is not refused")
 _graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 if _graph_task is None:
     log.warning("this PyTorch has no torch._C._current_graph_task_id: recordings hold recomputed checkpoints twice")
@@ -56,6 +61,17 @@ def is_tracing() -> bool:
 def in_functorch() -> bool:
     """True inside torch.func transforms (vmap, grad, ...), whose tensors have no address."""
     return _interpreter is not None and _interpreter() is not None
+
+
+def in_functionalize() -> bool:
+    """True inside torch.func.functionalize, whose tensors hold their numbers elsewhere."""
+    transform = None if _interpreter is None else _interpreter()
+    return transform is not None and transform.key() == torch._C._functorch.TransformType.Functionalize
+
+
+def in_jit_trace() -> bool:
+    """True while torch.jit.trace runs the code."""
+    return _tracing_state is not None and _tracing_state() is not None
 
 
 def in_backward() -> bool:

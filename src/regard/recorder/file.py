@@ -52,7 +52,18 @@ BLANK = "0" * 32
 
 
 class RegardFileError(ValueError):
-    """A file that is not a complete recording: truncated, changed, foreign, newer, or made to mislead."""
+    """A file that is not a complete recording: truncated, changed, foreign, newer, or made to mislead.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp()) / "notes.regard"
+        >>> _ = file.write_text("no recording")
+        >>> try:
+        ...     regard.load(file)
+        ... except RegardFileError:
+        ...     print("refused")
+        refused
+    """
 
 
 def save(seen: Recording, path: Any) -> None:

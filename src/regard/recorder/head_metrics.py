@@ -181,10 +181,10 @@ def find(layers: list[Any], a: Any, b: Any, item: int | None) -> Table[Any]:
 
 
 def _tokens_hint(layers: list[Any]) -> str:
-    tokens = next((layer.tokens[0][0] for layer in layers if layer.tokens[0]), None)
-    if tokens is None:
+    texts = dict.fromkeys(tuple(lists[0]) for layer in layers for lists in layer.tokens if lists)
+    if not texts:
         return "the recording has no tokens: record(model, tokens=...)"
-    return f"the tokens are {' '.join(map(repr, tokens[:30]))}"
+    return "the tokens are " + "; and ".join(" ".join(map(repr, tokens[:30])) for tokens in texts)
 
 
 # One number a head. The sink is the key that a layer's heads give most to.
@@ -343,7 +343,15 @@ def _one_stack(layers: list[Any], token: Any, item: int | None) -> list[Any]:
     square = [layer for layer in layers if layer.kind == "self" and layer.shape[-1] == layer.shape[-2]]
     runs = [list(run) for _, run in itertools.groupby(square, key=_stack_key)]
     with_token = [run for run in runs if _has_token(_one_sequence(run[-1], item), token, 0)]
-    return max(with_token or runs, key=len, default=[])
+    if runs and not with_token:
+        raise KeyError(f"no self-attention has the token {token!r}; {_tokens_hint(layers)}.")
+    stems = {run[0].name.split(".")[0] for run in with_token}
+    if isinstance(token, int) and len(stems) > 1:
+        raise ValueError(
+            f"position {token} is one of several stacks of layers, {', '.join(sorted(stems))}: name its token, or "
+            f"choose one by select(name={min(stems)!r})."
+        )
+    return max(with_token, key=len, default=[])
 
 
 def _stack_key(layer: Any) -> tuple[Any, str]:

@@ -35,7 +35,13 @@ __all__ = ["Observer", "RefusedWarning", "record"]
 
 
 class RefusedWarning(UserWarning):
-    """Some attention of the model could not be recorded."""
+    """Some attention of the model could not be recorded.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():  # a recording that lacks something is then an error
+        ...     warnings.simplefilter("error", RefusedWarning)
+    """
 
 
 def record(

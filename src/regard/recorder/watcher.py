@@ -33,7 +33,12 @@ __all__ = ["AttentionWarning", "Watch", "qk_clip", "watch"]
 
 
 class AttentionWarning(UserWarning):
-    """The entropy of a head collapsed, or its scores exploded."""
+    """The entropy of a head collapsed, or its scores exploded.
+
+    Example:
+        >>> issubclass(AttentionWarning, UserWarning)
+        True
+    """
 
 
 def watch(
