@@ -86,3 +86,9 @@ def test_a_matrix_over_ranks_has_the_methods_of_any_other(ranks) -> None:
         # Under a causal mask the first rank sends its four keys, 2 heads × 5 floats each, and the last rank none.
         texts = seen["sent"] - (4 * 2 * 5 * 4 if rank == 0 else 0)
         assert 0 < texts < 1500
+
+
+def test_functions_of_positions_are_called_with_global_ones(ranks) -> None:
+    for pairs in ranks.run(2, "support.rank_cases.functions_of_positions"):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want)

@@ -262,3 +262,17 @@ def other_methods(group: Any, rank: int, world: int) -> dict[str, Any]:
         "head": torch.equal(W[1].entropy(), W.entropy()[1]), "detached": W.detach().entropy().requires_grad,
         "cached": quiet, "sent": sent,
     }  # fmt: skip
+
+
+def functions_of_positions(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Weights of scores and masks that read positions themselves, over ranks and in one process."""
+    x = torch.randn(2, 5 * world, 3, dtype=torch.float64)
+    own = x[:, 5 * rank : 5 * rank + 5]
+    pairs = []
+    for score, mask in (
+        (regard.Dot().modify(lambda s, i, j: s + 0.1 * i * (j % 3)), None),
+        (regard.Dot(), lambda i, j: (i * 3 + j) % 4 != 1),
+    ):
+        W = regard.weights(own, score=score, mask=mask, mesh=Shards(group, timeout=100))
+        pairs.append((W.dense(), regard.weights(x, score=score, mask=mask).dense()))
+    return pairs
