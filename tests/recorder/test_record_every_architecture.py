@@ -38,6 +38,8 @@ OTHERWISE = {
     "cpmant": "without the rows of its prompt", "sam_vision_model": "batch and heads in one axis",
     "sam_hq_vision_model": "batch and heads in one axis", "squeezebert": "scores before softmax",
     "prophetnet": "scores before softmax", "vit_mae": "its mask is drawn anew in every pass", "wavlm": "the mean over heads",
+    "maskformer-swin": "hidden states", "t5gemma2": "self- and cross-attention apart, which run as one",
+    **dict.fromkeys(("sam", "sam2", "sam2_vision_model", "sam_hq", "sam3_tracker"), "outputs of attention, or batch and heads in one axis"),
 }  # fmt: skip
 
 KINDS = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
