@@ -4,6 +4,7 @@
 # make test-ranks       a sequence over up to 5 processes, hundreds of cells; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
+# make test-sm90        the Hopper kernels compiled for sm_90 under Triton 3.6 to 3.9, without a GPU (some minutes)
 # make lint   formatting, lint and types, also those of a user's file; make lint-pyright the latter under pyright
 # make docs   the documentation as a site, into site/; fails on every warning
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
@@ -20,7 +21,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-ranks test-planted test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -75,6 +76,13 @@ test-ranks: $(READY)
 
 test-planted: $(READY)
 	$(BIN)/python tests/support/planted.py
+
+# Each version in a folder of its own below .cache/, 200 MB each.
+test-sm90: $(READY)
+	for version in 3.6.0 3.7.1 3.8.0 3.9.0; do \
+	    $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target .cache/triton/$$version triton==$$version && \
+	    PYTHONPATH=.cache/triton/$$version:src $(BIN)/python tests/support/sm90.py || exit 1; \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -1,9 +1,14 @@
-"""Tile configurations: one for every kernel and size."""
+"""Tile configurations: one for every kernel and size, and who gets the kernels for Hopper."""
 
 from __future__ import annotations
 
-import pytest
+import logging
 
+import pytest
+import torch
+
+import regard
+from regard.engines import explain, triton
 from regard.engines.triton import tile_config
 
 #: Variants for sizes up to 64 or 128, which `forward_pass` and `topk_pass` choose by size.
@@ -23,3 +28,32 @@ def test_smaller_sizes_come_first() -> None:
         for kernel in {name for name, _ in table}:
             sizes = [most for name, most in table if name == kernel]
             assert sizes == sorted(sizes), kernel
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(tile_config, "_capability", lambda device: 9)
+    monkeypatch.setattr(triton, "unsupported_reason", lambda problem, request: None)
+    tile_config._runs_gluon.cache_clear()
+    yield
+    tile_config._runs_gluon.cache_clear()
+
+
+@pytest.mark.parametrize(("version", "serves"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False), ("3.5.1", False)])
+def test_an_untested_triton_falls_back_with_one_line(
+    on_hopper, monkeypatch, caplog, version: str, serves: bool
+) -> None:
+    import triton as installed
+
+    monkeypatch.setattr(installed, "__version__", version)
+    monkeypatch.setattr(explain, "triton_version", lambda: version)
+    with caplog.at_level(logging.WARNING, "regard"):
+        assert [tile_config._runs_gluon(torch.device("cpu")) for _ in range(2)] == [serves, serves]
+    assert len(caplog.records) == (0 if serves else 1)
+    told = regard.weights(torch.zeros(4, 4), engine="triton").explain()
+    assert ("why not Hopper's kernels" in told) != serves
+    if not serves:
+        assert version in caplog.text
+        assert "times as long" in caplog.text
+        assert f"got {version}" in told

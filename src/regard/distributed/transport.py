@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -72,7 +72,6 @@ class _GroupHealth:
 
     group: Any
     error: RankError | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _HEALTH: dict[str, _GroupHealth] = {}

@@ -18,7 +18,7 @@ __all__ = ["DotHead", "max_map", "why_not_exact"]
 
 #: Intervals of keys a row, at most.
 INTERVALS = 4
-#: Weights or scores that are written out at a time.
+#: Scores that are written out at a time.
 CELLS = 2**22
 
 
@@ -130,15 +130,7 @@ def max_map(weights: Weights, rows: int, cols: int, lse: Tensor | None = None) -
     if why_not_exact(weights) is None:
         lse = weights.lse() if lse is None else lse
         return torch.stack([DotHead.of(weights, h, lse[h]).max_map(rows, cols) for h in range(weights.shape[0])])
-    h, i, j = weights.shape
-    tile_of_key, step = _tile_of_key(j, cols).expand(h, -1), max(1, CELLS // (h * j))
-    tiles = torch.zeros(h, rows, cols)
-    for r in range(rows):
-        last = (r + 1) * i // rows
-        for start in range(r * i // rows, last, step):
-            band = weights[..., list(range(start, min(last, start + step))), :]  # h n j
-            tiles[:, r].scatter_reduce_(-1, tile_of_key, band.amax(-2).float().cpu().nan_to_num(), "amax")
-    return tiles
+    return weights.pool(rows, cols, by="max").float().cpu().nan_to_num()
 
 
 def _tile_of_key(keys: int, tiles: int) -> Tensor:

@@ -104,7 +104,7 @@ class Layer:
         """
         return None if self.saved is None else self.saved.loaded().v
 
-    def head(self, h: Any) -> Weights:
+    def head(self, h: int) -> Weights:
         """One head.
 
         Args:

@@ -6,18 +6,24 @@ without padding. Every other question goes to `Weights`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import Tensor
 
+from ..core.types import KeyLike
 from ..core.weights import Weights
 from . import head_metrics
 from .calls import SavedCall
-from .head_metrics import HeadSummary, HeadValue, Table
+from .head_metrics import HeadKey, HeadSummary, HeadValue, HeadWeight, Table
 from .layer import STATISTICS, Layer, TokenLists
+
+if TYPE_CHECKING:
+    from ..look.options import ViewChoices
+    from ..look.view import View
 
 __all__ = ["STATISTICS", "Layer", "LayerStack", "Pass", "Recording", "TokenLists"]
 
@@ -94,7 +100,7 @@ class LayerStack:
 
     # Questions to all layers at once.
 
-    def find(self, a: Any, b: Any = None, item: int | None = None) -> Table[Any]:
+    def find(self, a: KeyLike, b: KeyLike | None = None, item: int | None = None) -> Table[HeadWeight] | Table[HeadKey]:
         """The heads that tie token a to token b.
 
         Args:
@@ -153,7 +159,7 @@ class LayerStack:
         """
         return head_metrics.heads(self.layers, by, item)
 
-    def rollout(self, token: Any, item: int | None = None) -> Tensor:
+    def rollout(self, token: KeyLike, item: int | None = None) -> Tensor:
         """Attention rollout: the share of each input position in this token after all layers.
 
         Args:
@@ -209,7 +215,7 @@ class LayerStack:
         """
         return self.summary().to_pandas()
 
-    def show(self, word: Any = None, **options: Any) -> Any:
+    def show(self, word: KeyLike | None = None, **options: Unpack[ViewChoices]) -> View:
         """The picture: a page in a notebook, text in a terminal.
 
         Args:
@@ -333,7 +339,7 @@ class Recording(LayerStack):
         chosen = [Pass([layer for layer in p.layers if wanted(layer)], p.steps) for p in self.passes]
         return Recording(chosen, self.refused)
 
-    def save(self, path: Any) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recording to a .regard file, which `regard.load` reads.
 
         Args:
