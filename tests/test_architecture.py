@@ -39,9 +39,10 @@ ARROWS: dict[str, set[str]] = {
         "core.broadcast", "core.modifiers", "core.pytree", "core.score_base", "core.similarity", "core.stored",
     },
     "core.intervals": {"core.torch_state"},
-    "core.mask_algebra": {"core.block", "core.broadcast", "core.intervals", "core.pytree", "core.stored", "core.tensor_kinds"},
+    "core.mask_functions": set(),
+    "core.mask_algebra": {"core.mask_functions", "core.block", "core.broadcast", "core.intervals", "core.pytree", "core.stored", "core.tensor_kinds"},
     "core.masks": {
-        "core.block", "core.broadcast", "core.intervals", "core.mask_algebra", "core.pytree", "core.stored",
+        "core.block", "core.broadcast", "core.intervals", "core.mask_algebra", "core.mask_functions", "core.pytree", "core.stored",
         "core.tensor_kinds", "core.torch_state",
     },
     "core.lowering": {"core.block", "core.intervals", "core.masks", "core.pytree", "core.torch_state"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -11,27 +11,12 @@ from torch import Tensor
 from .block import MatrixBlock, take
 from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
+from .mask_functions import mask_call
 from .pytree import flatten, register_node, tree_map
 from .stored import check_broadcasts, require
 from .tensor_kinds import readable
 
-__all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask", "makes_mask"]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-#: Functions that make masks, with a call of each: passed themselves as a mask they would be called with positions.
-_MASK_FUNCTIONS: dict[Callable[..., Any], str] = {}
-
-
-def makes_mask(call: str) -> Callable[[F], F]:
-    """Decorator of a public function that makes a mask; `call` is shown to a user who forgot the brackets."""
-
-    def register(function: F) -> F:
-        _MASK_FUNCTIONS[function] = call
-        return function
-
-    return register
-
+__all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask"]
 
 #: Rows and columns of a mask that are printed.
 CORNER = 32
@@ -504,7 +489,7 @@ def as_mask(mask: Any) -> Mask:
             )
         return Dense(mask)
     if callable(mask):
-        if (call := next((call for function, call in _MASK_FUNCTIONS.items() if function is mask), None)) is not None:
+        if (call := mask_call(mask)) is not None:
             raise TypeError(f"mask must be a mask, and regard.{mask.__name__} is the function that makes one: {call}.")
         return Predicate(mask)
     raise TypeError(

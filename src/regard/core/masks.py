@@ -18,7 +18,8 @@ from torch import Tensor
 from .block import MatrixBlock, take
 from .broadcast import MatrixShape, check_broadcast, with_leading_axes
 from .intervals import Geometry, KeyIntervals, band, cached_on_mask
-from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask, makes_mask
+from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask
+from .mask_functions import makes_mask
 from .pytree import flatten, register_node
 from .stored import check_broadcasts, is_int64, require
 from .tensor_kinds import readable
