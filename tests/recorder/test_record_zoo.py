@@ -123,6 +123,26 @@ def test_flash_attention_is_heard_at_the_interface(name, monkeypatch):
         torch.testing.assert_close(a.weights.dense() * real, b.weights.dense() * real, atol=1e-5, rtol=0)
 
 
+def test_a_recording_that_was_lost_does_not_keep_the_table(monkeypatch):
+    """Ctrl-C between wrapping the table and noting how to undo it: the next recording puts the table right."""
+    from transformers import AttentionInterface
+
+    from regard.recorder.hooks import transformers
+
+    class Owner:
+        pass
+
+    table = AttentionInterface._global_mapping
+    monkeypatch.setitem(table, "flash_attention_2", flash_stand_in)
+    lost, other = Owner(), Owner()
+    transformers.install(lost)
+    assert table["flash_attention_2"] is not flash_stand_in
+    del lost
+    transformers.install(other)
+    transformers.uninstall(other)
+    assert table["flash_attention_2"] is flash_stand_in
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral, window 4", "bert"])
 def test_flex_attention_is_heard_at_the_interface(name):

@@ -147,7 +147,7 @@ class Observer:
         if "transformers.modeling_utils" in sys.modules:
             from .hooks import transformers
 
-            transformers.install()
+            transformers.install(self.hooks)
             uninstall = transformers.uninstall
         # Undone when the block ends, or with this object where Ctrl-C came into `__exit__` itself.
         self._undo = weakref.finalize(self, _undo, self.hooks, uninstall)
@@ -367,7 +367,7 @@ def _undo(hooks: ModelHooks, uninstall: Any) -> None:
     """Leave the model and transformers as they were before the block."""
     hooks.detach()
     if uninstall is not None:
-        uninstall()
+        uninstall(hooks)
 
 
 def _kind(site: CallSite, call: AttentionCall) -> str:

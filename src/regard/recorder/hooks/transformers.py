@@ -12,6 +12,7 @@ import functools
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,38 +31,40 @@ from .seams import flash_like
 
 __all__ = ["install", "register", "statistics", "uninstall"]
 
-_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+_WRAPPED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 
 
 _lock = threading.Lock()
-_originals: dict[str, Callable[..., Any]] = {}
-_users = 0
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()  # weak: a recording that Ctrl-C ended leaves with its object
 
 
-def install() -> None:
-    """Wrap flash and flex attention of transformers. Nothing changes in a thread that does not record."""
-    global _users
+def install(owner: Any) -> None:
+    """Wrap flash and flex attention of transformers. Nothing changes in a thread that does not record.
+
+    Args:
+        owner: The recording's own object, for `uninstall`.
+    """
     from transformers.modeling_utils import AttentionInterface
 
     table = AttentionInterface._global_mapping
     with _lock:
-        _users += 1
-        for name in (*_FLASH, "flex_attention"):
-            if name in table and name not in _originals:
-                _originals[name] = table[name]
+        _owners.add(owner)
+        for name in _WRAPPED:
+            if name in table and not hasattr(table[name], "regard_original"):
                 table[name] = _intercepted(table[name], _flex_call if name == "flex_attention" else _flash_call)
 
 
-def uninstall() -> None:
+def uninstall(owner: Any) -> None:
     """Undo `install`; the table is as it was when the last recording of any thread has ended."""
-    global _users
     from transformers.modeling_utils import AttentionInterface
 
+    table = AttentionInterface._global_mapping
     with _lock:
-        _users -= 1
-        if _users == 0:
-            AttentionInterface._global_mapping.update(_originals)
-            _originals.clear()
+        _owners.discard(owner)
+        if not _owners:
+            for name in _WRAPPED:
+                if (own := getattr(table.get(name), "regard_original", None)) is not None:
+                    table[name] = own
 
 
 def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
@@ -82,6 +85,7 @@ def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) ->
                         listener.attention(site, read(module, query, key, value, attention_mask, **more))
         return out
 
+    attention_function.regard_original = own  # type: ignore[attr-defined]
     return attention_function
 
 
