@@ -362,13 +362,18 @@ def test_the_square_reads_every_cell_and_links_row_and_column(show: Any, it: Vie
     shown.choose("head", shown.ask("page.book.heads.find((h) => h.name === 'layer 3, head 1').id"))
     W = seen[3, 1].dense()
     words = seen.layers[0].weights.tokens[0]
-    box = shown.tab.locator(".matrix > canvas").bounding_box()
+    shown.tab.evaluate("document.querySelector('.readout').scrollIntoView()")
+    square = shown.tab.locator(".matrix > canvas")
+    box = square.bounding_box()
+    assert box["y"] + box["height"] <= 1200, "the number and the whole square are seen at once"
+    assert shown.tab.locator(".readout").bounding_box()["y"] >= 0
     cell = box["width"] / 15
     for i, j in ((IT, ANIMAL), (0, 14), (14, 0), (7, 7)):
         shown.tab.mouse.move(box["x"] + (j + 0.5) * cell, box["y"] + (i + 0.5) * cell)
         assert shown.text('[data-read="cell"]') == f"{W[i, j]:.4f}"
         assert shown.texts(".readout .token") == [words[i], words[j]]
         assert shown.tab.locator(".matrix text.on").all_text_contents() == [words[i], words[j]]
+        assert square.bounding_box() == box, "reading a cell moves nothing"
     shown.tab.focus(".matrix svg")
     for key in ("ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp", "ArrowDown"):
         shown.tab.keyboard.press(key)

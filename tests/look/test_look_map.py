@@ -64,6 +64,11 @@ def ready(shown: Shown) -> Shown:
     raise AssertionError("the page computes no tiles")
 
 
+def drawn(shown: Shown) -> None:
+    """Wait until the window that was asked for is drawn: the map draws once a frame."""
+    shown.tab.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(null))))")
+
+
 def ring(shown: Shown) -> tuple[float, float]:
     """The middle of the ring around the planted weight, on the screen."""
     return tuple(
@@ -148,14 +153,19 @@ def test_a_planted_weight_of_one_is_the_strongest_pixel(show: Any, haystack: Vie
 def test_the_needle_is_zoomed_to_its_exact_weight(show: Any, haystack: View) -> None:
     shown = ready(show(haystack, height=1200))
     box = map_box(shown)
+    assert shown.text('[data-key="read"]') == "zoom in to 300 words to read them"
     for _ in range(14):  # turn the wheel over the ring
         shown.tab.mouse.move(*ring(shown))
         shown.tab.mouse.wheel(0, -240)
         shown.tab.wait_for_timeout(30)
+        drawn(shown)
     view = shown.ask("page.long.view")
     assert view["i1"] - view["i0"] < 64
     assert view["i0"] <= ROW < view["i1"]
+    shown.tab.locator('[data-key="read"]:enabled').wait_for()  # it follows the window a while later
+    assert shown.text('[data-key="read"]') == "read these words"
     ready(shown)
+    assert map_box(shown) == box, "zooming does not move the map"
     shown.tab.mouse.move(*ring(shown))
     assert shown.text(".readout").split() == ["18000", "recall", "→", "12345", "needle", "1.000", "exact"]
     assert shown.text("[data-read=level]").startswith("Exact: weights from q and k of ")
@@ -301,6 +311,7 @@ def test_a_window_of_a_long_text_is_read_like_a_short_one(show: Any, middle: tup
     shown.view("long")
     shown.ask("page.long.view = {i0: 1150, i1: 1250, j0: 300, j1: 400}, page.refresh()")
     shown.click("read")
+    shown.tab.mouse.move(5, 5)  # off the words that now lie where the button was
     assert shown.ask("page.state.view") == "cross"
     assert re.sub(r"\s+", " ", shown.text(".hero")) == "recall → needle 1.00"
     shown.ask("page.set({word: 7, hover: null})")

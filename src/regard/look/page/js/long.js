@@ -77,8 +77,11 @@ function fly(map, i, j) {
 }
 
 // The words of a small window can be read: every view of short inputs shows them.
+// The button is as wide as the longer of its texts, so that zooming does not break the controls anew and move the map.
 function readButton(page, own) {
-  const button = el("button", { class: "chip", "data-key": "read" });
+  const ready = el("span", { text: "read these words" }),
+    not = el("span", { text: `zoom in to ${READABLE} words to read them` });
+  const button = el("button", { class: "chip either", "data-key": "read" }, ready, not);
   const words = ({ i0, i1, j0, j1 }) => [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
   button.addEventListener("click", () => !button.disabled && page.openWindow(page.head,
     ...words(own.view ?? complete(page.head))));
@@ -86,7 +89,8 @@ function readButton(page, own) {
     const [i0, i1, j0, j1] = words(view), fits = i1 - i0 <= READABLE && j1 - j0 <= READABLE;
     button.hidden = !page.head.stored.exact;
     button.disabled = !fits;
-    button.textContent = fits ? "read these words" : `zoom in to ${READABLE} words to read them`;
+    ready.classList.toggle("unseen", !fits);
+    not.classList.toggle("unseen", fits);
   };
   return { button, refresh };
 }
