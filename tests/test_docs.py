@@ -163,6 +163,16 @@ def test_every_link_to_a_file_leads_somewhere(document):
             assert (path.parent / link.partition("#")[0]).exists(), f"{document}: {link}"
 
 
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "DESIGN.md"])
+def test_every_file_that_is_named_exists(document):
+    folders = ("bench", "docs", "examples", "src", "tests")
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for folder in folders for path in (ROOT / folder).rglob("*.*")]
+    named = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|js|css|md|json))(?:::\w+)?`", (ROOT / document).read_text())
+    assert len(named) > 10
+    for name in named:
+        assert any(file.endswith(f"/{name}") for file in files), f"{document}: {name}"
+
+
 def test_the_version_is_the_same_everywhere():
     assert f"version: {regard.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{regard.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -1,4 +1,7 @@
-"""Statistics of complete rows that are not those of single heads: of heads together, of distances, of chosen keys."""
+"""Statistics of complete rows that are not those of single heads: of heads together, of distances, of chosen keys.
+
+Statistics that `Weights.see` names are in `stats`.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class Score:
     sink_logits: Tensor | None = dataclasses.field(default=None, kw_only=True)
     #: Whether queries and keys may differ in size.
     sizes_may_differ: ClassVar[bool] = False
-    #: Whether `lower` computes other keys (a direction, a projection), which have a gradient of their own.
+    #: Whether `lower` computes other keys (a direction, a projection). Keys that no row sees are
+    #: then zeroed first: their gradient would be 0 · nan.
     transforms_keys: ClassVar[bool] = False
     #: The similarity in a few signs, for display.
     formula: ClassVar[str] = "f(q, k)"

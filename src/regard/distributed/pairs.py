@@ -77,9 +77,16 @@ def state_of(results: Results, key_start: int) -> State:
         return None if index is None else torch.where(index < 0, index, index + key_start)
 
     return State(
-        m, l, t, times_l("y"), times_l("mean_distance"), times_l("mass"),
-        globally("argmax"), results.get("topk_scores"), globally("topk_indices"),
-    )  # fmt: skip
+        m,
+        l,
+        t=t,
+        y=times_l("y"),
+        mean_distance=times_l("mean_distance"),
+        mass=times_l("mass"),
+        argmax=globally("argmax"),
+        topk_scores=results.get("topk_scores"),
+        topk_indices=globally("topk_indices"),
+    )
 
 
 def local_tiling(request: Request, rows: range, keys: range) -> Tiling | None:

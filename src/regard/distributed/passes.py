@@ -61,8 +61,11 @@ def compute(job: Job, cached: Results) -> Results:
     return {name: results[name] for name in job.request.names}
 
 
-#: What an engine computes for a piece so that `state_of` has what the results need.
-_PARTS = {
+#: What an engine computes for a piece, beside the norm, so that `state_of` has what the results need.
+_PARTS: dict[str, tuple[str, ...]] = {
+    "lse": (),
+    "norm": (),
+    "max_score": (),
     "y": ("y",),
     "argmax": ("argmax",),
     "entropy": ("entropy",),
@@ -77,9 +80,11 @@ _PARTS = {
 def _row_pass(job: Job, request: Request) -> Results:
     """Row statistics of this rank's rows: the merged states of all pieces of keys."""
     factors, (b, h, count, _) = job.factors, job.factors.q.shape
+    if unknown := [name for name in request.names if name not in _PARTS]:
+        raise NotImplementedError(f"{', '.join(unknown)} cannot be merged over ranks yet; ask a matrix of one process.")
     request = request if request.wants("y") else dataclasses.replace(request, v=None)
     request = request if request.wants("topk_scores", "topk_indices") else dataclasses.replace(request, topk=0)
-    names = tuple(dict.fromkeys(("norm", *(part for name in request.names for part in _PARTS.get(name, ())))))
+    names = tuple(dict.fromkeys(("norm", *(part for name in request.names for part in _PARTS[name]))))
     like = factors.q.new_empty(0, dtype=job.compute_dtype)
     states = [State.empty((b, h, len(rows)), request, like) for rows, _ in job.spans]
     cells = None

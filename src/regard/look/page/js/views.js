@@ -13,6 +13,7 @@ import { training } from "./training.js";
 const short = (stack) => !stack.long && stack.heads.length > 0;
 const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.layer.q !== undefined);
 
+// Ids stand in addresses (#v=) and stay: `long` is the Map, `overview` the Atlas.
 export const VIEWS = {
   spotlight: {
     name: "Spotlight", build: spotlight, stack: (s) => short(s) && s.same,
