@@ -89,8 +89,8 @@ function readButton(page, own) {
     const [i0, i1, j0, j1] = words(view), fits = i1 - i0 <= READABLE && j1 - j0 <= READABLE;
     button.hidden = !page.head.stored.exact;
     button.disabled = !fits;
-    ready.classList.toggle("unseen", !fits);
-    not.classList.toggle("unseen", fits);
+    ready.classList.toggle("invisible", !fits);
+    not.classList.toggle("invisible", fits);
   };
   return { button, refresh };
 }
