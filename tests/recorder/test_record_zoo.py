@@ -3,6 +3,7 @@
 import hashlib
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,6 +122,35 @@ def test_flash_attention_is_heard_at_the_interface(name, monkeypatch):
     for a, b in zip(seen.layers, expected.layers, strict=True):
         assert a.saved.q is not None
         torch.testing.assert_close(a.weights.dense() * real, b.weights.dense() * real, atol=1e-5, rtol=0)
+
+
+def test_a_watch_hears_flash_attention_at_the_interface(monkeypatch):
+    """The kernel here runs outside PyTorch, as flash-attention does: only the table of transformers shows its inputs."""
+    from transformers import AttentionInterface
+
+    class Outside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            s = q.detach().numpy() @ k.detach().numpy().swapaxes(-1, -2)
+            w = np.exp(s - s.max(-1, keepdims=True))
+            return torch.from_numpy(w / w.sum(-1, keepdims=True) @ v.detach().numpy())
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None, None
+
+    def kernel(module, query, key, value, attention_mask=None, **more):
+        k, v = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+        return Outside.apply(query, k, v).transpose(1, 2).contiguous(), None
+
+    model, inputs = zoo.build("llama", "sdpa")
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", kernel)
+    model.config._attn_implementation = "flash_attention_2"
+    model.train()
+    with regard.watch(model, every=1) as watching:
+        model(**inputs)
+    assert len(watching.layers) == 2
+    assert AttentionInterface._global_mapping["flash_attention_2"] is kernel
 
 
 def test_a_recording_that_was_lost_does_not_keep_the_table(monkeypatch):

@@ -110,10 +110,6 @@ class Request:
         alone = self.wants("pool") and all(name in ("pool", "norm") for name in self.names)
         return self.tiling if alone else None
 
-    @property
-    def second_pass(self) -> bool:
-        return self.wants(*SECOND_PASS)
-
 
 def required(part: T | None) -> T:
     """A part of a request that its names imply."""

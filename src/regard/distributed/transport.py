@@ -177,8 +177,8 @@ class Ranks:
             )
         try:
             yield
-        except RankError as error:  # every rank has come to it by itself
-            raise error
+        except RankError:  # every rank has come to it by itself
+            raise
         except BaseException as error:
             diagnosis = self._diagnose(error, what)
             self._health.error = diagnosis

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
 from .detached import as_detached
-from .hooks import seams, tap
+from .hooks import seams, tap, transformers
 from .hooks.call_site import CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import CAPTURED, ModelHooks
@@ -143,14 +142,9 @@ class Observer:
             raise RuntimeError("a recording is one block; call regard.record(model) again for another.")
         self._started = True
         seams.install()
-        uninstall = None
-        if "transformers.modeling_utils" in sys.modules:
-            from .hooks import transformers
-
-            transformers.install(self.hooks)
-            uninstall = transformers.uninstall
+        transformers.install(self.hooks)
         # Undone when the block ends, or with this object where Ctrl-C came into `__exit__` itself.
-        self._undo = weakref.finalize(self, _undo, self.hooks, uninstall)
+        self._undo = weakref.finalize(self, _undo, self.hooks)
         for name, reason in self.hooks.known_unsupported():
             self.refuse(name, reason)
         self.hooks.attach(self._end_pass, self._pause)
@@ -363,11 +357,10 @@ class Observer:
             generation.calls.remove(entry)
 
 
-def _undo(hooks: ModelHooks, uninstall: Any) -> None:
+def _undo(hooks: ModelHooks) -> None:
     """Leave the model and transformers as they were before the block."""
     hooks.detach()
-    if uninstall is not None:
-        uninstall(hooks)
+    transformers.uninstall(hooks)
 
 
 def _kind(site: CallSite, call: AttentionCall) -> str:

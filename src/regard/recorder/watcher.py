@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..core.masks import Geometry
 from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
-from .hooks import seams, tap
+from .hooks import seams, tap, transformers
 from .hooks.call_site import CallSite, calling_module
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import CAPTURED, Hook, batch_size, first_axes, is_compiled, remove_all
@@ -102,6 +102,7 @@ class Watch:
                 "watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it."
             )
         seams.install()
+        transformers.install(self)
         self.every, self.callback, self.collapse, self.explode = every, callback, collapse, explode
         self.step = -1
         self.fresh = False
@@ -171,6 +172,7 @@ class Watch:
             >>> watching.close()
         """
         remove_all(self._handles)
+        transformers.uninstall(self)
 
     def __enter__(self) -> Watch:
         return self

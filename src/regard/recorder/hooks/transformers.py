@@ -39,14 +39,13 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()  # weak: a recording that Ctrl
 
 
 def install(owner: Any) -> None:
-    """Wrap flash and flex attention of transformers. Nothing changes in a thread that does not record.
+    """Wrap flash and flex attention of transformers, if it is imported. Nothing changes in a thread without a listener.
 
     Args:
-        owner: The recording's own object, for `uninstall`.
+        owner: An object of the recording or watch, for `uninstall`.
     """
-    from transformers.modeling_utils import AttentionInterface
-
-    table = AttentionInterface._global_mapping
+    if (table := _table()) is None:
+        return
     with _lock:
         _owners.add(owner)
         for name in _WRAPPED:
@@ -55,16 +54,21 @@ def install(owner: Any) -> None:
 
 
 def uninstall(owner: Any) -> None:
-    """Undo `install`; the table is as it was when the last recording of any thread has ended."""
-    from transformers.modeling_utils import AttentionInterface
-
-    table = AttentionInterface._global_mapping
+    """Undo `install`; the table is as it was when the last recording or watch of any thread has ended."""
+    if (table := _table()) is None:
+        return
     with _lock:
         _owners.discard(owner)
         if not _owners:
             for name in _WRAPPED:
                 if (own := getattr(table.get(name), "regard_original", None)) is not None:
                     table[name] = own
+
+
+def _table() -> dict[str, Callable[..., Any]] | None:
+    """The attention functions of transformers by name; None if it is not imported."""
+    module = sys.modules.get("transformers.modeling_utils")
+    return None if module is None else module.AttentionInterface._global_mapping
 
 
 def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
