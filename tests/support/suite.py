@@ -65,9 +65,8 @@ def run(
     """Run the chosen parts of the suite in one surrounding; the number of failures."""
     digest, failed = sources(), 0
     for part in options.parts:
-        rows = json.loads(options.results.read_text())["rows"] if options.results.exists() else []
         here = {"name": name, "machine": machine(), "part": part}
-        before = next((row for row in rows if here.items() <= row.items()), None)
+        before = next((row for row in read(options.results) if here.items() <= row.items()), None)
         if before and before["sources"] == digest and not before["failed"] and not options.again:
             print(f"== {name}, {part}: passed on {before['date']} with these sources", flush=True)
             continue
@@ -78,7 +77,7 @@ def run(
             "sources": digest,
         }
         failed += row["failed"]
-        write(options.results, [*(other for other in rows if not replaces(row, other)), row])
+        write(options.results, [*(other for other in read(options.results) if not replaces(row, other)), row])
         counts = ", ".join(f"{row[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
         print(f"== {name}, {part}: {counts} in {row['seconds']} s", flush=True)
     return failed
@@ -88,6 +87,11 @@ def replaces(row: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether a result takes the place of another: the same part in the same surrounding, or one of them has all parts."""
     parts = {row["part"], other["part"]}
     return row["name"] == other["name"] and row["machine"] == other["machine"] and (len(parts) == 1 or "all" in parts)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a result file."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
