@@ -24,7 +24,7 @@ def made(name, cls, attention="sdpa"):
     _, config_class, config, _ = zoo.ZOO[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**config)
-    config._attn_implementation = attention
+    config._attn_implementation = attention if zoo.takes_any_attention(name) else "eager"
     return getattr(transformers, cls)(config).eval()
 
 

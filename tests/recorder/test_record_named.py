@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 
 import regard
 from regard.recorder import RefusedWarning
@@ -71,7 +72,7 @@ HIGHER_ORDER = {
         lambda i, t: i < 3, lambda i, t: (i + 1, t * 2), (torch.tensor(0), x)
     )[1],
     "scan": lambda x: torch._higher_order_ops.scan(lambda c, t: (c + t, c * 1), torch.zeros_like(x[0]), x)[1],
-    "map": lambda x: torch._higher_order_ops.map(lambda t: t + 1, x),
+    "map": lambda x: map_rows(lambda t: t + 1, x),
 }
 
 

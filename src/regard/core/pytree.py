@@ -118,11 +118,15 @@ def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if type(value).__name__ not in _NODES:
         return value
     fields = {name: getattr(value, name) for name in value.parts}
-    return type(value)(**{n: part if n == "parameters" else tree_map(part, change) for n, part in fields.items()})
+    return replace_fields(
+        value, **{n: part if n == "parameters" else tree_map(part, change) for n, part in fields.items()}
+    )
 
 
 def replace_fields(node: T, **changes: Any) -> T:
     """A copy of a node with other values of some fields: `dataclasses.replace`, traceable by torch.compile of 2.6."""
     values = {name: getattr(node, name) for name in node.parts}  # type: ignore[attr-defined]
     values.update(changes)
-    return type(node)(**values)
+    # Dynamo of 2.6 returns an object from a graph only where it can look up the class, and `type(node)` has no address.
+    registered = _NODES.get(type(node).__name__)
+    return (registered if registered is type(node) else type(node))(**values)
