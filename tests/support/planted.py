@@ -79,7 +79,7 @@ class Bug(NamedTuple):
 
 BUGS = [
     # core/online_softmax.py: the merge.
-    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "m, a * self.l + b * other.l, t,", "m, self.l + b * other.l, t,", ("merge",)),
+    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "l=a * self.l + b * other.l", "l=self.l + b * other.l", ("merge",)),
     Bug("merge shifts the entropy's sum the wrong way", "core/online_softmax.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
     Bug("merge pivots on −inf", "core/online_softmax.py", "return torch.where(old == -torch.inf, 0, old - new)", "return old - new", ("merge",)),
     Bug("a block pivots on −inf", "core/online_softmax.py", "return torch.where(m == -torch.inf, 0, m)", "return m", ("merge",)),
