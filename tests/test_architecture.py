@@ -64,7 +64,7 @@ ARROWS: dict[str, set[str]] = {
     "core.results": set(),
     "core.evaluation": {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
-        "core.stats", "core.torch_state", "engines",
+        "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
     "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
