@@ -93,7 +93,7 @@ BUGS = [
     Bug("a part is written as it comes", "corpora/folder.py", "atomic_write(path, [json", "path.write_bytes(*[json", ("corpus",)),
     Bug("other data continue a run", "corpora/folder.py", "if old.get(name) != value:", "if old.get(name) != value and name != 'checksum':", ("corpus",)),
     # core/online_softmax.py: the merge.
-    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "m, a * self.l + b * other.l, t,", "m, self.l + b * other.l, t,", ("merge",)),
+    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "l=a * self.l + b * other.l", "l=self.l + b * other.l", ("merge",)),
     Bug("merge shifts the entropy's sum the wrong way", "core/online_softmax.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
     Bug("merge pivots on −inf", "core/online_softmax.py", "return torch.where(old == -torch.inf, 0, old - new)", "return old - new", ("merge",)),
     Bug("a block pivots on −inf", "core/online_softmax.py", "return torch.where(m == -torch.inf, 0, m)", "return m", ("merge",)),
