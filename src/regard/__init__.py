@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .core.weights import Weights
     from .corpora.result import Corpus, load_corpus
     from .corpora.run import corpus
+    from .distributed.cost import cost
     from .look.walk import walk
     from .recorder import Recording, load, record, watch
 
@@ -30,7 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Additive", "Bilinear", "Corpus", "Cosine", "Dot", "Gaussian", "HeadReduction", "Mask", "Peak", "Recording",
     "ScaledDot", "Score", "Similarity", "Statistics", "TopK", "Weights",
-    "attend", "causal", "corpus", "documents", "load", "load_corpus", "padding", "record", "walk", "watch",
+    "attend", "causal", "corpus", "cost", "documents", "load", "load_corpus", "padding", "record", "walk", "watch",
     "weights", "window",
 ]  # fmt: skip
 
@@ -44,6 +45,7 @@ __getattr__ = lazy_getattr(
         "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
         "core.weights": ("Weights",),
         "corpora.result": ("Corpus", "load_corpus"),
+        "distributed.cost": ("cost",),
         "corpora.run": ("corpus",),
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),

@@ -190,10 +190,11 @@ def test_tables_say_what_the_weights_say(model, texts):
         for start in range(0, len(text), 12):
             with regard.record(model) as recording, torch.no_grad():
                 model(torch.tensor([text[start : start + 12]]))
-            w = recording.layers[1].weights[0, 1]
-            rows += w.entropy().tolist()
-            distance += w.mean_distance().tolist()
-            previous += w.offset_mass(1)[1:].tolist()
+            w = recording.layers[1].weights[0, 1].dense().double()
+            at = torch.arange(len(w))
+            rows += torch.special.entr(w).sum(-1).tolist()
+            distance += (w * (at[:, None] - at).abs()).sum(-1).tolist()
+            previous += w.diagonal(-1).tolist()
     head = seen.heads[3]
     assert (head.layer, head.head, seen.tokens) == (1, 1, len(rows))
     mean = sum(rows) / len(rows)
