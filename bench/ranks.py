@@ -88,12 +88,12 @@ def gathered(world: int) -> dict[tuple[str, bool], list[dict[str, float]]]:
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(serve, (world, str(Path(folder) / "store"), results), nprocs=world)
-    found: dict[tuple[str, bool], list[dict[str, float]]] = {}
+    by_case: dict[tuple[str, bool], list[dict[str, float]]] = {}
     while not results.empty():
         case, live, _, numbers = results.get()
         if numbers is not None:
-            found.setdefault((case, live), []).append(numbers)
-    return found
+            by_case.setdefault((case, live), []).append(numbers)
+    return by_case
 
 
 def rows_of(one: Any, several: Any) -> list[Row]:

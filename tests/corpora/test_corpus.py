@@ -21,7 +21,7 @@ from regard.corpora import documents as reading
 from regard.corpora import exact
 from regard.corpora.profile import BINS, EDGES, SUMS, HeadProfile, bin_of, profile, targets_of
 from regard.corpora.run import _tally
-from regard.corpora.tally import Tally
+from regard.corpora.tally import Tally, Tie, strongest
 from regard.look import loading
 
 # Every number of every head.
@@ -232,6 +232,12 @@ def test_examples_are_the_strongest_of_different_documents(model, texts):
     text = texts[best[0].document]
     assert (best[0].query_token, best[0].key_token) == (str(text[best[0].query]), str(text[best[0].key]))
     assert best[0].query_token in best[0].text.split()
+
+
+def test_a_document_gives_its_strongest_tie_in_any_order():
+    ties = [Tie(weight, document, 0, 2, 1, "", ()) for weight, document in ((0.5, 0), (0.9, 0), (0.7, 0), (0.6, 1))]
+    for order in itertools.permutations(ties):
+        assert [(tie.weight, tie.document) for tie in strongest(order, 2)] == [(0.9, 0), (0.6, 1)]
 
 
 def test_a_run_killed_in_the_middle_of_a_write_continues_to_the_same_bytes(model, texts, tmp_path, monkeypatch):

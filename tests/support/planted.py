@@ -87,7 +87,7 @@ BUGS = [
     Bug("the first row looks at the first token", "corpora/profile.py", "firsts[..., 1:].double()", "firsts.double()", ("corpus",)),
     Bug("an example is the query itself", "corpora/profile.py", "(part.block.i == part.block.j) | (part.block.j == 0)", "part.block.j == 0", ("corpus",)),
     Bug("a variance without its mean", "corpora/result.py", "square - mean * mean", "square - mean", ("corpus",)),
-    Bug("an example of a document twice", "corpora/tally.py", "if tie.document not in best or", "if (tie.document, tie.start) not in best or", ("corpus",)),
+    Bug("the last example of a document, not its strongest", "corpora/tally.py", "if tie.document not in best or", "if (tie.document, tie.start) not in best or", ("corpus",)),
     Bug("a run in training mode", "corpora/run.py", "    module.eval()\n", "    module.train(module.training)\n", ("corpus",)),
     Bug("text in a redacted run", "corpora/run.py", "None if redact else excerpt", "excerpt", ("corpus",)),
     Bug("a part is written as it comes", "corpora/folder.py", "atomic_write(path, [json", "path.write_bytes(*[json", ("corpus",)),
