@@ -110,11 +110,15 @@ ARROWS: dict[str, set[str]] = {
     "losses": {
         "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
     },
-    "look": {
-        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+    "corpora": {
+        "_io", "_lazy", "core.block", "core.pytree", "core.row_questions", "core.row_sources", "core.row_stats", "core.stats", "core.strips",
         "core.weights", "learn", "recorder",
     },
-    "cli": {"learn", "look"},
+    "look": {
+        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "core.weights", "corpora", "learn", "recorder",
+    },
+    "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},
 }  # fmt: skip
 

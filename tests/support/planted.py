@@ -69,6 +69,7 @@ TESTS = {
     "maps of long inputs": ("look/test_look_map.py", "largest_weight_of or are_exact or sixteen"),
     "unannounced attention": ("recorder/test_record_unannounced.py", "recorded_right or without_a_batch or refused_by_name or dropout"),
     "recorded gradients": ("recorder/test_record_grad.py", "reaches or learned_bias or says_what"),
+    "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
 }  # fmt: skip
 
@@ -82,6 +83,19 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    # corpora: sums over documents.
+    Bug("a carry is lost", "corpora/exact.py", "total[..., n + 1] += total[..., n] >> BITS", "total[..., n + 1] += 0", ("corpus",)),
+    Bug("diagonals are read one place off", "corpora/profile.py", "[..., 1 : r + n].flip(-1)", "[..., 0 : r + n - 1].flip(-1)", ("corpus",)),
+    Bug("distances are not squared", "corpora/profile.py", "far.double().square()", "far.double()", ("corpus",)),
+    Bug("the previous token is the next one", "corpora/profile.py", "[by_distance[..., t] if t > 1", "[by_distance[..., t - 2] if t > 1", ("corpus",)),
+    Bug("the first row looks at the first token", "corpora/profile.py", "firsts[..., 1:].double()", "firsts.double()", ("corpus",)),
+    Bug("an example is the query itself", "corpora/profile.py", "(part.block.i == part.block.j) | (part.block.j == 0)", "part.block.j == 0", ("corpus",)),
+    Bug("a variance without its mean", "corpora/result.py", "square - mean * mean", "square - mean", ("corpus",)),
+    Bug("the last example of a document, not its strongest", "corpora/tally.py", "if tie.document not in best or", "if (tie.document, tie.start) not in best or", ("corpus",)),
+    Bug("a run in training mode", "corpora/run.py", "    module.eval()\n", "    module.train(module.training)\n", ("corpus",)),
+    Bug("text in a redacted run", "corpora/run.py", "None if redact else excerpt", "excerpt", ("corpus",)),
+    Bug("a part is written as it comes", "corpora/folder.py", "atomic_write(path, [json", "path.write_bytes(*[json", ("corpus",)),
+    Bug("other data continue a run", "corpora/folder.py", "if old.get(name) != value:", "if old.get(name) != value and name != 'checksum':", ("corpus",)),
     # core/online_softmax.py: the merge.
     Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "l=a * self.l + b * other.l", "l=self.l + b * other.l", ("merge",)),
     Bug("merge shifts the entropy's sum the wrong way", "core/online_softmax.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
