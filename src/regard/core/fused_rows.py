@@ -6,6 +6,7 @@ scores of all matrices are products that an engine's kernels compute.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | No
         return None
     spec, tensors = flatten(problems)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
-        value, *_ = without_autocast(tensors[0], lambda: compiled.forward_pass(problems, question.measure))
+        value, *_ = without_autocast(tensors[0], lambda: _kernels(problems).forward_pass(problems, question.measure))
         return [value]
     return [_ComparisonNode.apply(spec, question.measure, *tensors)]
 
@@ -48,7 +49,16 @@ def _served(problems: tuple[Problem, Problem]) -> bool:
                 return False
             if sum(not modifier.additive for modifier in problem.modifiers) > 1:
                 return False
-    return compiled.serves_pair(problems)
+    return _kernels(problems).serves_pair(problems)
+
+
+def _kernels(problems: tuple[Problem, Problem]) -> Any:
+    """The module that compares two matrices on their device."""
+    if problems[0].q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return compiled
+    from ..engines.triton import comparison_pass
+
+    return comparison_pass
 
 
 class _ComparisonNode(torch.autograd.Function):
@@ -57,7 +67,7 @@ class _ComparisonNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, spec: Any, measure: str, *tensors: Tensor) -> Tensor:
         problems = unflatten(spec, list(tensors))
-        value, norms, deltas = without_autocast(tensors[0], lambda: compiled.forward_pass(problems, measure))
+        value, norms, deltas = without_autocast(tensors[0], lambda: _kernels(problems).forward_pass(problems, measure))
         ctx.spec, ctx.measure, ctx.count = spec, measure, len(tensors)
         ctx.save_for_backward(*tensors, *norms, *deltas, value)
         return value
@@ -73,7 +83,8 @@ class _ComparisonNode(torch.autograd.Function):
         wanted = tuple(any(needs[n] for n in pair) for pair in slots)
         grad = grad.masked_fill(value == torch.inf, 0)  # a row that sees what the other forbids
         grads = without_autocast(
-            grad, lambda: compiled.backward(problems, ctx.measure, [norm, norm2], [delta, delta2], grad, wanted)
+            grad,
+            lambda: _kernels(problems).backward(problems, ctx.measure, [norm, norm2], [delta, delta2], grad, wanted),
         )
         outputs: list[Tensor | None] = [None] * ctx.count
         for pair, of_pair in zip(slots, grads, strict=True):

@@ -61,7 +61,8 @@ class RowQuestions:
             outputs = question.of_dense(_dense_matrices(matrices, batch, question))
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
-            outputs = fused(sources, question) or list(walk(sources, question))
+            plain = any(matrix._engine == "blockwise" and matrix._factors.q.is_cuda for matrix in matrices)
+            outputs = (None if plain else fused(sources, question)) or list(walk(sources, question))
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]
