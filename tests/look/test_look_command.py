@@ -396,10 +396,11 @@ def test_a_model_trained_here_is_looked_into(run, tmp_path):
     assert run("walk", "to be", "--model", "bard", "--word", "b", "--with", "q,k,v")[0] == 0
 
 
-def test_the_bundled_model_is_verified(monkeypatch):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "vocab.txt"])
+def test_the_bundled_model_is_verified(name, monkeypatch):
     loading._bundled.cache_clear()
-    monkeypatch.setattr(loading, "_SHA256", "0" * 64)
-    with pytest.raises(ValueError, match="not those that were published"):
+    monkeypatch.setitem(loading._SHA256, name, "0" * 64)
+    with pytest.raises(ValueError, match=f"{name} of the bundled model is not the file that was published"):
         loading.load_model()
     loading._bundled.cache_clear()
 
