@@ -224,6 +224,18 @@ def test_the_terminal_s_width_is_kept(run, monkeypatch, width):
         assert len(wide) == (width == "40")
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_stream_is_no_error(stream, warm, monkeypatch):
+    monkeypatch.setattr(sys, stream, None)  # as Python has it after `regard look … >&-`
+    assert cli.main(["look", "The cat sat", "--word", "cat"]) == 0
+    getattr(sys, stream).close()
+
+
+def test_a_text_that_is_a_list_is_said():
+    with pytest.raises(TypeError, match="text must be one string, got list"):
+        loading.look_at(["The", "cat"])
+
+
 def test_colour_goes_to_terminals_only(run, monkeypatch):
     asked = ("look", SENTENCE, "--word", "it")
     assert "\x1b" not in run(*asked)[1]

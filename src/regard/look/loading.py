@@ -389,6 +389,8 @@ def _enough_memory() -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"text must be one string, got {type(text).__name__}. For several texts, look at each.")
     if not text.strip():
         raise ValueError("the text is empty: it must have at least one word.")
     try:

@@ -132,6 +132,7 @@ class Observer:
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self._pass: OpenPass | None = None
         self._done: list[OpenPass] = []
+        self._most_calls = 0  # attention calls of a pass, those that were not requested included
         self._beams = self._started = False
         self._undo: Any = None
 
@@ -183,7 +184,7 @@ class Observer:
     def _finish(self) -> None:
         """Make layers of calls, join and label passes, and name the attention that was not intercepted."""
         recorded = {name for name, _ in self.seen.refused}
-        counts = [0]
+        counts = [self._most_calls]
         for one in with_encoders(self._done):
             finished = Pass([], one.steps)
             counts.append(one.count)
@@ -316,6 +317,7 @@ class Observer:
         self.eager, self.masks = EagerTracker(self.eager.by_name), {}
         if one is None:
             return
+        self._most_calls = max(self._most_calls, one.count)
         if one.step_of is not None:
             one.step_of.embedded += one.embedded
             one.step_of.steps += 1
