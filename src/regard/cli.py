@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Let a process that was started with closed streams (`regard look … >&-`) print to nowhere: Python has None there."""
+    """Let a process with closed streams (`regard look … >&-`) print to nowhere: Python has None there."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends

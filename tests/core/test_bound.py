@@ -14,31 +14,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.configurations import BATCH, BATCHES, Case, Configuration, U, bounds, gradients, shares
+from support.configurations import (
+    BATCH,
+    BATCHES,
+    Case,
+    Configuration,
+    Shares,
+    U,
+    answer_shares,
+    bounds,
+    gradient_shares,
+    gradients,
+)
 from support.judge import MASKS, SCORES, SMOOTH, ScoreCase, Sizes, Truth, named, per_query_head
 
 # torch says so of some short matrices in float16 and bfloat16, and then multiplies them another way.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 
 
-def hold(seed: int, count: int, differentiate: bool = True) -> None:
-    for about, name, share in shares(seed, count, differentiate):
+def hold(shares: Shares) -> None:
+    for about, name, share in shares:
         assert share <= 1, f"{name} uses {share:.3g} of its bound: {about}"
 
 
 @pytest.mark.parametrize("batch", range(40))
 def test_every_number_stays_within_its_bound(batch: int) -> None:
-    hold(batch, BATCH, differentiate=False)
+    hold(answer_shares(batch, BATCH))
 
 
 def test_gradients_of_random_configurations_agree_with_finite_differences() -> None:
-    hold(100, 6)
+    hold(gradient_shares(100, 6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_number_stays_within_its_bound_20000_times(batch: int) -> None:
-    hold(batch, BATCH)
+    hold(answer_shares(batch, BATCH))
+    hold(gradient_shares(batch, BATCH))
 
 
 def off_by(truth: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:

@@ -20,7 +20,7 @@ In float64 the judge rounds as the library does, and each may be off by r_i: u i
 numpy's 80-bit numbers, a configuration where the two differ by 1.01 r_i has the library at 0.82 and the judge at 0.55.)
 
 `python tests/support/configurations.py FILE` runs 20,000 of them, with gradients, and writes a line of JSON for every
-batch of 50 into FILE; batches that stand there are not run again.
+batch of 50 into FILE, answers first; batches that stand there are not run again.
 """
 
 from __future__ import annotations
@@ -276,8 +276,12 @@ def tiles_of(about: Configuration) -> Iterator[None]:
             walk._tile_size = tile_size
 
 
-def shares(seed: int, count: int, differentiate: bool = True) -> Iterator[tuple[Configuration, str, float]]:
-    """Every answer of a batch of configurations: its name, and the largest share of its bound that it uses."""
+#: A configuration, the name of an answer, and the share of its bound that it uses.
+Shares = Iterator[tuple["Configuration", str, float]]
+
+
+def answer_shares(seed: int, count: int) -> Shares:
+    """Every answer of a batch of configurations."""
     torch.manual_seed(seed)
     for about in configurations(seed, count):
         case = Case(about)
@@ -286,8 +290,14 @@ def shares(seed: int, count: int, differentiate: bool = True) -> Iterator[tuple[
             for name, share in used(case, truth, answers):
                 yield about, name, share
             assert_places(case, truth, answers)
-            if differentiate:
-                yield about, "gradient", difference_share(case)
+
+
+def gradient_shares(seed: int, count: int) -> Shares:
+    """The gradient of all answers of a batch of configurations, by finite differences."""
+    torch.manual_seed(seed)
+    for about in configurations(seed, count):
+        with tiles_of(about):
+            yield about, "gradient", difference_share(Case(about))
 
 
 # Gradients.
@@ -355,20 +365,24 @@ def difference_share(case: Case) -> float:
 def main(file: Path) -> int:
     """Run the batches that the file lacks. Returns 1 if a number is over its bound."""
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    done = {line["batch"] for line in lines}
-    for batch in (batch for batch in BATCHES if batch not in done):
-        begin, largest, over = time.time(), {}, []
-        for about, name, share in shares(batch, BATCH):
-            largest[name] = max(largest.get(name, 0.0), share)
-            if not share <= 1:
-                over.append(f"{name} uses {share:.3g} of its bound: {about}")
-        lines.append({"batch": batch, "over": over, "largest": largest, "seconds": round(time.time() - begin, 1)})
-        with file.open("a") as out:
-            out.write(json.dumps(lines[-1]) + "\n")
-        print(batch, f"{lines[-1]['seconds']} s", *over, flush=True)
-    wrong = sum(len(line["over"]) for line in lines)
-    print(f"{len(lines) * BATCH} configurations, {wrong} numbers over their bound")
-    return int(wrong > 0)
+    done = {(line["kind"], line["batch"]) for line in lines}
+    for kind, shares in (("answers", answer_shares), ("gradients", gradient_shares)):
+        for batch in (batch for batch in BATCHES if (kind, batch) not in done):
+            begin, largest, over = time.time(), {}, []
+            for about, name, share in shares(batch, BATCH):
+                largest[name] = max(largest.get(name, 0.0), share)
+                if not share <= 1:
+                    over.append(f"{name} uses {share:.3g} of its bound: {about}")
+            seconds = round(time.time() - begin, 1)
+            lines.append({"kind": kind, "batch": batch, "over": over, "largest": largest, "seconds": seconds})
+            with file.open("a") as out:
+                out.write(json.dumps(lines[-1]) + "\n")
+            print(kind, batch, f"{seconds} s", *over, flush=True)
+        count = BATCH * sum(line["kind"] == kind for line in lines)
+        print(
+            f"{kind} of {count} configurations, {sum(len(line['over']) for line in lines)} over their bound", flush=True
+        )
+    return int(any(line["over"] for line in lines))
 
 
 if __name__ == "__main__":

@@ -431,7 +431,7 @@ def _finish(
     batch = listener.batch_size(w.shape[-2])
     w4 = split_heads(w, site.module, batch)
     if w4 is None:
-        listener.refuse(site.name, shared_axis_reason(site.module))
+        listener.refuse(site.name, shared_axis_reason(site))
         return
     call = AttentionCall(v=None if values is None else split_heads(values, site.module, batch), w=w4)
     s = softmax.scores
