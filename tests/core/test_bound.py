@@ -55,12 +55,12 @@ def test_every_number_stays_within_its_bound_20000_times(batch: int) -> None:
 
 def off_by(truth: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
     """The root mean square of every answer's errors, as a share of its largest number."""
-    found = {}
+    errors = {}
     for name in SMOOTH:
         want = torch.where(truth[name] == -torch.inf, 0, truth[name])
         error = torch.where(truth[name] == -torch.inf, 0, got[name].double() - want)
-        found[name] = (error.square().mean().sqrt() / want.abs().max()).item()
-    return found
+        errors[name] = (error.square().mean().sqrt() / want.abs().max()).item()
+    return errors
 
 
 #: Seeds whose errors are held against plain PyTorch's. Of a single one the largest error, ours or theirs, is luck.
@@ -108,8 +108,8 @@ def test_errors_are_those_of_plain_pytorch_over_many_seeds(score: ScoreCase) -> 
                     total[name] += error**2
         for name in SMOOTH:
             ratios[name].append(math.sqrt(ours[name] / plain[name]))
-    for name, found in ratios.items():
-        mean, worst = math.exp(sum(map(math.log, found)) / POOL), max(found)
+    for name, values in ratios.items():
+        mean, worst = math.exp(sum(map(math.log, values)) / POOL), max(values)
         limits = OF_DISTANCES if score.name == "gaussian" else OF_CELLS if name == "dense" else USUAL
         assert mean <= limits[0] and worst <= limits[1], (  # noqa: PT018
             f"{name}: {mean:.3g} times as far off as plain PyTorch (geometric mean), {worst:.3g} times in the worst seed"
@@ -137,10 +137,10 @@ def test_gradients_are_at_most_three_times_as_far_off_as_those_of_plain_pytorch(
             seeds = {name: torch.randn(want[name].shape, dtype=torch.float64) for name in SMOOTH}
             exact = gradients(want, seeds, case.leaves)
             for total, answers in ((ours, got), (plain, theirs)):
-                found = gradients(answers, seeds, case.leaves)
-                assert all(g.isfinite().all() for g in found) or answers is theirs
+                grads = gradients(answers, seeds, case.leaves)
+                assert all(g.isfinite().all() for g in grads) or answers is theirs
                 total.append(
-                    max(((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(found, exact, strict=True))
+                    max(((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(grads, exact, strict=True))
                 )
     finite = [x for x in plain if math.isfinite(x)]
     # The gradient is rounded to the type it is stored in, whoever computes it.
