@@ -340,9 +340,10 @@ def test_unknown_layers_are_an_error_at_once():
         regard.record(model(), layers=["foo"])
 
 
-def test_a_layer_number_that_never_comes_is_named(x):
+@pytest.mark.parametrize("layers", [[1, 7], [7]])
+def test_a_layer_number_that_never_comes_is_named(layers, x):
     net = model()
-    with pytest.warns(RefusedWarning, match=r"layers \[7\].*3 attention calls"), regard.record(net, layers=[1, 7]):
+    with pytest.warns(RefusedWarning, match=r"layers \[7\].*3 attention calls"), regard.record(net, layers=layers):
         net(x)
 
 

@@ -430,7 +430,7 @@ class _Training:
         for name, p in self.weights.items():
             tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state[p].items()}
         fields = {"step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss)}
-        checkpoint.save_json(self.out / checkpoint.HISTORY, self.history)
+        checkpoint.save_history(self.out, self.history)
         checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
         self.saved = self.step
 
