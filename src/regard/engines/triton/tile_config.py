@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..replay import record_launch
 
-__all__ = ["Config", "choose_config", "forced", "is_short"]
+__all__ = ["Config", "choose_config", "choose_pair_config", "forced", "is_short"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,19 @@ TANH: dict[int, Config] = {
     256: Config(32, 64, 8, 1, tma=False, registers=128),
 }
 
+#: Two matrices, by the larger of their sizes: both tiles of scores and, for gradients, both sums are in registers.
+PAIRS: dict[tuple[str, int], Config] = {
+    ("compare", 64): Config(128, 64, 8, 3, tma=False),
+    ("compare", 128): Config(128, 64, 8, 3, tma=False),
+    ("compare", 256): Config(64, 32, 4, 2, tma=False),
+    ("compare_rows", 64): Config(64, 64, 4, 2, tma=False),
+    ("compare_rows", 128): Config(128, 64, 8, 2, tma=False),
+    ("compare_rows", 256): Config(64, 32, 8, 1, tma=False),
+    ("compare_keys", 64): Config(64, 64, 4, 2, tma=False),
+    ("compare_keys", 128): Config(32, 128, 8, 3, tma=False),
+    ("compare_keys", 256): Config(32, 64, 8, 1, tma=False),
+}
+
 #: Kernel of a configuration, where a kernel has several.
 VARIANTS = {
     "short": "forward",
@@ -163,6 +176,20 @@ def choose_config(
     if height == chosen.block_i:
         return chosen
     return Config(height, min(chosen.block_j, 64), 4, chosen.stages, chosen.tma and height >= 64, False)
+
+
+def choose_pair_config(kernel: str, first: Any, second: Any) -> Config:
+    """The configuration of a kernel for two prepared problems."""
+    if (own := forced.get(kernel) or forced.get("any")) is not None:
+        record_launch(None, [])  # a replay must not outlive a forced configuration
+        return own
+    size = max(first.d, second.d)
+    narrow = _hopper(first.q.device) and not (
+        first.fp32 or second.fp32 or "bias" in first.modifier_kinds + second.modifier_kinds
+    )
+    chosen = _first(PAIRS, kernel, size) if narrow else _first(PLAIN, "any", size)
+    assert chosen is not None, (kernel, size)
+    return chosen
 
 
 def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Config | None:
