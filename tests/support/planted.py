@@ -259,7 +259,7 @@ BUGS = [
     # core/tensor_kinds.py: tensors that engines cannot read.
     Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
     Bug("a tangent is dropped", "core/tensor_kinds.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),
-    Bug("torch.jit.trace is not noticed", "core/tensor_kinds.py", "if not is_tracing() and in_jit_trace():", "if False:", ("tensor kinds",)),
+    Bug("torch.jit.trace is not noticed", "core/tensor_kinds.py", "if in_jit_trace() and not is_tracing():", "if False:", ("tensor kinds",)),
     # core/array_protocol.py and core/indexing.py: array manners.
     Bug("the second word is counted from 0", "core/indexing.py", "return (name, int(nth)) if numbered else (word, None)", "return (name, int(nth) + 1) if numbered else (word, None)", ("array manners",)),
     Bug("a word is in the matrix however often it occurs", "core/indexing.py", "return len(self.positions(name)) >= (1 if nth is None else max(nth, 1))", "return bool(self.positions(name))", ("array manners",)),
