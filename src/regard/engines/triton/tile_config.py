@@ -84,6 +84,8 @@ GLUON: dict[tuple[str, int], Config] = {
     ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
     ("dkdv", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
     ("dkdv", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
+    ("dq", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
+    ("dq", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
 }
 GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 HOPPER_KERNELS = os.environ.get("REGARD_HOPPER", "1") != "0"
@@ -196,8 +198,10 @@ def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Conf
 
 
 def _tile_width(kernel: str, size: int) -> int:
-    """The width of a tile in Gluon. The forward pass fills up what is narrower: the copy engine writes zeros past the end of a row."""
-    return size if kernel not in ("forward", "shared_kv") or size <= 64 else 128 if size <= 128 else 256
+    """The width of a tile in Gluon. Passes that own rows fill up what is narrower: the copy engine writes zeros past the end of a row."""
+    if kernel not in ("forward", "shared_kv", "dq"):
+        return size
+    return 64 if size <= 64 else 128 if size <= 128 else 256
 
 
 @lru_cache

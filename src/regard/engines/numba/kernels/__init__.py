@@ -9,6 +9,7 @@ for the slowest. Needs numba.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import threading
@@ -57,9 +58,18 @@ _KERNELS = {
 }
 
 
+class CompiledKernel:
+    """A kernel as a C function of the address of its params record."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled, self.address = compiled, compiled.address
+        # Made once: numba's own property makes a new type and function in every call, as long as a short kernel runs.
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+
+
 @functools.cache
-def kernel(name: str) -> Any:
-    """A kernel as a C function, compiled when first needed and cached on disk.
+def kernel(name: str) -> CompiledKernel:
+    """A kernel, compiled when first needed and cached on disk.
 
     numba's cache sees the source of one function only, so a checksum of all sources of this package is made part of it.
     """
@@ -69,9 +79,9 @@ def kernel(name: str) -> Any:
     signature, c_entry = types.void(types.CPointer(PARAMS)), entry(_KERNELS[name], stamp or 1)
     with log_if_slow(f"compiling the {name} pass for this CPU; the result is cached on disk"):
         try:
-            return cfunc(signature, cache=True)(c_entry)
+            return CompiledKernel(cfunc(signature, cache=True)(c_entry))
         except RuntimeError:  # no directory for the cache: a read-only installation without a home
-            return cfunc(signature)(c_entry)
+            return CompiledKernel(cfunc(signature)(c_entry))
 
 
 def entry(run: Any, stamp: int) -> Callable[[Any], None]:

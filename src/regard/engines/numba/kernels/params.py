@@ -66,9 +66,9 @@ MODIFIER = from_dtype(_MODIFIER)
 modifiers_at = pointer_to(MODIFIER)
 
 #: Results of the forward kernel that are one number a row.
-ROW_STATISTICS = ("max_score", "entropy", "mean_distance", "mass")
-#: All results of the forward kernel; `lse` follows from `norm`.
-ONE_PASS = frozenset([*ROW_STATISTICS, "norm", "lse", "y", "argmax", "topk_scores", "topk_indices"])
+ROW_STATISTICS = ("lse", "max_score", "entropy", "mean_distance", "mass")
+#: All results of the forward kernel.
+ONE_PASS = frozenset([*ROW_STATISTICS, "norm", "y", "argmax", "topk_scores", "topk_indices"])
 
 _ADDRESSES = (
     "gemm counter scratch lo hi modifiers q k norm "  # of all kernels
@@ -106,12 +106,13 @@ PARAMS = from_dtype(_PARAMS)
 params_at = pointer_to(PARAMS)
 
 
-def params_record(fields: dict[str, Any]) -> np.ndarray:
+def params_record(fields: dict[str, Any]) -> bytes:
     """The record of these fields; all others are 0."""
-    assert fields.keys() <= _FIELDS.keys(), "unknown field"
-    return np.frombuffer(_PACKED.pack(*(_FIELDS | fields).values()), np.uint8)
+    record = _FIELDS | fields
+    assert len(record) == len(_FIELDS), "unknown field"
+    return _PACKED.pack(*record.values())
 
 
 def modifier_table(modifiers: list[tuple[Any, ...]]) -> np.ndarray:
     """The modifiers as the kernels read them."""
-    return np.array(modifiers, _MODIFIER) if modifiers else np.zeros(1, _MODIFIER)
+    return np.array(modifiers, _MODIFIER)
