@@ -196,6 +196,12 @@ class KernelCall:
             self.alive.append(table)
             self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
 
+    def record_address(self) -> int:
+        """The address of the params record, for the kernel of another call that reads this matrix too."""
+        record = ctypes.create_string_buffer(self.runtime.kernels.params_record(self.fields))
+        self.alive.append(record)
+        return ctypes.addressof(record)
+
     def run(self, kernel: str, items: int, scratch: int) -> None:
         """Run the kernel over `items` on PyTorch's threads; `scratch` is the bytes of scratch memory per thread."""
         threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
