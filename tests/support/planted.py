@@ -203,6 +203,12 @@ BUGS = [
     Bug("compiled comparison: equal weights overlap twice", "engines/numba/kernels/comparison.py", "b[j] = q[j] * (f32(1) - share)", "b[j] = q[j] * (f32(1) if p[j] == q[j] else f32(1) - share)", ("fused rows",)),
     Bug("compiled comparison: total variation has one sign", "engines/numba/kernels/comparison.py", "b[j] = -q[j] * sign", "b[j] = q[j] * sign", ("fused rows",)),
     Bug("compiled comparison: infinite rows have a gradient", "core/fused_rows.py", "grad = grad.masked_fill(value == torch.inf, 0)", "pass", ("fused rows",)),
+    Bug("compiled heads: a head's share is left out", "engines/numba/kernels/head_rows.py", "normalize_and_accumulate_(s, z - a, m, share * factor,", "normalize_and_accumulate_(s, z - a, m, share,", ("fused rows",)),
+    Bug("compiled heads: the other's maximum moves alone", "engines/numba/kernels/head_rows.py", "state[2] += t - shift * state[3]", "state[2] += t", ("fused rows",)),
+    Bug("compiled heads: rows are not divided by their sum", "engines/numba/kernels/head_rows.py", "(f32(0) if T.measure == CROSS_ENTROPY else np.log(total))", "f32(0)", ("fused rows",)),
+    Bug("compiled heads: the gradient forgets the sum of a row", "engines/numba/kernels/head_rows.py", "row_gradient_(s, p, n, m, share * sums[r] / divisor, g[r], f32(1) / divisor)", "row_gradient_(s, p, n, m, share, g[r], f32(1))", ("fused rows",)),
+    Bug("compiled heads: a ReLU passes negative products", "engines/numba/kernels/head_rows.py", "x[j] = w * d[j] if x[j] > f32(0) else f32(0)", "x[j] = w * d[j]", ("fused rows",)),
+    Bug("compiled heads: the gradient of w without its ReLU", "engines/numba/kernels/head_rows.py", "total += d[j] * max(x[j], f32(0))", "total += d[j] * x[j]", ("fused rows",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/spans.py: tiles and cells of complete rows.
     Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
@@ -229,7 +235,7 @@ BUGS = [
     Bug("rows: positions begin at 0 again", "core/relations.py", "factors.offset + chosen.start", "factors.offset", ("kv",)),
     Bug("losses: rows without a cell count", "losses.py", ".sum() / sees.sum().clamp(min=1)", ".mean()", ("losses",)),
     Bug("losses: a factor above 1", "losses.py", "torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)", "threshold / largest", ("losses",)),
-    Bug("losses: the indexer forgets its ReLU", "losses.py", "torch.relu(x @ k.mT)", "(x @ k.mT)", ("losses",)),
+    Bug("losses: the indexer forgets its ReLU", "core/similarity.py", "torch.relu(x @ k.mT)", "(x @ k.mT)", ("losses",)),
     Bug("losses: the teacher gets the gradient of distillation", "losses.py", "of_teacher.detach().kl(of_student)", "of_teacher.kl(of_student)", ("losses",)),
     Bug("losses: a choice of keys is not renormalised", "core/row_sources.py", "self.log_w = log_w - torch.where(total == -torch.inf, 0, total)", "self.log_w = log_w", ("losses",)),
     # chains.py.
