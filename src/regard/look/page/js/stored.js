@@ -11,7 +11,8 @@ export class Stored {
       r * c),
       held: long.exact === undefined ? null : part("exact", long.rows.length * head.j), why: long.why });
     Object.assign(this, { entropy: part("entropy", head.i), peak: part("peak", head.i), peakAt: part("peak_at", head.i),
-      received: part("received", head.j), settled: long.settled, exact: null, promise: null });
+      received: part("received", head.j), settled: long.settled, exact: null, promise: null,
+      server: header.server ?? null });
   }
   // What the rows of a tile give its columns, a row on average.
   share(a, b) {
@@ -53,6 +54,7 @@ export class Stored {
   async row(i) {
     await this.promise;
     if (this.exact) return this.exact.row(i);
+    if (this.server) return this.server.row(this.head, i);
     const n = this.rows.indexOf(i);
     return n < 0 ? null : this.held.subarray(n * this.head.j, (n + 1) * this.head.j);
   }

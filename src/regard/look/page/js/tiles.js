@@ -2,13 +2,15 @@
 
 import { clamp, edge } from "./numbers.js";
 import { heat, shade } from "./elements.js";
+import { SIDE, ServedTiles } from "./served_tiles.js";
 
-const SIDE = 256, CACHED = 160;
+const CACHED = 160;
 export const EXACT_WORDS = 2048; // a side: windows up to here are filled with exact tiles
 
 export class Tiles {
   constructor(page, source, again) {
-    Object.assign(this, { page, source, again, made: new Map(), painted: new Map(), queue: [], planes: new Map() });
+    Object.assign(this, { page, source, again, made: new Map(), painted: new Map(), queue: [], planes: new Map(),
+      served: source.server ? new ServedTiles(page, source, again) : null });
   }
   // Whether a window is small enough for exact tiles.
   isExact({ i0, i1, j0, j1 }) { return !!this.source.exact && Math.max(i1 - i0, j1 - j0) <= EXACT_WORDS; }
@@ -37,6 +39,7 @@ export class Tiles {
       0, 0, canvas.width, canvas.height);
     this.queue = [];
     if (exact) this.drawExact(ctx, canvas, view, mode, scale);
+    else if (this.served) return { scale, ...this.served.draw(ctx, canvas, view, mode, scale), served: this.served };
     if (this.queue.length && !this.running) this.run();
     return { scale, exact, missing: this.queue.length };
   }
