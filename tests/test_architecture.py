@@ -111,7 +111,7 @@ ARROWS: dict[str, set[str]] = {
         "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
     },
     "look": {
-        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.results", "core.scores",
         "core.weights", "learn", "recorder",
     },
     "cli": {"learn", "look"},

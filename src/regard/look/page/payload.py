@@ -15,6 +15,7 @@ import torch
 
 from ...core.weights import Weights
 from ...recorder.head_metrics import BY
+from ..bands import Report
 from ..history import History
 from ..layers import LayerView, Subject, all_layers, batch_note, layers_of, unknown_note
 from ..options import ViewOptions
@@ -42,6 +43,7 @@ def pack(
     options: ViewOptions,
     layers: list[LayerView] | None = None,
     served: dict[str, Any] | None = None,
+    report: Report | None = None,
 ) -> Packed:
     """Pack everything that a page needs to show a recording, a `Weights` or a training history.
 
@@ -50,10 +52,13 @@ def pack(
         options: What the page begins with.
         layers: Its layers, if they are there already.
         served: What a page that has a server knows of it.
+        report: Hears how far the work on a long input is.
     """
     if isinstance(subject, list):
         return pack_history(subject, options.title)
     layers = all_layers(subject, options.item, options.values) if layers is None else layers
+    for view in layers:
+        view.report = report or view.report
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none

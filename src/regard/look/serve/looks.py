@@ -55,8 +55,14 @@ class Look:
         self._pyramids: OrderedDict[tuple[int, int], Pyramid] = OrderedDict()
         self._lock = threading.Lock()
 
-    def prepare(self, make: Callable[[], View], device: str) -> None:
+    def prepare(self, make: Callable[[], View], device: str, stopped: Callable[[], bool]) -> None:
         """Make the view and pack its page. Errors of the user's input become `error`."""
+
+        def report(step: str, done: float) -> None:
+            if self.dropped or stopped():
+                raise _StoppedError
+            self.progress = Progress(step, done)
+
         try:
             self.progress = Progress("running the model")
             view = make()
@@ -70,7 +76,7 @@ class Look:
                     if layer.maybe_weights is not None:
                         layer.maybe_weights = layer.maybe_weights.to(device)
             self._layers = [layer for layer in layers if layer.maybe_weights is not None]
-            self.packed = pack(view.subject, options, layers, {"look": self.id, "types": self.accepts_text})
+            self.packed = pack(view.subject, options, layers, {"look": self.id, "types": self.accepts_text}, report)
         except (ValueError, LookupError, OSError, ImportError, MemoryError, RuntimeError, TypeError) as error:
             self.error = printable(" ".join(str(error).split()) or type(error).__name__, 400)
 
@@ -128,7 +134,7 @@ class Looks:
     def add(self, make: Callable[[], View], accepts_text: bool = False) -> Look:
         """Have a view made ready; raises BusyError if too many wait."""
         look = Look(accepts_text)
-        self._put(lambda: look.prepare(make, self.device))
+        self._put(lambda: look.prepare(make, self.device, self._stop.is_set))
         with self._lock:
             self._looks[look.id] = look
             while len(self._looks) > LOOKS:
