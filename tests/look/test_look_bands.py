@@ -27,10 +27,10 @@ def test_bands_give_the_numbers_of_the_complete_matrix(name: str) -> None:
     weights = regard.weights(
         torch.randn(2, 230, 8, generator=numbers), torch.randn(1, 230, 8, generator=numbers), score=score, mask=mask
     )
-    heard: list[float] = []
-    summary, most = summarise(weights, 7, 9, lambda step, done: heard.append(done))
-    assert heard == sorted(heard)
-    assert (len(heard), heard[-1]) == (8, 1.0)
+    reports: list[float] = []
+    summary, most = summarise(weights, 7, 9, lambda step, done: reports.append(done))
+    assert reports == sorted(reports)
+    assert (len(reports), reports[-1]) == (8, 1.0)
     for field in ("entropy", "lse", "received"):
         torch.testing.assert_close(getattr(summary, field), getattr(weights, field)())
     torch.testing.assert_close(summary.pool, weights.pool(7, 9))
@@ -54,10 +54,10 @@ def test_a_row_without_keys_weighs_nothing() -> None:
 
 def test_saving_a_long_input_reports_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "BANDS_FROM", 301)
-    heard: list[tuple[str, float]] = []
+    reports: list[tuple[str, float]] = []
     view: Any = View(regard.weights(torch.randn(310, 4)))
-    view._report = lambda step, done: heard.append((step, done))
+    view._report = lambda step, done: reports.append((step, done))
     view.html()
-    assert heard[0] == ("summing up every row", 0.0)
-    assert heard[-1] == ("summing up every row", 1.0)
-    assert len(heard) == 78
+    assert reports[0] == ("summing up every row", 0.0)
+    assert reports[-1] == ("summing up every row", 1.0)
+    assert len(reports) == 78

@@ -457,9 +457,9 @@ def test_a_client_that_does_not_read_is_cut_off(server: PageServer, monkeypatch:
 
 
 def test_clients_that_leave_do_no_harm(server: PageServer, capfd: pytest.CaptureFixture[str]) -> None:
-    whole = request(server, TILE + "&tile=2.0.0" * 16)
+    tiles = request(server, TILE + "&tile=2.0.0" * 16)
     body = request(server, "POST /look", *POST, "Content-Length: 50", body=b'{"te')
-    for raw in [whole[:10], whole, body, b"", b"\r\n"] * 4:
+    for raw in [tiles[:10], tiles, body, b"", b"\r\n"] * 4:
         with socket.create_connection(server.server_address) as connection:
             connection.sendall(raw)
     assert send(server, request(server, "GET /"))[0] == 200
