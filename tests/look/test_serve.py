@@ -303,10 +303,18 @@ def test_tiles_rows_and_windows_are_the_weights(server: PageServer) -> None:
     torch.testing.assert_close(row, torch.where(visible, dense, -1.0)[300], rtol=1e-4, atol=1e-7)
     header, (w, q, k) = get(server, f"/window?look={look}&head=0.1&rows=10.20&cols=5.25")
     torch.testing.assert_close(w.reshape(10, 20), torch.where(visible, dense, -1.0)[10:20, 5:25], rtol=1e-4, atol=1e-7)
-    factors = capped()._factors
+    assert (header["scale"], q, k) == (None, None, None), "scores are capped: vectors would explain them wrongly"
+
+
+def test_a_window_of_products_has_its_queries_and_keys() -> None:
+    weights = regard.weights(torch.randn(2, 320, 8), torch.randn(1, 320, 8))
+    with running(PageServer(lambda: View(weights))) as server:
+        look = wait(server).id
+        header, (w, q, k) = get(server, f"/window?look={look}&head=0.1&rows=10.20&cols=5.25")
+    torch.testing.assert_close(w.reshape(10, 20), weights[1].dense()[10:20, 5:25], rtol=1e-4, atol=1e-7)
     assert header["scale"] == pytest.approx(8**-0.5)
-    torch.testing.assert_close(q.reshape(10, 8), factors.q[1, 10:20])
-    torch.testing.assert_close(k.reshape(20, 8), factors.k[1, 5:25])
+    torch.testing.assert_close(q.reshape(10, 8), weights._factors.q[1, 10:20])
+    torch.testing.assert_close(k.reshape(20, 8), weights._factors.k[0, 5:25])
 
 
 def test_the_first_levels_are_computed_in_the_background_with_progress(server: PageServer) -> None:

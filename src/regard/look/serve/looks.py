@@ -109,10 +109,10 @@ class Look:
     def vectors(
         self, place: int, head: int, rows: slice, cols: slice
     ) -> tuple[float, torch.Tensor, torch.Tensor] | None:
-        """The scale, queries and keys of a window; None for scores that are no products of them."""
+        """The scale, queries and keys of a window; None for scores that are more than their products."""
         factors = self._layers[place].weights._factors
         scale = factors.score.product_scale(factors.q.shape[-1])
-        if scale is None:
+        if scale is None or factors.score.modifiers:
             return None
         key = head * factors.k.shape[-3] // factors.q.shape[-3]
         return scale, factors.q[head, rows].float().cpu(), factors.k[key, cols].float().cpu()

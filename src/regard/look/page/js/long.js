@@ -48,7 +48,8 @@ function mapControls(page, own, map, reading, draw) {
       event.target.value); } });
   return [
     stackChoice(page), headChoice(page),
-    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"]], own.mode,
+    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"],
+      ["beyond", "what exceeds its place"]], own.mode,
       (mode) => { own.mode = mode; map().request(); page.writeAddress(); }),
     fitChoice(page),
     tick("mark the strongest", "marks", own.marks, (on) => { own.marks = on; map().request(); }),

@@ -64,8 +64,8 @@ export class MatrixMap {
   // What a cell of the picture is, and how true it is.
   level({ exact, missing, served, level }) {
     const { error, bits, isExact } = this.source.exact ?? {}, [r, c] = this.source.tiles;
-    const what = this.own.mode === "mean" ? "the share of a row that falls into a cell, on average"
-      : "the largest weight in a cell";
+    const what = { mean: "the share of a row that falls into a cell, on average", max: "the largest weight in a cell",
+      beyond: "by how much the largest weight in a cell exceeds what its key, or its distance, gets on average" }[this.own.mode];
     if (served) return servedLevel(served, level, missing, what);
     if (exact && missing) return "computing exact weights …";
     const off = `weights from q and k of ${bits} bits, off by at most ${weightText(100 * error)} % of their value`;
@@ -143,11 +143,12 @@ export class MatrixMap {
       return;
     }
     const [a, b] = [Math.floor((row * r) / this.head.i), Math.floor((key * c) / this.head.j)];
-    const mean = this.own.mode === "mean", [first, second] = [spanText(a, r, this.head.i), spanText(b, c, this.head.j)];
+    const { mode } = this.own, mean = mode === "mean", [first, second] = [spanText(a, r, this.head.i), spanText(b, c, this.head.j)];
     this.readout.replaceChildren("words ", el("b", { text: first }), mean ? " give words " : " to words ", el("b",
       { text: second }),
-      mean ? " a share of " : ": at most ", el("b", { "data-read": "tile", text: weightText(mean ? this.source.share(a,
-        b) : this.source.most(a, b)) }));
+      { mean: " a share of ", max: ": at most ", beyond: ": beyond their places at most " }[mode], el("b",
+        { "data-read": "tile", text: weightText(mean ? this.source.share(a, b) : mode === "beyond"
+          ? this.source.beyond(a, b) : this.source.most(a, b)) }));
   }
   listen() { gestures(this); }
 }

@@ -24,14 +24,14 @@ export class ServedTiles {
     const middle = [(view.i0 + view.i1) / 2 / side, (view.j0 + view.j1) / 2 / side];
     this.wanted = [];
     for (let a = Math.floor(view.i0 / side); a * side < view.i1; a++) for (let b = Math.floor(view.j0 / side); b * side < view.j1; b++) {
-      const place = [z, b, a].join("."), by = z === this.last ? "max" : mode;
+      const place = [z, b, a].join("."), by = this.by(z, mode);
       if (!this.cells.has(`${by} ${place}`)) this.wanted.push({ place, by, far: Math.hypot(a + 0.5 - middle[0], b + 0.5 - middle[1]) });
       // The nearest level above that is there stands in for what is missing.
       for (let up = 0; up <= z; up++) {
-        const one = [z - up, b >> up, a >> up], key = `${one[0] === this.last ? "max" : mode} ${one.join(".")}`;
+        const one = [z - up, b >> up, a >> up], key = `${this.by(one[0], mode)} ${one.join(".")}`;
         if (!this.cells.has(key)) continue;
         const size = SIDE / 2 ** up, from = [((b % 2 ** up) * SIDE) / 2 ** up, ((a % 2 ** up) * SIDE) / 2 ** up];
-        ctx.drawImage(this.picture(key, one[0], scale), ...from, size, size, (b * side - view.j0) * x, (a * side - view.i0) * y,
+        ctx.drawImage(this.picture(key, one, scale, mode === "beyond"), ...from, size, size, (b * side - view.j0) * x, (a * side - view.i0) * y,
           side * x, side * y);
         break;
       }
@@ -40,13 +40,18 @@ export class ServedTiles {
     if (this.wanted.length && !this.running && !this.failed) this.run();
     return { level: z, exact: z === this.last, missing: this.wanted.length };
   }
-  picture(key, z, scale) {
-    const name = `${key} ${scale}`, { paint } = this.page, cells = this.cells.get(key);
+  // Which tiles a mode needs: what is beyond the expected is computed here, from the largest weights.
+  by(z, mode) { return mode === "mean" && z < this.last ? "mean" : "max"; }
+  picture(key, [z, x, y], scale, beyond) {
+    const name = `${key} ${scale} ${beyond}`, { paint } = this.page, cells = this.cells.get(key);
+    const words = this.words(z), middle = (tile, cell) => (tile * SIDE + cell + 0.5) * words;
+    const expected = beyond ? (a, b) => this.source.expected(middle(y, a), middle(x, b)) : () => 0;
     this.cells.delete(key); // the latest used last
     this.cells.set(key, cells);
     if (this.pictures.size > 2 * SENT || this.painted !== paint) { this.pictures.clear(); this.painted = paint; }
     if (!this.pictures.has(name)) {
-      this.pictures.set(name, heat(SIDE, SIDE, (a, b) => paint.tint(shade(Math.max(0, cells[a * SIDE + b]), scale))));
+      this.pictures.set(name, heat(SIDE, SIDE, (a, b) => paint.tint(shade(Math.max(0,
+        cells[a * SIDE + b] - expected(a, b)), scale))));
     }
     return this.pictures.get(name);
   }

@@ -10,7 +10,7 @@ class WindowHead extends Head {
   constructor(base, stack, id, [i0, j0]) {
     const exact = exactOf(base);
     super(base.header, { ...base.layer, mask_name: exact.lo ? "the mask" : undefined, scale: exact.scale, d: exact.d,
-      score: "dot product" }, base.place, base.head, base.n, stack, id);
+      score: "dot product", q: exact.q ? true : undefined, visible: exact.lo ? true : undefined }, base.place, base.head, base.n, stack, id);
     Object.assign(this, { base, from: [i0, j0], exact });
   }
   get w() { return (this._w ??= this.exact.block(this.from[0], this.from[0] + this.i, this.from[1],
