@@ -1,4 +1,4 @@
-"""The command line: `regard look`, `serve`, `walk`, `learn`, `generate`, `translate`; packages bring their verbs."""
+"""The command line: `regard look`, `serve`, `walk`, `learn`, `generate`, `translate`, `corpus`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 #: Modules with verbs. `add(verbs)` adds a parser for every verb, with `set_defaults(run=…)`: run(args) → exit code.
-VERB_MODULES = ("regard.look.command", "regard.look.serve.command", "regard.learn.command")
+VERB_MODULES = (
+    "regard.look.command",
+    "regard.look.serve.command",
+    "regard.learn.command",
+    "regard.corpora.command",
+)
 
 TEACH = """\
 Which words does "it" look at?

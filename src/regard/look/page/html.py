@@ -20,7 +20,7 @@ from importlib.resources import files
 
 from .format import Packed
 
-__all__ = ["frame", "html", "served_policy", "shell"]
+__all__ = ["frame", "html", "page_style", "served_policy", "shell", "text_html"]
 
 _PAGE = """\
 <!doctype html>
@@ -106,12 +106,12 @@ def html(packed: Packed) -> str:
     blocks = _BLOCK.format("data", _base64(packed.data))
     if packed.vectors:
         blocks += _BLOCK.format("vectors", _base64(packed.vectors))
-    return _page(_text(packed.title), blocks)
+    return _page(text_html(packed.title), blocks)
 
 
 def shell(look: str) -> str:
     """The page without data, which asks the server that it came from for the data of a look, and for nothing else."""
-    return _page("regard", "", _LOOK.format(_text(look)))
+    return _page("regard", "", _LOOK.format(text_html(look)))
 
 
 def served_policy(page: str) -> str:
@@ -149,9 +149,15 @@ def frame(page: str) -> str:
     )
 
 
-def _text(title: str) -> str:
-    """A title as HTML in ASCII: no tag, no control character, no lone surrogate."""
-    plain = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", title[:300])
+def page_style(more: str = "") -> tuple[str, str]:
+    """The style of a page with further rules, and its hash for a Content-Security-Policy."""
+    style = _file("page.css") + more
+    return style, _hash(style)
+
+
+def text_html(text: str) -> str:
+    """A short text as HTML in ASCII: no tag, no control character, no lone surrogate."""
+    plain = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text[:300])
     return escaping.escape(plain).encode("ascii", "xmlcharrefreplace").decode()
 
 
