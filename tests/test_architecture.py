@@ -118,7 +118,7 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "learn", "recorder",
     },
     "look": {
-        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.results", "core.scores",
         "core.weights", "corpora", "learn", "recorder",
     },
     "cli": {"corpora", "learn", "look"},

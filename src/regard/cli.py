@@ -1,4 +1,4 @@
-"""The command line: `regard look`, `walk`, `learn`, `generate`, `translate`, `corpus`. Packages bring their verbs."""
+"""The command line: `regard look`, `serve`, `walk`, `learn`, `generate`, `translate`, `corpus`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 #: Modules with verbs. `add(verbs)` adds a parser for every verb, with `set_defaults(run=…)`: run(args) → exit code.
-VERB_MODULES = ("regard.look.command", "regard.learn.command", "regard.corpora.command")
+VERB_MODULES = (
+    "regard.look.command",
+    "regard.look.serve.command",
+    "regard.learn.command",
+    "regard.corpora.command",
+)
 
 TEACH = """\
 Which words does "it" look at?
   regard look "The animal didn't cross the street because it was too tired" --word it
+
+Your own sentences in a browser, and texts of any length:
+  regard serve
 
 How does that come about, number by number?
   regard walk "the cat sat" --word cat
