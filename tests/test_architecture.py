@@ -75,9 +75,10 @@ ARROWS: dict[str, set[str]] = {
     "core.fused_rows": {
         "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.row_stats", "core.strips", "core.torch_state", "engines",
     },
+    "core.traced_rows": {"core.fused_rows", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_questions": {
-        "core.arguments", "core.broadcast", "core.comparison", "core.fused_rows", "core.indexing", "core.mask_algebra", "core.problem",
-        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
+        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.traced_rows", "core.types",
     },
     "core.head_reduction": {
         "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
