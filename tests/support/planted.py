@@ -301,6 +301,7 @@ BUGS = [
     Bug("largest weight of a tile: the mask is forgotten", "look/dot_head.py", "w.masked_fill_(~visible, 0.0)", "w.masked_fill_(~visible, 0.5)", ("maps of long inputs",)),
     Bug("exact rows: keys of another head", "look/dot_head.py", "key = head * k.shape[-3] // q.shape[-3]", "key = head % k.shape[-3]", ("maps of long inputs",)),
     Bug("exact rows: the lse of the queries before they were rounded", "look/dot_head.py", "return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)", "return DotHead(q, k, self.scale, self.lse, self.lo, self.hi)", ("maps of long inputs",)),
+    Bug("exact rows: a bias of the rows added to lse", "look/dot_head.py", "lse = lse - added[:, 0]", "lse = lse + added[:, 0]", ("maps of long inputs",)),
     Bug("bands: the norm of another row", "look/dot_head.py", "-lse.float().nan_to_num(neginf=0.0).unsqueeze(-1)", "-lse.float().nan_to_num(neginf=0.0).flip(0).unsqueeze(-1)", ("bands of long inputs",)),
     Bug("bands: keys received from the last band alone", "look/bands.py", "received[n] += sums", "received[n] = sums.double()", ("bands of long inputs",)),
     Bug("served tiles: a mean over the rows of a full cell", "look/serve/pyramid.py", "    tall[-1] = rows - (len(sums) - 1) * words\n", "", ("served tiles",)),
