@@ -118,6 +118,9 @@ class Weights(ArrayProtocol, Relations):
         dense = format_bytes(self.shape.numel() * self.dtype.itemsize)
         return f"Weights({', '.join(parts)}, {self.dtype}, {self.device}, {self._engine}; dense {dense}, not stored)"
 
+    def _repr_html_(self) -> str:
+        return str(import_module("regard.look.notebook").weights_html(self))
+
     @property
     def scores(self) -> Scores:
         """The scores before softmax, lazy as well: what a row's weights are the softmax of.
