@@ -111,8 +111,8 @@ ARROWS: dict[str, set[str]] = {
         "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
     },
     "look": {
-        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
-        "core.weights", "learn", "recorder",
+        "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.problem", "core.pytree",
+        "core.scores", "core.weights", "learn", "recorder",
     },
     "cli": {"learn", "look"},
     "__main__": {"cli"},

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .core.results import Peak, Statistics, TopK
     from .core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
     from .core.weights import Weights
+    from .look.compare import compare
     from .look.walk import walk
     from .recorder import Recording, load, record, watch
 
@@ -27,7 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "HeadReduction", "Mask", "Peak", "Recording", "ScaledDot",
     "Score", "Similarity", "Statistics", "TopK", "Weights",
-    "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
+    "attend", "causal", "compare", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
 ]  # fmt: skip
 
 __getattr__ = lazy_getattr(
@@ -39,6 +40,7 @@ __getattr__ = lazy_getattr(
         "core.results": ("Peak", "Statistics", "TopK"),
         "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
         "core.weights": ("Weights",),
+        "look.compare": ("compare",),
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ...core.weights import Weights
 from ...recorder.head_metrics import BY
+from ..compare import HeadChanges
 from ..history import History
 from ..layers import LayerView, Subject, all_layers, batch_note, layers_of, unknown_note
 from ..options import ViewOptions
@@ -22,6 +23,7 @@ from ..ranking import nan_note
 from ..token_text import printable
 from ..word_vectors import WordVectors
 from .arrays import layer_headers, thumbnails
+from .comparison import pack_changes
 from .content import PageContent
 from .exact import VectorBlock
 from .format import Packed, regard_version
@@ -37,10 +39,12 @@ METRICS = ("entropy", "mean_distance", "sink", "previous", "induction")
 
 
 @torch.no_grad()
-def pack(subject: Subject | History, options: ViewOptions) -> Packed:
-    """Pack everything that a page needs to show a recording, a `Weights` or a training history."""
+def pack(subject: Subject | HeadChanges | History, options: ViewOptions) -> Packed:
+    """Pack everything that a page needs to show a recording, a `Weights`, a comparison or a training history."""
+    if isinstance(subject, HeadChanges):
+        return pack_changes(subject, options)
     if isinstance(subject, list):
-        return pack_history(subject, options.title)
+        return pack_history(cast(History, subject), options.title)
     layers = all_layers(subject, options.item, options.values)
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:

@@ -4,11 +4,11 @@
 const headPlace = (head) => `${head.place}.${head.head}`;
 
 export function addressOf(page) {
-  const { state: { view, stack, word, chosen, hide, merge, fit }, book, long: map, overview: atlas } = page;
+  const { state: { view, stack, word, chosen, hide, merge, fit, pair }, book, long: map, overview: atlas } = page;
   const at = book?.stacks[stack], round = (...x) => x.map(Math.round).join(".");
   const fields = {
     v: view, s: stack && !at.window ? stack : null, win: at?.window ? [at.base.n, ...at.window].join(".") : null,
-    w: book ? word : null, h: chosen?.map((id) => headPlace(book.heads[id])).join(",") || null,
+    w: book || page.pairs ? word : null, p: page.pairs ? pair : null, h: chosen?.map((id) => headPlace(book.heads[id])).join(",") || null,
     hide: hide ? 1 : null, merge: merge ? 1 : null, fit: fit ? 1 : null,
     z: view === "long" && map?.view ? round(map.view.i0, map.view.i1, map.view.j0, map.view.j1) : null,
     m: view === "long" && map?.mode === "mean" ? "mean" : null,
@@ -24,6 +24,10 @@ const naturals = (text) => { const all = (text ?? "").split(".").map(Number);
 export function readAddress(page, hash) {
   const fields = new URLSearchParams(hash.slice(1)), { state, book } = page;
   if (fields.has("v") && page.views.some(([id]) => id === fields.get("v"))) state.view = fields.get("v");
+  if (page.header.kind === "comparison" && fields.has("w")) {
+    const { heads, groups } = page.header, pair = indexOrFirst(fields.get("p"), heads.length);
+    Object.assign(state, { pair, hover: null, word: indexOrFirst(fields.get("w"), groups[heads[pair].group].rows.labels.length) });
+  }
   if (!book || !fields.has("w")) return;
   const stack = windowOf(page, fields) ?? book.stacks[indexOrFirst(fields.get("s"), book.stacks.length)];
   const heads = (fields.get("h") ?? "").split(",").map((text) => stack.heads.find((head) => headPlace(head) === text)).filter(Boolean);

@@ -18,11 +18,11 @@ export class Page {
     this.header = header;
     const start = header.start;
     this.state = {
-      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false,
+      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, pair: start?.pair ?? 0, hover: null, hide: start?.hide ?? false,
         merge: start?.merge ?? false, fit: false, target: start?.target ?? null, theme: "auto",
-      chosen: start?.heads.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
+      chosen: start?.heads?.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
         && x.head === h)) : null,
-      layer: start?.heads.length ? null : start?.layer ?? null, cell: null,
+      layer: start?.heads?.length ? null : start?.layer ?? null, cell: null,
     };
     this.chooseViews();
     this.state.view = this.first = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];

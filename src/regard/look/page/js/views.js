@@ -9,6 +9,7 @@ import { square } from "./square.js";
 import { overview } from "./overview.js";
 import { long } from "./long.js";
 import { training } from "./training.js";
+import { compare } from "./compare.js";
 
 const short = (stack) => !stack.long && stack.heads.length > 0;
 const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.layer.q !== undefined);
@@ -46,6 +47,11 @@ export const VIEWS = {
     name: "Atlas", build: overview, when: (page) => page.book?.total > 1,
     look: "The pattern of every head, rows looking at columns: find the odd one out. A click adds a head to those that "
       + "are shown, a double click opens it.",
+  },
+  compare: {
+    name: "Compare", build: compare, when: (page) => page.header.kind === "comparison",
+    look: "The same word in two recordings: blue is what the second gives more, orange what the first does. "
+      + "Point at a word, or at a cell of the patterns.",
   },
   training: {
     name: "Training", build: training, when: (page) => page.header.kind === "training",
