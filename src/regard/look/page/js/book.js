@@ -43,7 +43,7 @@ function patchColumns({ tokens, special }) {
 export class Head {
   constructor(header, layer, place, head, n, stack, id) {
     Object.assign(this, { header, layer, place, head, n, stack, id, i: stack.rows.length, j: stack.cols.length,
-      sheets: new Map() });
+      sheets: new Map(), split: {} });
     this.name = layer.name ? `layer ${layer.index}, head ${head}` : layer.heads > 1 ? `head ${head}` : "these weights";
     this.brief = layer.name ? `${layer.index}·${head}` : `${head}`;
   }
@@ -60,7 +60,7 @@ export class Head {
     const flat = this.part(name);
     if (!flat) return null;
     const size = this.header.shape(this.layer[name]).at(-1), length = flat.length / size;
-    return range(length).map((n) => flat.subarray(n * size, (n + 1) * size));
+    return (this.split[name] ??= range(length).map((n) => flat.subarray(n * size, (n + 1) * size)));
   }
   get w() { return (this._w ??= this.part("w")); }
   get stored() { return (this._stored ??= new Stored(this)); }

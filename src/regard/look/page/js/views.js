@@ -14,7 +14,7 @@ import { compare } from "./compare.js";
 const short = (stack) => !stack.long && stack.heads.length > 0;
 const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.layer.q !== undefined);
 
-// Ids stand in addresses (#v=) and stay: `long` is the Map, `overview` the Atlas.
+// Ids stand in addresses (#v=) and stay: `long` is the Map, `overview` the Atlas, `play` the Lab.
 export const VIEWS = {
   spotlight: {
     name: "Spotlight", build: spotlight, stack: (s) => short(s) && s.same,
@@ -35,8 +35,9 @@ export const VIEWS = {
     look: "Read downwards: how a score becomes a weight, and weights become the output, number by number.",
   },
   play: {
-    name: "Play", build: play, stack: withVectors,
-    look: "Turn the scale up until one word takes everything, and down until all are alike; then change the rules.",
+    name: "Lab", build: play, stack: withVectors,
+    look: "Turn the scale up until one word takes everything, and down until all are alike; forbid a word with a click; "
+      + "then change the rules.",
   },
   square: {
     name: "Square", build: square, stack: short,
