@@ -67,7 +67,7 @@ try {
 _MODULES = (
     "data", "numbers", "elements", "stored", "exact", "book", "window", "page", "controls",
     "sentence", "lines", "spotlight", "walk", "play", "square", "atlas", "overview",
-    "tiles", "rulers", "map", "long", "compare", "training", "snapshot", "share", "address",
+    "tiles", "rulers", "map", "long", "compare", "training", "snapshot", "share", "scenes", "story", "address",
     "views",
 )  # fmt: skip
 

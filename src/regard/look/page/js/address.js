@@ -12,6 +12,7 @@ export function addressOf(page) {
     hide: hide ? 1 : null, merge: merge ? 1 : null, fit: fit ? 1 : null,
     z: view === "long" && map?.view ? round(map.view.i0, map.view.i1, map.view.j0, map.view.j1) : null,
     m: view === "long" && map?.mode === "mean" ? "mean" : null,
+    c: view === "story" && page.story ? Math.round(100 * page.story.at) : null,
     o: view === "overview" && atlas ? [atlas.by, atlas.sort, atlas.mode].join(".") : null,
   };
   return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
@@ -37,6 +38,8 @@ export function readAddress(page, hash) {
     ? heads.map((head) => head.id) : null,
     hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") });
   if (stack.long) readMap(page, stack, fields);
+  const at = Number(fields.get("c") ?? NaN) / 100;
+  if (at > 0) page.story = { ...page.story, at, playing: null };
   const [by, sort, mode] = (fields.get("o") ?? "").split(".");
   if (page.header.metrics[by] && ["layer", "metric", "tie"].includes(sort)) page.wantedAtlas = { by, sort,
     mode: mode === "row" ? "row" : "pattern" };

@@ -42,7 +42,7 @@ async function copyText(text, said) {
   return said;
 }
 
-function download(page, suffix, blob) {
+export function download(page, suffix, blob) {
   const place = page.book ? page.heads.map((head) => head.brief.replace("·", "-")) : page.pairs
     ? [page.pairs[page.state.pair].brief.replaceAll("·", "-").replaceAll(" ", "")] : [];
   const name = `${["regard", page.state.view, place.join("_")].filter(Boolean).join("-")}.${suffix}`, link = el("a", { href: URL.createObjectURL(blob),

@@ -3,6 +3,7 @@
 import { inflate, unpack } from "./data.js";
 import { Page } from "./page.js";
 import { spotlight } from "./spotlight.js";
+import { story } from "./story.js";
 import { walk } from "./walk.js";
 import { play } from "./play.js";
 import { square } from "./square.js";
@@ -29,6 +30,10 @@ export const VIEWS = {
     name: "Map", build: long, stack: (s) => s.long && s.heads.length > 0,
     look: "Zoom with the wheel, two fingers or + and −, drag to move. A strong column is a word everybody looks at, "
       + "a strong diagonal is the neighbourhood; rings mark the strongest links.",
+  },
+  story: {
+    name: "Story", build: story, stack: short,
+    look: "How attention comes about, chapter by chapter, on these words. The arrow keys lead forth and back, space plays it.",
   },
   walk: {
     name: "Walk", build: walk, stack: short,
