@@ -2,6 +2,7 @@
 
     python tests/support/planted.py            all of them; exits with 1 if one survives
     python tests/support/planted.py pool sink  those whose names hold one of these words
+    python tests/support/planted.py --jobs 12  so many at once
 
 Every patch is applied to a copy of the package, the tests named beside it run against the copy, and the copy is
 restored. First the same tests run on the unpatched copy: a test that fails anyway catches nothing.
@@ -9,12 +10,15 @@ restored. First the same tests run on the unpatched copy: a test that fails anyw
 
 from __future__ import annotations
 
+import argparse
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,7 +83,7 @@ class Bug(NamedTuple):
 
 BUGS = [
     # core/online_softmax.py: the merge.
-    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "m, a * self.l + b * other.l, t,", "m, self.l + b * other.l, t,", ("merge",)),
+    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "l=a * self.l + b * other.l", "l=self.l + b * other.l", ("merge",)),
     Bug("merge shifts the entropy's sum the wrong way", "core/online_softmax.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
     Bug("merge pivots on −inf", "core/online_softmax.py", "return torch.where(old == -torch.inf, 0, old - new)", "return old - new", ("merge",)),
     Bug("a block pivots on −inf", "core/online_softmax.py", "return torch.where(m == -torch.inf, 0, m)", "return m", ("merge",)),
@@ -315,29 +319,44 @@ def plant(copy: Path, bug: Bug, sound: list[str]) -> bool:
         shutil.copy2(clean, path)
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], jobs: int) -> int:
     bugs = [bug for bug in BUGS if not words or any(word in bug.name for word in words)]
-    survived, broken = [], []
     moved = [f"{bug.name} ({bug.file})" for bug in bugs if bug.old not in (PACKAGE / bug.file).read_text()]
     assert not moved, f"the code has moved on, and so must these patches: {', '.join(moved)}"
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "regard"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(copy, Path(folder) / "clean")  # what is worked on meanwhile does not matter
-        for tests in dict.fromkeys(tests for bug in bugs for tests in bug.tests):
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        for job in range(jobs):
+            copy = Path(folder) / str(job) / "regard"
+            shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(copy, copy.parent / "clean")  # what is worked on meanwhile does not matter
+            copies.put(copy)
+
+        def passes(tests: str) -> bool:
+            copy = copies.get()
             passed, seconds = run(copy, tests)
+            copies.put(copy)
             print(f"{'passes' if passed else 'FAILS':9} {seconds:5.1f} s  nothing planted: {tests}", flush=True)
-            broken += [] if passed else [tests]
-        for bug in bugs:
-            began = time.monotonic()
-            sound = [tests for tests in bug.tests if tests not in broken]
+            return passed
+
+        def catches(bug: Bug) -> bool:
+            copy, began = copies.get(), time.monotonic()
+            sound = [tests for tests in bug.tests if verdicts[tests]]
             caught = plant(copy, bug, sound)
+            copies.put(copy)
             verdict = "caught" if caught else "SURVIVED" if sound else "NO TEST"
             print(f"{verdict:9} {time.monotonic() - began:5.1f} s  {bug.file}: {bug.name}", flush=True)
-            survived += [] if caught else [bug]
-    print(f"{len(bugs) - len(survived)} of {len(bugs)} planted bugs caught")
-    return 1 if survived or broken else 0
+            return caught
+
+        groups = list(dict.fromkeys(tests for bug in bugs for tests in bug.tests))
+        verdicts = dict(zip(groups, pool.map(passes, groups), strict=True))
+        caught = list(pool.map(catches, bugs))
+    print(f"{sum(caught)} of {len(bugs)} planted bugs caught")
+    return 0 if all(caught) and all(verdicts.values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*", help="only the bugs whose names hold one of these words")
+    parser.add_argument("--jobs", type=int, default=2, help="so many at once, each in a copy of its own (default 2)")
+    options = parser.parse_args()
+    sys.exit(main(options.words, options.jobs))
