@@ -527,7 +527,7 @@ def test_everything_is_reached_by_keys(show: Any, it: View) -> None:
     keys = shown.tab.keyboard
     shown.tab.focus("#tab-spotlight")
     seen_views = []
-    for _ in range(5):
+    for _ in range(6):
         seen_views.append(shown.ask("page.state.view"))
         keys.press("ArrowRight")
     assert seen_views == ["spotlight", "story", "walk", "play", "square", "overview"]
