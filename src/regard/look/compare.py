@@ -195,7 +195,7 @@ def compare(
         >>> b = regard.weights(3 * x).label(["the", "dog", "sat"])
         >>> change = regard.compare(a, b)[0]
         >>> change.word, change.key, round(change.weight, 3), round(change.weight_b, 3)
-        ('sat', 'sat', 0.401, 0.002)
+        ('sat', 'the', 0.198, 0.001)
     """
     sides = layers_of(a, item), layers_of(b, item)
     aligned = _Aligned(merge, hide_special)
