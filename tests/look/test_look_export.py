@@ -74,8 +74,8 @@ def test_in_a_column_no_line_passes_through_a_word() -> None:
 
 
 def test_the_parts_of_a_picture() -> None:
-    whole, lines, square = (svg(fox(), word="fox", part=part) for part in (None, "lines", "square"))
-    assert "rows look at columns" in whole
+    both, lines, square = (svg(fox(), word="fox", part=part) for part in (None, "lines", "square"))
+    assert "rows look at columns" in both
     assert "rows look at columns" not in lines
     assert "<path" not in square
     assert "<path" in lines

@@ -28,64 +28,64 @@ def tell(shown: Shown, at: float) -> list[float]:
 
 
 @pytest.fixture
-def told(show: Any, it: View) -> Shown:
+def narrated(show: Any, it: View) -> Shown:
     return show(it, reduced_motion="reduce").view("story")
 
 
-def test_the_chapters_are_those_of_the_documents_with_the_numbers_of_the_head(told: Shown) -> None:
+def test_the_chapters_are_those_of_the_documents_with_the_numbers_of_the_head(narrated: Shown) -> None:
     seen, words = minilm()
     head, x = seen[2, 1], words.x
-    assert [text.split(" ", 1)[1] for text in told.texts(".story .chips .chip")[:9]] == CHAPTERS
+    assert [text.split(" ", 1)[1] for text in narrated.texts(".story .chips .chip")[:9]] == CHAPTERS
     alike = x[IT] @ x.T
-    assert tell(told, 1) == pytest.approx(alike.tolist(), abs=5.1e-3)
-    assert tell(told, 2) == pytest.approx((alike / 384**0.5).tolist(), abs=5.1e-3)
-    assert f"one word up to {alike.softmax(-1).max():.3f} before" in told.text(".telling")
+    assert tell(narrated, 1) == pytest.approx(alike.tolist(), abs=5.1e-3)
+    assert tell(narrated, 2) == pytest.approx((alike / 384**0.5).tolist(), abs=5.1e-3)
+    assert f"one word up to {alike.softmax(-1).max():.3f} before" in narrated.text(".telling")
     scores = head.scores[IT].tolist()
-    assert tell(told, 3) == pytest.approx(scores, abs=2e-2)  # of queries and keys in 16 bits
-    assert tell(told, 4) == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)
-    assert "“it” gives “tired” 0.694" in told.text(".telling")
+    assert tell(narrated, 3) == pytest.approx(scores, abs=2e-2)  # of queries and keys in 16 bits
+    assert tell(narrated, 4) == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)
+    assert "“it” gives “tired” 0.694" in narrated.text(".telling")
     y = head.row(IT) @ seen.layers[2].values[0, 1]
-    mixed = tell(told, 5)
+    mixed = tell(narrated, 5)
     assert mixed[:15] == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)
     assert mixed[15:] == pytest.approx(y[:8].tolist(), abs=1e-2)
-    tell(told, 6)
-    assert told.tab.locator(".scene g[opacity]").count() == 12
+    tell(narrated, 6)
+    assert narrated.tab.locator(".scene g[opacity]").count() == 12
     causal = torch.tensor(scores)
     causal[IT + 1 :] = -torch.inf
-    assert tell(told, 7) == pytest.approx(causal.softmax(-1).tolist(), abs=1e-2)
-    tell(told, 9)
-    assert "layer 2, head 1, which you were looking at" in told.text(".telling")
-    told.click("story-open")
-    assert told.ask("page.state.view") == "spotlight"
-    assert told.text(".hero .who").startswith("layer 2, head 1")
+    assert tell(narrated, 7) == pytest.approx(causal.softmax(-1).tolist(), abs=1e-2)
+    tell(narrated, 9)
+    assert "layer 2, head 1, which you were looking at" in narrated.text(".telling")
+    narrated.click("story-open")
+    assert narrated.ask("page.state.view") == "spotlight"
+    assert narrated.text(".hero .who").startswith("layer 2, head 1")
 
 
-def test_softmax_grows_by_exp_and_shrinks_to_the_sum_one(told: Shown) -> None:
+def test_softmax_grows_by_exp_and_shrinks_to_the_sum_one(narrated: Shown) -> None:
     scores = torch.tensor(minilm()[0][2, 1].scores[IT].tolist())
-    assert tell(told, 3.5) == pytest.approx((scores - scores.max()).exp().tolist(), abs=1e-2)
-    assert sum(tell(told, 4)) == pytest.approx(1, abs=0.04)
+    assert tell(narrated, 3.5) == pytest.approx((scores - scores.max()).exp().tolist(), abs=1e-2)
+    assert sum(tell(narrated, 4)) == pytest.approx(1, abs=0.04)
 
 
-def test_every_step_is_reversible_and_reached_by_keys(told: Shown) -> None:
+def test_every_step_is_reversible_and_reached_by_keys(narrated: Shown) -> None:
     picture = "document.querySelector('.scene').innerHTML"
-    told.tab.focus('[data-key="scene"]')
+    narrated.tab.focus('[data-key="scene"]')
     pictures = []
     for n, name in enumerate(CHAPTERS, 1):
-        assert told.text(".chapter") == f"{n} · {name}"
-        pictures.append(told.tab.evaluate(picture))
-        told.tab.keyboard.press("ArrowRight")
+        assert narrated.text(".chapter") == f"{n} · {name}"
+        pictures.append(narrated.tab.evaluate(picture))
+        narrated.tab.keyboard.press("ArrowRight")
     assert len(set(pictures)) == 9
     for expected in reversed(pictures[:-1]):
-        told.tab.keyboard.press("ArrowLeft")
-        assert told.tab.evaluate(picture) == expected
-    told.tab.keyboard.press("End")
-    assert told.text(".chapter") == "9 · Long"
-    told.tab.keyboard.press("Home")
-    assert told.text(".chapter") == "1 · Alike"
-    told.click("chapter-3")
-    assert told.text(".chapter") == "4 · Softmax"
-    other = told.tab.context.new_page()
-    other.goto(told.ask("page.link"))
+        narrated.tab.keyboard.press("ArrowLeft")
+        assert narrated.tab.evaluate(picture) == expected
+    narrated.tab.keyboard.press("End")
+    assert narrated.text(".chapter") == "9 · Long"
+    narrated.tab.keyboard.press("Home")
+    assert narrated.text(".chapter") == "1 · Alike"
+    narrated.click("chapter-3")
+    assert narrated.text(".chapter") == "4 · Softmax"
+    other = narrated.tab.context.new_page()
+    other.goto(narrated.ask("page.link"))
     other.wait_for_selector(".chapter")
     assert other.locator(".chapter").inner_text() == "4 · Softmax"
 
@@ -111,16 +111,16 @@ def test_it_moves_unless_motion_is_unwanted(show: Any, it: View) -> None:
     assert took <= 8, "a frame has time for more"
 
 
-def test_slides_are_one_file_without_a_script(told: Shown, tmp_path: Path) -> None:
-    with told.tab.expect_download(timeout=8000) as info:
-        told.click("story-slides")
+def test_slides_are_one_file_without_a_script(narrated: Shown, tmp_path: Path) -> None:
+    with narrated.tab.expect_download(timeout=8000) as info:
+        narrated.click("story-slides")
     info.value.save_as(tmp_path / "slides.html")
     text = (tmp_path / "slides.html").read_text()
     assert text.count("<section>") == 9
     assert not re.search(r"<script|var\(|onload|http://(?!www\.w3\.org)", text)
     for name in CHAPTERS:
         assert f"· {name}" in text
-    assert told.text(".chapter") == "1 · Alike", "the story is where it was"
+    assert narrated.text(".chapter") == "1 · Alike", "the story is where it was"
 
 
 def test_it_works_for_matrices_of_every_kind(show: Any) -> None:

@@ -40,6 +40,8 @@ class ViewChoices(TypedDict, total=False):
     command: str | None
     word_vectors: WordVectors | None
     values: Tensor | None
+    grid: tuple[int, int] | None
+    image: object
     notes: Sequence[str]
 
 
@@ -68,6 +70,10 @@ class ViewOptions:
         word_vectors: Word embeddings and their projections (`regard.look.word_vectors.word_vectors`), from which a page
             builds attention step by step.
         values: The value vectors of a `Weights`, ``(..., g, j, e)`` or ``(j, e)``, for the steps after softmax.
+        grid: Rows and columns of an image's patches: axes without tokens that have as many positions, and a few before
+            them, are shown as patches.
+        image: The image, which a page draws below its patches: a tensor or an array (h, w, 3), (h, w) or (3, h, w), or
+            an image of Pillow.
         notes: Sentences to write below, such as how much of the text was cut.
 
     Raises:
@@ -90,6 +96,8 @@ class ViewOptions:
     command: str | None = None
     word_vectors: WordVectors | None = None
     values: Tensor | None = None
+    grid: tuple[int, int] | None = None
+    image: object = None
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:

@@ -50,6 +50,15 @@ class View:
         else:
             self.subject = as_history(subject)
         self.options = replace(options or ViewOptions(), **changes)
+        if self.options.grid is not None:
+            self.subject = self._patched(self.options.grid)
+
+    def _patched(self, grid: tuple[int, int]) -> Subject:
+        from .patches import with_patches
+
+        if isinstance(self.subject, list):
+            raise ValueError("grid=… is of one recording or matrix; leave it out here.")
+        return with_patches(self.subject, grid, self.options.image)
 
     def html(self, fragment: bool = False) -> str:
         """The page as one string.

@@ -50,7 +50,9 @@ def pack(subject: Subject | HeadChanges | History, options: ViewOptions) -> Pack
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none
     content = PageContent(
-        with_weights, [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes]
+        with_weights,
+        [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes],
+        options.image,
     )
     start = find_start(subject, content, options)
     content.choose_heads(start)

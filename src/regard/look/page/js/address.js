@@ -9,7 +9,7 @@ export function addressOf(page) {
   const fields = {
     v: view, s: stack && !at.window ? stack : null, win: at?.window ? [at.base.n, ...at.window].join(".") : null,
     w: book || page.pairs ? word : null, p: page.pairs ? pair : null, h: chosen?.map((id) => headPlace(book.heads[id])).join(",") || null,
-    hide: hide ? 1 : null, merge: merge ? 1 : null, fit: fit ? 1 : null,
+    hide: hide ? 1 : null, merge: merge ? 1 : null, fit: fit ? 1 : at?.cols?.patches ? 0 : null,
     z: view === "long" && map?.view ? round(map.view.i0, map.view.i1, map.view.j0, map.view.j1) : null,
     m: view === "long" && map?.mode === "mean" ? "mean" : null,
     c: view === "story" && page.story ? Math.round(100 * page.story.at) : null,
@@ -36,7 +36,7 @@ export function readAddress(page, hash) {
   if (word !== state.word) state.target = null;
   Object.assign(state, { stack: stack.n, word, hover: null, cell: null, chosen: heads.length
     ? heads.map((head) => head.id) : null,
-    hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") });
+    hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") ? fields.get("fit") !== "0" : Boolean(stack.cols.patches) });
   if (stack.long) readMap(page, stack, fields);
   const at = Number(fields.get("c") ?? NaN) / 100;
   if (at > 0) page.story = { ...page.story, at, playing: null };

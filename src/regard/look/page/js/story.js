@@ -96,7 +96,7 @@ export function story(page, box) {
 
 // The chapters one after the other, one a screen, without a script; printed, one a slide.
 function deck(page, pages) {
-  const text = new XMLSerializer(), escaped = new Option(page.header.title).innerHTML, ground = getComputedStyle(document.body).backgroundColor;
+  const text = new XMLSerializer(), escaped = text.serializeToString(document.createTextNode(page.header.title)), ground = getComputedStyle(document.body).backgroundColor;
   return `<!doctype html><html lang="en"><meta charset="utf-8"><title>${escaped}</title><style>html{scroll-snap-type:y mandatory}body{margin:0;background:${ground}}`
     + "section{height:100vh;display:grid;place-items:center;scroll-snap-align:start;break-after:page}section:last-child{break-after:auto}svg{width:92vw;height:92vh}"
     + `@page{size:13.33in 7.5in;margin:0}</style>${pages.map((one) => `<section>${text.serializeToString(one)}</section>`).join("")}</html>`;
