@@ -65,7 +65,7 @@ ARROWS: dict[str, set[str]] = {
     "core.results": set(),
     "core.evaluation": {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
-        "core.stats", "core.torch_state", "engines",
+        "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
     "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
@@ -73,8 +73,11 @@ ARROWS: dict[str, set[str]] = {
     "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
     "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
+    "core.fused_rows": {
+        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.strips", "core.torch_state", "engines",
+    },
     "core.row_questions": {
-        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.arguments", "core.broadcast", "core.comparison", "core.fused_rows", "core.indexing", "core.mask_algebra", "core.problem",
         "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
     },
     "core.head_reduction": {
@@ -111,11 +114,15 @@ ARROWS: dict[str, set[str]] = {
     "losses": {
         "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
     },
+    "corpora": {
+        "_io", "_lazy", "core.block", "core.pytree", "core.row_questions", "core.row_sources", "core.row_stats", "core.stats", "core.strips",
+        "core.weights", "learn", "recorder",
+    },
     "look": {
         "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.patches", "core.problem", "core.pytree",
-        "core.scores", "core.weights", "learn", "recorder",
+        "core.scores", "core.weights", "corpora", "learn", "recorder",
     },
-    "cli": {"learn", "look"},
+    "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},
 }  # fmt: skip
 
