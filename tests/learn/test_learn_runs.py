@@ -431,8 +431,8 @@ def test_a_run_goes_on_only_as_it_began(text, whole, tmp_path):
         lm(text, whole, **TINY)
     with pytest.raises(ValueError, match="holds no run to resume"):
         lm(text, tmp_path / "none", resume=True)
-    with pytest.raises(ValueError, match=r"has --steps 12, got 13: a resumed run keeps its settings"):
-        lm(text, whole, resume=True, steps=13)
+    with pytest.raises(ValueError, match=r"has --steps 12, got 11: a resumed run keeps its settings; it can only be extended"):
+        lm(text, whole, resume=True, steps=11)
     with pytest.raises(ValueError, match="of the kind 'lm', not 'translate'"):
         translate(text, text, whole, resume=True)
     other = tmp_path / "other.txt"
