@@ -431,7 +431,9 @@ def test_a_run_goes_on_only_as_it_began(text, whole, tmp_path):
         lm(text, whole, **TINY)
     with pytest.raises(ValueError, match="holds no run to resume"):
         lm(text, tmp_path / "none", resume=True)
-    with pytest.raises(ValueError, match=r"has --steps 12, got 11: a resumed run keeps its settings; it can only be extended"):
+    with pytest.raises(
+        ValueError, match=r"has --steps 12, got 11: a resumed run keeps its settings; it can only be extended"
+    ):
         lm(text, whole, resume=True, steps=11)
     with pytest.raises(ValueError, match="of the kind 'lm', not 'translate'"):
         translate(text, text, whole, resume=True)

@@ -30,8 +30,7 @@ class Input:
 
     @property
     def notes(self) -> list[str]:
-        own = [self.model.note] if self.model is not None and self.model.note else []
-        return [*own, *cut_note(self.cut)]
+        return cut_note(self.cut)
 
 
 def cut_note(cut: tuple[int, int] | None) -> list[str]:
