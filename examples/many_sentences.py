@@ -19,11 +19,17 @@ import torch
 import regard
 from regard.look.loading import load_model
 
-ANIMALS = "animal cat dog horse cow sheep goat pig mouse rabbit fox wolf bear lion tiger elephant monkey camel bird duck".split()
-PLACES = "street road river bridge field forest mountain hill valley desert lake park garden path square tunnel beach".split()
-VERBS = "cross leave enter reach climb pass visit like".split()
-TIRED = "tired hungry scared lazy ill weak afraid busy nervous sick old slow".split()
-WIDE = "wide long deep steep dangerous narrow dark wet crowded noisy far rocky".split()
+#: Words that are one token each; the first adjectives go with an animal, the second with a place.
+ANIMALS, PLACES, VERBS, TIRED, WIDE = map(
+    str.split,
+    (
+        "animal cat dog horse cow sheep goat pig mouse rabbit fox wolf bear lion tiger elephant monkey camel bird duck",
+        "street road river bridge field forest mountain hill valley desert lake park garden path square tunnel beach",
+        "cross leave enter reach climb pass visit like",
+        "tired hungry scared lazy ill weak afraid busy nervous sick old slow",
+        "wide long deep steep dangerous narrow dark wet crowded noisy far rocky",
+    ),
+)
 
 #: Positions of the words in "[CLS] the animal didn ' t cross the street because it was too tired [SEP]".
 ANIMAL, PLACE, IT, LENGTH = 2, 8, 10, 15
@@ -81,7 +87,8 @@ def main(out=None, quick=False, count=1000):
     figures |= {name: x.tolist() for name, x in figures.items() if isinstance(x, torch.Tensor)}
     print("layer 3, head 1, mean with 95 % interval:")
     for name, values in figures.items():
-        print(f"  {name}:", *(f"{x:.3f}" if isinstance(x, float) else x for x in (values if isinstance(values, list) else [values])))  # fmt: skip
+        numbers = values if isinstance(values, list) else [values]
+        print(f"  {name}:", *(f"{x:.3f}" if isinstance(x, float) else x for x in numbers))
     if out is not None:
         draw(w, *moved.flatten(1), Path(out) / "many_sentences.png")
         (Path(out) / "many_sentences.json").write_text(json.dumps(figures, indent=1) + "\n")

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from bench import rows
+from bench import rows, suites
 from bench.tables import DOCUMENTS, filled
 
 import regard
 from regard import cli
+from support import versions
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
@@ -65,7 +67,7 @@ def test_every_block_is_of_a_kind_that_is_run(document):
 def commands(document):
     """Lines that call `regard`, outside of the blocks that are run."""
     text = re.sub(r"^```console\n.*?^```", "", (ROOT / document).read_text(), flags=re.S | re.M).replace("\\\n", " ")
-    lines = re.findall(r"^(?: {4,})?(regard (?:look|walk|learn|generate|translate) .*)$", text, flags=re.M)
+    lines = re.findall(r"^(?: {4,})?(regard (?:look|walk|learn|generate|translate|corpus) .*)$", text, flags=re.M)
     return [part for line in lines for part in re.split(r" && | {3,}(?=regard )", line)]
 
 
@@ -121,6 +123,39 @@ def test_results_are_said_in_words_of_limits_and_targets():
     assert said == ["target met", "within the limit", "limit missed"]
 
 
+def test_results_of_the_suite_are_added_up_over_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(suites, "RESULTS", tmp_path)
+    installed = {"python": "3.11.7", "torch": "2.6.0", "triton": "3.2.0", "transformers": "5.0.0"}
+    result = {"machine": "a CPU", "versions": installed, "failures": [], "skipped": 1, "failed": 0, "sources": ""}
+    results = [
+        {**result, "name": "PyTorch 2.6.0", "part": "core", "passed": 900, "date": "2026-01-31"},
+        {**result, "name": "PyTorch 2.6.0", "part": "nn", "passed": 200, "date": "2026-02-01", "failed": 3},
+        {**result, "name": "PyTorch 2.7.0", "part": "nn", "passed": 200, "date": "2026-02-02"},
+        {**result, "name": "PyTorch 2.8.0", "part": "all", "passed": 1_100, "date": "2026-02-02"},
+    ]
+    (tmp_path / "versions.json").write_text(json.dumps({"parts": ["core", "nn"], "rows": results}))
+    head, _, *lines = suites.table("versions").splitlines()
+    assert head.startswith("| Python | PyTorch | Triton | numba |")
+    here = "| 3.11.7 | 2.6.0 | 3.2.0 | – | 5.0.0 |"
+    assert lines == [
+        f"{here} all | 1,100 | 3 | 2 | a CPU | 2026-02-01 |",
+        f"{here} nn | 200 | 0 | 1 | a CPU | 2026-02-02 |",
+        f"{here} all | 1,100 | 0 | 1 | a CPU | 2026-02-02 |",
+    ]
+
+
+def test_the_floors_and_the_pinned_versions_are_among_those_of_make_test_versions():
+    project = (ROOT / "pyproject.toml").read_text()
+    pinned = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
+    torch_floor, transformers_floor = (
+        re.search(r"torch>=([\d.]+)", project)[1],
+        re.search(r"transformers>=(\d+)", project)[1],
+    )
+    assert next(iter(versions.VERSIONS.items())) == (f"{torch_floor}.0", f"{transformers_floor}.0.0")
+    assert versions.VERSIONS[pinned["torch"]] == pinned["transformers"]
+    assert f"PyTorch {torch_floor} or later" in (ROOT / "docs" / "install.md").read_text()
+
+
 # The site.
 
 
@@ -144,6 +179,7 @@ def test_every_page_is_in_the_navigation():
         "regard.kv",
         "regard.losses",
         "regard.distributed",
+        "regard.corpora",
     ],
 )
 def test_every_public_name_is_documented_and_in_the_reference(module):

@@ -18,12 +18,26 @@ from regard.look.options import ViewChanges, ViewChoices, ViewOptions
 from regard.nn import Block, Encoder, LanguageModel, SelfAttention, Translator
 from regard.nn.options import AttentionOptions, BlockOptions, ModelOptions, SeeOptions
 
-PACKAGES = ("regard", "regard.nn", "regard.learn", "regard.look", "regard.recorder", "regard.integrations.transformers")
+PACKAGES = (
+    "regard",
+    "regard.nn",
+    "regard.learn",
+    "regard.look",
+    "regard.recorder",
+    "regard.integrations.transformers",
+    "regard.corpora",
+    "regard.distributed",
+)
 
 #: Where `Any` stands in a public signature, and why.
 ANY = {
     "Weights.__getitem__ return": "a Weights or a Tensor, by how many axes the brackets leave alone",
     "Weights.__iter__ return": "the same",
+    **{
+        f"{name}.{method} return": "the same, inherited"
+        for name in ("DTensorWeights", "ShardedWeights")
+        for method in ("__getitem__", "__iter__")
+    },
 }
 #: Of the recorder. This list only shrinks.
 RECORDER_ANY = {

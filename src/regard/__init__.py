@@ -6,6 +6,7 @@ from ._lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from . import chains as chains
+    from . import corpora as corpora
     from . import distributed as distributed
     from . import integrations as integrations
     from . import kv as kv
@@ -19,15 +20,19 @@ if TYPE_CHECKING:
     from .core.results import Peak, Statistics, TopK
     from .core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
     from .core.weights import Weights
+    from .corpora.result import Corpus, load_corpus
+    from .corpora.run import corpus
+    from .distributed.cost import cost
     from .look.walk import walk
     from .recorder import Recording, load, record, watch
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "HeadReduction", "Mask", "Peak", "Recording", "ScaledDot",
-    "Score", "Similarity", "Statistics", "TopK", "Weights",
-    "attend", "causal", "documents", "load", "padding", "record", "walk", "watch", "weights", "window",
+    "Additive", "Bilinear", "Corpus", "Cosine", "Dot", "Gaussian", "HeadReduction", "Mask", "Peak", "Recording",
+    "ScaledDot", "Score", "Similarity", "Statistics", "TopK", "Weights",
+    "attend", "causal", "corpus", "cost", "documents", "load", "load_corpus", "padding", "record", "walk", "watch",
+    "weights", "window",
 ]  # fmt: skip
 
 __getattr__ = lazy_getattr(
@@ -39,8 +44,11 @@ __getattr__ = lazy_getattr(
         "core.results": ("Peak", "Statistics", "TopK"),
         "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
         "core.weights": ("Weights",),
+        "corpora.result": ("Corpus", "load_corpus"),
+        "distributed.cost": ("cost",),
+        "corpora.run": ("corpus",),
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },
-    ("chains", "distributed", "integrations", "kv", "learn", "look", "losses", "nn"),
+    ("chains", "corpora", "distributed", "integrations", "kv", "learn", "look", "losses", "nn"),
 )

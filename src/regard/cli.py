@@ -1,4 +1,4 @@
-"""The command line: `regard look`, `walk`, `learn`, `generate`, `translate`. Packages bring their own verbs."""
+"""The command line: `regard look`, `walk`, `learn`, `generate`, `translate`, `corpus`. Packages bring their verbs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 #: Modules with verbs. `add(verbs)` adds a parser for every verb, with `set_defaults(run=…)`: run(args) → exit code.
-VERB_MODULES = ("regard.look.command", "regard.learn.command")
+VERB_MODULES = ("regard.look.command", "regard.learn.command", "regard.corpora.command")
 
 TEACH = """\
 Which words does "it" look at?

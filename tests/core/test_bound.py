@@ -263,12 +263,12 @@ def test_every_number_stays_within_its_bound_20000_times(batch: int, tiles, monk
 
 def off_by(truth: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, float]:
     """The root mean square of every answer's errors, as a share of its largest number."""
-    found = {}
+    errors = {}
     for name in SMOOTH:
         want = torch.where(truth[name] == -torch.inf, 0, truth[name])
         error = torch.where(truth[name] == -torch.inf, 0, got[name].double() - want)
-        found[name] = (error.square().mean().sqrt() / want.abs().max()).item()
-    return found
+        errors[name] = (error.square().mean().sqrt() / want.abs().max()).item()
+    return errors
 
 
 #: Seeds whose errors are held against plain PyTorch's. Of a single one the largest error, ours or theirs, is luck.
@@ -296,8 +296,8 @@ def test_errors_are_those_of_plain_pytorch_over_many_seeds(score: ScoreCase) -> 
                     total[name] += error**2
         for name in SMOOTH:
             ratios[name].append(math.sqrt(ours[name] / plain[name]))
-    for name, found in ratios.items():
-        mean, worst = math.exp(sum(map(math.log, found)) / POOL), max(found)
+    for name, values in ratios.items():
+        mean, worst = math.exp(sum(map(math.log, values)) / POOL), max(values)
         limits = OF_DISTANCES if score.name == "gaussian" else OF_CELLS if name == "dense" else USUAL
         assert mean <= limits[0] and worst <= limits[1], (  # noqa: PT018
             f"{name}: {mean:.3g} times as far off as plain PyTorch (geometric mean), {worst:.3g} times in the worst seed"
@@ -325,10 +325,10 @@ def test_gradients_are_at_most_three_times_as_far_off_as_those_of_plain_pytorch(
             seeds = {name: torch.randn(want[name].shape, dtype=torch.float64) for name in SMOOTH}
             exact = _gradients(want, seeds, case.leaves)
             for total, answers in ((ours, got), (plain, theirs)):
-                found = _gradients(answers, seeds, case.leaves)
-                assert all(g.isfinite().all() for g in found) or answers is theirs
+                grads = _gradients(answers, seeds, case.leaves)
+                assert all(g.isfinite().all() for g in grads) or answers is theirs
                 total.append(
-                    max(((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(found, exact, strict=True))
+                    max(((a - b).norm() / (b.norm() + 1e-6)).item() for a, b in zip(grads, exact, strict=True))
                 )
     finite = [x for x in plain if math.isfinite(x)]
     # The gradient is rounded to the type it is stored in, whoever computes it.
@@ -343,8 +343,8 @@ def _gradients(answers: dict[str, Tensor], seeds: dict[str, Tensor], leaves: lis
         for name, x in answers.items()
         if name in seeds
     )
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [torch.zeros_like(x).double() if g is None else g.double() for x, g in zip(leaves, found, strict=True)]
+    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(x).double() if g is None else g.double() for x, g in zip(leaves, grads, strict=True)]
 
 
 # The gate itself can fail: bugs that a max or a mean over the tensor let through.

@@ -161,8 +161,8 @@ def finite(x: Tensor) -> Tensor:
 
 def gradients(outputs: dict[str, Tensor], seeds: dict[str, Tensor], leaves: list[Tensor]) -> list[Tensor]:
     total = sum((seeds[name].to(x.dtype) * finite(x)).sum() for name, x in outputs.items() if name in seeds)
-    found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    grads = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
 
 
 def held(edge: Edge, engine: str, dtype: torch.dtype) -> None:
@@ -212,8 +212,8 @@ def held(edge: Edge, engine: str, dtype: torch.dtype) -> None:
             )
         chosen = {name: seeds[name] for name in answers if name in seeds}
         right = gradients({name: want[name] for name in chosen}, chosen, list(clean.values()))
-        found = gradients({name: answers[name] for name in chosen}, chosen, list(dirty.values()))
-        for name, a, b in zip(clean, found, right, strict=True):
+        grads = gradients({name: answers[name] for name in chosen}, chosen, list(dirty.values()))
+        for name, a, b in zip(clean, grads, right, strict=True):
             assert a.isfinite().all(), f"gradient of {name}"
             scale = (1 + b.abs().max().item()) * (1 + s) if b.numel() else 1
             torch.testing.assert_close(

@@ -59,8 +59,8 @@ def finite(x: Tensor) -> Tensor:
 
 
 def gradients(output: Tensor, seed: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    found = torch.autograd.grad(finite(output), leaves, seed, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    grads = torch.autograd.grad(finite(output), leaves, seed, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
 
 
 def assert_alike(got: list[Tensor], want: list[Tensor], what: str) -> None:
@@ -103,16 +103,16 @@ def test_one_backward_of_everything_is_the_sum_of_all(score: ScoreCase, mask: Ma
     names = [name for name in SMOOTH if name in got]
     seeds = {name: draw(*want[name].shape) for name in names}
     right = gradients(sum((seeds[n] * finite(want[n])).sum() for n in names), torch.ones(()).double(), it.leaves)
-    found = gradients(sum((seeds[n] * finite(got[n])).sum() for n in names), torch.ones(()).double(), it.leaves)
-    assert_alike(found, right, "all at once")
+    grads = gradients(sum((seeds[n] * finite(got[n])).sum() for n in names), torch.ones(()).double(), it.leaves)
+    assert_alike(grads, right, "all at once")
 
 
 def finite_differences_agree(score: ScoreCase, mask: MaskCase) -> bool:
     it = Setting(score, mask, b=1, h=2, g=1)
 
     def every(q: Tensor, k: Tensor, v: Tensor, u: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
-        found = library_answers(it.weights(q, k, list(parameters)), v, u)
-        return tuple(finite(found[name]) for name in SMOOTH)
+        answers = library_answers(it.weights(q, k, list(parameters)), v, u)
+        return tuple(finite(answers[name]) for name in SMOOTH)
 
     return gradcheck(every, tuple(it.leaves), fast_mode=True, eps=1e-6, atol=1e-5, rtol=1e-4)
 
@@ -333,13 +333,13 @@ def test_an_answer_changed_in_place_does_not_change_the_memory(ask) -> None:
     x = draw(5, 3)
     W = regard.weights(x, mask=regard.causal())
     first = ask(W)
-    kept = first.clone()
+    before = first.clone()
     first.fill_(7)
-    assert torch.equal(ask(W), kept)
+    assert torch.equal(ask(W), before)
     ask(W).unsqueeze_(0)  # which counts as no change
     ask(W).requires_grad_()
     assert not ask(W).requires_grad
-    assert torch.equal(ask(W), kept)
+    assert torch.equal(ask(W), before)
 
 
 @pytest.mark.parametrize("ask", REMEMBERED.values(), ids=REMEMBERED.keys())

@@ -198,11 +198,11 @@ def test_no_grad_and_inference_mode_give_the_same_numbers(engine: str) -> None:
     same(got, want)
     with torch.inference_mode():
         same(library_answers(regard.weights(q, k, align="end", engine=engine), v, u), want)
-        made = draw(*n.q)
-        W = regard.weights(made, k, align="end", engine=engine)
+        drawn = draw(*n.q)
+        W = regard.weights(drawn, k, align="end", engine=engine)
         W.entropy()
-        made.zero_()
-        torch.testing.assert_close(W.entropy(), regard.weights(made, k, align="end", engine=engine).entropy())
+        drawn.zero_()
+        torch.testing.assert_close(W.entropy(), regard.weights(drawn, k, align="end", engine=engine).entropy())
 
 
 def test_tensors_made_in_inference_mode_can_be_looked_at_outside() -> None:
@@ -405,10 +405,10 @@ def test_torch_func_is_served_where_it_can_be_and_refused_by_name() -> None:
     torch.testing.assert_close(each, regard.weights(x).entropy(), rtol=1e-5, atol=1e-5)
     with pytest.raises(NotImplementedError, match=r"torch\.func.*reference"):
         torch.func.grad(lambda x: regard.weights(x).entropy().sum())(x)
-    found = torch.func.grad(lambda x: regard.weights(x, engine="reference").entropy().sum())(x)
+    grad = torch.func.grad(lambda x: regard.weights(x, engine="reference").entropy().sum())(x)
     x.requires_grad_()
     (right,) = torch.autograd.grad(regard.weights(x).entropy().sum(), x)
-    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grad, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -422,11 +422,11 @@ def test_compiled_what_comes_back_lies_as_what_was_given(backend: str) -> None:
         return regard.weights(q, k).see("entropy", values=v).y
 
     y = torch.compile(ask, fullgraph=True, backend=backend)(q, k, v)
-    found = torch.autograd.grad(y.square().sum(), (q, k, v))
-    assert found[1].is_contiguous()
-    assert all(x.transpose(1, 2).is_contiguous() for x in (y, found[0], found[2]))
+    grads = torch.autograd.grad(y.square().sum(), (q, k, v))
+    assert grads[1].is_contiguous()
+    assert all(x.transpose(1, 2).is_contiguous() for x in (y, grads[0], grads[2]))
     right = torch.autograd.grad(ask(q, k, v).square().sum(), (q, k, v))
-    for ours, theirs in zip(found, right, strict=True):
+    for ours, theirs in zip(grads, right, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -444,8 +444,8 @@ def test_compiled_a_single_head_or_key_lies_in_no_order(keys: int, backend: str,
         v = v.reshape(v.shape)
         return regard.weights(q, k, align="end").see("entropy", values=v).y.transpose(1, 2).flatten(2) * 3
 
-    found = torch.compile(ask, fullgraph=True, backend=backend, dynamic=dynamic)(q, k, v)
-    torch.testing.assert_close(found, ask(q, k, v), rtol=1e-4, atol=1e-5)
+    answers = torch.compile(ask, fullgraph=True, backend=backend, dynamic=dynamic)(q, k, v)
+    torch.testing.assert_close(answers, ask(q, k, v), rtol=1e-4, atol=1e-5)
 
 
 def test_compiled_values_that_get_no_gradient_may_lie_in_any_order() -> None:
@@ -485,9 +485,9 @@ def test_autocast_takes_nothing_from_the_exactness_of_answers() -> None:
     q, k = (draw(1, 2, 33, 16, dtype=torch.float32) for _ in range(2))
     W = regard.weights(q, k)
     with torch.autocast("cpu", torch.bfloat16):
-        found = W.lse(), W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]
+        answers = W.lse(), W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]
     W = regard.weights(q, k)
-    for a, b in zip(found, (W.lse(), W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]), strict=True):
+    for a, b in zip(answers, (W.lse(), W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -513,13 +513,13 @@ def work(b: int = 2, h: int = 4, t: int = 150) -> list[Tensor]:
 
 def test_threads_of_the_caller_do_not_disturb_one_another() -> None:
     want = work()
-    found: dict[int, list[Tensor]] = {}
+    answers: dict[int, list[Tensor]] = {}
     errors: list[BaseException] = []
 
     def run(n: int) -> None:
         try:
             for _ in range(3):
-                found[n] = work()
+                answers[n] = work()
         except BaseException as error:
             errors.append(error)
 
@@ -529,7 +529,7 @@ def test_threads_of_the_caller_do_not_disturb_one_another() -> None:
     for thread in threads:
         thread.join()
     assert not errors
-    for outputs in found.values():
+    for outputs in answers.values():
         for a, b in zip(outputs, want, strict=True):
             torch.testing.assert_close(a, b, **SINGLE)
 
@@ -624,9 +624,9 @@ def test_a_spawned_child_computes_as_its_parent_does() -> None:
     queue = context.Queue()
     child = context.Process(target=_child, args=(queue,))
     child.start()
-    found = queue.get(timeout=120)
+    answers = queue.get(timeout=120)
     child.join()
-    for a, b in zip(found, work()[1:3], strict=True):
+    for a, b in zip(answers, work()[1:3], strict=True):
         torch.testing.assert_close(torch.tensor(a), b, **SINGLE)
 
 

@@ -42,10 +42,10 @@ def problem(mask: object, b: int = 1, i: int = 7, j: int = 11, h: int = 1, offse
     assert offset in (0, j - i)
     factors = normalize_inputs(torch.zeros(b, h, i, 2), torch.zeros(b, 1, j, 2), "dot", mask, align)
     lowered = factors.problem()
-    laid = dataclasses.replace(lowered, mask=factors.mask)
+    broadcast = dataclasses.replace(lowered, mask=factors.mask)
     if factors.mask is not None and i * j < 2**16:
-        assert torch.equal(cells(lowered), cells(laid)), "as intervals it is another mask"
-    return laid
+        assert torch.equal(cells(lowered), cells(broadcast)), "as intervals it is another mask"
+    return broadcast
 
 
 def cells(of: Problem) -> Tensor:
@@ -73,9 +73,9 @@ def inside(spans: KeyIntervals, b: int, keys: int) -> Tensor:
 @pytest.mark.parametrize("case", MASKS[1:], ids=lambda case: case.name)
 def test_each_mask_shows_what_its_formula_says(case: MaskCase, offset: int) -> None:
     n = Sizes()
-    laid = problem(case.make(n), n.b, n.i, n.j, n.h, offset)
+    it = problem(case.make(n), n.b, n.i, n.j, n.h, offset)
     i, j = torch.arange(n.i)[:, None] + offset, torch.arange(n.j)[None]
-    assert torch.equal(cells(laid), case.visible(n, i, j).expand(n.b, n.h, n.i, n.j))
+    assert torch.equal(cells(it), case.visible(n, i, j).expand(n.b, n.h, n.i, n.j))
 
 
 def test_operators_work_cell_by_cell_with_tensors_and_functions_too() -> None:
@@ -121,8 +121,8 @@ combined = st.recursive(
 def test_intervals_hold_all_that_is_visible_and_nothing_else_where_they_say_so(
     mask: Mask, i: int, at_end: bool
 ) -> None:
-    laid = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
-    visible, spans = cells(laid)[:, 0], intervals(laid)
+    it = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
+    visible, spans = cells(it)[:, 0], intervals(it)
     within = inside(spans, 2, 6)
     assert not (visible & ~within).any()
     if spans.exact:
@@ -134,9 +134,9 @@ def test_intervals_hold_all_that_is_visible_and_nothing_else_where_they_say_so(
 
 @given(combined, st.integers(1, 8), st.booleans())
 def test_which_keys_some_row_sees_is_known_exactly(mask: Mask, i: int, at_end: bool) -> None:
-    laid = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
-    seen = laid.visible_keys()
-    want = cells(laid).any(2).any(1)
+    it = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
+    seen = it.visible_keys()
+    want = cells(it).any(2).any(1)
     assert torch.equal(torch.ones(2, 6, dtype=torch.bool) if seen is None else seen.expand(2, 6), want)
 
 
@@ -167,8 +167,8 @@ def test_the_complement_of_the_complement_is_the_same_set(starts: list[int], siz
     mask: Mask = window(0, 0)
     for start, size in zip(starts, sizes, strict=False):
         mask = mask | (padding([min(6, start + size)]) & ~padding([start]))
-    laid = problem(mask, i=6, j=6)
-    spans = intervals(laid)
+    it = problem(mask, i=6, j=6)
+    spans = intervals(it)
     assert torch.equal(inside(spans.complement(6).complement(6), 1, 6), inside(spans, 1, 6))
     assert torch.equal(inside(spans.complement(6), 1, 6), ~inside(spans, 1, 6))
 
@@ -267,33 +267,31 @@ def visited(of: Problem) -> Tensor:
     count = torch.zeros(i, j, dtype=torch.int64)
     shown = cells(of)
     for rows, tiles in blockwise.tiled(of):
-        for cols, whole in tiles:
+        for cols, full in tiles:
             count[rows, cols] += 1
-            if whole:
+            if full:
                 assert shown[:, :, rows, cols].all()
     return count
 
 
 @given(combined, st.integers(1, 8), st.booleans(), st.integers(1, 4), st.integers(1, 4))
 def test_every_visible_cell_is_visited_once(mask: Mask, i: int, at_end: bool, height: int, width: int) -> None:
-    laid = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
+    it = problem(mask, b=2, i=i, j=6, offset=6 - i if at_end else 0)
     usual = blockwise._tile_size
     blockwise._tile_size = lambda _: (height, width)
     try:
-        count = visited(laid)
+        count = visited(it)
     finally:
         blockwise._tile_size = usual
     assert (count <= 1).all()
-    assert not (cells(laid).any(0).any(0) & (count == 0)).any()
+    assert not (cells(it).any(0).any(0) & (count == 0)).any()
 
 
 def cost(mask: Mask, t: int) -> int:
     """Cells of the tiles that are visited."""
-    laid = problem(mask, i=t, j=t)
+    it = problem(mask, i=t, j=t)
     return sum(
-        (rows.stop - rows.start) * (cols.stop - cols.start)
-        for rows, tiles in blockwise.tiled(laid)
-        for cols, _ in tiles
+        (rows.stop - rows.start) * (cols.stop - cols.start) for rows, tiles in blockwise.tiled(it) for cols, _ in tiles
     )
 
 
@@ -354,11 +352,11 @@ def test_a_layout_cuts_intervals_to_the_keys_there_are() -> None:
 
 def test_a_block_of_a_mask_is_that_block_of_the_whole() -> None:
     mask = as_mask(torch.rand(2, 1, 7, 11) < 0.5) & causal() | documents(torch.randint(0, 3, (2, 11)))
-    laid = problem(mask, b=2, offset=4)
-    whole = cells(laid)
+    it = problem(mask, b=2, offset=4)
+    all_cells = cells(it)
     rows, cols = torch.tensor([5, 0, 2]), slice(3, 9)
-    part = laid.mask.visible(MatrixBlock(rows, cols, 4, CPU)).expand(2, 1, 3, 6)
-    assert torch.equal(part, whole[:, :, rows][..., cols])
+    part = it.mask.visible(MatrixBlock(rows, cols, 4, CPU)).expand(2, 1, 3, 6)
+    assert torch.equal(part, all_cells[:, :, rows][..., cols])
 
 
 # What is found out about a mask is kept with it.
@@ -367,15 +365,15 @@ def test_a_block_of_a_mask_is_that_block_of_the_whole() -> None:
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Geometry]:
     """Every time that the intervals of documents are made."""
-    asked: list[Geometry] = []
+    queries: list[Geometry] = []
     spans = Documents.intervals
 
     def counted(self: Documents, layout: Geometry) -> KeyIntervals:
-        asked.append(layout)
+        queries.append(layout)
         return spans(self, layout)
 
     monkeypatch.setattr(Documents, "intervals", counted)
-    return asked
+    return queries
 
 
 def test_layers_that_share_a_mask_share_its_intervals(looked_at: list[Geometry]) -> None:
@@ -448,9 +446,9 @@ def test_what_was_found_out_is_not_copied(copied) -> None:
 def test_a_few_rows_know_which_keys_they_see() -> None:
     """A key that others see must not reach their gradients, not even as the nan of 0 · nan."""
     ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
-    whole = normalize_inputs(torch.zeros(2, 1, 6, 4), torch.zeros(2, 1, 6, 4), "dot", documents(ids), None).problem()
-    assert whole.visible_keys() is None
-    assert whole.narrow(1, 2).visible_keys().int().tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]]
+    full = normalize_inputs(torch.zeros(2, 1, 6, 4), torch.zeros(2, 1, 6, 4), "dot", documents(ids), None).problem()
+    assert full.visible_keys() is None
+    assert full.narrow(1, 2).visible_keys().int().tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]]
     q, k = (torch.randn(2, 1, 6, 4, dtype=torch.float64) for _ in range(2))
     k[0, :, 4] = torch.nan
     q.requires_grad_()
@@ -470,11 +468,11 @@ def test_what_is_kept_dies_with_its_mask() -> None:
     gc.disable()
     try:
         mask = documents([0, 0, 1, 0])  # not in one run each: no intervals tell it
-        whole = documents([0, 0, 1, 1])
-        for one in (mask, whole, causal() & whole):
+        runs = documents([0, 0, 1, 1])
+        for one in (mask, runs, causal() & runs):
             regard.weights(torch.randn(1, 4, 2), mask=one).lse()
-        ends = [weakref.ref(mask), weakref.ref(whole), weakref.ref(whole.ids)]
-        del mask, whole, one
+        ends = [weakref.ref(mask), weakref.ref(runs), weakref.ref(runs.ids)]
+        del mask, runs, one
         assert [end() for end in ends] == [None, None, None]
     finally:
         gc.enable()

@@ -92,9 +92,9 @@ def test_merge_is_associative(kind: str, n: int, m: int, r: int) -> None:
 @given(kinds, st.integers(0, 9))
 def test_no_keys_are_the_identity_of_merge(kind: str, n: int) -> None:
     s, request = scores(n, kind), question(n)
-    whole, nothing = state_of(s, request, 0, n), State.empty((B, H, I), request, s)
-    assert_same(whole.merge(nothing), whole)
-    assert_same(nothing.merge(whole), whole)
+    state, nothing = state_of(s, request, 0, n), State.empty((B, H, I), request, s)
+    assert_same(state.merge(nothing), state)
+    assert_same(nothing.merge(state), state)
 
 
 def test_merging_nothing_with_nothing_gives_nothing_and_no_nan() -> None:
@@ -102,12 +102,12 @@ def test_merging_nothing_with_nothing_gives_nothing_and_no_nan() -> None:
     nothing = State.empty((B, H, I), request, draw(1))
     both = nothing.merge(nothing)
     assert_same(both, nothing)
-    found = both.finish(request)
-    assert (lse_of(found["norm"]) == -torch.inf).all()
+    answers = both.finish(request)
+    assert (lse_of(answers["norm"]) == -torch.inf).all()
     for name in ("y", "entropy", "mean_distance", "mass"):
-        assert torch.equal(found[name], torch.zeros_like(found[name])), name
-    assert (found["topk_indices"] == -1).all()
-    assert (found["argmax"] == -1).all()
+        assert torch.equal(answers[name], torch.zeros_like(answers[name])), name
+    assert (answers["topk_indices"] == -1).all()
+    assert (answers["argmax"] == -1).all()
 
 
 @given(kinds, cuts, st.randoms(use_true_random=False))
@@ -130,7 +130,7 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
     merged = State.empty((B, H, I), request, s)
     for a, b in zip([0, *at], at, strict=False):
         merged = merged.merge(state_of(s, request, a, b))
-    found = merged.finish(request)
+    answers = merged.finish(request)
     truth = Truth(s, s > -torch.inf)
     _weights, topk_scores, topk_indices = truth.top(3)
     want = {
@@ -138,36 +138,36 @@ def test_what_a_cut_finds_is_what_the_dense_matrix_tells(kind: str, at: list[int
         "mass": truth.mass(list(range(1, keys, 2))), "max_score": truth.top(1)[1].squeeze(-1),
     }  # fmt: skip
     for name, value in want.items():
-        torch.testing.assert_close(found[name], value, **TIGHT, msg=lambda m, name=name: f"{name}: {m}")
-    assert torch.equal(found["topk_scores"], topk_scores)
-    assert torch.equal(found["topk_indices"], topk_indices)
-    assert torch.equal(found["argmax"], topk_indices[..., 0])
+        torch.testing.assert_close(answers[name], value, **TIGHT, msg=lambda m, name=name: f"{name}: {m}")
+    assert torch.equal(answers["topk_scores"], topk_scores)
+    assert torch.equal(answers["topk_indices"], topk_indices)
+    assert torch.equal(answers["argmax"], topk_indices[..., 0])
 
 
 @given(kinds, st.integers(0, 9))
 def test_a_sink_is_one_more_key_that_gives_nothing(kind: str, n: int) -> None:
     s, request, logits = scores(n, kind), question(n), draw(H)
-    found = state_of(s, request, 0, n).finish(request, logits[None, :, None, None])
+    answers = state_of(s, request, 0, n).finish(request, logits[None, :, None, None])
     truth = Truth(s, s > -torch.inf, sink=logits)
     for name, value in {"y": truth.y(request.v), "lse": truth.lse, "entropy": truth.entropy()}.items():
-        torch.testing.assert_close(found[name], value, **TIGHT)
+        torch.testing.assert_close(answers[name], value, **TIGHT)
     # The sink takes weight but is no key: it is never the maximum.
-    assert torch.equal(found["max_score"], truth.top(1)[1].squeeze(-1))
-    assert torch.equal(found["topk_indices"], truth.top(3)[2])
+    assert torch.equal(answers["max_score"], truth.top(1)[1].squeeze(-1))
+    assert torch.equal(answers["topk_indices"], truth.top(3)[2])
 
 
 def test_the_entropy_survives_a_new_maximum_far_above_the_old_one() -> None:
     s = torch.tensor([0.0, -1.0, 1000.0, 999.0], dtype=torch.float64).expand(B, H, I, 4)
     request = question(4)
-    found = state_of(s, request, 0, 2).merge(state_of(s, request, 2, 4)).finish(request)
-    torch.testing.assert_close(found["entropy"], Truth(s, s > -torch.inf).entropy(), **TIGHT)
+    answers = state_of(s, request, 0, 2).merge(state_of(s, request, 2, 4)).finish(request)
+    torch.testing.assert_close(answers["entropy"], Truth(s, s > -torch.inf).entropy(), **TIGHT)
 
 
 def test_the_checker_of_this_file_can_fail() -> None:
     s, request = scores(6, "plain"), question(6)
-    whole, part = state_of(s, request, 0, 6), state_of(s, request, 0, 5)
+    state, part = state_of(s, request, 0, 6), state_of(s, request, 0, 5)
     try:
-        assert_same(whole, part)
+        assert_same(state, part)
     except AssertionError:
         return
     raise RuntimeError("a state without its last key passed for the whole")

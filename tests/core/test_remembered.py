@@ -37,11 +37,11 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
-    made = Passes()
+    counter = Passes()
 
     def counted(function: Callable[..., object], kind: str) -> Callable[..., object]:
         def run(*args: object) -> object:
-            made.append(kind)
+            counter.append(kind)
             return function(*args)
 
         return run
@@ -49,7 +49,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passes]:
     for module in (blockwise, numba):
         monkeypatch.setattr(module, "forward", counted(module.forward, "rows"))
         monkeypatch.setattr(module, "column_pass", counted(module.column_pass, "columns"))
-    return made
+    return counter
 
 
 def draw(*shape: int, grad: bool = False) -> Tensor:
@@ -103,8 +103,8 @@ def test_a_remembered_number_has_a_gradient_of_its_own(tiles: str, name: str) ->
     answer = getattr(W, name)()
     truth = getattr(regard.weights(q, k, mask=regard.causal(), align="end", engine="reference"), name)()
     wanted = torch.autograd.grad(truth.square().sum(), (q, k))
-    found = torch.autograd.grad(answer.square().sum(), (q, k))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    grads = torch.autograd.grad(answer.square().sum(), (q, k))
+    torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
     assert torch.autograd.grad(y.sum(), v)[0].shape == v.shape  # the first node is left alone
 
 
@@ -162,5 +162,5 @@ def test_compiled_code_gives_the_same_and_leaves_the_memory_alone() -> None:
     def ask(q: Tensor, v: Tensor) -> list[Tensor]:
         return natural(regard.weights(q, mask=regard.causal()), v)
 
-    for found, wanted in zip(torch.compile(ask, backend="eager")(q, v), ask(q, v), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    for answer, wanted in zip(torch.compile(ask, backend="eager")(q, v), ask(q, v), strict=True):
+        torch.testing.assert_close(answer, wanted, rtol=1e-5, atol=1e-5)

@@ -22,7 +22,7 @@ class Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest = self.alive = self.peak = 0
-        self.known: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -33,16 +33,16 @@ class Live(TorchDispatchMode):
 
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self.known:
+        if key in self.sizes:
             return
         size = storage.nbytes()
-        self.known[key] = size
+        self.sizes[key] = size
         self.largest, self.alive = max(self.largest, size), self.alive + size
         self.peak = max(self.peak, self.alive)
         weakref.finalize(storage, self._part, key)
 
     def _part(self, key: int) -> None:
-        self.alive -= self.known.pop(key, 0)
+        self.alive -= self.sizes.pop(key, 0)
 
 
 D = 8
@@ -124,12 +124,12 @@ def test_the_reference_fails_what_this_file_asks() -> None:
 def test_what_is_remembered_is_linear_and_dies_with_the_matrix() -> None:
     x = draw(300, 4)
     W = regard.weights(x)
-    kept = [weakref.ref(W.lse()), weakref.ref(W.received())]
+    references = [weakref.ref(W.lse()), weakref.ref(W.received())]
     W.dense(), W[3:200], W @ x
     held = [v for v in vars(W).values() if isinstance(v, Tensor)]
     assert all(v.numel() <= x.numel() for v in held)
     del W, held
-    assert all(ref() is None for ref in kept)
+    assert all(ref() is None for ref in references)
 
 
 PEAK = """

@@ -35,9 +35,9 @@ def test_each_cell_is_its_formula_on_one_query_and_one_key(case: ScoreCase) -> N
     n = case.sizes(b=1, h=1, g=1, i=3, j=3)
     q, k, parameters = draw(*n.q), draw(*n.k), case.parameters(n)
     W = regard.weights(q, k, score=case.make(*parameters))
-    whole = case.formula(q, k, torch.arange(3)[:, None], torch.arange(3)[None], *parameters)
+    matrix = case.formula(q, k, torch.arange(3)[:, None], torch.arange(3)[None], *parameters)
     assert W.lse().shape == (1, 1, 3)
-    torch.testing.assert_close(scores_of(W)[0, 0, 1, 2], whole[0, 0, 1, 2], **TIGHT)
+    torch.testing.assert_close(scores_of(W)[0, 0, 1, 2], matrix[0, 0, 1, 2], **TIGHT)
 
 
 # By hand.

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
 
 
 def samples(dtype: torch.dtype, grad: bool) -> list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
-    made = invocations.sample_inputs_scaled_dot_product_attention(None, "cpu", dtype, grad)
-    found = [((s.input, *s.args), s.kwargs) for s in made]
+    drawn = invocations.sample_inputs_scaled_dot_product_attention(None, "cpu", dtype, grad)
+    calls = [((s.input, *s.args), s.kwargs) for s in drawn]
     extra = [
         ((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 5)),
         ((2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)),
@@ -30,16 +30,16 @@ def samples(dtype: torch.dtype, grad: bool) -> list[tuple[tuple[Tensor, Tensor, 
     ]
     for shapes in extra:
         q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=grad) for shape in shapes)
-        found.append(((q, k, v), {"enable_gqa": k.shape[1] != q.shape[1]}))
-    return found
+        calls.append(((q, k, v), {"enable_gqa": k.shape[1] != q.shape[1]}))
+    return calls
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], engine: str) -> Tensor:
     """The same request in this library's words."""
     score: Any = regard.ScaledDot(kwargs.get("scale"))
     mask = None
-    if (given := kwargs.get("attn_mask")) is not None:
-        mask, score = (given, score) if given.dtype == torch.bool else (None, score.bias(given))
+    if (attn_mask := kwargs.get("attn_mask")) is not None:
+        mask, score = (attn_mask, score) if attn_mask.dtype == torch.bool else (None, score.bias(attn_mask))
     if kwargs.get("is_causal"):
         mask = regard.causal() if mask is None else regard.causal() & mask
     return regard.attend(q, k, v, score=score, mask=mask, align="start", engine=engine)
@@ -47,9 +47,9 @@ def ours(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any], engine: str) -
 
 def reference(q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any]) -> Tensor:
     wide = [x.double() for x in (q, k, v)]
-    given = kwargs.get("attn_mask")
-    given = given.double() if given is not None and given.is_floating_point() else given
-    return F.scaled_dot_product_attention(*wide, **{**kwargs, "attn_mask": given})
+    attn_mask = kwargs.get("attn_mask")
+    attn_mask = attn_mask.double() if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+    return F.scaled_dot_product_attention(*wide, **{**kwargs, "attn_mask": attn_mask})
 
 
 # Units of roundoff that a chain of products and an exp may cost, times the largest magnitude in the row.
@@ -81,8 +81,12 @@ def test_samples_of_pytorch_have_the_gradients_pytorch_has(engine: str) -> None:
         if kwargs.get("dropout_p"):
             continue
         leaves = [q, k, v]
-        if (given := kwargs.get("attn_mask")) is not None and given.is_floating_point() and given.requires_grad:
-            leaves.append(given)
+        if (
+            (attn_mask := kwargs.get("attn_mask")) is not None
+            and attn_mask.is_floating_point()
+            and attn_mask.requires_grad
+        ):
+            leaves.append(attn_mask)
         want, got = reference(q, k, v, kwargs), ours(q, k, v, kwargs, engine)
         seed = torch.randn_like(want)
         for a, b in zip(torch.autograd.grad(got, leaves, seed), torch.autograd.grad(want, leaves, seed), strict=True):

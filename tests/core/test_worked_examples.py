@@ -52,7 +52,7 @@ def test_raw_weights_are_symmetric_and_weights_are_not(engine: str) -> None:
 @pytest.mark.parametrize("score", ["dot", "scaled_dot", "cosine"])
 def test_the_matrix_form_is_one_vector_at_a_time(score: str, engine: str) -> None:
     x = draw(7, 5)
-    whole = regard.weights(x, score=score, engine=engine) @ x
+    matrix_form = regard.weights(x, score=score, engine=engine) @ x
     for i in range(7):
         q = x[i]
         s = [(q @ k).item() for k in x]
@@ -62,7 +62,7 @@ def test_the_matrix_form_is_one_vector_at_a_time(score: str, engine: str) -> Non
             s = [(q @ k / (q.norm() * k.norm())).item() for k in x]
         w = softmax(*s)
         y = sum(w_j * x_j for w_j, x_j in zip(w, x, strict=True))
-        torch.testing.assert_close(whole[i], y, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(matrix_form[i], y, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(
             regard.attend(q[None], x, x, score=score, engine=engine)[0], y, rtol=1e-13, atol=1e-13
         )

@@ -52,12 +52,12 @@ def several(x, y):
 
 
 def new_memory(x, y):
-    lying = torch.empty_strided((4, 6), (1, 4), dtype=torch.float64).copy_(x)
+    transposed = torch.empty_strided((4, 6), (1, 4), dtype=torch.float64).copy_(x)
     plain = torch.empty(8, 2, dtype=torch.float16)
     plain.copy_(y[:, None])
     added = torch.empty(4, 6)
     torch.add(x, x, out=added)
-    return [lying, plain, torch.zeros(3, dtype=torch.int32), torch.empty(0, 5), added]
+    return [transposed, plain, torch.zeros(3, dtype=torch.int32), torch.empty(0, 5), added]
 
 
 def same(a, b):
@@ -85,38 +85,38 @@ def test_an_answer_that_is_one_of_the_tensors_stays_it():
 
 
 def test_kernels_are_told_the_new_addresses():
-    told = []
+    addresses = []
 
     def how(x, y):
         out = torch.empty(4, 6)
-        record_launch(lambda at: told.append(at), [x, None, y[3:], out[1].unsqueeze(0), x.T])
+        record_launch(lambda at: addresses.append(at), [x, None, y[3:], out[1].unsqueeze(0), x.T])
         return [out]
 
     ask = Asked(how)
     for _ in range(2):
         ask(torch.randn(4, 6), torch.randn(8))
-    assert not told  # by hand, as the engine does
+    assert not addresses  # by hand, as the engine does
     x, y = torch.randn(4, 6), torch.randn(8)
     (out,) = ask(x, y)
-    assert told == [[x.data_ptr(), 0, y[3:].data_ptr(), out[1].data_ptr(), x.data_ptr()]]
+    assert addresses == [[x.data_ptr(), 0, y[3:].data_ptr(), out[1].data_ptr(), x.data_ptr()]]
 
 
 def test_tensors_of_one_storage_may_come_apart():
     """Recorded on slices of one tensor, played on three: each has an address of its own."""
-    told = []
+    addresses = []
 
     def how(q, k):
-        record_launch(lambda at: told.append(at), [q, k[:, 1:], k])
+        record_launch(lambda at: addresses.append(at), [q, k[:, 1:], k])
         return [q + k]
 
     ask = Asked(how)
-    whole = torch.randn(4, 2, 8)
+    storage = torch.randn(4, 2, 8)
     for _ in range(2):
-        ask(whole[:, 0], whole[:, 1])
+        ask(storage[:, 0], storage[:, 1])
     q, k = (torch.randn(4, 16)[:, :8] for _ in range(2))
     same(ask(q, k), [q + k])
     assert ask.times == 2
-    assert told == [[q.data_ptr(), k.data_ptr() + 4, k.data_ptr()]]
+    assert addresses == [[q.data_ptr(), k.data_ptr() + 4, k.data_ptr()]]
 
 
 def test_a_part_of_one_tensor_where_another_lies_is_not_taken_for_it():
@@ -129,12 +129,12 @@ def test_a_part_of_one_tensor_where_another_lies_is_not_taken_for_it():
 
 
 def test_parts_without_numbers_have_no_address():
-    told = []
-    ask = Asked(lambda x: [record_launch(lambda at: told.append(at), [x[2:2], x]), x + 1])
+    addresses = []
+    ask = Asked(lambda x: [record_launch(lambda at: addresses.append(at), [x[2:2], x]), x + 1])
     for _ in range(3):
         x = torch.randn(3)
         ask(x)
-    assert told == [[0, x.data_ptr()]]
+    assert addresses == [[0, x.data_ptr()]]
 
 
 def test_autocast_changes_nothing():
@@ -143,8 +143,8 @@ def test_autocast_changes_nothing():
     for n in range(6):
         x = torch.randn(16, 16)
         with torch.autocast("cpu", torch.bfloat16, enabled=n % 2 == 0):
-            found = ask(x)
-        same(found, [x @ x.T])
+            answer = ask(x)
+        same(answer, [x @ x.T])
     assert ask.times == 2
 
 
@@ -346,8 +346,8 @@ def test_documents_known_to_be_in_runs_are_noted_down(contiguous: bool | None):
     layout = Geometry(5, 5, 0, torch.device("cpu"))
 
     def how(ids):
-        laid = Documents(ids[:, None, :, None], ids[:, None, None, :], contiguous, True)
-        spans = (laid & causal()).intervals(layout)
+        mask = Documents(ids[:, None, :, None], ids[:, None, None, :], contiguous, True)
+        spans = (mask & causal()).intervals(layout)
         return [spans.lo, spans.hi]
 
     ask = Asked(how)

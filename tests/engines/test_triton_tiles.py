@@ -51,9 +51,9 @@ def test_an_untested_triton_falls_back_with_one_line(
     with caplog.at_level(logging.WARNING, "regard"):
         assert [tile_config._runs_gluon(torch.device("cpu")) for _ in range(2)] == [serves, serves]
     assert len(caplog.records) == (0 if serves else 1)
-    told = regard.weights(torch.zeros(4, 4), engine="triton").explain()
-    assert ("why not Hopper's kernels" in told) != serves
+    explanation = regard.weights(torch.zeros(4, 4), engine="triton").explain()
+    assert ("why not Hopper's kernels" in explanation) != serves
     if not serves:
         assert version in caplog.text
         assert "times as long" in caplog.text
-        assert f"got {version}" in told
+        assert f"got {version}" in explanation

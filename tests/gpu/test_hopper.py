@@ -46,12 +46,12 @@ def truth(q, k, v, mask: str, align: str, sink=None):
     rows, cols = torch.arange(i, device="cuda")[:, None] + offset, torch.arange(j, device="cuda")
     before, after = {"full": (j + i, j + i), "causal": (j + i, 0), "window": (200, 30), "narrow": (5, 0)}[mask]
     s = s.masked_fill((cols > rows + after) | (cols < rows - before), -torch.inf)
-    whole = s if sink is None else torch.cat([s, sink.double().view(1, h, 1, 1).expand(*s.shape[:3], 1)], -1)
-    w = whole.softmax(-1).nan_to_num()  # of rows that see nothing
+    logits = s if sink is None else torch.cat([s, sink.double().view(1, h, 1, 1).expand(*s.shape[:3], 1)], -1)
+    w = logits.softmax(-1).nan_to_num()  # of rows that see nothing
     entropy = -(w * w.clamp_min(1e-300).log()).sum(-1)
     w = w[..., :j]
     return {
-        "w": w, "y": w @ v, "lse": whole.logsumexp(-1), "entropy": entropy, "mean_distance": (w * (rows - cols).abs()).sum(-1),
+        "w": w, "y": w @ v, "lse": logits.logsumexp(-1), "entropy": entropy, "mean_distance": (w * (rows - cols).abs()).sum(-1),
     }  # fmt: skip
 
 
@@ -122,13 +122,13 @@ def test_gradients_tell_the_truth(sizes, d: int, mask: str) -> None:
         return torch.autograd.grad((seen.y, seen.entropy, seen.mean_distance), live, flow)
 
     launcher.LAUNCHES.clear()
-    found = ask()
+    grads = ask()
     assert ("dkdv_kernel" if d == 64 and j <= 256 else "dkdv_ws_kernel") in used()
-    assert all(torch.equal(a, b) for a, b in zip(found, ask(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(grads, ask(), strict=True))
     exact = [x.detach().double().requires_grad_() for x in live]
     true = truth(*exact, mask, align)
     right = torch.autograd.grad([true[n] for n in ("y", "entropy", "mean_distance")], exact, [x.double() for x in flow])
-    for mine, theirs in zip(found, right, strict=True):
+    for mine, theirs in zip(grads, right, strict=True):
         assert (mine.double() - theirs).norm() < 0.006 * theirs.norm()
 
 
@@ -164,10 +164,10 @@ def test_a_window_ends_within_a_tile_row_that_begins_late() -> None:
     W = regard.weights(q, k, mask=MASKS["window"], engine="triton")
     w = truth(q, k, k, "window", "end")["w"][:, :, 256:]
     launcher.LAUNCHES.clear()
-    found = W.pool(3, 16, i=slice(256, None))  # 256 rows each, four tiles
+    part = W.pool(3, 16, i=slice(256, None))  # 256 rows each, four tiles
     assert "column_pass_pipelined_kernel" in used()
     pooled = w.unflatten(2, (3, 256)).unflatten(-1, (16, 64)).sum((3, 5))
-    assert (found.double() - pooled).abs().max() < 1e-5 * pooled.max()
+    assert (part.double() - pooled).abs().max() < 1e-5 * pooled.max()
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -190,10 +190,10 @@ def test_columns_have_the_same_bits_while_programs_come_and_go(d: int) -> None:
 def test_columns_of_heads_side_by_side_in_float16(causal: bool) -> None:
     q, k = (x.transpose(1, 2) for x in draw(2, 512, 2, 4, 128, dtype=torch.float16).unbind(2))
     launcher.LAUNCHES.clear()
-    found = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton").received()
+    received = regard.weights(q, k, mask=regard.causal() if causal else None, engine="triton").received()
     assert "column_pass_pipelined_kernel" in used()
     w = truth(q, k, k, "causal" if causal else "full", "end")["w"]
-    assert (found.double() - w.sum(2)).abs().max() < 1e-5 * w.sum(2).max()
+    assert (received.double() - w.sum(2)).abs().max() < 1e-5 * w.sum(2).max()
 
 
 @pytest.mark.parametrize(("rows", "first"), [(8, 0), (4, 512)])
@@ -205,6 +205,6 @@ def test_a_pooled_map_is_written_where_nobody_looks(align: str, rows: int, first
     w = truth(q, k, k, "causal", align)["w"][:, :, first:]
     pooled = w.unflatten(2, (rows, -1)).unflatten(-1, (16, -1)).sum((3, 5))
     for _ in range(2):  # memory that was used before
-        found = W.pool(rows, 16, i=slice(first, None))
-        assert (found.double() - pooled).abs().max() < 1e-4 * pooled.max()
-        del found
+        part = W.pool(rows, 16, i=slice(first, None))
+        assert (part.double() - pooled).abs().max() < 1e-4 * pooled.max()
+        del part

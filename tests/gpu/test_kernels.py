@@ -40,9 +40,9 @@ def test_a_kept_launch_serves_other_tensors(d: int) -> None:
         assert (seen.y.double() - y).abs().max() < 0.02
         assert (seen.received.double() - w.sum(-2)).abs().max() < 1e-3
         assert (seen.topk.values.double() - w.topk(4, -1).values).abs().max() < 1e-4
-        found = torch.autograd.grad((seen.y.double() * y.detach()).sum(), (q, k, v))
+        grads = torch.autograd.grad((seen.y.double() * y.detach()).sum(), (q, k, v))
         truth = torch.autograd.grad((y * y.detach()).sum(), (q, k, v))
-        for mine, right in zip(found, truth, strict=True):
+        for mine, right in zip(grads, truth, strict=True):
             assert (mine.double() - right.double()).norm() < 0.02 * right.double().norm()
 
 
@@ -58,9 +58,9 @@ def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
             forward_pass.KernelInputs(problem),
             forward_pass.forward(problem, names, None, None, with_tile_maxima=True)["tile_maxima"],
         )
-        found = {"topk_scores": torch.empty(2, 4, 4096, 8, device="cuda")}
-        found["topk_indices"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
-        flags, _ = topk_pass._by_candidates(p, 8, tile_maxima, None, found)
+        outputs = {"topk_scores": torch.empty(2, 4, 4096, 8, device="cuda")}
+        outputs["topk_indices"] = torch.empty(2, 4, 4096, 8, device="cuda", dtype=torch.int64)
+        flags, _ = topk_pass._by_candidates(p, 8, tile_maxima, None, outputs)
         assert int(flags.sum()) < 0.01 * flags.numel()
 
 
@@ -146,12 +146,12 @@ def test_transposed_layouts_are_right_by_the_copy_engine() -> None:
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     _, y, _ = dense(*exact)
-    found = regard.weights(q, k, engine="triton").see("lse", values=v).y
-    assert (found.double() - y).abs().max() < 0.02
-    grads = torch.autograd.grad((found.double() * y.detach()).sum(), (q, k, v))
+    output = regard.weights(q, k, engine="triton").see("lse", values=v).y
+    assert (output.double() - y).abs().max() < 0.02
+    grads = torch.autograd.grad((output.double() * y.detach()).sum(), (q, k, v))
     for mine, right in zip(grads, torch.autograd.grad((y * y.detach()).sum(), exact), strict=True):
         assert (mine.double() - right).norm() < 0.02 * right.norm()
-    assert all(x.transpose(1, 2).is_contiguous() for x in (found, *grads)), "they lie as what was given"
+    assert all(x.transpose(1, 2).is_contiguous() for x in (output, *grads)), "they lie as what was given"
 
 
 def test_the_error_is_at_most_twice_that_of_plain_attention_in_the_same_type() -> None:
@@ -279,12 +279,12 @@ def test_a_graph_replays(kind: str) -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = ask()
+        answers = ask()
     q.normal_()
     lengths[0] = 130
     ids.copy_(torch.arange(256, device="cuda") // 60)
     graph.replay()
-    for a, b in zip(found, ask(), strict=True):
+    for a, b in zip(answers, ask(), strict=True):
         assert torch.equal(a, b)
 
 
@@ -298,15 +298,15 @@ def test_a_mask_costs_no_more_than_a_table(kind: str) -> None:
 
     def ask():
         own = regard.causal() & mask if kind == "documents and causal" else mask
-        q, k, v = given
+        q, k, v = inputs
         return regard.weights(q, k, mask=own, engine="triton").see("lse", "entropy", values=v).y
 
     for turn in range(4):
-        given = [draw(2, 4, 512, 64) for _ in range(3)]
-        with profile(activities=[ProfilerActivity.CUDA]) as told:
+        inputs = [draw(2, 4, 512, 64) for _ in range(3)]
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             y = ask()
             torch.cuda.synchronize()
-        kernels = [event.name for event in told.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = [event.name for event in profiled.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         if turn == 3:  # the table and the pass; of padding also keys and values, with 0 where nobody sees them
             assert len(kernels) <= (6 if kind == "padding" else 2), kernels
         i, j = torch.arange(512, device="cuda")[:, None], torch.arange(512, device="cuda")
@@ -315,7 +315,7 @@ def test_a_mask_costs_no_more_than_a_table(kind: str) -> None:
             "documents": i // 100 == j // 100,
             "documents and causal": (i // 100 == j // 100) & (j <= i),
         }
-        assert (y.double() - dense(*given, visible[kind])[1]).abs().max() < 0.02
+        assert (y.double() - dense(*inputs, visible[kind])[1]).abs().max() < 0.02
 
 
 def test_compiled_code_gives_the_same() -> None:

@@ -30,37 +30,37 @@ def drawn(tmp_path):
 
 
 def test_unscaled_scores_saturate_softmax_and_starve_gradients(drawn):
-    sizes, found = why_scale.main(drawn, quick=True)
+    sizes, measured = why_scale.main(drawn, quick=True)
     assert sizes == [4, 64, 1024]
-    peaks, entropies, gradients = zip(*found["dot"], strict=True)
+    peaks, entropies, gradients = zip(*measured["dot"], strict=True)
     assert peaks[0] < 0.4
     assert peaks[2] > 0.9
     assert entropies[2] < 0.1 < 0.5 < entropies[0]
     assert gradients[2] < 0.02 * gradients[0], "a saturated row lets nothing through"
-    for _, entropy, gradient in found["scaled_dot"]:
+    for _, entropy, gradient in measured["scaled_dot"]:
         assert entropy > 0.8
-        assert gradient == pytest.approx(found["scaled_dot"][0][2], rel=0.3), "scaled, the size does not matter"
+        assert gradient == pytest.approx(measured["scaled_dot"][0][2], rel=0.3), "scaled, the size does not matter"
 
 
 def test_without_positions_word_order_is_invisible(drawn):
-    found = word_order.main(drawn, quick=True)
-    both, moved, weights = found[None]
+    accuracy = word_order.main(drawn, quick=True)
+    both, moved, weights = accuracy[None]
     assert both < 1e-6
     assert moved < 1e-5
     torch.testing.assert_close(weights[0], weights[4], msg='both "the" look alike')
     for kind in ("rotary", "sinusoidal", "learned"):
-        assert found[kind][0] > 0.02, f'{kind}: both "the" differ'
-        assert found[kind][1] > 0.02, f"{kind}: order matters"
+        assert accuracy[kind][0] > 0.02, f'{kind}: both "the" differ'
+        assert accuracy[kind][1] > 0.02, f"{kind}: order matters"
 
 
 def test_a_symmetric_similarity_cannot_tie_subject_and_object_apart_from_making_them_one(drawn):
-    found = subject_object.main(drawn, quick=True)
+    accuracy = subject_object.main(drawn, quick=True)
     cat, mat = subject_object.CAT, subject_object.MAT
-    x, w = found["basic"]
+    x, w = accuracy["basic"]
     assert w["cat", "mat"] <= 0.55, "|x_c − x_m|² ≥ 0 leaves at best half"
     assert torch.nn.functional.cosine_similarity(x[cat], x[mat], dim=0) > 0.8, "and only by making them one"
     assert w["kitten", "mat"] > 0.2, "whoever is like the cat looks at the mat with it"
-    x, w = found["W_q, W_k"]
+    x, w = accuracy["W_q, W_k"]
     assert w["cat", "mat"] > 0.85
     assert w["mat", "cat"] > 0.85
     assert w["kitten", "mat"] < 0.1

@@ -127,9 +127,9 @@ def test_json_that_is_none_of_ours_is_one_line(name, content, text, run, capsys)
     (run / name).write_bytes(content)
     words = ["learn", "lm", str(text), "--out", str(run), "--resume"]
     assert cli.main(words) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert name in told or "settings.json" in told
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert name in message or "settings.json" in message
     if name == "settings.json":
         assert not is_checkpoint(run)
 

@@ -88,7 +88,7 @@ def pairs(tmp_path_factory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def whole(text, tmp_path_factory) -> Path:
+def finished_run(text, tmp_path_factory) -> Path:
     """A run that nothing disturbed."""
     out = tmp_path_factory.mktemp("whole") / "run"
     lm(text, out, **TINY)
@@ -108,9 +108,9 @@ class Stopping(Silent):
 
 def same(a: Path, b: Path) -> None:
     for name in ("model.safetensors", "last.safetensors"):
-        mine, told = checkpoint.read_tensors(a / name)
+        mine, header = checkpoint.read_tensors(a / name)
         want, told_too = checkpoint.read_tensors(b / name)
-        assert told == told_too
+        assert header == told_too
         assert mine.keys() == want.keys()
         for key in want:
             assert torch.equal(mine[key], want[key]), f"{name}: {key}"
@@ -121,18 +121,18 @@ def same(a: Path, b: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 3, 5, 8, 11])
-def test_an_interrupted_run_that_is_resumed_ends_with_the_same_bits(at, text, whole, tmp_path, monkeypatch):
+def test_an_interrupted_run_that_is_resumed_ends_with_the_same_bits(at, text, finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "WATCH_EVERY", 1)
     out = tmp_path / "run"
     stopped = lm(text, out, progress=Stopping(at, lambda: os.kill(os.getpid(), signal.SIGINT)), **TINY)
     assert not stopped.finished
     assert at <= stopped.step <= at + 1
     assert lm(text, out, resume=True).finished
-    same(out, whole)
+    same(out, finished_run)
 
 
 @pytest.mark.parametrize("at", [3, 5])
-def test_an_interruption_leaves_no_trace_in_the_history(at, text, whole, tmp_path):
+def test_an_interruption_leaves_no_trace_in_the_history(at, text, finished_run, tmp_path):
     out, taken = tmp_path / "run", []
     own = training._Training._step
 
@@ -148,16 +148,16 @@ def test_an_interruption_leaves_no_trace_in_the_history(at, text, whole, tmp_pat
     assert lm(text, out, resume=True).finished
 
     def rows(folder):
-        found = json.loads((folder / "history.json").read_text())
-        return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in found]
+        entries = json.loads((folder / "history.json").read_text())
+        return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in entries]
 
-    assert rows(out) == rows(whole)
+    assert rows(out) == rows(finished_run)
 
 
-def test_looking_or_not_the_result_is_the_same(text, whole, tmp_path, monkeypatch):
+def test_looking_or_not_the_result_is_the_same(text, finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "WATCH_EVERY", 5)
     lm(text, tmp_path / "run", **TINY)
-    same(tmp_path / "run", whole)
+    same(tmp_path / "run", finished_run)
 
 
 def test_a_translator_is_resumed_to_the_same_bits_too(pairs, tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_a_run_killed_at_a_random_moment_is_resumed_to_the_same_bits(text, tmp_p
     same(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_run_killed_before_its_first_checkpoint_begins_again(text, whole, tmp_path, monkeypatch):
+def test_a_run_killed_before_its_first_checkpoint_begins_again(text, finished_run, tmp_path, monkeypatch):
     monkeypatch.setattr(training._Training, "run", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lm(text, tmp_path / "run", **TINY)
@@ -196,13 +196,13 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(text, whole, tmp_
     with pytest.raises(ValueError, match="saved no model yet"):
         open_model(tmp_path / "run")
     lm(text, tmp_path / "run", resume=True)
-    same(tmp_path / "run", whole)
+    same(tmp_path / "run", finished_run)
 
 
-def test_a_finished_run_that_is_resumed_stays_as_it_is(text, whole):
-    before = (whole / "last.safetensors").stat().st_mtime_ns
-    assert lm(text, whole, resume=True).finished
-    assert (whole / "last.safetensors").stat().st_mtime_ns == before
+def test_a_finished_run_that_is_resumed_stays_as_it_is(text, finished_run):
+    before = (finished_run / "last.safetensors").stat().st_mtime_ns
+    assert lm(text, finished_run, resume=True).finished
+    assert (finished_run / "last.safetensors").stat().st_mtime_ns == before
 
 
 def test_the_callers_random_numbers_are_left_alone(text, tmp_path):
@@ -215,28 +215,28 @@ def test_the_callers_random_numbers_are_left_alone(text, tmp_path):
 
 def test_the_best_weights_are_kept_not_the_last(text, tmp_path, monkeypatch):
     losses = iter([3.0, 2.0, 5.0])
-    kept = {}
+    weights = {}
 
     def validate(self, model):
         value = next(losses)
-        kept[value] = {name: p.detach().clone() for name, p in model.named_parameters()}
+        weights[value] = {name: p.detach().clone() for name, p in model.named_parameters()}
         return value
 
     monkeypatch.setattr(training.tasks.LMTask, "validate", validate)
     result = lm(text, tmp_path / "run", **TINY)
     assert (result.best, result.val_loss) == (2.0, 5.0)
-    saved, told = checkpoint.read_tensors(tmp_path / "run" / "model.safetensors")
-    assert told == {"step": "8", "val_loss": "2.0"}
-    assert all(torch.equal(saved[name], value) for name, value in kept[2.0].items())
+    saved, header = checkpoint.read_tensors(tmp_path / "run" / "model.safetensors")
+    assert header == {"step": "8", "val_loss": "2.0"}
+    assert all(torch.equal(saved[name], value) for name, value in weights[2.0].items())
 
 
 # Disk, numbers, options.
 
 
-def test_when_the_disk_is_full_the_checkpoint_of_before_stands(text, whole, tmp_path):
+def test_when_the_disk_is_full_the_checkpoint_of_before_stands(text, finished_run, tmp_path):
     out = tmp_path / "run"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    half = (whole / "last.safetensors").stat().st_size // 2  # a real write that breaks off in the middle
+    half = (finished_run / "last.safetensors").stat().st_size // 2  # a real write that breaks off in the middle
 
     class Filling(Silent):
         def update(self, step, numbers) -> None:
@@ -254,7 +254,7 @@ def test_when_the_disk_is_full_the_checkpoint_of_before_stands(text, whole, tmp_
     assert not list(out.glob(".*part")), "nothing half-written is left"
     open_model(out)
     lm(text, out, resume=True)
-    same(out, whole)
+    same(out, finished_run)
 
 
 def test_a_full_disk_is_called_by_its_name(text, tmp_path, monkeypatch):
@@ -292,8 +292,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoi
         Diverged, match=r"NaN or infinite at step 8; the checkpoint of step 4 is in .*smaller --lr \(it is 0\.003\)"
     ):
         lm(text, tmp_path / "run", **TINY)
-    tensors, told = checkpoint.read_tensors(tmp_path / "run" / "last.safetensors")
-    assert told["step"] == "4"
+    tensors, message = checkpoint.read_tensors(tmp_path / "run" / "last.safetensors")
+    assert message["step"] == "4"
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert all(p.isfinite().all() for p in open_model(tmp_path / "run").model.parameters())
 
@@ -302,9 +302,9 @@ def test_a_learning_rate_beyond_all_measure_is_told_on_the_command_line(text, tm
     code = cli.main(["learn", "lm", str(text), "--out", str(tmp_path / "run"), "--steps", "60", "--lr", "1e30", "--warmup", "0",
                      "--dim", "8", "--heads", "2", "--layers", "1", "--context", "8", "--device", "cpu"])  # fmt: skip
     assert code == 1
-    told = capsys.readouterr().err
-    assert "Try a smaller --lr" in told
-    assert "nothing was saved yet" in told
+    message = capsys.readouterr().err
+    assert "Try a smaller --lr" in message
+    assert "nothing was saved yet" in message
     assert not list((tmp_path / "run").iterdir())  # the same folder is free for another attempt
 
 
@@ -338,7 +338,7 @@ def test_what_a_killed_run_left_half_written_is_swept_away(text, tmp_path):
     assert other.exists()
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "message"), [
     ({"steps": 0}, "--steps must be at least 1; got 0"),
     ({"dropout": 1.0}, "--dropout must be at least 0 and below 1"),
     ({"lr": -1.0}, "--lr must be above 0"),
@@ -356,8 +356,8 @@ def test_what_a_killed_run_left_half_written_is_swept_away(text, tmp_path):
     ({"tokens": "bpe", "vocabulary": 3}, r"--vocabulary must be at least \d+, the number of different characters of the data; got 3"),
     ({"validation": 1e-9}, "1 of them for validation"),
 ])  # fmt: skip
-def test_what_cannot_be_is_said_before_anything_is_written(change, told, text, tmp_path):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_is_said_before_anything_is_written(change, message, text, tmp_path):
+    with pytest.raises(ValueError, match=message):
         lm(text, tmp_path / "run", **{**TINY, **change})
     assert not (tmp_path / "run").exists()
 
@@ -414,44 +414,44 @@ def test_files_that_are_no_pairs_are_counted(pairs, tmp_path):
 
 def test_a_folder_has_one_run_at_a_time(text, tmp_path):
     pytest.importorskip("fcntl")
-    out, told = tmp_path / "run", []
+    out, messages = tmp_path / "run", []
 
     def meanwhile() -> None:
         with pytest.raises(ValueError, match=r"run is in use by another run") as wrong:
             lm(text, out, resume=True)
-        told.append(wrong)
+        messages.append(wrong)
 
     lm(text, out, progress=Stopping(5, meanwhile), **TINY)
-    assert told
+    assert messages
     assert lm(text, out, resume=True).finished
 
 
-def test_a_run_goes_on_only_as_it_began(text, whole, tmp_path):
+def test_a_run_goes_on_only_as_it_began(text, finished_run, tmp_path):
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
-        lm(text, whole, **TINY)
+        lm(text, finished_run, **TINY)
     with pytest.raises(ValueError, match="holds no run to resume"):
         lm(text, tmp_path / "none", resume=True)
     with pytest.raises(
         ValueError, match=r"has --steps 12, got 11: a resumed run keeps its settings; it can only be extended"
     ):
-        lm(text, whole, resume=True, steps=11)
+        lm(text, finished_run, resume=True, steps=11)
     with pytest.raises(ValueError, match="of the kind 'lm', not 'translate'"):
-        translate(text, text, whole, resume=True)
+        translate(text, text, finished_run, resume=True)
     other = tmp_path / "other.txt"
     other.write_text(text.read_text() + "!")
     with pytest.raises(ValueError, match=r"data must be that of the first run: .*other\.txt changed"):
-        lm(other, whole, resume=True)
+        lm(other, finished_run, resume=True)
     other.write_text(text.read_text() + ".")
     with pytest.raises(ValueError, match="data must be that of the first run"):
-        lm(other, whole, resume=True)
+        lm(other, finished_run, resume=True)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "last.safetensors", "settings.json", "tokenizer.json"])
-def test_a_damaged_file_is_named(name, text, whole, tmp_path):
+def test_a_damaged_file_is_named(name, text, finished_run, tmp_path):
     import shutil
 
     out = tmp_path / "run"
-    shutil.copytree(whole, out)
+    shutil.copytree(finished_run, out)
     data = (out / name).read_bytes()
     (out / name).write_bytes(data[: len(data) // 2])
     with pytest.raises(
@@ -461,10 +461,10 @@ def test_a_damaged_file_is_named(name, text, whole, tmp_path):
 
 
 @pytest.mark.parametrize("left", ["settings.json", "last.safetensors", "model.safetensors", "tokenizer.json"])
-def test_a_new_run_goes_on_from_nothing_and_overwrites_nothing(left, text, whole, tmp_path):
+def test_a_new_run_goes_on_from_nothing_and_overwrites_nothing(left, text, finished_run, tmp_path):
     out = tmp_path / "run"
     out.mkdir()
-    data = b"" if left == "settings.json" else (whole / left).read_bytes()
+    data = b"" if left == "settings.json" else (finished_run / left).read_bytes()
     (out / left).write_bytes(data)
     for resume in (False, True):
         with pytest.raises(ValueError, match=rf"holds {left}, and no readable settings\.json .* Choose another --out"):
@@ -489,17 +489,17 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("change", "told"), SETTINGS)
-def test_settings_that_cannot_be_are_told_in_one_line(change, told, text, whole, tmp_path, capsys):
+@pytest.mark.parametrize(("change", "message"), SETTINGS)
+def test_settings_that_cannot_be_are_told_in_one_line(change, message, text, finished_run, tmp_path, capsys):
     import shutil
 
-    shutil.copytree(whole, tmp_path / "run")
-    settings = json.loads((whole / "settings.json").read_text())
+    shutil.copytree(finished_run, tmp_path / "run")
+    settings = json.loads((finished_run / "settings.json").read_text())
     change(settings)
     (tmp_path / "run" / "settings.json").write_text(json.dumps(checkpoint.seal(settings)))  # with a right checksum
     for words in (["generate", str(tmp_path / "run")], ["learn", "lm", str(text), "--out", str(tmp_path / "run"), "--resume"]):  # fmt: skip
         assert cli.main(words) == 2
-        assert re.search(told, capsys.readouterr().err)
+        assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_file_where_a_folder_must_be_and_the_other_way_round(text, tmp_path):
@@ -513,11 +513,11 @@ def test_a_file_where_a_folder_must_be_and_the_other_way_round(text, tmp_path):
         lm(tmp_path / "none", tmp_path / "run", **TINY)
 
 
-def test_nothing_is_pickled(whole):
-    assert sorted(path.name for path in whole.iterdir()) == [
+def test_nothing_is_pickled(finished_run):
+    assert sorted(path.name for path in finished_run.iterdir()) == [
         "history.json", "last.safetensors", "model.safetensors", "settings.json", "tokenizer.json",
     ]  # fmt: skip
-    for path in whole.iterdir():
+    for path in finished_run.iterdir():
         if path.suffix == ".json":
             json.loads(path.read_text())
         else:
@@ -548,7 +548,7 @@ def test_history_has_loss_speed_and_every_head(text, tmp_path, monkeypatch):
     assert all(row["tokens_per_second"] > 0 for row in looked[1:])
     head = looked[0]["heads"]["body.blocks.0.attention"]
     assert len(head["entropy_share"]) == len(head["max_score"]) == 2
-    told = history(tmp_path / "run")
-    assert [step for step, _ in told] == [row["step"] for row in looked]
-    assert told[0][1]["body.blocks.0.attention/entropy_share/1"] == head["entropy_share"][1]
-    assert "<svg" in svg.svg(told)
+    entries = history(tmp_path / "run")
+    assert [step for step, _ in entries] == [row["step"] for row in looked]
+    assert entries[0][1]["body.blocks.0.attention/entropy_share/1"] == head["entropy_share"][1]
+    assert "<svg" in svg.svg(entries)

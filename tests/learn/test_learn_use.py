@@ -192,9 +192,9 @@ def test_it_translates(ende, capsys, monkeypatch):
 def test_it_is_judged(ende, capsys):
     files = ["--file", str(ende.parent / "en"), "--reference", str(ende.parent / "de")]
     assert cli.main(["translate", str(ende), *files, "--beam", "2"]) == 0
-    told = capsys.readouterr().err
-    assert float(told.split()[1].rstrip(",")) > 95
-    assert "lower-cased" in told
+    message = capsys.readouterr().err
+    assert float(message.split()[1].rstrip(",")) > 95
+    assert "lower-cased" in message
     assert cli.main(["translate", str(ende), "x", *files]) == 2
     assert cli.main(["translate", str(ende), "x", *files[2:]]) == 2
 
@@ -212,8 +212,8 @@ def test_texts_may_stand_anywhere_among_options(ende, capsys):
 
 
 def test_every_line_is_answered_by_a_line(ende, capsys, monkeypatch):
-    for given, lines in (("red cat\n\nblue dog\n\n\n", 5), ("red cat", 1), ("\n", 1), ("", 0)):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+    for source_text, lines in (("red cat\n\nblue dog\n\n\n", 5), ("red cat", 1), ("\n", 1), ("", 0)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(source_text.encode())))
         assert cli.main(["translate", str(ende)]) == 0
         assert capsys.readouterr().out.count("\n") == lines
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"red \xff"), errors="surrogateescape"))
@@ -225,13 +225,13 @@ def test_references_are_counted_before_the_work(ende, tmp_path, capsys, monkeypa
     (tmp_path / "en").write_text("red cat\nblue dog\n")
     (tmp_path / "de").write_text("rot Katze\n")
     (tmp_path / "nothing").write_text("")
-    told = {
+    messages = {
         "de": "has 2 lines and",
         "nothing": "is empty; a translation is needed",
         "nowhere": "cannot be read",
         "": "a path is needed",
     }
-    for name, said in told.items():
+    for name, said in messages.items():
         reference = str(tmp_path / name) if name else ""
         assert cli.main(["translate", str(ende), "--file", str(tmp_path / "en"), "--reference", reference]) == 2
         printed = capsys.readouterr()
@@ -285,9 +285,9 @@ def test_a_wide_beam_finds_what_trying_everything_finds():
     compared = 0
     for source in itertools.product(range(3, 6), repeat=2):
         with torch.no_grad():
-            found = beam_search(model, torch.tensor([source]), 1, 2, Beam(100, 0.0))[0]
-            if len(found) <= 3:  # beyond that not everything is tried
-                assert found == exhaustive(model, torch.tensor([source]), 1, 2, 0.0, 4)
+            sentences = beam_search(model, torch.tensor([source]), 1, 2, Beam(100, 0.0))[0]
+            if len(sentences) <= 3:  # beyond that not everything is tried
+                assert sentences == exhaustive(model, torch.tensor([source]), 1, 2, 0.0, 4)
                 compared += 1
     assert compared >= 3
 
@@ -304,8 +304,8 @@ def test_sentences_of_a_batch_do_not_disturb_each_other():
     model = Translator(30, dim=16, heads=2, layers=2).eval()
     rows = [torch.randint(4, 30, (n,)).tolist() for n in (3, 7, 5)]
     together = torch.tensor([row + [0] * (7 - len(row)) for row in rows])
-    found = beam_search(model, together, 1, 2, Beam(3))
-    for row, words in zip(rows, found, strict=True):
+    sentences = beam_search(model, together, 1, 2, Beam(3))
+    for row, words in zip(rows, sentences, strict=True):
         assert words == beam_search(model, torch.tensor([row]), 1, 2, Beam(3))[0]
 
 
@@ -316,9 +316,9 @@ def test_a_translation_does_not_depend_on_its_neighbours(seed):
     model = Translator(12, dim=16, heads=2, layers=1).double().eval()
     rows = [torch.randint(3, 12, (n,)).tolist() for n in (1, 2, 3, 5, 8, 13, 1, 2, 3, 5)]
     together = torch.tensor([row + [0] * (13 - len(row)) for row in rows])
-    found = beam_search(model, together, 1, 2, Beam(4))
-    assert len({len(words) for words in found}) > 2
-    assert found == [beam_search(model, torch.tensor([row]), 1, 2, Beam(4))[0] for row in rows]
+    sentences = beam_search(model, together, 1, 2, Beam(4))
+    assert len({len(words) for words in sentences}) > 2
+    assert sentences == [beam_search(model, torch.tensor([row]), 1, 2, Beam(4))[0] for row in rows]
 
 
 def test_learned_positions_end_a_translation_where_they_end(monkeypatch):
@@ -353,16 +353,16 @@ def test_a_text_without_line_ends_is_gone_on_from_its_first_token(tmp_path, caps
     assert len(out.strip()) == 6
 
 
-@pytest.mark.parametrize(("words", "told"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["--temperature", "nan"], "--temperature must be at least 0 and finite; got nan"),
     (["--temperature", "inf"], "--temperature must be at least 0 and finite; got inf"),
     (["--count", "0"], "--count must be at least 1; got 0"),
     (["--top", "0"], "--top must be at least 1; got 0"),
     (["--seed", "9" * 24], "--seed must be smaller than 2^63; got 999"),
 ])  # fmt: skip
-def test_numbers_that_cannot_be_are_told_in_one_line(words, told, bard, capsys):
+def test_numbers_that_cannot_be_are_told_in_one_line(words, message, bard, capsys):
     assert cli.main(["generate", str(bard), *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("penalty", ["nan", "inf", "1e300"])
@@ -487,10 +487,10 @@ def test_plain_progress_is_lines_on_stderr(capsys):
     progress.update(50, {"loss": 2.5, "tokens_per_second": 1234.5, "heads": HEADS})
     progress.update(50, {"val_loss": 2.6, "best": 2.6})
     progress.close()
-    told = capsys.readouterr()
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert output.out == ""
     assert (
-        told.err
+        output.err
         == "step 50/100  loss 2.5000  val 2.6000  best 2.6000  1,234 tokens/s  entropy ≥ 0.25 (0 head 1)  max score ≤ 40.0 (0 head 1)\n"
     )
 
@@ -516,7 +516,7 @@ def test_every_option_is_explained_with_its_default(capsys):
     for words in (["learn", "lm"], ["learn", "translate"], ["generate"], ["translate"], ["learn"]):
         with contextlib.suppress(SystemExit):
             assert cli.main([*words, "--help"]) == 0
-        told = " ".join(capsys.readouterr().out.split())
+        help_text = " ".join(capsys.readouterr().out.split())
         if words[0] == "learn" and len(words) > 1:
             for option in (
                 "--steps",
@@ -529,8 +529,8 @@ def test_every_option_is_explained_with_its_default(capsys):
                 "--lr",
                 "--warmup",
             ):
-                assert option in told
-            assert "(default 0.003)" in told or "(default 0.002)" in told
+                assert option in help_text
+            assert "(default 0.003)" in help_text or "(default 0.002)" in help_text
 
 
 def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
@@ -540,7 +540,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training._Interrupted, "__enter__", lambda self: setattr(self, "signalled", True) or self)
     small = ["--dim", "8", "--heads", "2", "--layers", "1", "--context", "8", "--device", "cpu"]
     code = cli.main(["learn", "lm", str(tmp_path / "my text"), "--out", str(tmp_path / "run"), *small])
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert code == 130
-    assert "stopped at step 1 of 2,000, saved" in told
-    assert f"regard learn lm '{tmp_path}/my text' --out {tmp_path}/run --resume" in told
+    assert "stopped at step 1 of 2,000, saved" in message
+    assert f"regard learn lm '{tmp_path}/my text' --out {tmp_path}/run --resume" in message

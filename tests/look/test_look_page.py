@@ -54,8 +54,8 @@ def test_queries_keys_and_values_are_there_in_half_precision_and_give_the_same_w
     held = read(seen)
     for n, layer in enumerate(held.header["layers"]):
         q, k, v = (held.array(layer[name]).float() for name in "qkv")
-        kept = seen.layers[n].saved
-        for mine, theirs in ((q, kept.q), (k, kept.k), (v, kept.v)):
+        saved = seen.layers[n].saved
+        for mine, theirs in ((q, saved.q), (k, saved.k), (v, saved.v)):
             assert (mine - theirs[0]).abs().max() <= 2**-11 * theirs.abs().max()
         again = regard.weights(q, k, score=regard.ScaledDot(layer["scale"])).dense()
         assert (again - held.array(layer["w"])).abs().max() < 5e-3
@@ -271,11 +271,11 @@ class Tags(html.parser.HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, tuple[str, ...]]] = []
+        self.tags: list[tuple[str, tuple[str, ...]]] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, tuple(name for name, _ in attrs)))
+        self.tags.append((tag, tuple(name for name, _ in attrs)))
 
 
 def test_there_are_about_two_hundred_hostile_strings() -> None:
@@ -285,7 +285,7 @@ def test_there_are_about_two_hundred_hostile_strings() -> None:
 
 @pytest.mark.parametrize("where", ["tokens, layers, refusals", "title", "file name", "history"])
 def test_hostile_strings_leave_the_page_as_it_is(where: str, tmp_path: Path) -> None:
-    plain = Tags(View(refused()).html()).found
+    plain = Tags(View(refused()).html()).tags
     views = {
         "tokens, layers, refusals": lambda: [View(hostile_recording())],
         "title": lambda: [View(refused(), title=text) for text in HOSTILE],
@@ -297,11 +297,11 @@ def test_hostile_strings_leave_the_page_as_it_is(where: str, tmp_path: Path) -> 
         for name in names - {"", ".", ".."}:
             path = tmp_path / f"{name}.html"
             View(regard.weights(torch.randn(2, 2))).save(path)
-            assert Tags(path.read_text()).found == plain
+            assert Tags(path.read_text()).tags == plain
     for view in views:
         page_ = view.html()
         assert page_.isascii()
-        assert Tags(page_).found == plain
+        assert Tags(page_).tags == plain
         assert "bad=1" not in re.sub(r"<title>.*?</title>", "", page_)
 
 
@@ -343,7 +343,7 @@ def test_the_script_writes_text_as_text_and_asks_for_nothing() -> None:
 def test_in_a_notebook_the_page_stands_in_a_frame_without_rights() -> None:
     view = View(refused())
     framed = view._repr_html_()
-    assert Tags(framed).found == [("iframe", ("sandbox", "allow", "srcdoc", "style", "title")), ("script", ())]
+    assert Tags(framed).tags == [("iframe", ("sandbox", "allow", "srcdoc", "style", "title")), ("script", ())]
     assert 'sandbox="allow-scripts allow-downloads"' in framed
     assert framed.endswith(f"<script>{page_html._FIT}</script>"), "no text of the subject stands beside the frame"
     inside = html.unescape(re.search('srcdoc="([^"]*)"', framed).group(1))
@@ -362,12 +362,12 @@ def _luminance(colour: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_text_and_heads_stand_out_from_the_paper(theme: int) -> None:
     style = page_html._file("page.css")
-    found = [
+    pairs = [
         dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
         for block in re.findall(r":root[^{]*\{(.*?)\}", style, re.S)
     ]
-    colours = found[theme]
-    assert found[1] == found[2], "the dark theme is the same however it is chosen"
+    colours = pairs[theme]
+    assert pairs[1] == pairs[2], "the dark theme is the same however it is chosen"
     for name in ("ink", "soft", "h0", "h1", "h2", "h3"):
         a, b = sorted((_luminance(colours[name]), _luminance(colours["paper"])))
         assert (b + 0.05) / (a + 0.05) >= 4.5, name

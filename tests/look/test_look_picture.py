@@ -148,13 +148,13 @@ def test_no_token_is_more_than_text(start):
 
 
 def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path):
-    asked = []
+    requests = []
     for n, tokens in enumerate((TOKENS, WIDE, HOSTILE[:30])):
         picture = svg(fake_recording(tokens), word=1, title=tokens[2], hide_special=n == 1)
         (tmp_path / f"{n}.svg").write_text(picture, encoding="utf-8")
         tab = browser.new_page()
-        tab.on("dialog", lambda dialog: asked.append(dialog.message))
-        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("dialog", lambda dialog: requests.append(dialog.message))
+        tab.on("request", lambda request: requests.append(request.url))
         tab.goto(f"file://{tmp_path}/{n}.svg")
         assert tab.evaluate("window.bad === undefined")
         frame, parts = tab.evaluate(
@@ -167,4 +167,4 @@ def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path)
             assert top >= frame[1] - 1
             assert right <= frame[2] + 1
             assert bottom <= frame[3] + 1
-    assert [url for url in asked if not url.startswith("file:")] == []
+    assert [url for url in requests if not url.startswith("file:")] == []

@@ -46,12 +46,12 @@ PICTURES = {
 def test_the_picture_is_the_one_that_was_looked_at(name, width, colour):
     """REGARD_SNAPSHOTS=1 writes them anew: look at what changed before it is committed."""
     picture = PICTURES[name](width=width, colour=colour)
-    kept = SNAPSHOTS / f"{name.replace(' ', '-')}.{width}{'.colour' if colour else ''}.txt"
+    snapshot = SNAPSHOTS / f"{name.replace(' ', '-')}.{width}{'.colour' if colour else ''}.txt"
     text = picture.replace("\x1b", "␛") + "\n"  # so that the file can be read and compared anywhere
     if os.environ.get("REGARD_SNAPSHOTS"):
-        kept.parent.mkdir(exist_ok=True)
-        kept.write_text(text, encoding="utf-8")
-    assert text == kept.read_text(encoding="utf-8")
+        snapshot.parent.mkdir(exist_ok=True)
+        snapshot.write_text(text, encoding="utf-8")
+    assert text == snapshot.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("width", [40, 57, 80, 120])
@@ -117,13 +117,13 @@ def test_heads_are_ranked_by_what_they_do_beyond_their_habit():
 def test_a_long_text_is_ranked_by_a_sample_of_its_rows(monkeypatch):
     q, k = torch.randn(4, 300, 8), torch.randn(4, 300, 8)
     weights = regard.weights(q * 1.5, k, mask=regard.causal())
-    whole = spotlight.spotlight(weights, 250)
+    unsampled = spotlight.spotlight(weights, 250)
     monkeypatch.setattr(layers, "DENSE_CELLS", 0)
     monkeypatch.setattr(spotlight, "SAMPLE_ROWS", 300)
     sampled = spotlight.spotlight(weights, 250)
-    assert [one.key for one in sampled.ranking[:2]] == [one.key for one in whole.ranking[:2]]
+    assert [one.key for one in sampled.ranking[:2]] == [one.key for one in unsampled.ranking[:2]]
     for a, b in zip(
-        sorted(whole.ranking, key=lambda x: x.head), sorted(sampled.ranking, key=lambda x: x.head), strict=True
+        sorted(unsampled.ranking, key=lambda x: x.head), sorted(sampled.ranking, key=lambda x: x.head), strict=True
     ):
         assert a.weight == pytest.approx(b.weight, abs=1e-6)
     assert spotlight.overview(weights).metrics == {}
@@ -153,8 +153,8 @@ def test_a_batch_shows_the_sequence_that_was_asked_for():
 def test_a_batch_of_a_recording_shows_the_sequence_that_was_asked_for():
     w = torch.stack([attention(n, 2, 5, 5) for n in range(3)])
     words_of = [[f"{letter}{n}" for n in range(5)] for letter in "abc"]
-    kept = SavedCall(None, None, None, w, None, None, None)
-    seen = Recording([Pass([Layer("x", 0, "self", kept, {}, tuple(w.shape), (words_of, words_of))])])
+    saved = SavedCall(None, None, None, w, None, None, None)
+    seen = Recording([Pass([Layer("x", 0, "self", saved, {}, tuple(w.shape), (words_of, words_of))])])
     assert spotlight.spotlight(seen, "b3", item=1, head=0).weights[0] == pytest.approx(w[1, 0, 3].tolist())
     assert "»a1«" in draw(seen, word="a1")
     assert "»c1«" in draw(seen, word="c1", item=2)
@@ -203,23 +203,23 @@ def test_weights_that_are_not_numbers_are_shown_as_such(name):
 
 def test_a_row_that_is_not_a_number_leaves_the_others_as_they_are():
     x = torch.randn(6, 4)
-    whole = spotlight.spotlight(regard.weights(x, mask=regard.causal()), 3)
+    finite = spotlight.spotlight(regard.weights(x, mask=regard.causal()), 3)
     x[5] = NONE
     broken = regard.weights(x, mask=regard.causal())
     lit = spotlight.spotlight(broken, 3)
-    assert lit.weights == whole.weights
+    assert lit.weights == finite.weights
     assert lit.notes == []
     assert {link.word for link in spotlight.overview(broken).ties} == set(range(5))
     assert spotlight.spotlight(broken, 5).notes != []
 
 
 def test_a_training_that_diverged_is_shown():
-    told = [
+    history = [
         (0, {"a/entropy_share/0": 0.5, "a/max_score/0": 2.0}),
         (1, {"a/entropy_share/0": NONE, "a/max_score/0": math.inf}),
     ]
-    assert "0.5 → NaN" in draw(told)
-    assert "2 → inf" in draw(told)
+    assert "0.5 → NaN" in draw(history)
+    assert "2 → inf" in draw(history)
 
 
 def test_of_a_batch_it_is_said_which_sequence_is_shown():

@@ -14,7 +14,7 @@ from regard.look.token_text import cell_width
 D, T, E = 5, 7, 3  # all different, so that no axis can stand for another
 
 
-def made(*shape):
+def drawn(*shape):
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -24,13 +24,13 @@ SCORES = {
     "scaled by hand": lambda: regard.ScaledDot(0.3),
     "cosine": lambda: regard.Cosine(4.0),
     "gaussian": lambda: regard.Gaussian(1.5),
-    "bilinear": lambda: regard.Bilinear(made(D, D)),
-    "additive": lambda: regard.Additive(made(D, 4), made(D, 4), made(4)),
+    "bilinear": lambda: regard.Bilinear(drawn(D, D)),
+    "additive": lambda: regard.Additive(drawn(D, 4), drawn(D, 4), drawn(4)),
     "your own": lambda: regard.Similarity(lambda q, k: -torch.cdist(q, k, p=1)),
-    "biased": lambda: regard.ScaledDot().bias(made(T, T)),
+    "biased": lambda: regard.ScaledDot().bias(drawn(T, T)),
     "alibi": lambda: regard.Dot().alibi(torch.tensor([0.25], dtype=torch.float64)),
     "softcapped": lambda: regard.Dot().softcap(2.0),
-    "biased, then softcapped": lambda: regard.ScaledDot().bias(made(T)).softcap(1.0),
+    "biased, then softcapped": lambda: regard.ScaledDot().bias(drawn(T)).softcap(1.0),
     "modified": lambda: regard.Dot().modify(lambda s, i, j: s - 0.1 * (i - j) ** 2),
     "sink": lambda: regard.ScaledDot().sink(torch.tensor([0.7], dtype=torch.float64)),
 }
@@ -46,7 +46,7 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("score", SCORES)
 def test_the_steps_end_in_the_row_and_in_the_output(score, mask):
-    q, k, v = made(T, D), made(T, D), made(T, E)
+    q, k, v = drawn(T, D), drawn(T, D), drawn(T, E)
     weights = regard.weights(q, k, score=SCORES[score](), mask=MASKS[mask]())
     for i in range(T):
         steps = regard.walk(weights, v, i)
@@ -60,7 +60,7 @@ def test_the_steps_end_in_the_row_and_in_the_output(score, mask):
 
 @pytest.mark.parametrize("heads", range(6))
 def test_grouped_heads_are_walked_one_at_a_time(heads):
-    q, k, v = made(6, T, D), made(2, T, D), made(2, T, E)
+    q, k, v = drawn(6, T, D), drawn(2, T, D), drawn(2, T, E)
     weights = regard.weights(q, k, mask=regard.causal())
     named = regard.walk(weights, v, 4, head=heads)
     picked = regard.walk(weights[heads], v[heads // 3], 4)
@@ -70,8 +70,8 @@ def test_grouped_heads_are_walked_one_at_a_time(heads):
 
 
 def test_a_score_of_one_matrix_a_head_follows_its_head():
-    q, v = made(3, T, D), made(3, T, E)
-    weights = regard.weights(q, score=regard.Bilinear(made(3, D, D)).sink(made(3)))
+    q, v = drawn(3, T, D), drawn(3, T, E)
+    weights = regard.weights(q, score=regard.Bilinear(drawn(3, D, D)).sink(drawn(3)))
     for head in range(3):
         steps = regard.walk(weights, v, 2, head=head)
         torch.testing.assert_close(steps.weights, weights[head].row(2), atol=1e-12, rtol=0)
@@ -90,7 +90,7 @@ def test_the_textbook_sentence_can_be_checked_by_hand():
 
 
 def test_every_formula_and_scale_is_named():
-    x = made(T, D)
+    x = drawn(T, D)
     named = {
         "dot": ("q·k", "unscaled"),
         "scaled": ("q·k", "÷ √5"),
@@ -101,16 +101,16 @@ def test_every_formula_and_scale_is_named():
         "additive": ("vᵀ tanh(q A + k B)", "unscaled"),
         "your own": ("f(q, k)", "unscaled"),
     }
-    for score, told in named.items():
+    for score, formula in named.items():
         steps = regard.walk(regard.weights(x, score=SCORES[score]()), x, 0)
-        assert (steps.formula, steps.scaling) == told
+        assert (steps.formula, steps.scaling) == formula
     changed = regard.walk(regard.weights(x, score=SCORES["biased, then softcapped"]()), x, 0)
     assert [name for name, _ in changed.changes] == ["bias", "softcap"]
 
 
 def test_weights_that_were_given_have_no_scores_but_the_last_steps():
-    w = made(T, T).softmax(-1)
-    v = made(T, E)
+    w = drawn(T, T).softmax(-1)
+    v = drawn(T, E)
     steps = regard.walk(regard.Weights.from_dense(w), v, 3)
     assert steps.q is steps.product is steps.masked is None
     torch.testing.assert_close(steps.y, w[3] @ v, atol=1e-12, rtol=0)
@@ -118,7 +118,7 @@ def test_weights_that_were_given_have_no_scores_but_the_last_steps():
 
 
 def test_what_may_not_be_seen_may_be_anything():
-    q, k, v = made(T, D), made(T, D), made(T, E)
+    q, k, v = drawn(T, D), drawn(T, D), drawn(T, E)
     k[5:], v[5:] = math.nan, math.inf
     weights = regard.weights(q, k, mask=regard.padding(torch.tensor(5)))
     steps = regard.walk(weights, v, 1)
@@ -127,21 +127,21 @@ def test_what_may_not_be_seen_may_be_anything():
 
 
 def test_a_row_that_sees_nothing_gives_nothing():
-    x = made(T, D)
+    x = drawn(T, D)
     steps = regard.walk(regard.weights(x, mask=torch.zeros(T, T, dtype=torch.bool)), x, 2)
     assert steps.weights.sum() == 0
     assert steps.y.abs().sum() == 0
 
 
 def test_a_row_that_sees_nothing_does_not_claim_to_sum_to_one():
-    x = made(T, D)
+    x = drawn(T, D)
     text = str(regard.walk(regard.weights(x, mask=torch.zeros(T, T, dtype=torch.bool)), x, 2))
     assert "nothing may be looked at" in text
     assert "their sum 1" not in text
 
 
 def test_no_graph_is_kept():
-    q = made(T, D).requires_grad_()
+    q = drawn(T, D).requires_grad_()
     steps = regard.walk(regard.weights(q), q, 0)
     assert not steps.q.requires_grad
     assert str(steps)
@@ -160,21 +160,21 @@ WRONG = [
     (lambda W, v: regard.walk(W[0].label(list("abcdefg")), v[0], "x"), LookupError, "'x' is not among the words"),
     (lambda W, v: regard.walk(W[0].label(list("aacdefg")), v[0], "a"), LookupError, "a:1 is the first"),
     (lambda W, v: regard.walk(regard.Weights.from_dense(W[0].dense()), None, 0), ValueError, "pass the values"),
-    (lambda W, v: regard.walk(W, made(3, T, E), 0, head=0), ValueError, "must divide"),
+    (lambda W, v: regard.walk(W, drawn(3, T, E), 0, head=0), ValueError, "must divide"),
     (lambda W, v: regard.walk(W[0], v[0], 0, head=1), IndexError, "W is one head, got 1"),
-    (lambda W, v: regard.walk(regard.weights(made(1, 2, T, D)), v, 0), ValueError, "one sequence"),
+    (lambda W, v: regard.walk(regard.weights(drawn(1, 2, T, D)), v, 0), ValueError, "one sequence"),
 ]
 
 
 @pytest.mark.parametrize(("call", "kind", "says"), WRONG, ids=[says for _, _, says in WRONG])
 def test_mistakes_are_told(call, kind, says):
     with pytest.raises(kind, match=says):
-        call(regard.weights(made(2, T, D)), made(2, T, E))
+        call(regard.weights(drawn(2, T, D)), drawn(2, T, E))
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_long_row_is_shown_by_its_strongest_words(width):
-    q = made(5000, 4)
+    q = drawn(5000, 4)
     text = draw_walk(regard.walk(regard.weights(q), q, 1234), width=width)
     lines = text.splitlines()
     assert len(lines) < 60

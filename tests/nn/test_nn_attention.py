@@ -67,8 +67,8 @@ def test_the_weights_it_tells_are_those_it_uses(score, positions, causal):
     torch.testing.assert_close(w.sum(-1), torch.ones(B, H, T, dtype=torch.float64))
     if causal:
         assert w.triu(1).abs().max() == 0
-    told = x if layer.positions is None else layer.positions.add_to(x)
-    y = layer.output((w @ split(layer.value(told), H)).transpose(1, 2).flatten(2))
+    inputs = x if layer.positions is None else layer.positions.add_to(x)
+    y = layer.output((w @ split(layer.value(inputs), H)).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), y)
     seen = layer.see(x, "entropy", "max_score")
     torch.testing.assert_close(seen.y, y)
@@ -306,9 +306,9 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mistake", "told"), MISTAKES, ids=[told[:30] for _, told in MISTAKES])
-def test_every_mistake_has_its_sentence(mistake, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[message[:30] for _, message in MISTAKES])
+def test_every_mistake_has_its_sentence(mistake, message):
+    with pytest.raises(ValueError, match=message):
         mistake()
 
 

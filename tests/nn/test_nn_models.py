@@ -36,8 +36,8 @@ def test_multihead_attention_of_torch_comes_and_goes(bias, batch_first):
         nn.init.normal_(mha.in_proj_bias)
         nn.init.normal_(mha.out_proj.bias)
     x = torch.randn(B, T, DIM)
-    given = x if batch_first else x.transpose(0, 1)
-    want, weights = mha(given, given, given, average_attn_weights=False)
+    inputs = x if batch_first else x.transpose(0, 1)
+    want, weights = mha(inputs, inputs, inputs, average_attn_weights=False)
     want = want if batch_first else want.transpose(0, 1)
     layer = SelfAttention.from_torch(mha)
     torch.testing.assert_close(layer(x), want)
@@ -107,9 +107,9 @@ NOT_TORCH = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mistake", "told"), NOT_TORCH, ids=[told[:30] for _, told in NOT_TORCH])
-def test_what_does_not_fit_is_said(mistake, told):
-    with pytest.raises(ValueError, match=told):
+@pytest.mark.parametrize(("mistake", "message"), NOT_TORCH, ids=[message[:30] for _, message in NOT_TORCH])
+def test_what_does_not_fit_is_said(mistake, message):
+    with pytest.raises(ValueError, match=message):
         mistake()
 
 

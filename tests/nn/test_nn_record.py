@@ -29,8 +29,8 @@ def test_a_layer_is_heard_once_with_its_own_weights(score, mask):
     assert len(seen.layers) == 1
     assert not seen.refused
     assert seen.layers[0].kind == "self"
-    told = layer.weights(model[0](x)) if mask is None else layer.weights(x, mask)
-    torch.testing.assert_close(seen.layers[0].weights.dense(), told.dense())
+    own = layer.weights(model[0](x)) if mask is None else layer.weights(x, mask)
+    torch.testing.assert_close(seen.layers[0].weights.dense(), own.dense())
 
 
 def test_parameters_of_a_score_are_those_of_the_call():
@@ -90,7 +90,7 @@ def test_a_generation_with_a_cache_becomes_one_causal_matrix(score):
     model = LanguageModel(31, dim=DIM, heads=2, layers=2, context=T, positions=positions, score=score).eval()
     ids = torch.randint(31, (1, T))
     with torch.no_grad():
-        with regard.record(model) as whole:
+        with regard.record(model) as at_once:
             model(ids)
         with regard.record(model) as steps:
             cache = model.cache()
@@ -98,7 +98,7 @@ def test_a_generation_with_a_cache_becomes_one_causal_matrix(score):
             for t in range(3, T):
                 model(ids[:, t : t + 1], cache)
     assert len(steps.passes) == 1
-    for mine, want in zip(steps.layers, whole.layers, strict=True):
+    for mine, want in zip(steps.layers, at_once.layers, strict=True):
         torch.testing.assert_close(mine.weights.dense(), want.weights.dense(), atol=1e-5, rtol=1e-4)
 
 
@@ -107,8 +107,8 @@ def test_asking_on_the_way_and_recording_go_together():
     ids, probe = torch.randint(31, (B, T)), Probe("entropy")
     with torch.no_grad(), regard.record(model) as seen:
         model(ids, probe=probe)
-    for layer, told in zip(seen.layers, probe, strict=True):
-        torch.testing.assert_close(layer.weights.entropy(), told.entropy)
+    for layer, probed in zip(seen.layers, probe, strict=True):
+        torch.testing.assert_close(layer.weights.entropy(), probed.entropy)
 
 
 @pytest.mark.parametrize("score", [None, "cosine", "additive"], ids=str)
@@ -123,8 +123,8 @@ def test_watch_sees_every_head_while_training(score):
     assert names == {"body.blocks.0.attention", "body.blocks.1.attention"}
     probe = Probe("max_score")
     model(ids, probe=probe)
-    found = torch.stack([watching.layers[f"body.blocks.{n}.attention"]["max_score"] for n in range(2)])
-    torch.testing.assert_close(found, probe.heads("max_score"))
+    max_scores = torch.stack([watching.layers[f"body.blocks.{n}.attention"]["max_score"] for n in range(2)])
+    torch.testing.assert_close(max_scores, probe.heads("max_score"))
     entropies = [v for k, v in watching.numbers().items() if "/entropy_share/" in k]
     assert all(0 < v <= 1.0001 for v in entropies)
 
@@ -145,7 +145,7 @@ def test_cross_attention_alone_and_without_a_batch():
         layer(x, memory)
     assert seen.layers[0].kind == "cross"
     torch.testing.assert_close(seen.layers[0].weights.dense()[0], layer.weights(x, memory).dense())
-    with warnings.catch_warnings(record=True) as told, torch.no_grad(), regard.record(layer) as seen:
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad(), regard.record(layer) as seen:
         warnings.simplefilter("always")
         layer(x.expand(2, 3, T, DIM), memory.expand(2, 3, 4, DIM))
-    assert "2 batch axes" in str(told[0].message)
+    assert "2 batch axes" in str(caught[0].message)

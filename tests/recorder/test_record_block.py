@@ -128,7 +128,7 @@ def test_the_fast_path_of_an_encoder_stays_on_in_other_threads():
 
 
 def test_many_threads_record_one_model_at_once():
-    net, found, errors = model(), {}, []
+    net, recordings, errors = model(), {}, []
 
     def work(n):
         try:
@@ -136,7 +136,7 @@ def test_many_threads_record_one_model_at_once():
             for _ in range(5):
                 with torch.no_grad(), regard.record(net) as seen:
                     net(x)
-                found.setdefault(n, []).append([tuple(layer.shape) for layer in seen.layers])
+                recordings.setdefault(n, []).append([tuple(layer.shape) for layer in seen.layers])
         except Exception as error:
             errors.append(error)
 
@@ -146,7 +146,7 @@ def test_many_threads_record_one_model_at_once():
     for thread in threads:
         thread.join()
     assert errors == []
-    assert all(runs == [[(1, 2, 3 + n, 3 + n)] * 3] * 5 for n, runs in found.items())
+    assert all(runs == [[(1, 2, 3 + n, 3 + n)] * 3] * 5 for n, runs in recordings.items())
     assert hooks_of(net) == 0
 
 
@@ -208,15 +208,15 @@ def test_memory_is_freed_with_the_recording(x):
     net = model()
     with regard.record(net) as seen:
         net(x)
-    kept = [weakref.ref(layer.saved) for layer in seen.layers]
+    references = [weakref.ref(layer.saved) for layer in seen.layers]
     root = weakref.ref(net)
     del net
     gc.collect()
     assert root() is None, "a recording keeps its model alive"
-    assert kept[0]() is not None
+    assert references[0]() is not None
     del seen
     gc.collect()
-    assert all(ref() is None for ref in kept)
+    assert all(ref() is None for ref in references)
 
 
 def test_factors_are_detached(x):
@@ -276,13 +276,13 @@ def test_a_part_of_the_layers(x, layers, expected):
 
 def test_statistics_are_numbers_of_every_pass(x):
     net = model()
-    with regard.record(net) as whole:
+    with regard.record(net) as full:
         net(x)
     with regard.record(net, keep="statistics") as seen:
         net(x)
         net(x)
     assert len(seen.passes) == 2
-    for layer, other in zip(seen.layers, whole.layers, strict=True):
+    for layer, other in zip(seen.layers, full.layers, strict=True):
         assert layer.saved is None
         torch.testing.assert_close(layer.statistics["entropy"], other.weights.entropy())
         torch.testing.assert_close(layer.statistics["received"], other.weights.received())
@@ -359,11 +359,11 @@ def test_a_dense_mask_is_recognised():
     for text, mask in cases.items():
         added = torch.where(mask, 0.0, torch.finfo(torch.float32).min).expand(2, -1, t, t)
         # A row that has the smallest number added to all its keys still has weights: such a sum is no mask.
-        whole = bool(mask.any(-1).all())
-        for given in (mask.expand(2, 2, t, t), added)[: 1 + whole]:
+        no_empty_row = bool(mask.any(-1).all())
+        for form in (mask.expand(2, 2, t, t), added)[: 1 + no_empty_row]:
             net = Net()
             with regard.record(net) as seen:
-                net(q, given)
+                net(q, form)
             assert repr(seen.layers[0].saved.mask).startswith(text), (text, seen.layers[0].saved.mask)
             expected = (q @ q.mT / 2).masked_fill(~mask, torch.finfo(torch.float32).min).softmax(-1)
             torch.testing.assert_close(seen[0].dense(), expected * mask.any(-1, keepdim=True), atol=1e-6, rtol=1e-5)

@@ -42,7 +42,7 @@ def test_every_backend_is_recorded_and_unchanged(backend, causal):
     torch.manual_seed(0)
     net = nn.Sequential(Attention(backend, causal), Attention(backend, causal)).cuda().bfloat16()
     x = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16)
-    found = []
+    recordings = []
     for recorded in (False, True):
         net.zero_grad()
         if recorded:
@@ -52,8 +52,8 @@ def test_every_backend_is_recorded_and_unchanged(backend, causal):
         else:
             y = net(x)
             y.float().square().sum().backward()
-        found.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "recording changed a bit"
+        recordings.append([y.detach(), *(p.grad.clone() for p in net.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*recordings, strict=True)), "recording changed a bit"
     assert len(seen.passes) == 1
     torch.testing.assert_close(seen[0].dense(), net[0].by_hand(x).detach(), atol=2e-2, rtol=0)
 

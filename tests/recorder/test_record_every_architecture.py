@@ -57,12 +57,12 @@ def small(config):
 
 def inputs_for(model):
     config, main = model.config, model.main_input_name
-    made = {
+    tensors = {
         "input_ids": lambda: torch.randint(3, 90, (2, 9)),
         "pixel_values": lambda: torch.randn(2, getattr(config, "num_channels", 3) or 3, 32, 32),
         "input_values": lambda: torch.randn(2, 2000),
     }
-    inputs = {main: made[main]()}
+    inputs = {main: tensors[main]()}
     return {**inputs, "decoder_input_ids": torch.randint(3, 90, (2, 7))} if config.is_encoder_decoder else inputs
 
 

@@ -140,13 +140,13 @@ def test_golden_bytes(tmp_path):
 def test_ten_thousand_bit_flips_are_detected(tmp_path):
     path = tmp_path / "a.regard"
     recorded(MASKS["padding"], values=True, tokens=list("abcdef")).save(path)
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     pick = random.Random(0)
     # Every bit of the length and of the header's beginning, and places all over the file.
-    places = list(range(64 * 8)) + [pick.randrange(len(whole) * 8) for _ in range(10_000 - 64 * 8)]
+    places = list(range(64 * 8)) + [pick.randrange(len(intact) * 8) for _ in range(10_000 - 64 * 8)]
     silent = []
     for place in places:
-        changed = bytearray(whole)
+        changed = bytearray(intact)
         changed[place // 8] ^= 1 << place % 8
         path.write_bytes(changed)
         try:
@@ -161,12 +161,12 @@ def test_ten_thousand_bit_flips_are_detected(tmp_path):
 def test_every_truncation_is_detected(tmp_path):
     path = tmp_path / "a.regard"
     recorded().save(path)
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
+    intact = path.read_bytes()
+    for length in range(0, len(intact), 7):
+        path.write_bytes(intact[:length])
         with pytest.raises(RegardFileError):
             regard.load(path)
-    path.write_bytes(whole + b"\0")
+    path.write_bytes(intact + b"\0")
     with pytest.raises(RegardFileError, match="longer"):
         regard.load(path)
 
@@ -235,9 +235,9 @@ def test_a_missing_file_is_a_missing_file(tmp_path):
 
 def test_functions_are_not_saved(tmp_path):
     q = torch.randn(1, 1, 2, 2)
-    kept = SavedCall(q, q, None, None, ScaledDot().modify(lambda s, i, j: s), None, None)
+    saved = SavedCall(q, q, None, None, ScaledDot().modify(lambda s, i, j: s), None, None)
     with pytest.raises(ValueError, match="Modify"):
-        Recording([Pass([Layer("x", 0, "self", kept, {}, (1, 1, 2, 2))])]).save(tmp_path / "a.regard")
+        Recording([Pass([Layer("x", 0, "self", saved, {}, (1, 1, 2, 2))])]).save(tmp_path / "a.regard")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,7 @@ transformers.logging.set_verbosity_error()
 PROMPT, NEW = 5, 9
 
 
-def made(name, cls, attention="sdpa"):
+def tiny_model(name, cls, attention="sdpa"):
     _, config_class, config, _ = zoo.ZOO[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**config)
@@ -64,7 +64,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_generation_is_one_matrix(case, left_padded):
     name, cls, more = CASES[case]
-    model = made(name, cls, more.get("attention", "sdpa"))
+    model = tiny_model(name, cls, more.get("attention", "sdpa"))
     mask = torch.ones(2, PROMPT, dtype=torch.long)
     if left_padded:
         mask[1, :2] = 0
@@ -73,18 +73,18 @@ def test_a_generation_is_one_matrix(case, left_padded):
     assert len(seen.passes) == 1
     assert seen.passes[0].steps == NEW
     text = out[:, :-1]  # the last token is chosen and never embedded
-    whole = torch.cat([mask, torch.ones(2, NEW - 1, dtype=torch.long)], 1)
-    eager = made(name, cls, "eager")
+    full_mask = torch.cat([mask, torch.ones(2, NEW - 1, dtype=torch.long)], 1)
+    eager = tiny_model(name, cls, "eager")
     eager.load_state_dict(model.state_dict())
-    positions = (whole.cumsum(1) - 1).clamp(min=0)
+    positions = (full_mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         reported = eager(
-            input_ids=text, attention_mask=whole, position_ids=positions, output_attentions=True
+            input_ids=text, attention_mask=full_mask, position_ids=positions, output_attentions=True
         ).attentions
     assert len(reported) == len(seen)
     for layer, expected in zip(seen.layers, reported, strict=True):
         assert layer.shape == (2, 4, PROMPT + NEW - 1, PROMPT + NEW - 1)
-        real = whole.bool()[:, None, :, None]
+        real = full_mask.bool()[:, None, :, None]
         torch.testing.assert_close(layer.weights.dense() * real, expected * real, atol=1e-5, rtol=0)
         assert layer.tokens[0] == [[f"w{n}" for n in row] for row in text.tolist()]
         if layer.saved.mask is not None:
@@ -92,7 +92,7 @@ def test_a_generation_is_one_matrix(case, left_padded):
 
 
 def test_two_generations_are_two_passes():
-    model = made("llama", "LlamaForCausalLM")
+    model = tiny_model("llama", "LlamaForCausalLM")
     with torch.no_grad(), regard.record(model) as seen:
         for length in (5, 7):
             model.generate(zoo.ids(1, length), max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
@@ -100,7 +100,7 @@ def test_two_generations_are_two_passes():
 
 
 def test_two_static_generations_are_two_passes():
-    model = made("llama", "LlamaForCausalLM")
+    model = tiny_model("llama", "LlamaForCausalLM")
     with torch.no_grad(), regard.record(model) as seen:
         for length in (5, 7):
             model.generate(
@@ -115,9 +115,9 @@ def test_two_static_generations_are_two_passes():
 
 
 def test_chunks_of_a_prompt_are_stitched():
-    model = made("llama", "LlamaForCausalLM")
+    model = tiny_model("llama", "LlamaForCausalLM")
     text = zoo.ids(1, 12)
-    with torch.no_grad(), regard.record(model) as whole:
+    with torch.no_grad(), regard.record(model) as at_once:
         model(text)
     with torch.no_grad(), regard.record(model) as seen:
         cache = None
@@ -125,7 +125,7 @@ def test_chunks_of_a_prompt_are_stitched():
             cache = model(text[:, start:stop], past_key_values=cache, use_cache=True).past_key_values
     assert len(seen.passes) == 1
     assert seen.passes[0].steps == 3
-    for a, b in zip(seen.layers, whole.layers, strict=True):
+    for a, b in zip(seen.layers, at_once.layers, strict=True):
         torch.testing.assert_close(a.weights.dense(), b.weights.dense(), atol=1e-6, rtol=0)
 
 
@@ -134,7 +134,7 @@ def test_chunks_of_a_prompt_are_stitched():
     [("t5, bias", "T5ForConditionalGeneration"), ("bart", "BartForConditionalGeneration"), ("marian", "MarianMTModel")],
 )
 def test_an_encoder_decoder_is_one_pass_with_the_right_words(name, cls):
-    model = made(name, cls)
+    model = tiny_model(name, cls)
     seen, out, _ = generate(model)
     assert seen.refused == []
     assert len(seen.passes) == 1
@@ -144,14 +144,14 @@ def test_an_encoder_decoder_is_one_pass_with_the_right_words(name, cls):
         seen.select(kind="cross").layers,
     )
     assert [len(group) for group in (encoder, decoder, cross)] == [2, 2, 2]
-    eager = made(name, cls, "eager")
+    eager = tiny_model(name, cls, "eager")
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
-        told = eager(input_ids=zoo.ids(2, PROMPT), decoder_input_ids=out[:, :-1], output_attentions=True)
+        reported = eager(input_ids=zoo.ids(2, PROMPT), decoder_input_ids=out[:, :-1], output_attentions=True)
     for group, expected in (
-        (encoder, told.encoder_attentions),
-        (decoder, told.decoder_attentions),
-        (cross, told.cross_attentions),
+        (encoder, reported.encoder_attentions),
+        (decoder, reported.decoder_attentions),
+        (cross, reported.cross_attentions),
     ):
         for layer, w in zip(group, expected, strict=True):
             torch.testing.assert_close(layer.weights.dense(), w, atol=1e-5, rtol=0)
@@ -164,7 +164,11 @@ def test_an_encoder_decoder_is_one_pass_with_the_right_words(name, cls):
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_beams_are_refused_by_name(name):
-    model = made("llama", "LlamaForCausalLM") if name == "llama" else made("t5, bias", "T5ForConditionalGeneration")
+    model = (
+        tiny_model("llama", "LlamaForCausalLM")
+        if name == "llama"
+        else tiny_model("t5, bias", "T5ForConditionalGeneration")
+    )
     with torch.no_grad(), pytest.warns(RefusedWarning, match="beam search"), regard.record(model) as seen:
         model.generate(zoo.ids(2, 5), max_new_tokens=6, num_beams=2, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert any("beam" in why for _, why in seen.refused)
@@ -172,7 +176,7 @@ def test_beams_are_refused_by_name(name):
 
 
 def test_a_generation_is_stitched_from_the_disk_too(tmp_path):
-    model = made("llama", "LlamaForCausalLM")
+    model = tiny_model("llama", "LlamaForCausalLM")
     arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with torch.no_grad(), regard.record(model) as expected:
         model.generate(zoo.ids(1, 5), **arguments)
@@ -185,7 +189,7 @@ def test_a_generation_is_stitched_from_the_disk_too(tmp_path):
 
 
 def test_an_edited_cache_is_not_stitched():
-    model = made("llama", "LlamaForCausalLM")
+    model = tiny_model("llama", "LlamaForCausalLM")
     text = zoo.ids(1, 6)
     with torch.no_grad(), regard.record(model) as seen:
         cache = model(text[:, :5], use_cache=True).past_key_values
@@ -197,9 +201,9 @@ def test_an_edited_cache_is_not_stitched():
 
 
 def test_memory_of_a_generation_grows_with_its_length_not_its_square():
-    model = made("llama", "LlamaForCausalLM")
+    model = tiny_model("llama", "LlamaForCausalLM")
     with torch.no_grad(), regard.record(model) as seen:
         model.generate(zoo.ids(1, 5), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
-    kept = seen.layers[0].saved
-    assert kept.k.untyped_storage().nbytes() <= kept.k.numel() * kept.k.element_size() * 2
-    assert kept.q.shape[2] == kept.k.shape[2] == 44
+    saved = seen.layers[0].saved
+    assert saved.k.untyped_storage().nbytes() <= saved.k.numel() * saved.k.element_size() * 2
+    assert saved.q.shape[2] == saved.k.shape[2] == 44

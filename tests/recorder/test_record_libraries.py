@@ -50,7 +50,7 @@ def test_weights_of_timm_are_those_it_writes_out_itself(name: str) -> None:
     plain, written = timm.create_model(name, pretrained=False, **VISION[name]).eval(), []
     for path, part in plain.named_modules():
         if path.endswith("attn_drop"):  # what it is given are the weights
-            part.register_forward_pre_hook(lambda _, given: written.append(given[0].detach()))
+            part.register_forward_pre_hook(lambda _, args: written.append(args[0].detach()))
     set_fused_attn(True)
     fused = timm.create_model(name, pretrained=False, **VISION[name]).eval()
     fused.load_state_dict(plain.state_dict())

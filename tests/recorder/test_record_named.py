@@ -375,9 +375,9 @@ def test_copies_of_a_recording_and_a_layer(copied, x, tmp_path):
     net = model()
     with regard.record(net, values=True) as seen:
         net(x)
-    whole = copied(seen)
+    twin = copied(seen)
     layer = copied(seen.layers[1])
-    for a, b in zip(seen.layers, whole.layers, strict=True):
+    for a, b in zip(seen.layers, twin.layers, strict=True):
         assert torch.equal(a.weights.dense(), b.weights.dense())
         assert torch.equal(a.values, b.values)
     assert torch.equal(layer.weights.dense(), seen[1].dense())

@@ -393,7 +393,7 @@ class Blocks(nn.Module):
 def test_timm_attention_fused_and_written_out_agree():
     torch.manual_seed(0)
     model, x = Blocks(TimmAttention), torch.randn(2, 9, 12)
-    found = []
+    recorded = []
     for fused in (True, False):
         for block in model.blocks:
             block.fused_attn = fused
@@ -402,9 +402,9 @@ def test_timm_attention_fused_and_written_out_agree():
             with regard.record(model) as seen:
                 assert torch.equal(model(x), plain)
         assert [layer.name for layer in seen.layers] == ["blocks.0", "blocks.1"]
-        found.append([seen[0].dense(), seen[1].dense()])
-    close(found[0][0], found[1][0])
-    close(found[0][1], found[1][1])
+        recorded.append([seen[0].dense(), seen[1].dense()])
+    close(recorded[0][0], recorded[1][0])
+    close(recorded[0][1], recorded[1][1])
 
 
 class Processor:

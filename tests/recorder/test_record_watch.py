@@ -47,8 +47,8 @@ def test_the_numbers_are_those_of_the_dense_matrix(fused):
 
 
 def test_only_every_nth_training_pass_is_looked_at():
-    net, x, told = nn.Sequential(Attention()), torch.randn(1, 4, 8), []
-    with regard.watch(net, every=3, callback=lambda numbers, step: told.append(step)) as watching:
+    net, x, reports = nn.Sequential(Attention()), torch.randn(1, 4, 8), []
+    with regard.watch(net, every=3, callback=lambda numbers, step: reports.append(step)) as watching:
         fresh = []
         for _ in range(7):
             net(x)
@@ -56,13 +56,13 @@ def test_only_every_nth_training_pass_is_looked_at():
         with torch.no_grad():
             net(x)
         net.eval()(x)
-    assert told == [0, 3, 6]
+    assert reports == [0, 3, 6]
     assert fresh == [True, False, False, True, False, False, True]
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules()) == 0
 
 
 def test_watching_changes_no_gradient():
-    found = []
+    grads = []
     for watched in (False, True):
         torch.manual_seed(0)
         net, x = nn.Sequential(Attention(), Attention(fused=False)), torch.randn(2, 5, 8)
@@ -70,8 +70,8 @@ def test_watching_changes_no_gradient():
         net(x).square().sum().backward()
         if watching is not None:
             watching.close()
-        found.append([p.grad for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        grads.append([p.grad for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_collapse_and_explosion_are_warned_of_once():
@@ -79,9 +79,9 @@ def test_collapse_and_explosion_are_warned_of_once():
     with torch.no_grad():
         net[0].query.weight *= 300
     with regard.watch(net, every=1) as watching:
-        with pytest.warns(AttentionWarning) as told:
+        with pytest.warns(AttentionWarning) as caught:
             net(x)
-        assert {"collapsed" in str(w.message) or "largest score" in str(w.message) for w in told} == {True}
+        assert {"collapsed" in str(w.message) or "largest score" in str(w.message) for w in caught} == {True}
         net(x)  # warnings are errors here: a second one would raise
     assert watching.step == 1
 
@@ -109,9 +109,9 @@ def test_qk_clip_brings_the_largest_score_to_the_limit():
     factor = qk_clip(layer.query, layer.key, before, limit=10.0)
     torch.testing.assert_close(by_hand(layer, x)[1], torch.full((2,), 10.0))
     torch.testing.assert_close(factor, 10 / before)
-    kept = layer.query.weight.clone()
+    unclipped = layer.query.weight.clone()
     qk_clip(layer.query, layer.key, torch.tensor([3.0, 9.0]), limit=10.0)
-    assert torch.equal(layer.query.weight, kept)
+    assert torch.equal(layer.query.weight, unclipped)
     with pytest.raises(ValueError, match="one score a head"):
         qk_clip(layer.query, layer.key, torch.ones(3))
 
@@ -186,9 +186,9 @@ def test_a_model_trains_on_its_own_entropy():
     text = zoo.ids(4, 16)
 
     def entropy():
-        with on_regard.statistics("entropy") as found:
+        with on_regard.statistics("entropy") as statistics:
             model(text)
-        return torch.stack([seen.entropy.mean() for seen in found.values()]).mean()
+        return torch.stack([seen.entropy.mean() for seen in statistics.values()]).mean()
 
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
     before = entropy().item()
@@ -212,17 +212,17 @@ def test_recipe_which_head(capsys):
 
 @quietly
 def test_recipe_kv_eviction():
-    found = runpy.run_path(str(EXAMPLES / "kv_eviction.py"))["main"]()
-    assert found["all keys"] > 0.95
-    assert found["SnapKV"] > 0.95
-    assert found["H2O"] > found["at random"] + 0.2
+    results = runpy.run_path(str(EXAMPLES / "kv_eviction.py"))["main"]()
+    assert results["all keys"] > 0.95
+    assert results["SnapKV"] > 0.95
+    assert results["H2O"] > results["at random"] + 0.2
 
 
 def test_recipe_training_monitor():
-    free, clipped, told = runpy.run_path(str(EXAMPLES / "training_monitor.py"))["main"]()
+    free, clipped, warned = runpy.run_path(str(EXAMPLES / "training_monitor.py"))["main"]()
     assert max(score for score, _ in free) > 1000
     assert max(score for score, _ in clipped) < 400
-    assert any("largest score" in text for text in told)
+    assert any("largest score" in text for text in warned)
 
 
 def test_the_history_of_a_run_is_kept_and_shown(tmp_path):

@@ -51,10 +51,10 @@ def test_recorded_weights_equal_the_reported_ones(name):
             out = model(**inputs)
     assert torch.equal(plain[0], out[0])
     assert seen.refused == []
-    told = reported(name, model, inputs)
-    assert sum(map(len, told.values())) >= 2
-    for kind, tensors in told.items():
-        layers = matching(seen.layers, kind, told)
+    reports = reported(name, model, inputs)
+    assert sum(map(len, reports.values())) >= 2
+    for kind, tensors in reports.items():
+        layers = matching(seen.layers, kind, reports)
         assert len(layers) == len(tensors), (kind, layers)
         for layer, expected in zip(layers, tensors, strict=True):
             w = layer.weights.dense()
@@ -70,13 +70,13 @@ def test_there_are_more_than_25_architectures():
 
 @pytest.mark.parametrize("name", ["bert", "llama", "mistral, window 4", "t5, bias", "bart", "vit"])
 def test_eager_and_sdpa_give_the_same_recording(name):
-    found = []
+    recorded = []
     for attention in ("sdpa", "eager"):
         model, inputs = zoo.build(name, attention)
         with torch.no_grad(), regard.record(model) as seen:
             model(**inputs)
-        found.append([(layer.name, layer.kind, layer.weights.dense()) for layer in seen.layers])
-    for (name_a, kind_a, a), (name_b, kind_b, b) in zip(*found, strict=True):
+        recorded.append([(layer.name, layer.kind, layer.weights.dense()) for layer in seen.layers])
+    for (name_a, kind_a, a), (name_b, kind_b, b) in zip(*recorded, strict=True):
         assert (name_a, kind_a) == (name_b, kind_b)
         torch.testing.assert_close(a, torch.where(a.sum(-1, keepdim=True) > 0, b, 0), atol=1e-5, rtol=0)
 

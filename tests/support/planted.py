@@ -2,6 +2,7 @@
 
     python tests/support/planted.py            all of them; exits with 1 if one survives
     python tests/support/planted.py pool sink  those whose names hold one of these words
+    python tests/support/planted.py --jobs 12  so many at once
 
 Every patch is applied to a copy of the package, the tests named beside it run against the copy, and the copy is
 restored. First the same tests run on the unpatched copy: a test that fails anyway catches nothing.
@@ -9,12 +10,15 @@ restored. First the same tests run on the unpatched copy: a test that fails anyw
 
 from __future__ import annotations
 
+import argparse
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +53,7 @@ TESTS = {
     "errors": ("core/test_errors.py", ""),
     "replay": ("engines/test_replay.py", ""),
     "comparison": ("core/test_comparison.py", "not learn and (not formula or scaled_dot or sink)"),
+    "fused rows": ("core/test_fused_rows.py", ""),
     "spans": ("core/test_spans.py", ""),
     "row statistics": ("core/test_row_stats.py", ""),
     "kv": ("core/test_kv.py", ""),
@@ -65,6 +70,7 @@ TESTS = {
     "maps of long inputs": ("look/test_look_map.py", "largest_weight_of or are_exact or sixteen"),
     "unannounced attention": ("recorder/test_record_unannounced.py", "recorded_right or without_a_batch or refused_by_name or dropout"),
     "recorded gradients": ("recorder/test_record_grad.py", "reaches or learned_bias or says_what"),
+    "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
 }  # fmt: skip
 
@@ -78,8 +84,21 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    # corpora: sums over documents.
+    Bug("a carry is lost", "corpora/exact.py", "total[..., n + 1] += total[..., n] >> BITS", "total[..., n + 1] += 0", ("corpus",)),
+    Bug("diagonals are read one place off", "corpora/profile.py", "[..., 1 : r + n].flip(-1)", "[..., 0 : r + n - 1].flip(-1)", ("corpus",)),
+    Bug("distances are not squared", "corpora/profile.py", "far.double().square()", "far.double()", ("corpus",)),
+    Bug("the previous token is the next one", "corpora/profile.py", "[by_distance[..., t] if t > 1", "[by_distance[..., t - 2] if t > 1", ("corpus",)),
+    Bug("the first row looks at the first token", "corpora/profile.py", "firsts[..., 1:].double()", "firsts.double()", ("corpus",)),
+    Bug("an example is the query itself", "corpora/profile.py", "(part.block.i == part.block.j) | (part.block.j == 0)", "part.block.j == 0", ("corpus",)),
+    Bug("a variance without its mean", "corpora/result.py", "square - mean * mean", "square - mean", ("corpus",)),
+    Bug("the last example of a document, not its strongest", "corpora/tally.py", "if tie.document not in best or", "if (tie.document, tie.start) not in best or", ("corpus",)),
+    Bug("a run in training mode", "corpora/run.py", "    module.eval()\n", "    module.train(module.training)\n", ("corpus",)),
+    Bug("text in a redacted run", "corpora/run.py", "None if redact else excerpt", "excerpt", ("corpus",)),
+    Bug("a part is written as it comes", "corpora/folder.py", "atomic_write(path, [json", "path.write_bytes(*[json", ("corpus",)),
+    Bug("other data continue a run", "corpora/folder.py", "if old.get(name) != value:", "if old.get(name) != value and name != 'checksum':", ("corpus",)),
     # core/online_softmax.py: the merge.
-    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "m, a * self.l + b * other.l, t,", "m, self.l + b * other.l, t,", ("merge",)),
+    Bug("merge forgets to rescale its own sum", "core/online_softmax.py", "l=a * self.l + b * other.l", "l=self.l + b * other.l", ("merge",)),
     Bug("merge shifts the entropy's sum the wrong way", "core/online_softmax.py", "t = a * (self.t + ours * self.l)", "t = a * (self.t - ours * self.l)", ("merge",)),
     Bug("merge pivots on −inf", "core/online_softmax.py", "return torch.where(old == -torch.inf, 0, old - new)", "return old - new", ("merge",)),
     Bug("a block pivots on −inf", "core/online_softmax.py", "return torch.where(m == -torch.inf, 0, m)", "return m", ("merge",)),
@@ -174,6 +193,15 @@ BUGS = [
     Bug("comparison: the log-ratio of a hidden key is nan", "core/comparison.py", "return x if self.both is None else torch.where(self.both, x, other)", "return x", ("comparison",)),
     Bug("comparison: a key of one side alone is left out of js", "core/comparison.py", "of_q = x.q * x.where_both(log2 - softplus(ratio), log2)", "of_q = x.q * x.where_both(log2 - softplus(ratio), 0)", ("comparison",)),
     Bug("comparison: the sink is no outcome", "core/comparison.py", "if p.log_sink is not None or q.log_sink is not None:", "if False:", ("comparison",)),
+    Bug("compiled comparison: the maximum of the second moves alone", "engines/numba/kernels/comparison.py", "(entropy * shift - shift2) * state[1]", "entropy * shift * state[1]", ("fused rows",)),
+    Bug("compiled comparison: a forbidden key is passed over", "engines/numba/kernels/comparison.py", "    state[5] += forbidden\n", "", ("fused rows",)),
+    Bug("compiled comparison: keys that only the second sees are left out", "engines/numba/kernels/comparison.py", "_, _, a, z = visible_keys(S, b, n, i0, rows)", "_, _, a, z = visible_keys(T, b, 0, i0, rows)", ("fused rows",)),
+    Bug("compiled comparison: the gradient is not centred", "engines/numba/kernels/comparison.py", "a[j] = g * (a[j] - p[j] * delta)", "a[j] = g * a[j]", ("fused rows",)),
+    Bug("compiled comparison: kl by the other side", "engines/numba/kernels/comparison.py", "        s2[j] = -w\n", "        s2[j] = -p2[j]\n", ("fused rows",)),
+    Bug("compiled comparison: js of the sum, not the mean", "engines/numba/kernels/comparison.py", "middle = f32(2) / max(p[j] + q[j], tiny)", "middle = f32(1) / max(p[j] + q[j], tiny)", ("fused rows",)),
+    Bug("compiled comparison: equal weights overlap twice", "engines/numba/kernels/comparison.py", "b[j] = q[j] * (f32(1) - share)", "b[j] = q[j] * (f32(1) if p[j] == q[j] else f32(1) - share)", ("fused rows",)),
+    Bug("compiled comparison: total variation has one sign", "engines/numba/kernels/comparison.py", "b[j] = -q[j] * sign", "b[j] = q[j] * sign", ("fused rows",)),
+    Bug("compiled comparison: infinite rows have a gradient", "core/fused_rows.py", "grad = grad.masked_fill(value == torch.inf, 0)", "pass", ("fused rows",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/spans.py: tiles and cells of complete rows.
     Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
@@ -315,29 +343,44 @@ def plant(copy: Path, bug: Bug, sound: list[str]) -> bool:
         shutil.copy2(clean, path)
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], jobs: int) -> int:
     bugs = [bug for bug in BUGS if not words or any(word in bug.name for word in words)]
-    survived, broken = [], []
     moved = [f"{bug.name} ({bug.file})" for bug in bugs if bug.old not in (PACKAGE / bug.file).read_text()]
     assert not moved, f"the code has moved on, and so must these patches: {', '.join(moved)}"
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "regard"
-        shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(copy, Path(folder) / "clean")  # what is worked on meanwhile does not matter
-        for tests in dict.fromkeys(tests for bug in bugs for tests in bug.tests):
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        for job in range(jobs):
+            copy = Path(folder) / str(job) / "regard"
+            shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(copy, copy.parent / "clean")  # what is worked on meanwhile does not matter
+            copies.put(copy)
+
+        def passes(tests: str) -> bool:
+            copy = copies.get()
             passed, seconds = run(copy, tests)
+            copies.put(copy)
             print(f"{'passes' if passed else 'FAILS':9} {seconds:5.1f} s  nothing planted: {tests}", flush=True)
-            broken += [] if passed else [tests]
-        for bug in bugs:
-            began = time.monotonic()
-            sound = [tests for tests in bug.tests if tests not in broken]
+            return passed
+
+        def catches(bug: Bug) -> bool:
+            copy, began = copies.get(), time.monotonic()
+            sound = [tests for tests in bug.tests if verdicts[tests]]
             caught = plant(copy, bug, sound)
+            copies.put(copy)
             verdict = "caught" if caught else "SURVIVED" if sound else "NO TEST"
             print(f"{verdict:9} {time.monotonic() - began:5.1f} s  {bug.file}: {bug.name}", flush=True)
-            survived += [] if caught else [bug]
-    print(f"{len(bugs) - len(survived)} of {len(bugs)} planted bugs caught")
-    return 1 if survived or broken else 0
+            return caught
+
+        groups = list(dict.fromkeys(tests for bug in bugs for tests in bug.tests))
+        verdicts = dict(zip(groups, pool.map(passes, groups), strict=True))
+        caught = list(pool.map(catches, bugs))
+    print(f"{sum(caught)} of {len(bugs)} planted bugs caught")
+    return 0 if all(caught) and all(verdicts.values()) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*", help="only the bugs whose names hold one of these words")
+    parser.add_argument("--jobs", type=int, default=2, help="so many at once, each in a copy of its own (default 2)")
+    options = parser.parse_args()
+    sys.exit(main(options.words, options.jobs))

@@ -276,3 +276,24 @@ def functions_of_positions(group: Any, rank: int, world: int) -> list[tuple[Tens
         W = regard.weights(own, score=score, mask=mask, mesh=Shards(group, timeout=100))
         pairs.append((W.dense(), regard.weights(x, score=score, mask=mask).dense()))
     return pairs
+
+
+def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> int:
+    """Bytes that this rank receives for one request, in the split that the cost model assumes."""
+    from distributed.test_cost import MASKS
+
+    shards.SHORTEST_PIECE, sharded.ROWS = 16, 2**15
+    n = 4000
+    rows = zigzag(n, world)[rank] if mask == "causal" else [range(rank * n // world, (rank + 1) * n // world)]
+    q, k, v = (torch.randn(2, h, sum(map(len, rows)), 8, requires_grad=what == "backward") for h in (4, 2, 2))
+    W = regard.weights(q, k, mask=MASKS[mask], mesh=Shards(group, rows, timeout=100))
+    before = W._plan.ranks.bytes_received
+    if what == "statistics":
+        W.entropy()
+    elif what == "second pass":
+        W.received()
+    elif what == "values":
+        W @ v
+    else:
+        (W @ v).sum().backward()
+    return W._plan.ranks.bytes_received - before

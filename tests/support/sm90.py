@@ -110,11 +110,12 @@ def usage(cubin: bytes) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        found = subprocess.run(
+        listing = subprocess.run(
             [str(BIN / "cuobjdump"), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     return {
-        name: int(re.findall(rf"{mark}:(\d+)", found)[-1]) for name, mark in (("registers", "REG"), ("stack", "STACK"))
+        name: int(re.findall(rf"{mark}:(\d+)", listing)[-1])
+        for name, mark in (("registers", "REG"), ("stack", "STACK"))
     }
 
 

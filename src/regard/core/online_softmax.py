@@ -104,11 +104,18 @@ class State:
         if self.argmax is not None and other.argmax is not None:
             tie = (self.m == other.m) & _before(self.argmax, other.argmax)
             argmax = torch.where((self.m > other.m) | tie, self.argmax, other.argmax)
+        topk_scores, topk_indices = _merged_top(self, other)
         return State(
-            m, a * self.l + b * other.l, t,
-            both(self.y, other.y), both(self.mean_distance, other.mean_distance), both(self.mass, other.mass),
-            argmax, *_merged_top(self, other),
-        )  # fmt: skip
+            m=m,
+            l=a * self.l + b * other.l,
+            t=t,
+            y=both(self.y, other.y),
+            mean_distance=both(self.mean_distance, other.mean_distance),
+            mass=both(self.mass, other.mass),
+            argmax=argmax,
+            topk_scores=topk_scores,
+            topk_indices=topk_indices,
+        )
 
     def finish(self, request: Request, sink: Tensor | None = None) -> Results:
         """The requested results: sums divided by the row sums."""

@@ -80,7 +80,12 @@ class DTensorWeights(Weights):
 
     @property
     def shape(self) -> torch.Size:
-        """``(..., h, i, j)`` of the global matrix."""
+        """``(..., h, i, j)`` of the global matrix.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).shape  # of DTensors: that of all ranks together
+            torch.Size([3, 3])
+        """
         heads = () if self._layout.heads is None else (self._layout.heads,)
         return torch.Size((*self._layout.batch, *heads, *self._local._sizes))
 
@@ -127,7 +132,12 @@ class DTensorWeights(Weights):
 
     @property
     def mT(self) -> Transposed:
-        """The transposed matrix, for ``W.mT @ u`` with a DTensor u."""
+        """The transposed matrix, for ``W.mT @ u`` with a DTensor u.
+
+        Example:
+            >>> (regard.weights(torch.eye(3)).mT @ torch.ones(3, 1)).shape  # a DTensor u gives a DTensor
+            torch.Size([3, 1])
+        """
         return _TransposedDTensor(self)
 
     T = mT

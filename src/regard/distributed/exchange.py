@@ -58,13 +58,17 @@ def visit_keys(plan: Plan, wants: Wants, own: list[Tensor], visit: Visit, totals
             added to it, in the order of the steps.
     """
     ranks = plan.ranks
+    rounds = _rounds(plan, wants)
+    ahead = len(rounds) if plan.gather else 1
+    # The first piece travels while the own keys are visited. Not where it is the only one: a rank that fails with its
+    # own keys would have sent all that others need, and they would not fail with it.
+    early = not plan.gather and max(map(len, plan.pieces)) > 1
+    posted = [_post_keys(ranks, own, *pair) for pair in rounds[:ahead]] if early else []
     for n, piece in enumerate(plan.pieces[ranks.rank]):
         if (transfer := _transfer(piece, wants[ranks.rank][ranks.rank][n], ranks.rank)) is not None:
             parts = visit(transfer.keys, [t[:, :, transfer.at] for t in own])
             _add(totals, transfer.at, parts)
-    rounds = _rounds(plan, wants)
-    ahead = len(rounds) if plan.gather else 1
-    posted = [_post_keys(ranks, own, *pair) for pair in rounds[:ahead]]
+    posted = posted or [_post_keys(ranks, own, *pair) for pair in rounds[:ahead]]
     returning: tuple[Pending, slice, list[Tensor]] | None = None
     for n, (outgoing, incoming) in enumerate(rounds):
         pending, blocks = posted[n]

@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..core.indexing import Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
 from ..core.result_cache import check_fits
@@ -38,10 +39,18 @@ class ShardedWeights(Weights):
     'Weights'
     """
 
-    def __init__(self, factors: Factors, engine: str, *, plan: Plan, **options: Any) -> None:
+    def __init__(
+        self,
+        factors: Factors,
+        engine: str,
+        *,
+        plan: Plan,
+        one_head: bool,
+        tokens: tuple[Tokens | None, Tokens | None] = (None, None),
+    ) -> None:
         self._plan = plan
         self._wants: list[tuple[int, int]] | None = None
-        super().__init__(factors, engine, **options)
+        super().__init__(factors, engine, one_head=one_head, tokens=tokens)
 
     @property
     def _sizes(self) -> tuple[int, int]:

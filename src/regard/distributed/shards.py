@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Exchange", "Piece", "Shards", "Split", "contiguous", "runs_of", "zigzag"]
 
@@ -38,7 +42,7 @@ class Shards:
     'auto'
     """
 
-    mesh: Any
+    mesh: DeviceMesh | ProcessGroup | None
     rows: Sequence[int] | Sequence[range] | Tensor | None = None
     keys: Sequence[int] | Sequence[range] | Tensor | None = None
     exchange: Exchange = "auto"

@@ -88,7 +88,7 @@ class Ranks:
     def __init__(self, group: Any, timeout: float) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
         self._report_time = min(LONGEST_REPORT, REPORT_SHARE * timeout)
         health = _HEALTH.get(group.group_name)
         # A name may be used again after `destroy_process_group`.
@@ -118,6 +118,7 @@ class Ranks:
         except RuntimeError as error:
             raise _LostPeerError(peers[0], closed=True) from error
         self.bytes_sent += sum(t.numel() * t.element_size() for _, t in staged_out)
+        self.bytes_received += sum(t.numel() * t.element_size() for _, t in staged_in)
         # Backends that send a batch as one return one work for all of it.
         named = list(zip(peers, works, strict=True)) if len(works) == len(peers) else [(peers[0], w) for w in works]
         return Pending(named, staged_out, list(receives), [t for _, t in staged_in])

@@ -25,6 +25,7 @@ from .console import (
     shell_quote,
     terminal_width,
 )
+from .folders import look_at_folder
 from .token_text import is_special, name_of, printable
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ A page that opens anywhere, a picture for a paper, a recording to look at again:
   regard look "the cat sat" --word cat --out cat.svg
   regard look "the cat sat" --save run.regard
   regard look run.regard --word cat
+
+The atlas of a corpus run, as regard corpus leaves it:
+  regard look run/ --out atlas.html
 
 Without --model it is the bundled all-MiniLM-L6-v2, offline. Without --word an overview is shown."""
 
@@ -127,6 +131,8 @@ def _layer(text: str) -> int | str:
 def run_look(args: argparse.Namespace) -> int:
     """Show a text, or write it to a page, a picture or a recording. Returns the exit code."""
     _check_arguments(args)
+    if (code := look_at_folder(args)) is not None:
+        return code
     source = read_input(args)
     if args.save:
         with file_errors(args.save):

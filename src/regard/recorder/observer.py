@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
 from .detached import as_detached
+from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
 from .hooks.call_site import CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
@@ -64,7 +65,8 @@ def record(
             statistics only, for long runs.
         values: Save the value vectors too.
         device: Where saved tensors go, such as `"cpu"`. Default: they stay where they are.
-        path: A .regard file: tensors go to disk layer by layer, and the file is written when the block ends.
+        path: A .regard file: tensors go to disk layer by layer, and the file is written when the block ends; of a
+            model under DistributedDataParallel or FSDP2 by its first rank alone.
         layers: The layers to record: numbers in the order of calls, module names, patterns such as `"*.self_attn"`.
             Default: all. Layers keep their numbers.
         grad: Leave recorded weights part of the autograd graph: `seen[0].entropy().sum().backward()` reaches the
@@ -133,6 +135,7 @@ class Observer:
         self._pass: OpenPass | None = None
         self._done: list[OpenPass] = []
         self._beams = self._started = False
+        self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither warn nor write a file
         self._undo: Any = None
 
     # The block.
@@ -160,7 +163,7 @@ class Observer:
                 self._finish()
         finally:
             self._undo()
-        if kind is None:
+        if kind is None and self._reports:
             self._warn()
             if self.path is not None:
                 self.seen.save(self.path)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..core.masks import Geometry
 from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
+from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
 from .hooks.call_site import CallSite, calling_module
 from .hooks.eager_attention import EagerTracker
@@ -54,7 +55,8 @@ def watch(
     Args:
         model: The model. Compiled code cannot be watched: it is named in a `RefusedWarning`.
         every: Training passes (model.training and gradients on) between two looks; the first pass is looked at.
-        callback: Called with (numbers, step) after each look.
+        callback: Called with (numbers, step) after each look; of a model under DistributedDataParallel or FSDP2 on its
+            first rank alone, with the numbers of that rank's batch.
         collapse: Entropy share of a head below which an `AttentionWarning` is given.
         explode: Score above which an `AttentionWarning` is given (QK-clip acts at 100).
 
@@ -111,6 +113,7 @@ class Watch:
         self.refused: list[tuple[str, str]] = []
         self._look: _Look | None = None
         self._warned: set[tuple[str, str]] = set()
+        self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither call back nor warn
         # The modules of a compiled model are those of the original, under their own names.
         modules = dict(getattr(model, "_orig_mod", model).named_modules())
         self._names = {id(module): name for name, module in modules.items()}
@@ -214,7 +217,7 @@ class Watch:
             self._refuse(name, reason)
         self._judge()
         self.history.append((self.step, self.numbers()))
-        if self.callback is not None:
+        if self.callback is not None and self._reports:
             self.callback(self.numbers(), self.step)
 
     def _judge(self) -> None:
@@ -238,14 +241,14 @@ class Watch:
                 )
 
     def _warn(self, name: str, measure: str, text: str) -> None:
-        if (name, measure) not in self._warned:
+        if self._reports and (name, measure) not in self._warned:
             self._warned.add((name, measure))
             warnings.warn(f"step {self.step}: {text}.", AttentionWarning, stacklevel=2)
 
     def _refuse(self, name: str, reason: str) -> None:
         if (name, reason) not in self.refused:
             self.refused.append((name, reason))
-        if (name, reason) not in self._warned:
+        if self._reports and (name, reason) not in self._warned:
             self._warned.add((name, reason))
             warnings.warn(f"not watched: {name or '(the model)'}: {reason}.", RefusedWarning, stacklevel=4)
 

@@ -19,7 +19,7 @@ from importlib.resources import files
 
 from .format import Packed
 
-__all__ = ["frame", "html"]
+__all__ = ["frame", "html", "page_style", "text_html"]
 
 _PAGE = """\
 <!doctype html>
@@ -100,7 +100,7 @@ def html(packed: Packed) -> str:
     )
     return _PAGE.format(
         policy=policy,
-        title=_text(packed.title),
+        title=text_html(packed.title),
         style=_base64(zlib.compress(style.encode(), 9)),
         script=_base64(zlib.compress(script.encode(), 9)),
         data=_base64(packed.data),
@@ -118,9 +118,15 @@ def frame(page: str) -> str:
     )
 
 
-def _text(title: str) -> str:
-    """A title as HTML in ASCII: no tag, no control character, no lone surrogate."""
-    plain = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", title[:300])
+def page_style(more: str = "") -> tuple[str, str]:
+    """The style of a page with further rules, and its hash for a Content-Security-Policy."""
+    style = _file("page.css") + more
+    return style, _hash(style)
+
+
+def text_html(text: str) -> str:
+    """A short text as HTML in ASCII: no tag, no control character, no lone surrogate."""
+    plain = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text[:300])
     return escaping.escape(plain).encode("ascii", "xmlcharrefreplace").decode()
 
 

@@ -1,0 +1,106 @@
+"""The model of a corpus run: from texts to token ids, and a pass over them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["CorpusModel", "as_corpus_model", "device_of"]
+
+#: Values of every parameter that enter the checksum of a model.
+SAMPLED = 256
+
+
+class CorpusModel:
+    """A model that reads token ids, with its tokenizer.
+
+    Attributes:
+        name: For people.
+        module: Called with ids ``(b, t)``.
+        limit: Tokens that it takes at most; None: any number.
+    """
+
+    def __init__(self, name: str, module: nn.Module, limit: int | None, encode: Any, tokens: Any) -> None:
+        self.name, self.module, self.limit, self._encode, self._tokens = name, module, limit, encode, tokens
+
+    def ids(self, content: str | Sequence[int]) -> list[int]:
+        """Token ids of a text; ids stay as they are."""
+        if not isinstance(content, str):
+            return list(content)
+        if self._encode is None:
+            raise ValueError("texts need a tokenizer: corpus(model, data, tokenizer=...); or pass lists of token ids.")
+        return [int(token) for token in self._encode(content)]
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Tokens as text."""
+        return [str(token) for token in ids] if self._tokens is None else self._tokens(list(ids))
+
+    def checksum(self) -> str:
+        """Of the names, types and sizes of all parameters, and of values spread over each of them."""
+        digest = hashlib.sha256()
+        for name, parameter in sorted(self.module.state_dict().items()):
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} ".encode())
+            flat = parameter.detach().flatten()
+            step = max(1, flat.numel() // SAMPLED)
+            digest.update(repr(flat[::step].double().cpu().tolist()).encode())
+        return digest.hexdigest()
+
+
+def as_corpus_model(model: Any, tokenizer: Any, device: str | torch.device | None) -> CorpusModel:
+    """A model of `regard look` by name or folder, or any module with a tokenizer."""
+    if isinstance(model, nn.Module):
+        encode, tokens = _of_tokenizer(tokenizer)
+        corpus_model = CorpusModel(type(model).__name__, model, None, encode, tokens)
+    else:
+        if tokenizer is not None:
+            raise ValueError("a model by name brings its own tokenizer: leave out tokenizer=.")
+        corpus_model = _loaded(model)
+        if device is None and torch.cuda.is_available():
+            device = "cuda"
+    if device is not None:
+        corpus_model.module.to(device)
+    return corpus_model
+
+
+def _loaded(model: str | Path | None) -> CorpusModel:
+    loading = import_module("regard.look.loading")
+    loaded = loading.as_loaded(None if model == loading.BUNDLED and not Path(loading.BUNDLED).exists() else model)
+    if getattr(loaded, "encoder_decoder", False) or getattr(getattr(loaded, "trained", None), "kind", "lm") != "lm":
+        raise ValueError(f"{loaded.name} has encoder and decoder; a corpus run takes models that read one text.")
+    return CorpusModel(
+        loaded.name,
+        loaded.model,
+        loaded.limit,
+        lambda text: loaded._ids(text)[0].tolist(),
+        lambda ids: loaded.tokens(torch.tensor([ids])),
+    )
+
+
+def _of_tokenizer(tokenizer: Any) -> tuple[Callable[[str], Any] | None, Callable[[list[int]], list[str]] | None]:
+    if tokenizer is None:
+        return None, None
+    if hasattr(tokenizer, "convert_ids_to_tokens"):  # transformers
+        return (lambda text: tokenizer(text)["input_ids"]), lambda ids: list(
+            map(str, tokenizer.convert_ids_to_tokens(ids))
+        )
+    if hasattr(tokenizer, "id_to_token"):  # tokenizers
+        return (lambda text: tokenizer.encode(text).ids), lambda ids: [str(tokenizer.id_to_token(n)) for n in ids]
+    if hasattr(tokenizer, "encode") and hasattr(tokenizer, "decode"):
+        return tokenizer.encode, lambda ids: [str(tokenizer.decode([n])) for n in ids]
+    if callable(tokenizer):
+        return tokenizer, None
+    raise TypeError(
+        f"tokenizer must have encode and decode, or be a function from a text to token ids; "
+        f"got {type(tokenizer).__name__}."
+    )
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -1,0 +1,151 @@
+"""What a corpus run measures of one pass: every number of every head, from one walk over complete rows.
+
+Rows are summed along diagonals: the weight at each signed distance is one vector a head, and the distance histogram,
+its moments and the weight on the previous position all follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..core.pytree import register_node
+from ..core.row_questions import induction_targets
+from ..core.row_sources import Part, Strip
+from ..core.row_stats import ChosenKeys, RowEntropy
+from ..core.stats import entropy
+from ..core.strips import Merge
+from ..core.weights import Weights
+
+__all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_of", "profile", "targets_of"]
+
+#: Bins of distances and of positions: 0, 1, then from each power of two to the next.
+BINS = 32
+EDGES = (0, *(2**n for n in range(BINS)))
+
+#: The sums of a head, in the order of their columns; BINS sums of weight by distance and of received weight follow.
+SUMS = (
+    "entropy", "entropy²", "peak", "peak²", "weight", "distance", "distance²", "previous", "first", "induction",
+)  # fmt: skip
+
+
+@register_node
+class HeadProfile:
+    """Question: the numbers of every row, the weight by signed distance, and the weight that each key receives.
+
+    Outputs: entropy, largest weight, weight on the first key, weight on the row's target, each (b, h, i); the largest
+    weight on a key that is neither the first nor the row's own, and that key (b, h, i); weight at distance s = i − j
+    (b, h, i + j − 1), index s + j − 1; received (b, h, j).
+    """
+
+    targets: Tensor  # b 1 i 1 : a key for each row, or −1
+    merges: ClassVar[tuple[Merge, ...]] = ("sum",) * 8
+    counts_sink: ClassVar[bool] = True
+    of_scores: ClassVar[bool] = False
+
+    def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
+        b, h, i, j = shape
+        rows = [like.new_zeros(b, h, i) for _ in range(5)]
+        keys = torch.zeros(b, h, i, dtype=torch.int64, device=like.device)
+        diagonals, received = (like.new_zeros(b, h, n, dtype=torch.float64) for n in (i + j - 1, j))
+        return [*rows, keys, diagonals, received]
+
+    def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
+        (strip,) = strips
+        w, rows = strip.w, part.index(part.rows)
+        first = w[..., 0] if part.cols.start == 0 and w.shape[-1] else w.new_zeros(w.shape[:3])
+        tie, key = _largest(w.masked_fill((part.block.i == part.block.j) | (part.block.j == 0), 0))
+        summed, smallest = _diagonal_sums(w, part)
+        start = smallest + self.targets.shape[-2] - 1  # self-attention has as many keys as rows
+        return [
+            (RowEntropy().of_rows(strip, part), rows),
+            (w.amax(-1) if w.shape[-1] else first, rows),
+            (first, rows),
+            (ChosenKeys(self.targets).of_rows(strip, part)[..., 0], rows),
+            (tie, rows),
+            (key + part.cols.start, rows),
+            (summed, part.index(slice(start, start + summed.shape[-1]))),
+            (w.sum(-2, dtype=torch.float64), part.index(part.cols)),
+        ]
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        w = matrices[0][..., : self.targets.shape[-2]]  # a sink's share is a column behind the keys
+        i, j = w.shape[-2:]
+        at, keys = torch.arange(i, device=w.device)[:, None], torch.arange(j, device=w.device)
+        tie, key = _largest(w.masked_fill((at == keys) | (keys == 0), 0))
+        by_distance = torch.stack([w.masked_fill(at - keys != s, 0).sum((-2, -1)) for s in range(1 - j, i)], -1)
+        target = ChosenKeys(self.targets).of_dense([w])[0][..., 0]
+        return [
+            entropy(matrices[0]), w.amax(-1), w[..., 0], target, tie, key, by_distance.double(), w.double().sum(-2),
+        ]  # fmt: skip
+
+
+def _largest(w: Tensor) -> tuple[Tensor, Tensor]:
+    if not w.shape[-1]:
+        return w.new_zeros(w.shape[:-1]), torch.zeros(w.shape[:-1], dtype=torch.int64, device=w.device)
+    largest = w.max(-1)
+    return largest.values, largest.indices
+
+
+def _diagonal_sums(w: Tensor, part: Part) -> tuple[Tensor, int]:
+    """Sums of a strip along its diagonals, by ascending s = i − j; and the smallest s.
+
+    Every row is moved one place further to the right than the one below it, so that diagonals become columns: rows of
+    r zeros and n weights, read as rows of r + n + 1.
+    """
+    r, n = w.shape[-2:]
+    moved = functional.pad(functional.pad(w, (r, 0)).flatten(-2), (0, r)).unflatten(-1, (r, r + n + 1))
+    summed = moved.sum(-2, dtype=torch.float64)[..., 1 : r + n].flip(-1)  # column c holds j − i = c − r, 1 ≤ c < r + n
+    return summed, part.rows.start - part.cols.start - (n - 1)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The numbers of one layer for a batch of sequences."""
+
+    sums: Tensor  # b h (SUMS + 2 · BINS), float64
+    tie: Tensor  # b h : the largest weight on a key that is neither the first nor the row's own
+    query: Tensor  # b h : its row
+    key: Tensor  # b h : its key
+
+
+def targets_of(ids: Tensor) -> Tensor:
+    """The induction target of every row of sequences (b, t): (b, 1, t, 1)."""
+    rows = torch.arange(ids.shape[1])
+    return torch.stack([induction_targets(line, rows) for line in ids.cpu()])[:, None, :, None].to(ids.device)
+
+
+def bin_of(n: int, device: torch.device | None = None) -> Tensor:
+    """The bin of 0, 1, …, n − 1, one-hot: float64 (n, BINS)."""
+    numbers = torch.arange(n, device=device)
+    edges = torch.tensor(EDGES[1:], device=device)
+    return functional.one_hot(torch.bucketize(numbers, edges, right=True), BINS).double()
+
+
+@torch.no_grad()
+def profile(weights: Weights, targets: Tensor) -> Profile:
+    """Measure self-attention of sequences without padding.
+
+    Args:
+        weights: ``(b, h, t, t)``.
+        targets: The induction target of every row, `targets_of(ids)`.
+    """
+    rows = weights._ask_rows(HeadProfile(targets.to(weights.device)))
+    entropies, peaks, firsts, at_target, ties, keys, by_distance, received = rows
+    t = weights.shape[-1]
+    # Rounding leaves the entropy of a one-hot row an ulp below 0.
+    columns = [x.double().clamp(min=0) for x in (entropies, peaks)]
+    moments = [y for x in columns for y in (x.sum(-1), x.square().sum(-1))]
+    far = torch.arange(1 - t, t, device=weights.device).abs()
+    by_far = by_distance[..., t - 1 :] + functional.pad(by_distance[..., : t - 1].flip(-1), (1, 0))  # |s| = 0 … t − 1
+    moments += [by_distance.sum(-1), (by_distance * far).sum(-1), (by_distance * far.double().square()).sum(-1)]
+    moments += [by_distance[..., t] if t > 1 else by_distance.new_zeros(by_distance.shape[:2])]  # s = 1
+    moments += [firsts[..., 1:].double().sum(-1), at_target.double().sum(-1)]
+    bins = bin_of(t, weights.device)
+    sums = torch.cat([torch.stack(moments, -1), by_far @ bins, received @ bins], -1)
+    best = ties.max(-1)
+    return Profile(sums, best.values, best.indices, keys.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1))

@@ -1,0 +1,227 @@
+"""`regard.corpus`: the statistics of every head over many documents."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import __version__
+from ..learn.checkpoint import exclusive_lock
+from ..recorder import RefusedWarning, record
+from .documents import Chunk, open_documents, survey
+from .folder import RunFolder, merged
+from .models import CorpusModel, as_corpus_model, device_of
+from .profile import profile, targets_of
+from .result import Corpus, load_corpus
+from .tally import Tally
+
+if TYPE_CHECKING:
+    from ..look.loading import LoadedModel
+
+__all__ = ["CorpusProgress", "corpus"]
+
+#: Tokens of a sequence where neither the model nor the caller says how many.
+LENGTH = 1024
+
+
+class CorpusProgress(NamedTuple):
+    """How far a run is.
+
+    Attributes:
+        done: Chunks of this rank that are done, those of earlier runs included.
+        chunks: Chunks of this rank.
+        tokens: Tokens that this run has read.
+        seconds: Since it began.
+
+    Example:
+        >>> regard.corpora.CorpusProgress(3, 12, 3000, 2.0).tokens
+        3000
+    """
+
+    done: int
+    chunks: int
+    tokens: int
+    seconds: float
+
+
+def corpus(
+    model: str | Path | LoadedModel | nn.Module | None,
+    data: str | os.PathLike[str] | Sequence[str] | Sequence[Sequence[int]],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: object = None,
+    field: str = "text",
+    length: int | None = None,
+    batch: int = 8,
+    examples: int = 8,
+    redact: bool = False,
+    device: str | torch.device | None = None,
+    progress: Callable[[CorpusProgress], None] | None = None,
+    timeout: float = 3600.0,
+) -> Corpus:
+    """Statistics of every head of a model over a corpus: exact sums, in any split over processes and runs.
+
+    Under torchrun every rank takes its share of the documents; the result is the same for any number of ranks. A run
+    that was interrupted or killed continues where it stopped when it is started again with the same arguments.
+
+    Args:
+        model: A folder, a name of the Hugging Face hub, an opened model, or a module that takes ids ``(b, t)``. None:
+            the bundled model.
+        data: A text file with one document a line, a .jsonl file, a folder of .txt files with one document each, or a
+            list of texts or of token ids.
+        out: The folder of the run, which all ranks see. Default: nothing is written, and nothing can be resumed.
+        tokenizer: For a module: a tokenizer of transformers or tokenizers, or a function from a text to ids.
+        field: Of a .jsonl object: the text.
+        length: Tokens of a sequence; longer documents are cut into several. Default: as many as the model
+            takes, 1,024 where it does not say.
+        batch: Sequences of equal length that run together at most.
+        examples: Strongest ties that are stored of every head, one a document.
+        redact: Store positions alone, and no text of the documents.
+        device: Where a model that is opened by name runs. Default: on a GPU, if there is one.
+        progress: Called after every chunk of documents.
+        timeout: Seconds to wait for another rank's next part before a `TimeoutError`.
+
+    Returns:
+        The `Corpus`, the same on every rank.
+
+    Raises:
+        ValueError: The data hold no document, or the folder holds another run.
+
+    Example:
+        >>> from regard.nn import LanguageModel
+        >>> model = LanguageModel(9, dim=8, layers=2, heads=2)
+        >>> seen = regard.corpus(model, [[1, 2, 3, 1, 2, 3], [4, 5, 6, 7]])
+        >>> seen.documents, seen.tokens, len(seen.heads)
+        (2, 10, 4)
+    """
+    for name, number, least in (("length", length, 2), ("batch", batch, 1), ("examples", examples, 0)):
+        if number is not None and (not isinstance(number, int) or number < least):
+            raise ValueError(f"{name} must be a whole number >= {least}; got {number!r}.")
+    rank, ranks = _ranks()
+    if out is None and ranks > 1:
+        raise ValueError(f"a corpus run over {ranks} ranks needs a folder that all of them see: out=.")
+    reader = as_corpus_model(model, tokenizer, device)
+    longest = min([n for n in (length, reader.limit) if n], default=LENGTH)
+    documents = open_documents(data, field)
+    facts = survey(documents)
+    settings = {
+        "regard": __version__, "model": reader.name, "parameters": reader.checksum(), "data": documents.name,
+        "checksum": facts.checksum, "documents": facts.documents, "length": longest, "batch": batch,
+        "examples": examples, "redact": redact, "chunk": facts.cut,
+    }  # fmt: skip
+    share = range(rank, facts.chunks, ranks)
+    if out is None:
+        parts = (_tally(reader, chunk, settings) for chunk in documents.chunks())
+        return Corpus(settings, merged(_reported(parts, len(share), progress), examples))
+    path = Path(out)
+    path.mkdir(parents=True, exist_ok=True)
+    # The other ranks of this run share the folder, so the first one alone holds the lock.
+    with exclusive_lock(path) if rank == 0 else contextlib.nullcontext():
+        folder = RunFolder(path, settings, facts.chunks)
+        if rank == 0:
+            folder.sweep()
+        todo = [] if folder.is_complete() else [n for n in share if not folder.is_done(n)]
+        parts = (_saved(folder, reader, chunk, settings) for chunk in documents.chunks() if chunk.number in set(todo))
+        for _ in _reported(parts, len(share), progress, len(share) - len(todo)):
+            pass
+        folder.wait(timeout)
+        folder.finish()
+    return load_corpus(path)
+
+
+def _ranks() -> tuple[int, int]:
+    """This process's rank and their number: of the process group, or of torchrun."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _reported(parts: Iterator[Tally], chunks: int, progress: Any, done: int = 0) -> Iterator[Tally]:
+    began, tokens = time.monotonic(), 0
+    for part in parts:
+        done, tokens = done + 1, tokens + part.rows
+        if progress is not None:
+            progress(CorpusProgress(done, chunks, tokens, time.monotonic() - began))
+        yield part
+
+
+def _saved(folder: RunFolder, reader: CorpusModel, chunk: Chunk, settings: dict[str, Any]) -> Tally:
+    tally = _tally(reader, chunk, settings)
+    folder.save_part(chunk.number, tally)
+    return tally
+
+
+class _Sequence(NamedTuple):
+    document: int
+    start: int
+    source: str
+    ids: list[int]
+
+
+def _tally(reader: CorpusModel, chunk: Chunk, settings: dict[str, Any]) -> Tally:
+    """The sums of one chunk. Sequences run together within a chunk alone, since rounding in a model depends on them."""
+    tally = Tally(settings["examples"])
+    tally.documents = len(chunk.documents)
+    by_length: dict[int, list[_Sequence]] = {}
+    for document in chunk.documents:
+        ids = reader.ids(document.content)
+        for start in range(0, len(ids), settings["length"]):
+            piece = ids[start : start + settings["length"]]
+            by_length.setdefault(len(piece), []).append(_Sequence(document.number, start, document.source, piece))
+    with _evaluation(reader.module):
+        for _, sequences in sorted(by_length.items()):
+            for start in range(0, len(sequences), settings["batch"]):
+                _add_pass(tally, reader, sequences[start : start + settings["batch"]], settings["redact"])
+    return tally
+
+
+def _add_pass(tally: Tally, reader: CorpusModel, sequences: list[_Sequence], redact: bool) -> None:
+    ids = torch.tensor([sequence.ids for sequence in sequences], device=device_of(reader.module))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RefusedWarning)  # named in the result
+        with record(reader.module) as seen:
+            reader.module(ids)
+    tally.refused |= dict(seen.refused)
+    length = ids.shape[1]
+    layers = []
+    for layer in seen.layers:
+        if layer.kind == "self" and layer.shape[2:] == (length, length):
+            layers.append(layer)
+        else:
+            tally.refused[layer.name] = "its rows and keys are not the tokens of one text"
+    if not layers:
+        why = next(iter(tally.refused.values()), "it has no self-attention")
+        raise ValueError(f"{reader.name} has no attention that can be counted: {why}.")
+    targets = targets_of(ids)
+
+    def excerpt(n: int, positions: list[int]) -> list[str]:
+        tokens = reader.tokens(sequences[n].ids)
+        return [tokens[at] for at in positions]
+
+    tally.add(
+        [layer.name for layer in layers],
+        [profile(layer.weights, targets) for layer in layers],
+        targets.cpu(),
+        [(sequence.document, sequence.start, sequence.source) for sequence in sequences],
+        None if redact else excerpt,
+    )
+
+
+@contextlib.contextmanager
+def _evaluation(module: nn.Module) -> Iterator[None]:
+    """The module in evaluation mode: dropout would make every run another one."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True

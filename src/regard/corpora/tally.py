@@ -1,0 +1,196 @@
+"""The sums of a corpus so far: exact, so that tallies of parts merge to the same total in any split and order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import exact
+from .profile import BINS, SUMS, Profile, bin_of
+
+__all__ = ["COLUMNS", "LayerTally", "Tally", "Tie"]
+
+#: Sums of a head.
+COLUMNS = len(SUMS) + 2 * BINS
+
+#: Tokens on either side of a query and of its key that an example shows.
+CONTEXT = 6
+
+
+class Tie(NamedTuple):
+    """A weight of one head: where it stands, and the tokens around it."""
+
+    weight: float
+    document: int
+    start: int  # of the sequence, in tokens of its document
+    query: int  # in the sequence
+    key: int
+    source: str
+    excerpt: tuple[tuple[int, str], ...]  # (position in the sequence, token); empty where texts are not stored
+
+    @property
+    def rank(self) -> tuple[float, int, int, int, int]:
+        """Strongest first; equal weights in the order of the corpus."""
+        return -self.weight, self.document, self.start, self.query, self.key
+
+
+@dataclass
+class LayerTally:
+    """The sums and the strongest ties of one layer."""
+
+    name: str
+    sums: Tensor  # h COLUMNS DIGITS
+    ties: list[list[Tie]]  # of every head, strongest first
+
+    @classmethod
+    def empty(cls, name: str, heads: int) -> LayerTally:
+        return cls(name, torch.zeros(heads, COLUMNS, exact.DIGITS, dtype=torch.int64), [[] for _ in range(heads)])
+
+
+@dataclass
+class Tally:
+    """What was counted and summed over some documents.
+
+    Attributes:
+        examples: Ties that are stored of every head.
+        layers: One for each layer of self-attention.
+        rows: Rows that were summed: tokens of all sequences.
+        followers: Rows with a position before them.
+        repeats: Rows whose token occurred before.
+        keys: Keys in each bin of positions.
+        documents: Number of documents.
+        sequences: Number of sequences that they were cut into.
+        refused: Attention that was left out: module → reason.
+    """
+
+    examples: int
+    layers: list[LayerTally] = field(default_factory=list)
+    rows: int = 0
+    followers: int = 0
+    repeats: int = 0
+    keys: list[int] = field(default_factory=lambda: [0] * BINS)
+    documents: int = 0
+    sequences: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def add(
+        self,
+        names: Sequence[str],
+        profiles: Sequence[Profile],
+        targets: Tensor,
+        places: Sequence[tuple[int, int, str]],
+        excerpt: Callable[[int, list[int]], list[str]] | None,
+    ) -> None:
+        """Add one pass over sequences of equal length.
+
+        Args:
+            names: Of the layers.
+            profiles: Of the layers.
+            targets: ``(b, 1, t, 1)``, as `profile` takes them.
+            places: For each sequence its document, its first token there and the name of its source.
+            excerpt: Tokens of a sequence at positions; None stores no text.
+        """
+        batch, _, length, _ = targets.shape
+        self._check_layers(names, [p.sums.shape[1] for p in profiles])
+        self.rows += batch * length
+        self.followers += batch * (length - 1)
+        self.repeats += int((targets >= 0).sum())
+        self.sequences += batch
+        counts = bin_of(length).sum(0).long().tolist()
+        self.keys = [a + batch * b for a, b in zip(self.keys, counts, strict=True)]
+        for layer, numbers in zip(self.layers, profiles, strict=True):
+            for sums in exact.as_digits(numbers.sums.cpu()):
+                layer.sums = exact.add(layer.sums, sums)
+            self._add_ties(layer, numbers, places, excerpt, length)
+
+    def _check_layers(self, names: Sequence[str], heads: Sequence[int]) -> None:
+        if not self.layers:
+            self.layers = [LayerTally.empty(name, h) for name, h in zip(names, heads, strict=True)]
+        expected = [(layer.name, len(layer.ties)) for layer in self.layers]
+        if expected != list(zip(names, heads, strict=True)):
+            raise ValueError(
+                f"every pass must have the same layers; got {list(names)} after {[name for name, _ in expected]}."
+            )
+
+    def _add_ties(self, layer: LayerTally, numbers: Profile, places: Any, excerpt: Any, length: int) -> None:
+        if not self.examples:
+            return
+        weights, queries, keys = (x.cpu().tolist() for x in (numbers.tie, numbers.query, numbers.key))
+        for n, (document, start, source) in enumerate(places):
+            for h, ties in enumerate(layer.ties):
+                tie = Tie(weights[n][h], document, start, queries[n][h], keys[n][h], source, ())
+                if tie.weight <= 0 or (len(ties) == self.examples and tie.rank > ties[-1].rank):
+                    continue
+                if excerpt is not None:
+                    around = _around(tie, length)
+                    tie = tie._replace(excerpt=tuple(zip(around, excerpt(n, around), strict=True)))
+                layer.ties[h] = strongest([*ties, tie], self.examples)
+
+    def merge(self, other: Tally) -> Tally:
+        """The tally of the documents of both: associative and commutative, without rounding."""
+        merged = Tally(self.examples)
+        for name in ("rows", "followers", "repeats", "documents", "sequences"):
+            setattr(merged, name, getattr(self, name) + getattr(other, name))
+        merged.keys = [a + b for a, b in zip(self.keys, other.keys, strict=True)]
+        merged.refused = dict(sorted((self.refused | other.refused).items()))
+        if not self.layers or not other.layers:
+            merged.layers = self.layers or other.layers
+            return merged
+        for part in (self, other):
+            merged._check_layers([x.name for x in part.layers], [len(x.ties) for x in part.layers])
+        merged.layers = [
+            LayerTally(
+                a.name,
+                exact.add(a.sums, b.sums),
+                [strongest([*x, *y], self.examples) for x, y in zip(a.ties, b.ties, strict=True)],
+            )
+            for a, b in zip(self.layers, other.layers, strict=True)
+        ]
+        return merged
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; sums are integers in hexadecimal, in units of 2⁻⁹⁶."""
+        fields = {name: getattr(self, name) for name in _COUNTS}
+        layers = [
+            {"name": layer.name, "sums": [f"{n:x}" for n in exact.as_integers(layer.sums)], "ties": layer.ties}
+            for layer in self.layers
+        ]
+        return {**fields, "layers": layers}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Tally:
+        """The inverse of `to_json`, also after a way through a file."""
+        tally = cls(**{name: value[name] for name in _COUNTS})
+        for layer in value["layers"]:
+            ties = [[_tie(tie) for tie in head] for head in layer["ties"]]
+            sums = [int(text, 16) for text in layer["sums"]]
+            tally.layers.append(LayerTally(layer["name"], exact.from_integers(sums, (len(ties), COLUMNS)), ties))
+        return tally
+
+
+_COUNTS = ("examples", "rows", "followers", "repeats", "keys", "documents", "sequences", "refused")
+
+
+def strongest(ties: Iterable[Tie], count: int) -> list[Tie]:
+    """The strongest ties, one of each document at most."""
+    best: dict[int, Tie] = {}
+    for tie in ties:
+        if tie.document not in best or tie.rank < best[tie.document].rank:
+            best[tie.document] = tie
+    return heapq.nsmallest(count, best.values(), key=lambda tie: tie.rank)
+
+
+def _around(tie: Tie, length: int) -> list[int]:
+    """Positions near the key and near the query."""
+    near = {n for at in (tie.key, tie.query) for n in range(at - CONTEXT, at + CONTEXT + 1)}
+    return sorted(n for n in near if 0 <= n < length)
+
+
+def _tie(value: list[Any]) -> Tie:
+    weight, document, start, query, key, source, excerpt = value
+    return Tie(weight, document, start, query, key, source, tuple((int(at), str(token)) for at, token in excerpt))

@@ -1,0 +1,368 @@
+"""What a matrix over ranks will take, before anything runs: operations, bytes, memory and time of every rank.
+
+The formulas are those of the exchange: a rank receives the keys that its rows see and does not have, computes with one
+piece while the next one travels, and holds two pieces beside its own keys. Rates are measured ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from ..core.masks import Mask
+from .shards import PIECES, SHORTEST_PIECE, contiguous, zigzag
+
+__all__ = ["MACHINES", "Cost", "Machine", "Mesh", "Trace", "cost", "ring_trace"]
+
+#: Rows that a rank computes at once: as `sharded.ROWS`.
+ROWS = 2**15
+#: The share of a rank's memory that a run may fill: the rest is the allocator's and the libraries'.
+USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates of one rank, in operations, bytes and seconds.
+
+    Attributes:
+        name: For people.
+        forward: Operations a second of a forward pass with row statistics.
+        second_pass: Of the pass for `received` and pooled maps.
+        backward: Of the gradients.
+        memory: Bytes.
+        bandwidth: Bytes a second that a rank receives, and sends at the same time.
+        latency: Seconds of a message.
+
+    Example:
+        >>> regard.distributed.MACHINES["h200-nvlink"].bandwidth
+        360000000000.0
+    """
+
+    name: str
+    forward: float
+    second_pass: float
+    backward: float
+    memory: float
+    bandwidth: float
+    latency: float
+
+
+_H200 = {"forward": 571e12, "second_pass": 474e12, "backward": 407e12, "memory": 139 * 2.0**30}
+
+#: Rates of the kernels: bench/results/gpu.json, bfloat16, causal, 16,384 tokens, size 128. Links: 80 % of what NVLink 4
+#: names for one direction (450 GB/s), and 90 % of 100 Gb/s.
+MACHINES = {
+    "h200-nvlink": Machine("H200, NVLink", **_H200, bandwidth=360e9, latency=10e-6),
+    "h200-100gbit": Machine("H200, 100 Gb/s", **_H200, bandwidth=11.25e9, latency=30e-6),
+}
+
+
+class Mesh(NamedTuple):
+    """Ranks along each axis: batches and heads need no exchange, a sequence does.
+
+    Example:
+        >>> regard.distributed.Mesh(sequence=8)
+        Mesh(batch=1, heads=1, sequence=8)
+    """
+
+    batch: int = 1
+    heads: int = 1
+    sequence: int = 1
+
+
+class Trace(NamedTuple):
+    """A simulated run of one rank.
+
+    Attributes:
+        seconds: From the first piece to the last.
+        computing: Seconds of it in which the rank computes.
+        steps: For each piece when its keys were there, when it was begun and when it was done.
+
+    Example:
+        >>> regard.distributed.ring_trace([1.0, 1.0], [0.0, 0.25]).seconds
+        2.0
+    """
+
+    seconds: float
+    computing: float
+    steps: list[tuple[float, float, float]]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What each rank does, receives and holds: the largest of all ranks.
+
+    Attributes:
+        mesh: The ranks.
+        operations: Multiplications and additions.
+        received: Bytes from other ranks.
+        memory: Bytes held at once, inputs and results included.
+        computing: Seconds of computing alone.
+        seconds: Seconds in all, with what the exchange adds.
+        fits: Whether the memory suffices.
+
+    Example:
+        >>> print(regard.cost((1, 32, 8, 2**20, 128), 8, mask=regard.causal()))
+        Mesh(batch=1, heads=8, sequence=1): 1.13e+15 operations, 0 B received, 5.3 GB of memory; 1.97 s, 100 % computing
+    """
+
+    mesh: Mesh
+    operations: float
+    received: int
+    memory: int
+    computing: float
+    seconds: float
+    fits: bool
+
+    @property
+    def overlap(self) -> float:
+        """The share of the time in which ranks compute: 1 where the exchange is hidden.
+
+        Example:
+            >>> regard.cost((1, 1, 1, 2**20, 64), (1, 1, 8), mask=regard.causal()).overlap > 0.5
+            True
+        """
+        return self.computing / self.seconds if self.seconds else 1.0
+
+    def __str__(self) -> str:
+        state = "" if self.fits else "; does not fit"
+        return (
+            f"{self.mesh}: {self.operations:.3g} operations, {_bytes(self.received)} received, "
+            f"{_bytes(self.memory)} of memory{state}; {self.seconds:.3g} s, {100 * self.overlap:.0f} % computing"
+        )
+
+
+def cost(
+    shape: tuple[int, int, int, int, int],
+    mesh: int | tuple[int, int, int],
+    *,
+    mask: Mask | None = None,
+    values: bool = True,
+    second_pass: bool = False,
+    backward: bool = False,
+    itemsize: int = 2,
+    machine: str | Machine = "h200-nvlink",
+) -> Cost:
+    """Operations, bytes, memory and time of every rank, before anything runs.
+
+    Args:
+        shape: Batch, query heads, key heads, length and size of a head.
+        mesh: Ranks along batch, heads and sequence; or a number of ranks: the mesh of least time is chosen among those
+            that fit, of equal ones that with least exchange.
+        mask: A causal mask, a window, or both. Default: every key is seen.
+        values: Whether ``W @ v`` is computed; statistics alone send no values.
+        second_pass: Whether `received` or a pooled map is computed.
+        backward: Whether gradients are computed.
+        itemsize: Bytes of a number of q, k and v.
+        machine: A name of `MACHINES`, or the rates of another one.
+
+    Returns:
+        The cost of the rank with most to do. Where no mesh fits: that of the mesh with least memory; `fits` is False.
+
+    Raises:
+        ValueError: The mask is another one, or the mesh does not divide batch or heads.
+
+    Example:
+        >>> regard.cost((1, 32, 8, 2**24, 128), 64, mask=regard.causal()).mesh
+        Mesh(batch=1, heads=8, sequence=8)
+        >>> regard.cost((1, 32, 8, 2**20, 128), (1, 1, 1), mask=regard.window(4096, 0)).seconds < 0.2
+        True
+        >>> regard.cost((1, 32, 8, 100_000_000, 128), 8).fits
+        False
+    """
+    band = (None, None) if mask is None else mask.band()
+    if band is None:
+        raise ValueError(f"cost(mask=) must be causal(), window() or both; got {mask!r:.80}.")
+    rates = MACHINES[machine] if isinstance(machine, str) else machine
+    asked = [Mesh(*mesh)] if isinstance(mesh, tuple) else _meshes(shape, mesh)
+    work = _Work(shape, band, values, second_pass, backward, itemsize, rates)
+    costs = [work.cost(one) for one in asked]
+    fitting = [one for one in costs if one.fits]
+    # Meshes whose exchange is hidden take the same time: the one that sends least is left then.
+    best = min(fitting, key=lambda one: (float(f"{one.seconds:.3g}"), one.received, -one.mesh.batch), default=None)
+    return best or min(costs, key=lambda one: one.memory)
+
+
+def _meshes(shape: tuple[int, int, int, int, int], ranks: int) -> list[Mesh]:
+    """All meshes of so many ranks that divide batch and key heads."""
+    b, _, g, _, _ = shape
+    if ranks < 1:
+        raise ValueError(f"cost(mesh=) must be ranks >= 1; got {ranks}.")
+    pairs = [(x, y) for x in range(1, min(b, ranks) + 1) for y in range(1, min(g, ranks) + 1) if b % x == g % y == 0]
+    return [Mesh(x, y, ranks // (x * y)) for x, y in pairs if ranks % (x * y) == 0]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One request, to be spread over meshes."""
+
+    shape: tuple[int, int, int, int, int]
+    band: tuple[int | None, int | None]
+    values: bool
+    second_pass: bool
+    backward: bool
+    itemsize: int
+    machine: Machine
+
+    def cost(self, mesh: Mesh) -> Cost:
+        b, h, g, n, d = self.shape
+        if b % mesh.batch or g % mesh.heads or h % g:
+            raise ValueError(
+                f"a mesh must divide batch and key heads, and key heads the query heads; got {mesh} for {self.shape}."
+            )
+        b, h, g = b // mesh.batch, h // mesh.heads, g // mesh.heads
+        split = self._split(n, mesh.sequence)
+        incoming, outgoing = _travelling_keys(split, self.band, n)
+        keys = max(incoming)
+        cells = b * h * _cells(n, self.band) / mesh.sequence
+        rows = max(sum(map(len, runs)) for runs in split)
+        passes = self._passes(b, h, g, d)
+        traces = [self._trace(cells * p.operations, p, keys, rows) for p in passes]
+        memory = self._memory(b, h, g, d, rows)
+        return Cost(
+            mesh,
+            sum(cells * p.operations for p in passes),
+            max(
+                sum(come * p.key_bytes + go * p.sum_bytes for p in passes)  # sums return to the rank whose keys went
+                for come, go in zip(incoming, outgoing, strict=True)
+            ),
+            memory,
+            sum(trace.computing for trace in traces),
+            sum(trace.seconds for trace in traces),
+            memory <= USABLE * self.machine.memory,
+        )
+
+    def _split(self, n: int, ranks: int) -> list[list[range]]:
+        """Zig-zag where earlier rows see less than later ones, else adjacent positions."""
+        if self.band[0] is None and self.band[1] is not None:
+            return zigzag(n, ranks)
+        cuts = [rank * n // ranks for rank in range(ranks + 1)]
+        return contiguous([stop - start for start, stop in pairwise(cuts)])
+
+    def _passes(self, b: int, h: int, g: int, d: int) -> list[_Pass]:
+        """Each pass: operations of a cell, bytes of a key that travels, bytes of its sums on their way back."""
+        key, wide = b * g * d * self.itemsize, b * g * d * 4
+        of_keys = 2 if self.values else 1
+        passes = [_Pass(2.0 * d * of_keys, key * of_keys, 0, self.machine.forward)]
+        if self.second_pass:
+            passes.append(_Pass(2.0 * d, key, b * h * 4, self.machine.second_pass))
+        if self.backward:
+            passes.append(
+                _Pass(10.0 * d if self.values else 6.0 * d, key * of_keys, wide * of_keys, self.machine.backward)
+            )
+        return passes
+
+    def _trace(self, operations: float, one: _Pass, keys: int, rows: int) -> Trace:
+        """The own keys, then the pieces of others: what is computed with each, and what travels for it."""
+        seconds = operations / one.rate
+        piece = max(SHORTEST_PIECE, -(-rows // PIECES))
+        pieces = [piece] * (keys // piece) + ([keys % piece] if keys % piece else [])
+        own = rows / (rows + keys) if keys else 1.0
+        computing = [own * seconds] + [(1 - own) * seconds * count / keys for count in pieces]
+        link = self.machine
+        travel = [0.0] + [link.latency + n * (one.key_bytes + one.sum_bytes) / link.bandwidth for n in pieces]
+        return ring_trace(computing, travel)
+
+    def _memory(self, b: int, h: int, g: int, d: int, rows: int) -> int:
+        """Inputs, results, the state that is merged, two pieces of others' keys, and the gradients."""
+        piece = min(rows, max(SHORTEST_PIECE, -(-rows // PIECES)))
+        of_keys = 2 if self.values else 1
+        key = g * d * self.itemsize * of_keys
+        inputs = rows * (h * d * self.itemsize + key)
+        results = rows * h * (d * (self.itemsize + 4) * self.values + 4 * 6)
+        block = min(rows, ROWS) * h * (d * 4 * self.values + 4 * 4)
+        gradients = rows * (h + g * of_keys) * d * 4 + 2 * piece * g * d * 4 * of_keys if self.backward else 0
+        return b * (inputs + results + block + 2 * piece * key + gradients + (rows * h * 4 if self.second_pass else 0))
+
+
+class _Pass(NamedTuple):
+    operations: float
+    key_bytes: int
+    sum_bytes: int
+    rate: float
+
+
+def ring_trace(computing: list[float], travel: list[float]) -> Trace:
+    """Simulate one rank: a piece begins when its keys are there, and the next one starts to travel then.
+
+    Args:
+        computing: Seconds of each piece, the own keys first.
+        travel: Seconds that each piece travels; 0 for the own keys.
+
+    Returns:
+        The `Trace`.
+
+    Example:
+        >>> trace = regard.distributed.ring_trace([2.0, 1.0, 1.0], [0.0, 1.0, 3.0])  # the last one comes late
+        >>> trace.seconds, trace.computing
+        (6.0, 4.0)
+    """
+    steps, done, sent = [], 0.0, 0.0
+    for n, (work, seconds) in enumerate(zip(computing, travel, strict=True)):
+        there = sent + seconds
+        began = max(done, there)
+        done = began + work
+        steps.append((there, began, done))
+        sent = 0.0 if n == 0 else began  # the first piece of others travels while the own keys are computed with
+    return Trace(done, sum(computing), steps)
+
+
+def _cells(n: int, band: tuple[int | None, int | None]) -> float:
+    """Visible cells of n rows."""
+
+    def side(limit: int | None) -> float:
+        reach = n - 1 if limit is None else min(limit, n - 1)
+        return reach * n - reach * (reach + 1) / 2
+
+    return n + side(band[0]) + side(band[1])
+
+
+def _travelling_keys(
+    split: list[list[range]], band: tuple[int | None, int | None], n: int
+) -> tuple[list[int], list[int]]:
+    """For each rank the keys that its rows see and it does not have, and the keys of its own that others see."""
+    before, after = band
+    seen: list[list[tuple[int, int]]] = []
+    for runs in split:
+        merged: list[tuple[int, int]] = []
+        for run in sorted(runs, key=lambda run: run.start):
+            first = 0 if before is None else max(0, run.start - before)
+            end = n if after is None else min(n, run.stop + after)
+            if merged and first <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((first, end))
+        seen.append(merged)
+    own = [sum(map(len, runs)) for runs in split]
+    incoming = [sum(end - first for first, end in spans) - count for spans, count in zip(seen, own, strict=True)]
+    views = _views(seen)
+    outgoing = [
+        sum(views(run.stop) - views(run.start) for run in runs) - count for runs, count in zip(split, own, strict=True)
+    ]
+    return incoming, outgoing
+
+
+def _views(seen: list[list[tuple[int, int]]]) -> Callable[[int], int]:
+    """For a position how often all keys before it are seen, over all ranks."""
+    steps = sorted((at, step) for spans in seen for first, end in spans for at, step in ((first, 1), (end, -1)))
+    places, totals, counts = [0], [0], [0]
+    for at, step in steps:
+        totals.append(totals[-1] + counts[-1] * (at - places[-1]))
+        places.append(at)
+        counts.append(counts[-1] + step)
+
+    def total(position: int) -> int:
+        at = bisect_right(places, position) - 1
+        return totals[at] + counts[at] * (position - places[at])
+
+    return total
+
+
+def _bytes(n: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n:.0f} B"

@@ -1,0 +1,57 @@
+"""Folders that `regard look` opens, told apart by what they hold."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from .console import file_errors, print_news, print_result, progress
+from .token_text import printable
+
+__all__ = ["look_at_folder"]
+
+
+def look_at_folder(args: argparse.Namespace) -> int | None:
+    """Show a folder, if the argument names one that can be shown. Returns the exit code; None: it is something else."""
+    path = Path(args.text)
+    try:
+        if not path.is_dir():
+            return None
+    except (OSError, ValueError):  # too long for a name, or a null byte: a text
+        return None
+    for is_one, show in _KINDS:
+        if is_one(path):
+            return show(args, path)
+    return None
+
+
+def _is_corpus(path: Path) -> bool:
+    from ..corpora.folder import is_corpus
+
+    return is_corpus(path)
+
+
+def _show_corpus(args: argparse.Namespace, path: Path) -> int:
+    """Print the heads of a corpus run, or write its atlas."""
+    from ..corpora.result import load_corpus
+
+    for option in ("word", "target", "model", "save", "layer", "head"):
+        if getattr(args, option) is not None:
+            raise ValueError(f"{printable(args.text)} is a corpus run: leave out --{option}; --out writes its atlas.")
+    if args.out is not None and Path(args.out).suffix.lower() == ".svg":
+        raise ValueError(f"the atlas of a corpus is a page: --out must end in .html; got {printable(args.out)!r}.")
+    corpus = load_corpus(path)
+    if args.out is None:
+        print_result(repr(corpus))
+        return 0
+    with progress(f"writing {printable(args.out)}"), file_errors(args.out):
+        corpus.save(args.out)
+    print_news(f"written to {printable(args.out)} ({Path(args.out).stat().st_size / 1000:,.0f} kB)")
+    return 0
+
+
+#: What a folder may be, and what shows it. A folder of another kind gets a line here.
+_KINDS: tuple[tuple[Callable[[Path], bool], Callable[[argparse.Namespace, Path], int]], ...] = (
+    (_is_corpus, _show_corpus),
+)

@@ -1,0 +1,98 @@
+"""The cost model: its bytes are those that ranks exchange, its cells those of the mask, its rates those that were measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from regard.distributed import MACHINES, Machine, Mesh, ring_trace
+from regard.distributed.cost import _cells
+
+MASKS = {"full": None, "causal": regard.causal(), "window": regard.window(70, 0), "both sides": regard.window(9, 30)}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("what", ["statistics", "values", "second pass", "backward"])
+def test_ranks_receive_the_bytes_that_it_says(ranks, mask, what) -> None:
+    moved = ranks.run(3, "support.rank_cases.received_bytes", mask, what)
+    predicted = regard.cost(
+        (2, 4, 2, 4000, 8), (1, 1, 3), mask=MASKS[mask], itemsize=4, values=what in ("values", "backward"),
+        second_pass=what == "second pass", backward=what == "backward",
+    )  # fmt: skip
+    assert 0 <= max(moved) - predicted.received < 1000  # the handshake
+    assert predicted.received > 4000
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("n", [1, 2, 9, 64])
+def test_cells_are_those_of_the_mask(mask, n) -> None:
+    W = regard.weights(torch.zeros(n, 2), mask=MASKS[mask])
+    assert _cells(n, (None, None) if MASKS[mask] is None else MASKS[mask].band()) == int((W.dense() > 0).sum())
+
+
+def test_rates_are_those_that_were_measured() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "bench" / "results" / "gpu.json").read_text())
+    ms = {
+        row["what"]: row["ms"]
+        for row in reversed(rows)
+        if row["shape"] == [2, 16, 16384, 128, "causal"] and "Flex" not in row["against"]
+    }
+    cells = 2 * 16 * 16384**2 / 2
+    forward = ms["y + lse + max + entropy"]
+    second = ms["+ received + pool 64²"] - forward
+    backward = ms["forward + backward, row statistics (deterministic)"] - forward
+    for machine in MACHINES.values():
+        assert machine.forward == pytest.approx(4 * 128 * cells / (forward / 1e3), rel=0.01)
+        assert machine.second_pass == pytest.approx(2 * 128 * cells / (second / 1e3), rel=0.01)
+        assert machine.backward == pytest.approx(10 * 128 * cells / (backward / 1e3), rel=0.01)
+
+
+def test_a_trace_waits_for_keys_and_for_the_piece_before() -> None:
+    hidden = ring_trace([4.0, 2.0, 2.0], [0.0, 3.0, 1.5])
+    assert (hidden.seconds, hidden.computing) == (8.0, 8.0)
+    # The second piece sets out when the first one is begun, at 4, and is there at 9.
+    late = ring_trace([4.0, 2.0, 2.0], [0.0, 3.0, 5.0])
+    assert late.seconds == 11.0
+    assert late.steps[2] == (9.0, 9.0, 11.0)
+    assert ring_trace([1.0], [0.0]).seconds == 1.0
+
+
+def test_the_mesh_that_exchanges_least_is_chosen_among_equals() -> None:
+    shape = (2, 32, 8, 2**20, 128)
+    assert regard.cost(shape, 2).mesh == Mesh(2, 1, 1)
+    assert regard.cost(shape, 16).mesh == Mesh(2, 8, 1)
+    assert regard.cost(shape, 16).received == 0
+    assert regard.cost(shape, 64).mesh.sequence == 4
+    assert regard.cost((1, 1, 1, 2**20, 64), 4096).mesh == Mesh(1, 1, 4096)
+
+
+def test_memory_that_does_not_suffice_is_said() -> None:
+    small = Machine("small", 1e12, 1e12, 1e12, 2**30, 1e9, 1e-5)
+    shape = (1, 8, 8, 2**20, 64)
+    alone = regard.cost(shape, 1, machine=small)
+    assert not alone.fits
+    assert "does not fit" in str(alone)
+    many = regard.cost(shape, 64, machine=small)
+    assert many.fits
+    assert many.memory < alone.memory / 30
+
+
+def test_more_ranks_take_less_time_until_the_link_decides() -> None:
+    seconds = [regard.cost((1, 8, 1, 10**7, 128), n, mask=regard.causal()).seconds for n in (1, 8, 64, 512)]
+    assert seconds == sorted(seconds, reverse=True)
+    slow = regard.cost((1, 8, 1, 2**20, 128), 4096, mask=regard.causal(), machine="h200-100gbit")
+    assert slow.overlap < 0.5
+    assert regard.cost((1, 8, 1, 2**20, 128), 8, mask=regard.causal(), machine="h200-nvlink").overlap > 0.99
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"must be causal\(\), window\(\) or both"):
+        regard.cost((1, 1, 1, 8, 2), 1, mask=regard.padding(torch.tensor([3])))
+    with pytest.raises(ValueError, match="must divide batch and key heads"):
+        regard.cost((1, 8, 2, 100, 8), (1, 4, 1))
+    with pytest.raises(ValueError, match="ranks >= 1; got 0"):
+        regard.cost((1, 8, 2, 100, 8), 0)
