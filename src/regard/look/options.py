@@ -11,6 +11,7 @@ from ..core.indexing import At
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..learn.patterns import PatternLog
     from .word_vectors import WordVectors
 
 __all__ = ["Selection", "ViewChanges", "ViewChoices", "ViewOptions"]
@@ -42,6 +43,7 @@ class ViewChoices(TypedDict, total=False):
     values: Tensor | None
     grid: tuple[int, int] | None
     image: object
+    patterns: PatternLog | None
     notes: Sequence[str]
 
 
@@ -74,6 +76,8 @@ class ViewOptions:
             them, are shown as patches.
         image: The image, which a page draws below its patches: a tensor or an array (h, w, 3), (h, w) or (3, h, w), or
             an image of Pillow.
+        patterns: Patterns of the heads of a run (`regard.learn.patterns.read_patterns`), which the page of its history
+            shows step by step.
         notes: Sentences to write below, such as how much of the text was cut.
 
     Raises:
@@ -98,6 +102,7 @@ class ViewOptions:
     values: Tensor | None = None
     grid: tuple[int, int] | None = None
     image: object = None
+    patterns: PatternLog | None = None
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:

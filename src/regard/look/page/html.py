@@ -67,8 +67,8 @@ try {
 _MODULES = (
     "data", "numbers", "elements", "stored", "exact", "book", "window", "page", "controls",
     "sentence", "lines", "spotlight", "walk", "play", "square", "atlas", "overview",
-    "tiles", "rulers", "map", "long", "compare", "training", "snapshot", "share", "scenes", "story", "address",
-    "views",
+    "tiles", "rulers", "map", "long", "compare", "patterns", "training", "snapshot", "share", "scenes", "story",
+    "address", "views",
 )  # fmt: skip
 
 #: The height of the page in a notebook until the page says how tall it is, in pixels; the frame can be resized.

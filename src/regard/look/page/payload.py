@@ -44,7 +44,7 @@ def pack(subject: Subject | HeadChanges | History, options: ViewOptions) -> Pack
     if isinstance(subject, HeadChanges):
         return pack_changes(subject, options)
     if isinstance(subject, list):
-        return pack_history(cast(History, subject), options.title)
+        return pack_history(cast(History, subject), options.title, options.notes, patterns=options.patterns)
     layers = all_layers(subject, options.item, options.values)
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:
