@@ -74,7 +74,7 @@ ARROWS: dict[str, set[str]] = {
     "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
     "core.fused_rows": {
-        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.strips", "core.torch_state", "engines",
+        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.row_stats", "core.strips", "core.torch_state", "engines",
     },
     "core.row_questions": {
         "core.arguments", "core.broadcast", "core.comparison", "core.fused_rows", "core.indexing", "core.mask_algebra", "core.problem",
@@ -120,7 +120,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "look": {
         "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.patches", "core.problem", "core.pytree",
-        "core.scores", "core.weights", "corpora", "learn", "recorder",
+        "core.results", "core.scores", "core.weights", "corpora", "learn", "recorder",
     },
     "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},

@@ -428,7 +428,7 @@ class _Training:
         fields = {
             "step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss), "stale": str(self.stale),
         }  # fmt: skip
-        checkpoint.save_json(self.out / checkpoint.HISTORY, self.history)
+        checkpoint.save_history(self.out, self.history)
         self.patterns.save(self.out)
         checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
         self.saved = self.step

@@ -101,6 +101,6 @@ def _write_page(args: argparse.Namespace, changes: HeadChanges, sources: tuple[I
 
     path = Path(args.out)
     notes = [note for source in sources for note in source.notes]
-    with progress(f"writing {printable(path.name)}"), file_errors(args.out):
+    with file_errors(args.out):
         changes.show(word=args.word, command=" ".join(["regard look", *same_input(args)]), notes=notes).save(path)
     print_news(f"written to {printable(args.out)} ({path.stat().st_size / 1000:,.0f} kB)")

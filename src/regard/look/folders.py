@@ -77,7 +77,7 @@ def _show_run(args: argparse.Namespace, path: Path) -> int:
     if args.out is None:
         print_result(draw(numbers, width=terminal_width(), colour=colours(args.color)))
         return 0
-    with progress(f"writing {printable(args.out)}"), file_errors(args.out):
+    with file_errors(args.out):
         View(numbers, title=f"Training of {path.resolve().name}", patterns=read_patterns(path)).save(args.out)
     print_news(f"written to {printable(args.out)} ({Path(args.out).stat().st_size / 1000:,.0f} kB)")
     return 0

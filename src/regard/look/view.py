@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack, cast
 
 from .._io import atomic_write
+from .bands import Report
 from .compare import HeadChanges
+from .console import progress
 from .history import History, HistoryLike, as_history, is_history
 from .layers import Subject
 from .options import ViewChanges, ViewOptions
+from .token_text import printable
 
 if TYPE_CHECKING:
     from .svg import Part
@@ -50,6 +53,7 @@ class View:
         else:
             self.subject = as_history(subject)
         self.options = replace(options or ViewOptions(), **changes)
+        self._report: Report = lambda step, done: None
         if self.options.grid is not None:
             self.subject = self._patched(self.options.grid)
 
@@ -76,7 +80,7 @@ class View:
         from .page.html import frame, html
         from .page.payload import pack
 
-        page = html(pack(self.subject, self.options))
+        page = html(pack(self.subject, self.options, report=self._report))
         return frame(page) if fragment else page
 
     def save(self, path: str | os.PathLike[str], *, part: Part | None = None, width: str | None = None) -> None:
@@ -108,7 +112,8 @@ class View:
                 raise ValueError(
                     "part and width are of pictures (.svg, .pdf, .png); a page has all parts: leave them out."
                 )
-            data = self.html().encode("utf-8", errors="replace")
+            with progress(f"writing {printable(file.name)}") as self._report:
+                data = self.html().encode("utf-8", errors="replace")
         elif suffix in (".svg", ".pdf", ".png"):
             from .svg import svg
 

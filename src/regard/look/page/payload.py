@@ -15,6 +15,7 @@ import torch
 
 from ...core.weights import Weights
 from ...recorder.head_metrics import BY
+from ..bands import Report
 from ..compare import HeadChanges
 from ..history import History
 from ..layers import LayerView, Subject, all_layers, batch_note, layers_of, unknown_note
@@ -39,13 +40,29 @@ METRICS = ("entropy", "mean_distance", "sink", "previous", "induction")
 
 
 @torch.no_grad()
-def pack(subject: Subject | HeadChanges | History, options: ViewOptions) -> Packed:
-    """Pack everything that a page needs to show a recording, a `Weights`, a comparison or a training history."""
+def pack(
+    subject: Subject | HeadChanges | History,
+    options: ViewOptions,
+    layers: list[LayerView] | None = None,
+    served: dict[str, Any] | None = None,
+    report: Report | None = None,
+) -> Packed:
+    """Pack everything that a page needs to show a recording, a `Weights`, a comparison or a training history.
+
+    Args:
+        subject: What is shown.
+        options: What the page begins with.
+        layers: Its layers, if they are there already.
+        served: What a page that has a server knows of it.
+        report: Hears how far the work on a long input is.
+    """
     if isinstance(subject, HeadChanges):
         return pack_changes(subject, options)
     if isinstance(subject, list):
         return pack_history(cast(History, subject), options.title, options.notes, patterns=options.patterns)
-    layers = all_layers(subject, options.item, options.values)
+    layers = all_layers(subject, options.item, options.values) if layers is None else layers
+    for view in layers:
+        view.report = report or view.report
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none
@@ -64,6 +81,7 @@ def pack(subject: Subject | HeadChanges | History, options: ViewOptions) -> Pack
         "title": title,
         "about": " · ".join([*([printable(options.model)] if options.model else []), *_sizes(layers, content)]),
         "version": regard_version(),
+        "served": served,
         "command": options.command,
         "sequences": content.sequences,
         "stacks": content.stacks,
