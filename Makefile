@@ -1,7 +1,7 @@
 # make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
 # make test-numerics    the numerics under other roundings (ten minutes); part of .ci/run
-# make test-ranks       a sequence over up to 5 processes, hundreds of cells; some minutes
+# make test-ranks       a sequence over up to 8 processes, 300 cells and their gradients; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
 # make test-sm90        the Hopper kernels compiled for sm_90 under Triton 3.6 to 3.9, without a GPU (some minutes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from .rows import RESULTS, read, summary, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/speed.md", "docs/record.md", "docs/learn.md")
+DOCUMENTS = ("README.md", "docs/speed.md", "docs/record.md", "docs/learn.md", "docs/distributed.md")
 
 
 def filled(text: str) -> str:
