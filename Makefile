@@ -4,6 +4,7 @@
 # make test-ranks       a sequence over up to 8 processes, 300 cells and their gradients; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
+#                       (both go on where they were stopped; python -m bench.tables puts their results into the docs)
 # make test-sm90        the Hopper kernels compiled for sm_90 under Triton 3.6 to 3.9, without a GPU (some minutes)
 # make lint   formatting, lint and types, also those of a user's file; make lint-pyright the latter under pyright
 # make docs   the documentation as a site, into site/; fails on every warning
@@ -55,10 +56,10 @@ test-numerics: $(READY)
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(NUMERICS)
 
 test-everywhere: $(READY)
-	$(BIN)/python tests/support/everywhere.py
+	PYTHONPATH=tests $(BIN)/python -m support.everywhere
 
 test-versions:
-	$(PYTHON) tests/support/versions.py .cache/versions
+	PYTHONPATH=tests $(PYTHON) -m support.versions .cache/versions
 
 # Real models of other libraries, in a folder of their own: torchvision has no CPU build, and would trip transformers.
 test-libraries: $(READY)

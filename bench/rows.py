@@ -117,13 +117,13 @@ def unit(r: Row) -> str:
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table, with what they were measured on: below it, or row by row where that differs."""
     differ = len({r.environment() for r in rows}) > 1
-    lines = _head("what", "shape", "against", "ratio", "limit", "target", "result", *["measured on"] * differ)
+    lines = head("what", "shape", "against", "ratio", "limit", "target", "result", *["measured on"] * differ)
     for r in rows:
         sign = "≤" if r.better == "lower" else "≥"
         bounds = [f"{sign} {b:g}{unit(r)}" if b is not None else "" for b in (r.must, r.goal)]
         shape = r.shape if isinstance(r.shape, str) else "×".join(map(str, r.shape))
         cells = [r.what, shape, r.against, f"{r.ratio:.3g}{unit(r)}", *bounds, r.verdict()]
-        lines.append(_line(*cells, *[r.environment()] * differ))
+        lines.append(line(*cells, *[r.environment()] * differ))
     return "\n".join([*lines, *_measured_on(rows)])
 
 
@@ -134,21 +134,21 @@ def summary(rows: list[Row]) -> str:
         name = r.what.replace(" (causal)", "").replace(" (deterministic)", "")
         groups.setdefault((name, re.sub(r" \(.*\)", "", r.against), r.better, r.environment()), []).append(r)
     differ = len({r.environment() for r in rows}) > 1
-    lines = _head("what", "against", "ratio", "shapes", *["measured on"] * differ)
+    lines = head("what", "against", "ratio", "shapes", *["measured on"] * differ)
     for (name, against, better, environment), group in groups.items():
         low, high = min(r.ratio for r in group), max(r.ratio for r in group)
         span = f"{low:.3g}" if f"{low:.3g}" == f"{high:.3g}" else f"{low:.3g}–{high:.3g}"
         sign = "" if better == "lower" else ", more is better"
         cells = [name, against, f"{span}{unit(group[0])}{sign}", str(len(group))]
-        lines.append(_line(*cells, *[environment] * differ))
+        lines.append(line(*cells, *[environment] * differ))
     return "\n".join([*lines, *_measured_on(rows)])
 
 
-def _head(*names: str) -> list[str]:
-    return [_line(*names), "|" + "---|" * len(names)]
+def head(*names: str) -> list[str]:
+    return [line(*names), "|" + "---|" * len(names)]
 
 
-def _line(*cells: str) -> str:
+def line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from . import suites
 from .rows import RESULTS, read, summary, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/speed.md", "docs/record.md", "docs/learn.md", "docs/distributed.md")
+DOCUMENTS = (
+    "README.md", "docs/install.md", "docs/speed.md", "docs/record.md", "docs/learn.md", "docs/distributed.md",
+)  # fmt: skip
 
 
 def filled(text: str) -> str:
@@ -16,11 +19,15 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         kind, name = match[1], match[2]
-        show = table if kind == "table" else summary
-        body = show(read(name)) if (RESULTS / f"{name}.json").exists() else "(not measured yet)"
+        show = {
+            "table": lambda: table(read(name)),
+            "summary": lambda: summary(read(name)),
+            "suite": lambda: suites.table(name),
+        }
+        body = show[kind]() if (RESULTS / f"{name}.json").exists() else "(not measured yet)"
         return f"<!-- {kind}: {name} -->\n{body}\n<!-- end -->"
 
-    return re.sub(r"<!-- (table|summary): (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
+    return re.sub(r"<!-- (table|summary|suite): (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.S)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ ARROWS: dict[str, set[str]] = {
     "core.results": set(),
     "core.evaluation": {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
-        "core.stats", "core.torch_state", "engines",
+        "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
     "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
@@ -72,8 +72,11 @@ ARROWS: dict[str, set[str]] = {
     "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
     "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
+    "core.fused_rows": {
+        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.strips", "core.torch_state", "engines",
+    },
     "core.row_questions": {
-        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.arguments", "core.broadcast", "core.comparison", "core.fused_rows", "core.indexing", "core.mask_algebra", "core.problem",
         "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
     },
     "core.head_reduction": {

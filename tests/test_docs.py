@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from bench import rows
+from bench import rows, suites
 from bench.tables import DOCUMENTS, filled
 
 import regard
 from regard import cli
+from support import versions
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
@@ -119,6 +121,39 @@ def test_tables_name_what_they_were_measured_on():
 def test_results_are_said_in_words_of_limits_and_targets():
     said = [row(ratio).verdict() for ratio in (0.9, 1.1, 1.3)]
     assert said == ["target met", "within the limit", "limit missed"]
+
+
+def test_results_of_the_suite_are_added_up_over_its_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(suites, "RESULTS", tmp_path)
+    installed = {"python": "3.11.7", "torch": "2.6.0", "triton": "3.2.0", "transformers": "5.0.0"}
+    result = {"machine": "a CPU", "versions": installed, "failures": [], "skipped": 1, "failed": 0, "sources": ""}
+    results = [
+        {**result, "name": "PyTorch 2.6.0", "part": "core", "passed": 900, "date": "2026-01-31"},
+        {**result, "name": "PyTorch 2.6.0", "part": "nn", "passed": 200, "date": "2026-02-01", "failed": 3},
+        {**result, "name": "PyTorch 2.7.0", "part": "nn", "passed": 200, "date": "2026-02-02"},
+        {**result, "name": "PyTorch 2.8.0", "part": "all", "passed": 1_100, "date": "2026-02-02"},
+    ]
+    (tmp_path / "versions.json").write_text(json.dumps({"parts": ["core", "nn"], "rows": results}))
+    head, _, *lines = suites.table("versions").splitlines()
+    assert head.startswith("| Python | PyTorch | Triton | numba |")
+    here = "| 3.11.7 | 2.6.0 | 3.2.0 | – | 5.0.0 |"
+    assert lines == [
+        f"{here} all | 1,100 | 3 | 2 | a CPU | 2026-02-01 |",
+        f"{here} nn | 200 | 0 | 1 | a CPU | 2026-02-02 |",
+        f"{here} all | 1,100 | 0 | 1 | a CPU | 2026-02-02 |",
+    ]
+
+
+def test_the_floors_and_the_pinned_versions_are_among_those_of_make_test_versions():
+    project = (ROOT / "pyproject.toml").read_text()
+    pinned = dict(re.findall(r"^(\w+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
+    torch_floor, transformers_floor = (
+        re.search(r"torch>=([\d.]+)", project)[1],
+        re.search(r"transformers>=(\d+)", project)[1],
+    )
+    assert next(iter(versions.VERSIONS.items())) == (f"{torch_floor}.0", f"{transformers_floor}.0.0")
+    assert versions.VERSIONS[pinned["torch"]] == pinned["transformers"]
+    assert f"PyTorch {torch_floor} or later" in (ROOT / "docs" / "install.md").read_text()
 
 
 # The site.

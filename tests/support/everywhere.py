@@ -1,21 +1,19 @@
 """Run the suite under every setting that changes the rounding or the code path of a CPU: `make test-everywhere`.
 
-    python tests/support/everywhere.py              all settings, about 15 minutes each on 2 cores
-    python tests/support/everywhere.py --list
-    python tests/support/everywhere.py COMPATIBLE   the settings whose names contain this word
+    python -m support.everywhere                     all settings, about 15 minutes each on 2 cores
+    python -m support.everywhere --only COMPATIBLE   the settings whose names contain this word
+    python -m support.everywhere --parts core        one part of the suite
 
-Arguments after `--` go to pytest. The exit status is the number of settings that failed.
+The results go to bench/results/everywhere.json, from which `python -m bench.tables` makes the table of docs/install.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import subprocess
 import sys
-import time
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from support import suite
 
 #: Name of a setting: its environment variables.
 SETTINGS: dict[str, dict[str, str]] = {
@@ -35,50 +33,37 @@ SETTINGS: dict[str, dict[str, str]] = {
 }
 
 #: Without numpy the packages that tests of models, pages and Triton's interpreter need cannot be imported.
-WITHOUT_NUMPY = ["tests/core", "tests/nn"]
+WITHOUT_NUMPY = ("core", "nn")
 
 
-def run(name: str, arguments: list[str]) -> bool:
-    """Run pytest under one setting; True if it passed."""
-    hidden = SETTINGS[name].get("REGARD_HIDE", "")
+def run(name: str, options: argparse.Namespace) -> int:
+    """Run the suite under one setting; the number of failures."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MKL_CBWR", "ATEN_CPU_CAPABILITY")}
     # Compiled kernels of one CPU are wrong for another: a cache of its own for each setting.
-    environment |= {"NUMBA_CACHE_DIR": str(ROOT / ".cache" / "everywhere" / name.replace(" ", "-")), **SETTINGS[name]}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "support.hidden",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "-m",
-        "not slow",
-    ]
-    if "numpy" in hidden:
-        command += WITHOUT_NUMPY
-    start = time.perf_counter()
-    print(f"== {name}", flush=True)
-    status = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=False).returncode
-    print(f"== {name}: {'passed' if status == 0 else 'FAILED'} in {time.perf_counter() - start:.0f} s", flush=True)
-    return status == 0
+    environment["NUMBA_CACHE_DIR"] = str(suite.ROOT / ".cache" / "everywhere" / name.replace(" ", "-"))
+    paths = [str(suite.ROOT / "src"), str(suite.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **SETTINGS[name]}
+    if "numpy" in SETTINGS[name].get("REGARD_HIDE", ""):
+        parts = (
+            [part for part in options.parts if part in WITHOUT_NUMPY] if "all" not in options.parts else WITHOUT_NUMPY
+        )
+        options = argparse.Namespace(**{**vars(options), "parts": parts})
+    return suite.run(name, sys.executable, environment, options, plugins=["-p", "support.hidden"])
 
 
 def main(arguments: list[str]) -> int:
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    words, more = arguments[:end], arguments[end + 1 :]
-    names = [name for name in SETTINGS if not words or any(word in name for word in words)]
-    if words == ["--list"]:
-        print("\n".join(SETTINGS))
+    """Run the suite under the chosen settings; 1 if a test failed."""
+    parser = suite.parser(__doc__, suite.ROOT / "bench" / "results" / "everywhere.json")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="settings whose names contain a word")
+    parser.add_argument("--list", action="store_true", help="print the names of the settings")
+    options = parser.parse_args(arguments)
+    names = [name for name in SETTINGS if any(word in name for word in options.only)]
+    if options.list:
+        print("\n".join(names))
         return 0
-    failed = [name for name in names if not run(name, more)]
-    print(
-        f"{len(names) - len(failed)} of {len(names)} settings passed" + "".join(f"\nfailed: {name}" for name in failed)
-    )
-    return len(failed)
+    failures = {name: run(name, options) for name in names}
+    print("\n".join(f"{'FAILED' if failed else 'passed'}  {name}" for name, failed in failures.items()))
+    return any(failures.values())
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Outcome(NamedTuple):
 def live(rank: int, store: Any, fault: str, pipe: Any) -> None:
     """The life of one rank."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores interrupts
     at = dist.TCPStore(*store, is_master=False) if isinstance(store, tuple) else dist.FileStore(store, WORLD)
     dist.init_process_group("gloo", store=at, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     dist.barrier()

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from regard.core import intervals
 from regard.engines.triton import (
     backward_pass,
+    comparison_pass,
     decode_pass,
     forward_pass,
     kernel_inputs,
@@ -28,7 +29,7 @@ from regard.engines.triton import (
     tile_config,
     topk_pass,
 )
-from support import kernel_cases
+from support import comparison_cases, kernel_cases
 
 torch.set_num_threads(1)
 np.seterr(all="ignore")  # empty rows divide by 0, and are told so; what comes out is judged
@@ -114,8 +115,31 @@ def _wrong_of_few_rows(part: int, of: int) -> int:
     return wrong
 
 
+def _wrong_comparisons(part: int, of: int) -> int:
+    """Two matrices: kl of every pair of masks, and every other measure of two of them."""
+    names = list(comparison_cases.CASES)
+    cases = [(name, "kl") for name in names]
+    cases += [
+        (names[(n + m) % len(names)], measure)
+        for n, measure in enumerate(comparison_cases.MEASURES[1:])
+        for m in (1, 4)
+    ]
+    wrong = 0
+    for n, (name, measure) in enumerate(cases[part::of]):
+        tile_config.forced["any"] = tile_config.Config(*((16, 32), (32, 16))[n % 2], 4, 1, tma=False)
+        try:
+            comparison_cases.judged(name, measure)
+        except Exception as error:
+            wrong += 1
+            print(f"{type(error).__name__}: {error} [{measure} of two matrices, {name}]")
+    tile_config.forced.clear()
+    return wrong
+
+
 def main(part: int, of: int) -> int:
-    backward_pass.empty = decode_pass.empty = topk_pass.empty = forward_pass.empty = kernel_inputs.empty = poisoned
+    comparison_pass.empty = backward_pass.empty = decode_pass.empty = topk_pass.empty = forward_pass.empty = (
+        kernel_inputs.empty
+    ) = poisoned
     intervals.CACHING_DEVICES = ("cpu",) if part % 2 else ()  # half of the masks as intervals, as they come on a GPU
     wrong = tables_that_are_wrong() if part == 0 else 0
     for n, case in enumerate(kernel_cases.pairwise((torch.float32, torch.float16))[part::of]):
@@ -129,6 +153,7 @@ def main(part: int, of: int) -> int:
             wrong += 1
             print(f"{type(error).__name__}: {error} [{case}]")
     wrong += _wrong_of_few_rows(part, of)
+    wrong += _wrong_comparisons(part, of)
     if part == 1:
         tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1)
         wrong += kernel_cases.judged_by_ballot((torch.float16,))

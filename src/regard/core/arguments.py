@@ -34,17 +34,17 @@ def as_tokens(words: Any, n: int, axis: str) -> Tokens:
     return Tokens(tuple(words))
 
 
-def as_values(v: Any, length: int, what: str, device: torch.device, shape: torch.Size) -> Tensor:
-    """A tensor (..., heads, length, e) that fits weights of this shape."""
+def as_values(v: Any, length: int, what: str, weights: Any) -> Tensor:
+    """A tensor (..., heads, length, e) that fits these weights."""
     v = readable(v, what) if isinstance(v, Tensor) else v
     if not isinstance(v, Tensor) or not v.is_floating_point():
         got = v.dtype if isinstance(v, Tensor) else type(v).__name__
         raise TypeError(f"{what} must be a floating-point tensor (..., {length}, size); got {got}.")
-    if v.device != device:
-        raise ValueError(f"{what} are on {v.device} and the weights on {device}; move one with .to().")
+    if v.device != weights.device:
+        raise ValueError(f"{what} are on {v.device} and the weights on {weights.device}; move one with .to().")
     if v.ndim < 2 or v.shape[-2] != length:
         raise ValueError(
-            f"{what} of shape {tuple(v.shape)} do not fit weights {tuple(shape)}: "
+            f"{what} of shape {tuple(v.shape)} do not fit weights {tuple(weights.shape)}: "
             f"the axis before the last must have {length} positions."
         )
     return v.unsqueeze(0) if v.ndim == 2 else v

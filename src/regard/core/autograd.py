@@ -35,7 +35,7 @@ from .stats import (
     lse_of,
     required,
 )
-from .tensor_kinds import materialized, refuse_forward_ad, refuse_functionalize, refuse_jit_trace
+from .tensor_kinds import materialized, refuse_transforms
 from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = ["cell_grads", "compute_with_autograd", "gathered_grads"]
@@ -62,9 +62,7 @@ def compute_with_autograd(
     engine = fused_engine(engine)
     tracing = is_tracing()
     if not tracing:
-        refuse_jit_trace()
-        refuse_forward_ad((problem, request))
-        refuse_functionalize()
+        refuse_transforms((problem, request))
     if not requires_grad and not tracing and not is_replayed_device(problem.q):
         return without_autocast(problem.q, lambda: compute(problem, request, engine, cached, remember))
     spec, tensors = flatten((problem, request))
@@ -75,7 +73,7 @@ def compute_with_autograd(
         key, inputs = ("forward", spec, engine.name, remember, *cached), [*tensors, *cached.values()]
         return replay_or_record(key, inputs, lambda: compute(problem, request, engine, cached, remember))
     else:
-        _refuse_transforms()
+        _refuse_functorch()
         free: Results | None = {} if remember else None
         outputs = _EagerNode.apply(spec, engine, cached, free, *tensors)
         return {**(free or {}), **dict(zip(request.names, outputs, strict=True))}
@@ -320,7 +318,7 @@ class _EagerNode(torch.autograd.Function):
         return None, None, None, None, *_backward(ctx, grads, input_grads)
 
 
-def _refuse_transforms() -> None:
+def _refuse_functorch() -> None:
     if in_functorch():
         raise NotImplementedError(
             "torch.func cannot follow regard's engines, which compute outside of PyTorch's operators. "

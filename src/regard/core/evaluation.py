@@ -13,16 +13,18 @@ from torch import Tensor
 
 from .. import engines
 from ..engines.explain import explain
+from ..engines.replay import is_replayed_device, replay_or_record
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
 from .indexing import Pick, Tokens, as_index, indices, runs
 from .problem import Factors, Problem
-from .pytree import replace_fields
+from .pytree import flatten, replace_fields
 from .result_cache import ResultCache, check_fits
 from .results import Peak, Statistics, TopK
 from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
-from .torch_state import as_size, without_autocast
+from .tensor_kinds import refuse_transforms
+from .torch_state import as_size, is_tracing, without_autocast
 
 __all__ = ["LazyMatrix", "Transposed", "torch_function"]
 
@@ -59,7 +61,7 @@ class LazyMatrix:
         self._engine = engine
         self._one_head = one_head  # the head axis has size 1 and is not shown
         self._tokens = tokens
-        self._leaves = factors.tensors()
+        self._spec, self._leaves = flatten(factors)
         self._cache = ResultCache()
 
     @property
@@ -131,7 +133,7 @@ class LazyMatrix:
     def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
         """The named statistics."""
         vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        results = self._ask(self._request(statistics, inputs))
+        results, dtype = self._ask(self._request(statistics, inputs)), self.dtype
         fields: dict[str, Any] = {}
         for statistic in statistics:
             if statistic == "peak":
@@ -143,21 +145,21 @@ class LazyMatrix:
             elif statistic == "values":
                 fields["y"] = results["y"].squeeze(-1) if vector else results["y"]
             else:
-                fields[statistic] = results[statistic].to(self.dtype)
+                result = results[statistic]
+                fields[statistic] = result if result.dtype is dtype else result.to(dtype)
         return Statistics(**fields)
 
     def _ask(self, request: Request) -> Results:
         """The engine's results, with this matrix's batch and head axes."""
-        batch = self._batch_with(request)
-        factors = self._factors.expanded(batch)
+        batch, own = self._batch_with(request), self._factors.batch
+        factors = self._factors if batch == own else self._factors.expanded(batch)
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
         # Every gradient needs the norm.
         names = tuple(dict.fromkeys((*request.names, "norm"))) if requires_grad else request.names
         folded = request
-        if len(batch) != 1 or names is not request.names or batch != self._factors.batch:
+        if len(batch) != 1 or names is not request.names or batch != own:
             folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        use_cache = self._remembers and batch == self._factors.batch
-        results = self._compute(factors, folded, requires_grad, use_cache)
+        results = self._compute(factors, folded, requires_grad, self._remembers and batch == own)
         return {
             name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
         }
@@ -174,13 +176,33 @@ class LazyMatrix:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
             return cached
-        problem = engine.prepare(factors)
-        results = None if engine.plain else self._pool_rows(problem, request, engine, cached, requires_grad)
-        if results is None:
-            results = compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
+
+        def evaluate() -> Results:
+            problem = engine.prepare(factors)
+            results = None if engine.plain else self._pool_rows(problem, request, engine, cached, requires_grad)
+            if results is not None:
+                return results
+            return compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
+
+        if requires_grad or not self._is_replayed(factors):
+            results = evaluate()
+        else:
+            refuse_transforms((factors, request))
+            spec, tensors = flatten(request)
+            key = "question", self._spec, spec, engine.name, use_cache, *cached
+            results = replay_or_record(key, [*self._leaves, *tensors, *cached.values()], evaluate)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
+
+    def _is_replayed(self, factors: Factors) -> bool:
+        """Whether a question is replayed from the factors on.
+
+        Intervals of a mask of tensors are cached with the mask, which a recorded call cannot read; there only what
+        follows them is replayed (`compute_with_autograd`).
+        """
+        on_device = factors is self._factors and is_replayed_device(factors.q)
+        return on_device and (factors.mask is None or not flatten(factors.mask)[1]) and not is_tracing()
 
     def _pool_rows(
         self, problem: Problem, request: Request, engine: engines.Engine, cached: Results, requires_grad: bool
@@ -244,7 +266,7 @@ class LazyMatrix:
 
     def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
         """Values with all axes, (*batch, heads, length, e)."""
-        v = as_values(v, length, what, self.device, self.shape)
+        v = as_values(v, length, what, self)
         if self._factors.heads % v.shape[-3]:
             raise ValueError(
                 f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide "
@@ -254,20 +276,21 @@ class LazyMatrix:
         return v.reshape(*[1] * missing, *v.shape) if missing > 0 else v
 
     def _batch_with(self, request: Request) -> torch.Size:
-        others = [t.shape[:-3] for t in (request.v, request.u) if t is not None]
-        if all(other == self._factors.batch for other in others):
-            return self._factors.batch
+        own = self._factors.batch
+        others = [t.shape[:-3] for t in (request.v, request.u) if t is not None and t.shape[:-3] != own]
+        if not others:
+            return own
         try:
-            return as_size(torch.broadcast_shapes(self._factors.batch, *others))
+            return as_size(torch.broadcast_shapes(own, *others))
         except RuntimeError:
             raise ValueError(
-                f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, "
-                f"{tuple(self._factors.batch)}."
+                f"batch axes {[tuple(o) for o in others]} do not broadcast with those of the weights, {tuple(own)}."
             ) from None
 
     def _unfold(self, x: Tensor, batch: torch.Size) -> Tensor:
-        x = x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:])
-        return x.squeeze(len(batch)) if self._one_head else x
+        if len(batch) == 1 and not self._one_head:
+            return x
+        return x.reshape(*batch, *x.shape[2 if self._one_head else 1 :])
 
 
 class Transposed:
@@ -335,12 +358,16 @@ def _weights_of(score: Tensor, norm: Tensor) -> Tensor:
 
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
     if x is None:
         return None
-    if x.shape[:-3] == batch and len(batch) == 1:
-        return x
+    if x.shape[:-3] == batch and len(batch) <= 1:
+        return x if batch else x.unsqueeze(0)
     return x.expand(*batch, *x.shape[-3:]).reshape(batch.numel(), *x.shape[-3:])

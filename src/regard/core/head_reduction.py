@@ -146,7 +146,7 @@ class HeadReduction(RowQuestions):
 
     def __matmul__(self, v: Tensor) -> Tensor:
         j = self.shape[-1]
-        v = as_values(v.unsqueeze(-1) if (vector := v.ndim == 1) else v, j, "values", self.device, self.shape)
+        v = as_values(v.unsqueeze(-1) if (vector := v.ndim == 1) else v, j, "values", self)
         batch, outer = self._factors.batch, (self._row_heads, *v.shape[-2:])
         v = v.expand(*batch, *outer).reshape(batch.numel(), *outer)
         (y,) = self._ask_rows(RowProduct(v))

@@ -55,10 +55,12 @@ def lower_to_intervals(mask: Mask, batch: torch.Size, folded: Mask, layout: Geom
         folded: The same mask with its batch axes as one, as engines take it.
         layout: Lengths and positions of the matrix.
     """
+    if not caches_on(layout.device):
+        return folded
     leaves = mask.leaves()
     with_tensors = [leaf for leaf in leaves if leaf.interval_source == "tensors"]
     structured = all(leaf.interval_source is not None for leaf in leaves)
-    if not structured or not with_tensors or not caches_on(layout.device):
+    if not structured or not with_tensors:
         return folded
     if is_tracing():  # all layers compute the same, and the compiler shares it
         lowered = _lower(folded, layout) if mask.is_one_interval else None

@@ -114,11 +114,17 @@ def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple):
-        return tuple(tree_map(part, change) for part in value)
+        return tuple([tree_map(part, change) for part in value]) if value else value
     if type(value).__name__ not in _NODES:
         return value
-    fields = {name: getattr(value, name) for name in value.parts}
-    return type(value)(**{n: part if n == "parameters" else tree_map(part, change) for n, part in fields.items()})
+    changed = {}
+    for name in value.parts:
+        part = getattr(value, name)
+        if type(part) in _CONSTANTS or name == "parameters":
+            continue
+        if (mapped := tree_map(part, change)) is not part:
+            changed[name] = mapped
+    return replace_fields(value, **changed) if changed else value  # a node without tensors is itself
 
 
 def replace_fields(node: T, **changes: Any) -> T:

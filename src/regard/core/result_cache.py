@@ -71,9 +71,14 @@ def _key(name: str, request: Request) -> Any:
 def _versions(tensors: list[Tensor]) -> tuple[int, ...] | None:
     """How often each tensor was changed in place; None where that is not counted: for inference tensors, and in a CUDA
     graph, whose replays change numbers at the same addresses."""
-    if any(t.is_inference() for t in tensors) or host_sync_forbidden(tensors[0].device):
+    if host_sync_forbidden(tensors[0].device):
         return None
-    return tuple(t._version for t in tensors)
+    versions = []
+    for t in tensors:
+        if t.is_inference():
+            return None
+        versions.append(t._version)
+    return tuple(versions)
 
 
 def check_fits(need: int, device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from .arguments import as_tiling, at_least_one, segment_flags
 from .broadcast import MatrixShape, per_cell
 from .comparison import Comparison
+from .fused_rows import fused
 from .indexing import Tokens
 from .mask_algebra import Mask, as_mask
 from .problem import Factors
@@ -59,7 +60,9 @@ class RowQuestions:
         if any(matrix._engine == "reference" and not _is_precomputed(matrix) for matrix in matrices):
             outputs = question.of_dense(_dense_matrices(matrices, batch, question))
         else:
-            outputs = list(walk([matrix._row_source(batch) for matrix in matrices], question))
+            sources = [matrix._row_source(batch) for matrix in matrices]
+            plain = any(matrix._engine == "blockwise" and matrix._factors.q.is_cuda for matrix in matrices)
+            outputs = (None if plain else fused(sources, question)) or list(walk(sources, question))
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]

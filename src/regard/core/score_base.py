@@ -167,6 +167,8 @@ class Score:
         >>> regard.Dot().sink(torch.zeros(2)).broadcast_to(matrix).sink_logits.shape
         torch.Size([1, 2, 1, 1])
         """
+        if not self.modifiers and self.sink_logits is None:
+            return self
         sink = None if self.sink_logits is None else per_head(self.sink_logits, matrix, "sink(logits)")
         modifiers = tuple(modifier.broadcast_to(matrix) for modifier in self.modifiers)
         return replace_fields(self, modifiers=modifiers, sink_logits=sink)

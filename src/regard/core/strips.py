@@ -20,7 +20,7 @@ from .pytree import flatten, unflatten
 from .row_sources import Part, RowSource, Strip
 from .torch_state import in_functorch, without_autocast
 
-__all__ = ["Merge", "Question", "walk"]
+__all__ = ["Merge", "Question", "need_first_order", "walk"]
 
 #: How many weights a strip may hold, all matrices together: a part of the cache of a CPU core; enough to fill a GPU.
 STRIP_NUMBERS = 2**19
@@ -140,6 +140,15 @@ def _seed(value: Tensor, g: Tensor, output: Tensor, owned: Tensor | None, merge:
     return g.expand(value.shape).to(value.dtype)
 
 
+def need_first_order() -> None:
+    """Raise NotImplementedError where a backward is itself recorded by autograd."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "regard computes first derivatives; got create_graph=True, which asks for a second one. "
+            'engine="reference" differentiates any number of times, in quadratic memory.'
+        )
+
+
 class _WalkNode(torch.autograd.Function):
     """The autograd node of a walk."""
 
@@ -156,11 +165,7 @@ class _WalkNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "regard computes first derivatives; got create_graph=True, which asks for a second one. "
-                'engine="reference" differentiates any number of times, in quadratic memory.'
-            )
+        need_first_order()
         saved = ctx.saved_tensors
         tensors, outputs = list(saved[: ctx.count]), list(saved[ctx.count : ctx.count + len(grads)])
         of_maxima = iter(saved[ctx.count + len(grads) :])

@@ -16,7 +16,7 @@ from .pytree import flatten
 from .torch_state import in_functionalize, in_functorch, in_jit_trace, is_tracing
 
 __all__ = [
-    "materialized", "readable", "refuse_forward_ad", "refuse_functionalize", "refuse_jit_trace", "refuse_meta",
+    "materialized", "readable", "refuse_jit_trace", "refuse_meta", "refuse_transforms",
 ]  # fmt: skip
 
 #: What to do with sequences of several lengths.
@@ -58,7 +58,7 @@ def _kind(x: Tensor) -> str:
 def _remedy(x: Tensor) -> str | None:
     """What to do with a tensor that engines cannot read; None where they can."""
     if type(x) in (Tensor, torch.nn.Parameter) and x.layout is torch.strided and not (x.is_nested or x.is_quantized):
-        freed = not x.is_meta and x.numel() > 0 and not in_functorch() and x.untyped_storage().nbytes() == 0
+        freed = not in_functorch() and x.untyped_storage().nbytes() == 0 and x.numel() > 0 and not x.is_meta
         return "Its memory was freed (resize_(0)): compute {} again" if freed else None
     if x.is_nested:
         return f"Use {_PAD}"
@@ -80,7 +80,7 @@ def materialized(x: Tensor) -> Tensor:
 
 def refuse_jit_trace() -> None:
     """Raise NotImplementedError under `torch.jit.trace`, which would store the addresses of this call's results."""
-    if not is_tracing() and in_jit_trace():
+    if in_jit_trace() and not is_tracing():
         raise NotImplementedError(
             "torch.jit.trace cannot follow regard's engines, which compute outside of PyTorch's operators. "
             "Use torch.compile or torch.export."
@@ -96,7 +96,14 @@ def refuse_meta(x: Tensor, name: str) -> None:
         )
 
 
-def refuse_forward_ad(tree: Any) -> None:
+def refuse_transforms(tree: Any) -> None:
+    """Raise NotImplementedError where PyTorch transforms or traces what engines compute in a way they cannot follow."""
+    refuse_jit_trace()
+    _refuse_forward_ad(tree)
+    _refuse_functionalize()
+
+
+def _refuse_forward_ad(tree: Any) -> None:
     """Raise NotImplementedError where a tensor of the tree has a forward-mode tangent, which engines would drop."""
     if getattr(forward_ad, "_current_level", -1) < 0 or in_functorch():
         return
@@ -107,7 +114,7 @@ def refuse_forward_ad(tree: Any) -> None:
         )
 
 
-def refuse_functionalize() -> None:
+def _refuse_functionalize() -> None:
     """Raise NotImplementedError inside `torch.func.functionalize`, whose tensors hold their numbers elsewhere."""
     if in_functionalize():
         raise NotImplementedError(

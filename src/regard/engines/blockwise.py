@@ -48,7 +48,7 @@ class Blockwise:
         if second and "norm" not in (*cached, *first):
             first = (*first, "norm")
         if first:
-            rows = dataclasses.replace(request, names=first)
+            rows = request if first == request.names else dataclasses.replace(request, names=first)
             results |= tiles.forward(problem, rows) if tiles else forward(problem, rows)
         if second:
             columns, norm = dataclasses.replace(request, names=second), results["norm"]

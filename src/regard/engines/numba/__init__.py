@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...core.problem import Problem, repeat_kv, sum_groups
 from ...core.pytree import flatten, unflatten
-from ...core.stats import Request, Results, lse_of, required
+from ...core.stats import Request, Results, required
 from ...core.torch_state import in_functorch
 from ..score_grad import InputGrads, ScoreGrad
 
@@ -169,12 +169,11 @@ class KernelCall:
         tensor = tensor.float()
         if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
             tensor = tensor.contiguous()
-        strides = {
-            f"{name}_{axis}": 0 if n == 1 else s
-            for axis, n, s in zip(axes, tensor.shape, tensor.stride(), strict=False)
-        }
-        strides[f"{name}_{axes[2]}"] = max(tensor.stride(2), tensor.shape[3], 1)
-        self.set(**{name: self.address_of(tensor)}, **strides)
+        (b, h, _, size), (of_b, of_h, of_row, _) = tensor.shape, tensor.stride()
+        self.fields[name] = self.address_of(tensor)
+        self.fields[f"{name}_{axes[0]}"] = 0 if b == 1 else of_b
+        self.fields[f"{name}_{axes[1]}"] = 0 if h == 1 else of_h
+        self.fields[f"{name}_{axes[2]}"] = max(of_row, size, 1)
         return tensor
 
     def out(self, name: str, tensor: Tensor) -> Tensor:
@@ -192,9 +191,10 @@ class KernelCall:
             rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant, 0))
         for cells in (problem.mask and problem.mask.dense_parts()) or []:
             rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, 0))
-        table = kernels.modifier_table(rows)
-        self.alive.append(table)
-        self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
+        if rows:
+            table = kernels.modifier_table(rows)
+            self.alive.append(table)
+            self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
 
     def run(self, kernel: str, items: int, scratch: int) -> None:
         """Run the kernel over `items` on PyTorch's threads; `scratch` is the bytes of scratch memory per thread."""
@@ -205,12 +205,11 @@ class KernelCall:
         self.set(scratch=self.address_of(torch.empty(threads * scratch, dtype=torch.uint8)))
         compiled = self.runtime.kernels.kernel(kernel)
         record = self.runtime.kernels.params_record(self.fields)
-        data = record.ctypes.data
         if threads > 1:
-            self.runtime.parallel(compiled.address, data, threads, 0)
+            self.runtime.parallel(compiled.address, record, threads, 0)
             return
         before = self.runtime.set_local_threads(1) if self.runtime.set_local_threads else 0
-        compiled.ctypes(ctypes.c_void_p(data))
+        compiled.call(record)
         if self.runtime.set_local_threads:
             self.runtime.set_local_threads(before)
 
@@ -255,8 +254,6 @@ def forward(problem: Problem, request: Request) -> Results:
         call.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
     items = b * h * -(-i // block_i)
     call.run("forward", items, 4 * (block_i * (block_j + 3) + request.topk + 64))
-    if request.wants("lse"):
-        outputs["lse"] = lse_of(outputs["norm"])
     return {name: outputs[name] for name in request.names}
 
 

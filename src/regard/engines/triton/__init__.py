@@ -2,7 +2,7 @@
 
 Device code is in `kernels` (Triton) and `hopper` (Gluon, for Hopper GPUs and the most common requests). Host code:
 `mask_args` (the mask as kernel arguments), `kernel_inputs` (a problem as kernel arguments), `tile_config` (tile sizes by
-shape), `forward_pass`, `topk_pass` and `backward_pass` (which kernels run, and on what), `launcher` (cached launches).
+shape), `forward_pass`, `topk_pass`, `backward_pass` and `comparison_pass` (which kernels run, and on what), `launcher` (cached launches).
 Triton is imported when the engine first computes.
 
 Supported: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
@@ -146,7 +146,7 @@ def _check(problem: Problem, request: Request) -> None:
 
 
 def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached: Results) -> Results:
-    from . import decode_pass, topk_pass
+    from . import decode_pass, short_pass, topk_pass
     from .kernel_inputs import KernelInputs
 
     results = dict(cached)
@@ -155,11 +155,12 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
     if second and "norm" not in cached and "norm" not in first:
         first = (*first, "norm")
     top = request.topk if any(n.startswith("top") for n in names) else 0
-    if (
-        decode_pass.splits_keys(p := KernelInputs(problem))
-        and decode_pass.stores_scores(p)
-        and (top or "received" in second)
-    ):
+    p = KernelInputs(problem)
+    if decode_pass.splits_keys(p):
+        stored = decode_pass.stores_scores(p) and (top > 0 or "received" in second)
+    else:
+        stored = top > 0 and short_pass.serves(p, top, request.v if "y" in first else None)
+    if stored:
         return results | _from_scores(problem, request, first, second, top, cached)
     with_tile_maxima = top > 0 and topk_pass.uses_candidates(problem, top)
     if first or with_tile_maxima:
@@ -174,14 +175,17 @@ def _compute(problem: Problem, request: Request, names: tuple[str, ...], cached:
 def _from_scores(
     problem: Problem, request: Request, first: tuple[str, ...], second: tuple[str, ...], top: int, cached: Results
 ) -> Results:
-    """Few rows: their scores are stored by the first pass, and columns and the largest are taken from them."""
-    from . import decode_pass
+    """Few rows or few keys: scores are stored by the first pass, and columns and the largest are taken from them."""
+    from . import decode_pass, short_pass
+    from .kernel_inputs import KernelInputs
 
     results = cached | _first_pass(problem, request, first, store=True)
     scores = results.pop("scores")
-    if top:
+    if not decode_pass.splits_keys(KernelInputs(problem)):
+        results |= short_pass.from_scores(problem, top, scores, results.get("norm"), "received" in second)
+    elif top:
         results |= decode_pass.top(problem, top, scores, results.get("norm"))
-    if "received" in second:
+    if "received" in second and "received" not in results:
         results["received"] = decode_pass.received(problem, scores, results["norm"])
     if others := tuple(n for n in second if n != "received"):
         results |= _second_pass(problem, request, others, results["norm"])
@@ -197,7 +201,7 @@ def _first_pass(
     def forward(names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, first: bool = True) -> Results:
         if decode_pass.splits_keys(KernelInputs(problem)):
             return decode_pass.forward(problem, names, v, keys, store and first)
-        return forward_pass.forward(problem, names, v, keys, with_tile_maxima and first)
+        return forward_pass.forward(problem, names, v, keys, with_tile_maxima and first, store and first)
 
     keys = None if request.keys is None else request.keys.float().view(1, 1, 1, -1)
     v = request.v if "y" in names else None

@@ -23,7 +23,7 @@ from .kernel_inputs import (
     tma_descriptors,
 )
 from .kernels.backward import ScoreGradArg, dkdv_kernel, dq_kernel, modifier_grad_kernel, row_dot_kernel
-from .kernels.tile_ops import row_arg, tensor_arg, tma_fits
+from .kernels.tile_ops import row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
 from .tile_config import Config, choose_config, is_short
 
@@ -171,8 +171,11 @@ def dq_pass(f: BackwardInputs) -> Tensor:
     """dq."""
     p, v = f.p, f.v
     dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype, keep_layout=True)
-    config = choose_config("dq", p, f.e, v)
+    config = _dq_config(f)
     table = p.row_table(config)
+    if config.gluon and v is not None and f.dy is not None:
+        _launch_dq_ws(f, config, v, f.dy, dq)
+        return dq
 
     def launch_args() -> LaunchArgs:
         keys = p.k, (config.block_j, padded_size(p.d, p.q))
@@ -187,6 +190,40 @@ def dq_pass(f: BackwardInputs) -> Tensor:
 
     launch(dq_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dq], launch_args)
     return dq
+
+
+def _dq_config(f: BackwardInputs) -> Config:
+    """Warp specialisation needs TMA for all inputs, and no further columns."""
+    p, v, dy = f.p, f.v, f.dy
+
+    def fits(config: Config) -> bool:
+        if v is None or dy is None or f.constants["EXTRA"] or p.i <= 64 or is_short(p, f.e):
+            return False
+        return p.q.dtype == p.k.dtype == v.dtype and tma_fits_heads(p.q, p.k, v, dy)
+
+    return choose_config("dq", p, f.e, v, fits)
+
+
+def _launch_dq_ws(f: BackwardInputs, config: Config, v: Tensor, dy: Tensor, dq: Tensor) -> None:
+    from .hopper.dq_ws import dq_ws_kernel
+    from .hopper.gluon_ops import head_descriptor
+
+    p, half = f.p, config.block_i // 2
+    tile_counter, table = new_tile_counter(p), p.row_table(config)
+
+    def launch_args() -> LaunchArgs:
+        blocks, d, e = triton.cdiv(p.i, config.block_i) * p.b * p.h, padded_size(p.d, p.q), padded_size(f.e, p.q)
+        common = {name: p.common_args[name] for name in ("mask", "sizes", "scale", "scale2", "MASK")}
+        return min(blocks, num_sms(p.q.device)), {
+            "q_desc": head_descriptor(p.q, half, d), "dy_desc": head_descriptor(dy, half, e), "k_desc": head_descriptor(p.k, config.block_j, d),
+            "v_desc": head_descriptor(v, config.block_j, e), "dq_desc": head_descriptor(dq, half, d), "tile_counter": tile_counter,
+            "grad": f.grad, "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(f.e), "blocks": blocks, "D": d,
+            "RAGGED": p.j % config.block_j != 0, "D_ENTROPY": f.constants["D_ENTROPY"], "D_DISTANCE": f.constants["D_DISTANCE"],
+            "STAGES": config.stages, **common, **config.launch,
+        }  # fmt: skip
+
+    tensors = [*f.tensors, table.ptr, dq, tile_counter]
+    launch(dq_ws_kernel, f.key and (f.key, config), tensors, launch_args)
 
 
 def row_dot(a: Tensor, b: Tensor) -> Tensor:

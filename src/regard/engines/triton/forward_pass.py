@@ -35,10 +35,11 @@ MAX_GROUPS = 64
 GLUON_ARGS = ("mask", "sizes", "scale2", "D", "MASK")
 
 
-def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, with_tile_maxima: bool = False) -> dict[str, Tensor]:  # fmt: skip
+def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Tensor | None, with_tile_maxima: bool = False, store: bool = False) -> dict[str, Tensor]:  # fmt: skip
     """Row statistics `names`: y, lse, norm, max_score, argmax, entropy, mean_distance, mass. `keys` is (b|1, h|1, 1, j).
 
-    With `with_tile_maxima` also `tile_maxima`, the largest score of every few tiles, for topk.
+    With `with_tile_maxima` also `tile_maxima`, the largest score of every few tiles, for topk. With `store` also `scores`
+    (b, h, i, pitch), written where tiles are visited; values are then at most 64 wide.
     """
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
     e = 16 if v is None else v.shape[-1]
@@ -46,7 +47,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     if v is not None:
         v = v.expand(p.b, -1, -1, -1)
         outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
-    config = _forward_config(p, names, v, e)
+    config = _forward_config(p, names, v, e, store)
     tiles_per_group = 1
     if with_tile_maxima:
         ragged = 0 if p.mask_format.kind in ("none", "causal") else 2  # an edge on either side, at most
@@ -55,6 +56,9 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         outputs["tile_maxima"] = empty(
             p.b, p.h, triton.cdiv(visits, tiles_per_group), p.i, like=p.q, dtype=torch.float32
         )
+    pitch = triton.cdiv(p.j, 16) * 16  # so that the stores of a thread are 8 bytes wide
+    if store:
+        outputs["scores"] = empty(p.b, p.h, p.i, pitch, like=p.q, dtype=torch.float32)
     table = p.row_table(config)
     kernel = forward_kernel
     if config.gluon:
@@ -80,7 +84,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
         return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "v": p.unused if v is None else tensor_arg(v), "tanh_arg": p.tanh_arg,
             "q_desc": descriptors[0], "k_desc": descriptors[1], "v_desc": descriptors[2],
-            "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
+            "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "scores": outputs.get("scores", p.q), "pitch": pitch, "SCORES": store, "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
             "FP32_V": v is not None and v.dtype == torch.float32, "TMA": tma,
             "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "EVEN_BLOCKS": p.j % config.block_j == 0,
             "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args,
@@ -88,7 +92,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
 
     tile_counter = new_tile_counter(p) if config.gluon else None
     tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter]
-    launch(kernel, p.key and (p.key, names, with_tile_maxima, config), tensors, launch_args)
+    launch(kernel, p.key and (p.key, names, with_tile_maxima, store, config), tensors, launch_args)
     return outputs
 
 
@@ -97,20 +101,20 @@ def _row_output(p: KernelInputs, name: str) -> Tensor:
     return empty(*shape, like=p.q, dtype=torch.int64 if name == "argmax" else torch.float32)
 
 
-def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int) -> Config:
+def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int, store: bool) -> Config:
     """Warp specialisation needs TMA for all inputs, and values as wide as keys."""
 
     def fits(config: Config) -> bool:
         return p.i > 64 and v is not None and v.dtype == p.q.dtype == p.k.dtype and tma_fits_heads(p.q, p.k, v)
 
-    return choose_config(_forward_name(p, names, v, e), p, e, v, fits)
+    return choose_config(_forward_name(p, names, v, e, store), p, e, v, fits)
 
 
-def _forward_name(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int) -> str:
+def _forward_name(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int, store: bool) -> str:
     """Name of the tile configuration of a forward pass."""
     if max(p.d, e) <= 64 and ("argmax" in names or p.mask_format.kind == "flags"):
         return "many_stats"
-    if is_short(p, e):  # keys that end early in a tile of 64 take narrower ones
+    if store or is_short(p, e):  # keys that end early in a tile of 64 take narrower ones
         return "narrow" if 0 < p.j % 64 <= 32 else "short"
     return "shared_kv" if v is not None and e <= 128 and _same_tensor(v, p.k) else "forward"
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..replay import record_launch
 
-__all__ = ["Config", "choose_config", "forced", "is_short"]
+__all__ = ["Config", "choose_config", "choose_pair_config", "forced", "is_short"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ GLUON: dict[tuple[str, int], Config] = {
     ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
     ("dkdv", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
     ("dkdv", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
+    ("dq", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
+    ("dq", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
 }
 GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
 HOPPER_KERNELS = os.environ.get("REGARD_HOPPER", "1") != "0"
@@ -106,6 +108,19 @@ PLAIN: dict[tuple[str, int], Config] = {
 TANH: dict[int, Config] = {
     64: Config(32, 128, 8, 1, tma=False, registers=128),
     256: Config(32, 64, 8, 1, tma=False, registers=128),
+}
+
+#: Two matrices, by the larger of their sizes: both tiles of scores and, for gradients, both sums are in registers.
+PAIRS: dict[tuple[str, int], Config] = {
+    ("compare", 64): Config(128, 64, 8, 3, tma=False),
+    ("compare", 128): Config(128, 64, 8, 3, tma=False),
+    ("compare", 256): Config(64, 32, 4, 2, tma=False),
+    ("compare_rows", 64): Config(64, 64, 4, 2, tma=False),
+    ("compare_rows", 128): Config(128, 64, 8, 2, tma=False),
+    ("compare_rows", 256): Config(64, 32, 8, 1, tma=False),
+    ("compare_keys", 64): Config(64, 64, 4, 2, tma=False),
+    ("compare_keys", 128): Config(32, 128, 8, 3, tma=False),
+    ("compare_keys", 256): Config(32, 64, 8, 1, tma=False),
 }
 
 #: Kernel of a configuration, where a kernel has several.
@@ -163,14 +178,30 @@ def choose_config(
     return Config(height, min(chosen.block_j, 64), 4, chosen.stages, chosen.tma and height >= 64, False)
 
 
+def choose_pair_config(kernel: str, first: Any, second: Any) -> Config:
+    """The configuration of a kernel for two prepared problems."""
+    if (own := forced.get(kernel) or forced.get("any")) is not None:
+        record_launch(None, [])  # a replay must not outlive a forced configuration
+        return own
+    size = max(first.d, second.d)
+    narrow = _hopper(first.q.device) and not (
+        first.fp32 or second.fp32 or "bias" in first.modifier_kinds + second.modifier_kinds
+    )
+    chosen = _first(PAIRS, kernel, size) if narrow else _first(PLAIN, "any", size)
+    assert chosen is not None, (kernel, size)
+    return chosen
+
+
 def _first(table: dict[tuple[str, int], Config], kernel: str, size: int) -> Config | None:
     """The first configuration of a kernel that holds tiles of a size; None where there is none."""
     return next((config for (name, most), config in table.items() if name == kernel and size <= most), None)
 
 
 def _tile_width(kernel: str, size: int) -> int:
-    """The width of a tile in Gluon. The forward pass fills up what is narrower: the copy engine writes zeros past the end of a row."""
-    return size if kernel not in ("forward", "shared_kv") or size <= 64 else 128 if size <= 128 else 256
+    """The width of a tile in Gluon. Passes that own rows fill up what is narrower: the copy engine writes zeros past the end of a row."""
+    if kernel not in ("forward", "shared_kv", "dq"):
+        return size
+    return 64 if size <= 64 else 128 if size <= 128 else 256
 
 
 @lru_cache

@@ -1,13 +1,15 @@
 """Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for everything else.
 
-Four kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, cells, backward. Each is a C
-function of one argument, a params record of addresses and sizes, that any number of threads may enter at once: they
-take work items from a shared counter, so that no thread waits for the slowest. Needs numba.
+Kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, cells, backward; those of `comparison`
+walk the tiles of two matrices. Each is a C function of one argument, a params record of addresses and sizes, that any
+number of threads may enter at once: they take work items from a shared counter, so that no thread waits for the
+slowest. Needs numba.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import threading
@@ -19,11 +21,21 @@ from typing import Any
 
 from numba import carray, cfunc, types
 
-from . import backward, cells, column_pass, forward
-from .params import DENSE_MASK, MODIFIER_KINDS, ONE_PASS, PARAMS, ROW_STATISTICS, modifier_table, params_record
+from . import backward, cells, column_pass, comparison, forward
+from .params import (
+    DENSE_MASK,
+    MEASURES,
+    MODIFIER_KINDS,
+    ONE_PASS,
+    PARAMS,
+    ROW_STATISTICS,
+    modifier_table,
+    params_record,
+)
 
 __all__ = [
     "DENSE_MASK",
+    "MEASURES",
     "MODIFIER_KINDS",
     "ONE_PASS",
     "ROW_STATISTICS",
@@ -38,12 +50,24 @@ _KERNELS = {
     "column_pass": column_pass.column_pass,
     "cells": cells.cells,
     "backward": backward.backward,
+    "compare": comparison.compare,
+    "compare_finished": comparison.compare_finished,
+    "compare_backward": comparison.compare_backward,
 }
 
 
+class CompiledKernel:
+    """A kernel as a C function of the address of its params record."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled, self.address = compiled, compiled.address
+        # Made once: numba's own property makes a new type and function in every call, as long as a short kernel runs.
+        self.call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+
+
 @functools.cache
-def kernel(name: str) -> Any:
-    """A kernel as a C function, compiled when first needed and cached on disk.
+def kernel(name: str) -> CompiledKernel:
+    """A kernel, compiled when first needed and cached on disk.
 
     numba's cache sees the source of one function only, so a checksum of all sources of this package is made part of it.
     """
@@ -53,9 +77,9 @@ def kernel(name: str) -> Any:
     signature, c_entry = types.void(types.CPointer(PARAMS)), entry(_KERNELS[name], stamp or 1)
     with log_if_slow(f"compiling the {name} pass for this CPU; the result is cached on disk"):
         try:
-            return cfunc(signature, cache=True)(c_entry)
+            return CompiledKernel(cfunc(signature, cache=True)(c_entry))
         except RuntimeError:  # no directory for the cache: a read-only installation without a home
-            return cfunc(signature)(c_entry)
+            return CompiledKernel(cfunc(signature)(c_entry))
 
 
 def entry(run: Any, stamp: int) -> Callable[[Any], None]:
@@ -63,7 +87,7 @@ def entry(run: Any, stamp: int) -> Callable[[Any], None]:
 
     numba's cache key holds the bytecode and the closure of this function. `stamp` is in the closure, so that an edit of
     any source misses the cache. `run` must not be: numba pickles a compiled function with a random id, so every process
-    would compile anew. So `run` is a global of the function; its qualified name keeps the four cache files apart.
+    would compile anew. So `run` is a global of the function; its qualified name keeps the cache files apart.
     """
 
     def c_entry(pointer: Any) -> None:

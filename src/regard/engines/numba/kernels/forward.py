@@ -177,6 +177,8 @@ def finish_rows(T, b, h, first, rows, m, l, t, untouched):
         log_l = np.log(l[r])
         norm = carray(floats_at(T.norm + 8 * out), 2)
         norm[0], norm[1] = m[r], l[r]
+        if T.lse != 0:  # in float64, as `lse_of`; of an empty row -inf + log 0
+            carray(floats_at(T.lse + 4 * out), 1)[0] = np.float64(m[r]) + np.log(np.float64(l[r]))
         if T.entropy != 0:
             entropy = f32(0) if l[r] == f32(0) else log_l - t[r] / l[r]
             carray(floats_at(T.entropy + 4 * out), 1)[0] = f32(0) if entropy < f32(0) else entropy

@@ -1,6 +1,6 @@
 """Operations that numba lacks: addresses as arrays, bits of a float, vectors of 16 lanes, a call of BLAS.
 
-Also exp and tanh, written in operations that LLVM vectorises.
+Also exp, log and tanh, written in operations that LLVM vectorises.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def product_tn(f, rows, cols, inner, alpha, a, lda, b, ldb, beta, c, ldc):
     gemm(f, _PLAIN, _TRANSPOSED, cols, rows, inner, alpha, b, ldb, a, lda, beta, c, ldc)
 
 
-# exp and tanh, in operations that LLVM vectorises.
+# exp, log and tanh, in operations that LLVM vectorises.
 
 LOWEST = f32(-87.0)
 _LOG2E, _LN2_HIGH, _LN2_LOW, _ROUND = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4), f32(12582912.0)
@@ -263,6 +263,31 @@ def exp(x):
     power = as_float(i32((as_bits(z) + i32(127)) << i32(23)))
     y = (p * (r * r) + r + f32(1)) * power
     return f32(0) if x < LOWEST else y
+
+
+_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = (
+    f32(x)
+    for x in (
+        7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+        -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+    )
+)  # fmt: skip
+_MANTISSA, _HALF_BITS, _SQRT_HALF = i32(0x007FFFFF), i32(0x3F000000), f32(0.70710678)
+
+
+@njit(fastmath={"contract"}, inline="always")
+def log(x):
+    """log(x) of a normal x > 0, to about one unit in the last place: x = 2ⁿ r, and a polynomial in r − 1."""
+    bits = as_bits(x)
+    n = f32((bits >> i32(23)) - i32(126))
+    r = as_float(i32((bits & _MANTISSA) | _HALF_BITS))
+    low = r < _SQRT_HALF
+    n = n - f32(1) if low else n
+    r = r + r - f32(1) if low else r - f32(1)
+    z = r * r
+    p = (((((((_L0 * r + _L1) * r + _L2) * r + _L3) * r + _L4) * r + _L5) * r + _L6) * r + _L7) * r + _L8
+    y = p * r * z + n * _LN2_LOW - f32(0.5) * z
+    return r + y + n * _LN2_HIGH
 
 
 _T0, _T1, _T2, _T3, _T4 = (

@@ -14,20 +14,29 @@ __all__ = [
     "ALIBI",
     "BIAS",
     "BIAS_PER_ROW",
+    "CROSS_ENTROPY",
     "DENSE_MASK",
+    "JS",
+    "KL",
+    "MEASURES",
     "MODIFIER",
     "MODIFIER_KINDS",
     "ONE_PASS",
+    "OVERLAP",
     "PARAMS",
     "ROW_STATISTICS",
     "SOFTCAP",
+    "TOTAL_VARIATION",
     "modifier_table",
     "modifiers_at",
+    "params_at",
     "params_record",
 ]
 
 # Kinds of modifiers, which change a row of scores between the product and the softmax.
 BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK = 0, 1, 2, 3, 4
+# Measures of two matrices.
+KL, CROSS_ENTROPY, JS, OVERLAP, TOTAL_VARIATION = 0, 1, 2, 3, 4
 
 #: The kind of each modifier that the kernels compute, by `Modifier.kernel_op`.
 MODIFIER_KINDS = {
@@ -38,6 +47,15 @@ MODIFIER_KINDS = {
     "softcap": SOFTCAP,
 }
 
+#: The number of each measure, by its name in `core/comparison.py`.
+MEASURES = {
+    "kl": KL,
+    "cross_entropy": CROSS_ENTROPY,
+    "js": JS,
+    "overlap": OVERLAP,
+    "total_variation": TOTAL_VARIATION,
+}
+
 _MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
 
 #: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
@@ -46,16 +64,17 @@ MODIFIER = from_dtype(_MODIFIER)
 modifiers_at = pointer_to(MODIFIER)
 
 #: Results of the forward kernel that are one number a row.
-ROW_STATISTICS = ("max_score", "entropy", "mean_distance", "mass")
-#: All results of the forward kernel; `lse` follows from `norm`.
-ONE_PASS = frozenset([*ROW_STATISTICS, "norm", "lse", "y", "argmax", "topk_scores", "topk_indices"])
+ROW_STATISTICS = ("lse", "max_score", "entropy", "mean_distance", "mass")
+#: All results of the forward kernel.
+ONE_PASS = frozenset([*ROW_STATISTICS, "norm", "y", "argmax", "topk_scores", "topk_indices"])
 
 _ADDRESSES = (
     "gemm counter scratch lo hi modifiers q k norm "  # of all kernels
     f"v y {' '.join(ROW_STATISTICS)} keys argmax topk_scores topk_indices sink "  # forward
     "u z received pool "  # column_pass
     "cells row_at row_place col_at col_place "  # cells
-    "left right dy delta d_entropy d_distance dq dk dv drow dkey"  # backward
+    "left right dy delta d_entropy d_distance dq dk dv drow dkey "  # backward
+    "other value grad"  # comparison: the record of the second matrix, the measure of every row and its gradient
 )
 _STRIDES = (
     "q_b q_h q_i k_b k_h k_j v_b v_h v_j sink_b sink_h u_b u_h u_i "
@@ -67,7 +86,8 @@ _SIZES = (
     "offset n_intervals intervals_b modifier_count topk block_i block_j chunks scratch_size right_group "
     "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
     "row_from row_to key_from key_to "  # column_pass: the part of the matrix that is visited
-    "row_count col_count"  # the cells
+    "row_count col_count "  # the cells
+    "measure heads groups"  # comparison: heads of the result, and groups of them that share no keys
 )
 _PARAMS = np.dtype(
     [(name, "i8") for name in f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()] + [("scale", "f4"), ("_", "f4")]
@@ -79,13 +99,16 @@ _PACKED = struct.Struct(f"{len(_FIELDS) - 2}q2f")
 #: Addresses are 0 for outputs that are not wanted; strides and sizes count elements.
 PARAMS = from_dtype(_PARAMS)
 
+params_at = pointer_to(PARAMS)
 
-def params_record(fields: dict[str, Any]) -> np.ndarray:
+
+def params_record(fields: dict[str, Any]) -> bytes:
     """The record of these fields; all others are 0."""
-    assert fields.keys() <= _FIELDS.keys(), "unknown field"
-    return np.frombuffer(_PACKED.pack(*(_FIELDS | fields).values()), np.uint8)
+    record = _FIELDS | fields
+    assert len(record) == len(_FIELDS), "unknown field"
+    return _PACKED.pack(*record.values())
 
 
 def modifier_table(modifiers: list[tuple[Any, ...]]) -> np.ndarray:
     """The modifiers as the kernels read them."""
-    return np.array(modifiers, _MODIFIER) if modifiers else np.zeros(1, _MODIFIER)
+    return np.array(modifiers, _MODIFIER)

@@ -275,15 +275,22 @@ def score_of(number):
 
 
 @triton.jit
+def unsigned_order(s, shown):
+    """Scores as unsigned numbers in their order, all above that of hidden ones, which is 0."""
+    bits = tl.where(s == 0.0, 0.0, s).to(tl.int32, bitcast=True)  # −0.0 equals 0.0
+    bits = bits ^ ((bits >> 31) | -2147483648)  # negative ones: all bits; others: the sign
+    return tl.where(shown, bits, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def pack_scores(s, column, shown, BITS: tl.constexpr):
     """Scores as unsigned numbers in their order, the lowest BITS replaced by the column, the lower one first; hidden ones below 2^BITS.
 
     No two are equal, so that the next largest is the maximum of those below the last, and its column needs no search.
     """
     LOW: tl.constexpr = (1 << BITS) - 1
-    bits = tl.where(s == 0.0, 0.0, s).to(tl.int32, bitcast=True)  # −0.0 equals 0.0
-    bits = bits ^ ((bits >> 31) | -2147483648)  # negative ones: all bits; others: the sign
-    return (tl.where(shown, bits & ~LOW, 0) | (LOW - column)).to(tl.uint32, bitcast=True)
+    bits = unsigned_order(s, shown).to(tl.int32, bitcast=True)
+    return ((bits & ~LOW) | (LOW - column)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit

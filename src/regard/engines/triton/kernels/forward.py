@@ -149,16 +149,16 @@ def store_row_stats(out, sink, m, l, t, mean_distance, mass, argmax, b, h, i, si
 @triton.jit
 def forward_kernel(
     q, k, v, tanh_arg, q_desc, k_desc, v_desc, q_layout, k_layout, v_layout, modifiers, strides, caps, sink,
-    keys, mask, row_table, out, tile_maxima, tiles_per_group, groups, sizes, heads, heads_per_group, scale, scale2,
+    keys, mask, row_table, out, tile_maxima, tiles_per_group, groups, scores, pitch, sizes, heads, heads_per_group, scale, scale2,
     SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_V: tl.constexpr, SINK: tl.constexpr, SHARED_KV: tl.constexpr,
-    Y: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr,
+    Y: tl.constexpr, STATS: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr, TILE_MAXIMA: tl.constexpr, SCORES: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Output and statistics of BLOCK_I rows.
 
     EDGES: some tiles are partly visible. EVEN_BLOCKS: the keys fill their last block. TILE_MAXIMA: store the largest
-    score of every few tiles, for topk.
+    score of every few tiles, for topk. SCORES: store the scores of visited tiles, in rows of `pitch` numbers.
     """
     block, head = schedule_tile(tl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
@@ -201,6 +201,9 @@ def forward_kernel(
                 s, _ = apply_score_mods(
                     s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, 0
                 )
+                if SCORES:
+                    cell = ((b * sizes.h + h).to(tl.int64) * sizes.i + i)[:, None] * pitch + j[None, :]
+                    tl.store(scores + cell, s, mask=(i[:, None] < sizes.i) & (j[None, :] < pitch))
                 if EDGE:
                     s = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), s, FLOOR)
                 if not Y:

@@ -1,0 +1,70 @@
+"""Rows of few keys: when the forward pass stores their scores, and what is taken from them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from ...core.problem import Problem
+from .kernel_inputs import KernelInputs, LaunchArgs, empty
+from .kernels.short_rows import short_rows_kernel
+from .kernels.tile_ops import tensor_arg
+from .launcher import launch
+from .tile_config import forced
+
+__all__ = ["from_scores", "serves"]
+
+#: Keys of a row at most: a lane holds an eighth of them.
+MOST_KEYS = 512
+#: Bytes of stored scores at most.
+MOST_SCORES = 2**28
+#: Rows of a program: four for each of its four warps.
+ROWS = 16
+
+
+def serves(p: KernelInputs, n: int, v: Tensor | None) -> bool:
+    """Whether the n largest of every row are taken from stored scores.
+
+    For wider queries and values the forward pass is a kernel that stores none.
+    """
+    size = max(p.d, 0 if v is None else v.shape[-1])
+    few = p.i >= 64 and 32 <= p.j <= MOST_KEYS and n <= 16 and "topk" not in forced
+    return few and p.product and size <= 64 and 4 * p.b * p.h * p.i * p.j <= MOST_SCORES
+
+
+def from_scores(problem: Problem, n: int, scores: Tensor, norm: Tensor | None, received: bool) -> dict[str, Tensor]:
+    """The n largest scores of every row with their keys, with `norm` also their weights; and what every key receives, if asked for."""
+    p, pitch = KernelInputs(problem), scores.shape[3]
+    outputs = {"topk_scores": empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)}
+    outputs["topk_indices"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
+    if norm is not None:
+        norm, outputs["topk_weights"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
+    blocks = triton.cdiv(p.i, ROWS)
+    sums = empty(p.b, p.h, blocks, pitch, like=p.q, dtype=torch.float32) if received else None
+
+    def launch_args() -> LaunchArgs:
+        chunks, tail = _chunks(p.j)
+        shared = {name: p.common_args[name] for name in ("mask", "sizes", "scale2", "MASK")}
+        return blocks * p.b * p.h, {
+            "scores": scores, "norm": p.q if norm is None else norm, "score": tensor_arg(outputs["topk_scores"]), "pitch": pitch,
+            "index": tensor_arg(outputs["topk_indices"]), "weight": p.unused if norm is None else tensor_arg(outputs["topk_weights"]),
+            "received": p.q if sums is None else sums, "SCALE_FOLDED": p.scale_folded, "N": n, "BLOCK_N": triton.next_power_of_2(n),
+            "BITS": (32 * (chunks + tail) - 1).bit_length(), "WEIGHT": norm is not None, "RECEIVED": received, "CHUNKS": chunks, "TAIL": tail,
+            "ROWS": ROWS, "num_warps": ROWS // 4, "maxnreg": 128 if chunks < 16 else None, **shared,
+        }  # fmt: skip
+
+    launch(short_rows_kernel, p.key and (p.key, n), [*p.tensors, scores, norm, *outputs.values(), sums], launch_args)
+    if sums is not None:
+        outputs["received"] = sums[..., : p.j].sum(2)
+    return outputs
+
+
+def _chunks(keys: int) -> tuple[int, int]:
+    """Chunks of 32 keys as two powers of two, the second one 0 where the first holds all keys."""
+    chunks = triton.cdiv(keys, 32)
+    most = 1 << chunks.bit_length() - 1
+    if chunks == most:
+        return most, 0
+    tail = triton.next_power_of_2(chunks - most)
+    return (2 * most, 0) if tail == most else (most, tail)

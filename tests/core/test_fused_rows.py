@@ -1,0 +1,127 @@
+"""Kernels for questions about complete rows: the textbook in float64, no worse than plain PyTorch, and no other answer than strips."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.core import row_questions
+from regard.core.fused_rows import fused
+from regard.engines import numba
+from regard.engines.numba import comparison
+from support.comparison_cases import CASES, MEASURES, judged
+
+pytestmark = pytest.mark.skipif(numba.load() is None, reason="needs numba and the symbols of PyTorch's library")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that divide no length of these tests."""
+    monkeypatch.setattr(comparison, "BLOCK_I", 8)
+    monkeypatch.setattr(comparison, "BLOCK_J", 16)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every question whether kernels answered it."""
+    by_kernels: list[bool] = []
+
+    def ask(*args: Any) -> list[Tensor] | None:
+        outputs = fused(*args)
+        by_kernels.append(outputs is not None)
+        return outputs
+
+    monkeypatch.setattr(row_questions, "fused", ask)
+    return by_kernels
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("name", CASES)
+def test_a_measure_and_its_gradients_are_the_textbooks(name: str, measure: str, answers: list[bool]) -> None:
+    judged(name, measure)
+    assert answers == [True]
+
+
+@pytest.mark.parametrize("measure", ["kl", "js"])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
+def test_large_scores_lose_no_more_digits_than_plain_pytorch(measure: str, scale: float) -> None:
+    errors = []
+    for _ in range(8):  # pooled: one draw may be lucky
+        x = [torch.randn(2, 65, 16) for _ in range(3)]
+        p, q = (regard.weights(scale * y, x[2]) for y in x[:2])
+        assert p.kl(p).abs().max() <= 1e-6
+        assert p.js(p).abs().max() <= 1e-6
+        exact, plain = ([(scale * y).to(t) @ x[2].to(t).mT / 4 for y in x[:2]] for t in (torch.float64, torch.float32))
+        errors.append([formula(measure, *s).double() for s in (exact, plain)] + [getattr(p, measure)(q).double()])
+    want, plain_rows, rows = (torch.stack(e) for e in zip(*errors, strict=True))
+    assert (rows - want).norm() <= 2 * (plain_rows - want).norm() + 1e-7 * want.norm()
+
+
+def formula(measure: str, s: Tensor, s2: Tensor) -> Tensor:
+    a, b = s.log_softmax(-1), s2.log_softmax(-1)
+    if measure == "kl":
+        return (a.exp() * (a - b)).sum(-1)
+    middle = torch.logaddexp(a, b) - math.log(2)
+    return ((a.exp() * (a - middle)).sum(-1) + (b.exp() * (b - middle)).sum(-1)) / 2
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_rows_that_see_nothing_and_hidden_poison_leave_no_trace(measure: str, answers: list[bool]) -> None:
+    q, k = torch.randn(2, 5, 4), torch.randn(2, 5, 4)
+    k[:, 4] = math.nan
+    cells = torch.ones(5, 5, dtype=torch.bool)
+    cells[:, 4] = False
+    cells[1] = False
+    q.requires_grad_(), k.requires_grad_()
+    rows = getattr(regard.weights(q, k, mask=cells), measure)(regard.weights(2 * q, k, mask=cells))
+    rows.sum().backward()
+    assert answers == [True]
+    assert rows.isfinite().all()
+    assert (rows[:, 1] == 0).all()
+    assert q.grad.isfinite().all()
+    assert k.grad.isfinite().all()
+
+
+def test_a_key_that_only_the_first_sees_is_infinite_however_small_its_weight() -> None:
+    q = torch.tensor([[200.0], [1.0]])
+    k = torch.tensor([[1.0], [-1.0]])  # the first row weighs key 1 with exp(-400): 0 in float32
+    p, q2 = regard.weights(q, k, score="dot"), regard.weights(q, k, score="dot", mask=torch.tensor([[True, False]] * 2))
+    assert p.kl(q2).tolist() == [math.inf, math.inf]
+    assert p.cross_entropy(q2).tolist() == [math.inf, math.inf]
+
+
+def test_what_kernels_do_not_compute_is_left_to_strips(answers: list[bool]) -> None:
+    x = torch.randn(2, 5, 4)
+    bias = torch.zeros(5, requires_grad=True)
+    plain = regard.weights(x)
+    for other in (
+        regard.weights(x, score=regard.ScaledDot().sink(torch.zeros(2))),
+        regard.weights(x, score=regard.ScaledDot().bias(bias)),
+        regard.weights(x, score=regard.ScaledDot().modify(lambda s, i, j: s + 1)),
+        plain.reduce_heads(),
+    ):
+        assert plain.kl(other).shape == (2, 5)
+    assert not any(answers)
+
+
+def test_a_teacher_without_gradient_costs_no_gradient_of_it() -> None:
+    teacher, student = torch.randn(2, 9, 4), torch.randn(2, 9, 4, requires_grad=True)
+    regard.weights(teacher).kl(regard.weights(student)).sum().backward()
+    assert student.grad.abs().sum() > 0
+    with pytest.raises(NotImplementedError, match="first derivatives"):
+        torch.autograd.grad(regard.weights(teacher).kl(regard.weights(student)).sum(), student, create_graph=True)
+
+
+def test_narrow_inputs_compare_in_float32() -> None:
+    q, k = (torch.randn(2, 19, 8).bfloat16().requires_grad_() for _ in "qk")
+    rows = regard.weights(q, k).kl(regard.weights(k, q))
+    want = regard.weights(q.double(), k.double()).kl(regard.weights(k.double(), q.double()))
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows, want.float(), rtol=1e-5, atol=1e-5)
+    rows.sum().backward()
+    assert q.grad.dtype == torch.bfloat16
