@@ -100,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_all(arguments or ["--help"])
         code = int(args.run(args) or 0)
+        if (run := getattr(args, "finished_run", None)) is not None:  # learn and look do not know each other
+            page = import_module("regard.look.run_report").write_report(run)
+            print(f"report: {page}", file=sys.stderr)
         sys.stdout.flush()  # raises BrokenPipeError here, not when Python exits
         return code
     except SystemExit as end:  # after --help and --version

@@ -431,8 +431,10 @@ def test_a_run_goes_on_only_as_it_began(text, finished_run, tmp_path):
         lm(text, finished_run, **TINY)
     with pytest.raises(ValueError, match="holds no run to resume"):
         lm(text, tmp_path / "none", resume=True)
-    with pytest.raises(ValueError, match=r"has --steps 12, got 13: a resumed run keeps its settings"):
-        lm(text, finished_run, resume=True, steps=13)
+    with pytest.raises(
+        ValueError, match=r"has --steps 12, got 11: a resumed run keeps its settings; it can only be extended"
+    ):
+        lm(text, finished_run, resume=True, steps=11)
     with pytest.raises(ValueError, match="of the kind 'lm', not 'translate'"):
         translate(text, text, finished_run, resume=True)
     other = tmp_path / "other.txt"

@@ -1,7 +1,8 @@
 """The files of a run, and how they are opened again. Nothing in them is ever executed.
 
-    settings.json       kind of model, all settings, digests of the training data and of tokenizer.json
+    settings.json       kind of model, all settings, digests of the training data, of tokenizer.json and tokens.bin
     tokenizer.json      of the `tokenizers` library
+    tokens.bin          the token ids of a large text, which training maps
     model.safetensors   the best weights so far, by validation loss
     last.safetensors    everything to resume from: weights, their moving average, AdamW's moments, the step
     history.json        the numbers shown while training
@@ -20,6 +21,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,10 +31,14 @@ from torch import Tensor, nn
 
 from .._io import atomic_write, partial_files
 from . import tokenizer as texts
+from .corpus import TOKENS
 from .settings import Settings, from_json
 from .tasks import build
 
 __all__ = [
+    "Description",
+    "began_pretrained",
+    "discard_tokens",
     "encode_json",
     "exclusive_lock",
     "is_checkpoint",
@@ -47,6 +53,8 @@ __all__ = [
     "save_settings",
     "seal",
     "sweep",
+    "tokens_digest",
+    "update_settings",
 ]
 
 FORMAT = "regard model 3"
@@ -54,7 +62,7 @@ FORMAT = "regard model 3"
 SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
     "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json",
 )  # fmt: skip
-FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY
+FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, TOKENS
 
 #: Larger JSON files are none of ours.
 MAX_JSON_BYTES = 1 << 30
@@ -90,17 +98,45 @@ def encode_json(value: Any) -> bytes:
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
 
-def save_settings(folder: Path, kind: str, settings: Settings, data: str, tokenizer: str) -> None:
+@dataclass(frozen=True)
+class Description:
+    """What `settings.json` holds beside the tokenizer's digest."""
+
+    kind: str
+    settings: Settings
+    data: str  # digest of the texts
+    tokens: str | None = None  # SHA-256 of tokens.bin, where there is one
+    pretrained: bool = False  # whether the run began from a pretrained model
+
+
+def save_settings(folder: Path, description: Description, tokenizer: str) -> None:
     """Write the tokenizer and then the settings: a folder with settings is a run."""
     encoded = encode_json(json.loads(tokenizer))
-    digest = hashlib.sha256(encoded).hexdigest()
-    description = {"format": FORMAT, "kind": kind, "settings": settings.json(), "data": data, "tokenizer": digest}
+    values: dict[str, Any] = {
+        "format": FORMAT, "kind": description.kind, "settings": description.settings.json(), "data": description.data,
+        "tokenizer": hashlib.sha256(encoded).hexdigest(),
+    }  # fmt: skip
+    values |= {"tokens": description.tokens} if description.tokens else {}
+    values |= {"pretrained": True} if description.pretrained else {}
     try:
         _write(folder / TOKENIZER, encoded)
-        save_json(folder / SETTINGS, seal(description))
+        save_json(folder / SETTINGS, seal(values))
     except OSError:
         (folder / TOKENIZER).unlink(missing_ok=True)  # the next attempt would refuse to overwrite it
         raise
+
+
+def update_settings(folder: Path, settings: Settings) -> None:
+    """Write the settings of a run that is extended."""
+    description = read_json(folder / SETTINGS)
+    if description["settings"] != settings.json():
+        save_json(folder / SETTINGS, seal({**description, "settings": settings.json()}))
+
+
+def discard_tokens(folder: Path) -> None:
+    """Remove the file of token ids of a run that never began."""
+    if not (folder / SETTINGS).exists() and (folder / TOKENS).exists():
+        (folder / TOKENS).unlink()
 
 
 def seal(description: dict[str, Any]) -> dict[str, Any]:
@@ -252,6 +288,17 @@ def read_settings(folder: Path) -> tuple[str, Settings, str]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return description["kind"], settings, str(description["data"])
+
+
+def tokens_digest(folder: Path) -> str | None:
+    """SHA-256 of the token ids of a run, where they are in a file."""
+    digest = read_json(folder / SETTINGS).get("tokens")
+    return None if digest is None else str(digest)
+
+
+def began_pretrained(folder: Path) -> bool:
+    """Whether a run began from a pretrained model."""
+    return bool(read_json(folder / SETTINGS).get("pretrained"))
 
 
 def read_tokenizer(folder: Path, kind: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -12,8 +13,10 @@ from .format import Packed, Packer, regard_version
 __all__ = ["pack_history"]
 
 
-def pack_history(history: History, title: str | None) -> Packed:
-    """Pack a training history for a page."""
+def pack_history(
+    history: History, title: str | None, notes: Sequence[str] = (), texts: Sequence[tuple[str, str]] = ()
+) -> Packed:
+    """Pack a training history for a page, with notes below it, and headings with texts that the model wrote."""
     packer = Packer()
     steps = [step for step, _ in history]
     strips = []
@@ -40,6 +43,7 @@ def pack_history(history: History, title: str | None) -> Packed:
         "strips": strips,
         "curves": curves,
         "refused": [],
-        "notes": [],
+        "notes": list(notes),
+        "texts": [list(text) for text in texts],
     }
     return packer.pack(header)
