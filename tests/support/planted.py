@@ -70,6 +70,7 @@ TESTS = {
     "maps of long inputs": ("look/test_look_map.py", "largest_weight_of or are_exact or sixteen"),
     "unannounced attention": ("recorder/test_record_unannounced.py", "recorded_right or without_a_batch or refused_by_name or dropout"),
     "recorded gradients": ("recorder/test_record_grad.py", "reaches or learned_bias or says_what"),
+    "data-parallel": ("learn/test_learn_parallel.py", ""),
     "cost": ("distributed/test_cost.py", ""),
     "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
@@ -85,6 +86,9 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    # learn/parallel.py.
+    Bug("processes take the mean of their losses", "learn/parallel.py", "(part, share * self.size, n == most - 1)", "(part, share, n == most - 1)", ("data-parallel",)),
+    Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * most : (self.rank + 1) * most]", "own = parts[:most]", ("data-parallel",)),
     # distributed/cost.py.
     Bug("a window is counted on one side", "distributed/cost.py", "return n + side(band[0]) + side(band[1])", "return n + side(band[0])", ("cost",)),
     Bug("sums come with the keys that came", "distributed/cost.py", "come * p.key_bytes + go * p.sum_bytes", "come * (p.key_bytes + p.sum_bytes)", ("cost",)),
