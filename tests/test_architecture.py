@@ -73,7 +73,7 @@ ARROWS: dict[str, set[str]] = {
     "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
     "core.fused_rows": {
-        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.strips", "core.torch_state", "engines",
+        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.row_stats", "core.strips", "core.torch_state", "engines",
     },
     "core.row_questions": {
         "core.arguments", "core.broadcast", "core.comparison", "core.fused_rows", "core.indexing", "core.mask_algebra", "core.problem",
@@ -118,7 +118,7 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "learn", "recorder",
     },
     "look": {
-        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
+        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.results", "core.scores",
         "core.weights", "corpora", "learn", "recorder",
     },
     "cli": {"corpora", "learn", "look"},

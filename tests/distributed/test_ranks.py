@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.test_bound import assert_places, used
+from support.configurations import assert_places, used
 from support.rank_cases import SPLITS, ShardedCase, index_of, true_gradients
 from support.rank_pool import RankPool
 

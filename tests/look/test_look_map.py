@@ -330,3 +330,33 @@ def test_the_page_of_a_long_input_is_as_large_as_its_vectors(show: Any, haystack
     vectors = 2 * 20_000 * 8 * spec["bits"] // 8
     assert (tmp_path / "page.html").stat().st_size <= 1.4 * vectors + 2_000_000
     assert shown.seconds <= 5
+
+
+def test_beyond_shows_what_exceeds_its_place_and_not_the_sink(show: Any) -> None:
+    """Every row gives the first key a third, one row gives one key nearly all: the column is what one expects."""
+    numbers = torch.Generator().manual_seed(4)
+    q, k = (0.1 * torch.randn(1, 600, 8, generator=numbers) for _ in "qk")
+    q[..., 6], k[0, 0, 6] = 1, 17  # a sink
+    q[0, 500, 7], k[0, 200, 7] = 30, 1.2
+    shown = show(regard.weights(q, k).show(500))
+    ready(shown)
+    shown.choose("mode", "beyond")
+    drawn(shown)
+    assert "exceeds what its key, or its distance, gets" in shown.text("[data-read=level]")
+    y, x = darkest(ready(shown))
+    assert (y, x) == (pytest.approx(500.5 / 600, abs=0.01), pytest.approx(200.5 / 600, abs=0.01))
+    sink = shown.ask("[300, 400].map((i) => page.head.stored.exact.weight(i, 0) - page.head.stored.expected(i, 0))")
+    assert all(abs(beyond) < 0.05 for beyond in sink)
+    assert shown.ask("location.hash.includes('m=beyond')")
+
+
+def test_a_window_can_be_played_with(middle: tuple[regard.Weights, View], show: Any) -> None:
+    W, view = middle
+    shown = ready(show(view))
+    shown.view("play")
+    window = shown.ask("page.stack.window")
+    assert window[1] - window[0] == 80
+    word = shown.ask("page.state.word") + window[0]
+    weights = torch.tensor(shown.ask("[...page.played.w[page.state.word]]"))
+    here = W[0, word, window[2] : window[3]]
+    torch.testing.assert_close(weights, here / here.sum(), rtol=2e-3, atol=1e-6)

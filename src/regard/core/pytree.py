@@ -131,4 +131,6 @@ def replace_fields(node: T, **changes: Any) -> T:
     """A copy of a node with other values of some fields: `dataclasses.replace`, traceable by torch.compile of 2.6."""
     values = {name: getattr(node, name) for name in node.parts}  # type: ignore[attr-defined]
     values.update(changes)
-    return type(node)(**values)
+    # Dynamo of 2.6 returns an object from a graph only where it can look up the class, and `type(node)` has no address.
+    registered = _NODES.get(type(node).__name__)
+    return (registered if registered is type(node) else type(node))(**values)

@@ -439,7 +439,7 @@ class _Training:
             "step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss), "stale": str(self.stale),
         }  # fmt: skip
         if self.replicas.first:
-            checkpoint.save_json(self.out / checkpoint.HISTORY, self.history)
+            checkpoint.save_history(self.out, self.history)
             checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
         self.saved = self.step
 

@@ -208,7 +208,7 @@ def _write_file(args: argparse.Namespace, source: Input) -> None:
 
     path = Path(args.out)
     text = " ".join((source.text or "").split())
-    with progress(f"writing {printable(path.name)}"), file_errors(args.out):
+    with file_errors(args.out):
         options = _options(
             args,
             title=(text if len(text) <= HINT_LETTERS else f"{text[:HINT_LETTERS]}…") or None,

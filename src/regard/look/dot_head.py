@@ -1,7 +1,6 @@
 """A head whose weights follow from dot products alone: exp(scale · q·k − lse) inside a few intervals of keys a row.
 
-Of such a head a page computes any weight exactly, and the largest weight of every tile of its matrix is found without a
-single exponential.
+Of such a head a page computes any weight exactly.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from torch import Tensor
 from ..core.pytree import replace_fields
 from ..core.weights import Weights
 
-__all__ = ["DotHead", "max_map", "why_not_exact"]
+__all__ = ["DotHead", "max_map", "tile_of_key", "why_not_exact"]
 
 #: Intervals of keys a row, at most.
 INTERVALS = 4
-#: Scores that are written out at a time.
-CELLS = 2**22
+#: Scores that are written out at a time; few enough for a core's own cache, but on a GPU, where a launch costs more.
+CELLS, GPU_CELLS = 2**18, 2**28
 
 
 def why_not_exact(weights: Weights) -> str | None:
@@ -48,7 +47,7 @@ class DotHead:
     hi: Tensor | None  # r i
 
     @staticmethod
-    def of(weights: Weights, head: int, lse: Tensor | None = None) -> DotHead:
+    def of(weights: Weights, head: int, lse: Tensor | None = None, device: torch.device | str = "cpu") -> DotHead:
         """A head of weights (h, i, j) that `why_not_exact` has no objection to."""
         factors = weights._factors
         q, k, score = factors.q, factors.k, factors.score
@@ -60,14 +59,20 @@ class DotHead:
         assert scale is not None, "why_not_exact has no objection"
         key = head * k.shape[-3] // q.shape[-3]
         lse = weights[head].lse() if lse is None else lse
-        return DotHead(q[head].float().cpu(), k[key].float().cpu(), scale, lse.float().cpu(), lo, hi)
+        q, k, lse = (x.to(device, torch.float32) for x in (q[head], k[key], lse))
+        return DotHead(q, k, scale, lse, lo, hi)
 
     def visible(self, rows: slice | list[int], first: int = 0, last: int | None = None) -> Tensor | None:
-        """Which of the keys from `first` to before `last` some rows see, (n, keys); None without a mask."""
+        """Which of the keys from `first` to before `last` some rows see, (n, keys); None where rows see them all."""
         if self.lo is None or self.hi is None:
             return None
-        at = torch.arange(first, self.k.shape[0] if last is None else last)
-        return ((at >= self.lo[:, rows].unsqueeze(-1)) & (at < self.hi[:, rows].unsqueeze(-1))).any(0)
+        last = self.k.shape[0] if last is None else last
+        lo, hi = self.lo[:, rows], self.hi[:, rows]
+        if isinstance(rows, slice) and bool(((lo.amax(-1) <= first) & (hi.amin(-1) >= last)).any()):
+            return None  # all of them
+        at = torch.arange(first, last, device=self.k.device)
+        lo, hi = (x.to(at.device).unsqueeze(-1) for x in (lo, hi))
+        return ((at >= lo) & (at < hi)).any(0)
 
     def rows(self, rows: list[int]) -> Tensor:
         """Weights of some rows as a page computes them, (n, j), in float64."""
@@ -89,32 +94,36 @@ class DotHead:
         lse[rows] += torch.log(1 + after - before).float()
         return DotHead(q, k, self.scale, lse, self.lo, self.hi)
 
-    def max_map(self, rows: int, cols: int) -> Tensor:
-        """The largest weight in each of rows × cols tiles, (rows, cols); tiles are cut as in `Weights.pool`.
+    def columns(self, band: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of adjacent rows with this lse: what every key receives from them, and the largest weight it gets, each (j,).
 
-        The exponential is monotone, so it is taken of the largest score alone; a further coordinate of the vectors
-        subtracts lse within the product. Of a mask only the keys are scored that some row of a band sees.
+        Of a mask only the keys are scored that some row of the band sees.
         """
+        keys = slice(0, self.k.shape[0])
+        if self.lo is not None and self.hi is not None:
+            keys = slice(int(self.lo[:, band].amin()), int(self.hi[:, band].amax()))
+        sums, maxima = (self.k.new_zeros(self.k.shape[0]) for _ in range(2))
+        # A row without a key has lse −inf: it subtracts 0, and the mask hides it.
+        q, norm = self.scale * self.q[band], -lse.float().nan_to_num(neginf=0.0).unsqueeze(-1)
+        step = max(64, (CELLS if q.device.type == "cpu" else GPU_CELLS) // max(1, len(q)))
+        for start in range(keys.start, keys.stop, step):
+            part = slice(start, min(keys.stop, start + step))
+            w = torch.addmm(norm, q, self.k[part].T).exp_()
+            if (visible := self.visible(band, part.start, part.stop)) is not None:
+                w.masked_fill_(~visible, 0.0)
+            torch.sum(w, 0, out=sums[part])
+            torch.amax(w, 0, out=maxima[part])
+        return sums, maxima
+
+    def max_map(self, rows: int, cols: int) -> Tensor:
+        """The largest weight in each of rows × cols tiles, (rows, cols); tiles are cut as in `Weights.pool`."""
         i, j = self.q.shape[0], self.k.shape[0]
-        q = torch.cat([self.scale * self.q, -self.lse.unsqueeze(-1)], -1)
-        k = torch.cat([self.k, torch.ones(j, 1)], -1)
-        tile_of_key, step = _tile_of_key(j, cols), max(1, CELLS // j)
-        tiles = torch.full((rows, cols), -torch.inf)
+        tiles, most = tile_of_key(j, cols), torch.zeros(rows, cols)
         for r in range(rows):
-            last = (r + 1) * i // rows
-            for start in range(r * i // rows, last, step):
-                band = slice(start, min(last, start + step))
-                keys = slice(0, j)
-                if self.lo is not None and self.hi is not None:
-                    keys = slice(int(self.lo[:, band].amin()), int(self.hi[:, band].amax()))
-                if keys.start >= keys.stop:
-                    continue
-                s = q[band] @ k[keys].T
-                if (visible := self.visible(band, keys.start, keys.stop)) is not None:
-                    s.masked_fill_(~visible, -torch.inf)
-                most = s.amax(0).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-                tiles[r].scatter_reduce_(-1, tile_of_key[keys], most, "amax")
-        return tiles.exp()
+            band = slice(r * i // rows, (r + 1) * i // rows)
+            maxima = self.columns(band, self.lse[band])[1]
+            most[r].scatter_reduce_(-1, tiles, maxima.nan_to_num(), "amax")
+        return most
 
 
 @torch.no_grad()
@@ -133,7 +142,7 @@ def max_map(weights: Weights, rows: int, cols: int, lse: Tensor | None = None) -
     return weights.pool(rows, cols, by="max").float().cpu().nan_to_num()
 
 
-def _tile_of_key(keys: int, tiles: int) -> Tensor:
+def tile_of_key(keys: int, tiles: int) -> Tensor:
     """The tile of every key, (j,): tile c begins at ⌊c · keys / tiles⌋."""
     edges = torch.tensor([c * keys // tiles for c in range(tiles + 1)])
     return torch.repeat_interleave(torch.arange(tiles), edges.diff())

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Unpack, cast
 
 from .._io import atomic_write
+from .bands import Report
+from .console import progress
 from .history import History, HistoryLike, as_history, is_history
 from .layers import Subject
 from .options import ViewChanges, ViewOptions
+from .token_text import printable
 
 __all__ = ["View"]
 
@@ -38,6 +41,7 @@ class View:
     ) -> None:
         self.subject: Subject | History = as_history(subject) if is_history(subject) else cast(Subject, subject)
         self.options = replace(options or ViewOptions(), **changes)
+        self._report: Report = lambda step, done: None
 
     def html(self, fragment: bool = False) -> str:
         """The page as one string.
@@ -55,7 +59,7 @@ class View:
         from .page.html import frame, html
         from .page.payload import pack
 
-        page = html(pack(self.subject, self.options))
+        page = html(pack(self.subject, self.options, report=self._report))
         return frame(page) if fragment else page
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -78,7 +82,8 @@ class View:
         file = Path(path)
         suffix = file.suffix.lower()
         if suffix in (".html", ".htm"):
-            text = self.html()
+            with progress(f"writing {printable(file.name)}") as self._report:
+                text = self.html()
         elif suffix == ".svg":
             from .svg import svg
 

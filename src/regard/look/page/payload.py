@@ -15,6 +15,7 @@ import torch
 
 from ...core.weights import Weights
 from ...recorder.head_metrics import BY
+from ..bands import Report
 from ..history import History
 from ..layers import LayerView, Subject, all_layers, batch_note, layers_of, unknown_note
 from ..options import ViewOptions
@@ -37,11 +38,27 @@ METRICS = ("entropy", "mean_distance", "sink", "previous", "induction")
 
 
 @torch.no_grad()
-def pack(subject: Subject | History, options: ViewOptions) -> Packed:
-    """Pack everything that a page needs to show a recording, a `Weights` or a training history."""
+def pack(
+    subject: Subject | History,
+    options: ViewOptions,
+    layers: list[LayerView] | None = None,
+    served: dict[str, Any] | None = None,
+    report: Report | None = None,
+) -> Packed:
+    """Pack everything that a page needs to show a recording, a `Weights` or a training history.
+
+    Args:
+        subject: What is shown.
+        options: What the page begins with.
+        layers: Its layers, if they are there already.
+        served: What a page that has a server knows of it.
+        report: Hears how far the work on a long input is.
+    """
     if isinstance(subject, list):
         return pack_history(subject, options.title)
-    layers = all_layers(subject, options.item, options.values)
+    layers = all_layers(subject, options.item, options.values) if layers is None else layers
+    for view in layers:
+        view.report = report or view.report
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none
@@ -58,6 +75,7 @@ def pack(subject: Subject | History, options: ViewOptions) -> Packed:
         "title": title,
         "about": " · ".join([*([printable(options.model)] if options.model else []), *_sizes(layers, content)]),
         "version": regard_version(),
+        "served": served,
         "command": options.command,
         "sequences": content.sequences,
         "stacks": content.stacks,

@@ -11,7 +11,7 @@ export function addressOf(page) {
     w: book ? word : null, h: chosen?.map((id) => headPlace(book.heads[id])).join(",") || null,
     hide: hide ? 1 : null, merge: merge ? 1 : null, fit: fit ? 1 : null,
     z: view === "long" && map?.view ? round(map.view.i0, map.view.i1, map.view.j0, map.view.j1) : null,
-    m: view === "long" && map?.mode === "mean" ? "mean" : null,
+    m: view === "long" && ["mean", "beyond"].includes(map?.mode) ? map.mode : null,
     o: view === "overview" && atlas ? [atlas.by, atlas.sort, atlas.mode].join(".") : null,
   };
   return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
@@ -54,5 +54,6 @@ function windowOf(page, fields) {
 function readMap(page, { rows, cols }, fields) {
   const [i0, i1, j0, j1] = naturals(fields.get("z")), fits = i0 < i1 && i1 <= rows.length && j0 < j1
     && j1 <= cols.length;
-  page.wantedMap = { view: fits ? { i0, i1, j0, j1 } : null, mode: fields.get("m") === "mean" ? "mean" : "max" };
+  page.wantedMap = { view: fits ? { i0, i1, j0, j1 } : null, mode: ["mean",
+    "beyond"].includes(fields.get("m")) ? fields.get("m") : "max" };
 }

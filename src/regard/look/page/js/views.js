@@ -1,6 +1,7 @@
 // The views in the order of their tabs, and the start of the page.
 
-import { inflate, unpack } from "./data.js";
+import { inflate, inflateBytes, unpack } from "./data.js";
+import { Server, waiting } from "./served.js";
 import { Page } from "./page.js";
 import { spotlight } from "./spotlight.js";
 import { walk } from "./walk.js";
@@ -53,14 +54,18 @@ export const VIEWS = {
   },
 };
 
-export async function show(root, base64) {
+export async function show(root, base64, look) {
   try {
-    return new Page(root, unpack(await inflate(base64)));
+    if (!look) return new Page(root, unpack(await inflate(base64)));
+    const server = new Server(look), header = unpack(await inflateBytes(await server.data((how) => waiting(root, how))));
+    document.title = header.title;
+    return new Page(root, { ...header, server });
   } catch (error) {
     root.textContent = `This page could not be shown: ${error.message}`;
     throw error;
   }
 }
 
-const data = globalThis.document?.getElementById("regard-data");
-if (data) globalThis.regard = show(document.getElementById("regard"), data.textContent);
+const data = globalThis.document?.getElementById("regard-data"),
+  look = globalThis.document?.querySelector('meta[name="regard-look"]')?.content;
+if (data || look) globalThis.regard = show(document.getElementById("regard"), data?.textContent, look);
