@@ -17,7 +17,7 @@ from .shards import PIECES, SHORTEST_PIECE, contiguous, zigzag
 
 __all__ = ["MACHINES", "Cost", "Machine", "Mesh", "Trace", "cost", "ring_trace"]
 
-#: Rows that a rank computes at once: as `sharded.ROWS`.
+#: Rows that a rank computes at once: as `sharded.ROWS_GPU`.
 ROWS = 2**15
 #: The share of a rank's memory that a run may fill: the rest is the allocator's and the libraries'.
 USABLE = 0.9
