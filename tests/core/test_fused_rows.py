@@ -11,7 +11,7 @@ from torch import Tensor
 
 import regard
 import regard.losses
-from regard.core import row_questions
+from regard.core import traced_rows
 from regard.core.fused_rows import fused
 from regard.engines import numba
 from regard.engines.numba import comparison, head_rows
@@ -37,7 +37,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         by_kernels.append(outputs is not None)
         return outputs
 
-    monkeypatch.setattr(row_questions, "fused", ask)
+    monkeypatch.setattr(traced_rows, "fused", ask)
     return by_kernels
 
 
@@ -204,3 +204,22 @@ def test_a_row_that_sees_nothing_has_nothing_to_compare() -> None:
     rows.sum().backward()
     assert (rows[..., 0] == 0).all()
     assert q.grad.isfinite().all()
+
+
+# Inside torch.compile.
+
+
+def test_questions_about_rows_are_operators_of_a_compiled_graph(answers: list[bool]) -> None:
+    def ask(q: Tensor, k: Tensor, other: Tensor) -> Tensor:
+        W, S = regard.weights(q, k, mask=regard.causal()), regard.weights(other, k, mask=regard.causal())
+        largest = W.reduce_heads("mean").topk(2)
+        return W.kl(S).mean() + W.pool(2, 2, by="max").sum() + largest.values.sum()
+
+    leaves = [torch.randn(2, 7, 4, requires_grad=True) for _ in range(3)]
+    want = ask(*leaves)
+    exact = torch.autograd.grad(want, leaves)
+    got = torch.compile(ask, backend="aot_eager", fullgraph=True)(*leaves)
+    torch.testing.assert_close(got, want)
+    for g, e in zip(torch.autograd.grad(got, leaves), exact, strict=True):
+        torch.testing.assert_close(g, e)
+    assert True in answers[3:]  # by kernels, there too

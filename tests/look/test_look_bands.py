@@ -16,6 +16,10 @@ MATRICES = {
     "a causal window": (regard.ScaledDot(), regard.causal() & regard.window(60, 0)),
     "two documents": (regard.Dot(), regard.documents(torch.arange(230) // 120)),
     "a soft cap": (regard.ScaledDot().softcap(2.0), regard.causal()),
+    "biases of rows and keys": (
+        regard.Cosine().bias(torch.arange(230.0).reshape(230, 1) / 40).bias(torch.linspace(0, 2, 230).reshape(1, 230)),
+        None,
+    ),
     "a sink": (regard.ScaledDot().sink(torch.tensor([1.0, 0.0])), None),
 }
 

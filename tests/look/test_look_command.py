@@ -231,6 +231,11 @@ def test_a_closed_stream_is_no_error(stream, warm, monkeypatch):
     getattr(sys, stream).close()
 
 
+def test_a_text_in_another_locale_says_which():
+    with pytest.raises(ValueError, match="set PYTHONUTF8=1"):
+        loading.look_at(b"Der B\xc3\xa4r".decode("ascii", "surrogateescape"))
+
+
 def test_a_text_that_is_a_list_is_said():
     with pytest.raises(TypeError, match="text must be one string, got list"):
         loading.look_at(["The", "cat"])

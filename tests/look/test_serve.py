@@ -56,7 +56,7 @@ def server() -> Iterator[PageServer]:
 def wait(server: PageServer, look: Any = None) -> Any:
     """Wait until a look is ready."""
     look = look or server.first
-    for _ in range(1000):
+    for _ in range(12_000):  # where numba's tiles are not compiled yet, the first takes long
         if look.packed is not None or look.error is not None:
             return look
         time.sleep(0.01)

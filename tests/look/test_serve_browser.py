@@ -57,7 +57,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Shown]]:
         pages.append((shown, f"http://{server.guard.hosts[0]}/"))
         shown.tab.goto(server.guard.link)
         shown.tab.wait_for_url(f"http://{server.guard.hosts[0]}/*")
-        shown.tab.wait_for_selector("main section.view", timeout=20_000)
+        shown.tab.wait_for_selector("main section.view", timeout=120_000)
         return shown
 
     yield open_

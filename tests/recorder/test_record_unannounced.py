@@ -136,6 +136,10 @@ RECORDED = {
     ),
     "exp and F.normalize": (lambda x: F.normalize(scores(x).exp(), p=1, dim=-1) @ x, by_exp),
     "a Gaussian of distances": (lambda x: by_distance(x) @ x, by_distance),
+    "einsum with an ellipsis": (
+        lambda x: torch.einsum("...qk,...kc->...qc", torch.einsum("...qc,...kc->...qk", x, x).softmax(-1), x),
+        lambda x: scores(x).softmax(-1),
+    ),
     "out=": (into_a_buffer, lambda x: scores(x).softmax(-1)),
     "exp of shifted scores and sum": (lambda x: by_shifted_exp(x) @ x, by_shifted_exp),
     "log_softmax and exp": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -277,6 +278,9 @@ class Mask:
         i, j = self.size() or (8, 8)
         shown = self.draw(min(i, CORNER), min(j, CORNER))
         return shown if max(i, j) <= CORNER else f"{shown}\n(the first {CORNER} rows and columns; draw() shows all)"
+
+    def _repr_html_(self) -> str:
+        return str(import_module("regard.look.notebook").mask_html(self))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__.lower()}()"

@@ -46,6 +46,9 @@ def _register(cls: type[T], storable: bool) -> type[T]:
     node: Any = cls
     node.parts = tuple(field.name for field in dataclasses.fields(node))
     node.in_order = not any(field.kw_only for field in dataclasses.fields(node))
+    # Dynamo of 2.6 gives positional arguments to the first fields, and keyword-only ones of a base class come first.
+    fields = node.__dataclass_fields__
+    node.__dataclass_fields__ = dict(sorted(fields.items(), key=lambda named: named[1].kw_only is True))
     _NODES[cls.__name__] = cls
     if storable:
         STORABLE[cls.__name__] = cls

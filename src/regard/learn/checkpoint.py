@@ -6,6 +6,7 @@
     model.safetensors   the best weights so far, by validation loss
     last.safetensors    everything to resume from: weights, their moving average, AdamW's moments, the step
     history.json        the numbers shown while training
+    patterns.safetensors  what every head gives over one piece of the validation data, at every validation
 
 Every file is written atomically: a run that is killed, or runs out of disk, leaves the old file or the new one. Every
 tensor, the fields beside them, the tokenizer, the settings and the history carry checksums, verified before they are
@@ -60,10 +61,10 @@ __all__ = [
 
 FORMAT = "regard model 3"
 
-SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
-    "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json",
+SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS = (
+    "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json", "patterns.safetensors",
 )  # fmt: skip
-FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, TOKENS
+FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS, TOKENS
 
 #: Larger JSON files are none of ours.
 MAX_JSON_BYTES = 1 << 30

@@ -51,7 +51,8 @@ def summarise(weights: Weights, rows: int, cols: int, report: Report) -> tuple[S
         else:
             seen = part.see("entropy", "peak", "lse")
             for n, head in enumerate(dots):
-                sums, maxima = head.columns(band, seen.lse[n])
+                # `head.lse` is 0 less the bias of the rows, if they have one.
+                sums, maxima = head.columns(band, seen.lse[n] + head.lse[band])
                 received[n] += sums
                 pool[n, r].scatter_add_(0, tiles, sums)
                 most[n, r].scatter_reduce_(0, tiles, maxima.nan_to_num(), "amax")

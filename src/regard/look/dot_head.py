@@ -5,7 +5,7 @@ Of such a head a page computes any weight exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,13 +23,15 @@ CELLS, GPU_CELLS = 2**18, 2**28
 
 def why_not_exact(weights: Weights) -> str | None:
     """Why a page cannot compute weights (h, i, j) from queries and keys; None if it can."""
-    factors = weights._factors
-    if factors.score.product_scale(factors.q.shape[-1]) is None:
+    if weights._factors.score.precomputed is not None:
         return "only scores that are dot products are computed in a page"
-    if factors.score.modifiers:
-        return "the scores have a bias, a cap or another change that a page does not compute"
-    if factors.mask is not None:
-        intervals = factors.problem().intervals
+    problem = weights._factors.problem()
+    if problem.similarity_kernel.kernel_op != "product":
+        return "only scores that are dot products are computed in a page"
+    if any(modifier.kernel_op not in ("bias_rows", "bias_keys") for modifier in problem.modifiers):
+        return "the scores have a bias of every cell, a cap or another change that a page does not compute"
+    if problem.mask is not None:
+        intervals = problem.intervals
         if not intervals.exact or len(intervals.lo) > 1 or intervals.lo.shape[1] > INTERVALS:
             return "the mask is not a few intervals of keys a row"
     return None
@@ -37,7 +39,10 @@ def why_not_exact(weights: Weights) -> str | None:
 
 @dataclass
 class DotHead:
-    """One head whose weights are exp(scale · q·k − lse) inside of some intervals."""
+    """One head whose weights are exp(scale · q·k + bias − lse) inside of some intervals.
+
+    Queries and keys are those of the lowered score: normalised for a cosine, say. A bias of rows is in lse.
+    """
 
     q: Tensor  # i d
     k: Tensor  # j d
@@ -45,22 +50,26 @@ class DotHead:
     lse: Tensor  # i
     lo: Tensor | None  # r i
     hi: Tensor | None  # r i
+    bias: Tensor | None = None  # j
 
     @staticmethod
     def of(weights: Weights, head: int, lse: Tensor | None = None, device: torch.device | str = "cpu") -> DotHead:
         """A head of weights (h, i, j) that `why_not_exact` has no objection to."""
-        factors = weights._factors
-        q, k, score = factors.q, factors.k, factors.score
-        lo = hi = None
-        if factors.mask is not None:
-            intervals = factors.problem().intervals
+        one = weights[[head]]
+        problem = one._factors.problem()
+        lo = hi = bias = None
+        if problem.mask is not None:
+            intervals = problem.intervals
             lo, hi = intervals.lo[0].int().cpu(), intervals.hi[0].int().cpu()
-        scale = score.product_scale(q.shape[-1])
-        assert scale is not None, "why_not_exact has no objection"
-        key = head * k.shape[-3] // q.shape[-3]
-        lse = weights[head].lse() if lse is None else lse
-        q, k, lse = (x.to(device, torch.float32) for x in (q[head], k[key], lse))
-        return DotHead(q, k, scale, lse, lo, hi)
+        lse = one.lse()[0] if lse is None else lse
+        q, k, lse = (x.to(device, torch.float32) for x in (problem.q[0, 0], problem.k[0, 0], lse))
+        for modifier in problem.modifiers:
+            added = modifier.operand[0, 0].to(device, torch.float32)
+            if modifier.kernel_op == "bias_rows":
+                lse = lse - added[:, 0]
+            else:
+                bias = added[0] if bias is None else bias + added[0]
+        return DotHead(q, k, problem.similarity_kernel.scale, lse, lo, hi, bias)
 
     def visible(self, rows: slice | list[int], first: int = 0, last: int | None = None) -> Tensor | None:
         """Which of the keys from `first` to before `last` some rows see, (n, keys); None where rows see them all."""
@@ -77,22 +86,27 @@ class DotHead:
     def rows(self, rows: list[int]) -> Tensor:
         """Weights of some rows as a page computes them, (n, j), in float64."""
         s = self.scale * (self.q[rows].double() @ self.k.double().T) - self.lse[rows].double().unsqueeze(-1)
+        s = s if self.bias is None else s + self.bias.double()
         visible = self.visible(rows)
         return s.exp() if visible is None else torch.where(visible, s.exp(), 0.0)
 
     def halved(self, weights: Weights, head: int, rows: list[int] | None = None) -> DotHead:
         """The same head with q and k in 16 bits, and the lse of those; of some rows alone, if they are given."""
-        q, k = self.q.half().float(), self.k.half().float()
-        one = weights[[head]]
-        if rows is None:
-            stored = one._with(replace_fields(one._factors, q=q.unsqueeze(0), k=k.unsqueeze(0)))
-            return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)
-        # The sum of what the row has with the old lse says by how much the new one differs; a sink keeps its share.
-        changed = DotHead(q, k, self.scale, self.lse, self.lo, self.hi)
-        before, after = self.rows(rows).sum(-1), changed.rows(rows).sum(-1)
+        changed = replace(self, q=self.q.half().float(), k=self.k.half().float())
+        score = weights._factors.score
+        if rows is None and not score.modifiers and score.product_scale(self.q.shape[-1]) is not None:
+            one = weights[[head]]
+            factors = replace_fields(one._factors, q=changed.q.unsqueeze(0), k=changed.k.unsqueeze(0))
+            return replace(changed, lse=one._with(factors).lse()[0].float().cpu())
+        # The sum of what a row has with the old lse says by how much the new one differs; a sink keeps its share.
         lse = self.lse.clone()
-        lse[rows] += torch.log(1 + after - before).float()
-        return DotHead(q, k, self.scale, lse, self.lo, self.hi)
+        every = list(range(len(lse))) if rows is None else rows
+        step = max(1, CELLS // self.k.shape[0])
+        for start in range(0, len(every), step):
+            some = every[start : start + step]
+            before, after = self.rows(some).sum(-1), changed.rows(some).sum(-1)
+            lse[some] += torch.log(1 + after - before).float()
+        return replace(changed, lse=lse)
 
     def columns(self, band: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Of adjacent rows with this lse: what every key receives from them, and the largest weight it gets, each (j,).
@@ -108,7 +122,8 @@ class DotHead:
         step = max(64, (CELLS if q.device.type == "cpu" else GPU_CELLS) // max(1, len(q)))
         for start in range(keys.start, keys.stop, step):
             part = slice(start, min(keys.stop, start + step))
-            w = torch.addmm(norm, q, self.k[part].T).exp_()
+            s = torch.addmm(norm, q, self.k[part].T)
+            w = (s if self.bias is None else s.add_(self.bias[part])).exp_()
             if (visible := self.visible(band, part.start, part.stop)) is not None:
                 w.masked_fill_(~visible, 0.0)
             torch.sum(w, 0, out=sums[part])

@@ -11,7 +11,9 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import socket
+import sys
 import urllib.parse
 import warnings
 from collections.abc import Iterator, Sequence
@@ -393,6 +395,11 @@ def _check_text(text: str) -> None:
         raise TypeError(f"text must be one string, got {type(text).__name__}. For several texts, look at each.")
     if not text.strip():
         raise ValueError("the text is empty: it must have at least one word.")
+    if re.search("[\udc80-\udcff]", text):  # bytes of the command line, in a locale that cannot read them
+        raise ValueError(
+            f"the text has bytes that {sys.getfilesystemencoding()} cannot read: set PYTHONUTF8=1, or a UTF-8 locale "
+            "such as LC_ALL=C.UTF-8."
+        )
     try:
         text.encode()
     except UnicodeEncodeError as wrong:

@@ -48,6 +48,8 @@ CHUNKED = {
     "YosoSelfAttention",
 }
 
+IN_CHUNKS = "it attends to chunks, landmarks or samples, which are not positions of the sequence"
+
 #: Operators between a softmax and its product after which weights are still weights.
 KEEPS_WEIGHTS = (
     "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as", "contiguous", "clone", "mul.Tensor",
@@ -122,7 +124,10 @@ def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
     if out.ndim < 2 or not any(product.shape == out.shape for product in eager.products):
         return
     if (site := listener.call_site(frame)) is not None and eager.product_of(out, -1, site) is not None:
-        eager.start(out, -1, site, None, UNNORMALISED)
+        if type(site.module).__name__ in CHUNKED:
+            listener.refuse_at(frame, IN_CHUNKS)
+        else:
+            eager.start(out, -1, site, None, UNNORMALISED)
 
 
 def on_topk(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
@@ -143,7 +148,7 @@ def _start(
         return
     axis = dim % out.ndim - out.ndim
     if type(site.module).__name__ in CHUNKED and out.ndim > 2:
-        listener.refuse_at(frame, "it attends to chunks, landmarks or samples, which are not positions of the sequence")
+        listener.refuse_at(frame, IN_CHUNKS)
         return
     listener.eager.start(out, axis, site, scores if listener.wants_scores and axis == -1 else None, altered)
 
@@ -289,7 +294,7 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     eager = listener.eager
     operands, equation = call["tensors"], call["equation"].replace(" ", "")
     eager.count_operator()
-    sides, _, result = equation.partition("->")
+    sides, _, result = _spelt_out(equation, operands).partition("->")
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
     if not weighted:
@@ -315,6 +320,16 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
         return
     keys_first = others[-2:-1] == mine[axis]
     _finish(listener, softmax, w.movedim(axis, -1), v if keys_first else None, w, v)
+
+
+def _spelt_out(equation: str, operands: list[Tensor]) -> str:
+    """An equation with letters for the axes of "...", where these are the same number everywhere."""
+    sides = equation.partition("->")[0].split(",")
+    counts = {x.ndim - len(letters) + 3 for x, letters in zip(operands, sides, strict=False) if "..." in letters}
+    free = [letter for letter in "ABCDEFGH" if letter not in equation]
+    if len(counts) != 1 or "->" not in equation or max(counts) > len(free):
+        return equation
+    return equation.replace("...", "".join(free[: max(counts)]))
 
 
 def _may_be_scores(operands: list[Tensor], letters: list[str], result: str) -> bool:

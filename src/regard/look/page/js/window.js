@@ -10,7 +10,7 @@ class WindowHead extends Head {
   constructor(base, stack, id, [i0, j0]) {
     const exact = exactOf(base);
     super(base.header, { ...base.layer, mask_name: exact.lo ? "the mask" : undefined, scale: exact.scale, d: exact.d,
-      score: "dot product", q: exact.q ? true : undefined, visible: exact.lo ? true : undefined }, base.place, base.head, base.n, stack, id);
+      score: "dot product", q: exact.q && !exact.bias ? true : undefined, visible: exact.lo ? true : undefined }, base.place, base.head, base.n, stack, id);
     Object.assign(this, { base, from: [i0, j0], exact });
   }
   get w() { return (this._w ??= this.exact.block(this.from[0], this.from[0] + this.i, this.from[1],
@@ -18,7 +18,8 @@ class WindowHead extends Head {
   visible(i, j) { return this.exact.visible(this.from[0] + i, this.from[1] + j); }
   part() { return null; }
   vectors(name) {
-    const { q, k, d } = this.exact, flat = { q, k }[name], from = this.from[name === "q" ? 0 : 1];
+    // With a bias the products alone would explain the scores wrongly.
+    const { q, k, d, bias } = this.exact, flat = bias ? null : { q, k }[name], from = this.from[name === "q" ? 0 : 1];
     if (!flat) return null;
     return range(name === "q" ? this.i : this.j).map((n) => flat.subarray((from + n) * d, (from + n + 1) * d));
   }
