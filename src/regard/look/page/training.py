@@ -22,8 +22,11 @@ def pack_history(
     strips = []
     for measure in MEASURES:
         if series := head_series(history, measure):
-            table = [[values.get(step, math.nan) for step in steps] for values in series.values()]
-            strips.append({"what": measure, "heads": list(series), "values": packer.add(torch.tensor(table))})
+            # Steps at which heads were watched: at others there may be a loss alone.
+            watched = [step for step in steps if any(step in values for values in series.values())]
+            table = [[values.get(step, math.nan) for step in watched] for values in series.values()]
+            numbers = packer.add(torch.tensor(table))
+            strips.append({"what": measure, "heads": list(series), "steps": watched, "values": numbers})
     # Numbers of the run itself, such as the loss: their names have no layer and no head.
     names = dict.fromkeys(name for _, numbers in history for name in numbers if "/" not in name)
     curves = [

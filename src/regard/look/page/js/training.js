@@ -23,8 +23,8 @@ export function training(page, box) {
   for (const one of page.header.strips) box.append(trainingStrip(page, one));
 }
 
-function trainingStrip(page, { what, heads, values }) {
-  const { steps } = page.header, { paint } = page, n = steps.length, numbers = page.header.array(values);
+function trainingStrip(page, { what, heads, steps, values }) {
+  const { paint } = page, n = steps.length, numbers = page.header.array(values);
   // One pass: a long run has more numbers than a call takes arguments.
   let [low, high] = [0, what === "entropy_share" ? 1 : 0];
   for (const x of numbers) if (Number.isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
