@@ -6,10 +6,11 @@
     model.safetensors   the best weights so far, by validation loss
     last.safetensors    everything to resume from: weights, their moving average, the optimizer's moments, the step
     history.json        the numbers shown while training
+    patterns.safetensors  what every head gives over one piece of the validation data, at every validation
 
 Every file is written atomically: a run that is killed, or runs out of disk, leaves the old file or the new one. Every
-tensor, the fields beside them, the tokenizer and the settings carry checksums, verified before they are used. There is
-no random state to save: it follows from the seed and the step.
+tensor, the fields beside them, the tokenizer, the settings and the history carry checksums, verified before they are
+used. There is no random state to save: it follows from the seed and the step.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ __all__ = [
     "read_tensors",
     "read_tokenizer",
     "save",
+    "save_history",
     "save_json",
     "save_settings",
     "seal",
@@ -59,10 +61,10 @@ __all__ = [
 
 FORMAT = "regard model 3"
 
-SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
-    "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json",
+SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS = (
+    "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json", "patterns.safetensors",
 )  # fmt: skip
-FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, TOKENS
+FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS, TOKENS
 
 #: Larger JSON files are none of ours.
 MAX_JSON_BYTES = 1 << 30
@@ -137,6 +139,11 @@ def discard_tokens(folder: Path) -> None:
     """Remove the file of token ids of a run that never began."""
     if not (folder / SETTINGS).exists() and (folder / TOKENS).exists():
         (folder / TOKENS).unlink()
+
+
+def save_history(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write `history.json`, with a checksum."""
+    save_json(folder / HISTORY, seal({"rows": json.loads(encode_json(rows))}))
 
 
 def seal(description: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +354,11 @@ def _forms(tensors: dict[str, Tensor]) -> dict[str, Any]:
 def read_history(folder: Path) -> list[dict[str, Any]]:
     """The rows of `history.json`, checked: one dict per step, with numbers per head where heads were watched."""
     path = folder / HISTORY
-    rows = read_json(path)
+    history = read_json(path)
+    if isinstance(history, list):
+        raise ValueError(f"{path} was written without a checksum: remove it, and the run resumes without its numbers.")
+    _check_seal(history, path)
+    rows = history.get("rows")
     if not isinstance(rows, list) or not all(_is_history_row(row) for row in rows):
         raise ValueError(
             f"{path} is damaged: it must be a list of rows, each with a step and, under heads, numbers of every head."

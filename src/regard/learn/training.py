@@ -25,6 +25,7 @@ from ..recorder import watch
 from . import checkpoint, run_folder, tasks
 from .data import step_seed
 from .optimizer import make_optimizer, zero_state
+from .patterns import PatternLog
 from .pretrained import Pretrained, read_pretrained
 from .progress import Silent
 from .settings import LMChoices, LMSettings, Settings, TranslateChoices, TranslateSettings
@@ -237,6 +238,7 @@ class _Training:
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
         self.stale = 0  # validations since the best one
         self.history: list[dict[str, Any]] = []
+        self.patterns = PatternLog()
         if resume and (out / checkpoint.LAST).exists():  # absent: the run was killed before its first checkpoint
             self._restore()
 
@@ -369,6 +371,7 @@ class _Training:
             self.model.eval()
             with torch.no_grad(), self._precision():
                 self.val_loss = self.task.validate(self.model)
+                self.patterns.look(self.model, self.task, self.step)
             if not math.isfinite(self.val_loss):
                 self._require_finite(torch.tensor(False))
             self.stale += 1
@@ -414,7 +417,8 @@ class _Training:
         fields = {
             "step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss), "stale": str(self.stale),
         }  # fmt: skip
-        checkpoint.save_json(self.out / checkpoint.HISTORY, self.history)
+        checkpoint.save_history(self.out, self.history)
+        self.patterns.save(self.out)
         checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
         self.saved = self.step
 
@@ -444,6 +448,7 @@ class _Training:
             raise ValueError(f"{path} is damaged: its step and losses cannot be read ({error}).") from None
         if not 0 <= self.step <= self.settings.steps:
             raise ValueError(f"{path} is damaged: its step must be at most {self.settings.steps}, got {self.step}.")
+        self.patterns.restore(self.out, self.step)
         if (self.out / checkpoint.HISTORY).exists():  # it may be newer than the checkpoint
             self.history = [row for row in checkpoint.read_history(self.out) if row["step"] <= self.step]
 

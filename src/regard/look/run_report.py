@@ -8,7 +8,7 @@ from typing import Any
 
 from .._io import atomic_write
 
-__all__ = ["REPORT", "write_report"]
+__all__ = ["REPORT", "run_numbers", "write_report"]
 
 #: Name of the page in the folder of a run.
 REPORT = "report.html"
@@ -39,6 +39,7 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         'report.html'
     """
     from ..learn import checkpoint, open_model
+    from ..learn.patterns import read_patterns
     from .page.html import html
     from .page.training import pack_history
 
@@ -52,12 +53,13 @@ def write_report(folder: str | os.PathLike[str]) -> Path:
         f"vectors of {sizes.dim} numbers, {sum(p.numel() for p in trained.model.parameters()):,} parameters, seed "
         f"{sizes.seed}."
     ]
-    page = html(pack_history(_numbers(rows), f"Training of {run.name}", notes, _samples(trained, rows)))
+    samples = _samples(trained, rows)
+    page = html(pack_history(run_numbers(rows), f"Training of {run.name}", notes, samples, read_patterns(run)))
     atomic_write(run / REPORT, [page.encode()])
     return run / REPORT
 
 
-def _numbers(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+def run_numbers(rows: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
     """The rows of a history as steps with numbers by name; rows of one step are joined."""
     steps: dict[int, dict[str, float]] = {}
     for row in rows:

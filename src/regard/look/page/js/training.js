@@ -3,6 +3,7 @@
 import { clamp, count, fixed, largest, near, range } from "./numbers.js";
 import { behind, choice, el, heat, svg } from "./elements.js";
 import { tileUnder } from "./long.js";
+import { trainingPatterns } from "./patterns.js";
 
 const STRIPS = {
   entropy_share: ["entropy, as a share of the most it could be",
@@ -20,11 +21,12 @@ export function training(page, box) {
   }
   for (const [title, text] of page.header.texts)
     box.append(el("figure", { class: "train" }, el("h2", { text: title }), el("pre", { class: "sample", text })));
+  box.append(...trainingPatterns(page));
   for (const one of page.header.strips) box.append(trainingStrip(page, one));
 }
 
-function trainingStrip(page, { what, heads, steps, values }) {
-  const { paint } = page, n = steps.length, numbers = page.header.array(values);
+function trainingStrip(page, { what, heads, values }) {
+  const { steps } = page.header, { paint } = page, n = steps.length, numbers = page.header.array(values);
   // One pass: a long run has more numbers than a call takes arguments.
   let [low, high] = [0, what === "entropy_share" ? 1 : 0];
   for (const x of numbers) if (Number.isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
@@ -79,6 +81,7 @@ function lineOf(steps, numbers, low, high) {
   return svg("svg", { class: "wide", viewBox: `-40 -8 ${width + 46} ${height + 16}`, role: "img",
     "aria-label": `from ${fixed(finite[0], 3)} to ${fixed(finite.at(-1), 3)}` },
     svg("path", { class: "axis", d: `M0 0V${height}H${width}` }),
-    [low, high].map((v) => svg("text", { class: "tiny", x: -5, y: y(v) + 4, "text-anchor": "end", text: near(v) })),
+    [low, high].map((v) => svg("text", { class: "tiny", x: -5, y: y(v) + 4, "text-anchor": "end",
+      text: v && Math.abs(v) < 0.01 ? v.toExponential(0) : near(v) })),
     svg("polyline", { class: "curve", points: points.join(" "), style: { stroke: "var(--accent)" } }));
 }
