@@ -359,7 +359,7 @@ def test_a_report_shows_losses_heads_and_translations(tmp_path):
     small = {"steps": 3, "eval_every": 2, "batch": 4, "dim": 8, "heads": 2, "layers": 1, "vocabulary": 24, "device": "cpu"}  # fmt: skip
     translate(tmp_path / "en", tmp_path / "de", tmp_path / "run", **small)
     rows = checkpoint.read_history(tmp_path / "run")
-    steps = dict(run_report._numbers(rows))
+    steps = dict(run_report.run_numbers(rows))
     assert {"loss", "val_loss", "lr"} <= steps[3].keys()
     assert any(name.startswith("decoder.blocks.0.cross/entropy_share/") for name in steps[1])
     samples = run_report._samples(open_model(tmp_path / "run"), rows)
