@@ -24,6 +24,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from ..recorder import watch
 from . import checkpoint, run_folder, tasks
 from .data import step_seed
+from .optimizer import make_optimizer, zero_state
 from .parallel import Replicas, joined
 from .patterns import PatternLog
 from .pretrained import Pretrained, read_pretrained
@@ -238,7 +239,7 @@ class _Training:
         self.weights = dict(self.model.named_parameters())
         if start is not None:
             self._load(start.weights)
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self.settings, self.weights)
         self.ema = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.ema else {}
         self.compiled_loss: Any = self._compiled() if self.settings.compile else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
@@ -254,15 +255,6 @@ class _Training:
         # A graph writes the gradients of every part into the same memory, where they cannot be added.
         graphs = self.device.type == "cuda" and self.task.static_shapes and self.settings.accumulate == 1
         return torch.compile(self.task.loss, mode="reduce-overhead" if graphs else "default")
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        matrices = [p for p in self.weights.values() if p.ndim >= 2]
-        others = [p for p in self.weights.values() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self.settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.settings.lr, betas=(0.9, 0.99), fused=True)
 
     # The loop.
 
@@ -426,11 +418,8 @@ class _Training:
 
     def save_start(self) -> None:
         """Save the pretrained weights: a run that is killed before its first validation begins from them again."""
-        for p in self.weights.values():  # as AdamW's first step makes them
-            zero = torch.zeros((), device=p.device)
-            self.optimizer.state[p] = {
-                "step": zero, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)
-            }  # fmt: skip
+        for p in self.weights.values():
+            self.optimizer.state[p] = zero_state(self.optimizer, p)
         self._save_last()
 
     def _save_last(self) -> None:
@@ -462,8 +451,8 @@ class _Training:
         for name, average in self.ema.items():
             average.copy_(take(f"ema/{name}", average))
         for name, p in self.weights.items():
-            likes = {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}
-            state = {key: take(f"optimizer/{key}/{name}", like.detach()) for key, like in likes.items()}
+            likes = zero_state(self.optimizer, p)
+            state = {key: take(f"optimizer/{key}/{name}", like) for key, like in likes.items()}
             self.optimizer.state[p] = state
         try:
             self.step = self.saved = int(fields["step"])
