@@ -74,6 +74,8 @@ TESTS = {
     "unannounced attention": ("recorder/test_record_unannounced.py", "recorded_right or without_a_batch or refused_by_name or dropout"),
     "generations": ("recorder/test_record_generate.py", "assisted"),
     "recorded gradients": ("recorder/test_record_grad.py", "reaches or learned_bias or says_what"),
+    "data-parallel": ("learn/test_learn_parallel.py", ""),
+    "cost": ("distributed/test_cost.py", ""),
     "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
 }  # fmt: skip
@@ -88,6 +90,13 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    # learn/parallel.py.
+    Bug("processes take the mean of their losses", "learn/parallel.py", "(part, share * self.size, n == most - 1)", "(part, share, n == most - 1)", ("data-parallel",)),
+    Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * most : (self.rank + 1) * most]", "own = parts[:most]", ("data-parallel",)),
+    # distributed/cost.py.
+    Bug("a window is counted on one side", "distributed/cost.py", "return n + side(band[0]) + side(band[1])", "return n + side(band[0])", ("cost",)),
+    Bug("sums come with the keys that came", "distributed/cost.py", "come * p.key_bytes + go * p.sum_bytes", "come * (p.key_bytes + p.sum_bytes)", ("cost",)),
+    Bug("the next piece sets out when this one is done", "distributed/cost.py", "sent = 0.0 if n == 0 else began", "sent = 0.0 if n == 0 else done", ("cost",)),
     # corpora: sums over documents.
     Bug("a carry is lost", "corpora/exact.py", "total[..., n + 1] += total[..., n] >> BITS", "total[..., n + 1] += 0", ("corpus",)),
     Bug("diagonals are read one place off", "corpora/profile.py", "[..., 1 : r + n].flip(-1)", "[..., 0 : r + n - 1].flip(-1)", ("corpus",)),
