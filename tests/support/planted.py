@@ -187,7 +187,7 @@ BUGS = [
     Bug("strips: heads look at the keys of another group", "core/row_sources.py", "of_keys = slice(heads.start // per_key_head, -(-heads.stop // per_key_head))", "of_keys = slice(heads.start % g, heads.start % g + max(1, (heads.stop - heads.start) // per_key_head))", ("comparison",)),
     Bug("strips: the second matrix takes positions of the first", "core/row_sources.py", "s = self.problem.bare_scores(self.problem.block(part.rows, part.cols))", "s = self.problem.bare_scores(part.block)", ("comparison",)),
     Bug("strips: keys that only the second matrix sees are left out", "core/strips.py", "torch.stack([z for _, z in hulls]).amax(0)", "hulls[0][1]", ("comparison",)),
-    Bug("strips: gradients of the last strip alone", "core/strips.py", "                z += g\n", "                z.copy_(g)\n", ("comparison",)),
+    Bug("strips: gradients of the last strip alone", "core/strips.py", "            z += g\n", "            z.copy_(g)\n", ("comparison",)),
     Bug("comparison: cross-entropy of the wrong side", "core/comparison.py", "-(x.p * x.where_both(x.log_q, 0))", "-(x.q * x.where_both(x.log_p, 0))", ("comparison",)),
     Bug("comparison: a forbidden key is passed over", "core/comparison.py", "return x.infinite((x.p * x.log_ratio).sum(-1))", "return (x.p * x.log_ratio).sum(-1)", ("comparison",)),
     Bug("comparison: the log-ratio of a hidden key is nan", "core/comparison.py", "return x if self.both is None else torch.where(self.both, x, other)", "return x", ("comparison",)),
