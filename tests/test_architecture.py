@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "core.tensor_kinds": {"core.pytree", "core.torch_state"},
     "core.block": set(),
     "core.indexing": set(),
+    "core.patches": set(),
     "core.broadcast": set(),
     "core.stored": set(),
     "core.similarity": {"core.broadcast", "core.pytree"},
@@ -89,7 +90,7 @@ ARROWS: dict[str, set[str]] = {
         "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
     },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.relations",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.patches", "core.problem", "core.relations",
         "core.result_cache", "core.results", "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
         "core.types",
     },
@@ -119,8 +120,8 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "learn", "recorder",
     },
     "look": {
-        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.scores",
-        "core.weights", "corpora", "learn", "recorder",
+        "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.patches", "core.problem", "core.pytree",
+        "core.results", "core.scores", "core.weights", "corpora", "learn", "recorder",
     },
     "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},

@@ -67,7 +67,8 @@ def test_every_block_is_of_a_kind_that_is_run(document):
 def commands(document):
     """Lines that call `regard`, outside of the blocks that are run."""
     text = re.sub(r"^```console\n.*?^```", "", (ROOT / document).read_text(), flags=re.S | re.M).replace("\\\n", " ")
-    lines = re.findall(r"^(?: {4,})?(regard (?:look|walk|learn|generate|translate|corpus) .*)$", text, flags=re.M)
+    verbs = "look|walk|serve|learn|generate|translate|corpus"
+    lines = re.findall(rf"^(?: {{4,}})?(regard (?:{verbs})\b.*)$", text, flags=re.M)
     return [part for line in lines for part in re.split(r" && | {3,}(?=regard )", line)]
 
 

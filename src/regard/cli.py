@@ -1,4 +1,4 @@
-"""The command line: `regard look`, `walk`, `learn`, `generate`, `translate`, `corpus`. Packages bring their verbs."""
+"""The command line: `regard look`, `serve`, `walk`, `learn`, `generate`, `translate`, `corpus`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 #: Modules with verbs. `add(verbs)` adds a parser for every verb, with `set_defaults(run=…)`: run(args) → exit code.
-VERB_MODULES = ("regard.look.command", "regard.learn.command", "regard.corpora.command")
+VERB_MODULES = (
+    "regard.look.command",
+    "regard.look.serve.command",
+    "regard.learn.command",
+    "regard.corpora.command",
+)
 
 TEACH = """\
 Which words does "it" look at?
   regard look "The animal didn't cross the street because it was too tired" --word it
+
+Your own sentences in a browser, and texts of any length:
+  regard serve
 
 How does that come about, number by number?
   regard walk "the cat sat" --word cat
@@ -93,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    _open_closed_streams()
     log = logging.getLogger("regard")
     if not any(isinstance(handler, StderrHandler) for handler in log.handlers):
         log.addHandler(StderrHandler())
@@ -100,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_all(arguments or ["--help"])
         code = int(args.run(args) or 0)
+        if (run := getattr(args, "finished_run", None)) is not None:  # learn and look do not know each other
+            page = import_module("regard.look.run_report").write_report(run)
+            print(f"report: {page}", file=sys.stderr)
         sys.stdout.flush()  # raises BrokenPipeError here, not when Python exits
         return code
     except SystemExit as end:  # after --help and --version
@@ -117,6 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = " (REGARD_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError | TypeError) else ""
         print(f"regard: {_one_line(error)}{hint}", file=sys.stderr)
         return 2
+
+
+def _open_closed_streams() -> None:
+    """Let a process with closed streams (`regard look … >&-`) print to nowhere: Python has None there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
 
 
 def _one_line(error: BaseException) -> str:

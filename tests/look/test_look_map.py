@@ -92,12 +92,46 @@ def map_box(shown: Shown) -> dict[str, float]:
 def test_the_largest_weight_of_every_tile(mask: Any, score: str) -> None:
     torch.manual_seed(0)
     W = regard.weights(2 * torch.randn(3, 101, 8), torch.randn(3, 101, 8), score=score, mask=mask)
-    assert (why_not_exact(W) is None) == (score == "scaled_dot")
+    assert why_not_exact(W) is None, "a cosine is a product of normalised vectors"
     tiles, dense = max_map(W, 13, 10), W.dense()
     for r in range(13):
         for c in range(10):
             part = dense[:, r * 101 // 13 : (r + 1) * 101 // 13, c * 101 // 10 : (c + 1) * 101 // 10]
             torch.testing.assert_close(tiles[:, r, c], part.amax((1, 2)))
+
+
+BIASES = {
+    "of keys": lambda score: score.bias(torch.randn(1, 60)),
+    "of rows": lambda score: score.bias(torch.randn(60, 1)).sink(torch.tensor([1.0, 0.0])),
+    "of both": lambda score: score.bias(torch.randn(2, 1, 60)).bias(torch.randn(2, 60, 1)),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("score", [regard.ScaledDot(), regard.Cosine(), regard.Gaussian(1.5)])
+def test_biases_of_rows_and_keys_are_exact(name: str, score: Any) -> None:
+    torch.manual_seed(0)
+    W = regard.weights(torch.randn(2, 60, 8), torch.randn(2, 60, 8), score=BIASES[name](score), mask=regard.causal())
+    assert why_not_exact(W) is None
+    rows = [0, 7, 59]
+    for h in range(2):
+        head = DotHead.of(W, h)
+        torch.testing.assert_close(head.rows(rows).float(), W[h].dense()[rows])
+        halved = head.halved(W, h)
+        if W._factors.score.sink_logits is None:
+            torch.testing.assert_close(halved.rows(rows).sum(-1), torch.ones(3).double(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(halved.rows(rows).float(), W[h].dense()[rows], rtol=2e-2, atol=1e-4)
+
+
+def test_the_page_adds_the_bias_of_a_key(show: Any) -> None:
+    torch.manual_seed(0)
+    W = regard.weights(torch.randn(1, 340, 8), score=regard.ScaledDot().bias(torch.randn(1, 340)), mask=regard.causal())
+    shown = ready(show(W.show(200)))
+    assert shown.ask("page.head.stored.exact.isExact")
+    row = torch.tensor(shown.ask("[...await page.head.stored.row(200)]"))
+    torch.testing.assert_close(row, W[0, 200], rtol=1e-3, atol=1e-7)
+    one = shown.ask("page.head.stored.exact.weight(200, 77)")
+    assert one == pytest.approx(float(W[0, 200, 77]), rel=1e-3)
 
 
 def test_shared_keys_sinks_and_masks_are_exact() -> None:
@@ -131,7 +165,7 @@ def test_sixteen_bits_where_they_suffice_and_the_largest_error_is_told(size: flo
 def test_the_page_says_why_it_is_not_exact(show: Any) -> None:
     x = torch.randn(1, 320, 8)
     shown = show(regard.weights(x, score=regard.ScaledDot().softcap(3.0)).show(3))
-    assert "No exact weights: the scores have a bias, a cap" in shown.text("[data-read=level]")
+    assert "No exact weights: the scores have a bias of every cell, a cap" in shown.text("[data-read=level]")
     assert shown.tab.locator('[data-key="read"]').is_hidden()
 
 
@@ -330,3 +364,33 @@ def test_the_page_of_a_long_input_is_as_large_as_its_vectors(show: Any, haystack
     vectors = 2 * 20_000 * 8 * spec["bits"] // 8
     assert (tmp_path / "page.html").stat().st_size <= 1.4 * vectors + 2_000_000
     assert shown.seconds <= 5
+
+
+def test_beyond_shows_what_exceeds_its_place_and_not_the_sink(show: Any) -> None:
+    """Every row gives the first key a third, one row gives one key nearly all: the column is what one expects."""
+    numbers = torch.Generator().manual_seed(4)
+    q, k = (0.1 * torch.randn(1, 600, 8, generator=numbers) for _ in "qk")
+    q[..., 6], k[0, 0, 6] = 1, 17  # a sink
+    q[0, 500, 7], k[0, 200, 7] = 30, 1.2
+    shown = show(regard.weights(q, k).show(500))
+    ready(shown)
+    shown.choose("mode", "beyond")
+    drawn(shown)
+    assert "exceeds what its key, or its distance, gets" in shown.text("[data-read=level]")
+    y, x = darkest(ready(shown))
+    assert (y, x) == (pytest.approx(500.5 / 600, abs=0.01), pytest.approx(200.5 / 600, abs=0.01))
+    sink = shown.ask("[300, 400].map((i) => page.head.stored.exact.weight(i, 0) - page.head.stored.expected(i, 0))")
+    assert all(abs(beyond) < 0.05 for beyond in sink)
+    assert shown.ask("location.hash.includes('m=beyond')")
+
+
+def test_a_window_can_be_played_with(middle: tuple[regard.Weights, View], show: Any) -> None:
+    W, view = middle
+    shown = ready(show(view))
+    shown.view("play")
+    window = shown.ask("page.stack.window")
+    assert window[1] - window[0] == 80
+    word = shown.ask("page.state.word") + window[0]
+    weights = torch.tensor(shown.ask("[...page.played.w[page.state.word]]"))
+    here = W[0, word, window[2] : window[3]]
+    torch.testing.assert_close(weights, here / here.sum(), rtol=2e-3, atol=1e-6)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +15,10 @@ from regard.look import View
 from regard.look.page.html import frame
 from support.page_probe import minilm
 
-__all__ = ["Once", "Shown", "it", "number", "show"]
+if TYPE_CHECKING:
+    from regard.look.serve.server import PageServer
+
+__all__ = ["Once", "Shown", "it", "number", "running", "show"]
 
 
 class Shown:
@@ -108,3 +113,16 @@ def it() -> View:
 
 def number(text: str) -> float:
     return float(text.replace("−", "-").replace("∞", "inf").replace("<", "").replace(",", ""))
+
+
+@contextlib.contextmanager
+def running(server: PageServer) -> Iterator[PageServer]:
+    """A server that answers while the block runs."""
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

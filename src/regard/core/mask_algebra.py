@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,7 +13,7 @@ from .block import MatrixBlock, take
 from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
 from .mask_functions import mask_call
-from .pytree import flatten, register_node, tree_map
+from .pytree import flatten, register_node, replace_fields, tree_map
 from .stored import check_broadcasts, require
 from .tensor_kinds import readable
 
@@ -278,6 +279,9 @@ class Mask:
         shown = self.draw(min(i, CORNER), min(j, CORNER))
         return shown if max(i, j) <= CORNER else f"{shown}\n(the first {CORNER} rows and columns; draw() shows all)"
 
+    def _repr_html_(self) -> str:
+        return str(import_module("regard.look.notebook").mask_html(self))
+
     def __repr__(self) -> str:
         return f"{type(self).__name__.lower()}()"
 
@@ -397,10 +401,10 @@ class And(Mask):
         return self.left, self.right
 
     def broadcast_to(self, matrix: MatrixShape) -> Mask:
-        return type(self)(self.left.broadcast_to(matrix), self.right.broadcast_to(matrix))
+        return replace_fields(self, left=self.left.broadcast_to(matrix), right=self.right.broadcast_to(matrix))
 
     def crop(self, rows: slice, cols: slice) -> Mask:
-        return type(self)(self.left.crop(rows, cols), self.right.crop(rows, cols))
+        return replace_fields(self, left=self.left.crop(rows, cols), right=self.right.crop(rows, cols))
 
     def visible(self, block: MatrixBlock) -> Tensor:
         return self.left.visible(block) & self.right.visible(block)

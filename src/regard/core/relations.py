@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engines.reference import dense
 from .evaluation import LazyMatrix
 from .head_reduction import HeadReduction, head_shares
-from .indexing import Tokens
+from .indexing import Tokens, slice_bounds
 from .problem import Factors
 from .row_questions import RowQuestions
 from .row_sources import DenseRows, RowSource, ScoreRows
@@ -62,7 +62,7 @@ class Relations(LazyMatrix, RowQuestions):
         i, j = self._sizes
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise ValueError(f"rows(part) takes a slice without step; got {part!r}.")
-        start, stop, _ = part.indices(i)
+        start, stop, _ = slice_bounds(part, i)
         chosen, keys, factors = slice(start, max(start, stop)), slice(0, j), self._local_factors()
         return self._with(
             Factors(

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from .token_text import cell_width, printable
 
@@ -70,19 +70,23 @@ def print_news(text: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(task: str) -> Iterator[None]:
-    """Show a spinner on stderr while a block runs, if stderr is a terminal."""
+def progress(task: str) -> Iterator[Callable[[str, float], None]]:
+    """Show a spinner on stderr while a block runs, if stderr is a terminal.
+
+    Yields:
+        A function of a step and the share of it that is done, which are shown beside the task.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield lambda step, done: None
         return
     try:
         from rich.console import Console
     except ImportError:
         print_news(f"{task} …")
-        yield
+        yield lambda step, done: None
         return
-    with Console(stderr=True).status(f"{task} …"):
-        yield
+    with Console(stderr=True).status(f"{task} …") as status:
+        yield lambda step, done: status.update(f"{task}: {step}, {done:.0%} …")
 
 
 @contextlib.contextmanager

@@ -1,12 +1,11 @@
 """A head whose weights follow from dot products alone: exp(scale · q·k − lse) inside a few intervals of keys a row.
 
-Of such a head a page computes any weight exactly, and the largest weight of every tile of its matrix is found without a
-single exponential.
+Of such a head a page computes any weight exactly.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,23 +13,25 @@ from torch import Tensor
 from ..core.pytree import replace_fields
 from ..core.weights import Weights
 
-__all__ = ["DotHead", "max_map", "why_not_exact"]
+__all__ = ["DotHead", "max_map", "tile_of_key", "why_not_exact"]
 
 #: Intervals of keys a row, at most.
 INTERVALS = 4
-#: Scores that are written out at a time.
-CELLS = 2**22
+#: Scores that are written out at a time; few enough for a core's own cache, but on a GPU, where a launch costs more.
+CELLS, GPU_CELLS = 2**18, 2**28
 
 
 def why_not_exact(weights: Weights) -> str | None:
     """Why a page cannot compute weights (h, i, j) from queries and keys; None if it can."""
-    factors = weights._factors
-    if factors.score.product_scale(factors.q.shape[-1]) is None:
+    if weights._factors.score.precomputed is not None:
         return "only scores that are dot products are computed in a page"
-    if factors.score.modifiers:
-        return "the scores have a bias, a cap or another change that a page does not compute"
-    if factors.mask is not None:
-        intervals = factors.problem().intervals
+    problem = weights._factors.problem()
+    if problem.similarity_kernel.kernel_op != "product":
+        return "only scores that are dot products are computed in a page"
+    if any(modifier.kernel_op not in ("bias_rows", "bias_keys") for modifier in problem.modifiers):
+        return "the scores have a bias of every cell, a cap or another change that a page does not compute"
+    if problem.mask is not None:
+        intervals = problem.intervals
         if not intervals.exact or len(intervals.lo) > 1 or intervals.lo.shape[1] > INTERVALS:
             return "the mask is not a few intervals of keys a row"
     return None
@@ -38,7 +39,10 @@ def why_not_exact(weights: Weights) -> str | None:
 
 @dataclass
 class DotHead:
-    """One head whose weights are exp(scale · q·k − lse) inside of some intervals."""
+    """One head whose weights are exp(scale · q·k + bias − lse) inside of some intervals.
+
+    Queries and keys are those of the lowered score: normalised for a cosine, say. A bias of rows is in lse.
+    """
 
     q: Tensor  # i d
     k: Tensor  # j d
@@ -46,75 +50,95 @@ class DotHead:
     lse: Tensor  # i
     lo: Tensor | None  # r i
     hi: Tensor | None  # r i
+    bias: Tensor | None = None  # j
 
     @staticmethod
-    def of(weights: Weights, head: int, lse: Tensor | None = None) -> DotHead:
+    def of(weights: Weights, head: int, lse: Tensor | None = None, device: torch.device | str = "cpu") -> DotHead:
         """A head of weights (h, i, j) that `why_not_exact` has no objection to."""
-        factors = weights._factors
-        q, k, score = factors.q, factors.k, factors.score
-        lo = hi = None
-        if factors.mask is not None:
-            intervals = factors.problem().intervals
+        one = weights[[head]]
+        problem = one._factors.problem()
+        lo = hi = bias = None
+        if problem.mask is not None:
+            intervals = problem.intervals
             lo, hi = intervals.lo[0].int().cpu(), intervals.hi[0].int().cpu()
-        scale = score.product_scale(q.shape[-1])
-        assert scale is not None, "why_not_exact has no objection"
-        key = head * k.shape[-3] // q.shape[-3]
-        lse = weights[head].lse() if lse is None else lse
-        return DotHead(q[head].float().cpu(), k[key].float().cpu(), scale, lse.float().cpu(), lo, hi)
+        lse = one.lse()[0] if lse is None else lse
+        q, k, lse = (x.to(device, torch.float32) for x in (problem.q[0, 0], problem.k[0, 0], lse))
+        for modifier in problem.modifiers:
+            added = modifier.operand[0, 0].to(device, torch.float32)
+            if modifier.kernel_op == "bias_rows":
+                lse = lse - added[:, 0]
+            else:
+                bias = added[0] if bias is None else bias + added[0]
+        return DotHead(q, k, problem.similarity_kernel.scale, lse, lo, hi, bias)
 
     def visible(self, rows: slice | list[int], first: int = 0, last: int | None = None) -> Tensor | None:
-        """Which of the keys from `first` to before `last` some rows see, (n, keys); None without a mask."""
+        """Which of the keys from `first` to before `last` some rows see, (n, keys); None where rows see them all."""
         if self.lo is None or self.hi is None:
             return None
-        at = torch.arange(first, self.k.shape[0] if last is None else last)
-        return ((at >= self.lo[:, rows].unsqueeze(-1)) & (at < self.hi[:, rows].unsqueeze(-1))).any(0)
+        last = self.k.shape[0] if last is None else last
+        lo, hi = self.lo[:, rows], self.hi[:, rows]
+        if isinstance(rows, slice) and bool(((lo.amax(-1) <= first) & (hi.amin(-1) >= last)).any()):
+            return None  # all of them
+        at = torch.arange(first, last, device=self.k.device)
+        lo, hi = (x.to(at.device).unsqueeze(-1) for x in (lo, hi))
+        return ((at >= lo) & (at < hi)).any(0)
 
     def rows(self, rows: list[int]) -> Tensor:
         """Weights of some rows as a page computes them, (n, j), in float64."""
         s = self.scale * (self.q[rows].double() @ self.k.double().T) - self.lse[rows].double().unsqueeze(-1)
+        s = s if self.bias is None else s + self.bias.double()
         visible = self.visible(rows)
         return s.exp() if visible is None else torch.where(visible, s.exp(), 0.0)
 
     def halved(self, weights: Weights, head: int, rows: list[int] | None = None) -> DotHead:
         """The same head with q and k in 16 bits, and the lse of those; of some rows alone, if they are given."""
-        q, k = self.q.half().float(), self.k.half().float()
-        one = weights[[head]]
-        if rows is None:
-            stored = one._with(replace_fields(one._factors, q=q.unsqueeze(0), k=k.unsqueeze(0)))
-            return DotHead(q, k, self.scale, stored.lse()[0].float().cpu(), self.lo, self.hi)
-        # The sum of what the row has with the old lse says by how much the new one differs; a sink keeps its share.
-        changed = DotHead(q, k, self.scale, self.lse, self.lo, self.hi)
-        before, after = self.rows(rows).sum(-1), changed.rows(rows).sum(-1)
+        changed = replace(self, q=self.q.half().float(), k=self.k.half().float())
+        score = weights._factors.score
+        if rows is None and not score.modifiers and score.product_scale(self.q.shape[-1]) is not None:
+            one = weights[[head]]
+            factors = replace_fields(one._factors, q=changed.q.unsqueeze(0), k=changed.k.unsqueeze(0))
+            return replace(changed, lse=one._with(factors).lse()[0].float().cpu())
+        # The sum of what a row has with the old lse says by how much the new one differs; a sink keeps its share.
         lse = self.lse.clone()
-        lse[rows] += torch.log(1 + after - before).float()
-        return DotHead(q, k, self.scale, lse, self.lo, self.hi)
+        every = list(range(len(lse))) if rows is None else rows
+        step = max(1, CELLS // self.k.shape[0])
+        for start in range(0, len(every), step):
+            some = every[start : start + step]
+            before, after = self.rows(some).sum(-1), changed.rows(some).sum(-1)
+            lse[some] += torch.log(1 + after - before).float()
+        return replace(changed, lse=lse)
+
+    def columns(self, band: slice, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Of adjacent rows with this lse: what every key receives from them, and the largest weight it gets, each (j,).
+
+        Of a mask only the keys are scored that some row of the band sees.
+        """
+        keys = slice(0, self.k.shape[0])
+        if self.lo is not None and self.hi is not None:
+            keys = slice(int(self.lo[:, band].amin()), int(self.hi[:, band].amax()))
+        sums, maxima = (self.k.new_zeros(self.k.shape[0]) for _ in range(2))
+        # A row without a key has lse −inf: it subtracts 0, and the mask hides it.
+        q, norm = self.scale * self.q[band], -lse.float().nan_to_num(neginf=0.0).unsqueeze(-1)
+        step = max(64, (CELLS if q.device.type == "cpu" else GPU_CELLS) // max(1, len(q)))
+        for start in range(keys.start, keys.stop, step):
+            part = slice(start, min(keys.stop, start + step))
+            s = torch.addmm(norm, q, self.k[part].T)
+            w = (s if self.bias is None else s.add_(self.bias[part])).exp_()
+            if (visible := self.visible(band, part.start, part.stop)) is not None:
+                w.masked_fill_(~visible, 0.0)
+            torch.sum(w, 0, out=sums[part])
+            torch.amax(w, 0, out=maxima[part])
+        return sums, maxima
 
     def max_map(self, rows: int, cols: int) -> Tensor:
-        """The largest weight in each of rows × cols tiles, (rows, cols); tiles are cut as in `Weights.pool`.
-
-        The exponential is monotone, so it is taken of the largest score alone; a further coordinate of the vectors
-        subtracts lse within the product. Of a mask only the keys are scored that some row of a band sees.
-        """
+        """The largest weight in each of rows × cols tiles, (rows, cols); tiles are cut as in `Weights.pool`."""
         i, j = self.q.shape[0], self.k.shape[0]
-        q = torch.cat([self.scale * self.q, -self.lse.unsqueeze(-1)], -1)
-        k = torch.cat([self.k, torch.ones(j, 1)], -1)
-        tile_of_key, step = _tile_of_key(j, cols), max(1, CELLS // j)
-        tiles = torch.full((rows, cols), -torch.inf)
+        tiles, most = tile_of_key(j, cols), torch.zeros(rows, cols)
         for r in range(rows):
-            last = (r + 1) * i // rows
-            for start in range(r * i // rows, last, step):
-                band = slice(start, min(last, start + step))
-                keys = slice(0, j)
-                if self.lo is not None and self.hi is not None:
-                    keys = slice(int(self.lo[:, band].amin()), int(self.hi[:, band].amax()))
-                if keys.start >= keys.stop:
-                    continue
-                s = q[band] @ k[keys].T
-                if (visible := self.visible(band, keys.start, keys.stop)) is not None:
-                    s.masked_fill_(~visible, -torch.inf)
-                most = s.amax(0).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-                tiles[r].scatter_reduce_(-1, tile_of_key[keys], most, "amax")
-        return tiles.exp()
+            band = slice(r * i // rows, (r + 1) * i // rows)
+            maxima = self.columns(band, self.lse[band])[1]
+            most[r].scatter_reduce_(-1, tiles, maxima.nan_to_num(), "amax")
+        return most
 
 
 @torch.no_grad()
@@ -133,7 +157,7 @@ def max_map(weights: Weights, rows: int, cols: int, lse: Tensor | None = None) -
     return weights.pool(rows, cols, by="max").float().cpu().nan_to_num()
 
 
-def _tile_of_key(keys: int, tiles: int) -> Tensor:
+def tile_of_key(keys: int, tiles: int) -> Tensor:
     """The tile of every key, (j,): tile c begins at ⌊c · keys / tiles⌋."""
     edges = torch.tensor([c * keys // tiles for c in range(tiles + 1)])
     return torch.repeat_interleave(torch.arange(tiles), edges.diff())

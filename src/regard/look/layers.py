@@ -16,6 +16,7 @@ from torch import Tensor
 from ..core.weights import Weights
 from ..recorder import Recording
 from ..recorder.slicing import span_of
+from .bands import Report, summarise
 from .dot_head import max_map
 from .ranking import peaks_beyond_received
 from .token_text import is_special, printable, unknown_text
@@ -42,6 +43,8 @@ Subject = Recording | Weights
 DENSE_CELLS = 2**22
 #: Tokens above which a page has a map of the matrix instead of the matrix.
 LONG = 300
+#: Rows from which a summary is computed band by band, with progress.
+BANDS_FROM = 8192
 #: Keys below which a row of a long input sees so few that each gets much.
 FEW_KEYS = 64
 
@@ -56,6 +59,8 @@ class LayerView:
     maybe_weights: Weights | None  # h i j; None if only statistics were recorded
     values: Tensor | None = field(default=None, repr=False)  # g j e
     statistics: dict[str, Tensor] = field(default_factory=dict, repr=False)  # of a layer without weights, (b, h, i)
+    report: Report = field(default=lambda step, done: None, repr=False)  # hears how far long work is
+    _maxima: Tensor | None = field(default=None, init=False, repr=False)  # largest weights of tiles, with the summary
 
     @property
     def weights(self) -> Weights:
@@ -132,12 +137,16 @@ class LayerView:
 
     @functools.cached_property
     def summary(self) -> Statistics:
-        """Row and column statistics and the map of every head of a long input, in one pass."""
-        return self.weights.see("entropy", "peak", "received", "lse", pool=self.tiles)
+        """Row and column statistics and the map of every head of a long input."""
+        if self.sizes[0] < BANDS_FROM:
+            return self.weights.see("entropy", "peak", "received", "lse", pool=self.tiles)
+        summary, self._maxima = summarise(self.weights, *self.tiles, self.report)
+        return summary
 
     def max_map(self, heads: list[int]) -> Tensor:
         """The largest weight in every tile of a long input, of some heads: what the sums of the map hide."""
-        return max_map(self.pick(heads), *self.tiles, self.summary.lse[heads])
+        lse = self.summary.lse[heads]
+        return max_map(self.pick(heads), *self.tiles, lse) if self._maxima is None else self._maxima[heads]
 
     @functools.cached_property
     def first_settled_row(self) -> int:

@@ -68,6 +68,11 @@ class Walk:
     def __repr__(self) -> str:
         return str(self)
 
+    def _repr_html_(self) -> str:
+        from .notebook import walk_html
+
+        return walk_html(self)
+
 
 @torch.no_grad()
 def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *, head: int | None = None) -> Walk:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -125,6 +126,9 @@ class Table(list[Row], Generic[Row]):
         import pandas
 
         return pandas.DataFrame([tuple(row) for row in self], columns=list(self.columns))
+
+    def _repr_html_(self) -> str:
+        return str(import_module("regard.look.notebook").table_html(self.columns, self))
 
     def __repr__(self) -> str:
         shown = [[_cell(v) for v in row] for row in self[:20]]

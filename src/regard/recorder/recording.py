@@ -380,6 +380,9 @@ class Recording(LayerStack):
         lines += [f"refused  {name or '(model)'}: {reason}" for name, reason in self.refused]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        return str(import_module("regard.look.notebook").recording_html(self))
+
     def _title(self) -> str:
         layers = self.layers
         if not layers:

@@ -1,7 +1,8 @@
 """Queries and keys of a long input, from which a page computes exact weights: which heads, in how many bits, how exact.
 
-A weight is exp(scale · q·k − lse) where the mask allows it. The page stores q and k, in 16 bits where that changes no
-weight by more than 0.1 %, the lse of the stored ones, and the mask as a few intervals of keys a row.
+A weight is exp(scale · q·k + bias − lse) where the mask allows it; a bias has one number a key, one of rows is in lse.
+The page stores q and k, in 16 bits where that changes no weight by more than 0.1 %, the lse of the stored ones, and the
+mask as a few intervals of keys a row.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ class VectorBlock:
             "error": error,
         }
         kind = torch.float16 if bits == 16 else torch.float32
-        arrays = {"q": stored.q.to(kind), "k": stored.k.to(kind), "lse": stored.lse, "lo": stored.lo, "hi": stored.hi}
+        arrays = {
+            "q": stored.q.to(kind), "k": stored.k.to(kind), "lse": stored.lse, "bias": stored.bias,
+            "lo": stored.lo, "hi": stored.hi,
+        }  # fmt: skip
         for name, array in arrays.items():
             if array is not None:
                 header[name] = self._append(array)

@@ -1,5 +1,6 @@
 """The page as one HTML file with its script, its style and its data inside; it requests nothing from anywhere.
 
+A served page is the same without the data, for which it asks its own server and no other.
 A Content-Security-Policy allows this script and this style, by their hashes, and nothing else: no request, no other
 script, whatever the data says. Images come from the page itself alone (blob:): it draws one to save it as PNG.
 Script, style and data are deflated, since a notebook stores a page for every view; a few plain lines unpack them, and
@@ -19,7 +20,7 @@ from importlib.resources import files
 
 from .format import Packed
 
-__all__ = ["frame", "html", "page_style", "text_html"]
+__all__ = ["frame", "html", "page_style", "served_policy", "shell", "text_html"]
 
 _PAGE = """\
 <!doctype html>
@@ -30,21 +31,30 @@ _PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
-<title>{title}</title>
+{look}<title>{title}</title>
 </head>
 <body>
 <div id="regard"></div>
 <noscript>This page draws its pictures with a script, which is inside the file. Allow scripts to see them.</noscript>
 <script type="application/octet-stream" id="regard-style">{style}</script>
 <script type="application/octet-stream" id="regard-script">{script}</script>
-<script type="application/octet-stream" id="regard-data">{data}</script>
-{vectors}<script type="module">{unpack}</script>
+{blocks}<script type="module">{unpack}</script>
 </body>
 </html>
 """
 
-#: Queries and keys of long inputs: megabytes that the first picture does not wait for.
-_VECTORS = '<script type="application/octet-stream" id="regard-vectors">{}</script>\n'
+#: The data; and queries and keys of long inputs, megabytes that the first picture does not wait for.
+_BLOCK = '<script type="application/octet-stream" id="regard-{}">{}</script>\n'
+
+#: Which look a served page asks its server for.
+_LOOK = '<meta name="regard-look" content="{}">\n'
+
+_POLICY = (
+    "default-src 'none'; script-src '{}' '{}'; style-src '{}'; {}img-src blob:; base-uri 'none'; form-action 'none'"
+)
+_POLICY_FORM = (
+    re.escape(_POLICY).replace(r"'\{\}'", r"'sha256-[A-Za-z0-9+/=]{44}'").replace(r"\{\}", r"(connect-src 'self'; )?")
+)
 
 #: Runs first: unpacks the style and the script.
 _UNPACK = """
@@ -65,10 +75,10 @@ try {
 
 #: The modules of the script, in the order in which they become one.
 _MODULES = (
-    "data", "numbers", "elements", "stored", "exact", "book", "window", "page", "controls",
+    "data", "numbers", "elements", "stored", "exact", "served", "book", "window", "page", "controls",
     "sentence", "lines", "spotlight", "walk", "play", "square", "atlas", "overview",
-    "tiles", "rulers", "map", "long", "training", "snapshot", "share", "address",
-    "views",
+    "served_tiles", "tiles", "rulers", "map", "long", "compare", "patterns", "training", "snapshot", "share",
+    "scenes", "story", "address", "views",
 )  # fmt: skip
 
 #: The height of the page in a notebook until the page says how tall it is, in pixels; the frame can be resized.
@@ -93,18 +103,39 @@ _FIT = """
 
 def html(packed: Packed) -> str:
     """The complete page, in ASCII."""
+    blocks = _BLOCK.format("data", _base64(packed.data))
+    if packed.vectors:
+        blocks += _BLOCK.format("vectors", _base64(packed.vectors))
+    return _page(text_html(packed.title), blocks)
+
+
+def shell(look: str) -> str:
+    """The page without data, which asks the server that it came from for the data of a look, and for nothing else."""
+    return _page("regard", "", _LOOK.format(text_html(look)))
+
+
+def served_policy(page: str) -> str:
+    """The policy of a page for a header of HTTP, where it may also forbid frames.
+
+    Raises:
+        ValueError: The page was not written by regard, whose policy names every script by its hash.
+    """
+    policy = re.search(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page[:2000])
+    if policy is None or not re.fullmatch(_POLICY_FORM, policy.group(1)):
+        raise ValueError("the file must be a page that regard wrote; its policy names other scripts.")
+    return policy.group(1) + "; frame-ancestors 'none'"
+
+
+def _page(title: str, blocks: str, look: str = "") -> str:
     script, style = _script(), _file("page.css")
-    policy = (
-        f"default-src 'none'; script-src '{_hash(_UNPACK)}' '{_hash(script)}'; style-src '{_hash(style)}'; "
-        "img-src blob:; base-uri 'none'; form-action 'none'"
-    )
+    policy = _POLICY.format(_hash(_UNPACK), _hash(script), _hash(style), "connect-src 'self'; " if look else "")
     return _PAGE.format(
         policy=policy,
-        title=text_html(packed.title),
+        title=title,
+        look=look,
         style=_base64(zlib.compress(style.encode(), 9)),
         script=_base64(zlib.compress(script.encode(), 9)),
-        data=_base64(packed.data),
-        vectors=_VECTORS.format(_base64(packed.vectors)) if packed.vectors else "",
+        blocks=blocks,
         unpack=_UNPACK,
     )
 

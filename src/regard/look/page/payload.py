@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ...core.weights import Weights
 from ...recorder.head_metrics import BY
+from ..bands import Report
+from ..compare import HeadChanges
 from ..history import History
 from ..layers import LayerView, Subject, all_layers, batch_note, layers_of, unknown_note
 from ..options import ViewOptions
@@ -22,6 +24,7 @@ from ..ranking import nan_note
 from ..token_text import printable
 from ..word_vectors import WordVectors
 from .arrays import layer_headers, thumbnails
+from .comparison import pack_changes
 from .content import PageContent
 from .exact import VectorBlock
 from .format import Packed, regard_version
@@ -37,16 +40,36 @@ METRICS = ("entropy", "mean_distance", "sink", "previous", "induction")
 
 
 @torch.no_grad()
-def pack(subject: Subject | History, options: ViewOptions) -> Packed:
-    """Pack everything that a page needs to show a recording, a `Weights` or a training history."""
+def pack(
+    subject: Subject | HeadChanges | History,
+    options: ViewOptions,
+    layers: list[LayerView] | None = None,
+    served: dict[str, Any] | None = None,
+    report: Report | None = None,
+) -> Packed:
+    """Pack everything that a page needs to show a recording, a `Weights`, a comparison or a training history.
+
+    Args:
+        subject: What is shown.
+        options: What the page begins with.
+        layers: Its layers, if they are there already.
+        served: What a page that has a server knows of it.
+        report: Hears how far the work on a long input is.
+    """
+    if isinstance(subject, HeadChanges):
+        return pack_changes(subject, options)
     if isinstance(subject, list):
-        return pack_history(subject, options.title)
-    layers = all_layers(subject, options.item, options.values)
+        return pack_history(cast(History, subject), options.title, options.notes, patterns=options.patterns)
+    layers = all_layers(subject, options.item, options.values) if layers is None else layers
+    for view in layers:
+        view.report = report or view.report
     with_weights = [view for view in layers if view.maybe_weights is not None]
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none
     content = PageContent(
-        with_weights, [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes]
+        with_weights,
+        [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes],
+        options.image,
     )
     start = find_start(subject, content, options)
     content.choose_heads(start)
@@ -58,6 +81,7 @@ def pack(subject: Subject | History, options: ViewOptions) -> Packed:
         "title": title,
         "about": " · ".join([*([printable(options.model)] if options.model else []), *_sizes(layers, content)]),
         "version": regard_version(),
+        "served": served,
         "command": options.command,
         "sequences": content.sequences,
         "stacks": content.stacks,

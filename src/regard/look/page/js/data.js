@@ -7,6 +7,10 @@ export async function inflate(base64) {
   const text = atob(base64.trim());
   const packed = new Uint8Array(text.length);
   for (let n = 0; n < text.length; n++) packed[n] = text.charCodeAt(n);
+  return inflateBytes(packed);
+}
+
+export async function inflateBytes(packed) {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 }

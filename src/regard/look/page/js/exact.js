@@ -1,4 +1,4 @@
-// Exact weights of a long input, computed in the page from stored queries and keys: exp(scale · q·k − lse).
+// Exact weights of a long input, computed in the page from stored queries and keys: exp(scale · q·k + bias − lse).
 
 import { half } from "./data.js";
 
@@ -19,7 +19,7 @@ export class Exact {
     Object.assign(this, { i, j, d: spec.d, scale: spec.scale, bits: spec.bits, error: spec.error,
       intervals: spec.intervals,
       q: vectors(spec.q), k: vectors(spec.k), lse: array(Float32Array, spec.lse), lo: array(Int32Array, spec.lo),
-      hi: array(Int32Array, spec.hi) });
+      hi: array(Int32Array, spec.hi), bias: array(Float32Array, spec.bias) });
   }
   // "exact" is said only where no weight is off by more than 0.1 %.
   get isExact() { return this.error <= 1e-3; }
@@ -35,11 +35,11 @@ export class Exact {
     const { d, q, k } = this;
     let s = 0;
     for (let n = 0, a = i * d, b = j * d; n < d; n++) s += q[a + n] * k[b + n];
-    return Math.exp(s * this.scale - this.lse[i]);
+    return Math.exp(s * this.scale + (this.bias ? this.bias[j] : 0) - this.lse[i]);
   }
   // The weights from rows to keys, row after row; 0 where the mask allows nothing.
   block(rowFrom, rowTo, keyFrom, keyTo) {
-    const width = keyTo - keyFrom, out = new Float32Array((rowTo - rowFrom) * width), { d, q, k, scale, lse } = this;
+    const width = keyTo - keyFrom, out = new Float32Array((rowTo - rowFrom) * width), { d, q, k, scale, lse, bias } = this;
     for (let i = rowFrom; i < rowTo; i++) {
       for (let r = 0; r < (this.lo ? this.intervals : 1); r++) {
         const first = this.lo ? Math.max(keyFrom, this.lo[r * this.i + i]) : keyFrom;
@@ -47,7 +47,7 @@ export class Exact {
         for (let j = first, at = (i - rowFrom) * width + first - keyFrom; j < last; j++, at++) {
           let s = 0;
           for (let n = 0, a = i * d, b = j * d; n < d; n++) s += q[a + n] * k[b + n];
-          out[at] = Math.exp(s * scale - lse[i]);
+          out[at] = Math.exp(s * scale + (bias ? bias[j] : 0) - lse[i]);
         }
       }
     }

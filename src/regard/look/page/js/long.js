@@ -39,7 +39,7 @@ export function long(page, box) {
   };
 }
 
-const canRead = (source, row) => row !== null && (source.exact || source.promise ? row < source.head.i
+const canRead = (source, row) => row !== null && (source.exact || source.promise || source.server ? row < source.head.i
   : source.rows.includes(row));
 
 function mapControls(page, own, map, reading, draw) {
@@ -48,7 +48,8 @@ function mapControls(page, own, map, reading, draw) {
       event.target.value); } });
   return [
     stackChoice(page), headChoice(page),
-    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"]], own.mode,
+    choice("a cell shows", "mode", [["max", "its largest weight"], ["mean", "its share of a row"],
+      ["beyond", "what exceeds its place"]], own.mode,
       (mode) => { own.mode = mode; map().request(); page.writeAddress(); }),
     fitChoice(page),
     tick("mark the strongest", "marks", own.marks, (on) => { own.marks = on; map().request(); }),
@@ -84,10 +85,10 @@ function readButton(page, own) {
   const button = el("button", { class: "chip either", "data-key": "read" }, ready, not);
   const words = ({ i0, i1, j0, j1 }) => [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
   button.addEventListener("click", () => !button.disabled && page.openWindow(page.head,
-    ...words(own.view ?? complete(page.head))));
+    ...words(own.view ?? complete(page.head))).catch((error) => { not.textContent = error.message; refresh(complete(page.head)); }));
   const refresh = (view) => {
     const [i0, i1, j0, j1] = words(view), fits = i1 - i0 <= READABLE && j1 - j0 <= READABLE;
-    button.hidden = !page.head.stored.exact;
+    button.hidden = !page.head.stored.exact && !page.server;
     button.disabled = !fits;
     ready.classList.toggle("invisible", !fits);
     not.classList.toggle("invisible", fits);
@@ -132,7 +133,14 @@ function profile(title, every, sequence, [from, to] = [0, every.length]) {
 }
 
 async function exactRow(page, source, box, own, map) {
-  const { rows, cols } = page.stack, row = await source.row(own.row), best = topOf(row, 12);
+  const { rows, cols } = page.stack, asked = own.row;
+  let row = null;
+  try { row = await source.row(asked); } catch (error) {
+    box.replaceChildren(el("p", { class: "hint", text: `Row ${count(asked)} cannot be shown: ${error.message}` }));
+    return;
+  }
+  if (asked !== own.row || !map.box.isConnected) return; // another row was asked for since
+  const best = topOf(row, 12);
   const some = [...new Set([own.row, ...source.rows])].slice(0, 12);
   const chip = (i) => el("button", {
     class: "chip", "data-key": `row-${i}`, "aria-pressed": String(i === own.row), text: named(rows, i),
@@ -142,7 +150,7 @@ async function exactRow(page, source, box, own, map) {
     onclick: () => fly(map, own.row, j) }, word(named(cols, j))),
   lanes([lane("var(--accent)", row[j], weightText(row[j]), { "data-row": own.row, "data-j": j })]));
   page.keepingFocus(() => box.replaceChildren(el("h2", {}, "Where ", word(named(rows, own.row)), " looks"),
-    el("p", { class: "hint", text: source.promise ? "Click any row of the map; a full bar is 1."
+    el("p", { class: "hint", text: source.promise || source.server ? "Click any row of the map; a full bar is 1."
       : "The page holds these rows exactly; a full bar is 1." }),
     el("div", { class: "chips", role: "group", "aria-label": "Rows" }, some.map(chip)),
     profile(`weights of ${named(rows, own.row)}`, row, cols), el("ol", { class: "best" }, best.map(line))));

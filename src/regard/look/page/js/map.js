@@ -14,7 +14,8 @@ export class MatrixMap {
     const own = page.long, { head } = source;
     Object.assign(this, { page, source, box, readout, head, own, onwindow, cursor: null });
     this.view = own.view ?? complete(head);
-    this.tiles = new Tiles(page, source, () => this.request());
+    // A tile that comes late may be the one under the pointer.
+    this.tiles = new Tiles(page, source, () => { this.request(); if (this.place) this.read(...this.place); });
     // The strongest links, as far as they compare with the first of them.
     const links = source.links(200), least = source.peak[links[0]] / 4;
     this.links = links.filter((i) => source.peak[i] >= least).map((i) => ({ i, j: source.peakAt[i] }));
@@ -61,10 +62,11 @@ export class MatrixMap {
   get options() { return { mode: this.own.mode, fit: this.page.state.fit }; }
   get isComplete() { return this.view.i1 - this.view.i0 >= this.head.i - 1e-6; }
   // What a cell of the picture is, and how true it is.
-  level({ exact, missing }) {
+  level({ exact, missing, served, level }) {
     const { error, bits, isExact } = this.source.exact ?? {}, [r, c] = this.source.tiles;
-    const what = this.own.mode === "mean" ? "the share of a row that falls into a cell, on average"
-      : "the largest weight in a cell";
+    const what = { mean: "the share of a row that falls into a cell, on average", max: "the largest weight in a cell",
+      beyond: "by how much the largest weight in a cell exceeds what its key, or its distance, gets on average" }[this.own.mode];
+    if (served) return servedLevel(served, level, missing, what);
     if (exact && missing) return "computing exact weights …";
     const off = `weights from q and k of ${bits} bits, off by at most ${weightText(100 * error)} % of their value`;
     if (exact) return `${isExact ? "Exact" : "Not exact"}: ${off}. Colour: ${what}.`;
@@ -121,26 +123,44 @@ export class MatrixMap {
   }
   inside([i, j]) { const { view } = this; return i >= view.i0 && i < view.i1 && j >= view.j0 && j < view.j1; }
   read(i, j) {
+    this.place = [i, j];
     const { rows, cols } = this.head.stack, { exact, tiles: [r, c] } = this.source;
     const [row, key] = [clamp(Math.floor(i), 0, this.head.i - 1), clamp(Math.floor(j), 0, this.head.j - 1)];
     const cells = this.width / (this.view.j1 - this.view.j0);
+    const link = () => [word(named(rows, row)), el("span", { class: "arrow", text: " → " }), word(named(cols, key)), " "];
     if (exact && cells >= 0.5) {
       const masked = !exact.visible(row, key);
-      this.readout.replaceChildren(word(named(rows, row)), el("span", { class: "arrow", text: " → " }), word(named(cols,
-        key)), " ",
-        masked ? el("span", { class: "who", "data-read": "weight", text: "the mask forbids it" })
+      this.readout.replaceChildren(...link(), masked ? el("span", { class: "who", "data-read": "weight", text: "the mask forbids it" })
           : el("b", { "data-read": "weight", text: weightText(exact.weight(row, key)) }), " ",
         exact.isExact && !masked ? el("span", { class: "who", text: "exact" }) : "");
       return;
     }
+    const sent = cells >= 0.5 ? this.tiles.served?.weight(row, key) ?? null : null;
+    if (sent !== null) {
+      this.readout.replaceChildren(...link(), sent < 0 ? el("span", { class: "who", "data-read": "weight",
+        text: "the mask forbids it" }) : el("b", { "data-read": "weight", text: weightText(sent) }), " ",
+        sent < 0 ? "" : el("span", { class: "who", text: "exact" }));
+      return;
+    }
     const [a, b] = [Math.floor((row * r) / this.head.i), Math.floor((key * c) / this.head.j)];
-    const mean = this.own.mode === "mean", [first, second] = [spanText(a, r, this.head.i), spanText(b, c, this.head.j)];
+    const { mode } = this.own, mean = mode === "mean", [first, second] = [spanText(a, r, this.head.i), spanText(b, c, this.head.j)];
     this.readout.replaceChildren("words ", el("b", { text: first }), mean ? " give words " : " to words ", el("b",
       { text: second }),
-      mean ? " a share of " : ": at most ", el("b", { "data-read": "tile", text: weightText(mean ? this.source.share(a,
-        b) : this.source.most(a, b)) }));
+      { mean: " a share of ", max: ": at most ", beyond: ": beyond their places at most " }[mode], el("b",
+        { "data-read": "tile", text: weightText(mean ? this.source.share(a, b) : mode === "beyond"
+          ? this.source.beyond(a, b) : this.source.most(a, b)) }));
   }
   listen() { gestures(this); }
+}
+
+// What the cells are that a server computed, and what is still missing.
+function servedLevel({ failed, done, last }, level, missing, what) {
+  if (failed) return `No tiles: ${failed}`;
+  const size = 2 ** (last - level);
+  if (missing && done !== null) return `The server computes the first levels of the map: ${Math.round(100 * done)} %.`;
+  if (missing) return "The server computes …";
+  return size === 1 ? `Exact, computed by the server. Colour: ${what}.`
+    : `Cells of ${count(size)} × ${count(size)} words, computed by the server. Colour: ${what}.`;
 }
 
 const spanText = (n, tiles, length) => `${count(Math.floor((n * length) / tiles))}–${count(Math.floor(((n + 1) * length) / tiles) - 1)}`;

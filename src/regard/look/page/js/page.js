@@ -9,6 +9,7 @@ import { Exact } from "./exact.js";
 import { addressOf, readAddress } from "./address.js";
 import { shareMenu } from "./share.js";
 import { windowStack } from "./window.js";
+import { typing } from "./served.js";
 import { VIEWS } from "./views.js";
 
 export class Page {
@@ -16,13 +17,14 @@ export class Page {
     this.root = root;
     this.book = header.kind === "attention" ? openBook(header) : null;
     this.header = header;
+    this.server = header.server ?? null;
     const start = header.start;
     this.state = {
-      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false,
-        merge: start?.merge ?? false, fit: false, target: start?.target ?? null, theme: "auto",
-      chosen: start?.heads.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
+      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, pair: start?.pair ?? 0, hover: null, hide: start?.hide ?? false,
+        merge: start?.merge ?? false, fit: Boolean(this.book?.stacks[start?.stack ?? 0]?.cols.patches), target: start?.target ?? null, theme: "auto",
+      chosen: start?.heads?.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
         && x.head === h)) : null,
-      layer: start?.heads.length ? null : start?.layer ?? null, cell: null,
+      layer: start?.heads?.length ? null : start?.layer ?? null, cell: null,
     };
     this.chooseViews();
     this.state.view = this.first = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];
@@ -56,7 +58,8 @@ export class Page {
     let done = null;
     const promise = new Promise((resolve) => { done = resolve; });
     for (const [, head] of exact) head.stored.promise = promise;
-    const buffer = await readBlock(document.getElementById("regard-vectors").textContent);
+    const buffer = this.server ? await this.server.vectors()
+      : await readBlock(document.getElementById("regard-vectors").textContent);
     for (const [spec, head] of exact) head.stored.exact = new Exact(spec, buffer, head.i, head.j);
     done();
     this.vectorsPending = false;
@@ -78,7 +81,11 @@ export class Page {
     this.chooseViews();
     return stack;
   }
-  openWindow(head, ...span) {
+  async openWindow(head, ...span) {
+    if (!head.stored.exact) {
+      for (const one of head.stack.heads) one.stored.window = null; // of another window
+      head.stored.window = await this.server.window(head, span);
+    }
     const stack = this.addWindow(head.stack, span), [i0, i1] = span, row = this.long?.row ?? this.state.word;
     const one = stack.heads.find((other) => other.base === head);
     Object.assign(this.state, { stack: stack.n, word: row >= i0 && row < i1 ? row - i0 : 0, chosen: one ? [one.id]
@@ -162,6 +169,7 @@ export class Page {
         shareMenu(this), el("button", { class: "quiet theme", "data-key": "theme",
           "aria-label": "Change between light and dark",
           title: "light / dark", onclick: () => this.turn() }, "◐")),
+      ...(this.header.served?.types ? [typing(this)] : []),
       ...(this.views.length > 1 ? [tabs] : []), ...(this.book?.total > 1 ? [this.tray] : []), this.main, this.foot());
   }
   // The heads that all views show, in their colours; the first one is that of views which show a single head.

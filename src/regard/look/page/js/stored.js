@@ -1,7 +1,7 @@
 // What a page holds of a head of a long input: two maps, numbers of rows and columns, and exact weights.
 // Views ask this source alone: `pool` for a map, `row` for a row.
 
-import { edge, sum } from "./numbers.js";
+import { clamp, edge, sum } from "./numbers.js";
 
 export class Stored {
   constructor(head) {
@@ -11,7 +11,8 @@ export class Stored {
       r * c),
       held: long.exact === undefined ? null : part("exact", long.rows.length * head.j), why: long.why });
     Object.assign(this, { entropy: part("entropy", head.i), peak: part("peak", head.i), peakAt: part("peak_at", head.i),
-      received: part("received", head.j), settled: long.settled, exact: null, promise: null });
+      received: part("received", head.j), settled: long.settled, exact: null, promise: null,
+      server: header.server ?? null });
   }
   // What the rows of a tile give its columns, a row on average.
   share(a, b) {
@@ -20,6 +21,41 @@ export class Stored {
   }
   // The largest weight in a tile.
   most(a, b) { return this.largest[a * this.tiles[1] + b]; }
+  // What a weight is expected to be for its place alone: the mean of its key over the rows that see it or, of one
+  // sequence, the mean at its distance, whichever is more. Distances are those of tiles.
+  expected(i, j) {
+    const { keys, distances } = this.habits, [r, c] = this.tiles, { head } = this;
+    const key = clamp(Math.floor(j), 0, head.j - 1);
+    if (!head.stack.same) return keys[key];
+    return Math.max(keys[key], distances[Math.floor((key * c) / head.j) - Math.floor((clamp(Math.floor(i), 0,
+      head.i - 1) * r) / head.i) + r]);
+  }
+  get habits() {
+    if (this._habits) return this._habits;
+    const [r, c] = this.tiles, { i, j } = this.head, size = (n, tiles, length) => edge(n + 1, tiles, length) - edge(n,
+      tiles, length);
+    const seen = new Float64Array(c), total = new Float64Array(r + c), cells = new Float64Array(r + c);
+    for (let a = 0; a < r; a++) for (let b = 0; b < c; b++) {
+      const weight = this.map[a * c + b];
+      if (!(weight > 0)) continue;
+      seen[b] += size(a, r, i);
+      total[b - a + r] += weight;
+      cells[b - a + r] += size(a, r, i) * size(b, c, j);
+    }
+    const keys = this.received.map((x, key) => x / Math.max(1, seen[Math.floor((key * c) / j)]));
+    return (this._habits = { keys, distances: total.map((x, n) => x / Math.max(1, cells[n])) });
+  }
+  // By how much the largest weight of a tile exceeds what is expected in it at most.
+  beyond(a, b) {
+    const [r, c] = this.tiles, { j } = this.head;
+    if (!this._most) {
+      const { keys } = this.habits;
+      this._most = Float32Array.from({ length: c }, (_, n) => keys.subarray(edge(n, c, j), edge(n + 1, c, j)).reduce((x,
+        y) => Math.max(x, y), 0));
+    }
+    const distance = this.head.stack.same ? this.habits.distances[b - a + r] : 0;
+    return Math.max(0, this.most(a, b) - Math.max(this._most[b], distance));
+  }
   // The share that gets the strongest colour where the colours are fitted. The few tiles above it, such as the first rows
   // of a causal text, which see hardly anything else, would leave the others pale. It is at least four times the mean:
   // where all tiles are alike, their small differences must not look like structure.
@@ -53,6 +89,7 @@ export class Stored {
   async row(i) {
     await this.promise;
     if (this.exact) return this.exact.row(i);
+    if (this.server) return this.server.row(this.head, i);
     const n = this.rows.indexOf(i);
     return n < 0 ? null : this.held.subarray(n * this.head.j, (n + 1) * this.head.j);
   }

@@ -2,13 +2,15 @@
 
 import { clamp, edge } from "./numbers.js";
 import { heat, shade } from "./elements.js";
+import { SIDE, ServedTiles } from "./served_tiles.js";
 
-const SIDE = 256, CACHED = 160;
+const CACHED = 160;
 export const EXACT_WORDS = 2048; // a side: windows up to here are filled with exact tiles
 
 export class Tiles {
   constructor(page, source, again) {
-    Object.assign(this, { page, source, again, made: new Map(), painted: new Map(), queue: [], planes: new Map() });
+    Object.assign(this, { page, source, again, made: new Map(), painted: new Map(), queue: [], planes: new Map(),
+      served: source.server ? new ServedTiles(page, source, again) : null });
   }
   // Whether a window is small enough for exact tiles.
   isExact({ i0, i1, j0, j1 }) { return !!this.source.exact && Math.max(i1 - i0, j1 - j0) <= EXACT_WORDS; }
@@ -37,6 +39,7 @@ export class Tiles {
       0, 0, canvas.width, canvas.height);
     this.queue = [];
     if (exact) this.drawExact(ctx, canvas, view, mode, scale);
+    else if (this.served) return { scale, ...this.served.draw(ctx, canvas, view, mode, scale), served: this.served };
     if (this.queue.length && !this.running) this.run();
     return { scale, exact, missing: this.queue.length };
   }
@@ -45,7 +48,8 @@ export class Tiles {
     const key = `${mode} ${scale}`, { paint } = this.page, [r, c] = this.source.tiles;
     if (!this.planes.has(key)) {
       if (this.planes.size > 8) this.planes.clear();
-      const at = mode === "mean" ? (a, b) => this.source.share(a, b) : (a, b) => this.source.most(a, b);
+      const { source } = this, at = { mean: (a, b) => source.share(a, b), max: (a, b) => source.most(a, b),
+        beyond: (a, b) => source.beyond(a, b) }[mode];
       this.planes.set(key, heat(r, c, (a, b) => paint.tint(shade(at(a, b), scale))));
     }
     return this.planes.get(key);
@@ -67,14 +71,15 @@ export class Tiles {
       }
       this.made.delete(key); // the latest used last
       this.made.set(key, weights);
-      const picture = this.picture(key, weights, rows, cols, pool, mode, scale);
+      const picture = this.picture(key, weights, rows, cols, pool, mode, scale, [a * SIDE, b * SIDE]);
       ctx.drawImage(picture, (b * SIDE - view.j0) * x, (a * SIDE - view.i0) * y, Math.ceil(cols / pool) * pool * x,
         Math.ceil(rows / pool) * pool * y);
     }
     this.queue.sort((one, other) => other.far - one.far);
   }
-  picture(key, weights, rows, cols, pool, mode, scale) {
-    const name = `${key} ${pool} ${mode} ${scale}`, { paint } = this.page;
+  picture(key, weights, rows, cols, pool, mode, scale, [i0, j0]) {
+    const name = `${key} ${pool} ${mode} ${scale}`, { paint } = this.page, { source } = this;
+    const beyond = mode === "beyond" ? (w, i, j) => Math.max(0, w - source.expected(i0 + i, j0 + j)) : (w) => w;
     if (this.painted.size > 4 * CACHED) this.painted.clear();
     if (!this.painted.has(name)) {
       const [m, n] = [Math.ceil(rows / pool), Math.ceil(cols / pool)];
@@ -82,7 +87,7 @@ export class Tiles {
         let most = 0, total = 0;
         const [last, end] = [Math.min(rows, (a + 1) * pool), Math.min(cols, (b + 1) * pool)];
         for (let i = a * pool; i < last; i++) for (let j = b * pool; j < end; j++) {
-          const w = weights[i * cols + j];
+          const w = beyond(weights[i * cols + j], i, j);
           total += w;
           if (w > most) most = w;
         }

@@ -3,19 +3,23 @@
 import { Head } from "./book.js";
 import { range } from "./numbers.js";
 
+// What computes the weights of a window: queries and keys in the page, or a window that the server has sent.
+const exactOf = (head) => head.stored.exact ?? head.stored.window;
+
 class WindowHead extends Head {
   constructor(base, stack, id, [i0, j0]) {
-    super(base.header, { ...base.layer, mask_name: base.stored.exact.lo ? "the mask" : undefined,
-      scale: base.stored.exact.scale,
-      d: base.stored.exact.d, score: "dot product" }, base.place, base.head, base.n, stack, id);
-    Object.assign(this, { base, from: [i0, j0], exact: base.stored.exact });
+    const exact = exactOf(base);
+    super(base.header, { ...base.layer, mask_name: exact.lo ? "the mask" : undefined, scale: exact.scale, d: exact.d,
+      score: "dot product", q: exact.q && !exact.bias ? true : undefined, visible: exact.lo ? true : undefined }, base.place, base.head, base.n, stack, id);
+    Object.assign(this, { base, from: [i0, j0], exact });
   }
   get w() { return (this._w ??= this.exact.block(this.from[0], this.from[0] + this.i, this.from[1],
     this.from[1] + this.j)); }
   visible(i, j) { return this.exact.visible(this.from[0] + i, this.from[1] + j); }
   part() { return null; }
   vectors(name) {
-    const { q, k, d } = this.exact, flat = { q, k }[name], from = this.from[name === "q" ? 0 : 1];
+    // With a bias the products alone would explain the scores wrongly.
+    const { q, k, d, bias } = this.exact, flat = bias ? null : { q, k }[name], from = this.from[name === "q" ? 0 : 1];
     if (!flat) return null;
     return range(name === "q" ? this.i : this.j).map((n) => flat.subarray((from + n) * d, (from + n + 1) * d));
   }
@@ -26,7 +30,7 @@ export function windowStack(book, base, n, [i0, i1, j0, j1]) {
   const same = base.same && i0 === j0 && i1 === j1, rows = part(base.rows, i0, i1), cols = same ? rows : part(base.cols,
     j0, j1);
   const stack = { ...base, n, same, long: false, rows, cols, heads: [], window: [i0, i1, j0, j1], base };
-  const exact = base.heads.filter((head) => head.stored.exact);
+  const exact = base.heads.filter(exactOf);
   stack.heads = exact.map((head, m) => new WindowHead(head, stack, book.heads.length + m, [i0, j0]));
   return stack;
 }
