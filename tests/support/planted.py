@@ -58,6 +58,7 @@ TESTS = {
     "row statistics": ("core/test_row_stats.py", ""),
     "kv": ("core/test_kv.py", ""),
     "losses": ("core/test_losses.py", ""),
+    "patterns": ("core/test_patterns.py", ""),
     "chains": ("core/test_chains.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
     "from_pretrained": ("nn/test_nn_pretrained.py", "last_hidden_state or logits"),
@@ -212,6 +213,8 @@ BUGS = [
     Bug("compiled heads: the gradient forgets the sum of a row", "engines/numba/kernels/head_rows.py", "row_gradient_(s, p, n, m, share * sums[r] / divisor, g[r], f32(1) / divisor)", "row_gradient_(s, p, n, m, share, g[r], f32(1))", ("fused rows",)),
     Bug("compiled heads: a ReLU passes negative products", "engines/numba/kernels/head_rows.py", "x[j] = w * d[j] if x[j] > f32(0) else f32(0)", "x[j] = w * d[j]", ("fused rows",)),
     Bug("compiled heads: the gradient of w without its ReLU", "engines/numba/kernels/head_rows.py", "total += d[j] * max(x[j], f32(0))", "total += d[j] * x[j]", ("fused rows",)),
+    Bug("patterns: rows without a target count", "patterns.py", "there = rows.unsqueeze(-1) & (targets >= 0)", "there = rows.unsqueeze(-1).expand(*rows.shape, targets.shape[-1])", ("patterns",)),
+    Bug("patterns: the largest entropy is that of all keys", "patterns.py", "return weights._with(zeros).lse()", "return weights._with(replace_fields(zeros, mask=None)).lse()", ("patterns",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/spans.py: tiles and cells of complete rows.
     Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
