@@ -1,6 +1,7 @@
 # make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
 # make test-numerics    the numerics under other roundings (ten minutes); part of .ci/run
+# make test-configurations  20,000 random configurations against float64, gradients included (half an hour)
 # make test-ranks       a sequence over up to 5 processes, hundreds of cells; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
@@ -22,7 +23,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-libraries test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -60,6 +61,11 @@ test-everywhere: $(READY)
 
 test-versions:
 	PYTHONPATH=tests $(PYTHON) -m support.versions .cache/versions
+
+# A run that was stopped goes on where it was; remove the file to begin again.
+test-configurations: $(READY)
+	mkdir -p .cache
+	$(BIN)/python tests/support/configurations.py .cache/configurations.jsonl
 
 # Real models of other libraries, in a folder of their own: torchvision has no CPU build, and would trip transformers.
 test-libraries: $(READY)

@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "core.tensor_kinds": {"core.pytree", "core.torch_state"},
     "core.block": set(),
     "core.indexing": set(),
+    "core.patches": set(),
     "core.broadcast": set(),
     "core.stored": set(),
     "core.similarity": {"core.broadcast", "core.pytree"},
@@ -73,11 +74,12 @@ ARROWS: dict[str, set[str]] = {
     "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
     "core.fused_rows": {
-        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.strips", "core.torch_state", "engines",
+        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.row_stats", "core.strips", "core.torch_state", "engines",
     },
+    "core.traced_rows": {"core.fused_rows", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_questions": {
-        "core.arguments", "core.broadcast", "core.comparison", "core.fused_rows", "core.indexing", "core.mask_algebra", "core.problem",
-        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.types",
+        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
+        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.traced_rows", "core.types",
     },
     "core.head_reduction": {
         "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
@@ -88,7 +90,7 @@ ARROWS: dict[str, set[str]] = {
         "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
     },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.problem", "core.relations",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.patches", "core.problem", "core.relations",
         "core.result_cache", "core.results", "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
         "core.types",
     },
@@ -118,8 +120,8 @@ ARROWS: dict[str, set[str]] = {
         "core.weights", "learn", "recorder",
     },
     "look": {
-        "_io", "_lazy", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree", "core.results", "core.scores",
-        "core.weights", "corpora", "learn", "recorder",
+        "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.patches", "core.problem", "core.pytree",
+        "core.results", "core.scores", "core.weights", "corpora", "learn", "recorder",
     },
     "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -45,6 +46,17 @@ def test_a_chapter_computes_what_it_shows_and_draws_its_picture(path, tmp_path, 
         assert checker.check_output(want, got, FLAGS), checker.output_difference(example, got, FLAGS)
     assert [file.name for file in tmp_path.iterdir()] == [picture(path)]
     ET.parse(tmp_path / picture(path))
+
+
+def test_the_table_of_a_thousand_sentences_is_that_of_the_results():
+    figures = json.loads((ROOT / "bench" / "results" / "many_sentences.json").read_text())
+    page = (ROOT / "docs" / "guide" / "16-many-sentences.md").read_text()
+    rows = re.findall(r"^\| ([^|]+) \| (0\.\d+) \| (0\.\d+) – (0\.\d+) \|$", page, flags=re.M)
+    assert len(rows) == 7
+    for name, *numbers in rows:
+        assert [f"{x:.3f}" for x in figures[name]] == numbers, name
+    assert f"| layer 3, head 1, {figures['sentences']:,} sentences |" in page
+    assert figures["moved most"] == [3, 1]
 
 
 @CHAPTERS

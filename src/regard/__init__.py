@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .corpora.result import Corpus, load_corpus
     from .corpora.run import corpus
     from .distributed.cost import cost
+    from .look.compare import compare
     from .look.walk import walk
     from .recorder import Recording, load, record, watch
 
@@ -31,8 +32,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Additive", "Bilinear", "Corpus", "Cosine", "Dot", "Gaussian", "HeadReduction", "Mask", "Peak", "Recording",
     "ScaledDot", "Score", "Similarity", "Statistics", "TopK", "Weights",
-    "attend", "causal", "corpus", "cost", "documents", "load", "load_corpus", "padding", "record", "walk", "watch",
-    "weights", "window",
+    "attend", "causal", "compare", "corpus", "cost", "documents", "load", "load_corpus", "padding", "record", "walk",
+    "watch", "weights", "window",
 ]  # fmt: skip
 
 __getattr__ = lazy_getattr(
@@ -47,6 +48,7 @@ __getattr__ = lazy_getattr(
         "corpora.result": ("Corpus", "load_corpus"),
         "distributed.cost": ("cost",),
         "corpora.run": ("corpus",),
+        "look.compare": ("compare",),
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },

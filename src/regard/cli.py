@@ -101,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    _open_closed_streams()
     log = logging.getLogger("regard")
     if not any(isinstance(handler, StderrHandler) for handler in log.handlers):
         log.addHandler(StderrHandler())
@@ -108,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_all(arguments or ["--help"])
         code = int(args.run(args) or 0)
+        if (run := getattr(args, "finished_run", None)) is not None:  # learn and look do not know each other
+            page = import_module("regard.look.run_report").write_report(run)
+            print(f"report: {page}", file=sys.stderr)
         sys.stdout.flush()  # raises BrokenPipeError here, not when Python exits
         return code
     except SystemExit as end:  # after --help and --version
@@ -125,6 +129,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = " (REGARD_TRACEBACK=1 shows where)" if isinstance(error, RuntimeError | TypeError) else ""
         print(f"regard: {_one_line(error)}{hint}", file=sys.stderr)
         return 2
+
+
+def _open_closed_streams() -> None:
+    """Let a process with closed streams (`regard look … >&-`) print to nowhere: Python has None there."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open until the process ends
 
 
 def _one_line(error: BaseException) -> str:

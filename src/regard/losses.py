@@ -15,7 +15,7 @@ from torch import Tensor
 from .core import api
 from .core.key_choice import KeyChoice
 from .core.row_questions import RowQuestions
-from .core.scores import Similarity
+from .core.scores import Indexer
 from .core.types import MaskLike
 from .core.weights import Weights
 
@@ -135,16 +135,7 @@ def index_weights(q: Tensor, k: Tensor, w: Tensor, mask: MaskLike | None = None)
             f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(w.shape)}."
         )
     packed = torch.cat([q.transpose(-3, -2).flatten(-2), w.to(q.dtype)], -1)  # ... i n·d + n
-    return api.weights(packed.unsqueeze(-3), k.unsqueeze(-3), score=Similarity(_index_scores), mask=mask)
-
-
-def _index_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Index scores of packed queries (..., i, n·d + n)."""
-    d = k.shape[-1]
-    n = q.shape[-1] // (d + 1)
-    w = q[..., n * d :]
-    heads = [q[..., m * d : (m + 1) * d] for m in range(n)]
-    return sum((w[..., m : m + 1] * torch.relu(x @ k.mT) for m, x in enumerate(heads)), q.new_zeros(()))
+    return api.weights(packed.unsqueeze(-3), k.unsqueeze(-3), score=Indexer(n), mask=mask)
 
 
 def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor:

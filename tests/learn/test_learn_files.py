@@ -140,9 +140,19 @@ HISTORIES = [[1, 2], {"step": 1}, [{"step": "1"}], [{"loss": 1.0}], [{"step": 1,
 
 @pytest.mark.parametrize("rows", HISTORIES, ids=str)
 def test_a_history_that_is_none_is_said(rows, text, run):
-    (run / "history.json").write_text(json.dumps(rows))
+    checkpoint.save_json(run / "history.json", checkpoint.seal({"rows": rows}))
     assert "history.json is damaged: it must be a list of rows" in refused(history, run)
     assert "history.json is damaged" in refused(lm, text, run, resume=True)
+
+
+def test_an_edited_history_is_refused(text, run):
+    sealed = json.loads((run / "history.json").read_text())
+    sealed["rows"][0]["loss"] = 0.0
+    (run / "history.json").write_text(json.dumps(sealed))
+    assert "history.json is damaged or was edited: its checksum differs" in refused(history, run)
+    assert "history.json is damaged or was edited" in refused(lm, text, run, resume=True)
+    (run / "history.json").write_text(json.dumps(sealed["rows"]))
+    assert "history.json was written without a checksum: remove it" in refused(history, run)
 
 
 def reseal_tokenizer(run: Path, tokenizer: dict) -> None:

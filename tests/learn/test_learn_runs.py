@@ -148,8 +148,8 @@ def test_an_interruption_leaves_no_trace_in_the_history(at, text, finished_run, 
     assert lm(text, out, resume=True).finished
 
     def rows(folder):
-        entries = json.loads((folder / "history.json").read_text())
-        return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in entries]
+        every = checkpoint.read_history(folder)
+        return [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in every]
 
     assert rows(out) == rows(finished_run)
 
@@ -324,7 +324,7 @@ def test_a_folder_without_a_name_is_no_folder(text, tmp_path, capsys, monkeypatc
 
 def test_a_short_run_reaches_its_learning_rate(text, tmp_path):
     lm(text, tmp_path / "run", **{**TINY, "steps": 10, "eval_every": 1, "warmup": 1000})
-    rates = [row["lr"] for row in checkpoint.read_json(tmp_path / "run" / "history.json") if "lr" in row]
+    rates = [row["lr"] for row in checkpoint.read_history(tmp_path / "run") if "lr" in row]
     assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
     assert max(rates) == rates[1] == 3e-3
 
@@ -431,8 +431,10 @@ def test_a_run_goes_on_only_as_it_began(text, finished_run, tmp_path):
         lm(text, finished_run, **TINY)
     with pytest.raises(ValueError, match="holds no run to resume"):
         lm(text, tmp_path / "none", resume=True)
-    with pytest.raises(ValueError, match=r"has --steps 12, got 13: a resumed run keeps its settings"):
-        lm(text, finished_run, resume=True, steps=13)
+    with pytest.raises(
+        ValueError, match=r"has --steps 12, got 11: a resumed run keeps its settings; it can only be extended"
+    ):
+        lm(text, finished_run, resume=True, steps=11)
     with pytest.raises(ValueError, match="of the kind 'lm', not 'translate'"):
         translate(text, text, finished_run, resume=True)
     other = tmp_path / "other.txt"
@@ -538,7 +540,7 @@ def test_mixed_precision_and_compilation_learn_too(text, tmp_path, monkeypatch):
 def test_history_has_loss_speed_and_every_head(text, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "WATCH_EVERY", 2)
     lm(text, tmp_path / "run", **TINY)
-    rows = json.loads((tmp_path / "run" / "history.json").read_text())
+    rows = checkpoint.read_history(tmp_path / "run")
     assert [row["step"] for row in rows if "val_loss" in row] == [4, 8, 12]
     looked = [row for row in rows if "heads" in row]
     assert len(looked) == 6

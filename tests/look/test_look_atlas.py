@@ -93,7 +93,7 @@ def test_shift_and_click_compare_two_heads(show: Any, it: View) -> None:
     said = shown.text('[data-read="difference"]')
     assert said.startswith(f"most: {words[i]} → {words[j]}")
     colours = shown.tab.evaluate(
-        """(() => { const c = document.querySelector('.compare figure canvas'), d = c.getContext('2d').getImageData(0, 0, 15, 15).data;
+        """(() => { const c = document.querySelector('.versus figure canvas'), d = c.getContext('2d').getImageData(0, 0, 15, 15).data;
             return [...Array(225).keys()].map((n) => d[4 * n] - d[4 * n + 2]); })()"""
     )
     red = torch.tensor(colours).reshape(15, 15)

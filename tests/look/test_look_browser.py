@@ -527,10 +527,10 @@ def test_everything_is_reached_by_keys(show: Any, it: View) -> None:
     keys = shown.tab.keyboard
     shown.tab.focus("#tab-spotlight")
     seen_views = []
-    for _ in range(5):
+    for _ in range(6):
         seen_views.append(shown.ask("page.state.view"))
         keys.press("ArrowRight")
-    assert seen_views == ["spotlight", "walk", "play", "square", "overview"]
+    assert seen_views == ["spotlight", "story", "walk", "play", "square", "overview"]
     assert shown.ask("page.state.view") == "spotlight"
     assert shown.tab.evaluate("document.activeElement.id") == "tab-spotlight"
     for key in ("tray-0", "tray-1", "word-10"):
@@ -603,7 +603,7 @@ def test_who_wants_no_motion_gets_none(show: Any, it: View) -> None:
 def test_hostile_tokens_layers_and_refusals_are_text(show: Any) -> None:
     shown = show(View(hostile_recording(), title="".join(HOSTILE[:8])))
     assert shown.tab.locator(".word").count() == len(HOSTILE)
-    for view in ("spotlight", "walk", "play", "square", "overview"):
+    for view in ("spotlight", "story", "walk", "play", "square", "overview"):
         shown.view(view)
         for fold in shown.tab.locator("details").all():
             fold.locator("summary").first.click()

@@ -224,6 +224,23 @@ def test_the_terminal_s_width_is_kept(run, monkeypatch, width):
         assert len(wide) == (width == "40")
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_closed_stream_is_no_error(stream, warm, monkeypatch):
+    monkeypatch.setattr(sys, stream, None)  # as Python has it after `regard look … >&-`
+    assert cli.main(["look", "The cat sat", "--word", "cat"]) == 0
+    getattr(sys, stream).close()
+
+
+def test_a_text_in_another_locale_says_which():
+    with pytest.raises(ValueError, match="set PYTHONUTF8=1"):
+        loading.look_at(b"Der B\xc3\xa4r".decode("ascii", "surrogateescape"))
+
+
+def test_a_text_that_is_a_list_is_said():
+    with pytest.raises(TypeError, match="text must be one string, got list"):
+        loading.look_at(["The", "cat"])
+
+
 def test_colour_goes_to_terminals_only(run, monkeypatch):
     arguments = ("look", SENTENCE, "--word", "it")
     assert "\x1b" not in run(*arguments)[1]
@@ -403,10 +420,11 @@ def test_a_model_trained_here_is_looked_into(run, tmp_path):
     assert run("walk", "to be", "--model", "bard", "--word", "b", "--with", "q,k,v")[0] == 0
 
 
-def test_the_bundled_model_is_verified(monkeypatch):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "vocab.txt"])
+def test_the_bundled_model_is_verified(name, monkeypatch):
     loading._bundled.cache_clear()
-    monkeypatch.setattr(loading, "_SHA256", "0" * 64)
-    with pytest.raises(ValueError, match="not those that were published"):
+    monkeypatch.setitem(loading._SHA256, name, "0" * 64)
+    with pytest.raises(ValueError, match=f"{name} of the bundled model is not the file that was published"):
         loading.load_model()
     loading._bundled.cache_clear()
 

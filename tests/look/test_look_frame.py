@@ -15,7 +15,8 @@ import regard
 from regard.look import View
 from regard.look.console import command_hint
 from regard.look.page import html as page_html
-from regard.look.svg import _HUES, _TINTS, svg
+from regard.look.svg import svg
+from regard.look.svg_elements import HUES, SIGNED, TINTS
 from regard.look.terminal import draw
 from regard.look.token_text import bare, resolve, unknown_text, unknown_token
 from support.page_probe import CAT, history
@@ -273,9 +274,11 @@ def test_rows_of_a_decoder_say_what_they_write(show: Any) -> None:
 def test_picture_and_page_have_one_palette() -> None:
     css = (Path(page_html.__file__).parent / "page.css").read_text()
     light = css[: css.index("data-theme")]
-    assert [re.search(rf"--h{n}: (#\w+)", light).group(1) for n in range(2)] == list(_HUES)
+    assert [re.search(rf"--h{n}: (#\w+)", light).group(1) for n in range(2)] == list(HUES)
     tints = [tuple(map(int, re.search(rf"--tint-{n}: ([\d ]+);", light).group(1).split())) for n in range(5)]
-    assert tints == list(_TINTS)
+    assert tints == list(TINTS)
+    ends = [tuple(map(int, re.search(rf"--{name}: ([\d ]+);", light).group(1).split())) for name in ("minus", "plus")]
+    assert ends == list(SIGNED)
 
 
 def test_a_long_command_is_broken_between_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,8 +243,8 @@ def test_bars_and_map_of_play_have_fixed_scales(show: Any, it: View) -> None:
     recorded = minilm()[0][2, 1].row(10).tolist()
     for bar in shown.tab.locator(".bars .lane").all()[::4]:
         j = int(bar.locator("b").get_attribute("data-j"))
-        left = bar.locator(".ghost").bounding_box()["x"] - bar.bounding_box()["x"]
-        assert left == pytest.approx(recorded[j] * full, abs=1.5)
+        ghost = bar.locator(".ghost").bounding_box()
+        assert ghost["x"] + ghost["width"] - bar.bounding_box()["x"] == pytest.approx(recorded[j] * full, abs=1.5)
 
 
 def test_looking_at_a_head_reads_the_style_sheet_once(show: Any) -> None:
@@ -431,3 +431,55 @@ def test_the_first_rows_of_a_causal_text_are_no_links_and_fix_no_scale(show: Any
     shown.tab.check('[data-key="fit"]')
     shown.tab.wait_for_timeout(100)
     assert float(re.sub(r"[^\d.]", "", shown.texts(".longmap .legend")[0].split("\n")[-1].split()[-1])) < 0.5
+
+
+def test_a_word_is_forbidden_by_a_click_and_the_row_renormalised(show: Any, it: View) -> None:
+    shown = show(it, reduced_motion="reduce").view("play")
+    recorded = torch.tensor(shown.ask("[...page.head.row(10)]"))
+    shown.click("forbid-13")
+    want = recorded.clone()
+    want[13] = 0
+    want /= want.sum()
+    got = torch.tensor(shown.ask("page.played.w[10]"))
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-2)  # the page has q and k in 16 bits
+    assert shown.tab.evaluate("document.activeElement.dataset.key") == "forbid-13", "the button keeps the focus"
+    assert shown.text(".barred .lane b") == "forbidden"
+    assert "1 word forbidden: 0.694 of the recorded row" in shown.text('[data-read="forbidden"]')
+    ghost = shown.tab.locator('.lane:has([data-j="13"]) .ghost').bounding_box()["width"]
+    full = shown.tab.locator('.lane:has([data-j="13"])').bounding_box()["width"]
+    assert ghost / (0.74 * full) == pytest.approx(0.694, abs=0.01), "the recorded weight stays as a frame"
+    shown.tab.keyboard.press("Enter")
+    torch.testing.assert_close(torch.tensor(shown.ask("page.played.w[10]")), recorded, atol=1e-3, rtol=1e-2)
+    for n in (0, 2, 13):
+        shown.click(f"forbid-{n}")
+    shown.click("forbid-none")
+    assert shown.tab.locator(".barred").count() == 0
+    # A drag over the curves moves the slider.
+    box = shown.tab.locator(".plot-area").bounding_box()
+    shown.tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] / 2)
+    shown.tab.mouse.down()
+    shown.tab.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + box["height"] / 2)
+    shown.tab.mouse.up()
+    assert shown.ask("page.play.power") > 1
+    assert shown.tab.locator('[data-key="power"]').input_value() == str(shown.ask("page.play.power"))
+    assert shown.tab.evaluate("[...document.querySelectorAll('.saturation .tiny')].map((x) => x.textContent)")[:3] == [
+        "0",
+        "0.5",
+        "1",
+    ]
+
+
+def test_the_slider_has_time_for_sixty_frames_at_three_hundred_tokens(show: Any) -> None:
+    values = {"values": torch.randn(2, 300, 32, generator=torch.Generator().manual_seed(1))}
+    shown = show(regard.weights(torch.randn(2, 300, 32, generator=torch.Generator().manual_seed(0))).show(3, **values))
+    shown.view("play")
+    bars = shown.tab.evaluate("[...document.querySelectorAll('.best .token')].map((x) => x.textContent)")
+    took = shown.tab.evaluate(
+        """() => { const x = document.querySelector('[data-key="power"]'), all = [];
+           for (let n = 0; n < 40; n++) { x.value = n / 10; const t = performance.now();
+             x.dispatchEvent(new Event('input')); document.body.offsetHeight; all.push(performance.now() - t); }
+           return Math.min(...all); }"""
+    )
+    assert took <= 8, "half of a frame is left for painting"
+    after = shown.tab.evaluate("[...document.querySelectorAll('.best .token')].map((x) => x.textContent)")
+    assert after == bars, "bars stay where they are"

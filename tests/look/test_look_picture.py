@@ -11,7 +11,8 @@ import torch
 
 import regard
 from regard.look import token_text
-from regard.look.svg import _HUES, _dark, svg
+from regard.look.svg import svg
+from regard.look.svg_elements import HUES, tint_fill
 from support.look_subjects import HISTORY, TOKENS, WIDE, fake_recording
 from support.page_probe import HOSTILE
 
@@ -54,7 +55,7 @@ def test_the_square_is_the_matrix():
     left, top, side = float(frame.get("x")), float(frame.get("y")), float(cells[0].get("width"))
     for cell in cells:  # each shade stands at its own row and column
         i, j = round((float(cell.get("y")) - top) / side), round((float(cell.get("x")) - left) / side)
-        assert f'fill="{cell.get("fill")}"' == _dark(float(w[i, j]) ** 0.6), "one scale, 0 to 1, as in the page"
+        assert f'fill="{cell.get("fill")}"' == tint_fill(float(w[i, j]) ** 0.6), "one scale, 0 to 1, as in the page"
 
 
 def test_two_heads_are_told_apart_without_colour():
@@ -131,7 +132,7 @@ def test_a_training_history_is_a_line_a_head():
     root = read(svg(HISTORY))
     lines = list(root.iter(f"{NAME}path"))
     assert len(lines) == 2 * 4  # two measures of four heads
-    assert sum(line.get("stroke") == _HUES[0] for line in lines) == 2
+    assert sum(line.get("stroke") == HUES[0] for line in lines) == 2
     assert "entropy, a share of the most it could be: 4 heads; block.0 1 ends at 0.00865" in texts(root)
     assert "step 95" in texts(root)
     read(svg([(0, {"</script>/entropy_share/0": 0.5})], title="one step"))

@@ -24,7 +24,7 @@ def tiny_model(name, cls, attention="sdpa"):
     _, config_class, config, _ = zoo.ZOO[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(**config)
-    config._attn_implementation = attention
+    config._attn_implementation = attention if zoo.takes_any_attention(name) else "eager"
     return getattr(transformers, cls)(config).eval()
 
 
@@ -89,6 +89,26 @@ def test_a_generation_is_one_matrix(case, left_padded):
         assert layer.tokens[0] == [[f"w{n}" for n in row] for row in text.tolist()]
         if layer.saved.mask is not None:
             assert "dense" not in repr(layer.saved.mask)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_an_assisted_generation_is_one_matrix_without_rejected_candidates(attention):
+    model = tiny_model("llama", "LlamaForCausalLM", attention)
+    torch.manual_seed(5)
+    assistant = transformers.LlamaForCausalLM(model.config).eval()  # other weights: nearly all it says is rejected
+    prompt = zoo.ids(1, PROMPT)
+    more = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "assistant_model": assistant}
+    with regard.record(model, tokens=lambda n: f"w{n}") as seen:
+        out = model.generate(prompt, **more)
+    assert seen.refused == []
+    assert [len(one) for one in seen.passes] == [2]
+    assert seen.passes[0].steps > 3
+    text = out[:, : PROMPT + NEW - 1]
+    with torch.no_grad(), regard.record(model) as complete:
+        model(text)
+    for layer, right in zip(seen.layers, complete.layers, strict=True):
+        torch.testing.assert_close(layer.weights.dense(), right.weights.dense(), atol=1e-5, rtol=0)
+        assert layer.tokens[0][0] == [f"w{n}" for n in text[0].tolist()]
 
 
 def test_two_generations_are_two_passes():

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops.map import map as map_rows
 
 import regard
 from regard.recorder import RefusedWarning
@@ -71,7 +72,7 @@ HIGHER_ORDER = {
         lambda i, t: i < 3, lambda i, t: (i + 1, t * 2), (torch.tensor(0), x)
     )[1],
     "scan": lambda x: torch._higher_order_ops.scan(lambda c, t: (c + t, c * 1), torch.zeros_like(x[0]), x)[1],
-    "map": lambda x: torch._higher_order_ops.map(lambda t: t + 1, x),
+    "map": lambda x: map_rows(lambda t: t + 1, x),
 }
 
 
@@ -339,9 +340,10 @@ def test_unknown_layers_are_an_error_at_once():
         regard.record(model(), layers=["foo"])
 
 
-def test_a_layer_number_that_never_comes_is_named(x):
+@pytest.mark.parametrize("layers", [[1, 7], [7]])
+def test_a_layer_number_that_never_comes_is_named(layers, x):
     net = model()
-    with pytest.warns(RefusedWarning, match=r"layers \[7\].*3 attention calls"), regard.record(net, layers=[1, 7]):
+    with pytest.warns(RefusedWarning, match=r"layers \[7\].*3 attention calls"), regard.record(net, layers=layers):
         net(x)
 
 

@@ -142,6 +142,38 @@ def test_sdpa_inside_torchscript(x):
     close(seen[0].dense(), by_hand(x, x))
 
 
+class TwoLayers(nn.Module):
+    def forward(self, q):
+        q = F.scaled_dot_product_attention(q, q, q)
+        return torch.softmax(q @ q.mT, -1) @ q
+
+
+@pytest.mark.parametrize("scripted", [torch.jit.script, lambda model: torch.jit.trace(model, torch.randn(B, H, T, D))])
+def test_a_model_that_is_torchscript(scripted, x):
+    model = scripted(TwoLayers())
+    with regard.record(model) as seen:
+        model(x)
+        model(x)
+    assert [len(one) for one in seen.passes] == [2, 2]
+    close(seen[0].dense(), by_hand(x, x))
+    close(seen[1].dense(), by_hand(by_hand(x, x) @ x, by_hand(x, x) @ x, scale=1.0))
+    assert not torch.nn.modules.module._global_forward_hooks
+    with pytest.raises(ValueError, match="TorchScript modules take no hooks"):
+        regard.watch(model)
+
+
+def test_tracing_is_named(x):
+    with pytest.warns(RefusedWarning, match=r"called by torch.jit.trace"), regard.record(model := TwoLayers()) as seen:
+        torch.jit.trace(model, x, check_trace=False)
+    assert len(seen) == 0
+
+
+def test_a_model_without_numbers_is_named(x):
+    model = nn.MultiheadAttention(8, 2, device="meta")
+    with pytest.warns(RefusedWarning, match="meta device"), regard.record(model):
+        model(*[torch.empty(2, 3, 8, device="meta")] * 3)
+
+
 HAND = {
     "matmul": lambda x: torch.softmax(x @ x.mT / math.sqrt(D), -1) @ x,
     "F.softmax, dropout of nothing": lambda x: F.dropout(F.softmax(x @ x.mT / math.sqrt(D), dim=-1), 0.1, False) @ x,

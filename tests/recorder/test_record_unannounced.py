@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import regard
@@ -72,6 +73,21 @@ def by_shifted_exp(x):
     return e / e.sum(dim=-1, keepdim=True)
 
 
+def in_place(x):
+    s = scores(x)
+    s.sub_(s.amax(-1, keepdim=True)).exp_()
+    return s.div_(s.sum(-1, keepdim=True))
+
+
+def by_distance(x):
+    return (-0.1 * torch.cdist(x, x) ** 2).softmax(-1)
+
+
+def into_a_buffer(x):
+    w = torch.softmax(scores(x), -1, out=torch.empty(B, N, N))
+    return torch.matmul(w, x, out=torch.empty(B, N, D))
+
+
 def largest_renormalised(x):
     w = scores(x).softmax(-1)
     top, at = w.topk(2, -1)
@@ -108,7 +124,23 @@ RECORDED = {
         lambda x: (scores(heads(x)).softmax(-1)[..., None] * heads(x)[:, :, None]).sum(-2),
         lambda x: scores(heads(x)).softmax(-1),
     ),
+    "weighted sum, weights expanded": (
+        lambda x: (scores(x).softmax(-1)[..., None].expand(-1, -1, -1, D) * x[:, None]).sum(-2),
+        lambda x: scores(x).softmax(-1),
+    ),
     "exp and sum": (lambda x: by_exp(x) @ x, by_exp),
+    "exp and sum in place": (lambda x: in_place(x) @ x, in_place),
+    "exp of scores less their logsumexp": (
+        lambda x: (scores(x) - scores(x).logsumexp(-1, keepdim=True)).exp() @ x,
+        lambda x: scores(x).softmax(-1),
+    ),
+    "exp and F.normalize": (lambda x: F.normalize(scores(x).exp(), p=1, dim=-1) @ x, by_exp),
+    "a Gaussian of distances": (lambda x: by_distance(x) @ x, by_distance),
+    "einsum with an ellipsis": (
+        lambda x: torch.einsum("...qk,...kc->...qc", torch.einsum("...qc,...kc->...qk", x, x).softmax(-1), x),
+        lambda x: scores(x).softmax(-1),
+    ),
+    "out=": (into_a_buffer, lambda x: scores(x).softmax(-1)),
     "exp of shifted scores and sum": (lambda x: by_shifted_exp(x) @ x, by_shifted_exp),
     "log_softmax and exp": (
         lambda x: scores(x).log_softmax(-1).exp() @ x,
@@ -140,6 +172,7 @@ FLAT = {
     "2-D, softmax over rows": lambda x: (x @ x.T).softmax(0).T @ x,
     "2-D, weighted sum": lambda x: ((x @ x.T).softmax(-1)[..., None] * x).sum(-2),
     "2-D, values on the left": lambda x: x.T @ (x @ x.T).softmax(-1).T,
+    "2-D, addmm": lambda x: torch.addmm(torch.zeros_like(x), (x @ x.T).softmax(-1), x),
 }
 
 
@@ -152,9 +185,12 @@ def test_without_a_batch(case, x):
     torch.testing.assert_close(seen[0].dense()[0, 0], (x @ x.T).softmax(-1), atol=1e-6, rtol=1e-5)
 
 
-def test_one_query_without_a_batch(x):
+@pytest.mark.parametrize(
+    "summed", [lambda w, keys: w @ keys, lambda w, keys: keys.T @ w, lambda w, keys: torch.mv(keys.T, w)]
+)
+def test_one_query_without_a_batch(summed, x):
     keys = x[0]
-    seen = recorded(Calls(lambda keys: (keys @ keys[0]).softmax(0) @ keys), keys)
+    seen = recorded(Calls(lambda keys: summed((keys @ keys[0]).softmax(0), keys)), keys)
     torch.testing.assert_close(seen[0].dense(), (keys @ keys[0]).softmax(0)[None, None, None])
 
 
@@ -193,6 +229,7 @@ REFUSED = {
     "normalised afterwards": (lambda x: (scores(x).exp() @ x) / scores(x).exp().sum(-1, keepdim=True), "before it is divided"),
     "a fifth axis": (lambda x: scores(x.view(1, B, N, 2, 4).transpose(2, 3)).softmax(-1) @ x.view(1, B, N, 2, 4).transpose(2, 3), "5 axes"),
     "slots": (slots, "slot attention"),
+    "sparse": (lambda x: torch.stack([torch.sparse.softmax(scores(one).to_sparse(), 1) @ one for one in x]), "sparse"),
     "scaled up": (lambda x: (scores(x).softmax(-1) / 0.1) @ x, "sum to more than 1"),
 }  # fmt: skip
 

@@ -70,6 +70,8 @@ def test_there_are_more_than_25_architectures():
 
 @pytest.mark.parametrize("name", ["bert", "llama", "mistral, window 4", "t5, bias", "bart", "vit"])
 def test_eager_and_sdpa_give_the_same_recording(name):
+    if not zoo.takes_any_attention(name):
+        pytest.skip(f"{name} of this transformers has an attention of its own, and takes no other")
     recorded = []
     for attention in ("sdpa", "eager"):
         model, inputs = zoo.build(name, attention)

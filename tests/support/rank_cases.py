@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import regard
-from core.test_bound import Case, Configuration, configurations
 from regard.distributed import RankError, Shards, sharded, shards, zigzag
 from regard.distributed.transport import Ranks
+from support.configurations import Case, Configuration, configurations
 from support.judge import SMOOTH, Truth, library_answers_at_once
 
 SPLITS = ("contiguous", "uneven", "empty", "zigzag")

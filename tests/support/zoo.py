@@ -159,6 +159,11 @@ ZOO = {
 }  # fmt: skip
 
 
+def takes_any_attention(name):
+    """Whether the model calls the attention that its configuration names: T5 of transformers 5.0 has only its own."""
+    return getattr(transformers, ZOO[name][0])._supports_sdpa
+
+
 def build(name, attention=None):
     """One model of the zoo, in eval mode, and inputs for it."""
     model_class, config_class, config, inputs = ZOO[name]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .indexing import Tokens, as_index, parse, positions_of
+from .indexing import Tokens, as_index, parse, positions_of, slice_bounds
 from .scores import upcast
 from .stats import Tiling
 from .tensor_kinds import readable
@@ -63,7 +63,7 @@ def as_tiling(pool: Any, sizes: tuple[int, int]) -> Tiling:
 def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
     if not isinstance(part, slice) or part.step not in (None, 1):
         raise ValueError(f"pool(..., {name}=): a slice without a step says which part is pooled; got {part!r}.")
-    start, stop, _ = part.indices(n)
+    start, stop, _ = slice_bounds(part, n)
     return start, max(start, stop)
 
 

@@ -108,7 +108,10 @@ class LazyMatrix:
     def _select(self, picks: list[Pick]) -> Self:
         """Chosen sequences and heads: one pick for each axis before the last two."""
         factors, batch = self._factors, len(self._factors.batch)
-        if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
+        if all(
+            isinstance(pick, range) and pick == range(n)
+            for pick, n in zip(picks, self.shape[: len(picks)], strict=True)
+        ):
             return self
         heads = picks[batch] if len(picks) > batch else None
         if heads is not None:

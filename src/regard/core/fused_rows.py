@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ..engines.numba import comparison as compiled
+from ..engines.numba import head_rows
 from .comparison import Comparison
 from .problem import Problem
 from .pytree import flatten, unflatten
-from .row_sources import RowSource, ScoreRows
+from .row_sources import ChosenRows, HeadRows, RowSource, ScoreRows
+from .row_stats import RowEntropy
 from .strips import Question, need_first_order
 from .torch_state import in_functorch, is_tracing, without_autocast
 
@@ -26,30 +28,48 @@ __all__ = ["fused"]
 
 def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | None:
     """The outputs of a question by kernels; None where strips must answer it."""
-    if not isinstance(question, Comparison) or is_tracing() or in_functorch():
+    if is_tracing() or in_functorch():
         return None
-    first, second = sources
-    if not isinstance(first, ScoreRows) or not isinstance(second, ScoreRows):
-        return None
-    problems = first.problem, second.problem
-    if not _served(problems):
+    value = None
+    if isinstance(question, Comparison):
+        first, second = sources
+        if isinstance(second, ScoreRows):
+            value = _compared(first, second, question.measure)
+    elif isinstance(question, RowEntropy) and isinstance(sources[0], HeadRows):
+        value = _of_heads(sources[0], None, "entropy", divided=False)
+    return None if value is None else [value]
+
+
+def _compared(first: RowSource, second: ScoreRows, measure: str) -> Tensor | None:
+    if isinstance(first, ScoreRows):
+        return _of_two((first.problem, second.problem), measure)
+    divided = isinstance(first, ChosenRows) and first.keys is None
+    heads = first.rows if isinstance(first, ChosenRows) and divided else first
+    if isinstance(heads, HeadRows) and measure in compiled.MERGING:
+        return _of_heads(heads, second, measure, divided=divided)
+    return None
+
+
+def _only_queries_and_keys(problem: Problem) -> bool:
+    """Whether gradients of nothing but queries and keys are wanted, through at most one soft cap."""
+    if not torch.is_grad_enabled():
+        return True
+    constant = not any(t.requires_grad for t in flatten(problem.modifiers)[1])
+    return constant and sum(not modifier.additive for modifier in problem.modifiers) <= 1
+
+
+# Two matrices.
+
+
+def _of_two(problems: tuple[Problem, Problem], measure: str) -> Tensor | None:
+    kernels = _kernels(problems)
+    if not all(map(_only_queries_and_keys, problems)) or not kernels.serves_pair(problems):
         return None
     spec, tensors = flatten(problems)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
-        value, *_ = without_autocast(tensors[0], lambda: _kernels(problems).forward_pass(problems, question.measure))
-        return [value]
-    return [_ComparisonNode.apply(spec, question.measure, *tensors)]
-
-
-def _served(problems: tuple[Problem, Problem]) -> bool:
-    """Whether kernels compute both matrices, and gradients of nothing but queries and keys are wanted."""
-    if torch.is_grad_enabled():
-        for problem in problems:
-            if any(t.requires_grad for t in flatten(problem.modifiers)[1]):
-                return False
-            if sum(not modifier.additive for modifier in problem.modifiers) > 1:
-                return False
-    return _kernels(problems).serves_pair(problems)
+        value, *_ = without_autocast(tensors[0], lambda: kernels.forward_pass(problems, measure))
+        return value
+    return _ComparisonNode.apply(spec, measure, *tensors)
 
 
 def _kernels(problems: tuple[Problem, Problem]) -> Any:
@@ -91,3 +111,53 @@ class _ComparisonNode(torch.autograd.Function):
             for n, g in zip(pair, of_pair or (), strict=False):
                 outputs[n] = g.to(tensors[n].dtype) if needs[n] else None
         return None, None, *outputs
+
+
+# Heads together, and another matrix.
+
+
+def _of_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, divided: bool) -> Tensor | None:
+    rows, shares = heads.heads, heads.shares
+    if not isinstance(rows, ScoreRows) or shares is None:
+        return None
+    problem, second = rows.problem, None if other is None else other.problem
+    constant = not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(heads)[1])
+    # A sink is an outcome of a comparison, but for rows that are divided by what they put on keys.
+    if not constant or (problem.sink is not None and not divided) or heads.shape[0] != rows.shape[0]:
+        return None
+    if second is not None and (not _only_queries_and_keys(second) or second.shape[1] not in (1, heads.shape[1])):
+        return None
+    if not head_rows.serves_heads(problem, second):
+        return None
+    if second is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(second)[1]):
+        args = (problem, rows.norm, shares, heads.shape[1], second, measure, divided)
+        return without_autocast(problem.q, lambda: head_rows.forward_pass(*args)[0])
+    spec, tensors = flatten((problem, rows.norm, shares, second))
+    return _HeadComparisonNode.apply(spec, heads.shape[1], measure, divided, *tensors)
+
+
+class _HeadComparisonNode(torch.autograd.Function):
+    """The autograd node of a measure from heads together, which get no gradient, to another matrix, which does."""
+
+    @staticmethod
+    def forward(ctx: Any, spec: Any, heads: int, measure: str, divided: bool, *tensors: Tensor) -> Tensor:
+        problem, norm, shares, other = unflatten(spec, list(tensors))
+        value, saved = without_autocast(
+            tensors[0], lambda: head_rows.forward_pass(problem, norm, shares, heads, other, measure, divided)
+        )
+        ctx.spec, ctx.divided, ctx.count = spec, divided, len(tensors)
+        ctx.save_for_backward(*tensors, *saved)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_first_order()
+        saved = list(ctx.saved_tensors)
+        tensors, rest = saved[: ctx.count], saved[ctx.count :]
+        problem, _, shares, other = unflatten(ctx.spec, tensors)
+        grads = without_autocast(grad, lambda: head_rows.backward(problem, shares, other, ctx.divided, rest, grad))
+        outputs: list[Tensor | None] = [None] * ctx.count
+        first = ctx.count - len(flatten(other)[1])
+        for n, g in zip((first, first + 1), grads, strict=True):
+            outputs[n] = g.to(tensors[n].dtype) if ctx.needs_input_grad[4 + n] else None
+        return None, None, None, None, *outputs

@@ -14,7 +14,7 @@ from .row_sources import DenseRows, HeadRows, RowSource, ScoreRows
 from .row_stats import ColumnSum, LargestWeights, RowEntropy, RowProduct
 from .scores import upcast
 from .spans import PoolBy
-from .torch_state import as_size
+from .torch_state import as_size, is_tracing
 from .types import KeyLike, KeysLike
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
     if weights is None:
         weights = torch.ones(heads, dtype=upcast(q[..., :0]).dtype, device=q.device)
-    if weights.shape != (heads,) or bool((weights < 0).any()):
+    elif weights.shape != (heads,) or not (is_tracing() or bool((weights >= 0).all())):  # a graph reads no number back
         raise ValueError(f"reduce_heads(weights=) takes a number >= 0 for each of {heads} heads; got {weights}.")
     shares = upcast(weights).to(q.device)
     if by == "mean":

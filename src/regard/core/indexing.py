@@ -25,6 +25,7 @@ __all__ = [
     "pick_axes",
     "positions_of",
     "runs",
+    "slice_bounds",
     "word_at",
 ]
 
@@ -150,7 +151,7 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
     if isinstance(item, slice):
         if item.step is not None and operator.index(item.step) < 0:
             raise IndexError(f"slices run forward here; got step {item.step}.")
-        return range(*item.indices(size))
+        return range(*slice_bounds(item, size))
     if isinstance(item, Tensor):
         if item.is_floating_point() or str(item.dtype) == "torch.bool":
             raise IndexError(
@@ -160,6 +161,18 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
     if isinstance(item, (list, range)):
         return [_one(n, axis, size, tokens, from_end) for n in item]
     return _number(item, axis, size)
+
+
+def slice_bounds(part: slice, size: int) -> tuple[int, int, int]:
+    """Start, stop and step of a forward slice: `part.indices(size)`, which torch.compile of 2.6 cannot trace."""
+    start = 0 if part.start is None else _bound(part.start, size)
+    stop = size if part.stop is None else _bound(part.stop, size)
+    return start, stop, 1 if part.step is None else operator.index(part.step)
+
+
+def _bound(value: Any, size: int) -> int:
+    value = value if isinstance(value, int) else operator.index(value)
+    return max(value + size, 0) if value < 0 else min(value, size)
 
 
 def _one(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) -> int:

@@ -13,7 +13,7 @@ from .block import MatrixBlock, take
 from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
 from .mask_functions import mask_call
-from .pytree import flatten, register_node, tree_map
+from .pytree import flatten, register_node, replace_fields, tree_map
 from .stored import check_broadcasts, require
 from .tensor_kinds import readable
 
@@ -401,10 +401,10 @@ class And(Mask):
         return self.left, self.right
 
     def broadcast_to(self, matrix: MatrixShape) -> Mask:
-        return type(self)(self.left.broadcast_to(matrix), self.right.broadcast_to(matrix))
+        return replace_fields(self, left=self.left.broadcast_to(matrix), right=self.right.broadcast_to(matrix))
 
     def crop(self, rows: slice, cols: slice) -> Mask:
-        return type(self)(self.left.crop(rows, cols), self.right.crop(rows, cols))
+        return replace_fields(self, left=self.left.crop(rows, cols), right=self.right.crop(rows, cols))
 
     def visible(self, block: MatrixBlock) -> Tensor:
         return self.left.visible(block) & self.right.visible(block)

@@ -46,6 +46,9 @@ def _register(cls: type[T], storable: bool) -> type[T]:
     node: Any = cls
     node.parts = tuple(field.name for field in dataclasses.fields(node))
     node.in_order = not any(field.kw_only for field in dataclasses.fields(node))
+    # Dynamo of 2.6 gives positional arguments to the first fields, and keyword-only ones of a base class come first.
+    fields = node.__dataclass_fields__
+    node.__dataclass_fields__ = dict(sorted(fields.items(), key=lambda named: named[1].kw_only is True))
     _NODES[cls.__name__] = cls
     if storable:
         STORABLE[cls.__name__] = cls
@@ -131,4 +134,6 @@ def replace_fields(node: T, **changes: Any) -> T:
     """A copy of a node with other values of some fields: `dataclasses.replace`, traceable by torch.compile of 2.6."""
     values = {name: getattr(node, name) for name in node.parts}  # type: ignore[attr-defined]
     values.update(changes)
-    return type(node)(**values)
+    # Dynamo of 2.6 returns an object from a graph only where it can look up the class, and `type(node)` has no address.
+    registered = _NODES.get(type(node).__name__)
+    return (registered if registered is type(node) else type(node))(**values)

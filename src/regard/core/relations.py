@@ -11,7 +11,7 @@ from torch import Tensor
 from ..engines.reference import dense
 from .evaluation import LazyMatrix
 from .head_reduction import HeadReduction, head_shares
-from .indexing import Tokens
+from .indexing import Tokens, slice_bounds
 from .problem import Factors
 from .row_questions import RowQuestions
 from .row_sources import DenseRows, RowSource, ScoreRows
@@ -28,7 +28,9 @@ class Relations(LazyMatrix, RowQuestions):
         if (w := factors.score.precomputed) is not None:
             flat = w.expand(*batch, *w.shape[-3:]).reshape(batch.numel(), *w.shape[-3:])
             return DenseRows(flat, factors.query_offset)
-        return ScoreRows(factors.problem().zero_invisible_keys(Request(("lse",)))[0])
+        problem = factors.problem().zero_invisible_keys(Request(("lse",)))[0]
+        cached = self._cache.get(self._leaves, Request(("norm",))) if batch == self._factors.batch else {}
+        return ScoreRows(problem, cached.get("norm"))
 
     def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
         s, w, _, sink = dense(self._local_factors().expanded(batch).folded())
@@ -60,7 +62,7 @@ class Relations(LazyMatrix, RowQuestions):
         i, j = self._sizes
         if not isinstance(part, slice) or part.step not in (None, 1):
             raise ValueError(f"rows(part) takes a slice without step; got {part!r}.")
-        start, stop, _ = part.indices(i)
+        start, stop, _ = slice_bounds(part, i)
         chosen, keys, factors = slice(start, max(start, stop)), slice(0, j), self._local_factors()
         return self._with(
             Factors(

@@ -12,7 +12,6 @@ from torch import Tensor
 from .arguments import as_tiling, at_least_one, segment_flags
 from .broadcast import MatrixShape, per_cell
 from .comparison import Comparison
-from .fused_rows import fused
 from .indexing import Tokens
 from .mask_algebra import Mask, as_mask
 from .problem import Factors
@@ -21,7 +20,8 @@ from .row_sources import RowSource
 from .row_stats import ChosenKeys, DistanceBins, DistanceVariance
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .strips import Question, walk
-from .torch_state import as_size
+from .torch_state import as_size, is_tracing
+from .traced_rows import answer, traced
 from .types import MaskLike, SegmentsLike
 
 __all__ = ["RowQuestions", "induction_targets"]
@@ -62,7 +62,7 @@ class RowQuestions:
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
             plain = any(matrix._engine == "blockwise" and matrix._factors.q.is_cuda for matrix in matrices)
-            outputs = (None if plain else fused(sources, question)) or list(walk(sources, question))
+            outputs = list(walk(sources, question)) if plain else _answered(sources, question)
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]
@@ -411,6 +411,12 @@ class RowQuestions:
                 f'{what} compares positions of queries and keys: pass align="start" or "end" to weights().'
             )
         return torch.arange(self.shape[-2], device=self._factors.q.device) + self._factors.offset
+
+
+def _answered(sources: list[RowSource], question: Question) -> list[Tensor]:
+    if is_tracing() and (outputs := traced(sources, question)) is not None:
+        return outputs
+    return answer(sources, question)
 
 
 def _is_precomputed(matrix: RowQuestions) -> bool:

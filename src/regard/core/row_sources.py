@@ -201,9 +201,10 @@ class RowSource(Protocol):
 
 @register_node
 class ScoreRows:
-    """Rows of a problem's weights."""
+    """Rows of a problem's weights; `norm` (b, h, i, 2) is theirs where a pass has computed it."""
 
     problem: Problem
+    norm: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -249,7 +250,8 @@ class ScoreRows:
                 similarity_kernel=tree_map(local.similarity_kernel, pick),
                 sink=None if local.sink is None else pick(local.sink),
                 mask=self.problem.mask,  # as it is: a tree and its cut have the same tensors
-            )
+            ),
+            self.norm,
         )
 
     def strip(self, part: Part, visible: Tensor | None) -> Strip:

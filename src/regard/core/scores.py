@@ -18,7 +18,7 @@ from .broadcast import MatrixShape, repeat_kv, with_leading_axes
 from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_axes, need_finite, need_floats, open_function
 from .pytree import register_node, replace_fields
 from .score_base import FormulaSteps, Lowered, Score, upcast
-from .similarity import Function, Product, SimilarityKernel, TanhSum
+from .similarity import Function, Product, ReluSum, SimilarityKernel, TanhSum
 from .stored import check_finite, check_floats, check_parameter, check_positive, require
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Dot",
     "Function",
     "Gaussian",
+    "Indexer",
     "Lowered",
     "Modifier",
     "Modify",
@@ -334,6 +335,24 @@ class Similarity(Score):
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         return Lowered(q, k, Function(self.function, self.parameters), self.modifiers)
+
+
+@register_node
+class Indexer(Score):
+    """s = Σ_n w_n ReLU(q_n · k), the score of a sparse-attention indexer: see `regard.losses.index_weights`.
+
+    Queries are packed: all q_n of a row, then all w_n.
+    """
+
+    heads: int
+    sizes_may_differ = True
+    formula = "Σ_n w_n ReLU(q_n · k)"
+
+    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
+        return ReluSum(self.heads).pairwise(q, k)
+
+    def lower(self, q: Tensor, k: Tensor) -> Lowered:
+        return Lowered(q, k, ReluSum(self.heads), self.modifiers)
 
 
 @register_node(storable=True)

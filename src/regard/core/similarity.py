@@ -11,7 +11,7 @@ from torch import Tensor
 from .broadcast import repeat_kv
 from .pytree import register_node
 
-__all__ = ["Function", "Product", "SimilarityKernel", "TanhSum"]
+__all__ = ["Function", "Product", "ReluSum", "SimilarityKernel", "TanhSum"]
 
 
 class SimilarityKernel:
@@ -67,6 +67,23 @@ class TanhSum(SimilarityKernel):
 
     def numbers_per_cell(self, size: int) -> int:
         return size
+
+
+@register_node
+class ReluSum(SimilarityKernel):
+    """Σ_n w_n ReLU(q_n · k), of packed queries: all q_n of a row, then all w_n."""
+
+    heads: int
+    kernel_op = "relu_sum"
+
+    def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
+        d = k.shape[-1]
+        w = q[..., self.heads * d :]
+        heads = [q[..., n * d : (n + 1) * d] for n in range(self.heads)]
+        return sum((w[..., n : n + 1] * torch.relu(x @ k.mT) for n, x in enumerate(heads)), q.new_zeros(()))
+
+    def numbers_per_cell(self, size: int) -> int:
+        return 2
 
 
 @register_node

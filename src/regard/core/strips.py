@@ -20,7 +20,7 @@ from .pytree import flatten, unflatten
 from .row_sources import Part, RowSource, Strip
 from .torch_state import in_functorch, without_autocast
 
-__all__ = ["Merge", "Question", "need_first_order", "walk"]
+__all__ = ["Merge", "Question", "joint_shape", "need_first_order", "walk"]
 
 #: How many weights a strip may hold, all matrices together: a part of the cache of a CPU core; enough to fill a GPU.
 STRIP_NUMBERS = 2**19
@@ -71,7 +71,7 @@ def walk(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]
 
 def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs, and for each output that is a maximum the number of the strip that holds it."""
-    totals = question.totals(_joint_shape(sources), sources[0].like)
+    totals = question.totals(joint_shape(sources), sources[0].like)
     owners = [
         torch.full(x.shape, -1, dtype=torch.int32, device=x.device) if merge == "max" else None
         for x, merge in zip(totals, question.merges, strict=True)
@@ -96,6 +96,8 @@ def _backward(
     grads: list[Tensor | None], needs: list[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of all tensors of (sources, question) that need one."""
+    if all(g is None for g in grads):
+        return [None] * len(needs)
     spec, tensors = flatten((tuple(sources), question))
     zeros = [torch.zeros_like(t, dtype=_wide(t)) if n else t.new_zeros(()).expand(t.shape)
              for t, n in zip(tensors, needs, strict=True)]  # fmt: skip
@@ -103,26 +105,28 @@ def _backward(
     for n, (part, visible) in enumerate(_parts(sources)):
         local_spec, local = flatten((tuple(source.cut(part) for source in sources), question))
         total = flatten((tuple(source.cut(part) for source in total_sources), total_question))[1]
-        inputs = [t.detach().to(z.dtype).requires_grad_() if need else t
-                  for t, z, need in zip(local, zeros, needs, strict=True)]  # fmt: skip
-        with torch.enable_grad():
-            cut_sources, cut_question = unflatten(local_spec, inputs)
-            strips = [source.strip(part, v) for source, v in zip(cut_sources, visible, strict=True)]
-            values = cut_question.of_strip(strips, part)
-        seeds = [
-            (value, _seed(value, g[where], outputs[m][where], owner if owner is None else owner[where] == n, merge))
-            for m, ((value, where), g, owner, merge) in enumerate(
-                zip(values, grads, owners, question.merges, strict=True)
-            )
-            if g is not None and value.requires_grad
-        ]
-        wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
-        if not seeds:
-            continue
-        input_grads = torch.autograd.grad([v for v, _ in seeds], wanted, [g for _, g in seeds], allow_unused=True)
-        for g, z in zip(input_grads, [z for z, need in zip(total, needs, strict=True) if need], strict=True):
-            if g is not None:
-                z += g
+        wanted = [t.detach().to(z.dtype) for t, z, need in zip(local, zeros, needs, strict=True) if need]
+        places: list[tuple[Any, ...]] = []
+
+        def values_of(*floats: Tensor, part: Part = part, visible: Any = visible, local: Any = (local_spec, local),
+                      places: list[tuple[Any, ...]] = places) -> tuple[Tensor, ...]:  # fmt: skip
+            rest = iter(floats)
+            tree = unflatten(local[0], [next(rest) if need else t for t, need in zip(local[1], needs, strict=True)])
+            strips = [source.strip(part, v) for source, v in zip(tree[0], visible, strict=True)]
+            values = tree[1].of_strip(strips, part)
+            places.extend(where for _, where in values)
+            return tuple(value for (value, _), g in zip(values, grads, strict=True) if g is not None)
+
+        # vjp: inside an operator of a compiled graph torch.autograd records nothing.
+        values, pull_back = torch.func.vjp(values_of, *wanted)[:2]
+        flowing = [(g, where, x, owner, merge) for g, where, x, owner, merge in
+                   zip(grads, places, outputs, owners, question.merges, strict=True) if g is not None]  # fmt: skip
+        seeds = tuple(
+            _seed(value, g[where], x[where], owner if owner is None else owner[where] == n, merge)
+            for value, (g, where, x, owner, merge) in zip(values, flowing, strict=True)
+        )
+        for g, z in zip(pull_back(seeds), [z for z, need in zip(total, needs, strict=True) if need], strict=True):
+            z += g
     return [z.to(t.dtype) if n else None for z, t, n in zip(zeros, tensors, needs, strict=True)]
 
 
@@ -180,14 +184,15 @@ class _WalkNode(torch.autograd.Function):
 # Which strips there are.
 
 
-def _joint_shape(sources: list[RowSource]) -> tuple[int, int, int, int]:
+def joint_shape(sources: Sequence[RowSource]) -> tuple[int, int, int, int]:
+    """(b, h, i, j) of all sources broadcast."""
     b, h, i, j = torch.broadcast_shapes(*(source.shape for source in sources))
     return b, h, i, j
 
 
 def _parts(sources: list[RowSource]) -> Iterator[tuple[Part, list[Tensor | None]]]:
     """Strips that cover every visible cell once, each with the visible cells of every source."""
-    b, h, rows, keys = _joint_shape(sources)
+    b, h, rows, keys = joint_shape(sources)
     if 0 in (b, h, rows):
         return
     like, offset = sources[0].like, sources[0].offset

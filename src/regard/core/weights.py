@@ -11,6 +11,8 @@ from torch import Tensor
 from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
 from .array_protocol import ArrayProtocol, Scores
 from .evaluation import Transposed
+from .indexing import Tokens
+from .patches import PatchTokens
 from .problem import from_weights
 from .relations import Relations
 from .result_cache import format_bytes
@@ -73,24 +75,50 @@ class Weights(ArrayProtocol, Relations):
             raise ValueError(f"from_dense(w) takes (..., h, i, j) or (i, j); got shape {tuple(w.shape)}.")
         return Weights(from_weights(w), "reference", one_head=w.ndim == 2)
 
-    def label(self, rows: Sequence[str], cols: Sequence[str] | None = None) -> Weights:
+    def label(
+        self,
+        rows: Sequence[str] | None = None,
+        cols: Sequence[str] | None = None,
+        *,
+        grid: tuple[int, int] | None = None,
+        image: object = None,
+    ) -> Weights:
         """The same weights with tokens, which then serve as indices.
 
         Args:
             rows: One token for each query position.
             cols: One token for each key position. Default: `rows`, where the lengths agree.
+            grid: Rows and columns of an image's patches. An axis without tokens becomes patches, "0,0" to "13,13";
+                what is more than patches comes first, as [CLS] and registers. With `rows` alone the keys are patches.
+            image: The image, which `show` draws below the patches: a tensor or an array (h, w, 3), (h, w) or (3, h, w),
+                or an image of Pillow.
 
         Returns:
             `Weights` with `tokens`; cached results stay.
+
+        Raises:
+            ValueError: Tokens and positions, or patches and positions, do not fit.
 
         >>> W = regard.weights(torch.eye(3)).label(["the", "cat", "sat"])
         >>> W["cat", "sat"] == W[1, 2]
         tensor(True)
         """
         i, j = self._sizes
+        if grid is not None:
+            sides = ((rows, i, "row"), (cols, j, "column"))
+            patches = [
+                Tokens(PatchTokens.of_grid(n, grid, image)) if named is None else as_tokens(named, n, axis)
+                for named, n, axis in sides
+            ]
+            return self._labelled((patches[0], patches[1]))
+        if rows is None:
+            raise ValueError("label(rows) takes one token for each query position, or grid=(rows, columns) of patches.")
         if cols is None and i != j:
             raise ValueError(f"{i} rows and {j} columns need tokens apart: label(row_tokens, column_tokens).")
         tokens = as_tokens(rows, i, "row"), as_tokens(rows if cols is None else cols, j, "column")
+        return self._labelled(tokens)
+
+    def _labelled(self, tokens: tuple[Tokens, Tokens]) -> Weights:
         labelled = self._with(self._factors, tokens=tokens)
         labelled._cache = self._cache.copy()
         return labelled

@@ -8,7 +8,7 @@ recomputes the weights and differentiates the scores of each tile.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -164,10 +164,12 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
             block = problem.block(rows, cols)
             local = dataclasses.replace(problem.at(block), sink=None)
             local_spec, local_tensors = flatten(local)
-            inputs = [upcast(t) if t.is_floating_point() else t for t in local_tensors]
+            inputs = [upcast(t) for t in local_tensors if t.is_floating_point()]
 
-            def scores(*parts: Tensor, spec: Any = local_spec, block: MatrixBlock = block) -> Tensor:
-                return unflatten(spec, list(parts)).bare_scores(block)
+            def scores(
+                *parts: Tensor, spec: Any = local_spec, block: MatrixBlock = block, tensors: Any = local_tensors
+            ) -> Tensor:
+                return unflatten(spec, _with_floats(tensors, parts)).bare_scores(block)
 
             s, pull_back = torch.func.vjp(scores, *inputs)[:2]
             w, log_w = weights_from_norm(
@@ -175,7 +177,11 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
             )
             distance = (block.i - block.j).abs() if gradient.d_distance is not None else None
             grads = pull_back(gradient.into_scores(w, log_w, rows, cols, distance))
-            _add_block(unflatten(local_spec, list(grads)), dataclasses.replace(total, sink=None), block)
+            _add_block(
+                unflatten(local_spec, _with_floats([t.new_zeros(()) for t in local_tensors], grads, local_tensors)),
+                dataclasses.replace(total, sink=None),
+                block,
+            )
             if dv is not None and dy is not None:
                 dv[:, :, cols] += sum_groups(w.mT @ dy[:, :, rows], dv.shape[1])
             if du is not None and dz is not None:
@@ -183,6 +189,15 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     if problem.sink is not None:
         total.sink.add_(gradient.of_sink(problem.sink, norm))
     return InputGrads(list(totals), dv, du)
+
+
+def _with_floats(tensors: list[Tensor], floats: Sequence[Tensor], like: list[Tensor] | None = None) -> list[Tensor]:
+    """The tensors, but for those whose counterpart in `like` is floating point: they are taken from `floats` in order.
+
+    Whole numbers, as a parameter of a user's function may be, have no gradient.
+    """
+    rest = iter(floats)
+    return [next(rest) if x.is_floating_point() else t for t, x in zip(tensors, like or tensors, strict=True)]
 
 
 def _add_block(part: Problem, total: Problem, block: MatrixBlock) -> None:

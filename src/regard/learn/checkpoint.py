@@ -1,14 +1,16 @@
 """The files of a run, and how they are opened again. Nothing in them is ever executed.
 
-    settings.json       kind of model, all settings, digests of the training data and of tokenizer.json
+    settings.json       kind of model, all settings, digests of the training data, of tokenizer.json and tokens.bin
     tokenizer.json      of the `tokenizers` library
+    tokens.bin          the token ids of a large text, which training maps
     model.safetensors   the best weights so far, by validation loss
     last.safetensors    everything to resume from: weights, their moving average, AdamW's moments, the step
     history.json        the numbers shown while training
+    patterns.safetensors  what every head gives over one piece of the validation data, at every validation
 
 Every file is written atomically: a run that is killed, or runs out of disk, leaves the old file or the new one. Every
-tensor, the fields beside them, the tokenizer and the settings carry checksums, verified before they are used. There is
-no random state to save: it follows from the seed and the step.
+tensor, the fields beside them, the tokenizer, the settings and the history carry checksums, verified before they are
+used. There is no random state to save: it follows from the seed and the step.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,14 @@ from torch import Tensor, nn
 
 from .._io import atomic_write, partial_files
 from . import tokenizer as texts
+from .corpus import TOKENS
 from .settings import Settings, from_json
 from .tasks import build
 
 __all__ = [
+    "Description",
+    "began_pretrained",
+    "discard_tokens",
     "encode_json",
     "exclusive_lock",
     "is_checkpoint",
@@ -43,18 +50,21 @@ __all__ = [
     "read_tensors",
     "read_tokenizer",
     "save",
+    "save_history",
     "save_json",
     "save_settings",
     "seal",
     "sweep",
+    "tokens_digest",
+    "update_settings",
 ]
 
 FORMAT = "regard model 3"
 
-SETTINGS, TOKENIZER, MODEL, LAST, HISTORY = (
-    "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json",
+SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS = (
+    "settings.json", "tokenizer.json", "model.safetensors", "last.safetensors", "history.json", "patterns.safetensors",
 )  # fmt: skip
-FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY
+FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS, TOKENS
 
 #: Larger JSON files are none of ours.
 MAX_JSON_BYTES = 1 << 30
@@ -90,17 +100,50 @@ def encode_json(value: Any) -> bytes:
     return json.dumps(value, indent=1, ensure_ascii=False).encode()
 
 
-def save_settings(folder: Path, kind: str, settings: Settings, data: str, tokenizer: str) -> None:
+@dataclass(frozen=True)
+class Description:
+    """What `settings.json` holds beside the tokenizer's digest."""
+
+    kind: str
+    settings: Settings
+    data: str  # digest of the texts
+    tokens: str | None = None  # SHA-256 of tokens.bin, where there is one
+    pretrained: bool = False  # whether the run began from a pretrained model
+
+
+def save_settings(folder: Path, description: Description, tokenizer: str) -> None:
     """Write the tokenizer and then the settings: a folder with settings is a run."""
     encoded = encode_json(json.loads(tokenizer))
-    digest = hashlib.sha256(encoded).hexdigest()
-    description = {"format": FORMAT, "kind": kind, "settings": settings.json(), "data": data, "tokenizer": digest}
+    values: dict[str, Any] = {
+        "format": FORMAT, "kind": description.kind, "settings": description.settings.json(), "data": description.data,
+        "tokenizer": hashlib.sha256(encoded).hexdigest(),
+    }  # fmt: skip
+    values |= {"tokens": description.tokens} if description.tokens else {}
+    values |= {"pretrained": True} if description.pretrained else {}
     try:
         _write(folder / TOKENIZER, encoded)
-        save_json(folder / SETTINGS, seal(description))
+        save_json(folder / SETTINGS, seal(values))
     except OSError:
         (folder / TOKENIZER).unlink(missing_ok=True)  # the next attempt would refuse to overwrite it
         raise
+
+
+def update_settings(folder: Path, settings: Settings) -> None:
+    """Write the settings of a run that is extended."""
+    description = read_json(folder / SETTINGS)
+    if description["settings"] != settings.json():
+        save_json(folder / SETTINGS, seal({**description, "settings": settings.json()}))
+
+
+def discard_tokens(folder: Path) -> None:
+    """Remove the file of token ids of a run that never began."""
+    if not (folder / SETTINGS).exists() and (folder / TOKENS).exists():
+        (folder / TOKENS).unlink()
+
+
+def save_history(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write `history.json`, with a checksum."""
+    save_json(folder / HISTORY, seal({"rows": json.loads(encode_json(rows))}))
 
 
 def seal(description: dict[str, Any]) -> dict[str, Any]:
@@ -254,6 +297,17 @@ def read_settings(folder: Path) -> tuple[str, Settings, str]:
     return description["kind"], settings, str(description["data"])
 
 
+def tokens_digest(folder: Path) -> str | None:
+    """SHA-256 of the token ids of a run, where they are in a file."""
+    digest = read_json(folder / SETTINGS).get("tokens")
+    return None if digest is None else str(digest)
+
+
+def began_pretrained(folder: Path) -> bool:
+    """Whether a run began from a pretrained model."""
+    return bool(read_json(folder / SETTINGS).get("pretrained"))
+
+
 def read_tokenizer(folder: Path, kind: str) -> Any:
     """The tokenizer of a run, after its digest was compared with the one in the settings."""
     path = folder / TOKENIZER
@@ -300,7 +354,11 @@ def _forms(tensors: dict[str, Tensor]) -> dict[str, Any]:
 def read_history(folder: Path) -> list[dict[str, Any]]:
     """The rows of `history.json`, checked: one dict per step, with numbers per head where heads were watched."""
     path = folder / HISTORY
-    rows = read_json(path)
+    history = read_json(path)
+    if isinstance(history, list):
+        raise ValueError(f"{path} was written without a checksum: remove it, and the run resumes without its numbers.")
+    _check_seal(history, path)
+    rows = history.get("rows")
     if not isinstance(rows, list) or not all(_is_history_row(row) for row in rows):
         raise ValueError(
             f"{path} is damaged: it must be a list of rows, each with a step and, under heads, numbers of every head."

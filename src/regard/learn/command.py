@@ -17,7 +17,9 @@ __all__ = ["add"]
 LEARN = """\
 regard learn lm tinyshakespeare.txt --out bard/
 regard learn translate train.en train.de --out ende/
-Ctrl-C saves; the same command with --resume continues, with the same result as an uninterrupted run."""
+regard learn lm text.txt --from gpt2/ --context 128 --out mine/
+Ctrl-C saves; the same command with --resume continues, with the same result as an uninterrupted run.
+A finished run is extended by --resume with more --steps. At the end, report.html shows losses, samples and heads."""
 
 
 def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +37,11 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _add_lm(kinds: Any) -> None:
     lm = kinds.add_parser("lm", help="a language model", description=_summary(LMSettings))
-    lm.add_argument("file", metavar="FILE", help="the text to learn from, UTF-8")
+    lm.add_argument("file", metavar="FILE", help="the text to learn from, UTF-8; one above 32 MB is mapped from disk")
+    lm.add_argument(
+        "--from", dest="pretrained", type=_path, metavar="DIR",
+        help="fine-tune this GPT-2, a folder that transformers' save_pretrained wrote (default of --lr: 1e-4)",
+    )  # fmt: skip
     _add_settings(lm, LMSettings)
     lm.set_defaults(run=_learn_lm)
 
@@ -60,7 +66,7 @@ def _add_settings(parser: argparse.ArgumentParser, settings: type[Settings]) -> 
     parser.add_argument(
         "--out", required=True, type=_path, metavar="DIR", help="the folder of the run: model, checkpoints, history"
     )
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out; with more --steps, extend it")
     for spec in dataclasses.fields(settings):
         flag, text = f"--{spec.name.replace('_', '-')}", spec.metadata["help"]
         if spec.type == "bool":
@@ -93,7 +99,8 @@ def _learn_lm(args: argparse.Namespace) -> int:
 
     return _train(
         args, lambda progress: lm(
-            args.file, args.out, resume=args.resume, progress=progress, **_overrides(args, LMSettings)
+            args.file, args.out, resume=args.resume, pretrained=args.pretrained, progress=progress,
+            **_overrides(args, LMSettings),
         )
     )  # fmt: skip
 
@@ -122,10 +129,12 @@ def _train(args: argparse.Namespace, train: Any) -> int:
         progress.note(f"regard: {error}")
         return 1
     if result.finished:
+        args.finished_run = result.folder
         next_verb = "generate" if hasattr(args, "file") else "translate"
         rest = '--prompt "…"' if next_verb == "generate" else '"…"'
         progress.note(
-            f"done: validation loss {result.best:.4f}, {result.seconds:.0f} s. "
+            f"{'stopped early' if result.stopped_early else 'done'} at step {result.step:,}: validation loss "
+            f"{result.best:.4f}, {result.seconds:.0f} s. "
             f"Try: regard {next_verb} {result.folder} {rest}"
         )
         return 0

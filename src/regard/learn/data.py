@@ -19,14 +19,16 @@ def step_seed(seed: int, step: int) -> int:
 class TextWindows:
     """Windows of a long text: `context` tokens as input, and the same shifted by one as targets."""
 
-    def __init__(self, ids: Tensor, context: int, batch: int, seed: int) -> None:
+    def __init__(self, ids: Tensor, context: int, batch: int, seed: int, device: torch.device | None = None) -> None:
         self.ids, self.context, self.batch, self.seed = ids, context, batch, seed
+        self.device = device or ids.device  # ids that are mapped from a file stay on the CPU
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, each (batch, context)."""
         generator = torch.Generator().manual_seed(step_seed(self.seed, step))
         starts = torch.randint(len(self.ids) - self.context, (self.batch,), generator=generator).to(self.ids.device)
         windows = self.ids[starts[:, None] + torch.arange(self.context + 1, device=self.ids.device)]
+        windows = windows.to(self.device, torch.long)
         return windows[:, :-1], windows[:, 1:]
 
     def all(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -34,7 +36,9 @@ class TextWindows:
         size = min(self.context, len(self.ids) - 1)
         count = (len(self.ids) - 1) // size
         x, y = (self.ids[shift : shift + count * size].view(count, size) for shift in (0, 1))
-        yield from zip(x.split(batch), y.split(batch), strict=True)
+        for pair in zip(x.split(batch), y.split(batch), strict=True):
+            inputs, targets = (part.to(self.device, torch.long) for part in pair)
+            yield inputs, targets
 
 
 class SentencePairs:

@@ -115,52 +115,79 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
     """
     n, width = len(source), beam.width
     limit = math.inf if model.max_positions is None else model.max_positions
-    max_lengths = [min(2 * length + 10, limit) for length in model.lengths(source).tolist()]
-    memory, visible = model.encode(source.repeat_interleave(width, 0))
+    lengths = [min(2 * length + 10, limit) for length in model.lengths(source).tolist()]
+    memory, visible = model.encode(source, copies=width)
     caches = model.decoder.cache()
     tokens = torch.full((n, width, 1), start, device=source.device)
     scores = torch.full((n, width), -torch.inf, device=source.device)
     scores[:, 0] = 0.0  # all hypotheses start equal: only the first counts
     first = torch.arange(n, device=source.device)[:, None] * width
-    best: list[tuple[float, list[int]]] = [(-torch.inf, [])] * n
-    unfinished = set(range(n))
+    ended = _Ended.none(torch.tensor(lengths, device=source.device), max(lengths))
     for length in itertools.count(1):
         logits = model.decode(tokens[:, :, -1].reshape(-1, 1), memory, visible, caches)[:, -1]
         log_p = logits.float().log_softmax(-1).view(n, width, -1)
-        log_p[:, :, [model.PAD, start]] = -torch.inf
+        log_p[:, :, model.PAD] = log_p[:, :, start] = -torch.inf
         total = scores[:, :, None] + log_p
         # At most width of 2 · width candidates end here, so that at least width continue.
         candidates, index = total.flatten(1).topk(2 * width)
         origin, word = index // log_p.shape[-1], index % log_p.shape[-1]
-        ended = word == end
-        _update_best(best, unfinished, tokens, candidates, origin, ended, length, beam)
-        scores, order = candidates.masked_fill(ended, -torch.inf).topk(width)
+        ends = word == end
+        ended.update(tokens, candidates, origin, ends, beam)
+        scores, order = candidates.masked_fill(ends, -torch.inf).topk(width)
         origin, word = origin.gather(1, order), word.gather(1, order)
         tokens = torch.cat([tokens.gather(1, origin[..., None].expand(-1, -1, length)), word[..., None]], 2)
-        ahead = (scores[:, 0] / length**beam.penalty).tolist()
-        for sentence in list(unfinished):
-            score = best[sentence][0]
-            if score >= ahead[sentence] or length >= max_lengths[sentence]:
-                unfinished.remove(sentence)
-                if score == -torch.inf:  # no hypothesis ended in time: take the likeliest
-                    best[sentence] = score, tokens[sentence, 0, 1:].tolist()
-        if not unfinished:
+        ended.close(tokens, scores[:, 0], beam)
+        if bool(ended.done.all()):  # the only wait for the device in a step
             break
+        reordered = (first + origin).flatten()
         for cache in caches:
-            cache[0].reorder((first + origin).flatten())  # not cache[1]: all hypotheses of a sentence share its memory
-    return [words for _, words in best]
+            cache[0].reorder(reordered)  # not cache[1]: all hypotheses of a sentence share its memory
+    return ended.words()
 
 
-def _update_best(
-    best: list[Any], unfinished: set[int], tokens: Tensor, candidates: Tensor, origin: Tensor, ended: Tensor,
-    length: int, beam: Beam,
-) -> None:  # fmt: skip
-    """Record hypotheses that end here, among the first `width` of each sentence, where they are the best so far."""
-    ended = ended[:, : beam.width] & candidates[:, : beam.width].isfinite()
-    for sentence, rank in ended.nonzero().tolist():
-        score = float(candidates[sentence, rank]) / length**beam.penalty
-        if sentence in unfinished and score > best[sentence][0]:
-            best[sentence] = score, tokens[sentence, origin[sentence, rank], 1:].tolist()
+@dataclass
+class _Ended:
+    """The best hypothesis of every sentence that ended so far, on the device: a step waits for nothing."""
+
+    score: Tensor  # n, float64: log p / length^penalty; -inf before the first one ended
+    tokens: Tensor  # n, longest: without start and end
+    count: Tensor  # n: how many of these tokens count
+    done: Tensor  # n: sentences that are frozen
+    max_length: Tensor  # n
+
+    @classmethod
+    def none(cls, max_length: Tensor, longest: int) -> _Ended:
+        n, device = len(max_length), max_length.device
+        score = torch.full((n,), -torch.inf, dtype=torch.float64, device=device)
+        tokens = torch.zeros(n, longest, dtype=torch.long, device=device)
+        return cls(score, tokens, torch.zeros_like(max_length), torch.zeros_like(max_length).bool(), max_length)
+
+    def update(self, tokens: Tensor, candidates: Tensor, origin: Tensor, ends: Tensor, beam: Beam) -> None:
+        """Take hypotheses that end here, among the first `width` of each sentence, where they are the best so far."""
+        ending = candidates[:, : beam.width].masked_fill(~ends[:, : beam.width], -torch.inf)
+        score, rank = (ending.double() / tokens.shape[2] ** beam.penalty).max(1)
+        better = ~self.done & (score > self.score)
+        self._take(better, tokens, origin.gather(1, rank[:, None]))
+        self.score = torch.where(better, score, self.score)
+
+    def close(self, tokens: Tensor, likeliest: Tensor, beam: Beam) -> None:
+        """Freeze sentences whose best ending no open hypothesis beats at its length, or that are at their longest."""
+        length = tokens.shape[2] - 1
+        ahead = likeliest.double() / length**beam.penalty
+        new = ~self.done & ((self.score >= ahead) | (length >= self.max_length))
+        # No hypothesis ended in time: take the likeliest.
+        self._take(new & (self.score == -torch.inf), tokens, torch.zeros_like(self.count)[:, None])
+        self.done = self.done | new
+
+    def _take(self, chosen: Tensor, tokens: Tensor, hypothesis: Tensor) -> None:
+        """Copy a hypothesis (n, 1) of the chosen sentences, without its start token."""
+        length = tokens.shape[2] - 1
+        words = tokens.gather(1, hypothesis[..., None].expand(-1, -1, length + 1))[:, 0, 1:]  # n length
+        self.tokens[:, :length] = torch.where(chosen[:, None], words, self.tokens[:, :length])
+        self.count = torch.where(chosen, length, self.count)
+
+    def words(self) -> list[list[int]]:
+        return [row[:count] for row, count in zip(self.tokens.tolist(), self.count.tolist(), strict=True)]
 
 
 def bleu(written: list[str], references: list[str]) -> dict[str, Any]:

@@ -49,7 +49,9 @@ class Settings:
     weight_decay: float = option(0.1, "AdamW's weight decay, of matrices only")
     clip: float = option(1.0, "largest norm of the gradient")
     ema: float = option(0.0, EMA_HELP)
+    accumulate: int = option(1, "parts of a batch that are computed one after the other, to the same gradient")
     eval_every: int = option(250, "steps between two validations; each saves a checkpoint")
+    patience: int = option(0, "stop after this many validations without a smaller loss; 0: never")
     seed: int = option(0, "seed of everything random")
     device: str = option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
     precision: str = option(
@@ -66,10 +68,12 @@ class Settings:
             # isinstance(True, int) holds, but True is no number of steps.
             fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
             self._require(fits, spec.name, what)
-        for name in ("steps", "batch", "layers", "heads", "dim", "eval_every"):
+        for name in ("steps", "batch", "layers", "heads", "dim", "accumulate", "eval_every"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
         self._require(self.hidden is None or self.hidden >= 1, "hidden", "at least 1")
         self._require(self.warmup >= 0, "warmup", "at least 0")
+        self._require(self.patience >= 0, "patience", "at least 0")
+        self._require(self.accumulate <= self.batch, "accumulate", f"at most --batch {self.batch}")
         self._require(0 <= self.dropout < 1, "dropout", "at least 0 and below 1")
         self._require(0 <= self.ema < 1, "ema", "at least 0 and below 1")
         self._require(0 < self.lr < math.inf, "lr", "above 0 and finite")
@@ -118,13 +122,16 @@ class LMSettings(Settings):
         weight_decay: AdamW's weight decay, of matrices only.
         clip: Largest norm of the gradient.
         ema: Decay of an exponential moving average of the weights, which is validated and saved; 0: none.
+        accumulate: Parts of a batch that are computed one after the other, in less memory, to the same gradient.
         eval_every: Steps between two validations; each saves a checkpoint.
+        patience: Validations without a smaller loss after which the run stops; 0: never.
         seed: Seed of everything random.
         device: "auto", "cpu" or "cuda".
         precision: "auto", "float32" or "bfloat16", of matrix products.
         compile: Whether the training step goes through torch.compile.
         context: Tokens the model looks back.
-        tokens: "characters" or "bpe".
+        architecture: "regard" (RMS norms, SwiGLU, no biases) or "gpt2" (layer norms, GELU, biases, learned positions).
+        tokens: "characters", "bytes" or "bpe".
         vocabulary: Number of BPE tokens.
         validation: Share of the text, at its end, that is used for validation.
 
@@ -138,7 +145,8 @@ class LMSettings(Settings):
     """
 
     context: int = option(64, "tokens the model looks back")
-    tokens: str = option("characters", "what a token is", ("characters", "bpe"))
+    architecture: str = option("regard", "GPT-2's has learned positions, layer norms and GELU", ("regard", "gpt2"))
+    tokens: str = option("characters", "what a token is", ("characters", "bytes", "bpe"))
     vocabulary: int = option(1000, "number of BPE tokens (characters: as many as the text has)")
     validation: float = option(0.1, "share of the text, at its end, used for validation")
 
@@ -147,6 +155,8 @@ class LMSettings(Settings):
         self._require(self.context >= 2, "context", "at least 2")
         self._require(self.vocabulary >= 1, "vocabulary", "at least 1")
         self._require(0 < self.validation < 1, "validation", "between 0 and 1")
+        if self.architecture == "gpt2" and self.positions != "learned":
+            raise ValueError(f"--architecture gpt2 needs --positions learned; got {self.positions}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +208,9 @@ class _Choices(TypedDict, total=False):
     weight_decay: float
     clip: float
     ema: float
+    accumulate: int
     eval_every: int
+    patience: int
     seed: int
     device: str
     precision: str
@@ -209,6 +221,7 @@ class LMChoices(_Choices, total=False):
     """`LMSettings` as keywords."""
 
     context: int
+    architecture: str
     tokens: str
     vocabulary: int
     validation: float

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,11 +12,27 @@ from torch import Tensor, nn
 
 from .._io import read_text
 from ..nn import LanguageModel, Translator
+from . import corpus
 from . import tokenizer as texts
 from .data import SentencePairs, TextWindows
 from .settings import LMSettings, Settings, TranslateSettings
 
-__all__ = ["LMTask", "Task", "TranslateTask", "build", "make_task"]
+__all__ = ["LMTask", "Saved", "Task", "TranslateTask", "build", "make_task", "split_batch"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a run that is resumed has of its data.
+
+    Attributes:
+        tokenizer: Its tokenizer; a new run that begins from a pretrained model has one, too.
+        digest: Digest of its texts; None for a new run.
+        tokens: SHA-256 of its file of token ids; None where the text fits into memory.
+    """
+
+    tokenizer: Any = None
+    digest: str | None = None
+    tokens: str | None = None
 
 
 class Task(Protocol):
@@ -24,6 +42,8 @@ class Task(Protocol):
     settings: Any
     tokenizer: Any
     digest: str
+    #: SHA-256 of the file of token ids, where there is one.
+    tokens_digest: str | None
     #: Whether all batches have one shape, so that a step can be captured as a CUDA graph.
     static_shapes: bool
 
@@ -36,20 +56,43 @@ class Task(Protocol):
     def tokens(self, batch: tuple[Tensor, ...]) -> int:
         """Number of tokens of a batch, for the speed."""
 
+    def targets(self, batch: tuple[Tensor, ...]) -> int | Tensor:
+        """Number of tokens that the loss of a batch is the mean of."""
+
+    def examples(self) -> list[dict[str, str]]:
+        """Texts of the validation data for a report: of a translator the source and its reference, else a prompt."""
+
     def validate(self, model: nn.Module) -> float:
         """Mean loss per token over the validation data."""
+
+
+def split_batch(task: Task, batch: tuple[Tensor, ...], parts: int) -> list[tuple[tuple[Tensor, ...], Any]]:
+    """The batch in parts of some sequences each, and each part's share of the targets.
+
+    The sum of share × loss over the parts is the loss of the batch, so their gradients add up to its gradient.
+    """
+    if parts == 1:
+        return [(batch, 1.0)]
+    chunks = zip(*(tensor.chunk(parts) for tensor in batch), strict=True)
+    return [(chunk, task.targets(chunk) / task.targets(batch)) for chunk in chunks]
 
 
 def build(kind: str, settings: Any, vocabulary: int) -> nn.Module:
     """A new model with these settings."""
     shape = {
         "dim": settings.dim, "heads": settings.heads, "layers": settings.layers, "hidden": settings.hidden,
-        "dropout": settings.dropout, "positions": settings.positions, "norm": "rms", "bias": False,
-        "activation": "swiglu",
+        "dropout": settings.dropout, "positions": settings.positions,
     }  # fmt: skip
+    if kind == "lm" and settings.architecture == "gpt2":
+        return LanguageModel(vocabulary, context=settings.context, embedding_scale=1.0, activation="gelu_tanh", **shape)
+    shape |= {"norm": "rms", "bias": False, "activation": "swiglu"}
     if kind == "lm":
         return LanguageModel(vocabulary, context=settings.context, **shape)
     return Translator(vocabulary, **shape)
+
+
+#: Length of a report's prompt, and number of its sentence pairs.
+PROMPT_TOKENS, EXAMPLE_PAIRS = 48, 5
 
 
 class LMTask:
@@ -57,18 +100,12 @@ class LMTask:
 
     kind = "lm"
     static_shapes = True
+    tokens_digest: str | None = None
 
-    def __init__(
-        self, path: Any, settings: LMSettings, tokenizer: Any, device: torch.device, digest: str | None = None
-    ) -> None:
-        text = read_text(path)
-        self.settings, self.digest = settings, texts.digest(text)
-        _check_digest(digest, self.digest, path)
-        if tokenizer is None:
-            by_character = settings.tokens == "characters"
-            tokenizer = texts.characters(text) if by_character else texts.bpe(text, settings.vocabulary)
-        self.tokenizer = tokenizer
-        ids = torch.tensor(texts.encode(tokenizer, text))
+    def __init__(self, path: Any, settings: LMSettings, saved: Saved, device: torch.device, folder: Path) -> None:
+        self.settings, self.tokenizer = settings, saved.tokenizer
+        mapped = corpus.is_large(path) if saved.digest is None else saved.tokens is not None
+        ids = self._mapped(path, saved, folder) if mapped else self._read(path, saved)
         split = int(len(ids) * (1 - settings.validation))
         parts = {"training": ids[:split], "validation": ids[split:]}
         for name, part in parts.items():
@@ -79,8 +116,37 @@ class LMTask:
                     f"needs {least}: use more text or a smaller --context."
                 )
         self.train, self.valid = (
-            TextWindows(part.to(device), settings.context, settings.batch, settings.seed) for part in parts.values()
+            TextWindows(part if mapped else part.to(device), settings.context, settings.batch, settings.seed, device)
+            for part in parts.values()
         )
+
+    def _read(self, path: Any, saved: Saved) -> Tensor:
+        """The token ids of a text in memory."""
+        text = read_text(path)
+        self.digest = texts.digest(text)
+        _check_digest(saved.digest, self.digest, path)
+        self._learn_tokenizer([text])
+        return torch.tensor(texts.encode(self.tokenizer, text))
+
+    def _mapped(self, path: Any, saved: Saved, folder: Path) -> Tensor:
+        """The token ids of a large text, mapped from a file that the first run wrote."""
+        hasher, file = hashlib.sha256(), folder / corpus.TOKENS
+        for piece in corpus.text_pieces(path):
+            hasher.update(piece.encode())
+        self.digest = hasher.hexdigest()
+        _check_digest(saved.digest, self.digest, path)
+        self._learn_tokenizer(corpus.text_pieces(path))
+        if saved.digest is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            corpus.write_tokens(file, corpus.text_pieces(path), self.tokenizer)
+        self.tokens_digest = corpus.checksum(file)
+        if saved.tokens not in (None, self.tokens_digest):
+            raise ValueError(f"{file} is damaged or was edited: its checksum differs from the one in the settings.")
+        return corpus.map_tokens(file, self.tokenizer.get_vocab_size())
+
+    def _learn_tokenizer(self, pieces: Any) -> None:
+        if self.tokenizer is None:
+            self.tokenizer = texts.learned(self.settings.tokens, pieces, self.settings.vocabulary)
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
         return self.train.at(step)
@@ -92,6 +158,12 @@ class LMTask:
     def tokens(self, batch: tuple[Tensor, ...]) -> int:
         return batch[0].numel()
 
+    def targets(self, batch: tuple[Tensor, ...]) -> int | Tensor:
+        return batch[1].numel()
+
+    def examples(self) -> list[dict[str, str]]:
+        return [{"prompt": self.tokenizer.decode(self.valid.ids[:PROMPT_TOKENS].tolist())}]
+
     def validate(self, model: nn.Module) -> float:
         losses = [(self.loss(model, (x, y)), y.numel()) for x, y in self.valid.all(64)]
         return float(sum(loss.double() * count for loss, count in losses)) / sum(count for _, count in losses)
@@ -102,18 +174,20 @@ class TranslateTask:
 
     kind = "translate"
     static_shapes = False
+    tokens_digest: str | None = None
 
     def __init__(
-        self, files: tuple[Any, Any], validation: tuple[Any, Any] | None, settings: TranslateSettings, tokenizer: Any,
-        device: torch.device, digest: str | None = None,
+        self, files: tuple[Any, Any], validation: tuple[Any, Any] | None, settings: TranslateSettings, saved: Saved,
+        device: torch.device,
     ) -> None:  # fmt: skip
         train, valid = _pairs(*files), None if validation is None else _pairs(*validation)
         self.settings = settings
         self.digest = texts.digest(*("\n".join(side) for part in (train, valid) if part for side in part))
-        _check_digest(digest, self.digest, *files)
+        _check_digest(saved.digest, self.digest, *files)
         if valid is None:
             train, valid = _split_validation(train, files)
-        self.tokenizer = tokenizer or texts.pairs_bpe([*train[0], *train[1]], settings.vocabulary)
+        self._examples = list(zip(valid[0], valid[1], strict=True))[:EXAMPLE_PAIRS]
+        self.tokenizer = saved.tokenizer or texts.pairs_bpe([*train[0], *train[1]], settings.vocabulary)
         names = (texts.PAD, texts.START, texts.END)
         marks: Any = tuple(self.tokenizer.token_to_id(name) for name in names)
         short = _short(self._encoded(train), settings.max_length)
@@ -131,7 +205,7 @@ class TranslateTask:
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         smoothing = self.settings.smoothing if model.training else 0.0
-        return self._summed(model, batch, smoothing) / (batch[2] != Translator.PAD).sum()
+        return self._summed(model, batch, smoothing) / self.targets(batch)
 
     def _summed(self, model: nn.Module, batch: tuple[Tensor, ...], smoothing: float) -> Tensor:
         source, before, after = batch
@@ -142,6 +216,12 @@ class TranslateTask:
 
     def tokens(self, batch: tuple[Tensor, ...]) -> int:
         return batch[0].numel() + batch[1].numel()
+
+    def targets(self, batch: tuple[Tensor, ...]) -> int | Tensor:
+        return (batch[2] != Translator.PAD).sum()
+
+    def examples(self) -> list[dict[str, str]]:
+        return [{"source": source, "reference": target} for source, target in self._examples]
 
     def validate(self, model: nn.Module) -> float:
         batches = list(self.valid.all(64))
@@ -189,12 +269,11 @@ def _check_digest(expected: str | None, digest: str, *files: Any) -> None:
 
 
 def make_task(
-    kind: str, files: tuple[Path, ...], validation: Any, settings: Settings, tokenizer: Any, device: Any,
-    digest: str | None = None,
-) -> Task:  # fmt: skip
-    """The task of a kind. `digest`: of the data of the run that is resumed."""
+    kind: str, files: tuple[Path, ...], validation: Any, settings: Settings, saved: Saved, device: Any, folder: Path
+) -> Task:
+    """The task of a kind. A large text is written into the folder as token ids."""
     if kind == "lm":
         assert isinstance(settings, LMSettings)
-        return LMTask(files[0], settings, tokenizer, device, digest)
+        return LMTask(files[0], settings, saved, device, folder)
     assert isinstance(settings, TranslateSettings)
-    return TranslateTask((files[0], files[1]), validation, settings, tokenizer, device, digest)
+    return TranslateTask((files[0], files[1]), validation, settings, saved, device)

@@ -1,17 +1,17 @@
-"""Text to token ids and back, by the `tokenizers` library: characters, or BPE."""
+"""Text to token ids and back, by the `tokenizers` library: characters, bytes, or BPE."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
 from .._io import decode as decoded  # look.command imports it from here
 
 __all__ = [
-    "END", "PAD", "START", "UNKNOWN", "bpe", "characters", "decoded", "digest", "encode", "lines_of", "load",
-    "pairs_bpe",
+    "END", "PAD", "START", "UNKNOWN", "bpe", "byte_level", "characters", "decoded", "digest", "encode", "learned",
+    "lines_of", "load", "pairs_bpe",
 ]  # fmt: skip
 
 PAD, START, END, UNKNOWN = "<pad>", "<start>", "<end>", "<unknown>"
@@ -34,26 +34,50 @@ def digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-def characters(text: str) -> Any:
-    """A tokenizer with one token per character of the text."""
+def learned(kind: str, pieces: Iterable[str], vocabulary: int) -> Any:
+    """A tokenizer of a text in pieces, by the setting `tokens`: "characters", "bytes" or "bpe"."""
+    if kind == "bpe":
+        return bpe(pieces, vocabulary)
+    return byte_level() if kind == "bytes" else characters(pieces)
+
+
+def characters(pieces: Iterable[str]) -> Any:
+    """A tokenizer with one token per character of a text: a string, or its pieces."""
     lib = _library()
-    tokenizer = lib.Tokenizer(lib.models.WordLevel({char: n for n, char in enumerate(sorted(set(text)))}))
+    alphabet: set[str] = set()
+    for piece in pieces:
+        alphabet.update(piece)
+    tokenizer = lib.Tokenizer(lib.models.WordLevel({char: n for n, char in enumerate(sorted(alphabet))}))
     tokenizer.pre_tokenizer = lib.pre_tokenizers.Split(lib.Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = lib.decoders.Fuse()
     return tokenizer
 
 
-def bpe(text: str, vocabulary: int) -> Any:
+def byte_level() -> Any:
+    """A tokenizer with one token per byte of UTF-8; the id is the byte."""
+    lib = _library()
+    # A byte that is a printable letter is written as itself, the others as letters from U+0100 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    vocabulary = {chr(byte if byte in printable else next(others)): byte for byte in range(256)}
+    tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    return tokenizer
+
+
+def bpe(pieces: Iterable[str], vocabulary: int) -> Any:
     """A BPE tokenizer of words and line ends. Decoding restores the text, except that "▁" becomes a space."""
     lib = _library()
     tokenizer = lib.Tokenizer(lib.models.BPE())
     splits = [lib.pre_tokenizers.Split("\n", "isolated"), lib.pre_tokenizers.Metaspace(prepend_scheme="never")]
     tokenizer.pre_tokenizer = lib.pre_tokenizers.Sequence(splits)
     tokenizer.decoder = lib.decoders.Metaspace(prepend_scheme="never")
-    return _train(tokenizer, text.splitlines(keepends=True), vocabulary, [])
+    lines = (line for piece in ([pieces] if isinstance(pieces, str) else pieces) for line in piece.splitlines(True))
+    return _train(tokenizer, lines, vocabulary, [])
 
 
-def pairs_bpe(lines: Sequence[str], vocabulary: int) -> Any:
+def pairs_bpe(lines: Iterable[str], vocabulary: int) -> Any:
     """A BPE tokenizer with one vocabulary for both languages; ▁ marks the start of a word."""
     lib = _library()
     tokenizer = lib.Tokenizer(lib.models.BPE(unk_token=UNKNOWN))
@@ -65,7 +89,7 @@ def pairs_bpe(lines: Sequence[str], vocabulary: int) -> Any:
     return _train(tokenizer, lines, vocabulary, [PAD, START, END, UNKNOWN])
 
 
-def _train(tokenizer: Any, lines: Sequence[str], vocabulary: int, special: list[str]) -> Any:
+def _train(tokenizer: Any, lines: Iterable[str], vocabulary: int, special: list[str]) -> Any:
     trainer = _library().trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(lines, trainer)
     size = tokenizer.get_vocab_size()
@@ -96,6 +120,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             f"the text has no valid character at position {error.start}: its bytes are not in the encoding of this "
             "terminal. Set a UTF-8 locale, for example LC_ALL=C.UTF-8."
         ) from None
+    if isinstance(tokenizer.decoder, _library().decoders.ByteLevel):
+        # Every text has bytes. Not line by line: tokens of GPT-2 cross line ends.
+        return tokenizer.encode(text, add_special_tokens=False).ids
     if tokenizer.token_to_id(UNKNOWN) is None:
         vocabulary = tokenizer.get_vocab()
         unknown = sorted({c for c in set(text) if c not in vocabulary and not (c == " " and "▁" in vocabulary)})

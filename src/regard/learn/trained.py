@@ -171,13 +171,13 @@ class Trained:
         return self.translate_all([text], beam)[0]
 
     @torch.no_grad()
-    def translate_all(self, lines: list[str], beam: Beam | None = None, batch: int = 64) -> list[str]:
+    def translate_all(self, lines: list[str], beam: Beam | None = None, batch: int | None = None) -> list[str]:
         """Translate many sentences, in batches of similar length.
 
         Args:
             lines: The sentences; an empty one stays empty.
             beam: Width and length penalty. Default: ``Beam(5, 1.0)``.
-            batch: Sentences at a time.
+            batch: Sentences at a time. Default: 64 on a CPU; 512 on a GPU, where a step takes about as long for many.
 
         Returns:
             One translation per line.
@@ -202,6 +202,7 @@ class Trained:
                 "shorten it, or train with --positions rotary or sinusoidal."
             )
         order = sorted(full, key=lambda n: len(encoded[n]))
+        batch = batch or (64 if self.device.type == "cpu" else 512)
         written = [""] * len(lines)
         start, end = self._special(texts.START), self._special(texts.END)
         for first in range(0, len(order), batch):

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..recorder import watch
-from . import checkpoint, tasks
+from . import checkpoint, run_folder, tasks
 from .data import step_seed
+from .patterns import PatternLog
+from .pretrained import Pretrained, read_pretrained
 from .progress import Silent
 from .settings import LMChoices, LMSettings, Settings, TranslateChoices, TranslateSettings
 
@@ -53,6 +55,7 @@ class Result:
         best: Smallest validation loss; infinite before the first validation.
         val_loss: Last validation loss.
         seconds: Time of this call.
+        stopped_early: Whether the validation loss had not fallen for `patience` validations.
 
     Example:
         >>> Result(Path("run"), step=5, steps=10, best=1.5, val_loss=1.6, seconds=3.0).finished
@@ -65,30 +68,34 @@ class Result:
     best: float
     val_loss: float
     seconds: float
+    stopped_early: bool = False
 
     @property
     def finished(self) -> bool:
-        """Whether all steps were done.
+        """Whether all steps were done, or the run stopped early.
 
         Example:
             >>> Result(Path("run"), step=10, steps=10, best=1.5, val_loss=1.6, seconds=3.0).finished
             True
         """
-        return self.step == self.steps
+        return self.step == self.steps or self.stopped_early
 
 
 def lm(
     file: str | os.PathLike[str], out: str | os.PathLike[str], *, resume: bool = False,
-    progress: Silent | None = None, **settings: Unpack[LMChoices],
+    pretrained: str | os.PathLike[str] | None = None, progress: Silent | None = None, **settings: Unpack[LMChoices],
 ) -> Result:  # fmt: skip
     """Train a language model on a text file.
 
-    Ctrl-C and SIGTERM finish the step, save and return; `resume=True` continues with the same result.
+    Ctrl-C and SIGTERM finish the step, save and return; `resume=True` continues with the same result. With more
+    `steps` it also extends a run, finished or not: from there on the learning rate follows the longer run's schedule.
 
     Args:
-        file: The text, UTF-8.
+        file: The text, UTF-8. One of more than 32 MB is turned into token ids once, in a file that is mapped.
         out: Folder of the run: settings, tokenizer, checkpoints and history.
         resume: Continue the run in `out`.
+        pretrained: Begin from this GPT-2, a folder that transformers' ``save_pretrained`` wrote, with its tokenizer. It
+            decides the sizes; `context` may be shorter, and the default of `lr` is 1e-4.
         progress: Shows the numbers meanwhile. Default: nothing.
         settings: The fields of `LMSettings`: steps, layers, dim, context, …
 
@@ -108,7 +115,7 @@ def lm(
         >>> result.finished, result.step
         (True, 4)
     """
-    return _run("lm", (Path(file),), None, Path(out), LMSettings, {**settings}, resume, progress)
+    return _run("lm", (Path(file),), None, Path(out), LMSettings, {**settings}, resume, progress, pretrained)
 
 
 def translate(
@@ -123,7 +130,7 @@ def translate(
         target: Their translations.
         out: Folder of the run: settings, tokenizer, checkpoints and history.
         validation: Two files for validation. Default: the last pairs of the data.
-        resume: Continue the run in `out`.
+        resume: Continue the run in `out`, or extend it by more `steps`.
         progress: Shows the numbers meanwhile. Default: nothing.
         settings: The fields of `TranslateSettings`: steps, layers, dim, vocabulary, …
 
@@ -150,26 +157,38 @@ def translate(
 
 def _run(
     kind: str, files: tuple[Path, ...], validation: Any, out: Path, settings_type: type[Settings],
-    overrides: dict[str, Any], resume: bool, progress: Silent | None,
+    overrides: dict[str, Any], resume: bool, progress: Silent | None, pretrained: Any = None,
 ) -> Result:  # fmt: skip
     checkpoint.safetensors()
-    settings, tokenizer, digest = _open_settings(kind, out, settings_type, overrides, resume)
+    start = None
+    if pretrained is not None and not resume:  # a resumed run has its weights
+        start = read_pretrained(pretrained, overrides)
+        overrides = start.overrides
+    settings, saved = run_folder.open_settings(kind, out, settings_type, overrides, resume)
+    if start is not None:
+        saved = tasks.Saved(start.tokenizer)
     device = choose_device(settings.device)
     with contextlib.ExitStack() as stack:
         if resume:
             stack.enter_context(checkpoint.exclusive_lock(out))
-            _verify(out, kind, settings, tokenizer.get_vocab_size())
-        task = tasks.make_task(kind, files, validation, settings, tokenizer, device, digest)
+            run_folder.verify(out, kind, settings, saved.tokenizer.get_vocab_size())
+        else:  # the file of token ids, where something fails before there is a run that it belongs to
+            stack.callback(checkpoint.discard_tokens, out)
+        task = tasks.make_task(kind, files, validation, settings, saved, device, out)
         interrupted = stack.enter_context(_Interrupted())
         on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(on_gpu))  # the caller's random state must not change
-        training = _build_training(task, out, device, progress or Silent(), interrupted, resume)
+        training = _build_training(task, out, device, progress or Silent(), interrupted, resume, start)
         if resume:
             checkpoint.sweep(out)
+            checkpoint.update_settings(out, settings)
         else:
-            _make_folder(out)
+            run_folder.make_folder(out)
             stack.enter_context(checkpoint.exclusive_lock(out))
-            checkpoint.save_settings(out, task.kind, task.settings, task.digest, task.tokenizer.to_str())
+            description = checkpoint.Description(kind, settings, task.digest, task.tokens_digest, start is not None)
+            checkpoint.save_settings(out, description, task.tokenizer.to_str())
+            if start is not None:
+                training.save_start()
         try:
             return training.run()
         except Diverged:
@@ -190,59 +209,6 @@ def _build_training(task: tasks.Task, out: Path, *more: Any) -> _Training:
         raise
 
 
-def _open_settings(
-    kind: str, out: Path, settings_type: type[Settings], overrides: dict[str, Any], resume: bool
-) -> tuple[Settings, Any, str | None]:
-    """The settings of a run; its tokenizer and the digest of its data where it is resumed."""
-    started = checkpoint.is_checkpoint(out)
-    if not resume:
-        if started:
-            raise ValueError(f"{out} holds a run already: add --resume to continue it, or choose another --out.")
-        _require_free(out)
-        return settings_type(**overrides), None, None
-    if not started:
-        _require_free(out)
-        raise ValueError(f"{out} holds no run to resume; leave --resume out to start one.")
-    saved_kind, settings, digest = checkpoint.read_settings(out)
-    if saved_kind != kind:
-        raise ValueError(f"the run in {out} is of the kind {saved_kind!r}, not {kind!r}.")
-    for name, value in overrides.items():
-        if value != (saved := getattr(settings, name)):
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"the run in {out} has {flag} {saved}, got {value}: a resumed run keeps its settings. "
-                f"Leave {flag} out, or start another run with another --out."
-            )
-    return settings, checkpoint.read_tokenizer(out, kind), digest
-
-
-def _verify(out: Path, kind: str, settings: Settings, vocabulary: int) -> None:
-    """Verify the tensors of a run before it is resumed, also of the best model, which is not read otherwise."""
-    for name, prefix in ((checkpoint.MODEL, ""), (checkpoint.LAST, "weights/")):
-        if (path := out / name).exists():
-            tensors, _ = checkpoint.read_tensors(path)
-            weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            checkpoint.check_shapes(weights, kind, settings, vocabulary, path)
-
-
-def _require_free(out: Path) -> None:
-    """Refuse a folder in which a run would overwrite files: another program's, or a run without settings."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file, and --out names the folder of a run: choose another --out.")
-    if existing := [name for name in checkpoint.FILES if (out / name).exists()]:
-        raise ValueError(
-            f"{out} holds {', '.join(existing)}, and no readable {checkpoint.SETTINGS} of a run: it is another "
-            "program's or damaged, and is left alone. Choose another --out."
-        )
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"the folder {out} could not be created: {error.strerror}. Choose another --out.") from None
-
-
 def choose_device(name: str) -> torch.device:
     """A device by name; "auto" is a GPU if there is one."""
     gpu = torch.cuda.is_available()
@@ -256,24 +222,29 @@ class _Training:
 
     def __init__(
         self, task: tasks.Task, out: Path, device: torch.device, progress: Silent, interrupted: _Interrupted,
-        resume: bool,
+        resume: bool, start: Pretrained | None,
     ) -> None:  # fmt: skip
         self.task, self.out, self.device, self.progress, self.interrupted = task, out, device, progress, interrupted
         self.settings: Settings = task.settings
         torch.manual_seed(step_seed(self.settings.seed, -1))
         self.model = tasks.build(task.kind, self.settings, task.tokenizer.get_vocab_size()).to(device)
         self.weights = dict(self.model.named_parameters())
+        if start is not None:
+            self._load(start.weights)
         self.optimizer = self._make_optimizer()
         self.ema = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.ema else {}
         self.compiled_loss: Any = self._compiled() if self.settings.compile else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
+        self.stale = 0  # validations since the best one
         self.history: list[dict[str, Any]] = []
+        self.patterns = PatternLog()
         if resume and (out / checkpoint.LAST).exists():  # absent: the run was killed before its first checkpoint
             self._restore()
 
     def _compiled(self) -> Any:
         """The compiled loss, as CUDA graphs where shapes allow: a small model's launches cost more than its kernels."""
-        graphs = self.device.type == "cuda" and self.task.static_shapes
+        # A graph writes the gradients of every part into the same memory, where they cannot be added.
+        graphs = self.device.type == "cuda" and self.task.static_shapes and self.settings.accumulate == 1
         return torch.compile(self.task.loss, mode="reduce-overhead" if graphs else "default")
 
     def _make_optimizer(self) -> torch.optim.AdamW:
@@ -296,12 +267,16 @@ class _Training:
         finally:
             self.progress.close()
         seconds = time.perf_counter() - began
-        return Result(self.out, self.step, self.settings.steps, self.best, self.val_loss, seconds)
+        early = self._stops_early()
+        return Result(self.out, self.step, self.settings.steps, self.best, self.val_loss, seconds, early)
+
+    def _stops_early(self) -> bool:
+        return 0 < self.settings.patience <= self.stale
 
     def _steps(self) -> None:
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         since, trained = time.perf_counter(), 0
-        while self.step < self.settings.steps:
+        while self.step < self.settings.steps and not self._stops_early():
             watching = self.step % WATCH_EVERY == 0
             batch = self.task.batch(self.step)
             loss, norm, heads = self._step(batch, watching)
@@ -334,18 +309,16 @@ class _Training:
             set_to_none=True
         )  # before forward: a CUDA graph writes its gradients into the same memory
         heads: dict[str, Any] = {}
-        with self._precision():
-            if watching:  # hooks do not fire in compiled code: this step runs eagerly
-                with watch(self.model, every=1) as monitor:
-                    loss = self.task.loss(self.model, batch)
-                heads = {
-                    name: {what: [round(v, 4) for v in values.tolist()] for what, values in statistics.items()}
-                    for name, statistics in monitor.layers.items()
-                }
-            else:
-                torch.compiler.cudagraph_mark_step_begin()
-                loss = self.compiled_loss(self.model, batch)
-        loss.backward()
+        loss: Any = 0.0
+        for part, share in tasks.split_batch(self.task, batch, self.settings.accumulate):
+            with self._precision():
+                if watching and not heads:  # hooks do not fire in compiled code: this part runs eagerly
+                    partial, heads = self._watched_loss(part)
+                else:
+                    torch.compiler.cudagraph_mark_step_begin()
+                    partial = self.compiled_loss(self.model, part)
+            (partial * share).backward()
+            loss = loss + partial.detach() * share
         norm = nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)
@@ -355,7 +328,16 @@ class _Training:
             decay = min(self.settings.ema, (1 + self.step) / (10 + self.step))
             update = get_ema_multi_avg_fn(decay)
             update(list(self.ema.values()), [p.detach() for p in self.weights.values()], None)
-        return loss.detach(), norm.detach(), heads
+        return loss, norm.detach(), heads
+
+    def _watched_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
+        """The loss, and statistics of every head."""
+        with watch(self.model, every=1) as monitor:
+            loss = self.task.loss(self.model, batch)
+        return loss, {
+            name: {what: [round(v, 4) for v in values.tolist()] for what, values in statistics.items()}
+            for name, statistics in monitor.layers.items()
+        }
 
     def _rate(self, step: int) -> float:
         """Linear warm-up, at most a fifth of the run so that a short one reaches the top, then half a cosine."""
@@ -397,13 +379,18 @@ class _Training:
             self.model.eval()
             with torch.no_grad(), self._precision():
                 self.val_loss = self.task.validate(self.model)
+                self.patterns.look(self.model, self.task, self.step)
             if not math.isfinite(self.val_loss):
                 self._require_finite(torch.tensor(False))
+            self.stale += 1
             if self.val_loss < self.best:
-                self.best = self.val_loss
+                self.best, self.stale = self.val_loss, 0
                 fields = {"step": str(self.step), "val_loss": repr(self.val_loss)}
                 checkpoint.save(self.out / checkpoint.MODEL, dict(self.model.state_dict()), fields)
+        ends = self.step == self.settings.steps or self._stops_early()
         self._report({"val_loss": self.val_loss, "best": self.best}, {})
+        if ends:  # for the report
+            self.history[-1]["examples"] = self.task.examples()
         self._save_last()
 
     @contextlib.contextmanager
@@ -424,13 +411,25 @@ class _Training:
         for name, p in self.weights.items():
             p.copy_(values[name])
 
+    def save_start(self) -> None:
+        """Save the pretrained weights: a run that is killed before its first validation begins from them again."""
+        for p in self.weights.values():  # as AdamW's first step makes them
+            zero = torch.zeros((), device=p.device)
+            self.optimizer.state[p] = {
+                "step": zero, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)
+            }  # fmt: skip
+        self._save_last()
+
     def _save_last(self) -> None:
         tensors: dict[str, Tensor] = {f"weights/{name}": p for name, p in self.weights.items()}
         tensors |= {f"ema/{name}": p for name, p in self.ema.items()}
         for name, p in self.weights.items():
             tensors |= {f"optimizer/{key}/{name}": value for key, value in self.optimizer.state[p].items()}
-        fields = {"step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss)}
-        checkpoint.save_json(self.out / checkpoint.HISTORY, self.history)
+        fields = {
+            "step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss), "stale": str(self.stale),
+        }  # fmt: skip
+        checkpoint.save_history(self.out, self.history)
+        self.patterns.save(self.out)
         checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
         self.saved = self.step
 
@@ -455,10 +454,12 @@ class _Training:
         try:
             self.step = self.saved = int(fields["step"])
             self.best, self.val_loss = float(fields["best"]), float(fields["val_loss"])
+            self.stale = int(fields.get("stale", "0"))  # older runs have none
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path} is damaged: its step and losses cannot be read ({error}).") from None
         if not 0 <= self.step <= self.settings.steps:
             raise ValueError(f"{path} is damaged: its step must be at most {self.settings.steps}, got {self.step}.")
+        self.patterns.restore(self.out, self.step)
         if (self.out / checkpoint.HISTORY).exists():  # it may be newer than the checkpoint
             self.history = [row for row in checkpoint.read_history(self.out) if row["step"] <= self.step]
 

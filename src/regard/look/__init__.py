@@ -2,9 +2,9 @@
 
 From words to pictures: `token_text` (special tokens, words, names), `token_groups` (weights of words), `layers` (one
 sequence, layer by layer), `ranking` (which heads matter for a word), `spotlight` (one word lit, and all words),
-`walk` (the six steps), `history` (training). One module for every medium: `terminal` and `terminal_walk` (with
-`text_layout`), `svg`, `page`. `view` and `options` join them, `loading` opens models, `command` has the verbs of the
-command line.
+`walk` (the six steps), `compare` with `alignment` (two recordings), `history` (training). One module for every medium:
+`terminal`, `terminal_walk` and `terminal_compare` (with `text_layout`), `svg`, `page`. `view` and `options` join them,
+`loading` opens models, `command` has the verbs of the command line.
 """
 
 from typing import TYPE_CHECKING

@@ -13,6 +13,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import compare_command
 from .command_input import Input, cut_note, cut_of, read_input, read_text
 from .console import (
     HINT_LETTERS,
@@ -42,6 +43,11 @@ Which words does "it" look at? Which the first of two "the"? Which heads tie "it
   regard look "The animal didn't cross the street because it was too tired" --word the:1
   regard look "The animal didn't cross the street because it was too tired" --word it --target animal
 
+Two inputs, two recordings, or one text in two models, side by side:
+  regard look "it was too tired" "it was too wide" --word it
+  regard look before.regard after.regard --out change.html
+  regard look "the cat sat" --model gpt2 --against distilgpt2 --nearest
+
 Any transformers model, a folder or a name; a text from a file:
   regard look chapter.txt --model gpt2 --cut
 
@@ -68,7 +74,7 @@ On word embeddings alone, nothing trained in between; then with W_q and W_k; the
 
 The steps: 1 q·k with every word, 2 scaled, 3 masked, 4 softmax, 5 weight × value, 6 their sum."""
 
-_SUFFIXES = {"out": (".html", ".htm", ".svg"), "save": (".regard",)}
+_SUFFIXES = {"out": (".html", ".htm", ".svg", ".pdf", ".png"), "save": (".regard",)}
 
 
 def add(verbs: Any) -> None:
@@ -78,8 +84,9 @@ def add(verbs: Any) -> None:
         verbs: What `argparse.ArgumentParser.add_subparsers` returns.
     """
     look = _add_verb(verbs, "look", "See which words a word looks at.", LOOK)
+    compare_command.add_arguments(look)
     look.add_argument("--target", metavar="WORD", help="with --word: rank the heads by the weight on this word")
-    look.add_argument("--out", metavar="FILE", help="write a page (.html) or a picture (.svg) instead")
+    look.add_argument("--out", metavar="FILE", help="write a page (.html) or a picture (.svg, .pdf, .png) instead")
     look.add_argument("--save", metavar="FILE", help="save the recording as a .regard file")
     look.add_argument("--no-special", action="store_true", help="hide [CLS], </s> …; the other weights are scaled up")
     look.add_argument("--merge", action="store_true", help="merge the tokens of a word")
@@ -131,6 +138,8 @@ def _layer(text: str) -> int | str:
 def run_look(args: argparse.Namespace) -> int:
     """Show a text, or write it to a page, a picture or a recording. Returns the exit code."""
     _check_arguments(args)
+    if compare_command.is_comparison(args):
+        return compare_command.run_compare(args)
     if (code := look_at_folder(args)) is not None:
         return code
     source = read_input(args)
@@ -139,7 +148,7 @@ def run_look(args: argparse.Namespace) -> int:
             source.recording.save(args.save)
         print_news(f"recording written to {printable(args.save)}")
     if args.json:
-        print_result(_to_json(_look_fields(args, source)))
+        print_result(to_json(_look_fields(args, source)))
     if args.out:
         _write_file(args, source)
     elif not args.json:
@@ -189,12 +198,12 @@ def _overview_hint(args: argparse.Namespace, summary: Overview) -> str:
     plain = [n for n, label in enumerate(labels) if not is_special(label)]
     word = name_of(labels, summary.ties[0].word if summary.ties else next(iter(plain), 0))
     merge = " --merge" if args.merge else ""
-    return command_hint("Next, one word:", "regard look", *_same_input(args), f"--word {shell_quote(word)}{merge}")
+    return command_hint("Next, one word:", "regard look", *same_input(args), f"--word {shell_quote(word)}{merge}")
 
 
 def _spotlight_hint(args: argparse.Namespace, lit: Spotlight) -> str:
     best = lit.heads[0]
-    same_word = [*_same_input(args), f"--word {shell_quote(args.word)}"]
+    same_word = [*same_input(args), f"--word {shell_quote(args.word)}"]
     group = lit.rows.groups[lit.position]
     if lit.layers[best.layer].values is None or group.stop - group.start > 1:
         return command_hint("Next, as a page:", "regard look", *same_word, "--out page.html")
@@ -213,8 +222,8 @@ def _write_file(args: argparse.Namespace, source: Input) -> None:
             args,
             title=(text if len(text) <= HINT_LETTERS else f"{text[:HINT_LETTERS]}…") or None,
             model=Path(source.name).name,
-            command=" ".join(["regard look", *_same_input(args)]),
-            word_vectors=None if path.suffix.lower() == ".svg" else _word_vectors(args, source),
+            command=" ".join(["regard look", *same_input(args)]),
+            word_vectors=None if path.suffix.lower() not in (".html", ".htm") else _word_vectors(args, source),
             notes=source.notes,
         )
         View(source.recording, options).save(path)
@@ -241,7 +250,7 @@ def run_walk(args: argparse.Namespace) -> int:
     _check_walk_arguments(args)
     steps, title = _walk_word_vectors(args) if args.basic or args.projections else _walk_recording(args)
     if args.json:
-        print_result(_to_json(_walk_fields(steps, title)))
+        print_result(to_json(_walk_fields(steps, title)))
         return 0
     from .terminal_walk import draw_walk
     from .text_layout import wrap
@@ -313,7 +322,7 @@ def _switched_on(names: str | None) -> set[str]:
 
 
 def _walk_hint(args: argparse.Namespace) -> str:
-    same_word = [*_same_input(args), f"--word {shell_quote(args.word)}"]
+    same_word = [*same_input(args), f"--word {shell_quote(args.word)}"]
     if args.projections or args.text.endswith(".regard"):
         return command_hint("Next, the whole picture:", "regard look", *same_word)
     if args.basic:
@@ -321,10 +330,13 @@ def _walk_hint(args: argparse.Namespace) -> str:
     return command_hint("Next, without anything trained:", "regard walk", *same_word, "--basic")
 
 
-def _same_input(args: argparse.Namespace) -> list[str]:
+def same_input(args: argparse.Namespace) -> list[str]:
     """The arguments that name the same model and text again."""
     text = args.text if len(args.text) <= HINT_LETTERS else args.text[:HINT_LETTERS] + "…"
     command = [shell_quote(text)]
+    if other := getattr(args, "other", None):
+        command.append(shell_quote(other if len(other) <= HINT_LETTERS else other[:HINT_LETTERS] + "…"))
+    command += [f"--against {shell_quote(args.against)}"] if getattr(args, "against", None) else []
     command += [f"--model {shell_quote(args.model)}"] if args.model else []
     command += [f"--decoder-text {shell_quote(args.decoder_text)}"] if args.decoder_text else []
     return command + (["--cut"] if args.cut else [])
@@ -348,7 +360,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         if path is None:
             continue
         if Path(path).suffix.lower() not in suffixes:
-            kinds = "a page (.html) or a picture (.svg)" if option == "out" else "a recording (.regard)"
+            kinds = "a page (.html) or a picture (.svg, .pdf, .png)" if option == "out" else "a recording (.regard)"
             raise ValueError(f"--{option} writes {kinds}, by the end of the name; got {printable(path)!r}.")
         folder = Path(path).parent
         if not folder.is_dir():
@@ -440,7 +452,7 @@ def _walk_fields(steps: Walk, title: str) -> dict[str, Any]:
     }
 
 
-def _to_json(fields: dict[str, Any]) -> str:
+def to_json(fields: dict[str, Any]) -> str:
     """JSON has no infinity and no NaN: masked scores and NaN become null."""
 
     def finite(x: Any) -> Any:

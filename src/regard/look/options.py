@@ -11,6 +11,7 @@ from ..core.indexing import At
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..learn.patterns import PatternLog
     from .word_vectors import WordVectors
 
 __all__ = ["Selection", "ViewChanges", "ViewChoices", "ViewOptions"]
@@ -40,6 +41,9 @@ class ViewChoices(TypedDict, total=False):
     command: str | None
     word_vectors: WordVectors | None
     values: Tensor | None
+    grid: tuple[int, int] | None
+    image: object
+    patterns: PatternLog | None
     notes: Sequence[str]
 
 
@@ -68,6 +72,12 @@ class ViewOptions:
         word_vectors: Word embeddings and their projections (`regard.look.word_vectors.word_vectors`), from which a page
             builds attention step by step.
         values: The value vectors of a `Weights`, ``(..., g, j, e)`` or ``(j, e)``, for the steps after softmax.
+        grid: Rows and columns of an image's patches: axes without tokens that have as many positions, and a few before
+            them, are shown as patches.
+        image: The image, which a page draws below its patches: a tensor or an array (h, w, 3), (h, w) or (3, h, w), or
+            an image of Pillow.
+        patterns: Patterns of the heads of a run (`regard.learn.patterns.read_patterns`), which the page of its history
+            shows step by step.
         notes: Sentences to write below, such as how much of the text was cut.
 
     Raises:
@@ -90,6 +100,9 @@ class ViewOptions:
     command: str | None = None
     word_vectors: WordVectors | None = None
     values: Tensor | None = None
+    grid: tuple[int, int] | None = None
+    image: object = None
+    patterns: PatternLog | None = None
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:

@@ -8,33 +8,45 @@ and its matrix as sums over tiles, never as i × j weights.
 from __future__ import annotations
 
 import math
-import unicodedata
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
-from xml.sax.saxutils import escape, quoteattr
+from typing import Any, Literal
 
 import torch
 
+from .compare import HeadChanges
 from .history import MEASURES, History, head_label, head_series, is_history
 from .layers import LayerView, Subject
 from .options import ViewOptions
 from .spotlight import Spotlight, overview, spotlight
+from .svg_compare import draw_changes
+from .svg_elements import (
+    HUES,
+    INK,
+    LETTERS,
+    MARGIN,
+    PALE,
+    document,
+    frame_rect,
+    inches,
+    note_lines,
+    page_units,
+    rect,
+    right_to_left,
+    safe_xml,
+    text_element,
+    text_width,
+    tint_fill,
+)
 from .text_layout import format_number
 from .token_groups import TokenGroups
-from .token_text import cell_width, clip, printable
+from .token_text import clip, printable
 
-__all__ = ["svg"]
+__all__ = ["Part", "svg"]
 
-_INK, _PALE, _GROUND = "#1c2024", "#5d646c", "#ffffff"
-#: The first two heads in the colours of the page: an orange and a blue that colour-blind readers tell apart.
-_HUES = ("#c04a06", "#0a66ad")
-#: The shades of weights in the page, from 0 to 1; `page.css` has the same.
-_TINTS = ((250, 249, 246), (205, 222, 238), (122, 171, 214), (33, 104, 172), (8, 44, 96))
-_FONT = "'Helvetica Neue', Helvetica, Arial, 'Noto Sans', sans-serif"
-_SIZE = 13.0  # of letters, in user units
+#: The parts of a picture: the sentence with its lines, or the matrix.
+Part = Literal["lines", "square"]
+
 _GAP = 10.0
-_MARGIN = 24.0
 _LINE = 640.0  # how wide a line of words may get
 #: Positions up to which the square shows every cell; beyond, sums over so many tiles.
 _CELLS = 48
@@ -43,51 +55,93 @@ _WORDS = 60
 _STRIP = (520.0, 120.0)  # width and height of what a training history fills
 
 
-def svg(subject: Subject | History, options: ViewOptions | None = None, **changes: Any) -> str:
-    """A recording, a `Weights` or a training history as one standalone SVG.
+def svg(
+    subject: Subject | HeadChanges | History,
+    options: ViewOptions | None = None,
+    *,
+    part: Part | None = None,
+    width: str | None = None,
+    **changes: Any,
+) -> str:
+    """A recording, a `Weights`, a comparison or a training history as one standalone SVG.
 
     With a word: the sentence with arcs to the words it looks at, in the two heads that matter most, and the square of
-    the first of them. Without: the square of the head with the strongest tie. A training history becomes two strips,
-    entropy and largest score of every head over the steps.
+    the first of them. Without: the square of the head with the strongest tie. A comparison becomes two squares and
+    their difference, a training history two strips, entropy and largest score of every head over the steps.
 
     Args:
         subject: What to draw.
         options: What to begin with.
+        part: Only the sentence ("lines") or only the matrix ("square").
+        width: How wide the picture is, such as "3.3in"; lines are broken so that its letters are 7.5 points high.
         changes: Single options, by the names of `ViewOptions`.
     """
     options = replace(options or ViewOptions(), **changes)
-    if is_history(subject):
-        return _strips(subject, options.title or "Attention while training")  # type: ignore[arg-type]
-    elements: list[str] = []
-    sentences: list[str] = []  # of the description
-    top, right = _MARGIN, 0.0
-    if (word := options.word_name) is None:
-        summary = overview(subject, **options.selection)  # type: ignore[arg-type]
+    if part not in (None, "lines", "square"):
+        raise ValueError(f'part must be "lines", the sentence, or "square", the matrix; got {part!r}.')
+    if width is not None:
+        inches(width)  # raises where it is no length
+    if isinstance(subject, HeadChanges) or is_history(subject):
+        if part is not None:
+            raise ValueError(f"part={part!r} is of a picture of one recording; leave it out here.")
+        if isinstance(subject, HeadChanges):
+            return draw_changes(subject, options, width)
+        return _strips(subject, options.title or "Attention while training", width)  # type: ignore[arg-type]
+    return _Picture(subject, options, part, width).text  # type: ignore[arg-type]
+
+
+class _Picture:
+    """The picture of one recording: the sentence, the square, or both."""
+
+    def __init__(self, subject: Subject, options: ViewOptions, part: Part | None, width: str | None) -> None:
+        self.elements: list[str] = []
+        self.sentences: list[str] = []  # of the description
+        self.widest = page_units(width, _LINE + 2 * MARGIN) - 2 * MARGIN
+        self.bottom, self.right = MARGIN, 0.0
+        word = options.word_name
+        if word is None and part == "lines":
+            ties = overview(subject, metrics=False, **options.selection).ties
+            word = ties[0].word if ties else 0
+        notes, name = (
+            self._overview(subject, options) if word is None else self._spotlight(subject, options, word, part)
+        )
+        for line in (line for note in [*notes, *options.notes] for line in note_lines(note, self.widest)):
+            self.bottom += 20
+            self.elements.append(text_element(MARGIN, self.bottom, line, 12))
+            self.right = max(self.right, MARGIN + text_width(line))
+        self.sentences += [*notes, *options.notes]
+        across = max(self.right, 0.0 if width else 300.0) + MARGIN
+        described = " ".join(self.sentences)
+        self.text = document(options.title or name, described, across, self.bottom + MARGIN, self.elements, width)
+
+    def _overview(self, subject: Subject, options: ViewOptions) -> tuple[list[str], str]:
+        summary = overview(subject, **options.selection)
         view, head = summary.layers[0], options.head or 0
         if summary.ties:
             best = summary.ties[0].head
             view, head = next(view for view in summary.layers if view.index == best.layer), best.head
-        square = _Square(view, head, summary.rows, summary.cols, None, top)
-        name, notes = "Attention", summary.notes
-    else:
-        lit = spotlight(subject, word, target=options.target, **options.selection)  # type: ignore[arg-type]
-        arcs = _Arcs(lit, top)
-        elements += arcs.elements
-        sentences += arcs.sentences
-        top, right = arcs.bottom + 28, arcs.right
-        best = lit.heads[0]
-        square = _Square(lit.layers[best.layer], best.head, lit.rows, lit.cols, lit.position, top)
-        name, notes = f"Attention of “{printable(lit.word)}”", lit.notes
-    elements += square.elements
-    sentences.append(square.sentence)
-    bottom = square.bottom
-    for note in [*notes, *options.notes]:
-        bottom += 20
-        elements.append(_text(_MARGIN, bottom, note, 12))
-        sentences.append(note)
-        right = max(right, _MARGIN + _width(note))
-    width = max(right, square.right, 300.0) + _MARGIN
-    return _document(options.title or name, " ".join(sentences), width, bottom + _MARGIN, elements)
+        self._add(_Square(view, head, (summary.rows, summary.cols), None, self.bottom, self.widest))
+        return summary.notes, "Attention"
+
+    def _spotlight(
+        self, subject: Subject, options: ViewOptions, word: str | int, part: Part | None
+    ) -> tuple[list[str], str]:
+        lit = spotlight(subject, word, target=options.target, **options.selection)
+        if part != "square":
+            arcs = _Arcs(lit, self.bottom, self.widest)
+            self.elements += arcs.elements
+            self.sentences += arcs.sentences
+            self.bottom, self.right = arcs.bottom + (0 if part else 28), arcs.right
+        if part != "lines":
+            best = lit.heads[0]
+            view = lit.layers[best.layer]
+            self._add(_Square(view, best.head, (lit.rows, lit.cols), lit.position, self.bottom, self.widest))
+        return lit.notes, f"Attention of “{printable(lit.word)}”"
+
+    def _add(self, square: _Square) -> None:
+        self.elements += square.elements
+        self.sentences.append(square.sentence)
+        self.bottom, self.right = square.bottom, max(self.right, square.right)
 
 
 # The sentence, a word lit.
@@ -112,29 +166,30 @@ class _Arcs:
     In cross-attention two sentences, the one with the lit word on top; the second head's lines are dashed.
     """
 
-    def __init__(self, lit: Spotlight, top: float) -> None:
+    def __init__(self, lit: Spotlight, top: float, line: float) -> None:
         self.lit = lit
         self.elements: list[str] = []
         self.sentences: list[str] = []
         keys = {place: _label(lit.cols.labels[place]) for place in _in_sight(lit)}
         self._legend(top)
         top += 18 * len(lit.heads) + 10
-        self.reach = 74.0 if sum(map(_width, keys.values())) + _GAP * len(keys) <= _LINE else 46.0
-        over = self.reach * len(lit.heads) + _SIZE + 14
+        self.reach = 74.0 if sum(map(text_width, keys.values())) + _GAP * len(keys) <= line else 46.0
+        over = self.reach * len(lit.heads) + LETTERS + 14
         rows: dict[int, _Box] = {}
         if not lit.same:
             looking = range(len(lit.rows.labels)) if len(lit.rows.labels) <= _WORDS else [lit.position]
             names = {place: _label(lit.rows.labels[place]) for place in looking}
-            rows = _flow_words(names, top + _SIZE, 24)
+            rows = _flow_words(names, top + LETTERS, 24, line)
             self._words(names, rows, lit.position)
             top, over = max(box.y for box in rows.values()), 34
-        boxes = _flow_words(keys, top + self.reach, over)
+        boxes = _flow_words(keys, top + self.reach, over, line)
         start = boxes.get(lit.position) if lit.same else rows[lit.position]
+        self.margin = max([box.x + box.width for box in boxes.values()], default=MARGIN) + 12
         for n in range(len(lit.heads)):
             self._head(n, boxes, start)
         self._words(keys, boxes, lit.position if lit.same else None)
         ends = [box.x + box.width for box in [*boxes.values(), *rows.values()]]
-        self.right = max(ends + [_MARGIN + 16 + _width(text) for text in self.sentences])
+        self.right = max(ends + [MARGIN + 16 + text_width(text) for text in self.sentences])
         below = self.reach if lit.same and len(lit.heads) > 1 else 24
         self.bottom = max([box.y for box in boxes.values()], default=top) + below
 
@@ -151,32 +206,34 @@ class _Arcs:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
             side = ("above", "below")[n] if self.lit.same else ("solid", "dashed")[n]
-            self.elements.append(_rect(_MARGIN, y - 9, 10, 10, f'fill="{_HUES[n]}"'))
+            self.elements.append(rect(MARGIN, y - 9, 10, 10, f'fill="{HUES[n]}"'))
             self.elements.append(
-                _text(_MARGIN + 16, y, f"{text}{f', {side}' if len(self.lit.heads) > 1 else ''}", size=12)
+                text_element(MARGIN + 16, y, f"{text}{f', {side}' if len(self.lit.heads) > 1 else ''}", size=12)
             )
             self.sentences.append(text + ".")
 
     def _head(self, n: int, boxes: dict[int, _Box], start: _Box | None) -> None:
         """Lines and shades of one head, the weak ones first."""
-        weights, up, hue = self.lit.weights[n], n == 0, _HUES[n]
+        weights, up, hue = self.lit.weights[n], n == 0, HUES[n]
         least = max(0.01, 0.05 * max(weights, default=0.0))
         for place in sorted(boxes, key=lambda j: weights[j]):
             box, weight = boxes[place], weights[place]
             if not weight >= least:  # NaN is not either
                 continue
-            y = box.y - _SIZE if up else box.y + 5
+            y = box.y - LETTERS if up else box.y + 5
             height = 3 + 3 * weight
             shade = f'rx="1.5" fill="{hue}" fill-opacity="{0.15 + 0.85 * weight:.3f}"'
-            self.elements.append(_rect(box.x, y - height if up else y, box.width, height, shade))
+            self.elements.append(rect(box.x, y - height if up else y, box.width, height, shade))
             if start is None or box == start:
                 continue
-            if self.lit.same:
+            if self.lit.same and abs(start.y - box.y) > 1:
+                self.elements.append(_around(start, box, up, weight, hue, self.margin))
+            elif self.lit.same:
                 self.elements.append(_arc(start, box, up, weight, hue, self.reach))
             else:
                 self.elements.append(_drop(start, box, n, weight))
             if weight >= 0.1:
-                written = _text(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
+                written = text_element(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
                 self.elements.append(written)
 
     def _words(self, names: dict[int, str], boxes: dict[int, _Box], lit: int | None) -> None:
@@ -185,7 +242,7 @@ class _Arcs:
             box = boxes[place]
             self.elements.append(_word(box, text, place == lit))
             if before is not None and place != before + 1:
-                self.elements.append(_text(box.x - _GAP / 2, box.y, "…", 11, _PALE, "middle"))
+                self.elements.append(text_element(box.x - _GAP / 2, box.y, "…", 11, PALE, "middle"))
             before = place
 
 
@@ -193,14 +250,14 @@ def _label(token: str) -> str:
     return clip(printable(token), 24)
 
 
-def _flow_words(names: dict[int, str], first: float, step: float) -> dict[int, _Box]:
+def _flow_words(names: dict[int, str], first: float, step: float, line: float) -> dict[int, _Box]:
     """Words from left to right, in as many lines as it takes."""
     boxes: dict[int, _Box] = {}
-    x, y = _MARGIN, first
+    x, y = MARGIN, first
     for place, text in names.items():
-        size = _width(text)
-        if x + size > _MARGIN + _LINE and x > _MARGIN:
-            x, y = _MARGIN, y + step
+        size = text_width(text)
+        if x + size > MARGIN + line and x > MARGIN:
+            x, y = MARGIN, y + step
         boxes[place] = _Box(x, y, size)
         x += size + _GAP
     return boxes
@@ -217,24 +274,34 @@ def _in_sight(lit: Spotlight) -> list[int]:
 
 
 def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float) -> str:
-    """A line from the lit word to another, thick by weight; over the words between them on one line of text."""
-    side = -1 if up else 1
-    y0, y1 = (box.y + (-_SIZE - 7 if up else 12) for box in (start, end))
-    same_line = abs(start.y - end.y) < 1
-    bow = min(reach - 12, 14 + abs(end.middle - start.middle) * 0.16) if same_line else reach * 0.5
-    c0, c1 = (y + side * bow * 1.25 for y in (y0, y1))
+    """A line from the lit word to another one of its line, thick by weight, over the words between them."""
+    y = start.y + (-LETTERS - 7 if up else 12)
+    bow = (-1.25 if up else 1.25) * min(reach - 12, 14 + abs(end.middle - start.middle) * 0.16)
     x0, x1 = start.middle, end.middle
-    curve = f"M{x0:.1f} {y0:.1f}C{x0:.1f} {c0:.1f} {x1:.1f} {c1:.1f} {x1:.1f} {y1:.1f}"
+    curve = f"M{x0:.1f} {y:.1f}C{x0:.1f} {y + bow:.1f} {x1:.1f} {y + bow:.1f} {x1:.1f} {y:.1f}"
     return f'<path d="{curve}" stroke-linecap="round" {_stroke(hue, weight)}/>'
+
+
+def _around(start: _Box, end: _Box, up: bool, weight: float, hue: str, right: float) -> str:
+    """A line to another line of words: beside its own line, along the margin, and beside the other; through no word."""
+    y0, y1 = (box.y + (-LETTERS - 7 if up else 12) for box in (start, end))
+    g0, g1 = (y + (-14 if up else 15) for y in (y0, y1))
+    x0, x1, margin = start.middle, end.middle, MARGIN - 12 if up else right
+    turn, down = (-4 if margin < x0 else 4), (4 if g1 > g0 else -4)
+    path = (
+        f"M{x0:.1f} {y0:.1f}V{g0:.1f}H{margin - turn:.1f}Q{margin:.1f} {g0:.1f} {margin:.1f} {g0 + down:.1f}"
+        f"V{g1 - down:.1f}Q{margin:.1f} {g1:.1f} {margin - turn:.1f} {g1:.1f}H{x1:.1f}V{y1:.1f}"
+    )
+    return f'<path d="{path}" stroke-linejoin="round" {_stroke(hue, 0.6 * weight)}/>'
 
 
 def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
     """A line down from the lit word to a word of the other sentence; the lines of the second head are dashed."""
-    y0, y1 = start.y + 7, end.y - _SIZE - 7
+    y0, y1 = start.y + 7, end.y - LETTERS - 7
     x0, x1, half = start.middle, end.middle + 6 * n - 3, (y0 + y1) / 2
     dash = f' stroke-dasharray="{4 + 5 * weight:.1f} {3 + 3 * weight:.1f}"' if n else ""
     curve = f"M{x0:.1f} {y0:.1f}C{x0:.1f} {half:.1f} {x1:.1f} {half:.1f} {x1:.1f} {y1:.1f}"
-    return f'<path d="{curve}" {_stroke(_HUES[n], weight)}{dash}/>'
+    return f'<path d="{curve}" {_stroke(HUES[n], weight)}{dash}/>'
 
 
 def _stroke(hue: str, weight: float) -> str:
@@ -249,37 +316,44 @@ class _Square:
     """The matrix of one head, rows looking at columns; tiles where it is long."""
 
     def __init__(
-        self, view: LayerView, head: int, rows: TokenGroups, cols: TokenGroups, lit: int | None, top: float
+        self,
+        view: LayerView,
+        head: int,
+        axes: tuple[TokenGroups, TokenGroups],
+        lit: int | None,
+        top: float,
+        widest: float,
     ) -> None:
+        rows, cols = axes
         self.elements: list[str] = []
         exact = len(rows.labels) <= _CELLS and len(cols.labels) <= _CELLS
         cells = _cells(view, head, rows, cols) if exact else _tiles(view, head)
         place = view.head_name(head)
         n, m = len(cells), len(cells[0]) if cells else 0
-        side = min(16.0, max(6.0, 520.0 / max(n, m, 1)))
         names = [clip(printable(label), 14) for label in rows.labels] if exact else _ticks(view.weights.shape[1], n)
         across = [clip(printable(label), 14) for label in cols.labels] if exact else _ticks(view.weights.shape[2], m)
-        left = _MARGIN + max(map(_width, names), default=0.0) * 0.85 + 8
-        label_height = max(map(_width, across), default=0.0) * 0.85 + 10
-        self.elements.append(_text(_MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
+        left = MARGIN + max(map(text_width, names), default=0.0) * 0.85 + 8
+        side = min(16.0, max(6.0, 520.0 / max(n, m, 1)), max(3.0, (MARGIN + widest - left) / max(m, 1)))
+        label_height = max(map(text_width, across), default=0.0) * 0.85 + 10
+        self.elements.append(text_element(MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
         y0 = top + 24 + label_height
         # Weights have one scale, 0 to 1, as in the page; sums over tiles end at the largest.
         most = 1.0 if exact else max((x for row in cells for x in row if x == x), default=0.0)
         for i, row in enumerate(cells):
             y = y0 + i * side
             bold = exact and i == lit
-            self.elements.append(_text(left - 6, y + side * 0.72, names[i], 11, _INK, "end", bold=bold))
+            self.elements.append(text_element(left - 6, y + side * 0.72, names[i], 11, INK, "end", bold=bold))
             for j, x in enumerate(row):
                 shade = (x / most if most > 0 else 0.0) ** 0.6
                 if shade >= 0.01:
-                    self.elements.append(_rect(left + j * side, y, side, side, _dark(shade)))
+                    self.elements.append(rect(left + j * side, y, side, side, tint_fill(shade)))
             if bold:
-                self.elements.append(_frame(left, y, m * side, side, _HUES[0], 1.5))
+                self.elements.append(frame_rect(left, y, m * side, side, HUES[0], 1.5))
         for j, name in enumerate(across):
             x = left + (j + 0.5) * side + 3.5
             turned = f' transform="rotate(-90 {x:.1f} {y0 - 6:.1f})"'
-            self.elements.append(_text(x, y0 - 6, name, 11, _INK, extra=turned))
-        self.elements.append(_frame(left, y0, m * side, n * side, _PALE, 0.75))
+            self.elements.append(text_element(x, y0 - 6, name, 11, INK, extra=turned))
+        self.elements.append(frame_rect(left, y0, m * side, n * side, PALE, 0.75))
         self.right, self.bottom = left + m * side, y0 + n * side
         self._scale(most, exact, left)
         self.sentence = self._description(place, cells, exact, rows, cols)
@@ -289,9 +363,9 @@ class _Square:
         y = self.bottom + 16
         for n in range(10):
             shade = ((n + 1) / 10) ** 0.6
-            self.elements.append(_rect(left + n * 10, y, 10, 8, _dark(shade)))
+            self.elements.append(rect(left + n * 10, y, 10, 8, tint_fill(shade)))
         what = "weight" if exact else "sum of the weights in a tile"
-        self.elements.append(_text(left + 106, y + 8, f"0 to {most:.3g}, {what}", 10.5, _PALE))
+        self.elements.append(text_element(left + 106, y + 8, f"0 to {most:.3g}, {what}", 10.5, PALE))
         self.bottom = y + 12
 
     def _description(self, place: str, cells: Any, exact: bool, rows: TokenGroups, cols: TokenGroups) -> str:
@@ -324,14 +398,24 @@ def _ticks(total: int, count: int) -> list[str]:
     return [f"{n * total // count:,}" if n % 6 == 0 else "" for n in range(count)]
 
 
+def _word(box: _Box, text: str, bold: bool) -> str:
+    """A word in the middle of its box; a long one is stretched to the box, whatever font the reader has."""
+    style = ' font-weight="700"' if bold else ""
+    style += f' textLength="{box.width:.1f}" lengthAdjust="spacing"' if len(text) > 3 else ""
+    style += ' direction="rtl" unicode-bidi="isolate"' if right_to_left(text) else ""
+    frame = frame_rect(box.x - 3, box.y - LETTERS, box.width + 6, LETTERS + 5, INK, 1.0) if bold else ""
+    place = f'x="{box.middle:.1f}" y="{box.y:.1f}" text-anchor="middle"'
+    return f'{frame}<text {place} font-size="{LETTERS}" fill="{INK}"{style}>{safe_xml(text)}</text>'
+
+
 # Training.
 
 
-def _strips(history: History, title: str) -> str:
+def _strips(history: History, title: str, size: str | None) -> str:
     """The numbers of `regard.watch`, a strip for every measure."""
     elements: list[str] = []
     sentences: list[str] = []
-    top = _MARGIN
+    top = MARGIN
     for measure, title_of_measure in MEASURES.items():
         series = {head_label(*pair): list(values.items()) for pair, values in head_series(history, measure).items()}
         if series:
@@ -343,15 +427,15 @@ def _strips(history: History, title: str) -> str:
                 ends, key=lambda name: ends[name] if ends[name] == ends[name] else dead
             )
             text = f"{title_of_measure}: {len(series)} heads; {worst} ends at {ends[worst]:.3g}".replace("nan", "NaN")
-            elements += [_text(_MARGIN, top + 10, text, 12), *_strip(series, worst, top + 22)]
+            elements += [text_element(MARGIN, top + 10, text, 12), *_strip(series, worst, top + 22)]
             sentences.append(f"{text}.")
             top += 22 + _STRIP[1] + 36
-    return _document(title, " ".join(sentences), 2 * _MARGIN + 44 + _STRIP[0], top, elements)
+    return document(title, " ".join(sentences), 2 * MARGIN + 44 + _STRIP[0], top, elements, size)
 
 
 def _strip(series: dict[str, list[tuple[int, float]]], worst: str, top: float) -> list[str]:
     """A line for every head over the steps, one of them in colour."""
-    (width, height), left = _STRIP, _MARGIN + 44
+    (width, height), left = _STRIP, MARGIN + 44
     steps = [step for points in series.values() for step, _ in points]
     values = [value for points in series.values() for _, value in points if math.isfinite(value)] or [0.0]
     first, last, low, high = min(steps), max(steps), min(values), max(values)
@@ -362,92 +446,12 @@ def _strip(series: dict[str, list[tuple[int, float]]], worst: str, top: float) -
 
     elements = []
     for name in sorted(series, key=lambda name: name == worst):  # the coloured one on top
-        ink = f'stroke="{_HUES[0]}" stroke-width="2"' if name == worst else f'stroke="{_PALE}" stroke-opacity="0.45"'
+        ink = f'stroke="{HUES[0]}" stroke-width="2"' if name == worst else f'stroke="{PALE}" stroke-opacity="0.45"'
         if points := [place(*point) for point in series[name] if math.isfinite(point[1])]:
             elements.append(f'<path d="M{"L".join(points)}" fill="none" stroke-linejoin="round" {ink}/>')
-    elements.append(_frame(left, top, width, height, _PALE, 0.75))
-    elements += [_text(left - 6, y, f"{x:.3g}", 10.5, _PALE, "end") for x, y in ((high, top + 9), (low, top + height))]
+    elements.append(frame_rect(left, top, width, height, PALE, 0.75))
+    elements += [
+        text_element(left - 6, y, f"{x:.3g}", 10.5, PALE, "end") for x, y in ((high, top + 9), (low, top + height))
+    ]
     ends = ((first, left, "start"), (last, left + width, "end"))
-    return elements + [_text(x, top + height + 14, f"step {step:,}", 10.5, _PALE, side) for step, x, side in ends]
-
-
-# Elements. Every text of the subject goes through `_text` or `_word`, which escape it.
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    size: float = 13,
-    fill: str = _INK,
-    anchor: str = "start",
-    *,
-    bold: bool = False,
-    halo: bool = False,
-    extra: str = "",
-) -> str:
-    if not text:
-        return ""
-    style = ' font-weight="700"' if bold else ""
-    style += f' stroke="{_GROUND}" stroke-width="3" paint-order="stroke"' if halo else ""
-    style += "" if anchor == "start" else f' text-anchor="{anchor}"'
-    style += ' unicode-bidi="isolate"' if _right_to_left(text) else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{fill}"{style}{extra}>{_safe(text)}</text>'
-
-
-def _word(box: _Box, text: str, bold: bool) -> str:
-    """A word in the middle of its box; a long one is stretched to the box, whatever font the reader has."""
-    style = ' font-weight="700"' if bold else ""
-    style += f' textLength="{box.width:.1f}" lengthAdjust="spacing"' if len(text) > 3 else ""
-    style += ' direction="rtl" unicode-bidi="isolate"' if _right_to_left(text) else ""
-    frame = _frame(box.x - 3, box.y - _SIZE, box.width + 6, _SIZE + 5, _INK, 1.0) if bold else ""
-    place = f'x="{box.middle:.1f}" y="{box.y:.1f}" text-anchor="middle"'
-    return f'{frame}<text {place} font-size="{_SIZE}" fill="{_INK}"{style}>{_safe(text)}</text>'
-
-
-def _right_to_left(text: str) -> bool:
-    return any(unicodedata.bidirectional(letter) in ("R", "AL") for letter in text)
-
-
-def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" {style}/>'
-
-
-def _dark(shade: float) -> str:
-    """The colour of a shade, 0 to 1, as the page blends it."""
-    at = min(max(shade, 0.0), 1.0) * (len(_TINTS) - 1)
-    n = min(int(at), len(_TINTS) - 2)
-    return 'fill="#{:02x}{:02x}{:02x}"'.format(
-        *(round(a + (b - a) * (at - n)) for a, b in zip(_TINTS[n], _TINTS[n + 1], strict=True))
-    )
-
-
-def _frame(x: float, y: float, width: float, height: float, stroke: str, thick: float) -> str:
-    return _rect(x, y, width, height, f'fill="none" stroke="{stroke}" stroke-width="{thick}"')
-
-
-def _safe(text: str) -> str:
-    """Text that XML can hold: `shown` leaves no control characters, and two that are not letters are left."""
-    return escape(text.replace("\ufffe", "\N{REPLACEMENT CHARACTER}").replace("\uffff", "\N{REPLACEMENT CHARACTER}"))
-
-
-def _width(text: str) -> float:
-    """About how wide a word is set: wide letters take an em, capitals more than small ones."""
-    narrow = sum(letter in "iljtf.,:;'|!()[] " for letter in text)
-    broad = sum(letter.isupper() or letter in "mw@%" for letter in text)
-    return max(6.0, _SIZE * (0.56 * cell_width(text) - 0.24 * narrow + 0.16 * broad))
-
-
-def _document(title: str, description: str, width: float, height: float, elements: Iterable[str]) -> str:
-    name = printable(title, 400)
-    body = "\n".join(element for element in elements if element)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label={quoteattr(_safe_attribute(name))} '
-        f'font-family="{_FONT}">\n<title>{_safe(name)}</title>\n<desc>{_safe(description)}</desc>\n'
-        f'<rect width="100%" height="100%" fill="{_GROUND}"/>\n{body}\n</svg>\n'
-    )
-
-
-def _safe_attribute(text: str) -> str:
-    return text.replace("\ufffe", "").replace("\uffff", "")
+    return elements + [text_element(x, top + height + 14, f"step {step:,}", 10.5, PALE, side) for step, x, side in ends]

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from .compare import HeadChanges
 from .history import MEASURES, History, head_label, head_series, is_history
 from .layers import Subject
 from .options import ViewOptions
 from .spotlight import Overview, Spotlight, WordTie, overview, spotlight
+from .terminal_compare import draw_changes
 from .text_layout import (
     FAINT,
     NARROWEST,
@@ -51,7 +53,7 @@ _METRICS = {
 
 
 def draw(
-    subject: Subject | History,
+    subject: Subject | HeadChanges | History,
     options: ViewOptions | None = None,
     *,
     width: int = 80,
@@ -59,7 +61,7 @@ def draw(
     top: int | None = None,
     **changes: Any,
 ) -> str:
-    """A recording, a `Weights` or a training history as text.
+    """A recording, a `Weights`, a comparison or a training history as text.
 
     Args:
         subject: What to draw.
@@ -70,6 +72,8 @@ def draw(
         changes: Single options, by the names of `ViewOptions`.
     """
     options = replace(options or ViewOptions(), **changes)
+    if isinstance(subject, HeadChanges):
+        return draw_changes(subject, width=width, colour=colour, top=top, word=options.word_name)
     if is_history(subject):
         return render(_history_lines(subject, max(width, NARROWEST)), colour)  # type: ignore[arg-type]
     if (word := options.word_name) is None:

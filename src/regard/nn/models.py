@@ -191,23 +191,28 @@ class Translator(nn.Module):
         numbers = torch.arange(1, source.shape[-1] + 1, device=source.device)
         return ((source != self.PAD) * numbers).amax(-1)
 
-    def encode(self, source: Tensor, probe: Probe | None = None) -> tuple[Tensor, Mask]:
+    def encode(self, source: Tensor, probe: Probe | None = None, *, copies: int = 1) -> tuple[Tensor, Mask]:
         """Run the encoder.
 
         Args:
             source: Token ids ``(b, n)``, padded with 0.
             probe: Collects statistics of every attention layer.
+            copies: How often each sentence's memory is repeated, one after the other: hypotheses of a beam search.
 
         Returns:
-            The memory ``(b, n, dim)``, and the mask that hides its padding.
+            The memory ``(b · copies, n, dim)``, and the mask that hides its padding.
 
         Example:
             >>> memory, visible = Translator(100, dim=16).encode(torch.tensor([[5, 6, 7], [8, 9, 0]]))
             >>> memory.shape
             torch.Size([2, 3, 16])
         """
-        visible = padding(self.lengths(source))
-        return self.encoder(self.embedding(source), visible, probe=probe), visible
+        lengths = self.lengths(source)
+        visible = padding(lengths)
+        memory = self.encoder(self.embedding(source), visible, probe=probe)
+        if copies == 1:
+            return memory, visible
+        return memory.repeat_interleave(copies, 0), padding(lengths.repeat_interleave(copies))
 
     def decode(
         self, target: Tensor, memory: Tensor | None, visible: MaskLike | None,

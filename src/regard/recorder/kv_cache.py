@@ -3,7 +3,8 @@
 Each step has a few new queries and the keys of all positions so far. Stitched by position they are one causal matrix:
 the queries of all steps below each other, the keys of the last step. The sizes tell a growing cache, a static one and
 one that keeps a window apart; the numbers prove it: keys that two steps share must be bit-equal, or the layer is
-refused (beam search reorders the cache; other methods edit it).
+refused (beam search reorders the cache; other methods edit it). Assisted generation cuts rejected candidates off the
+cache: their rows go with their keys.
 """
 
 from __future__ import annotations
@@ -67,9 +68,17 @@ class CachedGeneration:
         parts = self.rows_of_w if self.first.w is not None else self.queries
         return sum(part.shape[2] for part in parts)
 
-    def extend(self, call: AttentionCall, saved: SavedCall) -> None:
-        """Add a step: its queries, and its new keys."""
+    def extend(self, call: AttentionCall, saved: SavedCall, before: int | None = None) -> None:
+        """Add a step: its queries, and its new keys.
+
+        Args:
+            call: The call.
+            saved: Its tensors.
+            before: The positions that the cache held before the step, where it may have been cut back.
+        """
         self.steps += 1
+        if before is not None:
+            self._cut_back(before, saved)
         if self.first.w is not None or call.w is not None:
             self._extend_dense(saved.w)
             return
@@ -87,6 +96,44 @@ class CachedGeneration:
         if shift and bias is not None:
             raise CannotStitch("a position bias and a cache that drops keys")
         self.biases.append(None if bias is None else bias[..., : self.total])
+
+    def _cut_back(self, positions: int, saved: SavedCall) -> None:
+        """Forget the last rows, and their keys, if the cache was cut back to fewer positions."""
+        count = (self.rows if self.cross else self.total) - positions
+        if count <= 0:
+            return
+        if count >= self.rows:
+            raise CannotStitch("the cache is cut back to before the first step")
+        if (
+            not self.cross
+            and saved.k is not None
+            and not torch.equal(saved.k[:, :, :positions], self.keys[:, :, :positions])
+        ):
+            raise CannotStitch("keys change between steps")
+        parts = self.rows_of_w if self.first.w is not None else self.queries
+        while count:
+            rows = parts[-1].shape[2]
+            remaining = max(0, rows - count)
+            count -= rows - remaining
+            self._cut_last_step(remaining)
+        if not self.cross:
+            self.total = positions
+            if self.first.w is None:
+                self.keys = self.keys[:, :, :positions]
+                self.values = None if self.values is None else self.values[:, :, :positions]
+            else:
+                self.rows_of_w = [w[..., :positions] for w in self.rows_of_w]
+
+    def _cut_last_step(self, rows: int) -> None:
+        """Leave so many rows of the last step; none: forget it."""
+        if self.first.w is not None:
+            self.rows_of_w[-1:] = [self.rows_of_w[-1][:, :, :rows]] if rows else []
+            return
+        q, seen, bias = self.queries.pop(), self.seen.pop(), self.biases.pop()
+        if rows:
+            self.queries.append(q[:, :, :rows])
+            self.seen.append(RowIntervals(seen.lo[:, :rows], seen.hi[:, :rows]))
+            self.biases.append(bias if bias is None or bias.shape[-2] == 1 else bias[..., :rows, :])
 
     def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, n: int, seen: RowIntervals) -> int:
         """Append the new keys; returns the position of the first key of this step."""

@@ -21,9 +21,9 @@ from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
 from .detached import as_detached
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
-from .hooks.call_site import CallSite, called_by, calling_module, module_stack, runs_code_of
+from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
-from .hooks.model_hooks import CAPTURED, ModelHooks
+from .hooks.model_hooks import ModelHooks
 from .kv_cache import CannotStitch
 from .layer import Layer, row_statistics
 from .passes import Call, OpenPass, with_encoders
@@ -134,6 +134,7 @@ class Observer:
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self._pass: OpenPass | None = None
         self._done: list[OpenPass] = []
+        self._most_calls = 0  # attention calls of a pass, those that were not requested included
         self._beams = self._started = False
         self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither warn nor write a file
         self._undo: Any = None
@@ -186,7 +187,7 @@ class Observer:
     def _finish(self) -> None:
         """Make layers of calls, join and label passes, and name the attention that was not intercepted."""
         recorded = {name for name, _ in self.seen.refused}
-        counts = [0]
+        counts = [self._most_calls]
         for one in with_encoders(self._done):
             finished = Pass([], one.steps)
             counts.append(one.count)
@@ -262,7 +263,7 @@ class Observer:
 
     def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
         stack = module_stack(frame, self.names)
-        if stack:
+        if stack and self.call_site(frame) is not None:  # not of another model, such as an assistant
             entry = EmbeddedIds(stack, table.shape[0], table.data_ptr(), ids.detach().cpu().clone())
             self._running().embedded.append(entry)
 
@@ -286,7 +287,7 @@ class Observer:
             return
         one.fresh = False
         if one.step_of is not None:
-            self._add_step(one.step_of, name, nth, call, saved)
+            self._add_step(one.step_of, one.before, name, nth, call, saved)
             return
         entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
         if self.keep == "statistics":
@@ -319,7 +320,10 @@ class Observer:
         self.eager, self.masks = EagerTracker(self.eager.by_name), {}
         if one is None:
             return
+        self._most_calls = max(self._most_calls, one.count)
         if one.step_of is not None:
+            for ids in one.embedded:
+                ids.before = one.before
             one.step_of.embedded += one.embedded
             one.step_of.steps += 1
         elif one.calls or one.embedded:
@@ -338,8 +342,10 @@ class Observer:
             self.refuse("generate", "beam search reorders the cache between steps; record with num_beams=1")
             one.step_of, one.fresh = OpenPass(loose=True), False  # a pass that is thrown away
             return True
+        if called_by(site.frames[0] if site.frames else None, "assisted_decoding"):
+            one.before = call.shape[3] - call.shape[2]
         try:
-            entry.extend(call, saved)
+            entry.extend(call, saved, one.before)
         except CannotStitch as error:  # a pass of its own
             if call.w is not None:  # weights without keys cannot prove that they are something else
                 self.refuse(name, f"its steps are passes of their own: {error}")
@@ -347,14 +353,16 @@ class Observer:
         one.step_of, one.fresh = before, False
         return True
 
-    def _add_step(self, generation: OpenPass, name: str, nth: int, call: AttentionCall, saved: SavedCall) -> None:
+    def _add_step(
+        self, generation: OpenPass, before: int | None, name: str, nth: int, call: AttentionCall, saved: SavedCall
+    ) -> None:
         entry = generation.find(name, nth)
         if entry is None:
             if not self._beams:
                 self.refuse(name, "it ran in a later step of a generation and not in the first")
             return
         try:
-            entry.extend(call, saved)
+            entry.extend(call, saved, before)
         except CannotStitch as error:
             self.refuse(name, str(error))
             generation.calls.remove(entry)

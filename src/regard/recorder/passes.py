@@ -36,11 +36,11 @@ class Call:
             return False
         return continues(call, generation.total)
 
-    def extend(self, call: AttentionCall, saved: SavedCall) -> None:
-        """Add a step of the generation; raises `CannotStitch` if it is none."""
+    def extend(self, call: AttentionCall, saved: SavedCall, before: int | None = None) -> None:
+        """Add a step of the generation; raises `CannotStitch` if it is none. See `CachedGeneration.extend`."""
         assert self.saved is not None, "statistics cannot be stitched"
         generation = self.generation or CachedGeneration(self.saved.loaded(), cross=self.kind == "cross")
-        generation.extend(call, saved)
+        generation.extend(call, saved, before)
         self.generation = generation
 
     def finished(self) -> SavedCall | None:
@@ -63,6 +63,7 @@ class OpenPass:
         self.steps = 1
         self.fresh = True  # whether its first call is still to come
         self.step_of: OpenPass | None = None  # the generation this pass is a step of
+        self.before: int | None = None  # positions in the cache before this step, where it may have been cut back
         self.count = 0
         self._times: dict[str, int] = {}
 

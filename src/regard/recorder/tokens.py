@@ -23,6 +23,7 @@ class EmbeddedIds:
     rows: int  # of the table
     table: int  # address of the table
     ids: Tensor  # b t
+    before: int | None = None  # tokens that came before, where a generation was cut back; None: all that did
 
 
 def label(layers: list[Any], embedded: list[EmbeddedIds], tokens: Any, model: Any) -> None:
@@ -79,7 +80,7 @@ def _sequences(embedded: list[EmbeddedIds], model: Any) -> dict[str, Tensor]:
     for e in chosen:
         stem = e.stack[1] if len(e.stack) > 1 else ""
         if stem in by_stem and len(by_stem[stem]) == len(e.ids):
-            by_stem[stem] = torch.cat([by_stem[stem], e.ids], 1)
+            by_stem[stem] = torch.cat([by_stem[stem][:, : e.before], e.ids], 1)
         else:
             by_stem[stem] = e.ids
     return by_stem

@@ -24,9 +24,9 @@ from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
-from .hooks.call_site import CallSite, calling_module
+from .hooks.call_site import CAPTURED, CallSite, calling_module
 from .hooks.eager_attention import EagerTracker
-from .hooks.model_hooks import CAPTURED, Hook, batch_size, first_axes, is_compiled, remove_all
+from .hooks.model_hooks import Hook, batch_size, first_axes, is_compiled, remove_all
 from .observer import RefusedWarning
 from .slicing import real_rows, row_mean
 
@@ -103,6 +103,8 @@ class Watch:
             raise ValueError(
                 "watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it."
             )
+        if isinstance(model, torch.jit.ScriptModule):
+            raise ValueError("watch(model): TorchScript modules take no hooks; watch the module it was made from.")
         seams.install()
         transformers.install(self)
         self.every, self.callback, self.collapse, self.explode = every, callback, collapse, explode

@@ -81,12 +81,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
 
-def serves(problem: Problem) -> bool:
+def serves(problem: Problem, kernel_ops: tuple[str, ...] = ("product",)) -> bool:
     """Whether the kernels can compute these scores and this mask."""
-    return unsupported_reason(problem) is None
+    return unsupported_reason(problem, kernel_ops) is None
 
 
-def unsupported_reason(problem: Problem) -> str | None:
+def unsupported_reason(problem: Problem, kernel_ops: tuple[str, ...] = ("product",)) -> str | None:
     """The reason why the kernels cannot serve; None where they can."""
     if not enabled:
         return "REGARD_COMPILED=0 turns them off"
@@ -96,7 +96,7 @@ def unsupported_reason(problem: Problem) -> str | None:
         return f"they run on the CPU, and these tensors are on {problem.q.device}"
     if problem.q.dtype == torch.float64:
         return "they compute float32, and these are float64"
-    if problem.similarity_kernel.kernel_op != "product":
+    if problem.similarity_kernel.kernel_op not in kernel_ops:
         return "they compute scores that are dot products of something"
     if any(modifier.kernel_op is None for modifier in problem.modifiers):
         return "modify(f) is a Python function, and they take none"
@@ -195,6 +195,12 @@ class KernelCall:
             table = kernels.modifier_table(rows)
             self.alive.append(table)
             self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
+
+    def record_address(self) -> int:
+        """The address of the params record, for the kernel of another call that reads this matrix too."""
+        record = ctypes.create_string_buffer(self.runtime.kernels.params_record(self.fields))
+        self.alive.append(record)
+        return ctypes.addressof(record)
 
     def run(self, kernel: str, items: int, scratch: int) -> None:
         """Run the kernel over `items` on PyTorch's threads; `scratch` is the bytes of scratch memory per thread."""

@@ -38,8 +38,7 @@ class _PairCall:
 
     def run(self, kernel: str, items: int) -> None:
         first, second = self.calls
-        record = second.runtime.kernels.params_record(second.fields)
-        first.set(other=record.ctypes.data)
+        first.set(other=second.record_address())
         scratch = 4 * (self.block_j * (2 * self.block_i + 4) + 8 * self.block_i)
         first.run(kernel, items, scratch)
 

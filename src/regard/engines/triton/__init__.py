@@ -2,7 +2,8 @@
 
 Device code is in `kernels` (Triton) and `hopper` (Gluon, for Hopper GPUs and the most common requests). Host code:
 `mask_args` (the mask as kernel arguments), `kernel_inputs` (a problem as kernel arguments), `tile_config` (tile sizes by
-shape), `forward_pass`, `topk_pass`, `backward_pass` and `comparison_pass` (which kernels run, and on what), `launcher` (cached launches).
+shape), `forward_pass`, `decode_pass`, `short_pass`, `topk_pass`, `backward_pass` and `comparison_pass` (which kernels run, and on
+what), `launcher` (cached launches).
 Triton is imported when the engine first computes.
 
 Supported: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
@@ -31,6 +32,8 @@ __all__ = ["ENGINE", "unsupported_reason"]
 
 MAX_SIZE = 256
 MAX_TOPK = 64
+#: Similarities that the kernels compute, by `SimilarityKernel.kernel_op`.
+SIMILARITY_OPS = ("product", "tanh_sum")
 #: Modifiers that the kernels compute (`kernels.tile_ops.apply_score_mods`), by `Modifier.kernel_op`.
 MODIFIER_OPS = ("bias", "bias_rows", "bias_keys", "alibi", "softcap")
 
@@ -51,6 +54,8 @@ def unsupported_reason(problem: Problem, request: Request) -> str | None:
         return "it computes bfloat16, float16 and float32, and these are float64"
     if problem.similarity_kernel.kernel_op is None:
         return "a similarity of your own is a Python function, and its kernels take none"
+    if problem.similarity_kernel.kernel_op not in SIMILARITY_OPS:
+        return f"its kernels have no code for {problem.similarity_kernel.kernel_op}"
     ops = [modifier.kernel_op for modifier in problem.modifiers]
     if None in ops:
         return "modify(f) is a Python function, and its kernels take none"

@@ -44,27 +44,17 @@ def from_scores(problem: Problem, n: int, scores: Tensor, norm: Tensor | None, r
     sums = empty(p.b, p.h, blocks, pitch, like=p.q, dtype=torch.float32) if received else None
 
     def launch_args() -> LaunchArgs:
-        chunks, tail = _chunks(p.j)
+        chunks = triton.cdiv(p.j, 32)
         shared = {name: p.common_args[name] for name in ("mask", "sizes", "scale2", "MASK")}
         return blocks * p.b * p.h, {
             "scores": scores, "norm": p.q if norm is None else norm, "score": tensor_arg(outputs["topk_scores"]), "pitch": pitch,
             "index": tensor_arg(outputs["topk_indices"]), "weight": p.unused if norm is None else tensor_arg(outputs["topk_weights"]),
             "received": p.q if sums is None else sums, "SCALE_FOLDED": p.scale_folded, "N": n, "BLOCK_N": triton.next_power_of_2(n),
-            "BITS": (32 * (chunks + tail) - 1).bit_length(), "WEIGHT": norm is not None, "RECEIVED": received, "CHUNKS": chunks, "TAIL": tail,
-            "ROWS": ROWS, "num_warps": ROWS // 4, "maxnreg": 128 if chunks < 16 else None, **shared,
+            "BITS": (32 * chunks - 1).bit_length(), "WEIGHT": norm is not None, "RECEIVED": received, "CHUNKS": chunks,
+            "ROWS": ROWS, "num_warps": ROWS // 4, **shared,
         }  # fmt: skip
 
     launch(short_rows_kernel, p.key and (p.key, n), [*p.tensors, scores, norm, *outputs.values(), sums], launch_args)
     if sums is not None:
         outputs["received"] = sums[..., : p.j].sum(2)
     return outputs
-
-
-def _chunks(keys: int) -> tuple[int, int]:
-    """Chunks of 32 keys as two powers of two, the second one 0 where the first holds all keys."""
-    chunks = triton.cdiv(keys, 32)
-    most = 1 << chunks.bit_length() - 1
-    if chunks == most:
-        return most, 0
-    tail = triton.next_power_of_2(chunks - most)
-    return (2 * most, 0) if tail == most else (most, tail)

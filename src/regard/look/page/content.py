@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..layers import LayerView
+from ..patches import image_pixels
 from ..ranking import beyond_habit, beyond_received
 from ..token_text import bare, is_special, join_tokens, printable, unknown_text, word_slices
 from .format import Packer
@@ -36,8 +37,8 @@ class Start:
 class PageContent:
     """The layers of a page. Layers that look from one sequence at one sequence make a stack."""
 
-    def __init__(self, layers: list[LayerView], notes: list[str]) -> None:
-        self.layers, self.notes = layers, notes
+    def __init__(self, layers: list[LayerView], notes: list[str], image: object = None) -> None:
+        self.layers, self.notes, self.image = layers, notes, image
         self.packer = Packer()
         self.nan_heads = 0
         self.sequences: list[dict[str, Any]] = []
@@ -57,7 +58,11 @@ class PageContent:
         key = tuple(tokens) if tokens else length
         if key not in self._sequence_numbers:
             self._sequence_numbers[key] = len(self.sequences)
-            self.sequences.append(_sequence_header(tokens, length))
+            header = _sequence_header(tokens, length)
+            image = getattr(tokens, "image", None) if self.image is None else self.image
+            if image is not None and tokens and _is_patches(tokens):
+                header["image"] = self.packer.add(image_pixels(image), "u1")
+            self.sequences.append(header)
         return self._sequence_numbers[key]
 
     def layers_of_stack(self, stack: int) -> list[int]:
@@ -75,7 +80,7 @@ class PageContent:
         texts = []
         for tokens in dict.fromkeys(t for view in self.layers for t in reversed(view.weights.tokens) if t):
             plain = [token for token in tokens[:400] if not is_special(token)]
-            if plain and all(re.fullmatch(r"\d+,\d+", token) for token in plain):
+            if _is_patches(plain):
                 texts.append(f"An image of {sum(not is_special(token) for token in tokens):,} patches")
                 continue
             texts.append(printable(" ".join(join_tokens(plain[group]) for group in word_slices(plain)), 160))
@@ -144,6 +149,12 @@ class PageContent:
         # Heads of the start come first, those of its stack before those of another.
         bounded = strength.nan_to_num(nan=-9.0).clamp(min=-9).tolist()
         return [(h, s + 30 * ((n, h) in start.heads) - (0 if mine else 20)) for h, s in enumerate(bounded)]
+
+
+def _is_patches(tokens: Sequence[str]) -> bool:
+    """Whether all tokens, special ones apart, are places of patches, "3,8"."""
+    plain = [token for token in tokens if not is_special(token)]
+    return bool(plain) and all(re.fullmatch(r"\d+,\d+", token) for token in plain)
 
 
 def _sequence_header(tokens: Sequence[str] | None, length: int) -> dict[str, Any]:

@@ -77,8 +77,8 @@ try {
 _MODULES = (
     "data", "numbers", "elements", "stored", "exact", "served", "book", "window", "page", "controls",
     "sentence", "lines", "spotlight", "walk", "play", "square", "atlas", "overview",
-    "served_tiles", "tiles", "rulers", "map", "long", "training", "snapshot", "share", "address",
-    "views",
+    "served_tiles", "tiles", "rulers", "map", "long", "compare", "patterns", "training", "snapshot", "share",
+    "scenes", "story", "address", "views",
 )  # fmt: skip
 
 #: The height of the page in a notebook until the page says how tall it is, in pixels; the frame can be resized.

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ...core.weights import Weights
 from ...recorder.head_metrics import BY
 from ..bands import Report
+from ..compare import HeadChanges
 from ..history import History
 from ..layers import LayerView, Subject, all_layers, batch_note, layers_of, unknown_note
 from ..options import ViewOptions
@@ -23,6 +24,7 @@ from ..ranking import nan_note
 from ..token_text import printable
 from ..word_vectors import WordVectors
 from .arrays import layer_headers, thumbnails
+from .comparison import pack_changes
 from .content import PageContent
 from .exact import VectorBlock
 from .format import Packed, regard_version
@@ -39,13 +41,13 @@ METRICS = ("entropy", "mean_distance", "sink", "previous", "induction")
 
 @torch.no_grad()
 def pack(
-    subject: Subject | History,
+    subject: Subject | HeadChanges | History,
     options: ViewOptions,
     layers: list[LayerView] | None = None,
     served: dict[str, Any] | None = None,
     report: Report | None = None,
 ) -> Packed:
-    """Pack everything that a page needs to show a recording, a `Weights` or a training history.
+    """Pack everything that a page needs to show a recording, a `Weights`, a comparison or a training history.
 
     Args:
         subject: What is shown.
@@ -54,8 +56,10 @@ def pack(
         served: What a page that has a server knows of it.
         report: Hears how far the work on a long input is.
     """
+    if isinstance(subject, HeadChanges):
+        return pack_changes(subject, options)
     if isinstance(subject, list):
-        return pack_history(subject, options.title)
+        return pack_history(cast(History, subject), options.title, options.notes, patterns=options.patterns)
     layers = all_layers(subject, options.item, options.values) if layers is None else layers
     for view in layers:
         view.report = report or view.report
@@ -63,7 +67,9 @@ def pack(
     if not with_weights:
         layers_of(subject, options.item)  # raises, and says why there are none
     content = PageContent(
-        with_weights, [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes]
+        with_weights,
+        [*batch_note(subject, options.item), *unknown_note(with_weights), *options.notes],
+        options.image,
     )
     start = find_start(subject, content, options)
     content.choose_heads(start)

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 __all__ = [
+    "CAPTURED",
     "CallSite",
     "called_by",
     "calling_module",
@@ -47,6 +49,8 @@ _NEVER_ATTENTION = re.compile(
 _ATTENTION_NAME = re.compile(r"(^|[._])(attn|attention)\d?$", re.I)
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
+
+CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
 
 #: Modules of PyTorch that run compiled graphs.
 _COMPILED_CODE = ("torch._inductor", "torch._functorch._aot_autograd")
@@ -147,9 +151,12 @@ def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
     """Frames whose first argument is a module, innermost first."""
     while frame is not None:
         code = frame.f_code
-        # nn.Module's own __call__ machinery would name every module twice.
-        if code.co_argcount and "call_impl" not in code.co_name:
+        # torch.jit.trace takes a model as its first argument, and runs others.
+        if code.co_argcount and not (frame.f_globals.get("__name__") or "").startswith("torch.jit"):
             first = frame.f_locals.get(code.co_varnames[0])
+            # nn.Module's own __call__ machinery would name every module twice; TorchScript has no other frame.
+            if "call_impl" in code.co_name and not isinstance(first, torch.jit.ScriptModule):
+                first = None
             # A softmax that is a module of its own belongs to the attention around it.
             if isinstance(first, nn.Module) and not isinstance(first, nn.Softmax | nn.Dropout):
                 yield frame, getattr(first, "_orig_mod", first)  # of torch.compile(m), m
@@ -207,9 +214,11 @@ def _batch_first_owner(module: Any) -> bool:
     return type(module).__module__.split(".")[0] in ("torch", "transformers", "diffusers")
 
 
-def shared_axis_reason(module: Any) -> str:
+def shared_axis_reason(site: CallSite) -> str:
     """The reason of a refusal where `split_heads` cannot tell batch and heads apart."""
-    if module is None:
+    if site.hides_modules:  # a compiled graph flattens axes on its own
+        return CAPTURED
+    if site.module is None:
         return (
             "it has one axis before (length, size), and no module says whether that is the batch or the heads; shape "
             "it (batch, heads, length, size), or record the module that calls it"

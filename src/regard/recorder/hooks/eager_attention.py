@@ -48,6 +48,8 @@ CHUNKED = {
     "YosoSelfAttention",
 }
 
+IN_CHUNKS = "it attends to chunks, landmarks or samples, which are not positions of the sequence"
+
 #: Operators between a softmax and its product after which weights are still weights.
 KEEPS_WEIGHTS = (
     "to.dtype", "to.dtype_layout", "to.device", "to.other", "_to_copy", "type_as", "contiguous", "clone", "mul.Tensor",
@@ -63,14 +65,19 @@ COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "r
 
 def install() -> None:
     """Intercept products and softmax; the operators between them only while a softmax is open."""
-    for name in ("softmax.int", "_softmax"):
+    for name in ("softmax.int", "_softmax", "softmax.int_out", "_softmax.out"):
         tap.intercept(name, on_softmax)
+    tap.intercept("_sparse_softmax.int", on_sparse_softmax)
     for name in ("log_softmax.int", "_log_softmax"):
         tap.intercept(name, on_log_softmax)
-    tap.intercept("exp", on_exp)
+    for name in ("exp", "exp_"):
+        tap.intercept(name, on_exp)
     tap.intercept("topk", on_topk)
-    for name in ("matmul", "bmm", "baddbmm", "mm"):
+    for name in ("matmul", "bmm", "baddbmm", "mm", "mv", "matmul.out", "bmm.out", "baddbmm.out", "mm.out"):
         tap.intercept(name, on_product)
+    for name in ("addmm", "addmm.out"):  # every nn.Linear is one: intercepted only where weights may meet values
+        tap.intercept(name, on_product, tap.FOLLOW_KEY)
+    tap.intercept("cdist", on_distances)
     tap.intercept("einsum", on_einsum)
     for name in ("dropout", "native_dropout"):
         tap.intercept(name, OnElementwise(is_dropout=True), tap.FOLLOW_KEY)
@@ -95,6 +102,17 @@ def on_log_softmax(listener: tap.Listener, call: dict[str, Any], out: Tensor, fr
     _start(listener, call["self"], out, call["dim"], frame, LOGARITHM)
 
 
+def on_sparse_softmax(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    listener.refuse_at(frame, "its softmax is over a sparse matrix, which is not read")
+
+
+def on_distances(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """Distances of queries and keys, which a Gaussian similarity squares and negates."""
+    computed = _is_computed(call["x1"]) and _is_computed(call["x2"])
+    if computed and (site := listener.call_site(frame)) is not None:
+        listener.eager.add_product(out, site.name, flat=out.ndim <= 2)
+
+
 def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """exp of log-weights gives weights; exp of scores gives them once they are divided by their sum."""
     eager = listener.eager
@@ -106,7 +124,10 @@ def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
     if out.ndim < 2 or not any(product.shape == out.shape for product in eager.products):
         return
     if (site := listener.call_site(frame)) is not None and eager.product_of(out, -1, site) is not None:
-        eager.start(out, -1, site, None, UNNORMALISED)
+        if type(site.module).__name__ in CHUNKED:
+            listener.refuse_at(frame, IN_CHUNKS)
+        else:
+            eager.start(out, -1, site, None, UNNORMALISED)
 
 
 def on_topk(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
@@ -127,7 +148,7 @@ def _start(
         return
     axis = dim % out.ndim - out.ndim
     if type(site.module).__name__ in CHUNKED and out.ndim > 2:
-        listener.refuse_at(frame, "it attends to chunks, landmarks or samples, which are not positions of the sequence")
+        listener.refuse_at(frame, IN_CHUNKS)
         return
     listener.eager.start(out, axis, site, scores if listener.wants_scores and axis == -1 else None, altered)
 
@@ -168,7 +189,7 @@ class OnElementwise:
             softmax.add(result, alias._replace(clean=clean, key_stride=stride, keys=keys))
         else:
             softmax.add(result, alias._replace(clean=result, key_stride=stride, keys=keys))
-        if result.numel() > operand.numel():
+        if result.numel() > _collapsed(operand).numel():
             other = call["other"] if operand is call.get("self") else call.get("self")
             softmax.weighted[storage_of(result)] = operand, other
 
@@ -183,13 +204,23 @@ class OnElementwise:
         altered, axis_of_sum = alias.altered, axis_of_keys(operand, alias)
         if altered is UNNORMALISED:
             sums = call["other"]
-            thin = [n - sums.ndim for n in range(sums.ndim) if sums.shape[n] == 1] if isinstance(sums, Tensor) else []
+            thin = _thin_axes(sums) if isinstance(sums, Tensor) else []
             axis_of_sum = next((axis for axis in reversed(thin) if operand.shape[axis] > 1), None)
             altered = None
         if axis_of_sum is None or result.shape != operand.shape:
             return
         stride, keys = result.stride(axis_of_sum), result.shape[axis_of_sum]
         softmax.add(result, Alias(result, False, stride, keys, altered, changed=True))
+
+
+def _thin_axes(x: Tensor) -> list[int]:
+    """The axes along which x has one number, expanded ones included, from the end."""
+    return [n for n in range(-x.ndim, 0) if x.shape[n] == 1 or x.stride(n) == 0]
+
+
+def _collapsed(x: Tensor) -> Tensor:
+    """x with one number along each of its expanded axes."""
+    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
 
 
 def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
@@ -223,7 +254,7 @@ def on_dropout_in_place(listener: tap.Listener, call: dict[str, Any], out: Tenso
 
 
 def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    left, right = (call[name] for name in (("batch1", "batch2") if "batch1" in call else ("self", _other(call))))
+    left, right = _factors(call)
     eager = listener.eager
     eager.count_operator()
     if out.is_nested:
@@ -232,16 +263,22 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     if (softmax := eager.softmax_of(left)) is not None and not _is_parameter(right):
         axis = axis_of_keys(left, softmax.aliases[storage_of(left)])
         met = _meet(listener, softmax, left, right, right_way=axis == -1, direct=True)
-    elif (softmax := eager.softmax_of(right)) is not None and right.ndim > 1 and not _is_parameter(left):
-        axis = axis_of_keys(right, softmax.aliases[storage_of(right)])
-        met = _meet(listener, softmax, right.mT, left.mT if left.ndim > 1 else left, right_way=axis == -2, direct=False)
+    elif (softmax := eager.softmax_of(right)) is not None and not _is_parameter(left):
+        axis, one_row = axis_of_keys(right, softmax.aliases[storage_of(right)]), right.ndim == 1
+        used, v = right if one_row else right.mT, left.mT if left.ndim > 1 else left
+        met = _meet(listener, softmax, used, v, right_way=axis == (-1 if one_row else -2), direct=False)
     computed = _is_computed(left) and _is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
     if not met and computed and (site := listener.call_site(frame)) is not None:
         eager.add_product(out, site.name, flat=left.ndim <= 2)
 
 
-def _other(call: dict[str, Any]) -> str:
-    return "other" if "other" in call else "mat2"
+def _factors(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The two operands of a product: operators name them differently."""
+    if "batch1" in call:
+        return call["batch1"], call["batch2"]
+    if "mat1" in call:
+        return call["mat1"], call["mat2"]
+    return call["self"], next(call[name] for name in ("other", "mat2", "vec") if name in call)
 
 
 def _is_computed(x: Tensor) -> bool:
@@ -257,7 +294,7 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     eager = listener.eager
     operands, equation = call["tensors"], call["equation"].replace(" ", "")
     eager.count_operator()
-    sides, _, result = equation.partition("->")
+    sides, _, result = _spelt_out(equation, operands).partition("->")
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
     if not weighted:
@@ -285,6 +322,16 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     _finish(listener, softmax, w.movedim(axis, -1), v if keys_first else None, w, v)
 
 
+def _spelt_out(equation: str, operands: list[Tensor]) -> str:
+    """An equation with letters for the axes of "...", where these are the same number everywhere."""
+    sides = equation.partition("->")[0].split(",")
+    counts = {x.ndim - len(letters) + 3 for x, letters in zip(operands, sides, strict=False) if "..." in letters}
+    free = [letter for letter in "ABCDEFGH" if letter not in equation]
+    if len(counts) != 1 or "->" not in equation or max(counts) > len(free):
+        return equation
+    return equation.replace("...", "".join(free[: max(counts)]))
+
+
 def _may_be_scores(operands: list[Tensor], letters: list[str], result: str) -> bool:
     """Whether an einsum pairs two sequences; a matrix that shares no axis with all others is a projection."""
     if len({x.ndim > 2 for x in operands}) == 1 or "." in "".join(letters):
@@ -300,6 +347,7 @@ def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
     if softmax is None or call["keepdim"] or not call["dim"]:
         return
     w, v = softmax.weighted[storage_of(x)]
+    w = _collapsed(w)
     axis = axis_of_keys(w, softmax.aliases[storage_of(w)])
     dims = [dim % x.ndim - x.ndim for dim in call["dim"]]
     if axis is None or dims != [axis] or not isinstance(v, Tensor) or not v.is_floating_point() or _is_parameter(v):
@@ -389,7 +437,8 @@ def _finish(
         if other.alias_of(factor) is not None:
             eager.close(other)
     w = alias.clean.as_strided(used.shape, used.stride(), used.storage_offset()) if alias.dropped else used
-    reason = alias.altered or _no_weights(softmax, v_is_product, w, alias)
+    altered = None if alias.altered is UNNORMALISED and _is_normalised(w) else alias.altered
+    reason = altered or _no_weights(softmax, v_is_product, w, alias)
     if reason is not None:
         listener.refuse(site.name, reason)
         return
@@ -397,13 +446,18 @@ def _finish(
     batch = listener.batch_size(w.shape[-2])
     w4 = split_heads(w, site.module, batch)
     if w4 is None:
-        listener.refuse(site.name, shared_axis_reason(site.module))
+        listener.refuse(site.name, shared_axis_reason(site))
         return
     call = AttentionCall(v=None if values is None else split_heads(values, site.module, batch), w=w4)
     s = softmax.scores
     if s is not None and s.shape[:-1] == w.shape[:-1]:
         call.s = split_heads(s[..., : w.shape[-1]], site.module, batch)  # without the column of a sink
     listener.attention(site, call)
+
+
+def _is_normalised(w: Tensor) -> bool:
+    """Whether rows sum to 1: exp(s − logsumexp(s)) is divided by its sum before exp."""
+    return bool(((w.float().sum(-1) - 1).abs() < 0.01).all())
 
 
 def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alias) -> str | None:

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from ...core.torch_state import in_backward
 from . import tap
-from .call_site import looks_like_attention
+from .call_site import CAPTURED, looks_like_attention
 
-__all__ = ["CAPTURED", "Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
-
-CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
+__all__ = ["Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
 
 OTHER_THREAD = (
     "the model ran in another thread than the one that opened the block; open the block in that thread, "
@@ -123,6 +121,12 @@ class ModelHooks:
         model = self.model
         if model is None or is_compiled(model):
             return
+        if isinstance(model, torch.jit.ScriptModule):  # takes no hooks of its own, nor do its parts
+            self._handles += [
+                nn.modules.module.register_module_forward_pre_hook(Hook(self._begin_script)),
+                nn.modules.module.register_module_forward_hook(Hook(self._end_script), always_call=True),
+            ]
+            return
         if not isinstance(model, nn.TransformerEncoderLayer):
             self._handles += [
                 model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
@@ -130,7 +134,7 @@ class ModelHooks:
             ]
         untouched: set[int] = set()
         for _, part in self.modules:
-            if isinstance(part, nn.TransformerEncoderLayer) or is_compiled(part):
+            if isinstance(part, nn.TransformerEncoderLayer | torch.jit.ScriptModule) or is_compiled(part):
                 untouched |= {id(module) for module in part.modules()}
             if type(part).__name__ == "OptimizedModule":
                 # While compiled code runs, the thread's keys must be those it was compiled under.
@@ -160,6 +164,14 @@ class ModelHooks:
             # A thread that has a recording of its own knows what it does.
             self.ran_elsewhere = self.ran_elsewhere or not tap.listeners()
 
+    def _begin_script(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module is self.model:
+            self._begin(module, args, {})
+
+    def _end_script(self, module: nn.Module, *_: Any) -> None:
+        if module is self.model:
+            self._end()
+
     def _end(self, *_: Any) -> None:
         if self.is_current():
             self.depth = max(0, self.depth - 1)
@@ -186,6 +198,8 @@ class ModelHooks:
                 yield name, CAPTURED
                 if not name:
                     return
+        if self.model is not None and any(p.is_meta for p in self.model.parameters()):
+            yield "", "some of its parameters are on the meta device, which holds shapes and no numbers"
         if isinstance(self.model, nn.DataParallel) and len(self.model.device_ids) > 1:
             yield "", "DataParallel runs its replicas in threads of their own; record model.module"
 

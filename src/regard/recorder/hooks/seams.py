@@ -66,7 +66,7 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
     batch = listener.batch_size(q.shape[-2])
     q4, k4, v4 = (split_heads(x, site.module, batch) for x in (q, k, v))
     if q4 is None or k4 is None or v4 is None:
-        listener.refuse_at(frame, shared_axis_reason(site.module))
+        listener.refuse_at(frame, shared_axis_reason(site))
         return
     if mask is not None and q.ndim == 3 and mask.ndim == 3:
         mask = split_heads(mask, site.module, batch) if mask.shape[0] > 1 else mask[None]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .call_site import CallSite
     from .eager_attention import EagerTracker
 
-from ...core.torch_state import in_backward
+from ...core.torch_state import in_backward, in_jit_trace
 
 __all__ = [
     "FOLLOW_KEY",
@@ -250,6 +250,11 @@ def _report(live: list[Any], handler: Handler, call: dict[str, Any], out: Any, f
     for listener in live:
         if unsupported == "FakeTensor":
             listener.compiling(frame)
+            continue
+        if in_jit_trace():  # shapes are tensors of the trace there
+            listener.refuse_at(
+                frame, "it was called by torch.jit.trace; record a call of the model, or of the traced one"
+            )
             continue
         if unsupported:
             listener.refuse_at(frame, f"its tensors are {unsupported}, which cannot be read here")

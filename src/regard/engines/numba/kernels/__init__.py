@@ -1,9 +1,9 @@
 """Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for everything else.
 
 Kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, cells, backward; those of `comparison`
-walk the tiles of two matrices. Each is a C function of one argument, a params record of addresses and sizes, that any
-number of threads may enter at once: they take work items from a shared counter, so that no thread waits for the
-slowest. Needs numba.
+and `head_rows` walk the tiles of two matrices. Each is a C function of one argument, a params record of addresses and
+sizes, that any number of threads may enter at once: they take work items from a shared counter, so that no thread waits
+for the slowest. Needs numba.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from numba import carray, cfunc, types
 
-from . import backward, cells, column_pass, comparison, forward
+from . import backward, cells, column_pass, comparison, forward, head_rows
 from .params import (
     DENSE_MASK,
     MEASURES,
@@ -53,6 +53,8 @@ _KERNELS = {
     "compare": comparison.compare,
     "compare_finished": comparison.compare_finished,
     "compare_backward": comparison.compare_backward,
+    "head_rows": head_rows.head_rows,
+    "head_rows_backward": head_rows.head_rows_backward,
 }
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "BIAS_PER_ROW",
     "CROSS_ENTROPY",
     "DENSE_MASK",
+    "ENTROPY",
     "JS",
     "KL",
     "MEASURES",
@@ -35,8 +36,8 @@ __all__ = [
 
 # Kinds of modifiers, which change a row of scores between the product and the softmax.
 BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK = 0, 1, 2, 3, 4
-# Measures of two matrices.
-KL, CROSS_ENTROPY, JS, OVERLAP, TOTAL_VARIATION = 0, 1, 2, 3, 4
+# Measures of two matrices, and the entropy of heads together.
+KL, CROSS_ENTROPY, JS, OVERLAP, TOTAL_VARIATION, ENTROPY = 0, 1, 2, 3, 4, 5
 
 #: The kind of each modifier that the kernels compute, by `Modifier.kernel_op`.
 MODIFIER_KINDS = {
@@ -54,6 +55,7 @@ MEASURES = {
     "js": JS,
     "overlap": OVERLAP,
     "total_variation": TOTAL_VARIATION,
+    "entropy": ENTROPY,
 }
 
 _MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
@@ -74,11 +76,12 @@ _ADDRESSES = (
     "u z received pool "  # column_pass
     "cells row_at row_place col_at col_place "  # cells
     "left right dy delta d_entropy d_distance dq dk dv drow dkey "  # backward
-    "other value grad"  # comparison: the record of the second matrix, the measure of every row and its gradient
+    "other value grad "  # comparison: the record of the second matrix, the measure of every row and its gradient
+    "shares"  # head_rows: the factor of each head in a sum
 )
 _STRIDES = (
     "q_b q_h q_i k_b k_h k_j v_b v_h v_j sink_b sink_h u_b u_h u_i "
-    "left_b left_h left_i right_b right_h right_j dy_b dy_h dy_i"
+    "left_b left_h left_i right_b right_h right_j dy_b dy_h dy_i shares_b"
 )
 _SIZES = (
     "B H G V I J D "  # batch, heads of q, k and v, queries, keys, size of q and k
@@ -87,7 +90,8 @@ _SIZES = (
     "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
     "row_from row_to key_from key_to "  # column_pass: the part of the matrix that is visited
     "row_count col_count "  # the cells
-    "measure heads groups"  # comparison: heads of the result, and groups of them that share no keys
+    "measure heads groups "  # comparison: heads of the result, and groups of them that share no keys
+    "index_heads divided"  # head_rows: terms of a sum of ReLUs; whether rows are divided by their sum
 )
 _PARAMS = np.dtype(
     [(name, "i8") for name in f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()] + [("scale", "f4"), ("_", "f4")]

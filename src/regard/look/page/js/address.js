@@ -4,13 +4,14 @@
 const headPlace = (head) => `${head.place}.${head.head}`;
 
 export function addressOf(page) {
-  const { state: { view, stack, word, chosen, hide, merge, fit }, book, long: map, overview: atlas } = page;
+  const { state: { view, stack, word, chosen, hide, merge, fit, pair }, book, long: map, overview: atlas } = page;
   const at = book?.stacks[stack], round = (...x) => x.map(Math.round).join(".");
   const fields = {
     v: view, s: stack && !at.window ? stack : null, win: at?.window ? [at.base.n, ...at.window].join(".") : null,
-    w: book ? word : null, h: chosen?.map((id) => headPlace(book.heads[id])).join(",") || null,
-    hide: hide ? 1 : null, merge: merge ? 1 : null, fit: fit ? 1 : null,
+    w: book || page.pairs ? word : null, p: page.pairs ? pair : null, h: chosen?.map((id) => headPlace(book.heads[id])).join(",") || null,
+    hide: hide ? 1 : null, merge: merge ? 1 : null, fit: fit ? 1 : at?.cols?.patches ? 0 : null,
     z: view === "long" && map?.view ? round(map.view.i0, map.view.i1, map.view.j0, map.view.j1) : null,
+    c: view === "story" && page.story ? Math.round(100 * page.story.at) : null,
     m: view === "long" && ["mean", "beyond"].includes(map?.mode) ? map.mode : null,
     o: view === "overview" && atlas ? [atlas.by, atlas.sort, atlas.mode].join(".") : null,
   };
@@ -24,6 +25,10 @@ const naturals = (text) => { const all = (text ?? "").split(".").map(Number);
 export function readAddress(page, hash) {
   const fields = new URLSearchParams(hash.slice(1)), { state, book } = page;
   if (fields.has("v") && page.views.some(([id]) => id === fields.get("v"))) state.view = fields.get("v");
+  if (page.header.kind === "comparison" && fields.has("w")) {
+    const { heads, groups } = page.header, pair = indexOrFirst(fields.get("p"), heads.length);
+    Object.assign(state, { pair, hover: null, word: indexOrFirst(fields.get("w"), groups[heads[pair].group].rows.labels.length) });
+  }
   if (!book || !fields.has("w")) return;
   const stack = windowOf(page, fields) ?? book.stacks[indexOrFirst(fields.get("s"), book.stacks.length)];
   const heads = (fields.get("h") ?? "").split(",").map((text) => stack.heads.find((head) => headPlace(head) === text)).filter(Boolean);
@@ -31,8 +36,10 @@ export function readAddress(page, hash) {
   if (word !== state.word) state.target = null;
   Object.assign(state, { stack: stack.n, word, hover: null, cell: null, chosen: heads.length
     ? heads.map((head) => head.id) : null,
-    hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") });
+    hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") ? fields.get("fit") !== "0" : Boolean(stack.cols.patches) });
   if (stack.long) readMap(page, stack, fields);
+  const at = Number(fields.get("c") ?? NaN) / 100;
+  if (at > 0) page.story = { ...page.story, at, playing: null };
   const [by, sort, mode] = (fields.get("o") ?? "").split(".");
   if (page.header.metrics[by] && ["layer", "metric", "tie"].includes(sort)) page.wantedAtlas = { by, sort,
     mode: mode === "row" ? "row" : "pattern" };

@@ -43,7 +43,12 @@ function thumbnail(m, n, at, paint) {
 export function rowStrip(page, one) {
   const { held } = one, { paint } = page, tall = 24;
   if (!held || held.stack !== page.stack || held.stack.long) return null;
-  const row = held.row(page.state.word), n = Math.min(row.length, 2 * THUMBNAIL);
+  const { patches, special, length } = held.stack.cols, row = held.row(page.state.word);
+  if (patches) {
+    const own = row.filter((_, j) => !special.has(j)), most = Math.max(...own), tall_ = (length - special.size) / patches;
+    return heat(tall_, patches, (r, c) => paint.tint(shade(own[r * patches + c], most)));
+  }
+  const n = Math.min(row.length, 2 * THUMBNAIL);
   const most = range(n).map((c) => Math.max(...row.subarray(edge(c, n, row.length), edge(c + 1, n, row.length))));
   const [ground, bar] = [paint.tint(0), paint.tint(0.75)];
   return heat(tall, n, (r, c) => (tall - r <= Math.round(tall * Math.sqrt(most[c])) ? bar : ground));

@@ -6,6 +6,7 @@ import { Stored } from "./stored.js";
 export function openBook(header) {
   const sequences = header.sequences.map((s) => ({
     ...s, special: new Set(s.special), unknown: new Set(s.unknown), label: (n) => (s.tokens ? s.tokens[n] : String(n)),
+    picture: s.image === undefined ? null : { pixels: header.array(s.image), shape: header.shape(s.image) },
     rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false, patches: s.tokens ? patchColumns(s) : 0,
   }));
   const stacks = header.stacks.map((s, n) => ({ ...s, n, rows: sequences[s.rows], cols: sequences[s.cols],
@@ -43,7 +44,7 @@ function patchColumns({ tokens, special }) {
 export class Head {
   constructor(header, layer, place, head, n, stack, id) {
     Object.assign(this, { header, layer, place, head, n, stack, id, i: stack.rows.length, j: stack.cols.length,
-      sheets: new Map() });
+      sheets: new Map(), split: {} });
     this.name = layer.name ? `layer ${layer.index}, head ${head}` : layer.heads > 1 ? `head ${head}` : "these weights";
     this.brief = layer.name ? `${layer.index}·${head}` : `${head}`;
   }
@@ -60,7 +61,7 @@ export class Head {
     const flat = this.part(name);
     if (!flat) return null;
     const size = this.header.shape(this.layer[name]).at(-1), length = flat.length / size;
-    return range(length).map((n) => flat.subarray(n * size, (n + 1) * size));
+    return (this.split[name] ??= range(length).map((n) => flat.subarray(n * size, (n + 1) * size)));
   }
   get w() { return (this._w ??= this.part("w")); }
   get stored() { return (this._stored ??= new Stored(this)); }
@@ -153,7 +154,7 @@ function reading(sequence, { hide, merge }) {
   const inside = new Set(merge ? [] : (words ?? []).flatMap(([a, b]) => range(b - a - 1).map((n) => a + 1 + n)));
   return { groups, at, labels, names: numbered(labels), hidden: range(length).filter(gone), rtl: sequence.rtl,
     special: groups.map(([a]) => special.has(a)), unknown: groups.map(([a]) => sequence.unknown.has(a)),
-    inside: groups.map(([a]) => inside.has(a)), patches: merge ? 0 : sequence.patches };
+    inside: groups.map(([a]) => inside.has(a)), patches: merge ? 0 : sequence.patches, picture: merge ? null : sequence.picture };
 }
 
 // Words that occur several times get a number, as a subscript: the₁, the₂.

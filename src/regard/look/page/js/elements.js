@@ -69,7 +69,7 @@ export function palette(root) {
   });
   const tint = (x) => shades[Math.round(clamp(Number.isFinite(x) ? x : 0, 0, 1) * 1024)];
   const signed = (x) => blend(stops[0], x < 0 ? minus : plus, Math.min(1, Math.abs(x)));
-  return { tint, signed, wash: read("--wash")[0], css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
+  return { tint, signed, blend, wash: read("--wash")[0], css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
     ink: ([r, g, b]) => (r * 0.299 + g * 0.587 + b * 0.114 > 140 ? "#101418" : "#fbfcfd") };
 }
 

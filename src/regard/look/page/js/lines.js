@@ -16,8 +16,9 @@ export function drawLines(lines, stage, queries, keys, sheets, i) {
   };
   const begin = queries.children[i] && place(queries.children[i]);
   lines.setAttribute("viewBox", `0 0 ${frame.width} ${frame.height}`);
-  const drawn = [], reach = same && begin ? space(queries, queries.children[i]) : null;
-  if (begin && !keys.classList.contains("patches")) sheets.forEach(({ w }, h) => w[i].forEach((weight, j) => {
+  const drawn = [], patches = [queries, keys].some((one) => one.classList.contains("patches"));
+  const reach = same && begin && !patches ? space(queries, queries.children[i]) : null;
+  if (begin && !patches) sheets.forEach(({ w }, h) => w[i].forEach((weight, j) => {
     if (!(weight >= 0.02) || (same && j === i)) return;
     const end = place(keys.children[j]), elsewhere = same && Math.abs(begin.top - end.top) > 4;
     const d = !same ? between(begin, end, h) : elsewhere ? around(begin, end, frame.width, h) : arc(begin, end, frame,

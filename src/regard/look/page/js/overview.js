@@ -129,7 +129,7 @@ function difference(page, one, other) {
     "most: ",
     word(rows.label(most.i)), " → ", word(cols.label(most.j)),
       ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
-  return el("div", { class: "compare" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
+  return el("div", { class: "versus" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
     el("figure", {}, heat(m, n, (i, j) => paint.signed(signed(at(a, i, j) - at(b, i, j)))),
       el("figcaption", { text: "the first minus the second: blue where the first gives more, orange where the second does" }), told));
 }

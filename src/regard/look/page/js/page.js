@@ -20,11 +20,11 @@ export class Page {
     this.server = header.server ?? null;
     const start = header.start;
     this.state = {
-      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, hover: null, hide: start?.hide ?? false,
-        merge: start?.merge ?? false, fit: false, target: start?.target ?? null, theme: "auto",
-      chosen: start?.heads.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
+      view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, pair: start?.pair ?? 0, hover: null, hide: start?.hide ?? false,
+        merge: start?.merge ?? false, fit: Boolean(this.book?.stacks[start?.stack ?? 0]?.cols.patches), target: start?.target ?? null, theme: "auto",
+      chosen: start?.heads?.length ? start.heads.map(([place, h]) => this.book.heads.findIndex((x) => x.place === place
         && x.head === h)) : null,
-      layer: start?.heads.length ? null : start?.layer ?? null, cell: null,
+      layer: start?.heads?.length ? null : start?.layer ?? null, cell: null,
     };
     this.chooseViews();
     this.state.view = this.first = this.views.find(([, view]) => !this.book || (view.stack?.(this.stack) ?? true))[0];

@@ -1,6 +1,6 @@
-// Play: change the rules of attention and see what the weights do.
+// Lab: change the rules of attention and see what the weights do. Axes are fixed, and ghosts show what was recorded.
 
-import { brief, entropy, fixed, mix, near, range, SIMILARITIES, softmax } from "./numbers.js";
+import { brief, clamp, entropy, fixed, mix, near, range, SIMILARITIES, softmax } from "./numbers.js";
 import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { legend } from "./square.js";
@@ -8,11 +8,14 @@ import { legend } from "./square.js";
 export function play(page, box) {
   const t = page.stack.rows.length;
   const own = (page.play ??= { similarity: "scaled", power: 0, causal: false, window: false, width: 2,
-    recorded: true });
+    recorded: true, forbidden: [] });
   own.order = own.order?.length === t ? own.order : range(t);
+  own.forbidden = own.forbidden.filter((j) => j < page.stack.cols.length);
   const picks = el("span", { class: "picks" }), scale = el("output", {}), result = el("div", { class: "plays" });
-  const row = el("div", { class: "row" }), bars = el("div", { class: "bars" }), map = el("div", { class: "map" }),
-    values = el("div", { class: "outputs" });
+  const map = el("div", { class: "map" }), values = el("div", { class: "outputs" });
+  const again = (change) => { Object.assign(own, change); update(); };
+  const curves = saturation((power) => { slider.value = power; again({ power }); });
+  const bars = playBars(page, own, (forbidden) => page.keepingFocus(() => again({ forbidden })));
   const update = () => {
     scale.textContent = `× ${fixed(2 ** own.power, 2)}`;
     const now = played(page, own);
@@ -20,11 +23,11 @@ export function play(page, box) {
       result.replaceChildren(el("p", { class: "hint", text: "Of this head the page holds the weights alone; choose another one." }));
       return;
     }
-    if (!row.isConnected) result.replaceChildren(row, bars, map, values,
+    if (!bars.node.isConnected) result.replaceChildren(curves.node, bars.node, map, values,
       behind("Weights as computed in this page", () => playTable(page, page.played.w, own.order)));
     // The row of the lit word at once, all others in slices of time: the slider must not wait for them.
-    row.replaceChildren(saturation(now.w(now.place), now.rowAt, own.power));
-    bars.replaceChildren(playBars(page, now.w(now.place), own.order, now.place));
+    curves.draw(now, own);
+    bars.draw(now);
     page.played = now.all;
     inSlices(page, function* () {
       for (let i = 0; i < t; i++) { now.w(i); now.y(i); now.straight(i); yield; }
@@ -33,7 +36,7 @@ export function play(page, box) {
       values.replaceChildren(...(page.stack.same && now.all.y ? [outputs(page, now, own)] : []));
     });
   };
-  playControls(page, box, own, picks, scale, (change) => { Object.assign(own, change); update(); });
+  const slider = playControls(page, box, own, picks, scale, again);
   box.append(result);
   return () => {
     picks.replaceChildren(...[stackChoice(page), wordChoice(page), headChoice(page)].filter(Boolean));
@@ -41,13 +44,13 @@ export function play(page, box) {
   };
 }
 
-// Work that goes on in slices of a few milliseconds, until other work is begun.
+// Work that goes on in a slice of a few milliseconds a frame, until other work is begun.
 function inSlices(page, work) {
   const steps = work(), mine = (page.slices = Symbol("work"));
   const go = () => {
-    for (const end = performance.now() + 8; page.slices === mine
-      && performance.now() < end;) if (steps.next().done) return;
-    if (page.slices === mine) setTimeout(go, 0);
+    if (page.slices !== mine) return;
+    for (const end = performance.now() + 4; performance.now() < end;) if (steps.next().done) return;
+    requestAnimationFrame(go);
   };
   requestAnimationFrame(go);
 }
@@ -78,6 +81,7 @@ function playControls(page, box, own, picks, scale, again) {
       masked && tick("the recorded mask", "recorded", own.recorded, (recorded) => again({ recorded })),
       same && [button("shuffle", "shuffle the words", "chip", () => shuffled(rows.length)),
         button("unshuffle", "put them back", "chip quiet", () => range(rows.length))]));
+  return slider;
 }
 
 // Attention by the rules that were chosen, with the words in the order they stand in; a row is computed when it is asked
@@ -85,10 +89,11 @@ function playControls(page, box, own, picks, scale, again) {
 function played(page, own) {
   const { head } = page, { same } = page.stack, [q, k, v] = ["q", "k", "v"].map((name) => head.vectors(name));
   if (!q) return null;
+  const barred = new Set(own.forbidden);
   const visible = (i, j) => (!own.causal || j <= i) && (!own.window || Math.abs(i - j) <= own.width)
-    && (!own.recorded || head.visible(i, j));
+    && (!own.recorded || head.visible(i, j)) && !barred.has(keys[j]);
   const { similarity, causal, window, width, recorded, order } = own, keys = same ? order : range(k.length);
-  const key = JSON.stringify([head.id, similarity, causal, window && width, recorded]);
+  const key = JSON.stringify([head.id, similarity, causal, window && width, recorded, own.forbidden]);
   if (own.scores?.key !== key || own.scores.orders.size > 8) own.scores = { key, orders: new Map() };
   const factor = 2 ** own.power, like = SIMILARITIES[similarity].of, straight = range(q.length);
   const scoresOf = (rows, cols) => {
@@ -104,7 +109,7 @@ function played(page, own) {
   const moved = order.some((x, n) => x !== n), now = attend(order, keys), place = order.indexOf(page.state.word);
   const unmoved = moved && same ? attend(straight, straight) : now;
   return {
-    ...now, place, moved, straight: unmoved.y, rowAt: (power) => softmax(now.scores(place).map((s) => s * 2 ** power)),
+    ...now, key: `${key} ${order} ${place}`, place, moved, straight: unmoved.y, rowAt: (power) => softmax(now.scores(place).map((s) => s * 2 ** power)),
     all: { get w() { return straight.map(now.w); }, get y() { return v && straight.map(now.y); } },
   };
 }
@@ -125,45 +130,92 @@ function shuffled(t) {
   return t > 1 && order.every((x, n) => x === n) ? order.reverse() : order;
 }
 
-// Peak and entropy of the row at every scale, and where the slider stands.
-function saturation(w, rowAt, power) {
-  const most = Math.log(w.length) || 1, [width, height] = [300, 110], across = (p) => ((p + 5) / 10) * width;
-  const points = range(41).map((n) => {
-    const p = -5 + n / 4, row = rowAt(p);
-    return [across(p), Math.max(...row), entropy(row) / most];
-  });
-  const [peak, h, x] = [Math.max(...w), entropy(w), across(power)];
-  const curve = (n, share, colour, cls) => [
-    svg("polyline", { class: cls, points: points.map((p) => `${p[0]},${height - p[n] * height}`).join(" "),
-      style: { stroke: colour } }),
-    svg("circle", { cx: x, cy: height - share * height, r: 4, style: { fill: colour } }),
-  ];
-  const number = (name, value, colour, more) => el("span", { style: { "--colour": colour } },
-    el("i", { class: "dot" }), `${name} `, el("b", { "data-read": name, text: fixed(value, 3) }), more);
-  const said = peak > 0.95 ? "saturated: nearly all on one word" : h > 0.95 * most ? "nearly uniform: every word alike"
-    : "in between";
-  const label = `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`;
+// Peak and entropy of the row at every scale, and where the slider stands; a drag over the curves moves it.
+function saturation(slide) {
+  const [width, height] = [300, 110], across = (p) => ((p + 5) / 10) * width, up = (share) => height - share * height;
   const text = (x, y, anchor, text) => svg("text", { class: "tiny", x, y, "text-anchor": anchor, text });
-  const ticks = [text(-4, height + 3, "end", "0"), text(-4, 5, "end", "1"),
-    ...[-5, -3, 0, 3, 5].map((p) => text(across(p), height + 14, "middle", `×${near(2 ** p)}`))];
-  return el("figure", { class: "saturation" },
-    el("div", { class: "pairs" }, number("peak", peak, "var(--accent)"), number("entropy", h, "var(--h0)",
-      ` of ${fixed(most, 2)} nats`)),
-    svg("svg", { viewBox: `-16 -8 ${width + 32} ${height + 26}`, role: "img", "aria-label": label },
-      svg("path", { class: "axis", d: `M0 0V${height}H${width}` }), ticks,
-      svg("line", { class: "mark", x1: x, x2: x, y1: -4, y2: height }),
-      curve(1, peak, "var(--accent)", "curve"), curve(2, h / most, "var(--h0)", "curve dashed")),
-    el("figcaption", { text: `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${said}` }));
+  const ticks = [0, 0.5, 1].flatMap((y) => [text(-6, up(y) + 4, "end", String(y)), svg("path", { class: "axis", d: `M-3 ${up(y)}H${width}` })]);
+  const powers = range(11).map((n) => n - 5).flatMap((p) => [[-5, -3, 0, 3, 5].includes(p) ? text(across(p), height + 15, "middle", `×${near(2 ** p)}`) : [],
+    svg("path", { class: "axis", d: `M${across(p)} ${height}v3` })]);
+  const line = (colour, cls) => svg("polyline", { class: cls, style: { stroke: colour } });
+  const point = (colour) => svg("circle", { r: 4, style: { fill: colour } });
+  const [peakLine, entropyLine] = [line("var(--accent)", "curve"), line("var(--h0)", "curve dashed")];
+  const [peakPoint, entropyPoint] = [point("var(--accent)"), point("var(--h0)")], mark = svg("line", { class: "mark", y1: -4, y2: height });
+  const plot = svg("svg", { class: "plot-area", viewBox: `-26 -10 ${width + 44} ${height + 30}`, role: "img" }, ticks, powers,
+    svg("path", { class: "axis", d: `M0 0V${height}H${width}` }), mark, peakLine, entropyLine, peakPoint, entropyPoint);
+  const drag = (event) => {
+    const box = plot.getBoundingClientRect(), x = ((event.clientX - box.left) / box.width) * (width + 44) - 26;
+    slide(Math.round(clamp((x / width) * 10 - 5, -5, 5) * 10) / 10);
+  };
+  plot.addEventListener("pointerdown", (event) => { plot.setPointerCapture(event.pointerId); drag(event); });
+  plot.addEventListener("pointermove", (event) => { if (event.buttons) drag(event); });
+  const [peakText, entropyText] = ["peak", "entropy"].map((name) => el("b", { "data-read": name })), limit = el("span"), caption = el("figcaption");
+  const named = (name, value, colour, more) => el("span", { style: { "--colour": colour } }, el("i", { class: "dot" }), `${name} `, value, more);
+  const node = el("figure", { class: "saturation" }, el("div", { class: "pairs" }, named("peak", peakText, "var(--accent)"),
+    named("entropy", entropyText, "var(--h0)", limit)), plot, caption);
+  let drawn = null;
+  // The curves do not depend on the scale: they are computed anew only for another row or other rules.
+  const draw = (now, { power }) => {
+    const w = now.w(now.place), most = Math.log(w.length) || 1, [peak, h, x] = [Math.max(...w), entropy(w), across(power)];
+    if (drawn !== now.key) {
+      const points = range(41).map((n) => { const p = -5 + n / 4, row = now.rowAt(p);
+        return [across(p), Math.max(...row), entropy(row) / most]; });
+      [peakLine, entropyLine].forEach((one, n) => one.setAttribute("points", points.map((p) => `${p[0]},${up(p[n + 1])}`).join(" ")));
+      limit.textContent = ` of ${fixed(most, 2)} nats`;
+      drawn = now.key;
+    }
+    for (const [node, values] of [[mark, { x1: x, x2: x }], [peakPoint, { cx: x, cy: up(peak) }], [entropyPoint, { cx: x, cy: up(h / most) }]]) {
+      for (const [name, value] of Object.entries(values)) node.setAttribute(name, value);
+    }
+    peakText.textContent = fixed(peak, 3);
+    entropyText.textContent = fixed(h, 3);
+    plot.setAttribute("aria-label", `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`);
+    const said = peak > 0.95 ? "saturated: nearly all on one word" : h > 0.95 * most ? "nearly uniform: every word alike" : "in between";
+    caption.textContent = `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${said}`;
+  };
+  return { node, draw };
 }
 
-function playBars(page, w, order, place) {
-  const { same, rows, cols } = page.stack, name = (j) => (same ? order[j] : j), recorded = page.head.row(order[place]);
-  const shown = w.length > 30 ? range(w.length).sort((a, b) => w[b] - w[a]).slice(0, 20) : range(w.length);
-  const line = (j) => el("li", { class: same && j === place ? "lit" : "" }, word(cols.label(name(j))),
-    lanes([lane("var(--accent)", w[j], brief(w[j]), { "data-j": name(j) }, recorded[name(j)])]));
-  return el("figure", {}, el("figcaption", {}, word(rows.label(order[place])),
-    " looks at; a full bar is 1, the mark is the recorded weight"),
-    el("ol", { class: "best tight" }, shown.map(line)));
+const SHOWN = 20; // bars of a long sentence: the words with the largest recorded weights, whatever the rules do
+// The row of the lit word: bars from 0 to 1, ghosts of the recorded weights, and words that a click forbids. Bars are made
+// once for a row and changed in place.
+function playBars(page, own, forbid) {
+  const caption = el("figcaption"), list = el("ol", { class: "best tight" }), note = el("p", { class: "hint", "data-read": "forbidden" });
+  const axis = el("li", { class: "bar-axis", "aria-hidden": "true" }, el("span"), el("span", { class: "ruler" }, [0, 0.25, 0.5, 0.75, 1].map((x) => el("span",
+    { style: { "--w": `${100 * x}%` }, text: String(x) }))));
+  const node = el("div", { class: "bars" }, el("figure", {}, caption, list, note));
+  let made = null, lines = [];
+  const build = (now) => {
+    const { same, rows, cols } = page.stack, { order } = own, token = (j) => (same ? order[j] : j), ghost = page.head.row(order[now.place]);
+    const all = range(cols.length), barred = new Set(own.forbidden);
+    const chosen = all.length > 30 ? new Set([...all].sort((a, b) => ghost[token(b)] - ghost[token(a)]).slice(0, SHOWN)) : null;
+    const shown = all.filter((j) => !chosen || chosen.has(j) || barred.has(token(j)));
+    const toggle = (n) => forbid(barred.has(n) ? own.forbidden.filter((m) => m !== n) : [...own.forbidden, n]);
+    lines = shown.map((j) => {
+      const n = token(j), out = barred.has(n), row = lane("var(--accent)", 0, "", { "data-j": n }, ghost[n]);
+      const name = el("button", { class: "plain", "data-key": `forbid-${n}`, "aria-pressed": String(out),
+        title: out ? "allow this word again" : "forbid this word", onclick: () => toggle(n) }, word(cols.label(n)));
+      const item = el("li", { class: [same && j === now.place && "lit", out && "barred"].filter(Boolean).join(" ") }, name, lanes([row]));
+      return { j, item, bar: row, number: row.querySelector("b"), ghost: ghost[n], out };
+    });
+    list.replaceChildren(...lines.map(({ item }) => item), axis);
+    caption.replaceChildren(word(rows.label(order[now.place])), " looks at; the frame is the recorded weight. Click a word to forbid it",
+      shown.length < all.length ? `; the ${shown.length} words with the largest recorded weights` : "");
+    const lost = own.forbidden.reduce((sum, n) => sum + ghost[n], 0), count = own.forbidden.length;
+    note.replaceChildren(count ? `${count} word${count > 1 ? "s" : ""} forbidden: ${fixed(lost, 3)} of the recorded row is shared by the others. ` : "",
+      count ? el("button", { class: "plain", "data-key": "forbid-none", text: "allow all", onclick: () => forbid([]) }) : "");
+  };
+  const draw = (now) => {
+    const w = now.w(now.place), key = `${page.head.id} ${own.order} ${now.place} ${own.forbidden}`;
+    if (made !== key) { build(now); made = key; }
+    for (const { j, bar, number, ghost, out } of lines) {
+      const by = w[j] - ghost;
+      bar.style.setProperty("--w", `${100 * w[j]}%`);
+      number.textContent = out ? "forbidden" : brief(w[j]);
+      bar.title = `${by > 0 ? "+" : ""}${fixed(by, 3)} against the recorded weight`;
+    }
+  };
+  return { node, draw };
 }
 
 function playMap(page, w) {

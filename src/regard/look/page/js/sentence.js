@@ -1,14 +1,14 @@
 // The words of a sentence on the stage: which one is lit, and what every head gives each of them.
 
 import { clamp, fixed } from "./numbers.js";
-import { el, word } from "./elements.js";
+import { el, heat, word } from "./elements.js";
 
 export const LETTERS = "ABCD";
 
 // The words of a sentence; in one that asks, a word can be lit. Patches of an image stand as in the image.
 export function sentence(page, read, asks) {
   const words = read.groups.map(([start, , label], n) => el("span", {
-    class: classes(read, n), "data-n": n, role: asks ? "option" : "listitem",
+    class: classes(read, n), "data-n": n, style: read.picture ? cellOfGrid(read, n) : {}, role: asks ? "option" : "listitem",
     "aria-label": read.patches && !read.special[n] ? `patch ${label}` : undefined,
     title: read.unknown[n] ? "unknown to this model: this is the text the token stands for" : undefined,
     ...(asks && {
@@ -22,7 +22,21 @@ export function sentence(page, read, asks) {
     class: `sentence${read.patches ? " patches" : words.length > 40 ? " many" : ""}`, role: asks ? "listbox" : "list",
     dir: read.rtl ? "rtl" : "ltr", style: { "--patches": read.patches },
     "aria-label": asks ? "Words; the arrow keys move the light" : "Words that are looked at",
-  }, words);
+  }, words, read.patches && read.picture && imageBelow(read));
+}
+
+// The image itself, below the patches of its grid; what is no patch stands above, a line each.
+const linesBefore = ({ special }) => special.filter(Boolean).length;
+function cellOfGrid(read, n) {
+  const before = linesBefore(read), m = n - before;
+  return read.special[n] ? { "grid-row": n + 1 } : { "grid-row": before + 1 + Math.floor(m / read.patches), "grid-column": 1 + (m % read.patches) };
+}
+function imageBelow(read) {
+  const { pixels, shape: [, tall, wide] } = read.picture, before = linesBefore(read), rows = (read.groups.length - before) / read.patches;
+  const size = tall * wide, canvas = heat(tall, wide, (r, c) => [0, 1, 2].map((n) => pixels[n * size + r * wide + c]));
+  canvas.classList.add("image");
+  canvas.style.setProperty("grid-area", `${before + 1} / 1 / span ${rows} / -1`);
+  return canvas;
 }
 
 function classes(read, n) {
@@ -46,16 +60,18 @@ function wordKey(event, page, read) {
 // Shade every word by its weights, a band a head, and write the larger numbers: those of the first and the third head
 // above, of the others below. With more than two heads a number has the letter of its head.
 export function light(page, queries, keys, sheets, i) {
-  const wash = keys.classList.contains("patches") ? 100 : page.paint.wash, lettered = sheets.length > 2;
+  const patches = keys.classList.contains("patches"), wash = patches ? 100 : page.paint.wash, lettered = sheets.length > 2;
+  // Patches share a row among hundreds: fitted, their colours end at its largest weight of a patch.
+  const most = patches && page.state.fit ? Math.max(...sheets.flatMap(({ w, cols }) => [...w[i]].filter((_, n) => !cols.special[n])), 1e-9) : 1;
   queries.parentNode.classList.toggle("lettered", lettered);
-  [...queries.children].forEach((node, n) => {
+  [...queries.children].filter((node) => node.matches(".word")).forEach((node, n) => {
     node.classList.toggle("lit", n === i);
     node.setAttribute("aria-selected", String(n === i));
     node.setAttribute("tabindex", n === i ? "0" : "-1");
   });
-  [...keys.children].forEach((node, n) => {
+  [...keys.children].filter((node) => node.matches(".word")).forEach((node, n) => {
     const weights = sheets.map(({ w }) => w[i]?.[n] ?? 0), part = 100 / weights.length;
-    const share = (w) => (w < 0.02 ? 0 : Math.round(wash * w ** 0.7));
+    const share = (w) => (w / most < 0.02 ? 0 : Math.round(Math.min(1, w / most) ** 0.7 * wash * (patches && keys.querySelector(".image") ? 0.8 : 1)));
     const band = (w, h) => `color-mix(in srgb, ${page.colour(h)} ${share(w)}%, transparent) ${part * h}% ${part * (h + 1)}%`;
     node.classList.toggle("shaded", weights.some((w) => share(w) > 15)); // paler text can be read up to there
     node.classList.toggle("unseen", sheets.length > 0 && sheets.every((sheet) => sheet.masked(i, n)));

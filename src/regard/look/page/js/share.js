@@ -23,6 +23,7 @@ export function shareMenu(page) {
     el("div", { class: "acts" }, size, act("save-svg", "SVG", async () => download(page, "svg",
       new Blob([svgText(page)], { type: "image/svg+xml" }))),
       act("save-png", "PNG, 2×", async () => download(page, "png", await pngOf(svgText(page)))),
+      act("save-pdf", "PDF", async () => printView(page)),
       act("save-csv", "CSV", async () => download(page, "csv", new Blob([`\uFEFF${csvOf(page)}`],
         { type: "text/csv" })))),
     message));
@@ -41,9 +42,10 @@ async function copyText(text, said) {
   return said;
 }
 
-function download(page, suffix, blob) {
-  const place = page.book ? page.heads.map((head) => head.brief.replace("·", "-")).join("_") : "training";
-  const name = `regard-${page.state.view}-${place}.${suffix}`, link = el("a", { href: URL.createObjectURL(blob),
+export function download(page, suffix, blob) {
+  const place = page.book ? page.heads.map((head) => head.brief.replace("·", "-")) : page.pairs
+    ? [page.pairs[page.state.pair].brief.replaceAll("·", "-").replaceAll(" ", "")] : [];
+  const name = `${["regard", page.state.view, place.join("_")].filter(Boolean).join("-")}.${suffix}`, link = el("a", { href: URL.createObjectURL(blob),
     download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
@@ -60,6 +62,22 @@ function svgText(page) {
     picture.setAttribute("height", `${Math.round((1000 * inches * height) / width) / 1000}in`);
   }
   return new XMLSerializer().serializeToString(picture);
+}
+
+// The browser prints the view alone, on paper of its size: its printer is the one that writes vectors into a PDF.
+function printView(page) {
+  const sheet = el("div", { class: "print" }), picture = document.importNode(new DOMParser().parseFromString(svgText(page),
+    "image/svg+xml").documentElement, true);
+  sheet.append(picture);
+  const [, , width, height] = picture.getAttribute("viewBox").split(" ").map(Number), inches = SIZES[page.share.size][1] ?? width / 96;
+  const [rules] = document.styleSheets, at = rules.insertRule(
+    `@page { size: ${inches}in ${(inches * height) / width + 0.01}in; margin: 0 }`, rules.cssRules.length);
+  document.body.append(sheet);
+  document.body.classList.add("printing");
+  addEventListener("afterprint", () => { sheet.remove(); rules.deleteRule(at); document.body.classList.remove("printing"); },
+    { once: true });
+  print();
+  return "Choose “Save as PDF” in the window of the printer.";
 }
 
 // The SVG drawn twice as large.
@@ -89,6 +107,8 @@ function csvOf(page) {
 // What the picture shows, of which model, and how to make it again.
 export function caption(page) {
   const { header, book, state } = page, { version, about, command } = header;
+  if (page.pairs) return `Attention of “${page.pairs[state.pair].label("rows", state.word)}” in ${header.names.join(" and in ")}, `
+    + `${page.pairs[state.pair].name}. ${about}. Made with regard ${version}${command ? `: ${command}` : ""}`;
   if (!book) return `${header.title}. regard ${version}.`;
   const { rows } = page.stack, heads = page.heads.map((head) => head.name), [head] = page.heads;
   const whose = state.view === "overview" ? "Attention of every head" : state.view === "long" || state.view === "square"

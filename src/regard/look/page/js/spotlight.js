@@ -5,7 +5,7 @@ import { behind, el, lane, lanes, svg, word } from "./elements.js";
 import { bestOf, ranked } from "./book.js";
 import { LETTERS, light, sentence } from "./sentence.js";
 import { drawLines } from "./lines.js";
-import { readingControls } from "./controls.js";
+import { fitChoice, readingControls } from "./controls.js";
 
 const HOW = "Layer·head, the word it is tied to, the weight, and by how much it exceeds the head’s habit: "
   + "the weight that the head gives that word, or that distance, anyway. The most comes first.";
@@ -20,7 +20,8 @@ export function spotlight(page, box) {
     same ? queries : [side("these words look"), queries, keys, side("at these")]);
   const message = el("h2", {}), list = el("div", { class: "bars" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Heads" });
-  box.append(hero, stage, el("div", { class: "controls" }, readingControls(page)), message,
+  const scale = el("p", { class: "hint", "data-read": "fit" });
+  box.append(hero, stage, el("div", { class: "controls" }, readingControls(page), cols.patches ? fitChoice(page) : null), scale, message,
     ...(many ? [el("p", { class: "hint", text: HOW }), chips] : []), list,
     behind("Weights of the lit word", () => spotlightTable(page)));
   return () => {
@@ -29,6 +30,8 @@ export function spotlight(page, box) {
     headline(page, hero, sheets, i);
     light(page, queries, keys, sheets, i);
     drawLines(lines, stage, queries, keys, sheets, i);
+    scale.textContent = cols.patches && page.state.fit && sheets.length ? `fitted: the strongest colour is ${fixed(Math.max(...sheets.flatMap((sheet) =>
+      [...sheet.w[i]].filter((_, n) => !cols.special[n]))), 3)}, the largest weight of a patch in this row` : "";
     const [before, after] = many ? ["Heads that say most about ", ""] : ["Where ", " looks"];
     message.replaceChildren(before, word(rows.names[i] ?? ""), after);
     chips.replaceChildren(...headChips(page, ranked(page)));

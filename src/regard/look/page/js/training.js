@@ -3,6 +3,7 @@
 import { clamp, count, fixed, largest, near, range } from "./numbers.js";
 import { behind, choice, el, heat, svg } from "./elements.js";
 import { tileUnder } from "./long.js";
+import { trainingPatterns } from "./patterns.js";
 
 const STRIPS = {
   entropy_share: ["entropy, as a share of the most it could be",
@@ -18,6 +19,9 @@ export function training(page, box) {
     box.append(el("figure", { class: "train" }, el("h2", { text: name }),
       lineOf(steps, numbers, Math.min(0, ...finite), Math.max(...finite))));
   }
+  for (const [title, text] of page.header.texts)
+    box.append(el("figure", { class: "train" }, el("h2", { text: title }), el("pre", { class: "sample", text })));
+  box.append(...trainingPatterns(page));
   for (const one of page.header.strips) box.append(trainingStrip(page, one));
 }
 
@@ -73,9 +77,11 @@ function lineOf(steps, numbers, low, high) {
   const y = (value) => height - ((value - low) / (high - low || 1)) * height;
   const points = steps.filter((_, c) => Number.isFinite(numbers[c])).map((step) =>
     `${x(step)},${y(numbers[steps.indexOf(step)])}`);
+  const finite = [...numbers].filter(Number.isFinite);
   return svg("svg", { class: "wide", viewBox: `-40 -8 ${width + 46} ${height + 16}`, role: "img",
-    "aria-label": `from ${fixed(numbers[0], 3)} to ${fixed(numbers.at(-1), 3)}` },
+    "aria-label": `from ${fixed(finite[0], 3)} to ${fixed(finite.at(-1), 3)}` },
     svg("path", { class: "axis", d: `M0 0V${height}H${width}` }),
-    [low, high].map((v) => svg("text", { class: "tiny", x: -5, y: y(v) + 4, "text-anchor": "end", text: near(v) })),
+    [low, high].map((v) => svg("text", { class: "tiny", x: -5, y: y(v) + 4, "text-anchor": "end",
+      text: v && Math.abs(v) < 0.01 ? v.toExponential(0) : near(v) })),
     svg("polyline", { class: "curve", points: points.join(" "), style: { stroke: "var(--accent)" } }));
 }

@@ -4,17 +4,19 @@ import { inflate, inflateBytes, unpack } from "./data.js";
 import { Kernel, Server, waiting } from "./served.js";
 import { Page } from "./page.js";
 import { spotlight } from "./spotlight.js";
+import { story } from "./story.js";
 import { walk } from "./walk.js";
 import { play } from "./play.js";
 import { square } from "./square.js";
 import { overview } from "./overview.js";
 import { long } from "./long.js";
 import { training } from "./training.js";
+import { compare } from "./compare.js";
 
 const short = (stack) => !stack.long && stack.heads.length > 0;
 const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.layer.q !== undefined);
 
-// Ids stand in addresses (#v=) and stay: `long` is the Map, `overview` the Atlas.
+// Ids stand in addresses (#v=) and stay: `long` is the Map, `overview` the Atlas, `play` the Lab.
 export const VIEWS = {
   spotlight: {
     name: "Spotlight", build: spotlight, stack: (s) => short(s) && s.same,
@@ -30,13 +32,18 @@ export const VIEWS = {
     look: "Zoom with the wheel, two fingers or + and −, drag to move. A strong column is a word everybody looks at, "
       + "a strong diagonal is the neighbourhood; rings mark the strongest links.",
   },
+  story: {
+    name: "Story", build: story, stack: short,
+    look: "How attention comes about, chapter by chapter, on these words. The arrow keys lead forth and back, space plays it.",
+  },
   walk: {
     name: "Walk", build: walk, stack: short,
     look: "Read downwards: how a score becomes a weight, and weights become the output, number by number.",
   },
   play: {
-    name: "Play", build: play, stack: withVectors,
-    look: "Turn the scale up until one word takes everything, and down until all are alike; then change the rules.",
+    name: "Lab", build: play, stack: withVectors,
+    look: "Turn the scale up until one word takes everything, and down until all are alike; forbid a word with a click; "
+      + "then change the rules.",
   },
   square: {
     name: "Square", build: square, stack: short,
@@ -47,6 +54,11 @@ export const VIEWS = {
     name: "Atlas", build: overview, when: (page) => page.book?.total > 1,
     look: "The pattern of every head, rows looking at columns: find the odd one out. A click adds a head to those that "
       + "are shown, a double click opens it.",
+  },
+  compare: {
+    name: "Compare", build: compare, when: (page) => page.header.kind === "comparison",
+    look: "The same word in two recordings: blue is what the second gives more, orange what the first does. "
+      + "Point at a word, or at a cell of the patterns.",
   },
   training: {
     name: "Training", build: training, when: (page) => page.header.kind === "training",

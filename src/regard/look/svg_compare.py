@@ -1,0 +1,144 @@
+"""The picture of a comparison: both patterns of the pair of heads that differs most, and their difference."""
+
+from __future__ import annotations
+
+from .compare import HeadChanges, HeadPair
+from .layers import LONG
+from .options import ViewOptions
+from .svg_elements import (
+    HUES,
+    INK,
+    LETTERS,
+    MARGIN,
+    PALE,
+    document,
+    frame_rect,
+    note_lines,
+    page_units,
+    rect,
+    signed_fill,
+    text_element,
+    text_width,
+    tint_fill,
+)
+from .text_layout import format_number
+from .token_text import clip, printable
+
+__all__ = ["draw_changes"]
+
+_GAP = 18.0
+#: The fill of cells of a word that a text does not have.
+_MISSING = 'fill="#dcdfe4"'
+
+
+def draw_changes(changes: HeadChanges, options: ViewOptions, width: str | None) -> str:
+    """Two squares and their difference, side by side, as one SVG.
+
+    Args:
+        changes: The result of `regard.compare`.
+        options: The word whose row is marked, the title and the notes.
+        width: How wide the picture is, such as "6.9in".
+    """
+    number, place = changes.first(options.word_name)
+    pair = changes.pairs[number]
+    if max(len(pair.rows), len(pair.cols)) > LONG:
+        raise ValueError(
+            f"a picture shows comparisons of at most {LONG} words, got {len(pair.rows)}: save a page (.html), or "
+            "compare a part of the text."
+        )
+    squares = _Squares(changes, pair, place, page_units(width, 900.0))
+    sentence = _sentence(changes, pair, place)
+    bottom, right = squares.bottom, squares.right
+    elements = squares.elements
+    for line in (line for note in [sentence, *options.notes] for line in note_lines(note, right - MARGIN)):
+        bottom += 18
+        elements.append(text_element(MARGIN, bottom, line, 12))
+    names = " and ".join(printable(name) for name in changes.names)
+    described = " ".join([sentence, *options.notes])
+    return document(options.title or names, described, right + MARGIN, bottom + MARGIN, elements, width)
+
+
+def _sentence(changes: HeadChanges, pair: HeadPair, place: int) -> str:
+    """What the lit word gives to the word whose weight changed most, in either recording."""
+    rows = [pair.weights(side, [place])[0] for side in (0, 1)]
+    a, b = (row.nan_to_num(nan=0.0) for row in rows)
+    key = int((b - a).abs().argmax())
+    said = [
+        f"{format_number(float(row[key])) if row[key] == row[key] else 'no such word'} in {printable(name)}"
+        for row, name in zip(rows, changes.names, strict=True)
+    ]
+    word, other = (printable(axis.labels[n]) for axis, n in ((pair.rows, place), (pair.cols, key)))
+    return f"{pair.name}: “{word}” → “{other}” {', '.join(said)}."
+
+
+class _Squares:
+    """Three squares with the words of both texts; the lit row is framed."""
+
+    def __init__(self, changes: HeadChanges, pair: HeadPair, lit: int, width: float) -> None:
+        self.elements: list[str] = []
+        a, b = (pair.weights(side, range(len(pair.rows))) for side in (0, 1))
+        in_both = [None not in place for place in pair.rows.places]
+        change = (b.nan_to_num(nan=0.0) - a.nan_to_num(nan=0.0)).tolist()
+        rows, cols = ([clip(printable(label), 14) for label in axis.labels] for axis in (pair.rows, pair.cols))
+        self.names = [_only(name, pair.rows.places[n]) for n, name in enumerate(rows)]
+        self.across = [_only(name, pair.cols.places[n]) for n, name in enumerate(cols)]
+        left = MARGIN + max(map(text_width, self.names)) * 0.85 + 8
+        top = MARGIN + 22 + max(map(text_width, self.across)) * 0.85
+        self.side = max(2.0, min(28.0, (width - MARGIN - left - 2 * _GAP) / (3 * len(cols))))
+        first, second = (printable(name, 40) for name in changes.names)
+        fills = [
+            [[_weight_fill(x) for x in row] for row in a.tolist()],
+            [[_weight_fill(x) for x in row] for row in b.tolist()],
+            [[signed_fill(x) if both else _MISSING for x in row] for row, both in zip(change, in_both, strict=True)],
+        ]
+        titles = [first, second, f"{second} − {first}"]
+        for n, (title, cells) in enumerate(zip(titles, fills, strict=True)):
+            self._square(title, cells, left + n * (len(cols) * self.side + _GAP), top, lit, first=n == 0)
+        self.right = left + 3 * len(cols) * self.side + 2 * _GAP
+        self.bottom = top + len(rows) * self.side
+        self._legend(left, first, second)
+
+    def _square(self, title: str, cells: list[list[str]], left: float, top: float, lit: int, *, first: bool) -> None:
+        side, (n, m) = self.side, (len(cells), len(cells[0]))
+        limit = max(4, int(m * side / (0.56 * LETTERS)))
+        self.elements.append(text_element(left, MARGIN + 8, clip(title, limit), 12, bold=True))
+        for i, row in enumerate(cells):
+            y = top + i * side
+            if first and side >= 7:
+                name = text_element(
+                    left - 6, y + side * 0.72, self.names[i], min(11.0, side), INK, "end", bold=i == lit
+                )
+                self.elements.append(name)
+            self.elements += [rect(left + j * side, y, side, side, fill) for j, fill in enumerate(row) if fill]
+        for j, name in enumerate(self.across if side >= 7 else []):
+            x = left + (j + 0.5) * side + 3.5
+            turned = f' transform="rotate(-90 {x:.1f} {top - 6:.1f})"'
+            self.elements.append(text_element(x, top - 6, name, min(11.0, side), INK, extra=turned))
+        self.elements.append(frame_rect(left, top, m * side, n * side, PALE, 0.75))
+        self.elements.append(frame_rect(left, top + lit * side, m * side, side, HUES[0], 1.5))
+
+    def _legend(self, left: float, first: str, second: str) -> None:
+        y = self.bottom + 14
+        for n in range(10):
+            self.elements.append(rect(left + n * 8, y, 8, 8, tint_fill(((n + 1) / 10) ** 0.6)))
+        x = left + 86
+        for fill, text in ((None, "0 to 1"), (-0.6, f"{first} gives more"), (0.6, f"{second} gives more")):
+            if fill is not None:
+                self.elements.append(rect(x, y, 8, 8, signed_fill(fill)))
+                x += 12
+            self.elements.append(text_element(x, y + 8, text, 10.5, PALE))
+            x += text_width(text) * 0.85 + 12
+        self.right = max(self.right, x)
+        self.bottom = y + 12
+
+
+def _weight_fill(weight: float) -> str:
+    """The fill of a weight; nothing for one that is close to 0, and grey where a text has no such word."""
+    if weight != weight:
+        return _MISSING
+    return tint_fill(weight**0.6) if weight**0.6 >= 0.01 else ""
+
+
+def _only(name: str, place: tuple[int | None, int | None]) -> str:
+    """A word, with the letter of its text where the other has none."""
+    return f"{name} (a)" if place[1] is None else f"{name} (b)" if place[0] is None else name

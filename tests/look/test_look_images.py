@@ -1,0 +1,136 @@
+"""Attention over images: patches of a grid, the image below them, and text that looks at an image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.core.patches import PatchTokens
+from regard.look.patches import image_pixels
+from support.page_probe import Read
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def picture() -> torch.Tensor:
+    """Red above, blue below, (40, 60, 3)."""
+    image = torch.zeros(40, 60, 3, dtype=torch.uint8)
+    image[:20, :, 0] = 200
+    image[20:, :, 2] = 200
+    return image
+
+
+# Labels.
+
+
+def test_positions_become_patches_after_what_is_no_patch() -> None:
+    W = regard.weights(randn(2, 8, 4)).label(grid=(2, 3), image=picture())
+    assert W.tokens[0] == ("[CLS]", "<|register 1|>", "0,0", "0,1", "0,2", "1,0", "1,1", "1,2")
+    assert torch.equal(W["1,1", "0,2"], W[..., 6, 4])
+    assert W[0].tokens[0].image is not None, "the image goes along with a head"
+    words = regard.weights(randn(3, 4), randn(6, 4)).label(["a", "red", "roof"], grid=(2, 3))
+    assert words.tokens == (("a", "red", "roof"), PatchTokens.of_grid(6, (2, 3)))
+    with pytest.raises(ValueError, match="a grid of 3 × 3 patches needs at least 9 positions; got 8"):
+        regard.weights(randn(8, 4)).label(grid=(3, 3))
+    with pytest.raises(ValueError, match="one token for each query position, or grid="):
+        regard.weights(randn(8, 4)).label()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: x.numpy(),
+        lambda x: x.permute(2, 0, 1),
+        lambda x: x.float() / 255,
+        lambda x: torch.cat([x, torch.full((40, 60, 1), 255, dtype=torch.uint8)], -1),
+    ],
+)
+def test_images_of_any_kind_have_the_same_pixels(make: Any) -> None:
+    pixels = image_pixels(make(picture()))
+    assert pixels.shape == (3, 40, 60)
+    assert pixels[:, 0, 0].tolist() == [200, 0, 0]
+    assert pixels[:, 39, 59].tolist() == [0, 0, 200]
+
+
+def test_large_normalised_and_odd_images() -> None:
+    assert image_pixels(torch.zeros(900, 450, 3)).shape == (3, 224, 112)
+    normalised = image_pixels(randn(3, 8, 8))
+    assert (int(normalised.min()), int(normalised.max())) == (0, 255)
+    assert image_pixels(np.full((5, 4), 7, dtype=np.uint8))[:, 2, 2].tolist() == [7, 7, 7]
+    for wrong in (torch.zeros(2, 2, 2, 2), torch.zeros(5, 5, 7), torch.zeros(0, 3, 3)):
+        with pytest.raises(ValueError, match="image must be"):
+            image_pixels(wrong)
+    with pytest.raises(TypeError, match="an image of Pillow; got dict"):
+        image_pixels({})
+
+
+# The page.
+
+
+def test_a_patch_shows_its_row_over_the_picture(show: Any) -> None:
+    W = regard.weights(2 * randn(1, 7, 8)).label(grid=(2, 3), image=picture())
+    view = W.show("1,1")
+    assert Read(view.html()).array(Read(view.html()).header["sequences"][0]["image"]).shape == (3, 40, 60)
+    shown = show(view)
+    canvas = shown.tab.locator(".image").bounding_box()
+    first, last = (shown.tab.locator(f'[data-key="word-{n}"]').bounding_box() for n in (1, 6))
+    assert canvas["x"] == pytest.approx(first["x"], abs=1)
+    assert canvas["y"] == pytest.approx(first["y"], abs=1)
+    assert canvas["x"] + canvas["width"] == pytest.approx(last["x"] + last["width"], abs=1)
+    assert canvas["y"] + canvas["height"] == pytest.approx(last["y"] + last["height"], abs=1)
+    red = "[...document.querySelector('.image').getContext('2d').getImageData(5, 5, 1, 1).data].slice(0, 3)"
+    assert shown.tab.evaluate(red) == [200, 0, 0]
+    # Fitted, the patch with the largest weight has the strongest colour, and the page says so.
+    row = W[0].row("1,1")
+    assert f"fitted: the strongest colour is {float(row[1:].max()):.3f}" in shown.text('[data-read="fit"]')
+    ground = """(n) => document.querySelector(`[data-key="word-${n}"] .token`).style.background"""
+    shares = [shown.tab.evaluate(ground, n) for n in range(1, 7)]
+    strength = [int(text.split("%")[0].split()[-1]) for text in shares]
+    assert int(np.argmax(strength)) == int(row[1:].argmax())
+    assert max(strength) == 80
+    shown.tab.uncheck('[data-key="fit"]')
+    assert shown.text('[data-read="fit"]') == ""
+    shown.tab.hover('[data-key="word-1"]')
+    assert "0,0" in shown.text(".hero")
+    shown.tab.focus('[data-key="word-5"]')
+    shown.click("word-5")
+    shown.tab.keyboard.press("ArrowUp")
+    assert shown.ask("page.state.word") == 2, "a row up"
+
+
+def test_words_look_at_an_image_and_patches_at_words(show: Any) -> None:
+    q, k = 2 * randn(3, 8), 2 * randn(6, 8, seed=1)
+    words = ["a", "red", "roof"]
+    shown = show(regard.weights(q, k).label(words, grid=(2, 3), image=picture()).show("roof"))
+    assert shown.tab.locator(".stage.two .sentence").count() == 2
+    assert shown.tab.locator(".stage .image").count() == 1
+    assert shown.tab.locator(".lines path").count() == 0
+    back = show(regard.weights(k, q).label(None, words, grid=(2, 3), image=picture()).show("1,2"), width=390)
+    assert back.tab.locator(".patches .lit").count() == 1
+    assert back.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_recording_without_tokens_is_shown_over_its_image(show: Any) -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    with regard.record(attention) as seen:
+        x = randn(1, 7, 8)
+        attention(x, x, x)
+    view = seen.show("1,0", grid=(2, 3), image=picture())
+    assert "“1,0” → " in str(view)
+    shown = show(view)
+    assert shown.text("h1") == "An image of 6 patches"
+    shown.view("overview").choose("cells", "row")
+    assert shown.tab.evaluate(
+        "(() => { const c = document.querySelector('.headcell canvas'); return [c.width, c.height]; })()"
+    ) == [3, 2]
+    with pytest.raises(ValueError, match="no layer has the 36 patches"):
+        seen.show(grid=(6, 6))
+    assert seen.layers[0].tokens == (None, None), "the recording itself is as it was"

@@ -1,0 +1,140 @@
+"""The story of a page: chapters on the user's own words, with the numbers of the recorded head, forth and back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.look import View
+from support.opened_page import Shown, number
+from support.page_probe import minilm
+
+IT = 10
+CHAPTERS = ["Alike", "Scale", "Queries, keys, values", "Softmax", "Mix", "Many heads", "Mask", "Two sentences", "Long"]
+
+
+def tell(shown: Shown, at: float) -> list[float]:
+    """Go to a place in the story; returns the numbers of the scene, of one line each."""
+    shown.tab.locator('[data-key="scrub"]').evaluate(
+        "(x, at) => { x.value = at; x.dispatchEvent(new Event('input')); }", at
+    )
+    texts = shown.tab.locator(".scene text.tiny").all_text_contents()
+    return [number(text) for text in texts if re.fullmatch(r"[−\d.,]+", text)]
+
+
+@pytest.fixture
+def narrated(show: Any, it: View) -> Shown:
+    return show(it, reduced_motion="reduce").view("story")
+
+
+def test_the_chapters_are_those_of_the_documents_with_the_numbers_of_the_head(narrated: Shown) -> None:
+    seen, words = minilm()
+    head, x = seen[2, 1], words.x
+    assert [text.split(" ", 1)[1] for text in narrated.texts(".story .chips .chip")[:9]] == CHAPTERS
+    alike = x[IT] @ x.T
+    assert tell(narrated, 1) == pytest.approx(alike.tolist(), abs=5.1e-3)
+    assert tell(narrated, 2) == pytest.approx((alike / 384**0.5).tolist(), abs=5.1e-3)
+    assert f"one word up to {alike.softmax(-1).max():.3f} before" in narrated.text(".telling")
+    scores = head.scores[IT].tolist()
+    assert tell(narrated, 3) == pytest.approx(scores, abs=2e-2)  # of queries and keys in 16 bits
+    assert tell(narrated, 4) == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)
+    assert "“it” gives “tired” 0.694" in narrated.text(".telling")
+    y = head.row(IT) @ seen.layers[2].values[0, 1]
+    mixed = tell(narrated, 5)
+    assert mixed[:15] == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)
+    assert mixed[15:] == pytest.approx(y[:8].tolist(), abs=1e-2)
+    tell(narrated, 6)
+    assert narrated.tab.locator(".scene g[opacity]").count() == 12
+    causal = torch.tensor(scores)
+    causal[IT + 1 :] = -torch.inf
+    assert tell(narrated, 7) == pytest.approx(causal.softmax(-1).tolist(), abs=1e-2)
+    tell(narrated, 9)
+    assert "layer 2, head 1, which you were looking at" in narrated.text(".telling")
+    narrated.click("story-open")
+    assert narrated.ask("page.state.view") == "spotlight"
+    assert narrated.text(".hero .who").startswith("layer 2, head 1")
+
+
+def test_softmax_grows_by_exp_and_shrinks_to_the_sum_one(narrated: Shown) -> None:
+    scores = torch.tensor(minilm()[0][2, 1].scores[IT].tolist())
+    assert tell(narrated, 3.5) == pytest.approx((scores - scores.max()).exp().tolist(), abs=1e-2)
+    assert sum(tell(narrated, 4)) == pytest.approx(1, abs=0.04)
+
+
+def test_every_step_is_reversible_and_reached_by_keys(narrated: Shown) -> None:
+    picture = "document.querySelector('.scene').innerHTML"
+    narrated.tab.focus('[data-key="scene"]')
+    pictures = []
+    for n, name in enumerate(CHAPTERS, 1):
+        assert narrated.text(".chapter") == f"{n} · {name}"
+        pictures.append(narrated.tab.evaluate(picture))
+        narrated.tab.keyboard.press("ArrowRight")
+    assert len(set(pictures)) == 9
+    for expected in reversed(pictures[:-1]):
+        narrated.tab.keyboard.press("ArrowLeft")
+        assert narrated.tab.evaluate(picture) == expected
+    narrated.tab.keyboard.press("End")
+    assert narrated.text(".chapter") == "9 · Long"
+    narrated.tab.keyboard.press("Home")
+    assert narrated.text(".chapter") == "1 · Alike"
+    narrated.click("chapter-3")
+    assert narrated.text(".chapter") == "4 · Softmax"
+    other = narrated.tab.context.new_page()
+    other.goto(narrated.ask("page.link"))
+    other.wait_for_selector(".chapter")
+    assert other.locator(".chapter").inner_text() == "4 · Softmax"
+
+
+def test_it_moves_unless_motion_is_unwanted(show: Any, it: View) -> None:
+    shown = show(it).view("story")
+    shown.tab.wait_for_timeout(250)
+    between = shown.ask("page.story.at")
+    assert 0 < between < 1
+    shown.tab.focus('[data-key="scene"]')
+    shown.tab.keyboard.press("Space")
+    shown.tab.wait_for_timeout(60)
+    assert shown.ask("page.story.playing") is None
+    stopped = shown.ask("page.story.at")
+    shown.tab.wait_for_timeout(120)
+    assert shown.ask("page.story.at") == stopped
+    took = shown.tab.evaluate(
+        """() => { const x = document.querySelector('[data-key="scrub"]'), all = [];
+           for (let n = 0; n < 90; n++) { x.value = n / 10; const t = performance.now();
+             x.dispatchEvent(new Event('input')); all.push(performance.now() - t); }
+           return all.sort((a, b) => a - b)[9]; }"""
+    )
+    assert took <= 8, "a frame has time for more"
+
+
+def test_slides_are_one_file_without_a_script(narrated: Shown, tmp_path: Path) -> None:
+    with narrated.tab.expect_download(timeout=8000) as info:
+        narrated.click("story-slides")
+    info.value.save_as(tmp_path / "slides.html")
+    text = (tmp_path / "slides.html").read_text()
+    assert text.count("<section>") == 9
+    assert not re.search(r"<script|var\(|onload|http://(?!www\.w3\.org)", text)
+    for name in CHAPTERS:
+        assert f"· {name}" in text
+    assert narrated.text(".chapter") == "1 · Alike", "the story is where it was"
+
+
+def test_it_works_for_matrices_of_every_kind(show: Any) -> None:
+    words = [f"w{n}" for n in range(40)]
+    x = torch.randn(2, 40, 8, generator=torch.Generator().manual_seed(0))
+    for view, chapters in (
+        (regard.weights(x, mask=regard.causal()).label(words).show(20), 8),  # without values there is no mix
+        (regard.Weights.from_dense(torch.eye(3)).label(["a", "b", "c"]).show(1), 2),
+        (regard.weights(x[0, :4], x[1, :6]).label(list("abcd"), list("uvwxyz")).show("b"), 6),
+    ):
+        shown = show(view, reduced_motion="reduce", width=390).view("story")
+        assert shown.tab.locator('.story [data-key^="chapter-"]').count() == chapters
+        for n in range(chapters):
+            tell(shown, n + 0.5)
+            assert shown.tab.locator(".scene text").count() > 2
+        assert shown.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert "NaN" not in shown.text(".tale")
