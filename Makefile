@@ -70,8 +70,8 @@ test-configurations: $(READY)
 # Real models of other libraries, in a folder of their own: torchvision has no CPU build, and would trip transformers.
 test-libraries: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .libraries \
-	    timm==1.0.30 torchvision==0.28.0 diffusers==0.42.1 importlib_metadata zipp requests urllib3 charset_normalizer certifi
-	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/recorder/test_record_libraries.py
+	    timm==1.0.30 torchvision==0.28.0 diffusers==0.42.1 importlib_metadata zipp requests urllib3 charset_normalizer certifi kvpress==0.5.5
+	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/recorder/test_record_libraries.py tests/core/test_kvpress.py
 
 # The loggers of docs/recipes.md with the real libraries, in a folder of their own.
 test-loggers: $(READY)
