@@ -113,6 +113,8 @@ def test_words_look_at_an_image_and_patches_at_words(show: Any) -> None:
     assert shown.tab.locator(".stage.two .sentence").count() == 2
     assert shown.tab.locator(".stage .image").count() == 1
     assert shown.tab.locator(".lines path").count() == 0
+    nodes = "[...document.querySelectorAll('.sentence')].map((x) => x.childNodes.length)"
+    assert shown.tab.evaluate(nodes) == [3, 7], "words, and patches with their image; nothing else"
     back = show(regard.weights(k, q).label(None, words, grid=(2, 3), image=picture()).show("1,2"), width=390)
     assert back.tab.locator(".patches .lit").count() == 1
     assert back.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")

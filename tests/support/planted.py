@@ -58,6 +58,7 @@ TESTS = {
     "row statistics": ("core/test_row_stats.py", ""),
     "kv": ("core/test_kv.py", ""),
     "losses": ("core/test_losses.py", ""),
+    "patterns": ("core/test_patterns.py", ""),
     "chains": ("core/test_chains.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
     "from_pretrained": ("nn/test_nn_pretrained.py", "last_hidden_state or logits"),
@@ -67,6 +68,9 @@ TESTS = {
     "ranks: faults": ("distributed/test_faults.py", "disagree or raises or dies"),
     "ranks: functions": ("distributed/test_ranks.py", "functions_of_positions"),
     "ranks: dtensors": ("distributed/test_dtensors.py", ""),
+    "two recordings": ("look/test_look_compare.py", "distances or outcome or nearest or tokenizers"),
+    "sizes of pictures": ("look/test_look_export.py", "its_width or passes_through"),
+    "patches": ("look/test_look_images.py", "become_patches or same_pixels"),
     "maps of long inputs": ("look/test_look_map.py", "largest_weight_of or are_exact or sixteen"),
     "bands of long inputs": ("look/test_look_bands.py", "bands_give or without_keys"),
     "served tiles": ("look/test_serve.py", "every_level or tiles_rows or without_keys"),
@@ -74,6 +78,8 @@ TESTS = {
     "unannounced attention": ("recorder/test_record_unannounced.py", "recorded_right or without_a_batch or refused_by_name or dropout"),
     "generations": ("recorder/test_record_generate.py", "assisted"),
     "recorded gradients": ("recorder/test_record_grad.py", "reaches or learned_bias or says_what"),
+    "data-parallel": ("learn/test_learn_parallel.py", ""),
+    "cost": ("distributed/test_cost.py", ""),
     "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
 }  # fmt: skip
@@ -88,6 +94,13 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    # learn/parallel.py.
+    Bug("processes take the mean of their losses", "learn/parallel.py", "(part, share * self.size, n == most - 1)", "(part, share, n == most - 1)", ("data-parallel",)),
+    Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * most : (self.rank + 1) * most]", "own = parts[:most]", ("data-parallel",)),
+    # distributed/cost.py.
+    Bug("a window is counted on one side", "distributed/cost.py", "return n + side(band[0]) + side(band[1])", "return n + side(band[0])", ("cost",)),
+    Bug("sums come with the keys that came", "distributed/cost.py", "come * p.key_bytes + go * p.sum_bytes", "come * (p.key_bytes + p.sum_bytes)", ("cost",)),
+    Bug("the next piece sets out when this one is done", "distributed/cost.py", "sent = 0.0 if n == 0 else began", "sent = 0.0 if n == 0 else done", ("cost",)),
     # corpora: sums over documents.
     Bug("a carry is lost", "corpora/exact.py", "total[..., n + 1] += total[..., n] >> BITS", "total[..., n + 1] += 0", ("corpus",)),
     Bug("diagonals are read one place off", "corpora/profile.py", "[..., 1 : r + n].flip(-1)", "[..., 0 : r + n - 1].flip(-1)", ("corpus",)),
@@ -191,7 +204,7 @@ BUGS = [
     Bug("strips: heads look at the keys of another group", "core/row_sources.py", "of_keys = slice(heads.start // per_key_head, -(-heads.stop // per_key_head))", "of_keys = slice(heads.start % g, heads.start % g + max(1, (heads.stop - heads.start) // per_key_head))", ("comparison",)),
     Bug("strips: the second matrix takes positions of the first", "core/row_sources.py", "s = self.problem.bare_scores(self.problem.block(part.rows, part.cols))", "s = self.problem.bare_scores(part.block)", ("comparison",)),
     Bug("strips: keys that only the second matrix sees are left out", "core/strips.py", "torch.stack([z for _, z in hulls]).amax(0)", "hulls[0][1]", ("comparison",)),
-    Bug("strips: gradients of the last strip alone", "core/strips.py", "                z += g\n", "                z.copy_(g)\n", ("comparison",)),
+    Bug("strips: gradients of the last strip alone", "core/strips.py", "            z += g\n", "            z.copy_(g)\n", ("comparison",)),
     Bug("comparison: cross-entropy of the wrong side", "core/comparison.py", "-(x.p * x.where_both(x.log_q, 0))", "-(x.q * x.where_both(x.log_p, 0))", ("comparison",)),
     Bug("comparison: a forbidden key is passed over", "core/comparison.py", "return x.infinite((x.p * x.log_ratio).sum(-1))", "return (x.p * x.log_ratio).sum(-1)", ("comparison",)),
     Bug("comparison: the log-ratio of a hidden key is nan", "core/comparison.py", "return x if self.both is None else torch.where(self.both, x, other)", "return x", ("comparison",)),
@@ -212,6 +225,8 @@ BUGS = [
     Bug("compiled heads: the gradient forgets the sum of a row", "engines/numba/kernels/head_rows.py", "row_gradient_(s, p, n, m, share * sums[r] / divisor, g[r], f32(1) / divisor)", "row_gradient_(s, p, n, m, share, g[r], f32(1))", ("fused rows",)),
     Bug("compiled heads: a ReLU passes negative products", "engines/numba/kernels/head_rows.py", "x[j] = w * d[j] if x[j] > f32(0) else f32(0)", "x[j] = w * d[j]", ("fused rows",)),
     Bug("compiled heads: the gradient of w without its ReLU", "engines/numba/kernels/head_rows.py", "total += d[j] * max(x[j], f32(0))", "total += d[j] * x[j]", ("fused rows",)),
+    Bug("patterns: rows without a target count", "patterns.py", "there = rows.unsqueeze(-1) & (targets >= 0)", "there = rows.unsqueeze(-1).expand(*rows.shape, targets.shape[-1])", ("patterns",)),
+    Bug("patterns: the largest entropy is that of all keys", "patterns.py", "return weights._with(zeros).lse()", "return weights._with(replace_fields(zeros, mask=None)).lse()", ("patterns",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/spans.py: tiles and cells of complete rows.
     Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
@@ -305,6 +320,15 @@ BUGS = [
     Bug("ranks: a mask function is called at the places of the piece", "core/mask_algebra.py", "block.offset - self.row_start + self.key_start", "block.offset", ("ranks: functions",)),
     Bug("ranks: masks are not compared", "distributed/build.py", '        "mask": describe(mask),\n', "", ("ranks: faults",)),
     Bug("ranks: each rank takes the first sequences of a batch", "distributed/build.py", "            factors = factors.pick(axis, chosen)\n", "            factors = factors.pick(axis, range(len(chosen)))\n", ("ranks: dtensors",)),
+    # look: two recordings, pictures, patches.
+    Bug("compare: the share of a sink is forgotten", "look/compare.py", "(1 - outcomes.sum(-1, keepdim=True)).clamp(min=0)", "0 * outcomes[..., :1]", ("two recordings",)),
+    Bug("compare: words of the second text at the places of the first", "look/alignment.py", "spread[..., at] = w[..., words]", "spread[..., words] = w[..., words]", ("two recordings",)),
+    Bug("compare: the farthest head is the nearest", "look/compare.py", "if total < nearest[g]:", "if nearest[g] == torch.inf or total > nearest[g]:", ("two recordings",)),
+    Bug("compare: the mean is over the rows of both texts", "look/compare.py", "float(total[n]) / len(rows.in_both)", "float(total[n]) / len(rows)", ("two recordings",)),
+    Bug("pictures: letters of five points", "look/svg_elements.py", "LETTERS * 72 / 7.5", "LETTERS * 72 / 5", ("sizes of pictures",)),
+    Bug("pictures: a line runs through the words", "look/svg.py", "g0, g1 = (y + (-14 if up else 15) for y in (y0, y1))", "g0, g1 = (y + (14 if up else -15) for y in (y0, y1))", ("sizes of pictures",)),
+    Bug("patches: the image lies on its side", "look/patches.py", "pixels = pixels.permute(2, 0, 1)", "pixels = pixels.permute(2, 1, 0)", ("patches",)),
+    Bug("patches: registers come last", "core/patches.py", "[*first, *(f\"{row},{col}\" for row in range(rows) for col in range(cols))]", "[*(f\"{row},{col}\" for row in range(rows) for col in range(cols)), *first]", ("patches",)),
     Bug("largest weight of a tile: the mask is forgotten", "look/dot_head.py", "w.masked_fill_(~visible, 0.0)", "w.masked_fill_(~visible, 0.5)", ("maps of long inputs",)),
     Bug("exact rows: always the first head", "look/dot_head.py", "one = weights[[head]]\n        problem = ", "one = weights[[0]]\n        problem = ", ("maps of long inputs",)),
     Bug("exact rows: the lse of the queries before they were rounded", "look/dot_head.py", "return replace(changed, lse=one._with(factors).lse()[0].float().cpu())", "return changed", ("maps of long inputs",)),

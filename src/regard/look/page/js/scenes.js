@@ -4,8 +4,10 @@
 import { clamp, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { shade, svg } from "./elements.js";
 
-export const [SCENE_WIDTH, SCENE_HEIGHT] = [960, 450];
-const [EDGE, FLOOR, ROOF, NUMBERS, MOST_WORDS] = [30, 350, 40, 8, 18];
+export const SCENE_HEIGHT = 450;
+// How wide the scene is drawn, and how many words fit: fewer on a small screen, so that they can be read.
+export const scene = { width: 960 };
+const [EDGE, FLOOR, ROOF, NUMBERS] = [30, 350, 40, 8];
 const eased = (t) => { const x = clamp(t, 0, 1); return x * x * (3 - 2 * x); };
 const tween = (a, b, t) => a + (b - a) * t;
 // When the n-th of so many things moves, if they move one after the other: 0 before, 1 after.
@@ -14,35 +16,39 @@ const turnOf = (t, n, many) => eased(t * (many + 2) / 3 - n / 3);
 // The numbers of the story: one word, the words it is shown with, and a head.
 export function storyData(page) {
   const { head, stack } = page, i = page.state.word, row = head.row(i), embedded = page.header.embedded?.stack === stack.n ? page.header.embedded : null;
-  const all = range(stack.cols.length), others = all.filter((j) => j !== i || !stack.same).sort((a, b) => row[b] - row[a]);
-  const keys = all.length <= MOST_WORDS ? all : [...new Set([...(stack.same ? [i, i + 1, i + 2] : []),
-    ...others])].filter((j) => j < all.length).slice(0, MOST_WORDS).sort((a, b) => a - b);
+  const most = Math.floor(scene.width / 53), all = range(stack.cols.length), others = all.filter((j) => j !== i || !stack.same).sort((a, b) => row[b] - row[a]);
+  const keys = all.length <= most ? all : [...new Set([...(stack.same ? [i, i + 1, i + 2] : []),
+    ...others])].filter((j) => j < all.length).slice(0, most).sort((a, b) => a - b);
   const [q, k, v] = ["q", "k", "v"].map((name) => head.vectors(name)), stored = head.part("s"), { layer } = head;
-  const raw = q && keys.map((j) => dot(q[i], k[j]));
-  const scores = stored ? keys.map((j) => stored[i * head.j + j]) : raw?.map((x) => x * (layer.scale ?? 1));
+  const pick = (x) => x && keys.map((j) => x[j]), raw = q && all.map((j) => dot(q[i], k[j]));
+  const everyScore = stored ? all.map((j) => stored[i * head.j + j]) : raw?.map((x) => x * (layer.scale ?? 1));
   const few = (x) => Array.from(x.slice(0, NUMBERS));
   const data = { page, i, keys, at: stack.same ? keys.indexOf(i) : -1, same: stack.same, names: keys.map((j) => stack.cols.label(j)), word: stack.rows.label(i),
-    head, w: keys.map((j) => row[j]), left: 1 - sum(keys.map((j) => row[j])), scores, size: layer.d, v: v && keys.map((j) => few(v[j])),
+    head, w: keys.map((j) => row[j]), left: 1 - sum(keys.map((j) => row[j])), scores: pick(everyScore), everyScore, size: layer.d, v: v && keys.map((j) => few(v[j])),
     y: v && few(mix(row, v)), visible: keys.map((j) => head.visible(i, j)) };
   if (embedded) {
     const width = page.header.shape(embedded.x)[1], flat = page.header.array(embedded.x), t = stack.rows.length;
     const vector = (n) => few(flat.subarray(n * width, (n + 1) * width)), products = page.header.array(embedded.dots);
-    Object.assign(data, { x: keys.map(vector), own: vector(i), alike: keys.map((j) => products[i * t + j]), width: embedded.size });
-  } else if (q) Object.assign(data, { x: keys.map((j) => few(k[j])), own: few(q[i]), alike: raw, width: layer.d });
+    Object.assign(data, { x: keys.map(vector), own: vector(i), everyAlike: all.map((j) => products[i * t + j]), width: embedded.size });
+  } else if (q) Object.assign(data, { x: keys.map((j) => few(k[j])), own: few(q[i]), everyAlike: raw, width: layer.d });
+  data.alike = pick(data.everyAlike);
   if (q) Object.assign(data, { q: few(q[i]), k: keys.map((j) => few(k[j])) });
   return data;
 }
 
 // Drawing.
 
-const placeOfWord = (data, n) => { const wide = (SCENE_WIDTH - 2 * EDGE) / data.keys.length; return EDGE + (n + 0.5) * wide; };
-const stepOf = (data) => (SCENE_WIDTH - 2 * EDGE) / data.keys.length;
+const placeOfWord = (data, n) => { const wide = (scene.width - 2 * EDGE) / data.keys.length; return EDGE + (n + 0.5) * wide; };
+const stepOf = (data) => (scene.width - 2 * EDGE) / data.keys.length;
 const tinyText = (x, y, text, props) => svg("text", { class: "tiny", x, y, "text-anchor": "middle", text, ...props });
 const cellOf = (x, y, width, height, fill, props) => svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), style: { fill }, ...props });
 
+// Whether words are too long to stand side by side.
+const isSlanted = (data) => Math.max(...data.names.map((name) => Math.min(11, name.length))) * 9.2 > stepOf(data);
+
 // The words below; the lit one is framed, those that are hidden are pale.
 function wordsBelow(data, hidden = () => 0, y = FLOOR + 26) {
-  const slanted = Math.max(...data.names.map((name) => Math.min(11, name.length))) * 9.2 > stepOf(data), clip = (text) => (text.length > 11 ? `${text.slice(0, 10)}…` : text);
+  const slanted = isSlanted(data), clip = (text) => (text.length > 11 ? `${text.slice(0, 10)}…` : text);
   return data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : ""}${hidden(n) > 0.5 ? " faint" : ""}`,
     ...(slanted ? { transform: `translate(${placeOfWord(data, n) + 4} ${y}) rotate(-32)`, "text-anchor": "end" }
       : { x: placeOfWord(data, n), y, "text-anchor": "middle" }), text: clip(name) }));
@@ -67,7 +73,7 @@ function barsOf(data, values, { base, high, most, shown = () => 1, colour = "var
     shown(n) > 0.5 ? tinyText(at, up ? base - h - 6 : base + h + 13, Number.isFinite(x) ? fixed(x, digits) : "−∞") : []);
   });
 }
-const baseline = (y) => svg("path", { class: "axis", d: `M${EDGE - 8} ${y}H${SCENE_WIDTH - EDGE + 8}` });
+const baseline = (y) => svg("path", { class: "axis", d: `M${EDGE - 8} ${y}H${scene.width - EDGE + 8}` });
 const noteAt = (x, y, text, props) => svg("text", { class: "story-note", x, y, text, ...props });
 const largestOf = (values) => Math.max(1e-9, ...values.filter(Number.isFinite).map(Math.abs));
 
@@ -83,7 +89,7 @@ function alike(data, t) {
 }
 
 function scaleDown(data, t) {
-  const factor = tween(1, 1 / Math.sqrt(data.width), eased(t)), values = data.alike.map((x) => x * factor), peak = Math.max(...softmax(values));
+  const factor = tween(1, 1 / Math.sqrt(data.width), eased(t)), values = data.alike.map((x) => x * factor), peak = Math.max(...softmax(data.everyAlike.map((x) => x * factor)));
   const tallest = tween(largestOf(data.alike), largestOf(data.alike) / Math.sqrt(data.width), eased(t) * 0.75);
   return [baseline(210), barsOf(data, values, { base: 210, high: 120, most: tallest, ghost: t > 0 && t < 1 ? data.alike : null }), wordsBelow(data),
     noteAt(EDGE, 330, `÷ ${fixed(1 / factor, 2)}`), noteAt(EDGE + 110, 330, `softmax would give one word ${fixed(peak, 3)}`)];
@@ -118,9 +124,9 @@ function normalise(data, t) {
 function mixing(data, t) {
   const most = sizeOf(data.v), order = range(data.keys.length).sort((a, b) => data.w[b] - data.w[a]), rank = range(data.keys.length).map((n) => order.indexOf(n));
   const arrived = (n) => turnOf(t, rank[n], data.keys.length), y = range(data.y.length).map((e) => sum(data.v.map((v, n) => arrived(n) * data.w[n] * v[e])));
-  const rest = t >= 1 ? data.y : y, { paint } = data.page, cell = 60, x0 = SCENE_WIDTH / 2 - (cell * rest.length) / 2;
+  const rest = t >= 1 ? data.y : y, { paint } = data.page, cell = 56, x0 = scene.width / 2 - (cell * rest.length) / 2;
   const flying = data.v.map((v, n) => { const s = arrived(n);
-    return vectorColumn(data, v, tween(placeOfWord(data, n), SCENE_WIDTH / 2, s), tween(262, 92, s), most, { width: tween(14, 4 + 40 * data.w[n], Math.min(1, s * 2)), opacity: s >= 1 ? 0 : tween(1, 0.25 + data.w[n], s) }); });
+    return vectorColumn(data, v, tween(placeOfWord(data, n), scene.width / 2, s), tween(262, 92, s), most, { width: tween(14, 4 + 40 * data.w[n], Math.min(1, s * 2)), opacity: s >= 1 ? 0 : tween(1, 0.25 + data.w[n], s) }); });
   return [wordsBelow(data), data.names.map((_, n) => tinyText(placeOfWord(data, n), 256, fixed(data.w[n], 2))), flying,
     rest.map((value, n) => { const colour = paint.signed(value / sizeOf([data.y])); return [cellOf(x0 + n * cell, ROOF + 6, cell, 34, paint.css(colour)),
       svg("text", { class: "tiny", x: x0 + (n + 0.5) * cell, y: ROOF + 27, "text-anchor": "middle", style: { fill: paint.ink(colour) }, text: fixed(value, 2) })]; }),
@@ -135,10 +141,14 @@ function manyHeads(data, t) {
   return [wordsBelow(data), heads.map((one, h) => { const s = one === head ? 1 : turnOf(t, h, heads.length);
     return svg("g", { opacity: s, transform: `translate(${(1 - s) * -60} 0)` }, data.keys.map((j, n) => cellOf(placeOfWord(data, n) - wide / 2 + 1, top + h * tall + 1, wide - 2, tall - 2,
       paint.css(paint.tint(shade(one.at(data.i, j), 1))))), tinyText(EDGE - 14, top + (h + 0.5) * tall + 4, String(one.head)),
-    one === head ? svg("rect", { class: "marker", x: EDGE, y: top + h * tall, width: SCENE_WIDTH - 2 * EDGE, height: tall }) : []); })];
+    one === head ? svg("rect", { class: "marker", x: EDGE, y: top + h * tall, width: scene.width - 2 * EDGE, height: tall }) : []); })];
 }
 
-const causalRow = (data) => softmax(data.scores.map((s, n) => (data.keys[n] <= data.i && data.visible[n] ? s : -Infinity)));
+// The row if no word could look ahead; all words share it, also those that are not drawn.
+function causalRow(data) {
+  const row = softmax(data.everyScore.map((s, j) => (j <= data.i && data.head.visible(data.i, j) ? s : -Infinity)));
+  return data.keys.map((j) => row[j]);
+}
 function masking(data, t) {
   const future = (n) => data.keys[n] > data.i, count = Math.max(1, data.keys.filter((_, n) => future(n)).length), first = data.keys.findIndex((j) => j > data.i);
   const hidden = (n) => (future(n) ? turnOf(t * 1.6, n - first, count) : 0), after = causalRow(data), s = eased(t * 2 - 1);
@@ -148,9 +158,9 @@ function masking(data, t) {
 }
 
 function twoSentences(data, t) {
-  const s = eased(t), y = 110, at = data.at >= 0 ? placeOfWord(data, data.at) : SCENE_WIDTH / 2;
+  const s = eased(t), y = 110, at = data.at >= 0 ? placeOfWord(data, data.at) : scene.width / 2;
   return [data.same ? data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : " faint"}`, x: placeOfWord(data, n), y: y - 14,
-    "text-anchor": "middle", text: stepOf(data) < 40 && n !== data.at ? "·" : name })) : svg("text", { class: "story-word lit", x: at, y: y - 14, "text-anchor": "middle", text: data.word }),
+    "text-anchor": "middle", text: isSlanted(data) && n !== data.at ? "·" : name })) : svg("text", { class: "story-word lit", x: at, y: y - 14, "text-anchor": "middle", text: data.word }),
   noteAt(EDGE, 60, "q comes from here"), noteAt(EDGE, 442, "k and v come from here"),
   data.w.map((w, n) => (w < 0.01 ? [] : svg("path", { class: "storyline", "stroke-width": 0.75 + 12 * w, opacity: 0.25 + 0.65 * w,
     "stroke-dasharray": "900", "stroke-dashoffset": 900 * (1 - s), d: `M${at} ${y}C${at} ${(y + FLOOR) / 2} ${placeOfWord(data, n)} ${(y + FLOOR) / 2} ${placeOfWord(data, n)} ${FLOOR}` }))),
@@ -158,16 +168,16 @@ function twoSentences(data, t) {
 }
 
 function longTexts(data, t) {
-  const { paint } = data.page, side = 300, s = eased(t), scale = tween(1, 0.06, s), top = 40, n = data.keys.length, cell = (side * scale) / n, x0 = 60;
+  const { paint } = data.page, side = scene.width < 700 ? 210 : 300, right = 2 * 30 + side + 60, s = eased(t), scale = tween(1, 0.06, s), top = 40, n = data.keys.length, cell = (side * scale) / n, x0 = 30;
   const cells = data.keys.map((i, r) => data.keys.map((j, c) => (data.same || r === 0 ? cellOf(x0 + c * cell, top + r * cell, cell, cell,
     paint.css(paint.tint(shade(data.same ? data.head.at(i, j) : data.w[c], 1)))) : [])));
   const total = Math.round(tween(n, 100_000, s ** 3)), count = (x) => Math.round(x).toLocaleString("en");
   return [svg("rect", { class: "storyhatch", x: x0, y: top, width: side, height: side, fill: "url(#story-hatch)", opacity: s }), cells,
     svg("rect", { class: "cellframe", x: x0, y: top, width: side, height: side }),
     noteAt(x0, top + side + 24, `${count(total)} words: ${count(total * total)} weights`),
-    [["q", 0], ["k", 40]].map(([name, dx]) => [cellOf(480 + dx, top, 22, side, paint.css(paint.tint(0.35))), tinyText(491 + dx, top + side + 18, name)]),
-    [0, 1].map((m) => [cellOf(570 + 26 * m, top, 8, side, "var(--h0)"), tinyText(574 + 26 * m, top + side + 18, ["m", "l"][m])]),
-    noteAt(480, top - 12, `stored: q, k and two numbers a row, ${count(total)} rows`), noteAt(480, top + side + 44, "any weight is exp(q·k·scale − m) / l")];
+    [["q", 0], ["k", 40]].map(([name, dx]) => [cellOf(right + dx, top, 22, side, paint.css(paint.tint(0.35))), tinyText(right + 11 + dx, top + side + 18, name)]),
+    [0, 1].map((m) => [cellOf(right + 90 + 26 * m, top, 8, side, "var(--h0)"), tinyText(right + 94 + 26 * m, top + side + 18, ["m", "l"][m])]),
+    noteAt(right, top - 12, "stored: q, k and m, l"), noteAt(x0, top + side + 70, "any weight is exp(q·k·scale − m) / l")];
 }
 
 // The chapters in the order of the documents: what each shows, says, and needs.
@@ -176,7 +186,7 @@ export const CHAPTERS = [
   { name: "Alike", draw: alike, seconds: 4, when: (d) => d.alike, say: (d) => `How alike are “${d.word}” and every other word? Two vectors are multiplied number by number, and the `
     + `products added: a dot product, of ${d.width} numbers each. The bars are these sums; of the vectors the first ${d.own.length} numbers are drawn.${listed(d)}` },
   { name: "Scale", draw: scaleDown, when: (d) => d.alike, say: (d) => `Sums of ${d.width} products get larger the more products there are, and large scores leave everything to one word. Divided by √${d.width} = `
-    + `${fixed(Math.sqrt(d.width), 1)} they do not: softmax would give one word up to ${fixed(Math.max(...softmax(d.alike)), 3)} before, ${fixed(Math.max(...softmax(d.alike.map((x) => x / Math.sqrt(d.width)))), 3)} after.` },
+    + `${fixed(Math.sqrt(d.width), 1)} they do not: softmax would give one word up to ${fixed(Math.max(...softmax(d.everyAlike)), 3)} before, ${fixed(Math.max(...softmax(d.everyAlike.map((x) => x / Math.sqrt(d.width)))), 3)} after.` },
   { name: "Queries, keys, values", draw: projections, when: (d) => d.q && d.scores, say: (d) => "Vectors alone cannot tie words that are not alike. Three learned matrices make of every word a query, what "
     + `it looks for, a key, what it offers, and a value, what it gives. These are the queries and keys of ${d.head.name}, as recorded.` },
   { name: "Softmax", draw: normalise, when: (d) => d.scores, say: (d) => `Scores become weights: exp makes them positive, and the sum is divided out. “${d.word}” gives “${d.names[largest(d.w)]}” ${fixed(Math.max(...d.w), 3)}.` },

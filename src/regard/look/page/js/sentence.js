@@ -22,7 +22,7 @@ export function sentence(page, read, asks) {
     class: `sentence${read.patches ? " patches" : words.length > 40 ? " many" : ""}`, role: asks ? "listbox" : "list",
     dir: read.rtl ? "rtl" : "ltr", style: { "--patches": read.patches },
     "aria-label": asks ? "Words; the arrow keys move the light" : "Words that are looked at",
-  }, words, read.patches && read.picture && imageBelow(read));
+  }, words, read.patches && read.picture ? imageBelow(read) : null);
 }
 
 // The image itself, below the patches of its grid; what is no patch stands above, a line each.

@@ -4,7 +4,7 @@
 import { clamp, range } from "./numbers.js";
 import { el, svg } from "./elements.js";
 import { snapshot } from "./snapshot.js";
-import { CHAPTERS, SCENE_HEIGHT, SCENE_WIDTH, storyData } from "./scenes.js";
+import { CHAPTERS, SCENE_HEIGHT, scene, storyData } from "./scenes.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { caption, download } from "./share.js";
 
@@ -14,7 +14,7 @@ const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 export function story(page, box) {
   const own = (page.story ??= { at: still() ? 1 : 0, playing: null });
   const picks = el("div", { class: "controls" }), title = el("h2", { class: "chapter" }), text = el("p", { class: "telling", "aria-live": "polite" });
-  const stage = svg("svg", { class: "scene", viewBox: `0 0 ${SCENE_WIDTH} ${SCENE_HEIGHT}`, role: "img", tabindex: 0, "data-key": "scene" });
+  const stage = svg("svg", { class: "scene", role: "img", tabindex: 0, "data-key": "scene" });
   const telling = el("div", { class: "tale" }, title, text, stage), steps = el("div", { class: "chips", role: "group", "aria-label": "Chapters" });
   const scrubber = el("input", { type: "range", min: 0, step: 0.02, class: "scrubber", "data-key": "scrub", "aria-label": "Place in the story",
     oninput: (e) => { stop(); go(Number(e.target.value)); } });
@@ -82,6 +82,8 @@ export function story(page, box) {
     if (act) { event.preventDefault(); act(); }
   });
   return () => {
+    scene.width = page.root.clientWidth < 760 ? 560 : 960;
+    stage.setAttribute("viewBox", `0 0 ${scene.width} ${SCENE_HEIGHT}`);
     data = storyData(page);
     chapters = CHAPTERS.filter((chapter) => chapter.when(data));
     scrubber.max = chapters.length;
