@@ -2,7 +2,7 @@
 # make test   set up everything and run the tests
 # make test-numerics    the numerics under other roundings (ten minutes); part of .ci/run
 # make test-configurations  20,000 random configurations against float64, gradients included (half an hour)
-# make test-ranks       a sequence over up to 5 processes, hundreds of cells; some minutes
+# make test-ranks       a sequence over up to 8 processes, 300 cells and their gradients; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
 #                       (both go on where they were stopped; python -m bench.tables puts their results into the docs)
@@ -23,7 +23,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
 
 setup: $(READY)
 
@@ -70,8 +70,15 @@ test-configurations: $(READY)
 # Real models of other libraries, in a folder of their own: torchvision has no CPU build, and would trip transformers.
 test-libraries: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .libraries \
-	    timm==1.0.30 torchvision==0.28.0 diffusers==0.42.1 importlib_metadata zipp requests urllib3 charset_normalizer certifi
-	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/recorder/test_record_libraries.py
+	    timm==1.0.30 torchvision==0.28.0 diffusers==0.42.1 importlib_metadata zipp requests urllib3 charset_normalizer certifi kvpress==0.5.5
+	PYTHONPATH=.libraries $(BIN)/python -m pytest tests/recorder/test_record_libraries.py tests/core/test_kvpress.py
+
+# The loggers of docs/recipes.md with the real libraries, in a folder of their own.
+test-loggers: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .cache/loggers \
+	    tensorboard absl-py grpcio markdown protobuf tensorboard-data-server werkzeug markupsafe lightning pytorch-lightning \
+	    lightning-utilities torchmetrics accelerate psutil requests urllib3 charset_normalizer certifi idna
+	PYTHONPATH=.cache/loggers $(BIN)/python -m pytest tests/test_recipe_loggers.py -m slow
 
 # 10,000 hostile .regard files with right checksums; about five minutes.
 test-hostile-files: $(READY)

@@ -188,6 +188,15 @@ def compiled(shape: Shape) -> None:
         tried(shape)
 
 
+def save() -> None:
+    """After every shape: a run that is interrupted leaves what it has."""
+    text = json.dumps(ROWS, indent=1, ensure_ascii=False) + "\n"
+    for folder in (RESULTS, *([os.environ["OUT"]] if os.environ.get("OUT") else [])):
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "gpu_shapes.json"), "w") as file:
+            file.write(text)
+
+
 def main(patience: float = 120.0) -> None:
     shapes = [*DECODING, *OTHERS, *FLOAT32]
     pool = multiprocessing.get_context("spawn").Pool(min(14, len(shapes)))
@@ -196,11 +205,7 @@ def main(patience: float = 120.0) -> None:
     print(f"{time.time() - BEGIN:5.0f}s compiled", flush=True)
     for shape in shapes:
         tried(shape)
-    text = json.dumps(ROWS, indent=1, ensure_ascii=False) + "\n"
-    for folder in (RESULTS, *([os.environ["OUT"]] if os.environ.get("OUT") else [])):
-        os.makedirs(folder, exist_ok=True)
-        with open(os.path.join(folder, "gpu_shapes.json"), "w") as file:
-            file.write(text)
+        save()
     missed = [r for r in ROWS if r["must"] is not None and (r["ratio"] > r["must"]) == (r["better"] == "lower")]
     print(f"{len(ROWS)} figures, {len(missed)} beyond their limit", file=sys.stderr)
 

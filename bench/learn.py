@@ -1,6 +1,6 @@
 """What training with regard reaches: `python -m bench.learn WHAT DATA [OUT] [setting=value …]` writes bench/results/learn.json.
 
-    cpu        Tiny Shakespeare, characters, 4 layers of 128, on this CPU
+    cpu        Tiny Shakespeare, characters, 4 layers of 128, with Muon, on this CPU: three seeds, their mean and spread
     gpu        the same with 6 layers of 384 on a GPU; with settings to try, as lr=5e-4, it only tells what comes of them
     multi30k   Multi30k English → German on a GPU (needs sacrebleu to be judged)
     translate  judge a translator that was trained before: its folder is DATA/ende
@@ -69,6 +69,31 @@ def shakespeare(data: Path, out: Path, anchor: float, must: float, goal: float, 
         shape,
         f"nanoGPT: {anchor}",
         [result.best / anchor],
+        round(must / anchor, 4),
+        round(goal / anchor, 4),
+        device=device_name(),
+    )
+
+
+def seeds(data: Path, out: Path, anchor: float, must: float, goal: float, **settings) -> Row:
+    """The same of seeds 0 to 2: a sample each."""
+    runs = [lm(data / "tinyshakespeare.txt", out / str(n), progress=Plain(), seed=n, **settings) for n in range(3)]
+    return seeds_row([run.best for run in runs], open_model(out / "0"), anchor, must, goal)
+
+
+def seeds_row(losses: list[float], trained, anchor: float, must: float, goal: float) -> Row:
+    s, mean = trained.settings, statistics.mean(losses)
+    spread = f"{min(losses):.4f} to {max(losses):.4f}"
+    shape = (
+        f"{s.layers} layers, {s.heads} heads, {s.dim}, context {s.context}, {s.steps} steps of {s.batch}, {s.optimizer}"
+    )
+    what = f"Tiny Shakespeare on a CPU: validation loss {mean:.4f}, three seeds {spread}, {count(trained.model)}"
+    ratios = [loss / anchor for loss in losses]
+    return row(
+        what,
+        shape,
+        f"nanoGPT: {anchor}",
+        ratios,
         round(must / anchor, 4),
         round(goal / anchor, 4),
         device=device_name(),
@@ -190,7 +215,7 @@ def main() -> None:
         put([steps()])
         put([steps(mode="reduce-overhead")])
     elif what == "cpu":
-        put([shakespeare(data, out / "bard", NANOGPT_CPU, 1.88, 1.75, device="cpu")])
+        put([seeds(data, out, NANOGPT_CPU, 1.62, 1.60, device="cpu", optimizer="muon")])
     elif what == "gpu":
         settings = SHAKESPEARE | {name: type(SHAKESPEARE[name])(value) for name, value in said.items()}
         figures = shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)

@@ -108,13 +108,13 @@ def rows_of(one: Any, several: Any) -> list[Row]:
         sent = [r["sent"] / r["keys"] for r in ranks]
         rows.append(row("bytes that a rank sends", shape, "its keys", [max(sent)], None, None))
         # Rates of one process; ranks share two cores, so that their wall time is that of the CPU over the cores.
-        rates = {"forward": 1.0, "second_pass": 1.0, "backward": 1.0, "memory": 1e12}
+        rates = {"forward": 1.0, "second_pass": 1.0, "backward": 1.0, "memory": 1e12, "memory_bandwidth": 1e30}
         probe = Machine("", **rates, bandwidth=1e30, latency=0.0)
         options = {"mask": mask, "values": False, "second_pass": True, "itemsize": 4}
         operations = regard.cost((1, 1, 1, n, SIZE), 1, machine=probe, **options).operations
         rate = operations / alone["cpu"]
         link = min(r["bandwidth"] for r in several["link", False])
-        here = Machine("", rate, rate, rate, 1e12, link, 1e-4)
+        here = Machine("", rate, rate, rate, 1e12, link, 1e-4, 1e10)
         predicted = regard.cost((1, 1, 1, n, SIZE), (1, 1, RANKS), machine=here, **options)
         busiest = max(r["cpu"] for r in ranks)
         rows.append(

@@ -181,12 +181,11 @@ def snapkv_as_kvpress(q: Tensor, k: Tensor, window: int, kernel: int = 5) -> Ten
     groups, j = k.shape[1], k.shape[2]
     keys = k[:, :, None].expand(b, groups, h // groups, j, d).reshape(b, h, j, d)
     s = q[:, :, -window:] @ keys.transpose(2, 3) / d**0.5
-    hidden = torch.ones(window, window, device=q.device).triu(1).bool()
-    s[..., -window:] += torch.zeros_like(s[..., -window:]).masked_fill(hidden, float("-inf"))
+    s += torch.triu(torch.ones_like(s) * float("-inf"), diagonal=j - window + 1)
     w = s.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :-window]
     scores = F.avg_pool1d(w.mean(-2), kernel, stride=1, padding=kernel // 2)
     scores = scores.view(b, groups, h // groups, j - window).mean(2)
-    return F.pad(scores, (0, window), value=scores.max().item())
+    return F.pad(scores, (0, window), value=scores.max().item() + 1)
 
 
 def snapkv(bench: Bench) -> Iterator[Row]:

@@ -9,7 +9,9 @@ from . import suites
 from .rows import RESULTS, read, summary, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/install.md", "docs/speed.md", "docs/record.md", "docs/learn.md")
+DOCUMENTS = (
+    "README.md", "docs/install.md", "docs/speed.md", "docs/record.md", "docs/learn.md", "docs/distributed.md",
+)  # fmt: skip
 
 
 def filled(text: str) -> str:

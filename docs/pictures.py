@@ -44,11 +44,25 @@ def main() -> None:
     view.save(FOLDER / "it.svg")
     _photograph(view, PAGES)
     _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 940, False)})
+    (FOLDER / "patterns.svg").write_text(_patterns())
     for path in sorted(FOLDER.iterdir()):
         size = path.stat().st_size
         print(f"{size:8,d}  {path.name}")
         if size > LARGEST:
             raise ValueError(f"{path.name} has {size:,} bytes; a picture has at most {LARGEST:,}.")
+
+
+def _patterns() -> str:
+    """Two layers of heads made by hand, one pattern each, as in docs/uses.md."""
+    t, at = 96, torch.arange(96)
+    asked = [at, at - 1, at * 0, at - 3, at, at]
+    strength = [9.0, 4.0, 9.0, 4.0, 3.0, 0.0]
+    keys = torch.eye(t)
+    queries = torch.stack([s * keys[x.clamp(min=0)] for s, x in zip(strength, asked, strict=True)])
+    made = regard.weights(3 * queries, keys.expand(6, t, t), score="dot", mask=regard.causal())
+    slopes = torch.tensor([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
+    near = regard.weights(torch.zeros(6, t, 4), mask=regard.causal(), score=regard.Dot().alibi(slopes))
+    return regard.look.draw_patterns(regard.patterns.classify([made, near]), title="Two layers made by hand")
 
 
 def _long() -> regard.Weights:

@@ -112,6 +112,7 @@ ARROWS: dict[str, set[str]] = {
     "integrations": {"recorder"},
     "chains": {"core.row_stats", "core.scores", "core.weights"},
     "kv": {"core.arguments", "core.weights"},
+    "patterns": {"core.pytree", "core.row_questions", "core.scores", "core.weights"},
     "losses": {
         "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
     },
@@ -121,7 +122,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "look": {
         "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.patches", "core.problem", "core.pytree",
-        "core.results", "core.scores", "core.weights", "corpora", "learn", "recorder",
+        "core.results", "core.scores", "core.weights", "corpora", "learn", "patterns", "recorder",
     },
     "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},

@@ -7,13 +7,13 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 
 import regard
 from regard.look.spotlight import spotlight
+
+nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 
 ROOT = Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("notebooks", ROOT / "docs" / "notebooks.py")
@@ -114,6 +114,8 @@ def test_beyond_is_what_the_glossary_says():
 @CHAPTERS
 def test_a_notebook_runs_in_jupyter(path, tmp_path):
     content = nbformat.reads(notebooks.dumped(notebooks.notebook(path)), as_version=4)
-    NotebookClient(content, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(
+        content, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    ).execute()
     shown = [cell for cell in content.cells if cell.source.startswith(notebooks.SHOW)]
     assert "image/svg+xml" in shown[0].outputs[0].data

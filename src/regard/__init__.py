@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import look as look
     from . import losses as losses
     from . import nn as nn
+    from . import patterns as patterns
     from .core.api import attend, weights
     from .core.head_reduction import HeadReduction
     from .core.masks import Mask, causal, documents, padding, window
@@ -52,5 +53,5 @@ __getattr__ = lazy_getattr(
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },
-    ("chains", "corpora", "distributed", "integrations", "kv", "learn", "look", "losses", "nn"),
+    ("chains", "corpora", "distributed", "integrations", "kv", "learn", "look", "losses", "nn", "patterns"),
 )

@@ -66,7 +66,7 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     """The mean weight from the last queries, smoothed along keys, averaged over heads that share keys (SnapKV).
 
     Args:
-        weights: Causal attention ``(..., h, i, j)``; only the last `window` rows are computed.
+        weights: Causal attention ``(..., h, i, j)``; only the last `window` rows are computed, and no more are needed.
         window: Queries that observe; their own keys are never dropped.
         kernel: Keys that are averaged, an odd number.
 
@@ -78,8 +78,8 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     torch.Size([4, 40])
     """
     i, j = weights.shape[-2:]
-    if not 0 < at_least_one(window, "snapkv(window=)") < min(i, j):
-        raise ValueError(f"snapkv(window={window}) must be below the {min(i, j)} rows.")
+    if at_least_one(window, "snapkv(window=)") > i or window >= j:
+        raise ValueError(f"snapkv(window={window}) needs as many of the {i} queries, and more than that of {j} keys.")
     if at_least_one(kernel, "snapkv(kernel=)") % 2 == 0:
         raise ValueError(f"snapkv(kernel=) must be odd; got {kernel}.")
     mean = weights.rows(slice(-window, None)).reduce_heads("mean", groups="kv").received()[..., :-window] / window

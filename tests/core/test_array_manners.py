@@ -232,7 +232,8 @@ def test_scores_have_gradients_and_tokens() -> None:
 
 def test_scores_leave_a_sink_out_and_are_not_those_of_dense_weights() -> None:
     q = draw(4, 3)
-    assert torch.equal(regard.weights(q, score=regard.Dot().sink(torch.ones(1).double())).scores.dense(), q @ q.mT)
+    scores = regard.weights(q, score=regard.Dot().sink(torch.ones(1).double())).scores.dense()
+    torch.testing.assert_close(scores, q @ q.mT, rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match=r"from_dense have no scores"):
         regard.Weights.from_dense(torch.eye(3)).scores  # noqa: B018
 

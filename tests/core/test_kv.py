@@ -116,7 +116,7 @@ def test_attention_over_what_stays_is_attention_without_the_rest() -> None:
 
 def test_errors_say_what_must_hold() -> None:
     W, _ = subject()
-    with pytest.raises(ValueError, match="below the 20 rows"):
+    with pytest.raises(ValueError, match="more than that of 20 keys"):
         kv.snapkv(W, window=20)
     with pytest.raises(ValueError, match="must be odd; got 4"):
         kv.snapkv(W, window=4, kernel=4)

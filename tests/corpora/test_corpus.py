@@ -96,10 +96,10 @@ def test_one_token_and_weights_that_the_model_made_itself():
     assert one.sums[0, 0, SUMS.index("peak")] == 1
     assert one.sums[0, 0, SUMS.index("previous")] == 0
     w = torch.tensor([[[[1.0, 0, 0], [0.25, 0.75, 0], [0, 0.5, 0.5]]]])
-    made = profile(regard.Weights.from_dense(w), targets_of(torch.tensor([[1, 1, 1]])))
-    assert made.sums[0, 0, SUMS.index("previous")] == 0.75
-    assert made.sums[0, 0, SUMS.index("induction")] == 0.75 + 0.5
-    assert (made.query.item(), made.key.item(), made.tie.item()) == (2, 1, 0.5)
+    measured = profile(regard.Weights.from_dense(w), targets_of(torch.tensor([[1, 1, 1]])))
+    assert measured.sums[0, 0, SUMS.index("previous")] == 0.75
+    assert measured.sums[0, 0, SUMS.index("induction")] == 0.75 + 0.5
+    assert (measured.query.item(), measured.key.item(), measured.tie.item()) == (2, 1, 0.5)
 
 
 def test_bins_are_the_powers_of_two():
@@ -112,7 +112,7 @@ def test_bins_are_the_powers_of_two():
 def test_exact_sums_depend_on_no_order_and_no_split():
     rng = random.Random(0)
     numbers = [rng.random() * 2.0 ** rng.randint(-40, 60) for _ in range(300)] + [2.0**-96, 0.0, 2.0**94]
-    whole = sum((Fraction(x) for x in numbers), Fraction(0))
+    total_of_all = sum((Fraction(x) for x in numbers), Fraction(0))
     totals = set()
     for seed in range(4):
         random.Random(seed).shuffle(numbers)
@@ -127,7 +127,7 @@ def test_exact_sums_depend_on_no_order_and_no_split():
     assert len(totals) == 1
     (total,) = totals.pop()
     below = Fraction(len(numbers), exact.UNIT)  # each term loses less than one unit
-    assert 0 <= whole - Fraction(total, exact.UNIT) < below
+    assert 0 <= total_of_all - Fraction(total, exact.UNIT) < below
     assert exact.as_integers(exact.from_integers([total, 7], (2,))) == [total, 7]
 
 

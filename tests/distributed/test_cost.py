@@ -71,7 +71,7 @@ def test_the_mesh_that_exchanges_least_is_chosen_among_equals() -> None:
 
 
 def test_memory_that_does_not_suffice_is_said() -> None:
-    small = Machine("small", 1e12, 1e12, 1e12, 2**30, 1e9, 1e-5)
+    small = Machine("small", 1e12, 1e12, 1e12, 2**30, 1e9, 1e-5, 1e11)
     shape = (1, 8, 8, 2**20, 64)
     alone = regard.cost(shape, 1, machine=small)
     assert not alone.fits
@@ -86,7 +86,14 @@ def test_more_ranks_take_less_time_until_the_link_decides() -> None:
     assert seconds == sorted(seconds, reverse=True)
     slow = regard.cost((1, 8, 1, 2**20, 128), 4096, mask=regard.causal(), machine="h200-100gbit")
     assert slow.overlap < 0.5
-    assert regard.cost((1, 8, 1, 2**20, 128), 8, mask=regard.causal(), machine="h200-nvlink").overlap > 0.99
+    assert regard.cost((1, 8, 1, 2**20, 128), 8, mask=regard.causal(), machine="h200-nvlink").overlap > 0.95
+
+
+def test_the_picture_is_the_one_that_the_model_draws(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "docs"))
+    import cost_plot
+
+    assert cost_plot.PICTURE.read_text() == cost_plot.drawn(), "run: python docs/cost_plot.py"
 
 
 def test_mistakes_are_named() -> None:

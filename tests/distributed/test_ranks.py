@@ -7,10 +7,20 @@ import torch
 
 from support.configurations import assert_places, used
 from support.rank_cases import SPLITS, ShardedCase, index_of, true_gradients
+from support.rank_pool import RankPool
 
 # Cells of (ranks, split, seed): the seed draws score, mask, dtype, sizes, alignment, exchange and length of pieces.
 QUICK = [(world, split, 4 * world + n) for world in (1, 2, 3, 5) for n, split in enumerate(SPLITS)]
 ALL = [(world, split, 1000 + 60 * world + 4 * batch + n) for world in (1, 2, 3, 5) for batch in range(15) for n, split in enumerate(SPLITS)]  # fmt: skip
+EIGHT = [(8, split, 2000 + 4 * batch + n) for batch in range(15) for n, split in enumerate(SPLITS)]
+
+
+@pytest.fixture(scope="module")
+def eight_ranks():
+    pool = RankPool(8)
+    yield pool
+    if pool.workers:
+        pool.stop()
 
 
 def hold(ranks, world: int, split: str, seed: int) -> None:
@@ -31,6 +41,12 @@ def test_every_answer_stays_within_the_bound_of_one_process(ranks, world, split,
 @pytest.mark.parametrize(("world", "split", "seed"), ALL)
 def test_more_answers_stay_within_the_bound(ranks, world, split, seed) -> None:
     hold(ranks, world, split, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "split", "seed"), EIGHT)
+def test_answers_over_eight_ranks_stay_within_the_bound(eight_ranks, world, split, seed) -> None:
+    hold(eight_ranks, world, split, seed)
 
 
 def hold_gradients(ranks, world: int, split: str, seed: int) -> None:

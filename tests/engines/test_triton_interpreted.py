@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -12,12 +13,23 @@ import pytest
 import torch
 
 import regard
+from regard.engines import triton
 
 SUPPORT = Path(__file__).parents[1] / "support"
 PARTS = 8
 
 
+def reads_arrays_of_one_number() -> bool:
+    """Whether Triton's interpreter turns an array of shape (1,) into a number by itself: NumPy 2.4 does not any more."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) >= (3, 7)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed on this machine")
+@pytest.mark.skipif(
+    not reads_arrays_of_one_number(), reason="the interpreter of Triton before 3.7 needs NumPy before 2.4"
+)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_kernels_agree_with_float64_in_the_interpreter(part: int) -> None:
     """Several cases a process: what it prints names the case, the answer, both values and the bound."""
@@ -45,3 +57,15 @@ def test_what_the_engine_cannot_serve_is_named_with_one_that_can(change: dict, r
     with pytest.raises(NotImplementedError, match=reason) as error:
         W.entropy()
     assert 'engine="blockwise" can' in str(error.value)
+
+
+def test_a_triton_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "3.2.0")
+    for name, answer in (("_installed", True), ("_interpreted", True)):
+        monkeypatch.setattr(triton, name, lambda answer=answer: answer)
+    triton._too_old.cache_clear()
+    try:
+        with pytest.raises(NotImplementedError, match=r"need Triton 3\.5 .* 3\.2\.0 is installed"):
+            regard.weights(torch.randn(3, 8), engine="triton").entropy()
+    finally:
+        triton._too_old.cache_clear()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.5", reason="the kernels need Triton 3.5, and so does their launcher")
 
 from regard.engines.triton import launcher as launcher_module
 

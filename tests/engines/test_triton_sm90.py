@@ -12,7 +12,7 @@ import pytest
 
 from regard.engines.triton import tile_config
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion="3.6", reason="the tables begin with Triton 3.6")
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TABLES: dict[str, dict[str, dict[str, int]]] = json.loads((SUPPORT / "sm90.json").read_text())

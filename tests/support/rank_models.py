@@ -85,3 +85,28 @@ def recorded(group: Any, rank: int, world: int, how: str, folder: str) -> dict[s
         "files": [file.name for file in Path(folder).iterdir() if not file.name.startswith(".")],
         "readable": len(regard.load(path)),
     }
+
+
+def trained(group: Any, rank: int, world: int, kind: str, folder: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The losses and the weights of a run of `regard.learn`, on every rank that takes part."""
+    place = Path(folder)
+    for settings in runs:
+        if kind == "lm":
+            result = regard.learn.lm(place / "text", place / "run", **settings)
+        else:
+            result = regard.learn.translate(place / "en", place / "de", place / "run", **settings)
+    dist.barrier(group)
+    return losses_of(place / "run") | {"step": result.step, "best": result.best}
+
+
+def losses_of(folder: Path) -> dict[str, Any]:
+    """Losses of every step that was reported, and the weights at the end."""
+    from regard.learn import checkpoint
+
+    rows = checkpoint.read_history(folder)
+    tensors, _ = checkpoint.read_tensors(folder / checkpoint.LAST)
+    return {
+        "loss": [(row["step"], row["loss"]) for row in rows if "loss" in row],
+        "val_loss": [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row],
+        "weights": {name: t for name, t in tensors.items() if name.startswith("weights/")},
+    }

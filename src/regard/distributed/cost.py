@@ -17,7 +17,7 @@ from .shards import PIECES, SHORTEST_PIECE, contiguous, zigzag
 
 __all__ = ["MACHINES", "Cost", "Machine", "Mesh", "Trace", "cost", "ring_trace"]
 
-#: Rows that a rank computes at once: as `sharded.ROWS`.
+#: Rows that a rank computes at once: as `sharded.ROWS_GPU`.
 ROWS = 2**15
 #: The share of a rank's memory that a run may fill: the rest is the allocator's and the libraries'.
 USABLE = 0.9
@@ -35,6 +35,7 @@ class Machine:
         memory: Bytes.
         bandwidth: Bytes a second that a rank receives, and sends at the same time.
         latency: Seconds of a message.
+        memory_bandwidth: Bytes a second of the own memory, in which the states of pieces are merged.
 
     Example:
         >>> regard.distributed.MACHINES["h200-nvlink"].bandwidth
@@ -48,12 +49,19 @@ class Machine:
     memory: float
     bandwidth: float
     latency: float
+    memory_bandwidth: float
 
 
-_H200 = {"forward": 571e12, "second_pass": 474e12, "backward": 407e12, "memory": 139 * 2.0**30}
+_H200 = {
+    "forward": 571e12,
+    "second_pass": 474e12,
+    "backward": 407e12,
+    "memory": 139 * 2.0**30,
+    "memory_bandwidth": 4.1e12,
+}
 
 #: Rates of the kernels: bench/results/gpu.json, bfloat16, causal, 16,384 tokens, size 128. Links: 80 % of what NVLink 4
-#: names for one direction (450 GB/s), and 90 % of 100 Gb/s.
+#: names for one direction (450 GB/s), and 90 % of 100 Gb/s. Memory: 85 % of 4.8 TB/s, as decoding reaches.
 MACHINES = {
     "h200-nvlink": Machine("H200, NVLink", **_H200, bandwidth=360e9, latency=10e-6),
     "h200-100gbit": Machine("H200, 100 Gb/s", **_H200, bandwidth=11.25e9, latency=30e-6),
@@ -100,8 +108,8 @@ class Cost:
         operations: Multiplications and additions.
         received: Bytes from other ranks.
         memory: Bytes held at once, inputs and results included.
-        computing: Seconds of computing alone.
-        seconds: Seconds in all, with what the exchange adds.
+        computing: Seconds of computing alone: the ideal.
+        seconds: Seconds in all, with merging and what the exchange adds.
         fits: Whether the memory suffices.
 
     Example:
@@ -119,7 +127,7 @@ class Cost:
 
     @property
     def overlap(self) -> float:
-        """The share of the time in which ranks compute: 1 where the exchange is hidden.
+        """The share of the time in which ranks compute: 1 where the exchange is hidden and nothing is merged.
 
         Example:
             >>> regard.cost((1, 1, 1, 2**20, 64), (1, 1, 8), mask=regard.causal()).overlap > 0.5
@@ -177,9 +185,9 @@ def cost(
     if band is None:
         raise ValueError(f"cost(mask=) must be causal(), window() or both; got {mask!r:.80}.")
     rates = MACHINES[machine] if isinstance(machine, str) else machine
-    asked = [Mesh(*mesh)] if isinstance(mesh, tuple) else _meshes(shape, mesh)
+    candidates = [Mesh(*mesh)] if isinstance(mesh, tuple) else _meshes(shape, mesh)
     work = _Work(shape, band, values, second_pass, backward, itemsize, rates)
-    costs = [work.cost(one) for one in asked]
+    costs = [work.cost(one) for one in candidates]
     fitting = [one for one in costs if one.fits]
     # Meshes whose exchange is hidden take the same time: the one that sends least is left then.
     best = min(fitting, key=lambda one: (float(f"{one.seconds:.3g}"), one.received, -one.mesh.batch), default=None)
@@ -243,16 +251,17 @@ class _Work:
         return contiguous([stop - start for start, stop in pairwise(cuts)])
 
     def _passes(self, b: int, h: int, g: int, d: int) -> list[_Pass]:
-        """Each pass: operations of a cell, bytes of a key that travels, bytes of its sums on their way back."""
+        """For each pass: operations of a cell, bytes of a key that travels, of its returning sums, of a merged row."""
         key, wide = b * g * d * self.itemsize, b * g * d * 4
         of_keys = 2 if self.values else 1
-        passes = [_Pass(2.0 * d * of_keys, key * of_keys, 0, self.machine.forward)]
+        row = 3 * b * h * 4  # two numbers are read and one is written
+        state = row * (d * self.values + 4)
+        passes = [_Pass(2.0 * d * of_keys, key * of_keys, 0, state, self.machine.forward)]
         if self.second_pass:
-            passes.append(_Pass(2.0 * d, key, b * h * 4, self.machine.second_pass))
+            passes.append(_Pass(2.0 * d, key, b * h * 4, 0, self.machine.second_pass))
         if self.backward:
-            passes.append(
-                _Pass(10.0 * d if self.values else 6.0 * d, key * of_keys, wide * of_keys, self.machine.backward)
-            )
+            operations = 10.0 * d if self.values else 6.0 * d
+            passes.append(_Pass(operations, key * of_keys, wide * of_keys, row * d, self.machine.backward))
         return passes
 
     def _trace(self, operations: float, one: _Pass, keys: int, rows: int) -> Trace:
@@ -264,7 +273,9 @@ class _Work:
         computing = [own * seconds] + [(1 - own) * seconds * count / keys for count in pieces]
         link = self.machine
         travel = [0.0] + [link.latency + n * (one.key_bytes + one.sum_bytes) / link.bandwidth for n in pieces]
-        return ring_trace(computing, travel)
+        merging = rows * one.row_bytes / link.memory_bandwidth if keys else 0.0
+        trace = ring_trace([computing[0] + PIECES * merging, *(c + merging for c in computing[1:])], travel)
+        return trace._replace(computing=seconds)
 
     def _memory(self, b: int, h: int, g: int, d: int, rows: int) -> int:
         """Inputs, results, the state that is merged, two pieces of others' keys, and the gradients."""
@@ -282,6 +293,7 @@ class _Pass(NamedTuple):
     operations: float
     key_bytes: int
     sum_bytes: int
+    row_bytes: int  # moved in memory for each row when a piece is merged
     rate: float
 
 

@@ -24,8 +24,8 @@ from .transport import Ranks
 
 __all__ = ["ShardedWeights", "engine_of", "nan_error"]
 
-#: Rows that are computed at once.
-ROWS = 2**15
+#: Rows that are computed at once: temporaries of a merge are as large, and a GPU must be filled.
+ROWS, ROWS_GPU = 2**12, 2**15
 
 
 class ShardedWeights(Weights):
@@ -98,7 +98,8 @@ class ShardedWeights(Weights):
         if requires_grad and "max_score" in request.names:
             # The gradient of a maximum is that of the score at its place.
             request = replace_fields(request, names=tuple(dict.fromkeys((*request.names, "argmax"))))
-        spans = _row_blocks(self._plan.rows.spans(self._plan.ranks.rank))
+        at_once = ROWS_GPU if factors.q.device.type == "cuda" else ROWS
+        spans = _row_blocks(self._plan.rows.spans(self._plan.ranks.rank), at_once)
         folded = factors.folded()
         if self._wants is None:
             self._wants = _wants_of(self._plan, folded, spans)
@@ -182,12 +183,12 @@ def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[i
     return place, index, spans
 
 
-def _row_blocks(spans: list[tuple[range, slice]]) -> list[tuple[range, slice]]:
-    """Spans of at most `ROWS` rows: temporaries of a merge are as large as a block of rows."""
+def _row_blocks(spans: list[tuple[range, slice]], at_once: int) -> list[tuple[range, slice]]:
+    """Spans of at most so many rows."""
     return [
-        (run[n : n + ROWS], slice(at.start + n, min(at.stop, at.start + n + ROWS)))
+        (run[n : n + at_once], slice(at.start + n, min(at.stop, at.start + n + at_once)))
         for run, at in spans
-        for n in range(0, len(run), ROWS)
+        for n in range(0, len(run), at_once)
     ]
 
 

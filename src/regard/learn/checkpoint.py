@@ -4,7 +4,7 @@
     tokenizer.json      of the `tokenizers` library
     tokens.bin          the token ids of a large text, which training maps
     model.safetensors   the best weights so far, by validation loss
-    last.safetensors    everything to resume from: weights, their moving average, AdamW's moments, the step
+    last.safetensors    everything to resume from: weights, their moving average, the optimizer's moments, the step
     history.json        the numbers shown while training
     patterns.safetensors  what every head gives over one piece of the validation data, at every validation
 

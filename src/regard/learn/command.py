@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 import shlex
 import sys
 from typing import Any
@@ -18,6 +19,7 @@ LEARN = """\
 regard learn lm tinyshakespeare.txt --out bard/
 regard learn translate train.en train.de --out ende/
 regard learn lm text.txt --from gpt2/ --context 128 --out mine/
+torchrun --nproc-per-node 4 -m regard learn lm tinyshakespeare.txt --out bard/
 Ctrl-C saves; the same command with --resume continues, with the same result as an uninterrupted run.
 A finished run is extended by --resume with more --steps. At the end, report.html shows losses, samples and heads."""
 
@@ -119,10 +121,10 @@ def _learn_translate(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, train: Any) -> int:
-    from .progress import open_progress
+    from .progress import Silent, open_progress
     from .training import Diverged
 
-    progress = open_progress()
+    progress = open_progress() if os.environ.get("RANK", "0") == "0" else Silent()  # torchrun: the first alone reports
     try:
         result = train(progress)
     except Diverged as error:

@@ -44,6 +44,7 @@ class Settings:
     hidden: int | None = option(None, "width of the feed-forward network (default: 8/3 of --dim)")
     positions: str = option("rotary", "position encoding", POSITIONS)
     dropout: float = option(0.0, "dropout of embeddings and residual branches")
+    optimizer: str = option("adamw", "muon learns more in a step, and a step takes longer", ("adamw", "muon"))
     lr: float = option(3e-3, "largest learning rate")
     warmup: int = option(100, WARMUP_HELP)
     weight_decay: float = option(0.1, "AdamW's weight decay, of matrices only")
@@ -117,6 +118,7 @@ class LMSettings(Settings):
         hidden: Width of the feed-forward network; None: 8/3 of `dim`.
         positions: "rotary", "sinusoidal" or "learned".
         dropout: Dropout of embeddings and residual branches.
+        optimizer: "adamw", or "muon" for the matrices of the blocks with AdamW for the rest.
         lr: Largest learning rate.
         warmup: Steps in which the learning rate rises, at most a fifth of `steps`; afterwards it falls as a cosine.
         weight_decay: AdamW's weight decay, of matrices only.
@@ -203,6 +205,7 @@ class _Choices(TypedDict, total=False):
     hidden: int | None
     positions: str
     dropout: float
+    optimizer: str
     lr: float
     warmup: int
     weight_decay: float

@@ -24,6 +24,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from ..recorder import watch
 from . import checkpoint, run_folder, tasks
 from .data import step_seed
+from .optimizer import make_optimizer, zero_state
+from .parallel import Replicas, joined
 from .patterns import PatternLog
 from .pretrained import Pretrained, read_pretrained
 from .progress import Silent
@@ -85,7 +87,7 @@ def lm(
     file: str | os.PathLike[str], out: str | os.PathLike[str], *, resume: bool = False,
     pretrained: str | os.PathLike[str] | None = None, progress: Silent | None = None, **settings: Unpack[LMChoices],
 ) -> Result:  # fmt: skip
-    """Train a language model on a text file.
+    """Train a language model on a text file; under torchrun by all processes together, `batch` in all.
 
     Ctrl-C and SIGTERM finish the step, save and return; `resume=True` continues with the same result. With more
     `steps` it also extends a run, finished or not: from there on the learning rate follows the longer run's schedule.
@@ -167,10 +169,11 @@ def _run(
     settings, saved = run_folder.open_settings(kind, out, settings_type, overrides, resume)
     if start is not None:
         saved = tasks.Saved(start.tokenizer)
-    device = choose_device(settings.device)
     with contextlib.ExitStack() as stack:
+        replicas = stack.enter_context(joined(choose_device(settings.device)))
+        device = replicas.device
         if resume:
-            stack.enter_context(checkpoint.exclusive_lock(out))
+            stack.enter_context(checkpoint.exclusive_lock(out) if replicas.first else contextlib.nullcontext())
             run_folder.verify(out, kind, settings, saved.tokenizer.get_vocab_size())
         else:  # the file of token ids, where something fails before there is a run that it belongs to
             stack.callback(checkpoint.discard_tokens, out)
@@ -178,7 +181,11 @@ def _run(
         interrupted = stack.enter_context(_Interrupted())
         on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(on_gpu))  # the caller's random state must not change
-        training = _build_training(task, out, device, progress or Silent(), interrupted, resume, start)
+        training = _build_training(task, out, replicas, progress or Silent(), interrupted, resume, start)
+        replicas.barrier()  # the others have read the folder before the first one writes there
+        stack.push(replicas.finish)
+        if not replicas.first:
+            return training.run()
         if resume:
             checkpoint.sweep(out)
             checkpoint.update_settings(out, settings)
@@ -221,17 +228,18 @@ class _Training:
     """One run, from its current step to the end."""
 
     def __init__(
-        self, task: tasks.Task, out: Path, device: torch.device, progress: Silent, interrupted: _Interrupted,
+        self, task: tasks.Task, out: Path, replicas: Replicas, progress: Silent, interrupted: _Interrupted,
         resume: bool, start: Pretrained | None,
     ) -> None:  # fmt: skip
-        self.task, self.out, self.device, self.progress, self.interrupted = task, out, device, progress, interrupted
+        self.task, self.out, self.progress, self.interrupted = task, out, progress, interrupted
+        self.replicas, self.device = replicas, replicas.device
         self.settings: Settings = task.settings
         torch.manual_seed(step_seed(self.settings.seed, -1))
-        self.model = tasks.build(task.kind, self.settings, task.tokenizer.get_vocab_size()).to(device)
+        self.model = tasks.build(task.kind, self.settings, task.tokenizer.get_vocab_size()).to(self.device)
         self.weights = dict(self.model.named_parameters())
         if start is not None:
             self._load(start.weights)
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self.settings, self.weights)
         self.ema = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.ema else {}
         self.compiled_loss: Any = self._compiled() if self.settings.compile else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
@@ -240,21 +248,13 @@ class _Training:
         self.patterns = PatternLog()
         if resume and (out / checkpoint.LAST).exists():  # absent: the run was killed before its first checkpoint
             self._restore()
+        self.replica = replicas.wrap(self.model)
 
     def _compiled(self) -> Any:
         """The compiled loss, as CUDA graphs where shapes allow: a small model's launches cost more than its kernels."""
         # A graph writes the gradients of every part into the same memory, where they cannot be added.
         graphs = self.device.type == "cuda" and self.task.static_shapes and self.settings.accumulate == 1
         return torch.compile(self.task.loss, mode="reduce-overhead" if graphs else "default")
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        matrices = [p for p in self.weights.values() if p.ndim >= 2]
-        others = [p for p in self.weights.values() if p.ndim < 2]
-        groups = [
-            {"params": matrices, "weight_decay": self.settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=self.settings.lr, betas=(0.9, 0.99), fused=True)
 
     # The loop.
 
@@ -286,7 +286,8 @@ class _Training:
             self.step += 1
             last = self.step == self.settings.steps
             due = last or self.step % self.settings.eval_every == 0
-            if watching or due or self.interrupted:
+            interrupted = self.replicas.any(bool(self.interrupted))
+            if watching or due or interrupted:
                 self._require_finite(finite)
                 numbers = {"loss": float(loss), "lr": self._rate(self.step - 1)}
                 if watching and self.step > 1:
@@ -297,28 +298,31 @@ class _Training:
                 began = time.perf_counter()
                 self._evaluate()
                 since += time.perf_counter() - began  # validation does not count as training time
-            elif self.interrupted:
+            elif interrupted:
                 self._save_last()
-            if self.interrupted:
+            if interrupted:
                 return
 
     def _step(self, batch: tuple[Tensor, ...], watching: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        torch.manual_seed(step_seed(self.settings.seed, self.step))  # of this step's dropout
+        torch.manual_seed(step_seed(self.settings.seed, self.step) + self.replicas.rank)  # of this step's dropout
         self.model.train()
         self.optimizer.zero_grad(
             set_to_none=True
         )  # before forward: a CUDA graph writes its gradients into the same memory
         heads: dict[str, Any] = {}
         loss: Any = 0.0
-        for part, share in tasks.split_batch(self.task, batch, self.settings.accumulate):
-            with self._precision():
-                if watching and not heads:  # hooks do not fire in compiled code: this part runs eagerly
-                    partial, heads = self._watched_loss(part)
-                else:
-                    torch.compiler.cudagraph_mark_step_begin()
-                    partial = self.compiled_loss(self.model, part)
-            (partial * share).backward()
+        parts = tasks.split_batch(self.task, batch, self.settings.accumulate * self.replicas.size)
+        for part, share, travels in self.replicas.own_parts(parts):
+            with self.replicas.syncing(self.replica, travels):
+                with self._precision():
+                    if watching and not heads:  # hooks do not fire in compiled code: this part runs eagerly
+                        partial, heads = self._watched_loss(part)
+                    else:
+                        torch.compiler.cudagraph_mark_step_begin()
+                        partial = self.compiled_loss(self.replica, part)
+                (partial * share).backward()
             loss = loss + partial.detach() * share
+        loss = self.replicas.mean(loss)
         norm = nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)
@@ -333,7 +337,7 @@ class _Training:
     def _watched_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
         """The loss, and statistics of every head."""
         with watch(self.model, every=1) as monitor:
-            loss = self.task.loss(self.model, batch)
+            loss = self.task.loss(self.replica, batch)
         return loss, {
             name: {what: [round(v, 4) for v in values.tolist()] for what, values in statistics.items()}
             for name, statistics in monitor.layers.items()
@@ -378,7 +382,7 @@ class _Training:
         with self._ema_weights():
             self.model.eval()
             with torch.no_grad(), self._precision():
-                self.val_loss = self.task.validate(self.model)
+                self.val_loss = self.replicas.of_first(self.task.validate(self.model) if self.replicas.first else 0.0)
                 self.patterns.look(self.model, self.task, self.step)
             if not math.isfinite(self.val_loss):
                 self._require_finite(torch.tensor(False))
@@ -386,7 +390,8 @@ class _Training:
             if self.val_loss < self.best:
                 self.best, self.stale = self.val_loss, 0
                 fields = {"step": str(self.step), "val_loss": repr(self.val_loss)}
-                checkpoint.save(self.out / checkpoint.MODEL, dict(self.model.state_dict()), fields)
+                if self.replicas.first:
+                    checkpoint.save(self.out / checkpoint.MODEL, dict(self.model.state_dict()), fields)
         ends = self.step == self.settings.steps or self._stops_early()
         self._report({"val_loss": self.val_loss, "best": self.best}, {})
         if ends:  # for the report
@@ -413,11 +418,8 @@ class _Training:
 
     def save_start(self) -> None:
         """Save the pretrained weights: a run that is killed before its first validation begins from them again."""
-        for p in self.weights.values():  # as AdamW's first step makes them
-            zero = torch.zeros((), device=p.device)
-            self.optimizer.state[p] = {
-                "step": zero, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)
-            }  # fmt: skip
+        for p in self.weights.values():
+            self.optimizer.state[p] = zero_state(self.optimizer, p)
         self._save_last()
 
     def _save_last(self) -> None:
@@ -428,9 +430,10 @@ class _Training:
         fields = {
             "step": str(self.step), "best": repr(self.best), "val_loss": repr(self.val_loss), "stale": str(self.stale),
         }  # fmt: skip
-        checkpoint.save_history(self.out, self.history)
-        self.patterns.save(self.out)
-        checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
+        if self.replicas.first:
+            checkpoint.save_history(self.out, self.history)
+            self.patterns.save(self.out)
+            checkpoint.save(self.out / checkpoint.LAST, tensors, fields)
         self.saved = self.step
 
     def _restore(self) -> None:
@@ -448,8 +451,8 @@ class _Training:
         for name, average in self.ema.items():
             average.copy_(take(f"ema/{name}", average))
         for name, p in self.weights.items():
-            likes = {"step": torch.zeros((), device=p.device), "exp_avg": p, "exp_avg_sq": p}
-            state = {key: take(f"optimizer/{key}/{name}", like.detach()) for key, like in likes.items()}
+            likes = zero_state(self.optimizer, p)
+            state = {key: take(f"optimizer/{key}/{name}", like) for key, like in likes.items()}
             self.optimizer.state[p] = state
         try:
             self.step = self.saved = int(fields["step"])

@@ -13,8 +13,11 @@ from .._lazy import lazy_getattr
 
 if TYPE_CHECKING:
     from .options import ViewOptions
+    from .svg_patterns import draw_patterns
     from .view import View
 
-__all__ = ["View", "ViewOptions"]
+__all__ = ["View", "ViewOptions", "draw_patterns"]
 
-__getattr__ = lazy_getattr(__name__, {"options": ("ViewOptions",), "view": ("View",)})
+__getattr__ = lazy_getattr(
+    __name__, {"options": ("ViewOptions",), "svg_patterns": ("draw_patterns",), "view": ("View",)}
+)

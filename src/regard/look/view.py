@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from .._io import atomic_write
 from .bands import Report
@@ -124,6 +124,22 @@ class View:
                 f"save(path) writes .html, .svg, .pdf or .png, got {file.name!r}: choose one of these suffixes."
             )
         atomic_write(file, iter([data]))
+
+    def widget(self, device: str = "cpu") -> Any:
+        """The page in a notebook with the kernel behind it: exact tiles of any length, score and mask come from it.
+
+        Args:
+            device: Where tiles are computed.
+
+        Returns:
+            An anywidget; needs ``pip install "regard[notebook]"``.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).show().widget()  # doctest: +SKIP
+        """
+        from .serve.widget import page_widget
+
+        return page_widget(self, device)
 
     def _repr_html_(self) -> str:
         return self.html(fragment=True)

@@ -15,6 +15,7 @@ A finite score below −1e22 counts as hidden: a row without any other score see
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import os
 from functools import lru_cache
@@ -48,6 +49,8 @@ def unsupported_reason(problem: Problem, request: Request) -> str | None:
         return "Triton is not installed (it comes with PyTorch's CUDA builds for Linux)"
     if problem.q.device.type != "cuda" and not _interpreted():
         return f"it needs tensors on an NVIDIA GPU, and these are on {problem.q.device}"
+    if (old := _too_old()) is not None:
+        return f"its kernels need Triton 3.5 (PyTorch 2.9) or later, and {old} is installed"
     if in_functorch():
         return "inside torch.func tensors have no address"
     if problem.compute_dtype == torch.float64:
@@ -95,6 +98,16 @@ def _forward_outputs() -> frozenset[str]:
 @lru_cache
 def _installed() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache
+def _too_old() -> str | None:
+    """The version of a Triton without `constexpr_function`, by which the kernels know what they compute."""
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a folder on the path
+        return None
+    return version if tuple(map(int, version.split(".")[:2])) < (3, 5) else None
 
 
 class Triton:

@@ -15,12 +15,12 @@ from .tile_config import forced
 
 __all__ = ["from_scores", "serves"]
 
-#: Keys of a row at most: a lane holds an eighth of them.
-MOST_KEYS = 512
+#: Keys of a row at most. Chunks of 32 are unrolled: with 16 of them compiling takes half a minute.
+MOST_KEYS = 128
 #: Bytes of stored scores at most.
 MOST_SCORES = 2**28
-#: Rows of a program: four for each of its four warps.
-ROWS = 16
+#: Rows of a program, which is one warp: with more, sums of columns would synchronise them.
+ROWS = 4
 
 
 def serves(p: KernelInputs, n: int, v: Tensor | None) -> bool:
@@ -51,7 +51,7 @@ def from_scores(problem: Problem, n: int, scores: Tensor, norm: Tensor | None, r
             "index": tensor_arg(outputs["topk_indices"]), "weight": p.unused if norm is None else tensor_arg(outputs["topk_weights"]),
             "received": p.q if sums is None else sums, "SCALE_FOLDED": p.scale_folded, "N": n, "BLOCK_N": triton.next_power_of_2(n),
             "BITS": (32 * chunks - 1).bit_length(), "WEIGHT": norm is not None, "RECEIVED": received, "CHUNKS": chunks,
-            "ROWS": ROWS, "num_warps": ROWS // 4, **shared,
+            "ROWS": ROWS, "num_warps": 1, **shared,
         }  # fmt: skip
 
     launch(short_rows_kernel, p.key and (p.key, n), [*p.tensors, scores, norm, *outputs.values(), sums], launch_args)

@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,8 +56,14 @@ class Look:
         self._pyramids: OrderedDict[tuple[int, int], Pyramid] = OrderedDict()
         self._lock = threading.Lock()
 
-    def prepare(self, make: Callable[[], View], device: str, stopped: Callable[[], bool]) -> None:
-        """Make the view and pack its page. Errors of the user's input become `error`."""
+    def prepare(
+        self,
+        make: Callable[[], View],
+        device: str,
+        stopped: Callable[[], bool],
+        served: dict[str, Any] | None = None,
+    ) -> None:
+        """Make the view and pack its page, which knows `served` of its server. Errors of the input become `error`."""
 
         def report(step: str, done: float) -> None:
             if self.dropped or stopped():
@@ -76,7 +83,9 @@ class Look:
                     if layer.maybe_weights is not None:
                         layer.maybe_weights = layer.maybe_weights.to(device)
             self._layers = [layer for layer in layers if layer.maybe_weights is not None]
-            self.packed = pack(view.subject, options, layers, {"look": self.id, "types": self.accepts_text}, report)
+            self.packed = pack(
+                view.subject, options, layers, served or {"look": self.id, "types": self.accepts_text}, report
+            )
         except (ValueError, LookupError, OSError, ImportError, MemoryError, RuntimeError, TypeError) as error:
             self.error = printable(" ".join(str(error).split()) or type(error).__name__, 400)
 

@@ -7,9 +7,7 @@ and its limits on time, size and connections would have to be set all the same.
 from __future__ import annotations
 
 import json
-import re
 import socket
-import struct
 import sys
 import threading
 import time
@@ -20,19 +18,18 @@ from urllib.parse import parse_qs, urlsplit
 
 import torch
 
-from ..page.format import raw_bytes
 from ..page.html import served_policy, shell
 from ..view import View
+from .answers import ANSWERS, one
 from .guard import Guard, RefusedError, body_length
 from .looks import BusyError, Look, Looks
-from .pyramid import CellBy
 
 __all__ = ["PageServer"]
 
 #: Seconds for a request to arrive, for the answer to be computed and to be taken.
 RECEIVE, COMPUTE, SEND = 15.0, 600.0, 60.0
-#: Connections at a time, tiles of one request, and words a side of a window that can be read.
-CONNECTIONS, TILES, WINDOW = 96, 16, 300
+#: Connections at a time.
+CONNECTIONS = 96
 #: Letters of a query.
 QUERY = 2000
 
@@ -282,24 +279,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(data)
 
-    def _send_arrays(self, header: dict[str, Any], arrays: list[torch.Tensor | None]) -> None:
-        """A header in JSON and arrays behind it, each at a multiple of four bytes."""
-        parts: list[bytes] = []
-        places: list[list[Any] | None] = []
-        at = 0
-        for array in arrays:
-            if array is None:
-                places.append(None)
-                continue
-            raw = raw_bytes(array.cpu())
-            raw += b"\0" * (-len(raw) % 4)
-            places.append(["f2" if array.dtype == torch.float16 else "f4", at, array.numel()])
-            parts.append(raw)
-            at += len(raw)
-        text = json.dumps({**header, "arrays": places}, allow_nan=False).encode()
-        text += b" " * (-len(text) % 4)
-        self._send(200, b"".join([struct.pack("<I", len(text)), text, *parts]), "application/octet-stream")
-
     # The answers.
 
     def _page(self, fields: dict[str, list[str]]) -> None:
@@ -328,55 +307,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(404, "there is nothing here yet.")
         self._send(200, packed.vectors, "application/octet-stream")
 
-    def _tiles(self, fields: dict[str, list[str]]) -> None:
-        look, (place, head) = self._look(fields), self._numbers(fields, "head", 2)
-        by = _one(fields, "by")
-        if by not in ("max", "mean"):
-            raise RefusedError(400, "by must be max or mean.")
-        tiles = [tuple(_naturals(text, 3)) for text in fields.get("tile", [])]
-        if not 0 < len(tiles) <= TILES:
-            raise RefusedError(400, f"a question must be for 1 to {TILES} tiles.")
-        try:
-            pyramid = look.pyramid(place, head)
-            with self.server.computing:
-                arrays = [pyramid.tile(z, x, y, cast(CellBy, by)) for z, x, y in tiles]
-        except IndexError as error:
-            raise RefusedError(404, str(error)) from None
-        done = None
-        if any(array is None for array in arrays):
-            self.server.looks.request_first(look, pyramid)
-            done = look.progress.done
-        self._send_arrays({"done": done}, arrays)
-
-    def _row(self, fields: dict[str, list[str]]) -> None:
-        look, (place, head), (i,) = (
-            self._look(fields),
-            self._numbers(fields, "head", 2),
-            self._numbers(fields, "row", 1),
-        )
-        try:
-            pyramid = look.pyramid(place, head)
-        except IndexError as error:
-            raise RefusedError(404, str(error)) from None
-        if i >= pyramid.i:
-            raise RefusedError(404, "there is no such row.")
+    def _arrays(self, fields: dict[str, list[str]]) -> None:
+        look, path = self._look(fields), urlsplit(self.path).path
         with self.server.computing:
-            self._send_arrays({}, [pyramid.row(i)])
-
-    def _window(self, fields: dict[str, list[str]]) -> None:
-        look, (place, head) = self._look(fields), self._numbers(fields, "head", 2)
-        rows, cols = (slice(*self._numbers(fields, name, 2)) for name in ("rows", "cols"))
-        try:
-            pyramid = look.pyramid(place, head)
-        except IndexError as error:
-            raise RefusedError(404, str(error)) from None
-        for span, end in ((rows, pyramid.i), (cols, pyramid.j)):
-            if not (span.start < span.stop <= end and span.stop - span.start <= WINDOW):
-                raise RefusedError(404, "there is no such window.")
-        with self.server.computing:
-            w, vectors = pyramid.block(rows, cols), look.vectors(place, head, rows, cols)
-        scale, q, k = vectors or (None, None, None)
-        self._send_arrays({"scale": scale, "d": None if q is None else q.shape[-1]}, [w, q, k])
+            block = ANSWERS[path](look, fields, lambda pyramid: self.server.looks.request_first(look, pyramid))
+        self._send(200, block, "application/octet-stream")
 
     def _ask(self, fields: dict[str, list[str]]) -> None:
         server = self.server
@@ -387,13 +322,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(202, json.dumps({"look": look.id}), "application/json")
 
     def _look(self, fields: dict[str, list[str]]) -> Look:
-        look = self.server.looks.find(_one(fields, "look"))
+        look = self.server.looks.find(one(fields, "look"))
         if look is None:
             raise RefusedError(404, "the server does not hold this any more.")
         return look
-
-    def _numbers(self, fields: dict[str, list[str]], name: str, count: int) -> list[int]:
-        return _naturals(_one(fields, name), count)
 
 
 #: Of every path: who answers, and the fields it takes.
@@ -401,9 +333,9 @@ _GET: dict[str, tuple[Callable[..., None], set[str]]] = {
     "/": (_Handler._page, {"look"}),
     "/data": (_Handler._data, {"look"}),
     "/vectors": (_Handler._vectors, {"look"}),
-    "/tiles": (_Handler._tiles, {"look", "head", "by", "tile"}),
-    "/row": (_Handler._row, {"look", "head", "row"}),
-    "/window": (_Handler._window, {"look", "head", "rows", "cols"}),
+    "/tiles": (_Handler._arrays, {"look", "head", "by", "tile"}),
+    "/row": (_Handler._arrays, {"look", "head", "row"}),
+    "/window": (_Handler._arrays, {"look", "head", "rows", "cols"}),
 }
 _POST: dict[str, tuple[Callable[..., None], set[str]]] = {"/look": (_Handler._ask, set())}
 
@@ -413,20 +345,6 @@ def _fields(query: str) -> dict[str, list[str]]:
         return parse_qs(query, keep_blank_values=True, strict_parsing=True, max_num_fields=32) if query else {}
     except ValueError:
         raise RefusedError(400, "the question cannot be read.") from None
-
-
-def _one(fields: dict[str, list[str]], name: str) -> str:
-    values = fields.get(name, [])
-    if len(values) != 1:
-        raise RefusedError(400, f"the question must have one {name}.")
-    return values[0]
-
-
-def _naturals(text: str, count: int) -> list[int]:
-    """Numbers with dots between them."""
-    if not re.fullmatch(rf"[0-9]{{1,9}}(\.[0-9]{{1,9}}){{{count - 1}}}", text):
-        raise RefusedError(400, f"places must be {count} numbers with dots between them.")
-    return [int(part) for part in text.split(".")]
 
 
 def _shut(connection: socket.socket) -> None:

@@ -235,7 +235,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _was_compiled(model: nn.Module | None) -> bool:
-    """Whether torch.compile holds code for the model's class: `c = torch.compile(m)` leaves no mark on m itself."""
+    """Whether torch.compile holds code for the model's class: `c = torch.compile(m)` leaves no mark on m itself.
+
+    The code of PyTorch's containers (nn.Sequential) lies elsewhere, and is noticed when it runs, but not in 2.6.
+    """
     if model is None or "torch._dynamo" not in sys.modules:
         return False
     try:

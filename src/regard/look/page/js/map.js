@@ -154,13 +154,13 @@ export class MatrixMap {
 }
 
 // What the cells are that a server computed, and what is still missing.
-function servedLevel({ failed, done, last }, level, missing, what) {
+function servedLevel({ failed, done, last, source: { server: { who } } }, level, missing, what) {
   if (failed) return `No tiles: ${failed}`;
   const size = 2 ** (last - level);
-  if (missing && done !== null) return `The server computes the first levels of the map: ${Math.round(100 * done)} %.`;
-  if (missing) return "The server computes …";
-  return size === 1 ? `Exact, computed by the server. Colour: ${what}.`
-    : `Cells of ${count(size)} × ${count(size)} words, computed by the server. Colour: ${what}.`;
+  if (missing && done !== null) return `The ${who} computes the first levels of the map: ${Math.round(100 * done)} %.`;
+  if (missing) return `The ${who} computes …`;
+  return size === 1 ? `Exact, computed by the ${who}. Colour: ${what}.`
+    : `Cells of ${count(size)} × ${count(size)} words, computed by the ${who}. Colour: ${what}.`;
 }
 
 const spanText = (n, tiles, length) => `${count(Math.floor((n * length) / tiles))}–${count(Math.floor(((n + 1) * length) / tiles) - 1)}`;

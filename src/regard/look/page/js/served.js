@@ -1,10 +1,10 @@
 // The server of a page that has one: its data, tiles, rows and windows that the page cannot compute itself, typed texts.
 
 import { el } from "./elements.js";
-import { half } from "./data.js";
+import { half, readBlock } from "./data.js";
 
 export class Server {
-  constructor(look) { this.look = look; }
+  constructor(look) { Object.assign(this, { look, who: "server" }); }
   async ask(path, fields, signal) {
     const query = new URLSearchParams({ look: this.look });
     for (const [name, value] of Object.entries(fields)) for (const one of [value].flat()) query.append(name, one);
@@ -20,11 +20,7 @@ export class Server {
   }
   // A header and arrays, as `_send_arrays` writes them; null for one that is not there yet.
   async arrays(path, fields, signal) {
-    const buffer = await (await this.ask(path, fields, signal)).arrayBuffer(), size = new DataView(buffer).getUint32(0, true);
-    const { arrays, ...header } = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
-    const read = ([kind, at, count]) => (kind === "f4" ? new Float32Array(buffer, 4 + size + at, count)
-      : Float32Array.from(new Uint16Array(buffer, 4 + size + at, count), half));
-    return { header, arrays: arrays.map((place) => place && read(place)) };
+    return readArrays(await (await this.ask(path, fields, signal)).arrayBuffer());
   }
   tiles(head, by, tiles, signal) {
     return this.arrays("tiles", { head: `${head.place}.${head.head}`, by, tile: tiles }, signal);
@@ -57,6 +53,37 @@ export class Server {
     if (!answer.ok) throw new Error((await answer.text()).trim());
     return `/?look=${(await answer.json()).look}`;
   }
+}
+
+function readArrays(buffer) {
+  const size = new DataView(buffer).getUint32(0, true);
+  const { arrays, ...header } = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, size)));
+  const read = ([kind, at, count]) => (kind === "f4" ? new Float32Array(buffer, 4 + size + at, count)
+    : Float32Array.from(new Uint16Array(buffer, 4 + size + at, count), half));
+  return { header, arrays: arrays.map((place) => place && read(place)) };
+}
+
+// The kernel of a notebook in the place of a server: questions go to the widget around the page.
+export class Kernel extends Server {
+  constructor() {
+    super("kernel");
+    Object.assign(this, { who: "kernel", waiting: new Map() });
+    addEventListener("message", ({ source, data }) => {
+      const { id, error, buffer } = data?.regardAnswer ?? {}, one = source === parent ? this.waiting.get(id) : null;
+      if (!one) return;
+      this.waiting.delete(id);
+      if (error || !buffer) one.failed(new Error(error ?? "the kernel has not answered"));
+      else one.done(readArrays(buffer));
+    });
+  }
+  arrays(path, fields) {
+    const id = crypto.getRandomValues(new Uint32Array(2)).join(".");
+    return new Promise((done, failed) => {
+      this.waiting.set(id, { done, failed });
+      parent.postMessage({ regardAsk: { id, path, fields } }, "*");
+    });
+  }
+  vectors() { return readBlock(document.getElementById("regard-vectors").textContent); }
 }
 
 // Weights of a window that the server computed, with its queries and keys where scores are their products.

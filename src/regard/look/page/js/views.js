@@ -1,7 +1,7 @@
 // The views in the order of their tabs, and the start of the page.
 
 import { inflate, inflateBytes, unpack } from "./data.js";
-import { Server, waiting } from "./served.js";
+import { Kernel, Server, waiting } from "./served.js";
 import { Page } from "./page.js";
 import { spotlight } from "./spotlight.js";
 import { story } from "./story.js";
@@ -68,7 +68,10 @@ export const VIEWS = {
 
 export async function show(root, base64, look) {
   try {
-    if (!look) return new Page(root, unpack(await inflate(base64)));
+    if (!look) {
+      const own = unpack(await inflate(base64));
+      return new Page(root, own.served?.kernel && parent !== window ? { ...own, server: new Kernel() } : own);
+    }
     const server = new Server(look), header = unpack(await inflateBytes(await server.data((how) => waiting(root, how))));
     document.title = header.title;
     return new Page(root, { ...header, server });
