@@ -518,6 +518,8 @@ def test_the_pictures_of_the_readme_are_there_and_small() -> None:
         "square.png",
         "heads.png",
         "long.png",
+        "story.png",
+        "compare.png",
     } <= set(names)
     assert max(names.values()) <= 150_000
 
