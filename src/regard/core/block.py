@@ -75,6 +75,11 @@ def _indices(where: Where, device: torch.device) -> Tensor:
     return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where
 
 
+def shifted(positions: Where, start: int) -> Where:
+    """The same positions counted from `start` places earlier."""
+    return slice(positions.start + start, positions.stop + start) if isinstance(positions, slice) else positions + start
+
+
 def take(tensor: Tensor, axis: int, where: Where) -> Tensor:
     """Rows of a tensor along one axis: a view for a slice, a copy for indices, itself if it broadcasts there."""
     if tensor.shape[axis] == 1:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, take
+from .block import MatrixBlock, shifted, take
 from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
 from .mask_functions import mask_call
@@ -331,15 +331,11 @@ class Cropped(Mask):
     structured = False
 
     def visible(self, block: MatrixBlock) -> Tensor:
-        rows, cols = _shift(block.rows, self.row_start), _shift(block.cols, self.key_start)
+        rows, cols = shifted(block.rows, self.row_start), shifted(block.cols, self.key_start)
         return self.of.visible(MatrixBlock(rows, cols, block.offset - self.row_start + self.key_start, block.device))
 
     def narrow(self, rows: slice) -> Mask:
         return Cropped(self.of, self.row_start + rows.start, self.key_start)
-
-
-def _shift(where: slice | Tensor, start: int) -> slice | Tensor:
-    return slice(where.start + start, where.stop + start) if isinstance(where, slice) else where + start
 
 
 @register_node
