@@ -515,7 +515,7 @@ def test_a_file_where_a_folder_must_be_and_the_other_way_round(text, tmp_path):
 
 def test_nothing_is_pickled(finished_run):
     assert sorted(path.name for path in finished_run.iterdir()) == [
-        "history.json", "last.safetensors", "model.safetensors", "settings.json", "tokenizer.json",
+        "history.json", "last.safetensors", "model.safetensors", "patterns.safetensors", "settings.json", "tokenizer.json",
     ]  # fmt: skip
     for path in finished_run.iterdir():
         if path.suffix == ".json":

@@ -38,14 +38,12 @@ class Mask:
     positional: ClassVar[bool] = False
     #: Whether the intervals of a mask that is broadcast to a matrix are exact.
     structured: ClassVar[bool] = True
-    #: Whether every query sees the key at its own position.
-    sees_itself: ClassVar[bool] = False
+    sees_itself: ClassVar[bool] = False  #: Whether every query sees the key at its own position.
     #: What exact intervals are computed from; None where they may be inexact.
     interval_source: ClassVar[Literal["positions", "tensors"] | None] = None
     #: Whether a row sees one interval and all of it, as far as is certain without reading tensors.
     is_one_interval: ClassVar[bool] = False
-    #: Whether all rows see the same keys.
-    rows_alike: ClassVar[bool] = False
+    rows_alike: ClassVar[bool] = False  #: Whether all rows see the same keys.
     #: Whether the mask is a Python function, which has no tensor until its cells are evaluated.
     is_function: ClassVar[bool] = False
 
