@@ -7,6 +7,7 @@ downloaded.
 
 from __future__ import annotations
 
+import doctest
 import os
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 import regard
 from regard.look.loading import BUNDLED, load_model, look_at
+from regard.look.svg_elements import HUES, PALE, document, rect, text_element
 from regard.look.word_vectors import word_vectors
 
 SENTENCE = "The animal didn't cross the street because it was too tired"
@@ -28,7 +30,8 @@ PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "spotlight": ("spotlight", [], 700, False),
     "spotlight-dark": ("spotlight", [], 700, True),
     "walk": ("walk", [("click", "dot-13")], 880, False),
-    "play": ("play", [], 1060, False),
+    "story": ("story", [("click", "chapter-3")], 900, False),
+    "play": ("play", [("click", "forbid-13")], 1060, False),
     "square": ("square", [], 1000, False),
     "heads": ("overview", [], 720, False),
 }
@@ -43,8 +46,15 @@ def main() -> None:
     view = look_at(SENTENCE, model).show("it", title=SENTENCE, model=BUNDLED, word_vectors=vectors)
     view.save(FOLDER / "it.svg")
     _photograph(view, PAGES)
+    wide = look_at(SENTENCE.replace("tired", "wide"), model)
+    changes = regard.compare(look_at(SENTENCE, model), wide, names=("tired", "wide"))
+    _photograph(
+        changes.show(word="it", title="What “it” looks at, before tired and before wide"),
+        {"compare": ("", [], 900, False)},
+    )
     _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 940, False)})
     (FOLDER / "patterns.svg").write_text(_patterns())
+    (FOLDER / "losses.svg").write_text(_curves())
     for path in sorted(FOLDER.iterdir()):
         size = path.stat().st_size
         print(f"{size:8,d}  {path.name}")
@@ -55,14 +65,44 @@ def main() -> None:
 def _patterns() -> str:
     """Two layers of heads made by hand, one pattern each, as in docs/uses.md."""
     t, at = 96, torch.arange(96)
-    asked = [at, at - 1, at * 0, at - 3, at, at]
+    targets = [at, at - 1, at * 0, at - 3, at, at]
     strength = [9.0, 4.0, 9.0, 4.0, 3.0, 0.0]
     keys = torch.eye(t)
-    queries = torch.stack([s * keys[x.clamp(min=0)] for s, x in zip(strength, asked, strict=True)])
-    made = regard.weights(3 * queries, keys.expand(6, t, t), score="dot", mask=regard.causal())
+    queries = torch.stack([s * keys[x.clamp(min=0)] for s, x in zip(strength, targets, strict=True)])
+    exact = regard.weights(3 * queries, keys.expand(6, t, t), score="dot", mask=regard.causal())
     slopes = torch.tensor([0.02, 0.05, 0.1, 0.2, 0.4, 0.8])
     near = regard.weights(torch.zeros(6, t, 4), mask=regard.causal(), score=regard.Dot().alibi(slopes))
-    return regard.look.draw_patterns(regard.patterns.classify([made, near]), title="Two layers made by hand")
+    return regard.look.draw_patterns(regard.patterns.classify([exact, near]), title="Two layers made by hand")
+
+
+def _curves() -> str:
+    """The curves of docs/uses.md, which its own lines train."""
+    names: dict[str, Any] = {}
+    for example in doctest.DocTestParser().get_examples((FOLDER.parent / "uses.md").read_text()):
+        exec(compile(example.source, "uses.md", "exec"), names)
+        if "curves" in names:
+            break
+    width, height, gap = 270.0, 110.0, 44.0
+    elements = []
+    for n, (title, lines) in enumerate(names["curves"].items()):
+        left, top = 24 + (n % 2) * (width + gap), 40 + (n // 2) * (height + gap + 8)
+        largest = max(float(line.max()) for line in lines.values())
+        frame = f'fill="none" stroke="{PALE}" stroke-opacity="0.4"'
+        elements += [text_element(left, top - 12, title, 12, bold=True), rect(left, top, width, height, frame)]
+        elements.append(text_element(left + width + 4, top + 10, f"{largest:.2g}", 10, PALE))
+        elements.append(text_element(left + width + 4, top + height, "0", 10, PALE))
+        for m, (name, line) in enumerate(lines.items()):
+            hue = HUES[1 - m]
+            at = [
+                (left + width * x / (len(line) - 1), top + height * (1 - float(y) / largest))
+                for x, y in enumerate(line)
+            ]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+            elements.append(f'<polyline points="{path}" fill="none" stroke="{hue}" stroke-width="2"/>')
+            elements.append(text_element(left + 6 + 70 * m, top + height + 15, name, 11, hue))
+    described = "Curves of sixty steps of training for each of four losses."
+    across, down = 48 + 2 * width + gap + 30, 2 * (height + gap + 8) + 30
+    return document("Losses on attention at work", described, across, down, elements)
 
 
 def _long() -> regard.Weights:
@@ -85,7 +125,9 @@ def _photograph(view: Any, pages: dict[str, tuple[str, list[tuple[str, str]], in
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--headless", "--no-sandbox", "--disable-gpu"])
         for name, (tab, acts, height, dark) in pages.items():
             scheme = "dark" if dark else "light"
-            page = browser.new_page(viewport={"width": 1100, "height": height}, color_scheme=scheme)
+            page = browser.new_page(
+                viewport={"width": 1100, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+            )
             page.goto(path.as_uri())
             page.wait_for_selector("main section.view")
             if tab:
