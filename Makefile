@@ -24,7 +24,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn bench-page clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn bench-page small-model clean
 
 setup: $(READY)
 
@@ -116,6 +116,10 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench.cpu
+
+# The model of the package, trained again: ten minutes on a CPU, or one on a GPU.
+small-model: $(READY)
+	$(BIN)/python -m bench.small_model
 
 # The pictures of README and docs, drawn in Debian's Chromium.
 pictures: $(READY)

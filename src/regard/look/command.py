@@ -60,7 +60,8 @@ A page that opens anywhere, a picture for a paper, a recording to look at again:
 The atlas of a corpus run, as regard corpus leaves it:
   regard look run/ --out atlas.html
 
-Without --model it is the bundled all-MiniLM-L6-v2, offline. Without --word an overview is shown."""
+Without --model it is all-MiniLM-L6-v2 where installed, else regard-small; both offline.
+Without --word an overview is shown."""
 
 WALK = """\
 In the head that ties the word to another one most, or in one that is named:

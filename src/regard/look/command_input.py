@@ -30,7 +30,8 @@ class Input:
 
     @property
     def notes(self) -> list[str]:
-        return cut_note(self.cut)
+        own = [self.model.note] if self.model is not None and self.model.note else []
+        return [*own, *cut_note(self.cut)]
 
 
 def cut_note(cut: tuple[int, int] | None) -> list[str]:

