@@ -10,6 +10,7 @@
 # make lint   formatting, lint and types, also those of a user's file; make lint-pyright the latter under pyright
 # make docs   the documentation as a site, into site/; fails on every warning
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
+# make bench-page  the page of 100,000 tokens: saving, opening, zooming, tiles of the server (needs Chromium; minutes)
 # make test-gpu, make bench-gpu  the same for the triton engine, on a machine with an NVIDIA GPU
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn bench-page clean
 
 setup: $(READY)
 
@@ -123,6 +124,9 @@ pictures: $(READY)
 # DATA: a folder with tinyshakespeare.txt and multi30k.{train,val}.{en,de}.
 bench-learn: $(READY)
 	$(BIN)/python -m bench.learn cpu $(DATA)
+
+bench-page: $(READY)
+	$(BIN)/python -m bench.page
 
 clean:
 	rm -rf $(VENV) site

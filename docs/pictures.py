@@ -30,7 +30,8 @@ PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "spotlight": ("spotlight", [], 700, False),
     "spotlight-dark": ("spotlight", [], 700, True),
     "walk": ("walk", [("click", "dot-13")], 880, False),
-    "play": ("play", [], 1060, False),
+    "story": ("story", [("click", "chapter-3")], 900, False),
+    "play": ("play", [("click", "forbid-13")], 1060, False),
     "square": ("square", [], 1000, False),
     "heads": ("overview", [], 720, False),
 }
@@ -45,6 +46,12 @@ def main() -> None:
     view = look_at(SENTENCE, model).show("it", title=SENTENCE, model=BUNDLED, word_vectors=vectors)
     view.save(FOLDER / "it.svg")
     _photograph(view, PAGES)
+    wide = look_at(SENTENCE.replace("tired", "wide"), model)
+    changes = regard.compare(look_at(SENTENCE, model), wide, names=("tired", "wide"))
+    _photograph(
+        changes.show(word="it", title="What “it” looks at, before tired and before wide"),
+        {"compare": ("", [], 900, False)},
+    )
     _photograph(_long().show(1500, title="A causal head over 3,000 tokens"), {"long": ("", [], 940, False)})
     (FOLDER / "patterns.svg").write_text(_patterns())
     (FOLDER / "losses.svg").write_text(_curves())
@@ -118,7 +125,9 @@ def _photograph(view: Any, pages: dict[str, tuple[str, list[tuple[str, str]], in
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--headless", "--no-sandbox", "--disable-gpu"])
         for name, (tab, acts, height, dark) in pages.items():
             scheme = "dark" if dark else "light"
-            page = browser.new_page(viewport={"width": 1100, "height": height}, color_scheme=scheme)
+            page = browser.new_page(
+                viewport={"width": 1100, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+            )
             page.goto(path.as_uri())
             page.wait_for_selector("main section.view")
             if tab:

@@ -25,7 +25,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 #: Empty dicts of modules that are filled at import and hold no results.
-REGISTRIES = {"_MASK_FUNCTIONS", "_NODES", "STORABLE", "_HEALTH", "forced"}
+REGISTRIES = {"_MASK_FUNCTIONS", "_KINDS", "_NODES", "STORABLE", "_HEALTH", "forced"}
 
 
 def module(path: Path) -> str:

@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 
+import regard
 from regard.core.masks import Documents, Geometry, causal
-from regard.engines import replay
+from regard.engines import numba, replay
 from regard.engines.replay import record_launch, replay_or_record
 
 
@@ -355,3 +356,30 @@ def test_documents_known_to_be_in_runs_are_noted_down(contiguous: bool | None):
         ids = torch.tensor([[0, 0, n, 4, 4], [n, 3, 3, 3, 3]])
         same(ask(ids), how(ids))
         assert ask.times == (min(n + 1, 2) if contiguous else n + 1)
+
+
+def test_a_question_is_replayed_for_its_own_score_mask_and_statistics(monkeypatch):
+    """Third and fourth turns are replayed: other numbers, and questions of the same shapes between."""
+    monkeypatch.setattr(numba, "enabled", False)  # the compiled tiles write without an operator that could be recorded
+    questions = [
+        ({}, ("lse", "entropy")),
+        ({"mask": regard.causal()}, ("lse", "entropy")),
+        ({"mask": regard.causal()}, ("entropy", "received")),
+        ({"mask": regard.causal(), "score": "dot"}, ("lse", "entropy")),
+        ({"score": "cosine"}, ("lse", "entropy")),
+        ({"mask": regard.padding(torch.tensor([3, 5]))}, ("lse", "entropy")),
+    ]
+    for seed in range(4):
+        torch.manual_seed(seed)
+        q, k, v = torch.randn(3, 2, 3, 5, 4).unbind(0)
+        for options, names in questions:
+            ours, right = (
+                regard.weights(q, k, engine=engine, **options).see(*names, values=v)
+                for engine in ("blockwise", "reference")
+            )
+            for name in (*names, "y"):
+                torch.testing.assert_close(getattr(ours, name), getattr(right, name))
+    played = [key[0] for key, tape in replay.TAPES.items() if type(tape) is replay.Tape]
+    assert (
+        sum(key[0] == "question" for key in played) == 5
+    )  # the intervals of a mask of tensors are cached with the mask

@@ -376,12 +376,25 @@ def test_beyond_shows_what_exceeds_its_place_and_not_the_sink(show: Any) -> None
     ready(shown)
     shown.choose("mode", "beyond")
     drawn(shown)
-    assert "exceeds what its key, or its distance, gets" in shown.text("[data-read=level]")
+    assert "exceeds an equal share, and what its key or its distance gets" in shown.text("[data-read=level]")
     y, x = darkest(ready(shown))
     assert (y, x) == (pytest.approx(500.5 / 600, abs=0.01), pytest.approx(200.5 / 600, abs=0.01))
     sink = shown.ask("[300, 400].map((i) => page.head.stored.exact.weight(i, 0) - page.head.stored.expected(i, 0))")
     assert all(abs(beyond) < 0.05 for beyond in sink)
     assert shown.ask("location.hash.includes('m=beyond')")
+
+
+def test_beyond_leaves_the_first_rows_of_a_causal_text_pale(show: Any) -> None:
+    """They see few words, and give each of them much, whatever the head does."""
+    numbers = torch.Generator().manual_seed(4)
+    shown = ready(show(regard.weights(0.1 * torch.randn(1, 600, 8, generator=numbers), mask=regard.causal()).show(500)))
+    source = "page.head.stored"
+    assert shown.ask(f"{source}.exact.weight(0, 0)") == pytest.approx(1, abs=1e-3)
+    first = shown.ask(
+        f"[0, 1, 5, 30].flatMap((i) => [0, i].map((j) => {source}.exact.weight(i, j) - {source}.expected(i, j)))"
+    )
+    assert max(first) < 0.02
+    assert shown.ask(f"{source}.beyond(0, 0)") < 0.02
 
 
 def test_the_story_of_a_window_is_told(middle: tuple[regard.Weights, View], show: Any) -> None:

@@ -518,5 +518,37 @@ def test_the_pictures_of_the_readme_are_there_and_small() -> None:
         "square.png",
         "heads.png",
         "long.png",
+        "story.png",
+        "compare.png",
     } <= set(names)
     assert max(names.values()) <= 150_000
+
+
+def test_modules_of_the_page_import_what_they_use_and_share_no_name() -> None:
+    """The modules become one script, in which a forgotten import would not be noticed."""
+    folder = Path(page_html.__file__).parent / "js"
+    sources = {name: (folder / f"{name}.js").read_text() for name in page_html._MODULES}
+    assert {path.stem for path in folder.glob("*.js")} == set(sources), "every file is in the page"
+    declared: dict[str, str] = {}
+    exported: dict[str, str] = {}
+    for name, text in sources.items():
+        for line in re.findall(r"^(?:export )?(?:async )?(?:function\*?|class|const|let) .*", text, flags=re.M):
+            names = re.match(
+                r"(?:export )?(?:async )?(?:function\*?|class|const|let) (\w+|\[[^\]]*\]|\{[^}]*\})", line
+            )[1]
+            more = re.findall(r", ([A-Z_]+) = [\d.]+", line)  # several numbers in one declaration
+            for one in [*re.findall(r"\w+", names), *more]:
+                assert one not in declared, f"{one} is declared in {declared[one]} and in {name}"
+                declared[one] = name
+                if line.startswith("export"):
+                    exported[one] = name
+    for name, text in sources.items():
+        imports = {one: module for names, module in re.findall(r'^import \{([^}]*)\} from "\./(\w+)\.js";', text, flags=re.M) for one in re.findall(r"\w+", names)}  # fmt: skip
+        for one, module in imports.items():
+            assert exported.get(one) == module, f"{name} imports {one} from {module}"
+        code = re.sub(r"^import .*|//.*|\"[^\"\n]*\"", "", text, flags=re.M)
+        for one, module in exported.items():
+            if module != name and one not in imports and len(one) > 4:
+                used = re.search(rf"(?<![\w.$]){one}\(", code)
+                own = re.search(rf"(?:const|let|\(|,|\{{) *{one} *(?:=|\)|,|\}}|:)|\n  {one}\(", code)
+                assert not used or own, f"{name} uses {one} of {module} without importing it"

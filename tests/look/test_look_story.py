@@ -44,6 +44,8 @@ def test_the_chapters_are_those_of_the_documents_with_the_numbers_of_the_head(na
     assert tell(narrated, 3) == pytest.approx(scores, abs=2e-2)  # of queries and keys in 16 bits
     assert tell(narrated, 4) == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)
     assert "“it” gives “tired” 0.694" in narrated.text(".telling")
+    table = narrated.opened_table(".story details.behind")
+    assert [number(row[3]) for row in table] == pytest.approx(head.row(IT).tolist(), abs=5.1e-4)
     y = head.row(IT) @ seen.layers[2].values[0, 1]
     mixed = tell(narrated, 5)
     assert mixed[:15] == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)

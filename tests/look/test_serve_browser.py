@@ -107,6 +107,10 @@ def test_any_row_and_any_window_can_be_read(opened: Any, server: PageServer, sub
     here = shown.ask(f"page.head.at({ROW} - {span[0]}, {KEY} - {span[2]})")
     assert here == pytest.approx(float(subject[0, ROW, KEY]), rel=1e-3)
     assert not shown.ask(f"page.head.visible({ROW} - {span[0]}, {KEY + 1} - {span[2]})")
+    assert "win=" in shown.tab.url
+    shown.tab.reload()
+    shown.tab.locator("section.view.cross").wait_for()
+    assert shown.ask("page.stack.window") == span, "a reload leads to the same window"
 
 
 def test_a_typed_sentence_opens_its_own_page_and_the_address_has_no_word_of_it(opened: Any) -> None:

@@ -52,6 +52,7 @@ CASES = {
     "dynamic": ("llama", "LlamaForCausalLM", {}),
     "dynamic, eager": ("llama", "LlamaForCausalLM", {"attention": "eager"}),
     "static": ("llama", "LlamaForCausalLM", {"cache_implementation": "static"}),
+    "static, eager": ("llama", "LlamaForCausalLM", {"attention": "eager", "cache_implementation": "static"}),
     "window": ("mistral, window 4", "MistralForCausalLM", {}),
     "static window": ("mistral, window 4", "MistralForCausalLM", {"cache_implementation": "static"}),
     "window and global layers": ("gemma3, window", "Gemma3ForCausalLM", {}),

@@ -263,6 +263,7 @@ BUGS = [
     Bug("chains: negative relevance counts", "core/row_stats.py", "(relevance.clamp(min=0) if self.positive else relevance)", "relevance", ("chains",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
+    Bug("replay: a question is replayed for another matrix", "core/evaluation.py", 'key = "question", self._spec, spec,', 'key = "question", spec,', ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),
     Bug("replay: a part is taken for the tensor at its address", "engines/replay.py", "elif of is None or self._place_in(x, of) != self.places[cached]:", "elif False:", ("replay",)),
     Bug("replay: a view begins where its tensor does", "engines/replay.py", "at[place[0]] + place[1]", "at[place[0]]", ("replay",)),
@@ -272,6 +273,7 @@ BUGS = [
     Bug("replay: users' functions are replayed", "engines/replay.py", "if cached is None and is_constant(key):", "if cached is None:", ("replay",)),
     # engines/numba: compiled tiles.
     Bug("numba: a new maximum does not shrink the sum", "engines/numba/kernels/forward.py", "    l[r] *= alpha\n", "    pass\n", ("bound",)),
+    Bug("numba: lse is the logarithm of the sum alone", "engines/numba/kernels/forward.py", "np.float64(m[r]) + np.log(np.float64(l[r]))", "np.log(np.float64(l[r]))", ("bound",)),
     Bug("numba: a new maximum does not shift the entropy", "engines/numba/kernels/forward.py", "t[r] = alpha * (t[r] + shift * l[r])", "t[r] = alpha * t[r]", ("bound",)),
     Bug("numba: a new maximum does not shrink the output", "engines/numba/kernels/forward.py", "scale_(carray(floats_at(T.y + 4 * out * T.E), T.E), T.E, alpha)", "pass", ("bound",)),
     Bug("numba: the tile to the left leaks into the output", "engines/numba/kernels/forward.py", "                zero_(row, 0, a)\n", "                pass\n", ("bound",)),

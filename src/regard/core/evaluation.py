@@ -40,6 +40,9 @@ _RAW_OUTPUTS = {
 #: Products of two matrices, by the names of PyTorch's functions.
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
 
+#: Every kind of lazy matrix by its name: Dynamo of 2.6 makes objects only of classes that it can look up.
+_KINDS: dict[str, type] = {}
+
 
 class LazyMatrix:
     """Factors, an engine and the results that are still valid. No weight is stored."""
@@ -48,6 +51,10 @@ class LazyMatrix:
     _remembers = True
     #: Whether the matrix takes part in products with `@`.
     multiplies: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _KINDS[cls.__name__] = cls
 
     def __init__(
         self,
@@ -103,7 +110,9 @@ class LazyMatrix:
 
     def _with(self, factors: Factors, **changes: Any) -> Self:
         options = {"one_head": self._one_head, "tokens": self._tokens}
-        return type(self)(factors, self._engine, **{**options, **changes})
+        registered = _KINDS.get(type(self).__name__)
+        kind: Any = registered if registered is type(self) else type(self)
+        return kind(factors, self._engine, **{**options, **changes})
 
     def _select(self, picks: list[Pick]) -> Self:
         """Chosen sequences and heads: one pick for each axis before the last two."""

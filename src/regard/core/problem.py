@@ -246,7 +246,7 @@ class Problem:
         """The same with zeros for keys that are not `seen` (b|1, j)."""
         modifiers = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
         blanked = replace_fields(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers)
-        if "intervals" in vars(self):  # a cached property, with the same value
+        if not is_tracing() and "intervals" in vars(self):  # a cached property, with the same value
             vars(blanked)["intervals"] = self.intervals
         return blanked
 

@@ -124,14 +124,15 @@ def _train(args: argparse.Namespace, train: Any) -> int:
     from .progress import Silent, open_progress
     from .training import Diverged
 
-    progress = open_progress() if os.environ.get("RANK", "0") == "0" else Silent()  # torchrun: the first alone reports
+    first = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun: it alone reports
+    progress = open_progress() if first else Silent()
     try:
         result = train(progress)
     except Diverged as error:
         progress.note(f"regard: {error}")
         return 1
     if result.finished:
-        args.finished_run = result.folder
+        args.finished_run = result.folder if first else None
         next_verb = "generate" if hasattr(args, "file") else "translate"
         rest = '--prompt "…"' if next_verb == "generate" else '"…"'
         progress.note(

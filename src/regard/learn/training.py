@@ -315,7 +315,7 @@ class _Training:
         for part, share, travels in self.replicas.own_parts(parts):
             with self.replicas.syncing(self.replica, travels):
                 with self._precision():
-                    if watching and not heads:  # hooks do not fire in compiled code: this part runs eagerly
+                    if watching and self.replicas.first and not heads:  # hooks do not fire in compiled code
                         partial, heads = self._watched_loss(part)
                     else:
                         torch.compiler.cudagraph_mark_step_begin()

@@ -47,8 +47,9 @@ class CachedGeneration:
         w = first.w
         self.steps = 1
         if w is not None:
-            self.rows_of_w = [w]
-            self.start, self.total = w.shape[-1] - w.shape[-2], w.shape[-1]
+            end = w.shape[-1] if cross or w.shape[-1] == w.shape[-2] else _filled_slots(w)
+            self.rows_of_w = [w[..., :end]]
+            self.start, self.total = end - w.shape[-2], end
             return
         assert first.q is not None
         assert first.k is not None
@@ -164,7 +165,10 @@ class CachedGeneration:
     def _extend_dense(self, w: Tensor | None) -> None:
         if w is None or w.shape[:2] != self.rows_of_w[0].shape[:2]:
             raise CannotStitch("some steps have computed weights and others queries and keys, or the batch changes")
-        if w.shape[-1] != (self.total if self.cross else self.total + w.shape[-2]):
+        end = self.total if self.cross else self.total + w.shape[-2]
+        if w.shape[-1] > end and _filled_slots(w) == end:  # a static cache has unused slots behind
+            w = w[..., :end]
+        if w.shape[-1] != end:
             raise CannotStitch(
                 "its weights were computed over a part of the keys (a cache that keeps a window), and without keys "
                 'their positions are not known; attn_implementation="sdpa" records queries and keys'
@@ -217,6 +221,12 @@ class CachedGeneration:
             row += part.shape[2]
         steps = tuple(step for step in score.modifiers if not hasattr(step, "tensor"))
         return dataclasses.replace(score, modifiers=steps).bias(stitched)
+
+
+def _filled_slots(w: Tensor) -> int:
+    """The number of keys up to the last one with a weight in the last row, which sees its own position."""
+    seen = (w[:, :, -1] != 0).flatten(0, -2).any(0).nonzero()
+    return int(seen[-1]) + 1 if len(seen) else w.shape[-1]
 
 
 def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:

@@ -48,7 +48,7 @@ def exact_rounds(scores, row, i, b, h, mask, sizes, pitch, MASK: tl.constexpr, N
         x = x + (unsigned_order(s, shown),)  # type: ignore[assignment]  # noqa: RUF005 (a star is not of Triton's language)
     values, keys = (), ()
     for _ in tl.static_range(N):
-        best = x[0]
+        best = x[0]  # type: ignore[misc]
         for c in tl.static_range(1, CHUNKS):
             best = tl.maximum(best, x[c])
         top = tl.max(best, 1)
@@ -110,7 +110,7 @@ def short_rows_kernel(
             k = c * 32 + tl.arange(0, 32)
             out = received + tl.program_id(0).to(tl.int64) * pitch + k
             tl.store(out, tl.sum(tl.where(shown, w, 0.0), 0), mask=k < pitch)
-    best = x[0]
+    best = x[0]  # type: ignore[misc]
     for c in tl.static_range(1, CHUNKS):
         best = tl.maximum(best, x[c])
     last = tl.max(best, 1)

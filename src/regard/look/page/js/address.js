@@ -48,14 +48,16 @@ export function readAddress(page, hash) {
 const indexOrFirst = (text, length) => { const n = Number(text ?? 0); return Number.isInteger(n) && n >= 0 && n < length
   ? n : 0; };
 
-// A window of a long input exists once its queries and keys are there; until then it is remembered.
+// A window of a long input exists once its queries and keys are there, or once a server has sent it; until then it is
+// remembered.
 function windowOf(page, fields) {
   const [n, i0, i1, j0, j1] = naturals(fields.get("win")), base = page.book.stacks[n];
   if (!base?.long || !(i0 < i1 && i1 <= base.rows.length && j0 < j1 && j1 <= base.cols.length && i1 - i0 <= 300
     && j1 - j0 <= 300)) return null;
-  if (!base.heads.some((head) => head.stored.exact)) return null;
   const there = page.book.stacks.find((stack) => stack.window && String(stack.window) === String([i0, i1, j0, j1]));
-  return there ?? page.addWindow(base, [i0, i1, j0, j1]);
+  if (there || base.heads.some((head) => head.stored.exact)) return there ?? page.addWindow(base, [i0, i1, j0, j1]);
+  page.fetchWindow(base, [i0, i1, j0, j1]);
+  return null;
 }
 
 function readMap(page, { rows, cols }, fields) {

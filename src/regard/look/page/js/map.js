@@ -65,7 +65,7 @@ export class MatrixMap {
   level({ exact, missing, served, level }) {
     const { error, bits, isExact } = this.source.exact ?? {}, [r, c] = this.source.tiles;
     const what = { mean: "the share of a row that falls into a cell, on average", max: "the largest weight in a cell",
-      beyond: "by how much the largest weight in a cell exceeds what its key, or its distance, gets on average" }[this.own.mode];
+      beyond: "by how much the largest weight in a cell exceeds an equal share, and what its key or its distance gets on average" }[this.own.mode];
     if (served) return servedLevel(served, level, missing, what);
     if (exact && missing) return "computing exact weights …";
     const off = `weights from q and k of ${bits} bits, off by at most ${weightText(100 * error)} % of their value`;

@@ -81,6 +81,19 @@ export class Page {
     this.chooseViews();
     return stack;
   }
+  // A window that the address names, from the server; then the address is read once more.
+  async fetchWindow(base, span) {
+    if (!this.server || this.fetching || this.header.vectors?.length) return;
+    const hash = this.fetching = location.hash, head = base.heads[0];
+    try {
+      head.stored.window = await this.server.window(head, span);
+      this.addWindow(base, span);
+      readAddress(this, hash);
+      this.frame();
+      this.open(this.state.view, false);
+    } catch { /* the map is shown */ }
+    this.fetching = null;
+  }
   async openWindow(head, ...span) {
     if (!head.stored.exact) {
       for (const one of head.stack.heads) one.stored.window = null; // of another window

@@ -21,40 +21,43 @@ export class Stored {
   }
   // The largest weight in a tile.
   most(a, b) { return this.largest[a * this.tiles[1] + b]; }
-  // What a weight is expected to be for its place alone: the mean of its key over the rows that see it or, of one
-  // sequence, the mean at its distance, whichever is more. Distances are those of tiles.
+  // What a weight is expected to be for its place alone: an equal share of the keys that its row sees, the mean of its
+  // key over the rows that see it or, of one sequence, the mean at its distance, whichever is most. What is seen, and how
+  // far it is, is known by tiles.
   expected(i, j) {
     const { keys, distances } = this.habits, [r, c] = this.tiles, { head } = this;
-    const key = clamp(Math.floor(j), 0, head.j - 1);
-    if (!head.stack.same) return keys[key];
-    return Math.max(keys[key], distances[Math.floor((key * c) / head.j) - Math.floor((clamp(Math.floor(i), 0,
-      head.i - 1) * r) / head.i) + r]);
+    const key = clamp(Math.floor(j), 0, head.j - 1), row = clamp(Math.floor(i), 0, head.i - 1), a = Math.floor((row * r) / head.i);
+    const most = Math.max(keys[key], this.equalShare(row, a));
+    return head.stack.same ? Math.max(most, distances[Math.floor((key * c) / head.j) - a + r]) : most;
   }
+  // The first rows of a causal text see as many keys as there are words so far.
+  equalShare(row, a) { return 1 / Math.max(1, Math.min(this.habits.sees[a], this.settled ? row + 1 : Infinity)); }
   get habits() {
     if (this._habits) return this._habits;
     const [r, c] = this.tiles, { i, j } = this.head, size = (n, tiles, length) => edge(n + 1, tiles, length) - edge(n,
       tiles, length);
-    const seen = new Float64Array(c), total = new Float64Array(r + c), cells = new Float64Array(r + c);
+    const seen = new Float64Array(c), sees = new Float64Array(r), total = new Float64Array(r + c), cells = new Float64Array(r + c);
     for (let a = 0; a < r; a++) for (let b = 0; b < c; b++) {
       const weight = this.map[a * c + b];
       if (!(weight > 0)) continue;
       seen[b] += size(a, r, i);
+      sees[a] += size(b, c, j);
       total[b - a + r] += weight;
       cells[b - a + r] += size(a, r, i) * size(b, c, j);
     }
     const keys = this.received.map((x, key) => x / Math.max(1, seen[Math.floor((key * c) / j)]));
-    return (this._habits = { keys, distances: total.map((x, n) => x / Math.max(1, cells[n])) });
+    return (this._habits = { keys, sees, distances: total.map((x, n) => x / Math.max(1, cells[n])) });
   }
   // By how much the largest weight of a tile exceeds what is expected in it at most.
   beyond(a, b) {
-    const [r, c] = this.tiles, { j } = this.head;
+    const [r, c] = this.tiles, { i, j } = this.head;
     if (!this._most) {
       const { keys } = this.habits;
       this._most = Float32Array.from({ length: c }, (_, n) => keys.subarray(edge(n, c, j), edge(n + 1, c, j)).reduce((x,
         y) => Math.max(x, y), 0));
     }
     const distance = this.head.stack.same ? this.habits.distances[b - a + r] : 0;
-    return Math.max(0, this.most(a, b) - Math.max(this._most[b], distance));
+    return Math.max(0, this.most(a, b) - Math.max(this._most[b], distance, this.equalShare(edge(a, r, i), a)));
   }
   // The share that gets the strongest colour where the colours are fitted. The few tiles above it, such as the first rows
   // of a causal text, which see hardly anything else, would leave the others pale. It is at least four times the mean:

@@ -2,7 +2,7 @@
 // A position between 0 and the number of chapters says everything: the scene is a function of it.
 
 import { clamp, range } from "./numbers.js";
-import { el, svg } from "./elements.js";
+import { behind, el, svg, word } from "./elements.js";
 import { snapshot } from "./snapshot.js";
 import { CHAPTERS, SCENE_HEIGHT, scene, storyData } from "./scenes.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
@@ -22,7 +22,7 @@ export function story(page, box) {
   const playButton = button("story-play", "play", "Play the story", () => (own.playing ? stop() : play()));
   const end = el("div", { class: "chips" });
   box.append(picks, telling, el("div", { class: "player" }, button("story-back", "◀", "The chapter before", () => move(-1)), playButton,
-    button("story-next", "▶", "The next chapter", () => move(1)), scrubber), steps, end);
+    button("story-next", "▶", "The next chapter", () => move(1)), scrubber), steps, end, behind("The numbers of the story", () => storyTable(data)));
   let data = null, chapters = [];
 
   const chapterAt = (at) => clamp(Math.ceil(at - 1e-9) - 1, 0, chapters.length - 1);
@@ -94,6 +94,12 @@ export function story(page, box) {
     draw();
     if (own.at === 0 && !own.playing) glide(1);
   };
+}
+
+// What the chapters draw: products of vectors, scores, weights.
+function storyTable({ names, alike, scores, w }) {
+  const columns = [["alike", alike], ["score", scores], ["weight", w]].filter(([, values]) => values);
+  return [["word", ...columns.map(([name]) => name)], names.map((name, n) => [word(name), ...columns.map(([, values]) => values[n])])];
 }
 
 // The chapters one after the other, one a screen, without a script; printed, one a slide.
