@@ -54,8 +54,8 @@ class Machine:
 
 _H200 = {
     "forward": 571e12,
-    "second_pass": 474e12,
-    "backward": 407e12,
+    "second_pass": 481e12,
+    "backward": 440e12,
     "memory": 139 * 2.0**30,
     "memory_bandwidth": 4.1e12,
 }

@@ -286,21 +286,24 @@ class _Training:
             self.step += 1
             last = self.step == self.settings.steps
             due = last or self.step % self.settings.eval_every == 0
-            interrupted = self.replicas.any(bool(self.interrupted))
-            if watching or due or interrupted:
+            if watching or due:
                 self._require_finite(finite)
                 numbers = {"loss": float(loss), "lr": self._rate(self.step - 1)}
                 if watching and self.step > 1:
                     numbers["tokens_per_second"] = trained / (time.perf_counter() - since)
                     since, trained = time.perf_counter(), 0
-                self._report(numbers, heads, keep=watching or due)
+                self._report(numbers, heads, keep=True)
             if due:
                 began = time.perf_counter()
                 self._evaluate()
                 since += time.perf_counter() - began  # validation does not count as training time
-            elif interrupted:
-                self._save_last()
-            if interrupted:
+            # Read last: a signal that came while the step was reported ends the run at this step.
+            if self.replicas.any(bool(self.interrupted)):
+                if not (watching or due):
+                    self._require_finite(finite)
+                    self._report({"loss": float(loss), "lr": self._rate(self.step - 1)}, heads, keep=False)
+                if not due:
+                    self._save_last()
                 return
 
     def _step(self, batch: tuple[Tensor, ...], watching: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
