@@ -33,6 +33,7 @@ PACKAGES = (
 ANY = {
     "Weights.__getitem__ return": "a Weights or a Tensor, by how many axes the brackets leave alone",
     "Weights.__iter__ return": "the same",
+    "View.widget return": "an anywidget, whose class exists only where the optional package is installed",
     **{
         f"{name}.{method} return": "the same, inherited"
         for name in ("DTensorWeights", "ShardedWeights")

@@ -573,7 +573,7 @@ MISTAKES = {
     "head out of range": (["look", SENTENCE, "--word", "it", "--layer", "1", "--head", "12"], "head must be 0 to 11 in layer 1, got 12"),
     "head out of range, no word": (["look", SENTENCE, "--head", "12"], "head must be 0 to 11 in layer 0, got 12"),
     "top of none": (["look", SENTENCE, "--top", "0"], "--top takes a number from 1 on"),
-    "unknown suffix": (["look", SENTENCE, "--out", "it.png"], "a page (.html) or a picture (.svg), by the end of the name; got 'it.png'"),
+    "unknown suffix": (["look", SENTENCE, "--out", "it.gif"], "a page (.html) or a picture (.svg, .pdf, .png), by the end of the name; got 'it.gif'"),
     "no folder to write in": (["look", SENTENCE, "--out", "not/there.html"], "there is no folder not to write there.html in"),
     "other word not there, for a page": (["look", SENTENCE, "--word", "it", "--target", "dog", "--out", "it.html"], "'dog' is not among the words"),
     "no word": (["look", SENTENCE, "--word", ""], "--word takes a word of the text"),

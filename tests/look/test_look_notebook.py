@@ -60,4 +60,4 @@ def test_where_no_page_can_be_shown_there_is_the_text_of_the_terminal(outputs: l
 
 
 def test_the_notebook_stays_small(outputs: list) -> None:
-    assert len(json.dumps(outputs[0])) < 90_000
+    assert len(json.dumps(outputs[0])) < 100_000

@@ -504,8 +504,12 @@ def test_more_connections_than_allowed_are_refused_at_once(monkeypatch: pytest.M
 def test_ctrl_c_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     View(regard.weights(torch.eye(3))).save(page)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    assert main(["serve", str(page)]) == 0
+    try:
+        assert main(["serve", str(page)]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     shown = capsys.readouterr()
     assert re.match(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\n", shown.out)
     assert shown.err.strip() == "stopped"
