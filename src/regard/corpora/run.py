@@ -128,8 +128,8 @@ def corpus(
         folder = RunFolder(path, settings, facts.chunks)
         if rank == 0:
             folder.sweep()
-        todo = [] if folder.is_complete() else [n for n in share if not folder.is_done(n)]
-        parts = (_saved(folder, reader, chunk, settings) for chunk in documents.chunks() if chunk.number in set(todo))
+        todo = set() if folder.is_complete() else {n for n in share if not folder.is_done(n)}
+        parts = (_saved(folder, reader, chunk, settings) for chunk in documents.chunks() if chunk.number in todo)
         for _ in _reported(parts, len(share), progress, len(share) - len(todo)):
             pass
         folder.wait(timeout)

@@ -1,6 +1,6 @@
 """The server: four questions and one answer each, on loopback, read-only.
 
-It is the standard library's. What a framework would bring, routing and parsing of forms, is a table of six paths here,
+It is the standard library's. What a framework would bring, routing and parsing of forms, is a table of 7 paths here,
 and its limits on time, size and connections would have to be set all the same.
 """
 
