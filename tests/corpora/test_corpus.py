@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -9,6 +10,8 @@ import os
 import random
 import re
 import signal
+import time
+import traceback
 from fractions import Fraction
 
 import pytest
@@ -171,16 +174,22 @@ def run(model, texts, out=None, **options):
     return regard.corpus(model, texts, out, length=12, examples=3, **options)
 
 
-def in_child(work) -> int:
-    """The wait status of a forked process that does the work."""
+def start_child(work) -> int:
+    """The id of a forked process that does the work; an exception never leaves it, so the test runner stays with its parent."""
     pid = os.fork()
     if pid == 0:
         try:
             work()
         except BaseException:
+            traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    return os.waitpid(pid, 0)[1]
+    return pid
+
+
+def in_child(work) -> int:
+    """The wait status of a forked process that does the work."""
+    return os.waitpid(start_child(work), 0)[1]
 
 
 def test_tables_say_what_the_weights_say(model, texts):
@@ -284,28 +293,50 @@ def test_an_interrupted_run_continues(model, texts, tmp_path):
     assert -1 not in done
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 9])
 def test_ranks_write_the_same_file_as_one_process(model, texts, tmp_path, ranks, monkeypatch):
     run(model, texts, tmp_path / "one")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     out = tmp_path / "several"
-    children = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.environ["RANK"] = str(rank)
-            os._exit(0 if run(model, texts, out).documents == len(texts) else 1)
-        children.append(pid)
+
+    def one_rank(rank):
+        os.environ["RANK"] = str(rank)
+        assert run(model, texts, out, timeout=60).documents == len(texts)
+
+    children = [start_child(functools.partial(one_rank, rank)) for rank in range(ranks)]
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * ranks
     assert (out / "corpus.json").read_bytes() == (tmp_path / "one" / "corpus.json").read_bytes()
 
 
 def test_a_rank_that_never_comes_is_named(model, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TimeoutError, match=r"3 parts of other ranks did not come within 0\.3 s, the first is part 1"):
+    with pytest.raises(
+        TimeoutError, match=r"3 files of other ranks did not come within 0\.3 s, the first is part-000001"
+    ):
         run(model, texts, tmp_path, timeout=0.3)
     with pytest.raises(ValueError, match="needs a folder that all of them see"):
         run(model, texts)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(
+        TimeoutError, match=r"1 files of other ranks did not come within 0\.3 s, the first is run\.json"
+    ):
+        run(model, texts, tmp_path / "new", timeout=0.3)
+    with pytest.raises(TimeoutError, match=r"0\.3 s, the first is corpus\.json"):
+        run(model, texts, tmp_path, timeout=0.3)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_may_begin_long_after_the_other(model, texts, tmp_path, monkeypatch, late):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def one_rank(rank):
+        os.environ["RANK"] = str(rank)
+        time.sleep(0.5 * (rank == late))
+        assert run(model, texts, tmp_path, timeout=60).documents == len(texts)
+
+    children = [start_child(functools.partial(one_rank, rank)) for rank in range(2)]
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"run.json", "corpus.json"}
 
 
 def test_dropout_and_the_training_flag_change_nothing(texts):

@@ -5,14 +5,15 @@
     corpus.json       the tally of all documents
 
 Every file is written atomically and carries a checksum. Ranks share the folder and nothing else: each writes the parts
-of its own chunks, and every rank that sees all parts merges them, in any order to the same bytes.
+of its own chunks. The first rank alone writes run.json, merges the parts once all are there, and removes what is left;
+the others wait for what it writes, so no rank ever takes a file away that another one writes or reads.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,29 +42,26 @@ class RunFolder:
         path: The folder; created if it does not exist.
         settings: What determines the result.
         chunks: Number of parts.
+        rank: The rank of this process; the first begins and finishes the run.
+        timeout: Seconds without a new file before waiting for other ranks ends.
 
     Raises:
         ValueError: The folder holds a run with other settings, or something else.
+        TimeoutError: The first rank did not begin the run.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], chunks: int) -> None:
-        self.path, self.settings, self.chunks = path, settings, chunks
+    def __init__(self, path: Path, settings: dict[str, Any], chunks: int, rank: int, timeout: float) -> None:
+        self.path, self.settings, self.chunks, self.rank, self.timeout = path, settings, chunks, rank, timeout
         path.mkdir(parents=True, exist_ok=True)
         run = path / RUN
-        if run.exists():
-            _check_settings(path, _read(run)["settings"], settings)
-        elif any(not file.name.startswith(".") for file in path.iterdir()):
-            raise ValueError(
-                f"{path} must be empty or hold a corpus run; it holds something else. Choose another --out."
-            )
-        else:
+        if rank == 0 and not run.exists():
+            if any(not file.name.startswith(".") for file in path.iterdir()):
+                raise ValueError(
+                    f"{path} must be empty or hold a corpus run; it holds something else. Choose another --out."
+                )
             _write(run, {"settings": settings})
-
-    def sweep(self) -> None:
-        """Remove temporary files of writers that were killed."""
-        for name in (RUN, RESULT, PART.format(0).replace("000000", "*")):
-            for partial in partial_files(self.path / name):
-                partial.unlink(missing_ok=True)
+        self._wait_for(lambda: [] if run.exists() else [RUN])
+        _check_settings(path, _read(run)["settings"], settings)
 
     def is_done(self, chunk: int) -> bool:
         return (self.path / PART.format(chunk)).exists()
@@ -74,45 +72,47 @@ class RunFolder:
     def is_complete(self) -> bool:
         return (self.path / RESULT).exists()
 
-    def missing(self) -> list[int]:
-        """Chunks without a part."""
-        return [] if self.is_complete() else [n for n in range(self.chunks) if not self.is_done(n)]
+    def missing(self, share: range | None = None) -> list[int]:
+        """Chunks without a part, of a share or of all; none once the result is there."""
+        # Parts are removed after the result was written, so its existence is asked last.
+        chunks = [n for n in (range(self.chunks) if share is None else share) if not self.is_done(n)]
+        return [] if self.is_complete() else chunks
 
     def finish(self) -> None:
-        """Merge all parts into the result, and remove them."""
+        """Wait for the parts of all ranks; the first rank merges them into the result, the others wait for it.
+
+        Raises:
+            TimeoutError: No part, or no result, came for `timeout` seconds.
+        """
+        self._wait_for(lambda: [PART.format(n) for n in self.missing()])
+        if self.rank != 0:
+            self._wait_for(lambda: [] if self.is_complete() else [RESULT])
+            return
         if not self.is_complete():
-            try:
-                tally = merged(self._parts(), self.settings["examples"])
-            except FileNotFoundError:
-                if not self.is_complete():  # else another rank was first
-                    raise
-            else:
-                _write(self.path / RESULT, {"settings": self.settings, "tally": tally.to_json()})
+            tally = merged(self._parts(), self.settings["examples"])
+            _write(self.path / RESULT, {"settings": self.settings, "tally": tally.to_json()})
         for n in range(self.chunks):
             (self.path / PART.format(n)).unlink(missing_ok=True)
+        # All ranks have written what they write: temporary files are those of writers that were killed.
+        for name in (RUN, RESULT, PART.format(0).replace("000000", "*")):
+            for partial in partial_files(self.path / name):
+                partial.unlink(missing_ok=True)
 
     def _parts(self) -> Iterator[Tally]:
         for n in range(self.chunks):
-            path = self.path / PART.format(n)
-            if not path.exists():
-                raise FileNotFoundError(path)
-            yield Tally.from_json(_read(path)["tally"])
+            yield Tally.from_json(_read(self.path / PART.format(n))["tally"])
 
-    def wait(self, timeout: float) -> None:
-        """Wait until other ranks have written their parts.
-
-        Raises:
-            TimeoutError: No part came for `timeout` seconds.
-        """
-        missing, since = self.missing(), time.monotonic()
+    def _wait_for(self, missing_files: Callable[[], list[str]]) -> None:
+        """Wait until other ranks have written the files that are missing."""
+        missing, since = missing_files(), time.monotonic()
         while missing:
             time.sleep(POLL)
-            now = self.missing()
+            now = missing_files()
             if now != missing:
                 missing, since = now, time.monotonic()
-            elif time.monotonic() - since > timeout:
+            elif time.monotonic() - since > self.timeout:
                 raise TimeoutError(
-                    f"{len(missing)} parts of other ranks did not come within {timeout:g} s, the first is part "
+                    f"{len(missing)} files of other ranks did not come within {self.timeout:g} s, the first is "
                     f"{missing[0]}. Run the same command again: it continues from the parts in {self.path}."
                 )
 

@@ -87,7 +87,7 @@ def corpus(
         redact: Store positions alone, and no text of the documents.
         device: Where a model that is opened by name runs. Default: on a GPU, if there is one.
         progress: Called after every chunk of documents.
-        timeout: Seconds to wait for another rank's next part before a `TimeoutError`.
+        timeout: Seconds to wait for another rank's next file before a `TimeoutError`.
 
     Returns:
         The `Corpus`, the same on every rank.
@@ -125,14 +125,11 @@ def corpus(
     path.mkdir(parents=True, exist_ok=True)
     # The other ranks of this run share the folder, so the first one alone holds the lock.
     with exclusive_lock(path) if rank == 0 else contextlib.nullcontext():
-        folder = RunFolder(path, settings, facts.chunks)
-        if rank == 0:
-            folder.sweep()
-        todo = set() if folder.is_complete() else {n for n in share if not folder.is_done(n)}
+        folder = RunFolder(path, settings, facts.chunks, rank, timeout)
+        todo = set(folder.missing(share))
         parts = (_saved(folder, reader, chunk, settings) for chunk in documents.chunks() if chunk.number in todo)
         for _ in _reported(parts, len(share), progress, len(share) - len(todo)):
             pass
-        folder.wait(timeout)
         folder.finish()
     return load_corpus(path)
 
