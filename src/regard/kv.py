@@ -11,7 +11,7 @@ Scores are ``(..., kv_heads, j)``, larger is worth more; `evict` drops the rest 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ from .core.arguments import at_least_one
 from .core.weights import Weights
 
 __all__ = ["evict", "h2o", "keep", "oracle", "snapkv", "tova", "update"]
+
+
+class KVCache(Protocol):
+    """A cache of keys and values in layers, as `transformers.DynamicCache` is."""
+
+    @property
+    def layers(self) -> Sequence[object]:
+        """In the order of the model, each with `keys` and `values`."""
 
 
 def h2o(weights: Weights, mean: bool = True) -> Tensor:
@@ -149,7 +157,7 @@ def keep(scores: Tensor, n: int) -> Tensor:
     return scores.topk(n, dim=-1).indices.sort(dim=-1).values
 
 
-def evict(cache: Any, scores: Sequence[Tensor], n: int) -> None:
+def evict(cache: KVCache, scores: Sequence[Tensor], n: int) -> None:
     """Drop all but the n best keys and values of every layer from a transformers cache, in place.
 
     Later positions stay what they are: pass `position_ids` of the true positions when decoding on.
@@ -165,16 +173,15 @@ def evict(cache: Any, scores: Sequence[Tensor], n: int) -> None:
     >>> layer.keys.shape
     torch.Size([1, 2, 3, 4])
     """
-    layers = list(cache.layers)
+    layers: list[Any] = list(cache.layers)
     if len(layers) != len(scores):
         raise ValueError(
             f"evict(cache, scores) takes scores of every layer; got {len(scores)} for {len(layers)} layers."
         )
     for number, (layer, of_layer) in enumerate(zip(layers, scores, strict=True)):
-        if of_layer.shape != layer.keys.shape[:-1]:
-            raise ValueError(
-                f"evict: scores of layer {number} are {tuple(of_layer.shape)} and its keys {tuple(layer.keys.shape)}."
-            )
+        shape = tuple(layer.keys.shape)
+        if of_layer.shape != shape[:-1]:
+            raise ValueError(f"evict: scores of layer {number} are {tuple(of_layer.shape)} and its keys {shape}.")
         positions = keep(of_layer, n).unsqueeze(-1)
         for name in ("keys", "values"):
             states = getattr(layer, name)

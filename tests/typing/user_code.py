@@ -13,6 +13,7 @@ from regard import Mask, Peak, Score, Statistics, TopK, Weights
 from regard.learn import Result, Trained
 from regard.look import View, ViewOptions
 from regard.nn import Block, Encoder, LanguageModel, SelfAttention
+from regard.recorder import Layer, Recording
 
 
 def matrix(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -73,6 +74,24 @@ def training() -> None:
     assert_type(trained.ids("a cat"), Tensor)
     history = regard.learn.history("run")
     View(history).save("run.html")
+
+
+def recording(model: torch.nn.Module, x: Tensor) -> None:
+    with regard.record(model, tokens=["a", "cat"], keep="factors", layers=[0, "h.1"]) as seen:
+        model(x)
+    assert_type(seen, Recording)
+    assert_type(seen[0], Weights)
+    assert_type(seen[-1, 1], Weights)
+    assert_type(seen["h.1", 1, 0], Weights)
+    assert_type(seen.layer("h.1"), Layer)
+    for row in seen.summary():
+        assert_type(row.entropy, float)
+    assert_type(seen.show("cat", layer=1, head=0), View)
+    with regard.record(model, tokens=str), regard.record(model, tokens=(["ein"], ["a", "cat"])):
+        model(x)
+    with regard.watch(model, every=10, callback=lambda numbers, step: print(step, numbers)) as watching:
+        assert_type(watching.numbers(), dict[str, float])
+    assert_type(watching.show(title="run"), View)
 
 
 def looking(W: Weights) -> None:

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from ..chains import rollout_rows
 from ..core.row_questions import induction_targets
 from ..core.weights import Weights
 from .slicing import row_mean
+
+if TYPE_CHECKING:
+    import numpy
+    import pandas
 
 __all__ = [
     "BY",
@@ -93,7 +97,7 @@ class Table(list[Row], Generic[Row]):
         super().__init__(rows)
         self.columns = tuple(columns)
 
-    def numpy(self) -> Any:
+    def numpy(self) -> numpy.ndarray:
         """The rows as a NumPy record array.
 
         Returns:
@@ -112,14 +116,14 @@ class Table(list[Row], Generic[Row]):
         )
         return np.array([tuple(row) for row in self], dtype=kinds)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """The rows as a pandas DataFrame.
 
         Returns:
             A DataFrame with one column a title; needs pandas.
 
         Example:
-            >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).to_pandas()  # doctest: +SKIP
+            >>> Table(("layer", "head", "weight"), [HeadWeight(3, 1, 0.25)]).to_pandas()
                layer  head  weight
             0      3     1    0.25
         """

@@ -13,6 +13,8 @@ from .calls import SavedCall
 from .slicing import real_rows, sequence_of, span_of
 
 if TYPE_CHECKING:
+    import numpy
+
     from .recording import Pass
 
 __all__ = ["STATISTICS", "Layer", "TokenLists", "row_statistics"]
@@ -185,7 +187,7 @@ class Layer:
         size = self.values[item].float().norm(dim=-1)  # g j
         return w * size.repeat_interleave(w.shape[0] // size.shape[0], 0).unsqueeze(-2)
 
-    def numpy(self) -> Any:
+    def numpy(self) -> numpy.ndarray:
         """The dense weights.
 
         Returns:

@@ -29,7 +29,7 @@ from .layer import Layer, row_statistics
 from .passes import Call, OpenPass, with_encoders
 from .recording import Pass, Recording
 from .spill import Spill
-from .tokens import EmbeddedIds, label
+from .tokens import EmbeddedIds, TokensLike, label
 
 __all__ = ["Observer", "RefusedWarning", "record"]
 
@@ -47,7 +47,7 @@ class RefusedWarning(UserWarning):
 def record(
     model: nn.Module | None,
     *,
-    tokens: Any = None,
+    tokens: TokensLike | None = None,
     keep: Literal["factors", "statistics"] = "factors",
     values: bool = False,
     device: str | torch.device | None = None,
@@ -113,13 +113,13 @@ class Observer:
 
     def __init__(
         self,
-        model: Any,
-        tokens: Any,
+        model: nn.Module | None,
+        tokens: TokensLike | None,
         keep: str,
         values: bool,
         device: str | None,
         path: str | None,
-        only: Any,
+        only: list[int | str] | None,
         grad: bool,
     ) -> None:
         self.source, self.keep, self.wants_values, self.device, self.path, self.only, self.wants_grad = (
@@ -156,7 +156,9 @@ class Observer:
             tap.activate(self)
         return self.seen
 
-    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             tap.deactivate(self)
             self._end_pass()

@@ -10,10 +10,11 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from torch import Tensor
 
+from ..core.masks import Mask
 from ..core.types import KeyLike
 from ..core.weights import Weights
 from . import head_metrics
@@ -22,10 +23,15 @@ from .head_metrics import HeadKey, HeadSummary, HeadValue, HeadWeight, Table
 from .layer import STATISTICS, Layer, TokenLists
 
 if TYPE_CHECKING:
+    import pandas
+
     from ..look.options import ViewChoices
     from ..look.view import View
 
 __all__ = ["STATISTICS", "Layer", "LayerStack", "Pass", "Recording", "TokenLists"]
+
+#: What stands in the brackets of `seen[...]`: a layer, (layer, head) or (layer, head, sequence).
+LayerIndex: TypeAlias = int | str | tuple[int | str, int] | tuple[int | str, int, int]
 
 
 class LayerStack:
@@ -90,7 +96,7 @@ class LayerStack:
         places = ", ".join(f"{layer.index} ({layer.name})" for layer in matches)
         raise KeyError(f"{name!r} names {len(matches)} layers: {places}. Take one by its number.")
 
-    def __getitem__(self, key: Any) -> Weights:
+    def __getitem__(self, key: LayerIndex) -> Weights:
         if not isinstance(key, tuple):
             return self.layer(key).weights
         if not 2 <= len(key) <= 3:
@@ -199,7 +205,7 @@ class LayerStack:
         """
         return head_metrics.overview(self.layers)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pandas.DataFrame:
         """`summary` as a pandas DataFrame.
 
         Returns:
@@ -210,7 +216,7 @@ class LayerStack:
             >>> x = torch.randn(1, 3, 8)
             >>> with regard.record(model, tokens=["the", "cat", "sat"]) as seen:
             ...     y = model(x, x, x)
-            >>> list(seen.to_pandas().columns)  # doctest: +SKIP
+            >>> list(seen.to_pandas().columns)
             ['layer', 'name', 'kind', 'head', 'entropy', 'peak', 'sink']
         """
         return self.summary().to_pandas()
@@ -402,6 +408,6 @@ def _is_dense(saved: SavedCall) -> bool:
     return saved.w is not None or getattr(saved, "dense", False)
 
 
-def _brief(mask: Any) -> str:
+def _brief(mask: Mask | None) -> str:
     text = repr(mask)
     return text if len(text) <= 40 else text[:39] + "…"

@@ -6,13 +6,41 @@ Encoder and decoder are distinguished by the modules on the stack of the embeddi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["EmbeddedIds", "label"]
+__all__ = ["EmbeddedIds", "TokensLike", "label"]
+
+
+class ConvertsIds(Protocol):
+    """A tokenizer of transformers."""
+
+    def convert_ids_to_tokens(self, ids: list[int], /) -> object:
+        """The tokens of these ids."""
+
+
+class LooksUpId(Protocol):
+    """A tokenizer of the tokenizers package."""
+
+    def id_to_token(self, id: int, /) -> str | None:
+        """The token of this id."""
+
+
+class Decodes(Protocol):
+    """A tokenizer that turns ids into text."""
+
+    def decode(self, ids: list[int], /) -> object:
+        """The text of these ids."""
+
+
+#: Texts of positions: a tokenizer, a function id -> text, tokens, a list of them a sequence, or (source, target).
+TokensLike: TypeAlias = (
+    ConvertsIds | LooksUpId | Decodes | Callable[[int], str] | Sequence[str] | Sequence[Sequence[str]]
+)
 
 
 @dataclass
@@ -26,7 +54,7 @@ class EmbeddedIds:
     before: int | None = None  # tokens that came before, where a generation was cut back; None: all that did
 
 
-def label(layers: list[Any], embedded: list[EmbeddedIds], tokens: Any, model: Any) -> None:
+def label(layers: list[Any], embedded: list[EmbeddedIds], tokens: TokensLike | None, model: Any) -> None:
     """Set the tokens of every layer's rows and columns, where they are known and fit its shape.
 
     Args:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from importlib import import_module
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,10 @@ from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import Hook, batch_size, first_axes, is_compiled, remove_all
 from .observer import RefusedWarning
 from .slicing import real_rows, row_mean
+
+if TYPE_CHECKING:
+    from ..look.options import ViewChoices
+    from ..look.view import View
 
 __all__ = ["AttentionWarning", "Watch", "qk_clip", "watch"]
 
@@ -94,7 +98,14 @@ class Watch:
         >>> watching.close()
     """
 
-    def __init__(self, model: nn.Module, every: int, callback: Any, collapse: float, explode: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int,
+        callback: Callable[[dict[str, float], int], None] | None,
+        collapse: float,
+        explode: float,
+    ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"watch(model) needs an nn.Module; got {type(model).__name__}.")
         if not isinstance(every, int) or every < 1:
@@ -149,7 +160,7 @@ class Watch:
             for head, value in enumerate(values.tolist())
         }
 
-    def show(self, **options: Any) -> Any:
+    def show(self, **options: Unpack[ViewChoices]) -> View:
         """The picture: entropy share and largest score of every head over the steps.
 
         Args:
