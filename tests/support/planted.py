@@ -104,7 +104,7 @@ BUGS = [
     # corpora: sums over documents.
     Bug("a carry is lost", "corpora/exact.py", "total[..., n + 1] += total[..., n] >> BITS", "total[..., n + 1] += 0", ("corpus",)),
     Bug("diagonals are read one place off", "corpora/profile.py", "[..., 1 : r + n].flip(-1)", "[..., 0 : r + n - 1].flip(-1)", ("corpus",)),
-    Bug("distances are not squared", "corpora/profile.py", "far.double().square()", "far.double()", ("corpus",)),
+    Bug("distances are not squared", "corpora/profile.py", "distances.double().square()", "distances.double()", ("corpus",)),
     Bug("the previous token is the next one", "corpora/profile.py", "[by_distance[..., t] if t > 1", "[by_distance[..., t - 2] if t > 1", ("corpus",)),
     Bug("the first row looks at the first token", "corpora/profile.py", "firsts[..., 1:].double()", "firsts.double()", ("corpus",)),
     Bug("an example is the query itself", "corpora/profile.py", "(part.block.i == part.block.j) | (part.block.j == 0)", "part.block.j == 0", ("corpus",)),
@@ -242,8 +242,8 @@ BUGS = [
     Bug("heads: the entropy leaves the sink out", "core/row_stats.py", "return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)", "return rows", ("row statistics",)),
     Bug("heads: keys of the largest count from the strip", "core/row_stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
     Bug("gather: a key outside the strip is its first", "core/row_stats.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),
-    Bug("distances: the variance forgets its mean", "core/row_stats.py", "return (w * (far - mean) ** 2).sum(-1)", "return (w * far ** 2).sum(-1)", ("row statistics",)),
-    Bug("distances: a bin holds its upper edge", "core/row_stats.py", "(far >= a) & (far < z)", "(far > a) & (far <= z)", ("row statistics",)),
+    Bug("distances: the variance forgets its mean", "core/row_stats.py", "return (w * (distances - mean) ** 2).sum(-1)", "return (w * distances ** 2).sum(-1)", ("row statistics",)),
+    Bug("distances: a bin holds its upper edge", "core/row_stats.py", "(distances >= a) & (distances < z)", "(distances > a) & (distances <= z)", ("row statistics",)),
     Bug("patterns: the induction target is the token itself", "core/row_questions.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
     # kv.py and losses.py.
     Bug("kv: every key was seen by all rows", "kv.py", "return scores / later.clamp(min=1)", "return scores / rows", ("kv",)),

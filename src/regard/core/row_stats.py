@@ -197,9 +197,9 @@ def _distance(block: MatrixBlock) -> Tensor:
     return (block.i - block.j).abs()
 
 
-def _variance(w: Tensor, far: Tensor) -> Tensor:
-    mean = (w * far).sum(-1, keepdim=True)
-    return (w * (far - mean) ** 2).sum(-1)
+def _variance(w: Tensor, distances: Tensor) -> Tensor:
+    mean = (w * distances).sum(-1, keepdim=True)
+    return (w * (distances - mean) ** 2).sum(-1)
 
 
 @register_node
@@ -220,6 +220,6 @@ class DistanceBins(RowStatistic):
         (w,) = matrices
         return [self._binned(w, distance(w.shape[-2], w.shape[-1], self.offset, w))]
 
-    def _binned(self, w: Tensor, far: Tensor) -> Tensor:
-        inside = [(far >= a) & (far < z) for a, z in zip(self.edges[:-1], self.edges[1:], strict=True)]
+    def _binned(self, w: Tensor, distances: Tensor) -> Tensor:
+        inside = [(distances >= a) & (distances < z) for a, z in zip(self.edges[:-1], self.edges[1:], strict=True)]
         return torch.stack([(w * cells).sum(-1) for cells in inside], -1)

@@ -107,8 +107,8 @@ class Request:
     @property
     def window(self) -> Tiling | None:
         """The pooled map, where no other result needs the rows and keys outside of its part."""
-        alone = self.wants("pool") and all(name in ("pool", "norm") for name in self.names)
-        return self.tiling if alone else None
+        only_pool = self.wants("pool") and all(name in ("pool", "norm") for name in self.names)
+        return self.tiling if only_pool else None
 
 
 def required(part: T | None) -> T:

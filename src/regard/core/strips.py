@@ -81,13 +81,13 @@ def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor]
         for (value, where), total, owner, merge in zip(
             question.of_strip(strips, part), totals, owners, question.merges, strict=True
         ):
-            held = total[where]
+            so_far = total[where]
             if owner is not None:
-                larger = value > held
+                larger = value > so_far
                 owner[where] = owner[where].masked_fill(larger, n)
-                total[where] = torch.where(larger, value, held)
+                total[where] = torch.where(larger, value, so_far)
             else:
-                total[where] = torch.logaddexp(held, value) if merge == "lse" else held + value
+                total[where] = torch.logaddexp(so_far, value) if merge == "lse" else so_far + value
     return totals, owners
 
 
@@ -101,10 +101,10 @@ def _backward(
     spec, tensors = flatten((tuple(sources), question))
     zeros = [torch.zeros_like(t, dtype=_wide(t)) if n else t.new_zeros(()).expand(t.shape)
              for t, n in zip(tensors, needs, strict=True)]  # fmt: skip
-    total_sources, total_question = unflatten(spec, zeros)
+    grads_of_sources, grads_of_question = unflatten(spec, zeros)
     for n, (part, visible) in enumerate(_parts(sources)):
         local_spec, local = flatten((tuple(source.cut(part) for source in sources), question))
-        total = flatten((tuple(source.cut(part) for source in total_sources), total_question))[1]
+        grads_of_part = flatten((tuple(source.cut(part) for source in grads_of_sources), grads_of_question))[1]
         wanted = [t.detach().to(z.dtype) for t, z, need in zip(local, zeros, needs, strict=True) if need]
         places: list[tuple[Any, ...]] = []
 
@@ -117,15 +117,15 @@ def _backward(
             places.extend(where for _, where in values)
             return tuple(value for (value, _), g in zip(values, grads, strict=True) if g is not None)
 
-        # vjp: inside an operator of a compiled graph torch.autograd records nothing.
-        values, pull_back = torch.func.vjp(values_of, *wanted)[:2]
-        flowing = [(g, where, x, owner, merge) for g, where, x, owner, merge in
+        # torch.func.vjp: inside an operator of a compiled graph torch.autograd records nothing.
+        values, vjp = torch.func.vjp(values_of, *wanted)[:2]
+        with_grad = [(g, where, x, owner, merge) for g, where, x, owner, merge in
                    zip(grads, places, outputs, owners, question.merges, strict=True) if g is not None]  # fmt: skip
         seeds = tuple(
             _seed(value, g[where], x[where], owner if owner is None else owner[where] == n, merge)
-            for value, (g, where, x, owner, merge) in zip(values, flowing, strict=True)
+            for value, (g, where, x, owner, merge) in zip(values, with_grad, strict=True)
         )
-        for g, z in zip(pull_back(seeds), [z for z, need in zip(total, needs, strict=True) if need], strict=True):
+        for g, z in zip(vjp(seeds), [z for z, need in zip(grads_of_part, needs, strict=True) if need], strict=True):
             z += g
     return [z.to(t.dtype) if n else None for z, t, n in zip(zeros, tensors, needs, strict=True)]
 

@@ -98,8 +98,8 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | 
     tensors = list(ctx.saved_tensors)
     needs = [bool(need) and t.is_floating_point() for need, t in zip(ctx.needs_input_grad[0], tensors, strict=True)]
     has_grad = [g is not None and real for g, real in zip(grads, ctx.floats, strict=True)]
-    flowing = [g for g, has in zip(grads, has_grad, strict=True) if g is not None and has]
-    results = iter(torch.ops.regard.rows_backward(tensors, ctx.ints, ctx.spec, flowing, has_grad, needs))
+    with_grad = [g for g, has in zip(grads, has_grad, strict=True) if g is not None and has]
+    results = iter(torch.ops.regard.rows_backward(tensors, ctx.ints, ctx.spec, with_grad, has_grad, needs))
     return [next(results) if need else None for need in needs], None, None
 
 

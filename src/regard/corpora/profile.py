@@ -140,12 +140,14 @@ def profile(weights: Weights, targets: Tensor) -> Profile:
     # Rounding leaves the entropy of a one-hot row an ulp below 0.
     columns = [x.double().clamp(min=0) for x in (entropies, peaks)]
     moments = [y for x in columns for y in (x.sum(-1), x.square().sum(-1))]
-    far = torch.arange(1 - t, t, device=weights.device).abs()
-    by_far = by_distance[..., t - 1 :] + functional.pad(by_distance[..., : t - 1].flip(-1), (1, 0))  # |s| = 0 … t − 1
-    moments += [by_distance.sum(-1), (by_distance * far).sum(-1), (by_distance * far.double().square()).sum(-1)]
+    distances = torch.arange(1 - t, t, device=weights.device).abs()
+    back, ahead = by_distance[..., t - 1 :], by_distance[..., : t - 1].flip(-1)
+    by_abs_distance = back + functional.pad(ahead, (1, 0))  # |s| = 0 … t − 1
+    moments += [by_distance.sum(-1), (by_distance * distances).sum(-1)]
+    moments += [(by_distance * distances.double().square()).sum(-1)]
     moments += [by_distance[..., t] if t > 1 else by_distance.new_zeros(by_distance.shape[:2])]  # s = 1
     moments += [firsts[..., 1:].double().sum(-1), at_target.double().sum(-1)]
     bins = bin_of(t, weights.device)
-    sums = torch.cat([torch.stack(moments, -1), by_far @ bins, received @ bins], -1)
+    sums = torch.cat([torch.stack(moments, -1), by_abs_distance @ bins, received @ bins], -1)
     best = ties.max(-1)
     return Profile(sums, best.values, best.indices, keys.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1))

@@ -127,8 +127,8 @@ class Tally:
                 if tie.weight <= 0 or (len(ties) == self.examples and tie.rank > ties[-1].rank):
                     continue
                 if excerpt is not None:
-                    around = _around(tie, length)
-                    tie = tie._replace(excerpt=tuple(zip(around, excerpt(n, around), strict=True)))
+                    positions = _excerpt_positions(tie, length)
+                    tie = tie._replace(excerpt=tuple(zip(positions, excerpt(n, positions), strict=True)))
                 layer.ties[h] = strongest([*ties, tie], self.examples)
 
     def merge(self, other: Tally) -> Tally:
@@ -185,7 +185,7 @@ def strongest(ties: Iterable[Tie], count: int) -> list[Tie]:
     return heapq.nsmallest(count, best.values(), key=lambda tie: tie.rank)
 
 
-def _around(tie: Tie, length: int) -> list[int]:
+def _excerpt_positions(tie: Tie, length: int) -> list[int]:
     """Positions near the key and near the query."""
     near = {n for at in (tie.key, tie.query) for n in range(at - CONTEXT, at + CONTEXT + 1)}
     return sorted(n for n in near if 0 <= n < length)

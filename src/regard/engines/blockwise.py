@@ -171,12 +171,12 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
             ) -> Tensor:
                 return unflatten(spec, _with_floats(tensors, parts)).bare_scores(block)
 
-            s, pull_back = torch.func.vjp(scores, *inputs)[:2]
+            s, vjp = torch.func.vjp(scores, *inputs)[:2]
             w, log_w = weights_from_norm(
                 s if all_visible else mask_scores(s, problem.mask, block), norm[:, :, rows], all_visible
             )
             distance = (block.i - block.j).abs() if gradient.d_distance is not None else None
-            grads = pull_back(gradient.into_scores(w, log_w, rows, cols, distance))
+            grads = vjp(gradient.into_scores(w, log_w, rows, cols, distance))
             _add_block(
                 unflatten(local_spec, _with_floats([t.new_zeros(()) for t in local_tensors], grads, local_tensors)),
                 dataclasses.replace(total, sink=None),

@@ -300,14 +300,14 @@ class Tape:
 
     def __call__(self, tensors: list[Tensor], at: list[int]) -> Any:
         rest = self.count - len(tensors)
-        held: list[Any] = [*tensors, *[None] * rest]
+        slots: list[Any] = [*tensors, *[None] * rest]
         at = at + [0] * rest
         with on_device_of(tensors[0]):
             for step, dropped in self.steps:
-                step(held, at)
+                step(slots, at)
                 for number in dropped:
-                    held[number] = None
-        results = [None if n is None else held[n] for n in self.outputs]
+                    slots[number] = None
+        results = [None if n is None else slots[n] for n in self.outputs]
         return results if self.names is None else dict(zip(self.names, results, strict=True))
 
 

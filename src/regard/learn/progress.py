@@ -85,7 +85,7 @@ def open_progress() -> Silent:
 
 def _numbers(latest: dict[str, Any]) -> str:
     parts = [("loss", "loss", ".4f"), ("val_loss", "val", ".4f"), ("best", "best", ".4f")]
-    text = [f"{label} {latest[name]:{form}}" for name, label, form in parts if name in latest]
+    text = [f"{label} {latest[name]:{digits}}" for name, label, digits in parts if name in latest]
     if "tokens_per_second" in latest:
         text.append(f"{latest['tokens_per_second']:,.0f} tokens/s")
     return "  ".join(text)

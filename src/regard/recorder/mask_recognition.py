@@ -85,10 +85,10 @@ def _guesses(rows: RowIntervals, keys: int, offset: int) -> list[Mask | None]:
         sides.append(padding(last))
     if bool((first > 0).any()):
         sides.append(~padding(first))
-    ahead: list[Mask | None] = [None]
+    bands: list[Mask | None] = [None]
     if before >= 0:
-        ahead = [None, causal(), window(before, max(after, 0)), causal() & window(before, 0)]
-    return [_all([guess, *chosen]) for guess in ahead for chosen in ([], sides)]
+        bands = [None, causal(), window(before, max(after, 0)), causal() & window(before, 0)]
+    return [_all([band, *chosen]) for band in bands for chosen in ([], sides)]
 
 
 def _all(parts: list[Mask | None]) -> Mask | None:

@@ -138,10 +138,10 @@ def _nearest(
         # The last token of a generation is embedded only if a step follows; the rows of a step are the last tokens.
         return len(lists) == batch and len(lists[0]) >= size and stem != other_than
 
-    near = [stem for stem in texts if fits(stem)]
-    if not near:
+    fitting = [stem for stem in texts if fits(stem)]
+    if not fitting:
         return None
-    best = max(near, key=lambda stem: (_common(stem, name), len(texts[stem][0]) == size))
+    best = max(fitting, key=lambda stem: (_common(stem, name), len(texts[stem][0]) == size))
     lists = texts[best]
     if len(lists[0]) == size:
         return best, lists

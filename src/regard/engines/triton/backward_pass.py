@@ -114,12 +114,12 @@ def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
         return dk, dv
 
     def launch_args() -> LaunchArgs:
-        back = (
+        dy_or_q = (
             (p.q, (config.block_i, padded_size(p.d, p.q)))
             if dy is None
             else (dy, (config.block_i, padded_size(f.e, p.q)))
         )
-        tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, padded_size(p.d, p.q))), back)
+        tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, padded_size(p.d, p.q))), dy_or_q)
         return triton.cdiv(p.j, config.block_j) * p.b * heads, {
             "q_desc": descriptors[0], "dy_desc": descriptors[1], "q_layout": layouts[0], "dy_layout": layouts[1], "key_table": table,
             "out_dk": tensor_arg(dk), "out_dv": p.unused if dv is None else tensor_arg(dv), "heads": heads, "group": p.h // heads,

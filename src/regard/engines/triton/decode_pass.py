@@ -78,8 +78,8 @@ def forward(
     group = math.gcd(p.h // p.k.shape[1], p.h // p.v_heads)
     config, pack = _tiles(p, v, e, group)
     positions = config.block_i // pack
-    lots, blocks = triton.cdiv(group, pack), triton.cdiv(p.i, positions)
-    units = p.b * (p.h // group) * lots * blocks
+    head_tiles, blocks = triton.cdiv(group, pack), triton.cdiv(p.i, positions)
+    units = p.b * (p.h // group) * head_tiles * blocks
     splits = _splits(units, triton.cdiv(p.j, config.block_j), _slots(p, v, config))
     rows = p.b * p.h * p.i
     state = y_part = scores = None
@@ -95,7 +95,7 @@ def forward(
             name: p.unused if name not in outputs else tensor_arg(outputs[name]) if outputs[name].ndim == 4 else row_arg(outputs[name])
             for name in Outputs._fields
         }  # fmt: skip
-        split = SplitArg(p.q if state is None else state, p.q if y_part is None else y_part, rows, splits, group, lots, blocks)  # fmt: skip
+        split = SplitArg(p.q if state is None else state, p.q if y_part is None else y_part, rows, splits, group, head_tiles, blocks)  # fmt: skip
         return {
             "out": Outputs(**out_args), "split": split, "sink": p.unused if problem.sink is None else tensor_arg(problem.sink),
             "SINK": problem.sink is not None, "STATS": row_stats(names), "Y": v is not None, "E": e,

@@ -138,8 +138,8 @@ class ModelHooks:
                 untouched |= {id(module) for module in part.modules()}
             if type(part).__name__ == "OptimizedModule":
                 # While compiled code runs, the thread's keys must be those it was compiled under.
-                self._handles.append(part.register_forward_pre_hook(Hook(self._around, True)))
-                self._handles.append(part.register_forward_hook(Hook(self._around, False), always_call=True))
+                self._handles.append(part.register_forward_pre_hook(Hook(self._pause_or_resume, True)))
+                self._handles.append(part.register_forward_hook(Hook(self._pause_or_resume, False), always_call=True))
         for name, module in self.modules:
             suspect = looks_like_attention(module, name) or module in _compiled_modules
             if name and suspect and id(module) not in untouched:
@@ -150,7 +150,7 @@ class ModelHooks:
         remove_all(self._handles)
         self.model, self.modules, self.ran = None, [], {}
 
-    def _around(self, on: bool, *_: Any) -> None:
+    def _pause_or_resume(self, on: bool, *_: Any) -> None:
         if self.is_current() and (pause := self._pause()) is not None:
             pause(on)
 

@@ -116,8 +116,8 @@ def flash_like(
     if causal:
         mask = causal_mask()
     if before >= 0 or after >= 0:
-        far = k.shape[2] + q.shape[2]
-        part = window(before if before >= 0 else far, 0 if causal else after if after >= 0 else far)
+        unlimited = k.shape[2] + q.shape[2]
+        part = window(before if before >= 0 else unlimited, 0 if causal else after if after >= 0 else unlimited)
         mask = part if mask is None else mask & part
     return AttentionCall(
         q, k, v, scale=scale, softcap=softcap or None, parsed_mask=ParsedMask(mask, None, "end" if mask else None)

@@ -121,9 +121,9 @@ def add_dkdv(
     EVEN_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Add the contributions of row blocks `begin` to `end` to dk and dv."""
-    ahead = begin * BLOCK_I + tl.arange(0, BLOCK_I)
+    i_first = begin * BLOCK_I + tl.arange(0, BLOCK_I)
     next_m2, next_log2l, next_delta, next_d_entropy2, next_d_distance = row_terms(
-        grad, ahead, b, h, sizes, SCALE_FOLDED, D_ENTROPY, D_DISTANCE
+        grad, i_first, b, h, sizes, SCALE_FOLDED, D_ENTROPY, D_DISTANCE
     )
     for n in range(begin, end):
         i = n * BLOCK_I + tl.arange(0, BLOCK_I)

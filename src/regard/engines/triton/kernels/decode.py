@@ -54,15 +54,15 @@ class SplitArg(NamedTuple):
     rows: int
     splits: int
     group: int  # query heads that share keys and values
-    lots: int  # tiles that a group's heads take
+    head_tiles: int  # tiles that a group's heads take
     blocks: int  # tiles that the positions take
 
 
 @triton.jit
-def packed_rows(block, lot, group_id, split, sizes, PACK: tl.constexpr, BLOCK_I: tl.constexpr):
+def packed_rows(block, head_tile, group_id, split, sizes, PACK: tl.constexpr, BLOCK_I: tl.constexpr):
     """Position and query head of every row of a tile: PACK heads for each position. Rows of no head stand past the end."""
     row = tl.arange(0, BLOCK_I)
-    head = lot * PACK + row % PACK
+    head = head_tile * PACK + row % PACK
     i = tl.where(head < split.group, block * (BLOCK_I // PACK) + row // PACK, sizes.i)
     return i, group_id * split.group + tl.minimum(head, split.group - 1)
 
@@ -101,11 +101,11 @@ def decode_kernel(
     """One share of the keys for one tile of rows. SPLIT: there are several, whose states are merged; else rows end here."""
     n = tl.program_id(0)
     block, n = n % split.blocks, n // split.blocks  # neighbours read the same keys
-    lot, n = n % split.lots, n // split.lots
+    head_tile, n = n % split.head_tiles, n // split.head_tiles
     s_id, n = n % split.splits, n // split.splits
     groups = sizes.h // split.group
     b, group_id = n // groups, n % groups
-    i, h = packed_rows(block, lot, group_id, split, sizes, PACK, BLOCK_I)
+    i, h = packed_rows(block, head_tile, group_id, split, sizes, PACK, BLOCK_I)
     hk, hv = group_id * split.group // sizes.k_group, group_id * split.group // sizes.v_group
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     q_tile = load_tile(q, b, h[:, None], i, d, sizes.i, D, True)
