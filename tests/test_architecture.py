@@ -387,16 +387,7 @@ def test_masks_and_scores_are_asked_by_methods(path: Path) -> None:
         assert not type_switches(parsed(path)), "give the class a method or an attribute"
 
 
-#: Packages whose docstrings still name their imports. This list only shrinks.
-NAME_THEIR_IMPORTS = ("engines/numba",)
-SAY_NO_IMPORTS = [
-    path
-    for path in sorted(ROOT.rglob("*.py"))
-    if not any(path.is_relative_to(ROOT / package) for package in NAME_THEIR_IMPORTS)
-]
-
-
-@pytest.mark.parametrize("path", SAY_NO_IMPORTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_module_may_import_is_not_said_in_words(path: Path) -> None:
     assert "Imports " not in (ast.get_docstring(parsed(path)) or "")
 

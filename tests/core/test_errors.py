@@ -226,7 +226,7 @@ def test_messages_are_sentences() -> None:
             assert re.search(r"[.?)]$", text.strip()), f"{name}: {text}"
 
 
-def test_an_error_at_the_door_comes_before_any_work() -> None:
+def test_arguments_are_checked_before_any_work() -> None:
     called = []
     with pytest.raises(ValueError, match="align"):
         regard.attend(x(3, 2), x(5, 2), score=lambda q, k: called.append(1), mask=causal())

@@ -20,7 +20,7 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(replay, "DEVICES", ("cpu",))
 
 
-class Asked:
+class Replayed:
     """Something to compute, and how often it was."""
 
     def __init__(self, how, key=("key",)):
@@ -70,22 +70,22 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("how", [views, in_place, several, new_memory])
-def test_the_third_answer_is_played_and_right(how):
-    ask = Asked(how)
+def test_the_third_call_is_replayed_with_the_results_of_the_first(how):
+    replayed = Replayed(how)
     for n in range(5):
         x, y = torch.randn(4, 6), torch.randn(8)
-        same(ask(x, y), how(x, y))
-        assert ask.times == min(n + 1, 2)
+        same(replayed(x, y), how(x, y))
+        assert replayed.times == min(n + 1, 2)
 
 
-def test_an_answer_that_is_one_of_the_tensors_stays_it():
-    ask = Asked(views)
+def test_a_result_that_is_an_input_is_returned_as_that_input():
+    replayed = Replayed(views)
     for _ in range(4):
         x = torch.randn(4, 6)
-        assert ask(x, torch.randn(8))[3] is x
+        assert replayed(x, torch.randn(8))[3] is x
 
 
-def test_kernels_are_told_the_new_addresses():
+def test_replayed_launches_take_the_new_addresses():
     addresses = []
 
     def how(x, y):
@@ -93,16 +93,16 @@ def test_kernels_are_told_the_new_addresses():
         record_launch(lambda at: addresses.append(at), [x, None, y[3:], out[1].unsqueeze(0), x.T])
         return [out]
 
-    ask = Asked(how)
+    replayed = Replayed(how)
     for _ in range(2):
-        ask(torch.randn(4, 6), torch.randn(8))
+        replayed(torch.randn(4, 6), torch.randn(8))
     assert not addresses  # by hand, as the engine does
     x, y = torch.randn(4, 6), torch.randn(8)
-    (out,) = ask(x, y)
+    (out,) = replayed(x, y)
     assert addresses == [[x.data_ptr(), 0, y[3:].data_ptr(), out[1].data_ptr(), x.data_ptr()]]
 
 
-def test_tensors_of_one_storage_may_come_apart():
+def test_inputs_that_shared_a_storage_may_later_have_their_own():
     """Recorded on slices of one tensor, played on three: each has an address of its own."""
     addresses = []
 
@@ -110,50 +110,50 @@ def test_tensors_of_one_storage_may_come_apart():
         record_launch(lambda at: addresses.append(at), [q, k[:, 1:], k])
         return [q + k]
 
-    ask = Asked(how)
+    replayed = Replayed(how)
     storage = torch.randn(4, 2, 8)
     for _ in range(2):
-        ask(storage[:, 0], storage[:, 1])
+        replayed(storage[:, 0], storage[:, 1])
     q, k = (torch.randn(4, 16)[:, :8] for _ in range(2))
-    same(ask(q, k), [q + k])
-    assert ask.times == 2
+    same(replayed(q, k), [q + k])
+    assert replayed.times == 2
     assert addresses == [[q.data_ptr(), k.data_ptr() + 4, k.data_ptr()]]
 
 
 def test_a_part_of_one_tensor_where_another_lies_is_not_taken_for_it():
     """Keys that are the end of the values: in the next request they may be a tensor of their own."""
-    ask = Asked(lambda k, v: [v[:, 4:] * 2, k + 1])
+    replayed = Replayed(lambda k, v: [v[:, 4:] * 2, k + 1])
     for apart in (False, False, True, True, False, True):
         v = torch.randn(3, 8)
         k = torch.randn(3, 8)[:, 4:] if apart else v[:, 4:]
-        same(ask(k, v), [v[:, 4:] * 2, k + 1])
+        same(replayed(k, v), [v[:, 4:] * 2, k + 1])
 
 
 def test_parts_without_numbers_have_no_address():
     addresses = []
-    ask = Asked(lambda x: [record_launch(lambda at: addresses.append(at), [x[2:2], x]), x + 1])
+    replayed = Replayed(lambda x: [record_launch(lambda at: addresses.append(at), [x[2:2], x]), x + 1])
     for _ in range(3):
         x = torch.randn(3)
-        ask(x)
+        replayed(x)
     assert addresses == [[0, x.data_ptr()]]
 
 
 def test_autocast_changes_nothing():
     """What a request is computed in follows from its tensors; not from where it was asked first."""
-    ask = Asked(lambda x: [x @ x.T])
+    replayed = Replayed(lambda x: [x @ x.T])
     for n in range(6):
         x = torch.randn(16, 16)
         with torch.autocast("cpu", torch.bfloat16, enabled=n % 2 == 0):
-            answer = ask(x)
+            answer = replayed(x)
         same(answer, [x @ x.T])
-    assert ask.times == 2
+    assert replayed.times == 2
 
 
 def test_what_functorch_wraps_is_computed():
-    ask = Asked(lambda x: [x * 2])
+    replayed = Replayed(lambda x: [x * 2])
     for _ in range(4):
         x = torch.randn(5, 3)
-        same([torch.vmap(lambda row: ask(row)[0])(x)], [x * 2])
+        same([torch.vmap(lambda row: replayed(row)[0])(x)], [x * 2])
     assert not replay.TAPES
 
 
@@ -178,28 +178,28 @@ elsewhere = torch.randn(4, 6)
         lambda x, y: [x.to_sparse().to_dense()],
     ],
 )
-def test_what_depends_on_more_than_forms_is_computed_each_time(how):
-    ask = Asked(how)
+def test_work_that_depends_on_more_than_shapes_is_never_replayed(how):
+    replayed = Replayed(how)
     for n in range(4):
         x, y = torch.randn(4, 6), torch.randn(8)
-        same(ask(x, y), how(x, y))
-        assert ask.times == n + 1
+        same(replayed(x, y), how(x, y))
+        assert replayed.times == n + 1
 
 
-def test_a_function_of_the_users_may_do_another_thing_each_time():
-    ask = Asked(lambda x: [x + 1], key=("see", ("Function", lambda x: x)))
+def test_a_users_function_is_never_replayed():
+    replayed = Replayed(lambda x: [x + 1], key=("see", ("Function", lambda x: x)))
     for n in range(4):
-        ask(torch.randn(3))
-        assert ask.times == n + 1
+        replayed(torch.randn(3))
+        assert replayed.times == n + 1
     assert not replay.TAPES
 
 
-def test_much_memory_is_not_held(monkeypatch):
+def test_a_tape_that_holds_much_memory_is_not_stored(monkeypatch):
     monkeypatch.setattr(replay, "MAX_BYTES", 1000)
-    ask = Asked(lambda x: [(x + 1) * 2 - 3])
+    replayed = Replayed(lambda x: [(x + 1) * 2 - 3])
     for n in range(4):
-        ask(torch.randn(100))
-        assert ask.times == n + 1
+        replayed(torch.randn(100))
+        assert replayed.times == n + 1
 
 
 @pytest.mark.parametrize(
@@ -212,15 +212,15 @@ def test_much_memory_is_not_held(monkeypatch):
         lambda x, y: (x, x.flatten()[:8]),  # two tensors at one address
     ],
 )
-def test_another_form_is_computed_anew(change):
-    ask = Asked(lambda x, y: [x + 1, y * 2])
+def test_another_signature_is_computed_again(change):
+    replayed = Replayed(lambda x, y: [x + 1, y * 2])
     x, y = torch.randn(4, 6), torch.randn(8)
     for _ in range(3):
-        ask(x, y)
-    assert ask.times == 2
+        replayed(x, y)
+    assert replayed.times == 2
     x, y = change(x, y)
-    same(ask(x, y), [x + 1, y * 2])
-    assert ask.times == 3
+    same(replayed(x, y), [x + 1, y * 2])
+    assert replayed.times == 3
 
 
 class Wrapped(torch.Tensor):
@@ -228,10 +228,10 @@ class Wrapped(torch.Tensor):
 
 
 def test_other_kinds_of_tensors_are_left_alone():
-    ask = Asked(lambda x: [x + 1])
+    replayed = Replayed(lambda x: [x + 1])
     for n in range(4):
-        ask(torch.randn(3).as_subclass(Wrapped))
-        assert ask.times == n + 1
+        replayed(torch.randn(3).as_subclass(Wrapped))
+        assert replayed.times == n + 1
 
 
 def test_nothing_stays_alive():
@@ -243,11 +243,11 @@ def test_nothing_stays_alive():
         gone.extend(weakref.ref(t.untyped_storage()) for t in (middle, out))
         return [out]
 
-    ask = Asked(how)
+    replayed = Replayed(how)
     for _ in range(3):
         x = torch.randn(3)
         gone.append(weakref.ref(x))
-        ask(x)
+        replayed(x)
     del x
     assert all(ref() is None for ref in gone)
 
@@ -264,26 +264,26 @@ def test_what_is_not_needed_any_more_is_freed_at_once(monkeypatch):
         most = max(most, sum(ref() is not None for ref in met.values()))
 
     monkeypatch.setattr(replay.OpStep, "__call__", watched)
-    ask = Asked(lambda x: [((((x + 1) * 2) + 3) * 4) + 5])
+    replayed = Replayed(lambda x: [((((x + 1) * 2) + 3) * 4) + 5])
     for _ in range(3):
         x = torch.randn(3)
-        same(ask(x), [((((x + 1) * 2) + 3) * 4) + 5])
-    assert ask.times == 2
+        same(replayed(x), [((((x + 1) * 2) + 3) * 4) + 5])
+    assert replayed.times == 2
     assert most <= 4  # two, the first, and the one that is just made
 
 
 def test_a_question_inside_a_question_belongs_to_the_outer_one():
-    inner = Asked(lambda x: [x * 2], key=("inner",))
+    inner = Replayed(lambda x: [x * 2], key=("inner",))
     for _ in range(4):
         inner(torch.randn(3))
-    outer = Asked(lambda x: [inner(x + 1)[0] - 1], key=("outer",))
+    outer = Replayed(lambda x: [inner(x + 1)[0] - 1], key=("outer",))
     for _ in range(4):
         x = torch.randn(3)
         same(outer(x), [(x + 1) * 2 - 1])
     assert (inner.times, outer.times) == (3, 2)  # played for the first outer one, computed while the second is noted
 
 
-def test_threads_note_only_their_own():
+def test_a_thread_records_only_its_own_operations():
     ready, done = threading.Event(), threading.Event()
 
     def slow(x):
@@ -297,23 +297,23 @@ def test_threads_note_only_their_own():
         torch.randn(3) + torch.randn(3)
         done.set()
 
-    ask = Asked(slow)
+    replayed = Replayed(slow)
     for n in range(3):
         ready.clear(), done.clear()
         thread = threading.Thread(target=other)
         thread.start()
         if n == 2:
             ready.set()
-        ask(torch.randn(3))
+        replayed(torch.randn(3))
         thread.join()
-    assert ask.times == 2
+    assert replayed.times == 2
 
 
-def test_signs_that_are_not_written_out_yet_are_kept():
-    ask = Asked(lambda x: [torch._neg_view(x) + 1, x.conj() * 2])
+def test_lazy_negation_and_conjugation_are_replayed():
+    replayed = Replayed(lambda x: [torch._neg_view(x) + 1, x.conj() * 2])
     for _ in range(4):
         x = torch.randn(3, dtype=torch.complex64)
-        same(ask(x), [1 - x, x.conj() * 2])
+        same(replayed(x), [1 - x, x.conj() * 2])
 
 
 def test_an_error_leaves_nothing_behind():
@@ -321,29 +321,29 @@ def test_an_error_leaves_nothing_behind():
         x = x + 1
         raise RuntimeError("out of memory")
 
-    ask = Asked(how)
+    replayed = Replayed(how)
     for _ in range(3):
         with pytest.raises(RuntimeError):
-            ask(torch.randn(3))
+            replayed(torch.randn(3))
     assert replay.current_recorder() is None
-    ask.how = lambda x: [x + 1]
+    replayed.how = lambda x: [x + 1]
     for _ in range(3):
         x = torch.randn(3)
-        same(ask(x), [x + 1])
+        same(replayed(x), [x + 1])
 
 
-def test_growing_lengths_are_not_kept_for_ever(monkeypatch):
+def test_the_cache_of_tapes_is_bounded(monkeypatch):
     monkeypatch.setattr(replay, "MAX_TAPES", 5)
-    ask = Asked(lambda x: [x + 1])
+    replayed = Replayed(lambda x: [x + 1])
     for n in range(20):
         for _ in range(3):
-            ask(torch.randn(n))
+            replayed(torch.randn(n))
     assert len(replay.TAPES) <= 5
 
 
 @pytest.mark.parametrize("contiguous", [True, None])
-def test_documents_known_to_be_in_runs_are_noted_down(contiguous: bool | None):
-    """Else the host has to ask whether intervals are the whole truth."""
+def test_documents_are_replayed_only_if_known_to_be_contiguous(contiguous: bool | None):
+    """Else the host has to replayed whether intervals are the whole truth."""
     layout = Geometry(5, 5, 0, torch.device("cpu"))
 
     def how(ids):
@@ -351,11 +351,11 @@ def test_documents_known_to_be_in_runs_are_noted_down(contiguous: bool | None):
         spans = (mask & causal()).intervals(layout)
         return [spans.lo, spans.hi]
 
-    ask = Asked(how)
+    replayed = Replayed(how)
     for n in range(4):
         ids = torch.tensor([[0, 0, n, 4, 4], [n, 3, 3, 3, 3]])
-        same(ask(ids), how(ids))
-        assert ask.times == (min(n + 1, 2) if contiguous else n + 1)
+        same(replayed(ids), how(ids))
+        assert replayed.times == (min(n + 1, 2) if contiguous else n + 1)
 
 
 def test_a_question_is_replayed_for_its_own_score_mask_and_statistics(monkeypatch):

@@ -63,7 +63,7 @@ def ask(kernel, x, y, key="key", n=3):
     return out
 
 
-def test_the_second_call_is_given_the_new_addresses(kernel):
+def test_the_second_launch_takes_the_new_addresses(kernel):
     x, y = torch.randn(4, 8), torch.randn(8)
     ask(kernel, x, y)
     assert len(kernel.prepared) == 1
@@ -92,7 +92,7 @@ def test_the_second_call_is_given_the_new_addresses(kernel):
         lambda x, y: (x, x[0]),  # two tensors at one address
     ],
 )
-def test_another_form_is_prepared_anew(kernel, change):
+def test_another_signature_is_prepared_again(kernel, change):
     x, y = torch.randn(4, 8), torch.randn(8)
     ask(kernel, x, y)
     ask(kernel, *change(x, y))
@@ -100,7 +100,7 @@ def test_another_form_is_prepared_anew(kernel, change):
     assert not kernel.replayed
 
 
-def test_another_key_or_none_is_prepared_anew(kernel):
+def test_another_key_or_none_is_prepared_again(kernel):
     x, y = torch.randn(4, 8), torch.randn(8)
     for key in ("one", "other", None, None):
         ask(kernel, x, y, key)
@@ -108,7 +108,7 @@ def test_another_key_or_none_is_prepared_anew(kernel):
     assert not kernel.replayed
 
 
-def test_a_kept_launch_keeps_no_tensor_alive(kernel):
+def test_a_cached_launch_keeps_no_tensor_alive(kernel):
     import gc
     import weakref
 
@@ -193,7 +193,7 @@ def test_the_direct_launcher_encodes_a_descriptor_once_for_each_address(triton_3
     assert not compiled.long
 
 
-def test_who_listens_to_starts_is_told_by_tritons_own_way(triton_3_6):
+def test_with_launch_hooks_tritons_own_launcher_is_used(triton_3_6):
     _, hook = triton_3_6
     compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launch = launched(compiled, x, y)
@@ -204,7 +204,7 @@ def test_who_listens_to_starts_is_told_by_tritons_own_way(triton_3_6):
     assert (grid, a, b, group, desc.base, n) == ((7, 1, 1), 16, 32, (16, 1), 32, 5)
 
 
-def test_a_kernel_that_needs_scratch_takes_tritons_own_way(triton_3_6):
+def test_a_kernel_that_needs_scratch_takes_tritons_own_launcher(triton_3_6):
     compiled, x, y = FakeCompiled(scratch=128), torch.randn(4), torch.randn(4)
     launched(compiled, x, y)([16, 32])
     assert not compiled.started
@@ -219,7 +219,7 @@ def test_the_switch_selects_tritons_own_launcher(triton_3_6, monkeypatch):
     assert len(compiled.long) == 1
 
 
-def test_packed_arguments_are_not_kept_for_ever(triton_3_6, monkeypatch):
+def test_the_cache_of_packed_arguments_is_bounded(triton_3_6, monkeypatch):
     monkeypatch.setattr(launcher_module, "MAX_PACKED_ARGS", 10)
     compiled, x, y = FakeCompiled(), torch.randn(4), torch.randn(4)
     launch = launched(compiled, x, y)
@@ -274,7 +274,7 @@ def test_since_3_7_the_direct_launcher_passes_what_tritons_launcher_passes(trito
     assert ours == [theirs] * 3
 
 
-def test_growing_lengths_do_not_keep_launches_for_ever(kernel, monkeypatch):
+def test_the_cache_of_launches_is_bounded(kernel, monkeypatch):
     monkeypatch.setattr(launcher_module, "MAX_LAUNCHES", 3)
     for n in range(1, 9):
         ask(kernel, torch.randn(n, 8), torch.randn(8))

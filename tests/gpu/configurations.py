@@ -13,7 +13,7 @@ import traceback
 
 import torch
 
-from support import kernel_cases as cover
+from support import kernel_cases
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -21,9 +21,9 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 def one(seed: int) -> str:
     """What is wrong with a configuration; nothing where it is right."""
     torch.cuda.set_per_process_memory_fraction(0.05)
-    case = cover.at_random(seed, TYPES)
+    case = kernel_cases.at_random(seed, TYPES)
     try:
-        cover.judged(case, "cuda")
+        kernel_cases.judged(case, "cuda")
     except Exception as error:
         where = [f"{f.name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__) if "regard" in f.filename]
         text = str(error) if isinstance(error, AssertionError) else str(error)[:150]

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 import regard
-from support import kernel_cases as cover
+from support import kernel_cases
 
 TYPES = (torch.bfloat16, torch.float32)
 
@@ -35,7 +35,7 @@ def main(part: int, parts: int, plain: str = "") -> None:
     torch.manual_seed(0)
     shapes = ((512, 64, None), (512, 128, regard.causal()), (500, 64, regard.causal()), (257, 40, None))
     checks = [partial(everything, *shape) for shape in shapes]
-    checks += [partial(cover.judged, case, "cuda") for case in cover.pairwise(TYPES)[::6]]
+    checks += [partial(kernel_cases.judged, case, "cuda") for case in kernel_cases.pairwise(TYPES)[::6]]
     for ask in checks[part::parts]:
         ask()
     torch.cuda.synchronize()

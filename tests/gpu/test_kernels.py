@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard
-from support import kernel_cases as cover
+from support import kernel_cases
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -27,7 +27,7 @@ def dense(q, k, v, mask=None):
 
 
 @pytest.mark.parametrize("d", [64, 128])
-def test_a_kept_launch_serves_other_tensors(d: int) -> None:
+def test_a_cached_launch_serves_other_tensors(d: int) -> None:
     """The second call of a form, one at an odd address, one whose keys are its values."""
     for turn in range(4):
         q, k, v = (
@@ -64,8 +64,8 @@ def test_hardly_any_row_must_be_searched(d: int, causal: bool) -> None:
         assert int(flags.sum()) < 0.01 * flags.numel()
 
 
-def test_the_largest_by_ballot() -> None:
-    assert cover.judged_by_ballot((torch.bfloat16, torch.float16), "cuda", tile=128) == 0
+def test_topk_of_long_rows_by_candidates() -> None:
+    assert kernel_cases.count_wrong_topk_of_long_rows((torch.bfloat16, torch.float16), "cuda", tile=128) == 0
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -83,24 +83,26 @@ def test_the_largest_of_long_rows_are_those_of_dense_weights(d: int, causal: boo
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_more_columns_than_a_tile_holds(dtype: torch.dtype) -> None:
-    cover.judged_with_many_columns(dtype, "cuda")
+    kernel_cases.judged_with_many_columns(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_whose_scores_are_all_huge_are_rows_like_any_other(dtype: torch.dtype) -> None:
-    cover.judged_where_all_scores_are_huge(dtype, "cuda")
+    kernel_cases.judged_where_all_scores_are_huge(dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_what_is_nan_stays_nan(dtype: torch.dtype) -> None:
-    cover.judged_where_numbers_are_nan(dtype, "cuda")
+    kernel_cases.judged_where_numbers_are_nan(dtype, "cuda")
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_additive_scores_leave_registers_for_wide_values(dtype: torch.dtype, size: int) -> None:
     for wanted in (("norm", "z", "received"), ("y", "lse", "entropy")):
-        cover.judged(cover.Case("additive", "dense", wanted, dtype, (130, 300, "end"), (1, 2, 1, 24, size)), "cuda")
+        kernel_cases.judged(
+            kernel_cases.Case("additive", "dense", wanted, dtype, (130, 300, "end"), (1, 2, 1, 24, size)), "cuda"
+        )
 
 
 @pytest.mark.parametrize("causal", [False, True])

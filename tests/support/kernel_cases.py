@@ -29,7 +29,7 @@ ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0
 
 SCORES = ("dot", "scaled_dot", "cosine", "gaussian", "bilinear", "bias", "key bias", "alibi", "softcap", "all", "sink", "additive")  # fmt: skip
 MASKS = ("none", "causal", "window", "padding", "documents", "dense", "or", "not", "interleaved", "nothing")
-ASKED = (
+REQUESTED = (
     ("y", "lse", "max_score", "entropy"),
     ("y", "norm", "entropy", "received"),
     ("norm", "received", "pool"),
@@ -76,7 +76,7 @@ FEWER_LENGTHS = ((1, 1, None), (17, 17, None), (63, 63, None), (64, 64, None), (
 
 def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[Case]:
     """Few cases in which every pair of choices meets at least once."""
-    choices = [FEWER_SCORES, FEWER_MASKS, ASKED, dtypes, FEWER_LENGTHS, SIZES, (1.0, 3.0)]
+    choices = [FEWER_SCORES, FEWER_MASKS, REQUESTED, dtypes, FEWER_LENGTHS, SIZES, (1.0, 3.0)]
     rng = random.Random(seed)
     open_pairs = {
         (a, x, b, y)
@@ -119,7 +119,7 @@ SHARED_KEYS = (
     (1, 5, 1, 16, 16),
     (1, 4, 4, 16, 16),
 )
-ASKED_OF_FEW = (
+REQUESTED_OF_FEW_ROWS = (
     ("y", "lse", "max_score", "entropy"),
     ("y", "norm", "entropy", "received"),
     ("y", "norm", "mean_distance", "mass", "argmax"),
@@ -133,7 +133,7 @@ def of_few_rows(dtypes: tuple[torch.dtype, ...], count: int = 64) -> list[Case]:
     rng = random.Random(0)
     scores, masks = [s for s in FEWER_SCORES if s != "additive"], FEWER_MASKS
     return [
-        Case(scores[n % len(scores)], rng.choice(masks), ASKED_OF_FEW[n % len(ASKED_OF_FEW)], dtypes[n % len(dtypes)],
+        Case(scores[n % len(scores)], rng.choice(masks), REQUESTED_OF_FEW_ROWS[n % len(REQUESTED_OF_FEW_ROWS)], dtypes[n % len(dtypes)],
              rng.choice(FEW_ROWS), rng.choice(SHARED_KEYS), rng.choice((1.0, 3.0)), seed=n)
         for n in range(count)
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) ->
     g = rng.choice([1, 2, 3])
     sizes = (rng.choice([1, 2, 3]), g * rng.choice([1, 2, 4, 7]), g, 8 * rng.choice([1, 2, 3, 5, 8, 9, 10, 12, 16, 20, 24, 32]), 8 * rng.choice([1, 2, 4, 7, 8, 16, 32]))  # fmt: skip
     align = None if i == j else rng.choice(["start", "end"])
-    return Case(rng.choice(SCORES), rng.choice(MASKS), rng.choice(ASKED), rng.choice(dtypes), (i, j, align), sizes, rng.choice([0.3, 1.0, 3.0]), seed)  # fmt: skip
+    return Case(rng.choice(SCORES), rng.choice(MASKS), rng.choice(REQUESTED), rng.choice(dtypes), (i, j, align), sizes, rng.choice([0.3, 1.0, 3.0]), seed)  # fmt: skip
 
 
 def problem_of(case: Case, device: str = "cpu") -> tuple[Problem, Request]:
@@ -227,7 +227,7 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
     gradients = gradients and not case.wanted[-1].startswith("top")
     for _ in range(2 if device == "cuda" else 0):  # the second time it is noted down, the third time that is done again
         _answers(problem, request, "triton", gradients)
-    results, found_grads = _answers(problem, request, "triton", gradients)
+    results, grads = _answers(problem, request, "triton", gradients)
     double = change_all((problem, request), lambda t: t.double() if t.is_floating_point() else t)
     truth, true_grads = _answers(*double, "blockwise", gradients)
     bounds = _bounds(*double, truth, case.dtype)
@@ -242,7 +242,7 @@ def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
             right * (bounds["topk_scores"] + bounds["lse"][..., None]) + 1e-6,
         )
     u = ROUNDOFF[case.dtype]
-    for n, (mine, right) in enumerate(zip(found_grads, true_grads, strict=True)):
+    for n, (mine, right) in enumerate(zip(grads, true_grads, strict=True)):
         if right is None:
             continue
         assert mine is not None, f"{case}: gradient {n} is missing"
@@ -259,7 +259,7 @@ def _weights_of_top(answers: dict[str, Tensor]) -> Tensor:
     return torch.where(answers["topk_indices"] >= 0, (answers["topk_scores"] - lse.unsqueeze(-1)).exp(), 0)
 
 
-def judged_by_ballot(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile: int = 32) -> int:
+def count_wrong_topk_of_long_rows(dtypes: tuple[torch.dtype, ...], device: str = "cpu", tile: int = 32) -> int:
     """The largest of long rows: as they come, with ties, and where all keys are equal. Returns how many are wrong."""
     from regard.engines.triton import topk_pass
 

@@ -69,7 +69,7 @@ def _compare(args: argparse.Namespace, sources: tuple[Input, Input]) -> HeadChan
     from .compare import compare
 
     a, b = sources
-    names = (a.name, b.name) if a.name != b.name else _told_apart(args.text, args.other or args.text)
+    names = (a.name, b.name) if a.name != b.name else _names_from_first_difference(args.text, args.other or args.text)
     return compare(
         a.recording,
         b.recording,
@@ -80,7 +80,7 @@ def _compare(args: argparse.Namespace, sources: tuple[Input, Input]) -> HeadChan
     )
 
 
-def _told_apart(a: str, b: str) -> tuple[str, str]:
+def _names_from_first_difference(a: str, b: str) -> tuple[str, str]:
     """Two texts from one word before the first that differs, since names are cut at their end."""
     words = a.split(), b.split()
     differs = next((n for n, (x, y) in enumerate(zip(*words, strict=False)) if x != y), min(map(len, words)))
