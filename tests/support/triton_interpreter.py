@@ -98,20 +98,20 @@ def tables_that_are_wrong(cases: int = 60) -> int:
 
 
 def _wrong_of_few_rows(part: int, of: int) -> int:
-    """Keys in one share and in several, of which some are empty; the largest of a row from one part and from many."""
+    """Keys in one split and in several, of which some are empty; the largest of a row from one part and from many."""
     tile_config.forced.clear()
-    splits, searched, wrong = decode_pass._splits, decode_pass.SEARCHED, 0
+    splits, searched, wrong = decode_pass._splits, decode_pass.SCORES_PER_PROGRAM, 0
     for n, case in enumerate(kernel_cases.of_few_rows((torch.float32, torch.float16))[part::of]):
         tile_config.forced["decode"] = tile_config.Config(16 if n % 2 else 32, 32 if n % 3 else 16, 4, 1, tma=False)
         decode_pass._splits = lambda *_, count=(1, 2, 3, 7)[n % 4]: count
-        decode_pass.SEARCHED = 16 if n % 2 else 64
+        decode_pass.SCORES_PER_PROGRAM = 16 if n % 2 else 64
         try:
             kernel_cases.judged(case, gradients=False)
         except Exception as error:
             wrong += 1
             print(f"{type(error).__name__}: {error} [{case}]")
     tile_config.forced.clear()
-    decode_pass._splits, decode_pass.SEARCHED = splits, searched
+    decode_pass._splits, decode_pass.SCORES_PER_PROGRAM = splits, searched
     return wrong
 
 

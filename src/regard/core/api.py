@@ -134,7 +134,7 @@ def _over_ranks(q: Any, k: Any, score: Any, mask: Any, align: Any, engine: Any, 
 
 
 def _is_dtensor(x: Any) -> bool:
-    """Whether x is a DTensor. Its module is not imported for that: a DTensor is there only if somebody did."""
+    """Whether x is a DTensor. Its module is not imported for that: code that makes one has imported it."""
     if type(x) is Tensor or is_tracing():
         return False
     module = sys.modules.get("torch.distributed.tensor")

@@ -256,7 +256,7 @@ _InputGrads = Callable[[list[Tensor], Results, Results], Sequence[Tensor | None]
 
 
 def _save(ctx: Any, names: tuple[str, ...], tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """What the forward of both nodes leaves for `_backward`."""
+    """The state that the forward of both nodes saves for `_backward`."""
     ctx.names = names
     ctx.save_for_backward(*tensors, *outputs)
     ctx.mark_non_differentiable(*(x for x, n in zip(outputs, names, strict=True) if n in NOT_DIFFERENTIATED))

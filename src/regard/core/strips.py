@@ -32,7 +32,7 @@ Merge = Literal["sum", "max", "lse"]
 
 
 class Question(Protocol):
-    """What is asked of complete rows: a node of a tree. Tensors in it get gradients."""
+    """A statistic of complete rows, as a node of a pytree: tensors in it get gradients."""
 
     @property
     def merges(self) -> tuple[Merge, ...]:

@@ -148,20 +148,20 @@ class OpRecorder(TorchDispatchMode):
     def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record one op. To be replayed, it must return no number to the host, and shapes that depend on no value."""
         read: list[Tensor] = []
-        arguments = [_hollow(x, read) for x in args], {name: _hollow(x, read) for name, x in kwargs.items()}
+        arguments = [_with_slots(x, read) for x in args], {name: _with_slots(x, read) for name, x in kwargs.items()}
         outs = out if isinstance(out, list | tuple) else [out]
         reads = [self._number_of(x) for x in read]
         stays = all(isinstance(x, Tensor) and (not read or x.device == self.device) for x in outs)
         if -1 in reads or not stays or torch.Tag.dynamic_output_shape in func.tags:
             self._give_up()
             return
-        if (make := _maker(func, kwargs, out, self.device)) is not None:
+        if (make := _allocator(func, kwargs, out, self.device)) is not None:
             self._take(AllocStep(make, self._number(out, None)))
             return
         step = OpStep(func, *arguments, reads)
         for n, x in enumerate(outs):
             cached = self._number_of(x)
-            of = next((at for r, at in zip(read, reads, strict=True) if _one_storage(r, x)), None)
+            of = next((at for r, at in zip(read, reads, strict=True) if _shares_storage(r, x)), None)
             if cached < 0:
                 step.makes.append((n, self._number(x, of)))
                 step.view = of is not None
@@ -203,7 +203,7 @@ class OpRecorder(TorchDispatchMode):
         self.tensors, self.steps, self.numbers = [], [], {}
 
     def tape(self, results: dict[str, Tensor | None] | list[Tensor | None]) -> Tape | None:
-        """What was recorded, ready to be replayed for such results; None if that is impossible."""
+        """The recorded steps as a tape that computes such results; None if that is impossible."""
         names, values = (list(results), list(results.values())) if isinstance(results, dict) else (None, results)
         numbers = [None if x is None else self._number_of(x) for x in values]
         tensors = [x for x in values if x is not None]
@@ -217,7 +217,7 @@ class OpRecorder(TorchDispatchMode):
         return Tape(self.steps, len(self.tensors), numbers, names)
 
 
-MAKERS = frozenset(
+ALLOCATORS = frozenset(
     (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.zeros.default)
 )
 
@@ -235,9 +235,9 @@ class AllocStep:
         at[self.number] = x.data_ptr()
 
 
-def _maker(func: Any, kwargs: dict[str, Any], out: Any, device: torch.device) -> Callable[[], Tensor] | None:
+def _allocator(func: Any, kwargs: dict[str, Any], out: Any, device: torch.device) -> Callable[[], Tensor] | None:
     """A function that allocates a tensor like `out` on this device, if that is all that `func` did."""
-    if func not in MAKERS or out.device != device:
+    if func not in ALLOCATORS or out.device != device:
         return None
     options = {name for name, x in kwargs.items() if x not in (None, False, torch.strided)}
     if not options <= {"dtype", "device"}:
@@ -273,8 +273,8 @@ class OpStep:
     def __call__(self, tensors: list[Any], at: list[int]) -> None:
         if self.reads:
             read = iter(self.reads)
-            args = [_filled(x, tensors, read) for x in self.args]
-            out = self.func(*args, **{name: _filled(x, tensors, read) for name, x in self.kwargs.items()})
+            args = [_fill_slots(x, tensors, read) for x in self.args]
+            out = self.func(*args, **{name: _fill_slots(x, tensors, read) for name, x in self.kwargs.items()})
         else:
             out = self.func(*self.args, **self.kwargs)
         for n, number in self.makes:
@@ -315,17 +315,17 @@ class TensorSlot:
     """Stands for a tensor among the arguments of an op."""
 
 
-def _hollow(x: Any, read: list[Tensor]) -> Any:
+def _with_slots(x: Any, read: list[Tensor]) -> Any:
     if isinstance(x, Tensor):
         read.append(x)
         return TensorSlot
-    return [_hollow(part, read) for part in x] if isinstance(x, list | tuple) else x
+    return [_with_slots(part, read) for part in x] if isinstance(x, list | tuple) else x
 
 
-def _filled(x: Any, tensors: list[Any], read: Any) -> Any:
+def _fill_slots(x: Any, tensors: list[Any], read: Any) -> Any:
     if x is TensorSlot:
         return tensors[next(read)]
-    return [_filled(part, tensors, read) for part in x] if isinstance(x, list) else x
+    return [_fill_slots(part, tensors, read) for part in x] if isinstance(x, list) else x
 
 
 def _place(x: Tensor) -> Hashable:
@@ -333,7 +333,7 @@ def _place(x: Tensor) -> Hashable:
     return x.untyped_storage()._cdata, x.data_ptr(), x.shape, x.stride(), x.dtype, x.is_conj(), x.is_neg()
 
 
-def _one_storage(a: Tensor, b: Tensor) -> bool:
+def _shares_storage(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 

@@ -31,7 +31,7 @@ PIECE_BYTES = 1 << 23
 
 
 def is_large(path: Any) -> bool:
-    """Whether a text is mapped; a file that is not there is reported by whoever reads it."""
+    """Whether a text is mapped; a missing file is reported when it is read."""
     file = Path(path)
     return file.is_file() and file.stat().st_size > IN_MEMORY_BYTES
 

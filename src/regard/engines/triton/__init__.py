@@ -202,7 +202,7 @@ def _from_scores(
     if not decode_pass.splits_keys(KernelInputs(problem)):
         results |= short_pass.from_scores(problem, top, scores, results.get("norm"), "received" in second)
     elif top:
-        results |= decode_pass.top(problem, top, scores, results.get("norm"))
+        results |= decode_pass.topk(problem, top, scores, results.get("norm"))
     if "received" in second and "received" not in results:
         results["received"] = decode_pass.received(problem, scores, results["norm"])
     if others := tuple(n for n in second if n != "received"):

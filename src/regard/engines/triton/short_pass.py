@@ -18,7 +18,7 @@ __all__ = ["from_scores", "serves"]
 #: Keys of a row at most. Chunks of 32 are unrolled: with 16 of them compiling takes half a minute.
 MOST_KEYS = 128
 #: Bytes of stored scores at most.
-MOST_SCORES = 2**28
+MAX_SCORE_BYTES = 2**28
 #: Rows of a program, which is one warp: with more, sums of columns would synchronise them.
 ROWS = 4
 
@@ -30,7 +30,7 @@ def serves(p: KernelInputs, n: int, v: Tensor | None) -> bool:
     """
     size = max(p.d, 0 if v is None else v.shape[-1])
     few = p.i >= 64 and 32 <= p.j <= MOST_KEYS and n <= 16 and "topk" not in forced
-    return few and p.product and size <= 64 and 4 * p.b * p.h * p.i * p.j <= MOST_SCORES
+    return few and p.product and size <= 64 and 4 * p.b * p.h * p.i * p.j <= MAX_SCORE_BYTES
 
 
 def from_scores(problem: Problem, n: int, scores: Tensor, norm: Tensor | None, received: bool) -> dict[str, Tensor]:

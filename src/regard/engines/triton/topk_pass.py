@@ -5,6 +5,8 @@ Problems with many tiles of plain products go by candidates, all others by searc
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +30,8 @@ __all__ = ["topk", "uses_candidates"]
 
 #: Bytes for the marks of candidates, one bit a cell: larger problems take several launches.
 MAX_MARK_BYTES = 2**30
-#: At most this many of a row are kept sorted in the registers of a thread.
-MOST_SORTED = 16
+#: At most this many of a row stay sorted in the registers of a thread.
+MAX_SORTED = 16
 #: Rows of a program of `compact_kernel`; rows, slots, components and warps of a program of `rescore_sort_kernel`. One warp
 #: each: with more, every round would synchronise them.
 COMPACT_ROWS, RESCORE_TILE = 4, (8, 8, 32, 1)
@@ -56,7 +58,7 @@ def topk(problem: Problem, n: int, tile_maxima: Tensor | None = None, norm: Tens
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "tanh_arg": p.tanh_arg, "k_desc": descriptors[0], "k_layout": layouts[0], "row_table": table,
             "flags": p.q if flags is None else flags, "heads": heads, **_topk_args(p, norm, outputs),
             "heads_per_group": p.heads_per_group(0), "SIMILARITY": p.similarity, "SCALE_FOLDED": p.scale_folded, "TMA": tma, "N": n,
-            "BLOCK_N": triton.next_power_of_2(n), "BLOCK_D": block_d, "ROWS_PER_FLAG": rows_per_flag, "SORTED": n <= MOST_SORTED, "BOUND": p.j > config.block_j,
+            "BLOCK_N": triton.next_power_of_2(n), "BLOCK_D": block_d, "ROWS_PER_FLAG": rows_per_flag, "SORTED": n <= MAX_SORTED, "BOUND": p.j > config.block_j,
             "GROUPS": _groups(n, config), **p.common_args, **config.launch,
         }  # fmt: skip
 
@@ -71,81 +73,100 @@ def _topk_args(p: KernelInputs, norm: Tensor | None, outputs: dict[str, Tensor])
     return {**args, "norm": p.unused if norm is None else tensor_arg(norm), "WEIGHT": norm is not None}
 
 
-def _by_candidates(
-    p: KernelInputs, n: int, tile_maxima: Tensor, norm: Tensor | None, outputs: dict[str, Tensor]
-) -> tuple[Tensor, int]:
-    """Store the n largest of nearly all rows; returns flags of row blocks that must be searched, and rows per flag."""
+@dataclass(frozen=True)
+class CandidateBuffers:
+    """What the three kernels of `_by_candidates` share. A key of a row is a candidate if its score reaches the row's bound."""
+
+    config: Config
+    n: int
+    min_keys: int  # with fewer visible keys a row finds its own bound
+    capacity: int  # candidates of a row at most
+    bounds: Tensor  # b h i
+    candidates: Tensor  # b h i capacity
+    counts: Tensor  # b h i
+    flags: Tensor  # of row blocks that have too many candidates
+    marks: Tensor  # blocks at a time, rows, words: one bit a cell
+    row_table: Any
+
+    def shared_args(self, p: KernelInputs) -> dict[str, Any]:
+        return {
+            "heads": p.b * p.h, "heads_per_group": p.heads_per_group(0), "row_table": self.row_table, "bounds": self.bounds,
+            "marks": self.marks, "words": self.marks.shape[2], "N": self.n,
+        }  # fmt: skip
+
+
+def _candidate_buffers(p: KernelInputs, n: int, tile_maxima: Tensor) -> CandidateBuffers:
     config = choose_config("mark_candidates", p, 0, None)
     # With fewer groups the n-th largest maximum is too low a bound: in one row in a million too many keys reach it.
     min_keys = (n + 3 * n // 4) * triton.cdiv(p.j, tile_maxima.shape[2])
     capacity = triton.next_power_of_2(3 * n + 8)
-    is_short = (
-        triton.cdiv(p.j, config.block_j) * config.block_j < min_keys
-    )  # then every block of rows finds its own bounds
+    tiles = triton.cdiv(p.j, config.block_j)
+    is_short = tiles * config.block_j < min_keys  # then every block of rows finds its own bounds
     bounds = empty(p.b, p.h, p.i, like=tile_maxima, dtype=torch.float32) if is_short else _bounds(tile_maxima, n)
     candidates = empty(p.b, p.h, p.i, capacity, like=p.q, dtype=torch.int32)
     counts = empty(p.b, p.h, p.i, like=p.q, dtype=torch.int32)
-    blocks, heads = triton.cdiv(p.i, config.block_i), p.b * p.h
-    flags = torch.zeros(heads * blocks, dtype=torch.int32, device=p.q.device)
-    words = triton.cdiv(triton.cdiv(p.j, config.block_j), 32) * config.block_j  # of a row
-    blocks_at_once = max(1, min(blocks * heads, MAX_MARK_BYTES // (4 * words * config.block_i)))
-    marks = empty(blocks_at_once, config.block_i, words, like=p.q, dtype=torch.int32)
-    table = p.row_table(config)
-    shared_args = {"heads": heads, "heads_per_group": p.heads_per_group(0), "row_table": table, "bounds": bounds, "marks": marks, "words": words, "N": n}  # fmt: skip
-
-    def mark_args(first_program: int, programs: int) -> LaunchArgs:
-        block_d = padded_size(p.d, p.q)
-        tma, descriptors, layouts = tma_descriptors(p, config, (p.k, (config.block_j, block_d)))
-        return programs, {
-            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "k_desc": descriptors[0], "k_layout": layouts[0], "first_program": first_program, "SCALE_FOLDED": p.scale_folded,
-            "TMA": tma, "min_keys": min_keys, "EVEN_BLOCKS": p.j % config.block_j == 0, "GROUPS": _groups(n, config),
-            "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "BLOCK_D": block_d, **shared_args, **p.common_args, **config.launch,
-        }  # fmt: skip
-
-    def compact_args(first_program: int, programs: int) -> LaunchArgs:
-        common = {name: p.common_args[name] for name in ("mask", "sizes", "MASK")}
-        blocks = {"BLOCK_I": config.block_i, "BLOCK_J": config.block_j}
-        rows = {
-            "candidates": candidates,
-            "counts": counts,
-            "flags": flags,
-            "first_program": first_program,
-            "CAPACITY": capacity,
-            "ROWS": COMPACT_ROWS,
-        }
-        return programs * (config.block_i // COMPACT_ROWS), {"num_warps": 1, **shared_args, **common, **blocks, **rows}
-
-    def rescore_args() -> LaunchArgs:
-        rows, slots, part, warps = RESCORE_TILE
-        return triton.cdiv(p.i, rows) * heads, {
-            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "candidates": tensor_arg(candidates), "counts": row_arg(counts), **_topk_args(p, norm, outputs),
-            "heads": heads, "SCALE_FOLDED": p.scale_folded, "N": n, "CAPACITY": capacity, "ROWS": rows, "SLOTS": slots,
-            "BLOCK_D": min(part, padded_size(p.d)), "num_warps": warps, **p.common_args,
-        }  # fmt: skip
-
-    for first_program in range(0, blocks * heads, blocks_at_once):
-        programs = min(blocks_at_once, blocks * heads - first_program)
-        # Several launches are long: they are not cached.
-        key = p.key and (p.key, n, min_keys, config) if programs == blocks * heads else None
-        launch(
-            mark_candidates_kernel,
-            key,
-            [*p.tensors, table.ptr, bounds, marks],
-            lambda: mark_args(first_program, programs),  # noqa: B023
-        )
-        tensors = [*p.tensors, table.ptr, bounds, marks, candidates, counts, flags]
-        launch(compact_kernel, key, tensors, lambda: compact_args(first_program, programs))  # noqa: B023
-    launch(
-        rescore_sort_kernel,
-        p.key and (p.key, n),
-        [*p.tensors, candidates, counts, norm, *outputs.values()],
-        rescore_args,
+    programs = p.b * p.h * triton.cdiv(p.i, config.block_i)
+    flags = torch.zeros(programs, dtype=torch.int32, device=p.q.device)
+    words = triton.cdiv(tiles, 32) * config.block_j  # of a row
+    programs_at_once = max(1, min(programs, MAX_MARK_BYTES // (4 * words * config.block_i)))
+    marks = empty(programs_at_once, config.block_i, words, like=p.q, dtype=torch.int32)
+    return CandidateBuffers(
+        config, n, min_keys, capacity, bounds, candidates, counts, flags, marks, p.row_table(config)
     )
-    return flags, config.block_i
+
+
+def _by_candidates(
+    p: KernelInputs, n: int, tile_maxima: Tensor, norm: Tensor | None, outputs: dict[str, Tensor]
+) -> tuple[Tensor, int]:
+    """Store the n largest of nearly all rows; returns flags of row blocks that must be searched, and rows per flag."""
+    c = _candidate_buffers(p, n, tile_maxima)
+    total, at_once = c.flags.shape[0], c.marks.shape[0]
+    read = [*p.tensors, c.row_table.ptr, c.bounds, c.marks]
+    for first in range(0, total, at_once):
+        programs = min(at_once, total - first)
+        # Several launches are long: they are not cached.
+        key = p.key and (p.key, n, c.min_keys, c.config) if programs == total else None
+        launch(mark_candidates_kernel, key, read, partial(_mark_args, p, c, first, programs))
+        launch(
+            compact_kernel, key, [*read, c.candidates, c.counts, c.flags], partial(_compact_args, p, c, first, programs)
+        )
+    tensors = [*p.tensors, c.candidates, c.counts, norm, *outputs.values()]
+    launch(rescore_sort_kernel, p.key and (p.key, n), tensors, partial(_rescore_args, p, c, norm, outputs))
+    return c.flags, c.config.block_i
+
+
+def _mark_args(p: KernelInputs, c: CandidateBuffers, first_program: int, programs: int) -> LaunchArgs:
+    config, block_d = c.config, padded_size(p.d, p.q)
+    tma, descriptors, layouts = tma_descriptors(p, config, (p.k, (config.block_j, block_d)))
+    return programs, {
+        "q": tensor_arg(p.q), "k": tensor_arg(p.k), "k_desc": descriptors[0], "k_layout": layouts[0], "first_program": first_program, "SCALE_FOLDED": p.scale_folded,
+        "TMA": tma, "min_keys": c.min_keys, "EVEN_BLOCKS": p.j % config.block_j == 0, "GROUPS": _groups(c.n, config),
+        "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "BLOCK_D": block_d, **c.shared_args(p), **p.common_args, **config.launch,
+    }  # fmt: skip
+
+
+def _compact_args(p: KernelInputs, c: CandidateBuffers, first_program: int, programs: int) -> LaunchArgs:
+    common = {name: p.common_args[name] for name in ("mask", "sizes", "MASK")}
+    return programs * (c.config.block_i // COMPACT_ROWS), {
+        "candidates": c.candidates, "counts": c.counts, "flags": c.flags, "first_program": first_program, "CAPACITY": c.capacity,
+        "ROWS": COMPACT_ROWS, "BLOCK_I": c.config.block_i, "BLOCK_J": c.config.block_j, "num_warps": 1, **c.shared_args(p), **common,
+    }  # fmt: skip
+
+
+def _rescore_args(
+    p: KernelInputs, c: CandidateBuffers, norm: Tensor | None, outputs: dict[str, Tensor]
+) -> LaunchArgs:  # fmt: skip
+    rows, slots, part, warps = RESCORE_TILE
+    heads = p.b * p.h
+    return triton.cdiv(p.i, rows) * heads, {
+        "q": tensor_arg(p.q), "k": tensor_arg(p.k), "candidates": tensor_arg(c.candidates), "counts": row_arg(c.counts), **_topk_args(p, norm, outputs),
+        "heads": heads, "SCALE_FOLDED": p.scale_folded, "N": c.n, "CAPACITY": c.capacity, "ROWS": rows, "SLOTS": slots,
+        "BLOCK_D": min(part, padded_size(p.d)), "num_warps": warps, **p.common_args,
+    }  # fmt: skip
 
 
 def _bounds(tile_maxima: Tensor, n: int) -> Tensor:
-    """For every row a score that its n largest keys reach, and hardly any other key; from bests (b, h, groups, i)."""
+    """For every row a score that its n largest keys reach, and hardly any other key; from maxima (b, h, groups, i)."""
     b, h, groups, rows = tile_maxima.shape
     bounds = empty(b, h, rows, like=tile_maxima, dtype=torch.float32)
     blocks = {"BLOCK_GROUPS": triton.next_power_of_2(groups), "BLOCK": 32, "num_warps": 1}

@@ -67,7 +67,7 @@ def _window(look: Look, fields: Fields, request_first: RequestFirst) -> bytes:
     return _block({"scale": scale, "d": None if q is None else q.shape[-1]}, [pyramid.block(rows, cols), q, k])
 
 
-#: Who answers a path.
+#: The function that answers each path.
 ANSWERS: dict[str, Callable[[Look, Fields, RequestFirst], bytes]] = {
     "/tiles": _tiles, "/row": _row, "/window": _window
 }  # fmt: skip

@@ -107,12 +107,13 @@ def consumer(
     queue_slot, queue_ready, queue_free = tile_queue
     HALF: gl.constexpr = BLOCK_J // 2
     dtype: gl.constexpr = q_tiles.dtype
+    # Layouts: scores (keys, rows), gradients (keys, d), an operand in registers, and vectors along the rows.
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_I, 16])
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, G, 2)
-    ALONG: gl.constexpr = gl.SliceLayout(0, S)
+    ALONG_ROWS: gl.constexpr = gl.SliceLayout(0, S)
     # float16 weights below 2⁻¹⁴ are subnormal and lose digits: they are multiplied by 1024 first.
-    TIMES: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
+    FP16_SCALE: gl.constexpr = 1024.0 if dtype == gl.float16 else 1.0
     k_tile, v_tile = k_tiles.index(W), v_tiles.index(W)
     zero_acc = gl.zeros([HALF, BLOCK_I], gl.float32, S)
     columns = sizes.j // BLOCK_J
@@ -136,25 +137,25 @@ def consumer(
             h = out_head * group + member
             for EDGE in gl.static_range(1 if MASK != "none" else 0, -1, -1):
                 for step in range(0 if EDGE or MASK == "none" else edges, edges if EDGE else past - first):
-                    i = nth_block(step, first, full_from, full_to, past) * BLOCK_I + gl.arange(0, BLOCK_I, ALONG)
+                    i = nth_block(step, first, full_from, full_to, past) * BLOCK_I + gl.arange(0, BLOCK_I, ALONG_ROWS)
                     slot, phase = count % STAGES, (count // STAGES) & 1
-                    log2w = s * scale2 - terms.index(4 * slot).load(ALONG)[None, :]
-                    w = gl.exp2(log2w) * TIMES
+                    log2w = s * scale2 - terms.index(4 * slot).load(ALONG_ROWS)[None, :]
+                    w = gl.exp2(log2w) * FP16_SCALE
                     if EDGE:
                         w = gl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), w, 0.0)
-                    dp = zero_acc - terms.index(4 * slot + 1).load(ALONG)[None, :]
+                    dp = zero_acc - terms.index(4 * slot + 1).load(ALONG_ROWS)[None, :]
                     if D_ENTROPY:
-                        dp -= terms.index(4 * slot + 2).load(ALONG)[None, :] * log2w
+                        dp -= terms.index(4 * slot + 2).load(ALONG_ROWS)[None, :] * log2w
                     if D_DISTANCE:
                         distance = gl.abs(i[None, :] + sizes.offset - j[:, None]).to(gl.float32)
-                        dp += terms.index(4 * slot + 3).load(ALONG)[None, :] * distance
+                        dp += terms.index(4 * slot + 3).load(ALONG_ROWS)[None, :] * distance
                     w = w.to(dtype)  # rounded as the product reads it; keeping both would spill
                     p = gl.convert_layout(w, A)
                     mbarrier.wait(dy_ready.index(slot), phase)
                     dp = warpgroup_mma(v_tile, dy_tiles.index(slot).permute((1, 0)), dp, is_async=True)
                     dv = warpgroup_mma(p, dy_tiles.index(slot), dv, is_async=True)
                     dp = warpgroup_mma_wait(1, deps=(dp,))
-                    ds = gl.convert_layout((w.to(gl.float32) * dp * (1.0 / TIMES)).to(dtype), A)
+                    ds = gl.convert_layout((w.to(gl.float32) * dp * (1.0 / FP16_SCALE)).to(dtype), A)
                     # Next scores overlap with this gradient; after the last row block they are computed again and unused.
                     remaining -= 1
                     count += gl.where(remaining > 0, 1, 0)
@@ -171,7 +172,7 @@ def consumer(
         tile_phase += 1
         # The buffers of keys and values are free and take the outputs.
         k_tile.store((dk * scale).to(dtype))
-        v_tile.store((dv * (1.0 / TIMES)).to(dtype))
+        v_tile.store((dv * (1.0 / FP16_SCALE)).to(dtype))
         tma_store_async(dk_desc, dk_layout, b, out_head, start + W * HALF, k_tile)
         tma_store_async(dv_desc, dv_layout, b, out_head, start + W * HALF, v_tile)
         tma.store_wait(0)
