@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -333,6 +334,15 @@ SOURCES = sorted(
 def test_every_name_says_its_role(path: Path) -> None:
     library = {"given"} if "from hypothesis import given" in path.read_text() else set()
     assert not identifiers(parsed(path)) & ROLELESS - library
+
+
+#: Comments and strings of the page's scripts.
+NO_CODE = re.compile(r"/\*.*?\*/|//[^\n]*|\"[^\"\n]*\"|'[^'\n]*'|`[^`]*`", re.S)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.js")), ids=lambda path: path.name)
+def test_every_name_of_the_page_says_its_role(path: Path) -> None:
+    assert not set(re.findall(r"\w+", NO_CODE.sub(" ", path.read_text()))) & ROLELESS
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

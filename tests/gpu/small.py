@@ -22,7 +22,7 @@ def everything(t: int, d: int, mask: regard.Mask | None) -> None:
     W = regard.weights(q, k, mask=mask, engine="triton")
     seen = W.see("lse", "max_score", "entropy", "mean_distance", "received", topk=4, pool=(8, 8), values=v)
     loss = seen.y.float().square().sum() + seen.entropy.sum()
-    loss.backward(retain_graph=True)  # without further columns, as warps are parted for
+    loss.backward(retain_graph=True)  # without further columns, as warp specialisation needs
     (loss + seen.received.square().sum()).backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 

@@ -110,7 +110,7 @@ def test_additive_scores_leave_registers_for_wide_values(dtype: torch.dtype, siz
     ("b", "h", "g", "t", "d"), [(1, 1, 1, 256, 128), (2, 4, 2, 640, 128), (3, 2, 2, 384, 64), (1, 3, 1, 512, 96)]
 )
 def test_whole_tiles_by_the_copy_engine_are_right(b: int, h: int, g: int, t: int, d: int, causal: bool) -> None:
-    """The fast paths: loading warps parted from computing ones at d = 128, tiles copied by descriptors."""
+    """The fast paths: producer and consumer warps at d = 128, tiles copied by descriptors."""
     q, k, v = draw(b, h, t, d), draw(b, g, t, d), draw(b, g, t, d)
     mask = torch.ones(t, t, dtype=torch.bool, device="cuda").tril() if causal else None
     w, y, lse = dense(q, k.repeat_interleave(h // g, 1), v.repeat_interleave(h // g, 1), mask)

@@ -133,13 +133,13 @@ function profile(title, every, sequence, [from, to] = [0, every.length]) {
 }
 
 async function exactRow(page, source, box, own, map) {
-  const { rows, cols } = page.stack, asked = own.row;
+  const { rows, cols } = page.stack, requested = own.row;
   let row = null;
-  try { row = await source.row(asked); } catch (error) {
+  try { row = await source.row(requested); } catch (error) {
     box.replaceChildren(el("p", { class: "hint", text: `Row ${count(asked)} cannot be shown: ${error.message}` }));
     return;
   }
-  if (asked !== own.row || !map.box.isConnected) return; // another row was asked for since
+  if (requested !== own.row || !map.box.isConnected) return; // another row was asked for since
   const best = topOf(row, 12);
   const some = [...new Set([own.row, ...source.rows])].slice(0, 12);
   const chip = (i) => el("button", {

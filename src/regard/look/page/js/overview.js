@@ -125,13 +125,13 @@ function difference(page, one, other) {
     if (Math.abs(by) > Math.abs(most.by)) most = { by, i, j };
   }
   const signed = (x) => Math.sign(x) * Math.abs(x) ** 0.6;
-  const { rows, cols } = a.stack, told = most.by && !long ? [el("p", { class: "hint", "data-read": "difference" },
+  const { rows, cols } = a.stack, differences = most.by && !long ? [el("p", { class: "hint", "data-read": "difference" },
     "most: ",
     word(rows.label(most.i)), " → ", word(cols.label(most.j)),
       ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
   return el("div", { class: "versus" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
     el("figure", {}, heat(m, n, (i, j) => paint.signed(signed(at(a, i, j) - at(b, i, j)))),
-      el("figcaption", { text: "the first minus the second: blue where the first gives more, orange where the second does" }), told));
+      el("figcaption", { text: "the first minus the second: blue where the first gives more, orange where the second does" }), differences));
 }
 
 // Where a number stands between the smallest and the largest.

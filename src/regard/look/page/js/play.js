@@ -184,7 +184,7 @@ function playBars(page, own, forbid) {
   const axis = el("li", { class: "bar-axis", "aria-hidden": "true" }, el("span"), el("span", { class: "ruler" }, [0, 0.25, 0.5, 0.75, 1].map((x) => el("span",
     { style: { "--w": `${100 * x}%` }, text: String(x) }))));
   const node = el("div", { class: "bars" }, el("figure", {}, caption, list, note));
-  let made = null, lines = [];
+  let builtKey = null, lines = [];
   const build = (now) => {
     const { same, rows, cols } = page.stack, { order } = own, token = (j) => (same ? order[j] : j), ghost = page.head.row(order[now.place]);
     const all = range(cols.length), barred = new Set(own.forbidden);
@@ -207,7 +207,7 @@ function playBars(page, own, forbid) {
   };
   const draw = (now) => {
     const w = now.w(now.place), key = `${page.head.id} ${own.order} ${now.place} ${own.forbidden}`;
-    if (made !== key) { build(now); made = key; }
+    if (builtKey !== key) { build(now); builtKey = key; }
     for (const { j, bar, number, ghost, out } of lines) {
       const by = w[j] - ghost;
       bar.style.setProperty("--w", `${100 * w[j]}%`);

@@ -9,7 +9,7 @@ export const EXACT_WORDS = 2048; // a side: windows up to here are filled with e
 
 export class Tiles {
   constructor(page, source, again) {
-    Object.assign(this, { page, source, again, made: new Map(), painted: new Map(), queue: [], planes: new Map(),
+    Object.assign(this, { page, source, again, computed: new Map(), painted: new Map(), queue: [], planes: new Map(),
       served: source.server ? new ServedTiles(page, source, again) : null });
   }
   // Whether a window is small enough for exact tiles.
@@ -62,15 +62,15 @@ export class Tiles {
     const middle = [(view.i0 + view.i1) / 2 / SIDE, (view.j0 + view.j1) / 2 / SIDE];
     for (let a = Math.floor(view.i0 / SIDE); a * SIDE < view.i1; a++) for (let b = Math.floor(view.j0 / SIDE);
       b * SIDE < view.j1; b++) {
-      const key = `${a} ${b}`, weights = this.made.get(key);
+      const key = `${a} ${b}`, weights = this.computed.get(key);
       const [rows, cols] = [Math.min(SIDE, i - a * SIDE), Math.min(SIDE, j - b * SIDE)];
       if (rows <= 0 || cols <= 0) continue;
       if (!weights) {
         this.queue.push({ key, a, b, far: Math.hypot(a + 0.5 - middle[0], b + 0.5 - middle[1]) });
         continue;
       }
-      this.made.delete(key); // the latest used last
-      this.made.set(key, weights);
+      this.computed.delete(key); // the latest used last
+      this.computed.set(key, weights);
       const picture = this.picture(key, weights, rows, cols, pool, mode, scale, [a * SIDE, b * SIDE]);
       ctx.drawImage(picture, (b * SIDE - view.j0) * x, (a * SIDE - view.i0) * y, Math.ceil(cols / pool) * pool * x,
         Math.ceil(rows / pool) * pool * y);
@@ -105,8 +105,8 @@ export class Tiles {
         const next = this.queue.pop();
         if (!next) break;
         const { i, j } = this.source.head, [a, b] = [next.a * SIDE, next.b * SIDE];
-        this.made.set(next.key, this.source.exact.block(a, Math.min(i, a + SIDE), b, Math.min(j, b + SIDE)));
-        if (this.made.size > CACHED) this.made.delete(this.made.keys().next().value);
+        this.computed.set(next.key, this.source.exact.block(a, Math.min(i, a + SIDE), b, Math.min(j, b + SIDE)));
+        if (this.computed.size > CACHED) this.computed.delete(this.computed.keys().next().value);
       } while (performance.now() < end);
       this.running = false;
       this.again();
