@@ -1,4 +1,4 @@
-"""The law of the edge: no keys, no rows, −inf and NaN where nobody looks never make a NaN, in values, statistics or gradients.
+"""The law of the edge: no keys, no rows, −inf and NaN at hidden keys never make a NaN, in values, statistics or gradients.
 
 Each edge is held to the judge. Where something is poisoned (NaN, inf or a huge number at keys that no row may see)
 the judge is shown the same tensors without the poison: it must not matter.

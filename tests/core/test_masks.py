@@ -1,4 +1,4 @@
-"""The law of masks: `visible` says who sees whom, `spans` is the same truth in intervals, and what nobody sees costs nothing."""
+"""The law of masks: `visible` says who sees whom, `intervals` says the same as ranges of keys, and hidden keys cost nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that were noted down do for other tensors what would have been computed for them; and nothing else is noted."""
+"""Replayed steps compute on new tensors what the call itself would; a call that may do something else is not recorded."""
 
 from __future__ import annotations
 

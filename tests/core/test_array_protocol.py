@@ -1,4 +1,4 @@
-"""The law of manners: a matrix is met as arrays are, and what would store it says so."""
+"""The law of the array protocol: a matrix is used as arrays are, and what would store it says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pass answers what it has for nothing: how many passes over the keys the natural code takes, and what is remembered."""
+"""The result cache: how many passes over the keys a few questions take, and which results of a pass serve later ones."""
 
 from __future__ import annotations
 
