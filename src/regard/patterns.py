@@ -1,4 +1,4 @@
-"""What a head does, in a word: previous token, first token, itself, induction, a fixed offset, near, even, or mixed.
+"""A head's pattern in a word: previous token, first token, itself, induction, a fixed offset, near, even, or mixed.
 
 >>> import regard.patterns
 >>> W = regard.weights(8 * torch.eye(12), mask=regard.causal(), score="dot")

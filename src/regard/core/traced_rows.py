@@ -67,7 +67,7 @@ def _(tensors: list[Tensor], ints: list[int], spec: str) -> list[Tensor]:
 def _rows_backward(
     tensors: list[Tensor], ints: list[int], spec: str, grads: list[Tensor], has_grad: list[bool], needs: list[bool]
 ) -> list[Tensor]:
-    """Gradients of the tensors that need one: the question is answered once more, which stores a few numbers a row."""
+    """Gradients of the tensors that need one: the forward is computed again, which stores a few numbers a row."""
     inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
     with torch.enable_grad():
         outputs = answer(*_parsed(inputs, ints, spec))

@@ -166,7 +166,7 @@ class OpRecorder(TorchDispatchMode):
                 step.makes.append((n, self._number(x, of)))
                 step.view = of is not None
             elif of is None or self._place_in(x, of) != self.places[cached]:
-                # A part of one tensor at the address of another: in the next call they may be apart.
+                # A part of one tensor at the address of another: in the next call they may not overlap.
                 self._give_up()
                 return
         step.several = outs is out

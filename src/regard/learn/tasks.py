@@ -1,4 +1,4 @@
-"""What can be learned: the data, the model and the loss of a language model and of a translator."""
+"""The tasks of `regard learn`: the data, the model and the loss of a language model and of a translator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LMTask", "Saved", "Task", "TranslateTask", "build", "make_task", "sp
 
 @dataclass(frozen=True)
 class Saved:
-    """What a run that is resumed has of its data.
+    """The tokenizer and the digests of the data of a run that is resumed.
 
     Attributes:
         tokenizer: Its tokenizer; a new run that begins from a pretrained model has one, too.
@@ -36,7 +36,7 @@ class Saved:
 
 
 class Task(Protocol):
-    """What the training loop needs of a task."""
+    """A task as the training loop sees it."""
 
     kind: str
     settings: Any

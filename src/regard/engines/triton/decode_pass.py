@@ -207,7 +207,7 @@ def _num_sms(p: KernelInputs) -> int:
 
 
 def received(problem: Problem, scores: Tensor, norm: Tensor) -> Tensor:
-    """What every key receives, (b, h, j)."""
+    """The sum of the weights on every key, (b, h, j)."""
     p = KernelInputs(problem)
     norm, out = norm.contiguous(), empty(p.b, p.h, p.j, like=p.q, dtype=torch.float32)
     block_i = min(triton.next_power_of_2(p.i), 16)

@@ -89,7 +89,7 @@ def _open_server(args: argparse.Namespace) -> PageServer:
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device:
-        torch.empty(0, device=device)  # an unknown one is told now
+        torch.empty(0, device=device)  # raises now for an unknown one
     first, look_at = _open_source(args)
     news = lambda link: print_news(f"opened. The next link: {link}")  # noqa: E731
     with _port_errors(args.port):

@@ -122,7 +122,7 @@ class PageServer(ThreadingHTTPServer):
             self._open.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that is gone is no error; of anything else, its kind alone is told: a text may be in the message."""
+        """Log the class of an error alone: its message may hold a text. A client that is gone is no error."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             print(f"regard: the server failed on a request ({type(error).__name__})", file=sys.stderr)
