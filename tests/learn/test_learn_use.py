@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from regard import cli
 from regard.learn import is_checkpoint, lm, open_model, translate
 from regard.learn.generate import Beam, beam_search, bleu, sample
 from regard.learn.progress import Plain, Rich, _table, open_progress
-from regard.learn.tokenizer import bpe, characters, encode, pairs_bpe
+from regard.learn.tokenizer import bpe, byte_level, characters, encode, load, pairs_bpe
 from regard.nn import LanguageModel, Learned, Translator
 
 SENTENCE = "the quick brown fox jumps over the lazy dog.\n"
@@ -428,6 +429,18 @@ def test_tokens_lose_nothing():
     assert tokenizer.decode(encode(tokenizer, line)) == line
     assert [tokenizer.token_to_id(name) for name in ("<pad>", "<start>", "<end>")] == [0, 1, 2]
     assert tokenizer.encode("Q").tokens == ["▁", "<unknown>"] or "<unknown>" in tokenizer.encode("Q").tokens
+
+
+def test_ids_of_bytes_and_characters_are_those_of_their_tokenizers():
+    text = "Zwei Hunde,\n\n über  die\tStraße ▁ \n"
+    for tokenizer in (byte_level(), characters(text)):
+        assert encode(tokenizer, text) == tokenizer.encode(text).ids
+    turned = json.loads(byte_level().to_str())  # another order of the same 256 tokens
+    turned["model"]["vocab"] = {token: 255 - byte for token, byte in turned["model"]["vocab"].items()}
+    tokenizer = load(json.dumps(turned).encode(), "turned.json")
+    assert encode(tokenizer, "mät") == tokenizer.encode("mät").ids == [255 - byte for byte in "mät".encode()]
+    with pytest.raises(ValueError, match="never saw ' '"):
+        encode(characters("▁ab"), "a b")
 
 
 @pytest.mark.parametrize(

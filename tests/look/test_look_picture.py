@@ -65,6 +65,25 @@ def test_two_heads_are_told_apart_without_colour():
     assert len({path.get("stroke") for path in root.iter(f"{NAME}path")}) == 2
 
 
+def test_a_word_that_occurs_twice_is_named_by_its_number():
+    W = regard.Weights.from_dense(torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.7, 0.0], [0.8, 0.1, 0.1]]))
+    root = read(svg(W.label(["the", "cat", "the"]), word="the:2"))
+    assert "“the:2” → “the:1” 0.800" in texts(root)
+
+
+def test_a_number_stands_outside_of_its_arc():
+    words = ["the", "dog", "saw", "it", "there"]
+    w = torch.eye(5)
+    w[3] = torch.tensor([0.1, 0.5, 0.0, 0.0, 0.4])
+    root = read(svg(regard.Weights.from_dense(w).label(words), word="it", part="lines"))
+    written = {e.text: (float(e.get("x")), e.get("text-anchor", "start")) for e in root.iter(f"{NAME}text")}
+    ends = [float(re.findall(r"[-\d.]+", e.get("d"))[6]) for e in root.iter(f"{NAME}path")]  # arcs, the weak ones first
+    assert written["0.50"][1] == "end"
+    assert written["0.50"][0] < ends[2]
+    assert written["0.40"][1] == "start"
+    assert written["0.40"][0] > ends[1]
+
+
 def test_those_who_cannot_see_are_told():
     root = read(svg(fake_recording(), word="it", title="A & B <i>"))
     assert root.get("role") == "img"

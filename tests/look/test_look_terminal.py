@@ -371,6 +371,14 @@ def test_a_word_that_is_not_there_is_told(word, says):
         token_text.resolve(TOKENS, word)
 
 
+def test_a_word_that_neither_sentence_has_is_looked_for_in_the_longer_one():
+    model = regard.nn.Translator(9, dim=8, heads=1, layers=1).requires_grad_(False)
+    with regard.record(model, tokens=(["zwei", "Hunde", "laufen"], ["<start>"])) as seen:
+        model(torch.tensor([[3, 4, 5]]), torch.tensor([[1]]))
+    with pytest.raises(LookupError, match="'dogs' is not among the words: zwei Hunde laufen"):
+        spotlight.spotlight(seen, "dogs")
+
+
 def test_a_long_list_of_words_is_cut():
     with pytest.raises(LookupError, match=r"… \(500 in all\)"):
         token_text.resolve([f"w{n}" for n in range(500)], "x")

@@ -159,6 +159,11 @@ def test_what_has_no_counterpart_is_refused_by_name(case):
         from_pretrained(make())
 
 
+def test_what_is_neither_a_model_nor_a_folder_is_refused():
+    with pytest.raises(TypeError, match="takes a model or a folder; got dict"):
+        from_pretrained({"weight": torch.zeros(2)})
+
+
 def test_an_activation_that_is_not_here_is_refused():
     theirs = bert(0)
     theirs.config.hidden_act = "mish"

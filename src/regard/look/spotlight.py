@@ -148,16 +148,15 @@ def _layers_with_word(
     by_sequence: dict[tuple[object, ...], list[LayerView]] = {}
     for view in sorted(layers, key=lambda view: view.kind != "cross"):
         by_sequence.setdefault((view.rows, view.cols, view.kind), []).append(view)
-    error: LookupError | None = None
+    errors: list[LookupError] = []
     for views in by_sequence.values():
         labels = group_tokens(views[0].rows, hide_special=hide_special, merge=merge).labels
         try:
             return views, resolve(labels, word)
-        except LookupError as this:
-            # A word that occurs twice is more to the point than a sequence that lacks it.
-            error = this if error is None or "occurs" in str(this) else error
-    assert error is not None, "there is at least one layer"
-    raise error
+        except LookupError as error:
+            errors.append(error)
+    # A word that occurs twice or is several tokens is more to the point than a sequence that lacks it, however long.
+    raise max(errors, key=lambda error: ("is not among" not in str(error), len(str(error))))
 
 
 def _first_heads(ranking: list[HeadTie], count: int, varied: bool) -> list[HeadTie]:

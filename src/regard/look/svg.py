@@ -39,7 +39,7 @@ from .svg_elements import (
 )
 from .text_layout import format_number
 from .token_groups import TokenGroups
-from .token_text import clip, printable
+from .token_text import clip, occurrence_suffix, printable
 
 __all__ = ["Part", "svg"]
 
@@ -170,6 +170,7 @@ class _Arcs:
         self.lit = lit
         self.elements: list[str] = []
         self.sentences: list[str] = []
+        self.right = 0.0
         keys = {place: _label(lit.cols.labels[place]) for place in _in_sight(lit)}
         self._legend(top)
         top += 18 * len(lit.heads) + 10
@@ -189,32 +190,35 @@ class _Arcs:
             self._head(n, boxes, start)
         self._words(keys, boxes, lit.position if lit.same else None)
         ends = [box.x + box.width for box in [*boxes.values(), *rows.values()]]
-        self.right = max(ends + [MARGIN + 16 + text_width(text) for text in self.sentences])
+        self.right = max([self.right, *ends])
         below = self.reach if lit.same and len(lit.heads) > 1 else 24
         self.bottom = max([box.y for box in boxes.values()], default=top) + below
 
     def _legend(self, top: float) -> None:
         for n, (tie, hidden) in enumerate(zip(self.lit.heads, self.lit.hidden, strict=True)):
             place = self.lit.layers[tie.layer].head_name(tie.head)
-            text = f"{place}{': ' if place else ''}“{_label(self.lit.word)}”"
+            looking = _label(self.lit.word) + occurrence_suffix(self.lit.rows.labels, self.lit.position)
+            text = f"{place}{': ' if place else ''}“{looking}”"
             text += " " if self.lit.next_word is None else f", writing “{_label(self.lit.next_word)}” "
             if (key := self.lit.headline_key(n)) is None:
                 text += "looks at nothing"
             else:
-                text += f"→ “{_label(self.lit.cols.labels[key])}” {format_number(self.lit.weights[n][key])}"
+                seen = _label(self.lit.cols.labels[key]) + occurrence_suffix(self.lit.cols.labels, key)
+                text += f"→ “{seen}” {format_number(self.lit.weights[n][key])}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
-            side = ("above", "below")[n] if self.lit.same else ("solid", "dashed")[n]
-            self.elements.append(rect(MARGIN, y - 9, 10, 10, f'fill="{HUES[n]}"'))
-            self.elements.append(
-                text_element(MARGIN + 16, y, f"{text}{f', {side}' if len(self.lit.heads) > 1 else ''}", size=12)
-            )
             self.sentences.append(text + ".")
+            if len(self.lit.heads) > 1:
+                text += ", " + (("above", "below")[n] if self.lit.same else ("solid", "dashed")[n])
+            self.elements.append(rect(MARGIN, y - 9, 10, 10, f'fill="{HUES[n]}"'))
+            self.elements.append(text_element(MARGIN + 16, y, text, size=12))
+            self.right = max(self.right, MARGIN + 16 + text_width(text))
 
     def _head(self, n: int, boxes: dict[int, _Box], start: _Box | None) -> None:
-        """Lines and shades of one head, the weak ones first."""
+        """Lines and shades of one head, the weak ones first, and its numbers on top."""
         weights, up, hue = self.lit.weights[n], n == 0, HUES[n]
+        numbers = []
         least = max(0.01, 0.05 * max(weights, default=0.0))
         for place in sorted(boxes, key=lambda j: weights[j]):
             box, weight = boxes[place], weights[place]
@@ -233,8 +237,8 @@ class _Arcs:
             else:
                 self.elements.append(_drop(start, box, n, weight))
             if weight >= 0.1:
-                written = text_element(box.middle + 4, y - 9 if up else y + 16, f"{weight:.2f}", 9.5, hue, halo=True)
-                self.elements.append(written)
+                numbers.append(_beside(start, box, y - 9 if up else y + 16, weight, hue))
+        self.elements += numbers
 
     def _words(self, names: dict[int, str], boxes: dict[int, _Box], lit: int | None) -> None:
         before = None
@@ -282,6 +286,14 @@ def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float
     return f'<path d="{curve}" stroke-linecap="round" {_stroke(hue, weight)}/>'
 
 
+def _beside(start: _Box, end: _Box, y: float, weight: float, hue: str) -> str:
+    """The number of a line, at its end: to the left where an arc bends to the right, unless the page ends there."""
+    left = start.y == end.y and MARGIN + 8 < end.middle < start.middle
+    gap = 3 + _thickness(weight) / 2
+    x, anchor = (end.middle - gap, "end") if left else (end.middle + gap, "start")
+    return text_element(x, y, f"{weight:.2f}", 9.5, hue, anchor, halo=True)
+
+
 def _around(start: _Box, end: _Box, up: bool, weight: float, hue: str, right: float) -> str:
     """A line to another line of words: beside its own line, along the margin, and beside the other; through no word."""
     y0, y1 = (box.y + (-LETTERS - 7 if up else 12) for box in (start, end))
@@ -305,8 +317,12 @@ def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
 
 
 def _stroke(hue: str, weight: float) -> str:
-    thick, opaque = 0.5 + 4.5 * weight, min(1.0, 0.2 + weight)
-    return f'fill="none" stroke="{hue}" stroke-width="{thick:.2f}" stroke-opacity="{opaque:.3f}"'
+    opaque = min(1.0, 0.2 + weight)
+    return f'fill="none" stroke="{hue}" stroke-width="{_thickness(weight):.2f}" stroke-opacity="{opaque:.3f}"'
+
+
+def _thickness(weight: float) -> float:
+    return 0.5 + 4.5 * weight
 
 
 # The matrix.

@@ -48,6 +48,7 @@ def from_pretrained(model_or_folder: nn.Module | str | os.PathLike[str]) -> Text
 
     Raises:
         ValueError: The model is of another family, or has an option that `regard.nn` lacks.
+        TypeError: The argument is neither a model nor a folder.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -86,6 +87,8 @@ def _converter(config: Any, name: str) -> Callable[[Any], TextEncoder | Language
 
 
 def _opened(folder: str | os.PathLike[str]) -> nn.Module:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"from_pretrained takes a model or a folder; got {type(folder).__name__}.")
     if not Path(folder).is_dir():
         raise ValueError(
             f"from_pretrained takes a model or a folder, and {os.fspath(folder)!r} is no folder. Models of the hub are "
