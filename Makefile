@@ -1,6 +1,6 @@
 # make look   set up what it takes and see which words "it" looks at in a sentence, in the terminal and as look.html
 # make test   set up everything and run the tests
-# make test-numerics    the numerics under other roundings (ten minutes); part of .ci/run
+# make test-numerics    the numerics under other roundings and in plain PyTorch tiles (ten minutes); part of .ci/run
 # make test-configurations  20,000 random configurations against float64, gradients included (half an hour)
 # make test-ranks       a sequence over up to 8 processes, 300 cells and their gradients; some minutes
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
@@ -53,9 +53,12 @@ test-slow: $(READY)
 
 # Rounding of other CPUs: MKL and ATen without wide vector instructions, products split over two threads.
 NUMERICS = tests/core/test_row_weights.py tests/core/test_bound.py tests/core/test_statistics.py tests/core/test_gradients.py
+# And the tiles in plain PyTorch, which serve where numba does not.
+PLAIN = tests/core/test_statistics.py tests/core/test_gradients.py tests/core/test_merge.py tests/core/test_empty_and_infinite.py
 test-numerics: $(READY)
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(NUMERICS)
+	REGARD_COMPILED=0 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PLAIN)
 
 test-everywhere: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m support.everywhere

@@ -34,7 +34,6 @@ def test_kernels_are_those_that_would_run(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("W", "reason"),
     [
-        (lambda: regard.weights(torch.eye(3).double()), "float64"),
         (lambda: regard.weights(torch.eye(3), score=regard.Similarity(lambda q, k: q @ k.mT)), "dot products"),
         (lambda: regard.weights(torch.eye(3), score=regard.Dot().modify(lambda s, i, j: s)), "modify(f)"),
         (lambda: regard.weights(torch.eye(3), mask=lambda i, j: j <= i), "the mask"),

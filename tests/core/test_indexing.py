@@ -131,7 +131,7 @@ def test_blocks_agree_whether_the_row_sums_are_remembered_or_not() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """Watches every operation and keeps the size of the largest result, and of all results together."""
+    """Watches every operation and keeps the bytes of the largest result, and of all results together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Largest(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, list | tuple) else [out]:
             if isinstance(x, Tensor) and x.is_contiguous():
-                self.most, self.total = max(self.most, x.numel()), self.total + x.numel()
+                self.most, self.total = max(self.most, x.nbytes), self.total + x.nbytes
         return out
 
 
@@ -153,19 +153,20 @@ def test_only_the_rows_that_are_asked_for_are_computed(key: tuple) -> None:
     with Largest() as watch:
         W[key]
     # Three rows of t scores at most, and copies of q or k; not a t-th of the matrix would be t · t.
-    assert watch.most <= 8 * t
-    assert watch.total < t * t // 4
+    assert watch.most <= 8 * t * x.itemsize
+    assert watch.total < t * t * x.itemsize // 4
 
 
 def test_a_column_needs_no_more_than_a_pass_for_row_sums_and_then_its_tiles(tiles) -> None:
     t = 512
     tiles(16, 64)
-    W = regard.weights(draw(t, 8))
+    x = draw(t, 8)
+    W = regard.weights(x)
     assert W.lse().shape == (t,)  # remembered from here on
     with Largest() as watch:
         W.column(3)
         W[:, [1, 2]]
-    assert watch.most <= 8 * t
+    assert watch.most <= 8 * t * x.itemsize
 
 
 def test_a_function_is_called_on_the_asked_row_only() -> None:

@@ -190,14 +190,14 @@ def count_products(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> list[int]
     if (runtime := numba.load()) is None:
         pytest.skip("no compiled tiles on this machine")
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)
-    sgemm = prototype(runtime.gemm)
+    sgemm = prototype(runtime.gemm[4])
 
     def counted_gemm(*arguments: int) -> None:
         counts.append(math.prod(ctypes.c_int.from_address(at).value for at in arguments[2:5]))
         sgemm(*arguments)
 
     callback = prototype(counted_gemm)
-    counting = dataclasses.replace(runtime, gemm=ctypes.cast(callback, ctypes.c_void_p).value)
+    counting = dataclasses.replace(runtime, gemm={4: ctypes.cast(callback, ctypes.c_void_p).value})
     monkeypatch.setattr(numba, "load", lambda alive=callback: counting)
     return counts
 

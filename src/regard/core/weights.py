@@ -363,12 +363,13 @@ class Weights(ArrayProtocol, Relations):
         Returns:
             A few lines of text. Nothing is computed.
 
-        >>> print(regard.weights(torch.eye(3, dtype=torch.float64)).explain("entropy", "received"))
+        >>> score = regard.Dot().modify(lambda s, i, j: s.relu())
+        >>> print(regard.weights(torch.eye(3), score=score).explain("entropy", "received"))
         engine: blockwise (picked by 'auto')
         kernels: tiles in plain PyTorch
         passes over the keys: 2: rows (entropy), columns (received)
         why not triton: ...
-        why not compiled tiles: they compute float32, and these are float64
+        why not compiled tiles: modify(f) is a Python function, and they take none
         """
         names = names or (() if any(x is not None for x in (topk, pool, mass, values)) else ("lse",))
         return self._explain(self._request(*self._requested(names, topk, pool, mass, values)))

@@ -1,9 +1,9 @@
 """Compiled tiles for `blockwise` on the CPU: which problems they support, and how their kernels are called.
 
 The kernels (in `kernels`, compiled by numba when first needed and cached on disk) run on PyTorch's own OpenMP threads
-with PyTorch's own sgemm, both reached through symbols of its library: no second thread pool competes for the cores,
-and a product inside a parallel region stays on one thread. Where numba or those symbols are missing, `load` returns
-None and `blockwise` computes with plain PyTorch tiles.
+with PyTorch's own sgemm and dgemm, all reached through symbols of its library: no second thread pool competes for the
+cores, and a product inside a parallel region stays on one thread. Where numba or those symbols are missing, `load`
+returns None and `blockwise` computes with plain PyTorch tiles.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Runtime:
     """The kernels, and the symbols of PyTorch's library that they use."""
 
     kernels: Any
-    gemm: int
+    gemm: dict[int, int | None]  # address of sgemm and dgemm, by the bytes of a number
     parallel: Callable[..., Any]
     set_local_threads: Callable[[int], int] | None
 
@@ -55,7 +55,7 @@ def load() -> Runtime | None:
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
             library = ctypes.CDLL(str(folder / name))
-            gemm = ctypes.cast(library.sgemm_, ctypes.c_void_p).value
+            symbols = {4: library.sgemm_, 8: library.dgemm_}
             parallel = library.GOMP_parallel
         except (OSError, AttributeError):  # another system, or a build with other symbols
             continue
@@ -63,7 +63,7 @@ def load() -> Runtime | None:
         parallel.restype = None
         from . import kernels
 
-        assert gemm is not None
+        gemm = {size: ctypes.cast(symbol, ctypes.c_void_p).value for size, symbol in symbols.items()}
         return Runtime(kernels, gemm, parallel, getattr(library, "MKL_Set_Num_Threads_Local", None))
     return None
 
@@ -94,8 +94,6 @@ def unsupported_reason(problem: Problem, kernel_ops: tuple[str, ...] = ("product
         return "inside torch.func tensors have no address"
     if problem.q.device.type != "cpu":
         return f"they run on the CPU, and these tensors are on {problem.q.device}"
-    if problem.q.dtype == torch.float64:
-        return "they compute float32, and these are float64"
     if problem.similarity_kernel.kernel_op not in kernel_ops:
         return "they compute scores that are dot products of something"
     if any(modifier.kernel_op is None for modifier in problem.modifiers):
@@ -103,7 +101,7 @@ def unsupported_reason(problem: Problem, kernel_ops: tuple[str, ...] = ("product
     if problem.mask is not None and problem.mask.dense_parts() is None:
         return "the mask has neither exact intervals nor a bool tensor"
     if (runtime := load()) is None:
-        return "numba is not installed, or this build of PyTorch lacks sgemm_ or GOMP_parallel"
+        return "numba is not installed, or this build of PyTorch lacks sgemm_, dgemm_ or GOMP_parallel"
     for modifier in problem.modifiers:
         if modifier.kernel_op not in runtime.kernels.MODIFIER_KINDS:
             return f"they have no code for {modifier.kernel_op}"
@@ -138,13 +136,22 @@ class KernelCall:
     def __init__(self, problem: Problem, block_i: int, block_j: int) -> None:
         runtime = load()
         assert runtime is not None
-        self.runtime = runtime
+        self.runtime, self.dtype = runtime, problem.compute_dtype
         self.fields: dict[str, Any] = {}
         self.alive: list[Any] = []
         b, h, i, j = problem.shape
         self.work = b * h * i * j * problem.q.shape[3]
         self.q, self.k = self.rows("q", problem.q, "bhi"), self.rows("k", problem.k, "bhj")
-        self.set(gemm=runtime.gemm, B=b, H=h, G=problem.k.shape[1], I=i, J=j, D=problem.q.shape[3])
+        self.set(
+            itemsize=self.dtype.itemsize,
+            gemm=runtime.gemm[self.dtype.itemsize],
+            B=b,
+            H=h,
+            G=problem.k.shape[1],
+            I=i,
+            J=j,
+            D=problem.q.shape[3],
+        )
         self.set(offset=problem.offset, block_i=block_i, block_j=block_j, scale=problem.similarity_kernel.scale)
         intervals = problem.intervals
         lo, hi = intervals.lo.long().contiguous(), intervals.hi.long().contiguous()
@@ -165,8 +172,8 @@ class KernelCall:
         return tensor.data_ptr()
 
     def rows(self, name: str, tensor: Tensor, axes: str) -> Tensor:
-        """Set a tensor as rows that BLAS can read: float32, unit stride within a row, rows that do not overlap."""
-        tensor = tensor.float()
+        """Set a tensor as rows that BLAS can read: unit stride within a row, rows that do not overlap."""
+        tensor = tensor.to(self.dtype)
         if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
             tensor = tensor.contiguous()
         (b, h, _, size), (of_b, of_h, of_row, _) = tensor.shape, tensor.stride()
@@ -186,11 +193,11 @@ class KernelCall:
         for modifier in problem.modifiers:
             at: tuple[int, ...] = (0, 0, 0, 0, 0)
             if modifier.operand is not None:
-                tensor = modifier.operand.float()
+                tensor = modifier.operand.to(self.dtype)
                 at = self.address_of(tensor), *_strides(tensor)
-            rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant, 0))
+            rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant))
         for cells in (problem.mask and problem.mask.dense_parts()) or []:
-            rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, 0))
+            rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0))
         if rows:
             table = kernels.modifier_table(rows)
             self.alive.append(table)
@@ -209,7 +216,7 @@ class KernelCall:
         counters = torch.zeros(8, dtype=torch.int64)
         self.set(counter=self.address_of(counters), scratch_size=scratch)
         self.set(scratch=self.address_of(torch.empty(threads * scratch, dtype=torch.uint8)))
-        compiled = self.runtime.kernels.kernel(kernel)
+        compiled = self.runtime.kernels.kernel(kernel, self.dtype.itemsize)
         record = self.runtime.kernels.params_record(self.fields)
         if threads > 1:
             self.runtime.parallel(compiled.address, record, threads, 0)
@@ -237,29 +244,30 @@ def forward(problem: Problem, request: Request) -> Results:
     b, h, i, _ = problem.shape
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
-    outputs = {"norm": call.out("norm", torch.empty(b, h, i, 2))}
+    outputs = {"norm": call.out("norm", torch.empty(b, h, i, 2, dtype=call.dtype))}
     if request.wants("y"):
         assert request.v is not None
         v = call.rows("v", request.v, "bhj")
         call.set(V=v.shape[1], E=v.shape[3])
-        outputs["y"] = call.out("y", torch.empty(b, h, i, v.shape[3]))
+        outputs["y"] = call.out("y", torch.empty(b, h, i, v.shape[3], dtype=call.dtype))
     for name in call.runtime.kernels.ROW_STATISTICS:
         if request.wants(name):
-            outputs[name] = call.out(name, torch.zeros(b, h, i))
+            outputs[name] = call.out(name, torch.zeros(b, h, i, dtype=call.dtype))
     if request.wants("mass"):
-        call.out("keys", required(request.keys).float().contiguous())
+        call.out("keys", required(request.keys).to(call.dtype).contiguous())
     if request.wants("argmax"):
         outputs["argmax"] = call.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64))
     if request.wants("topk_scores", "topk_indices"):
-        outputs["topk_scores"] = call.out("topk_scores", torch.full((b, h, i, request.topk), -torch.inf))
-        outputs["topk_indices"] = call.out("topk_indices", torch.full((b, h, i, request.topk), -1, dtype=torch.int64))
+        shape = (b, h, i, request.topk)
+        outputs["topk_scores"] = call.out("topk_scores", torch.full(shape, -torch.inf, dtype=call.dtype))
+        outputs["topk_indices"] = call.out("topk_indices", torch.full(shape, -1, dtype=torch.int64))
         call.set(topk=request.topk)
     if problem.sink is not None:
-        sink = problem.sink.float()
+        sink = problem.sink.to(call.dtype)
         call.out("sink", sink)
         call.set(sink_b=_strides(sink)[0], sink_h=_strides(sink)[1])
     items = b * h * -(-i // block_i)
-    call.run("forward", items, 4 * (block_i * (block_j + 3) + request.topk + 64))
+    call.run("forward", items, call.dtype.itemsize * (block_i * (block_j + 3) + request.topk + 64))
     return {name: outputs[name] for name in request.names}
 
 
@@ -301,9 +309,9 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
         assert request.u is not None
         u = call.rows("u", request.u, "bhi")
         call.set(U=u.shape[3])
-        outputs["z"] = call.out("z", torch.zeros(chunks, b, h, j, u.shape[3]))
-    call.run("column_pass", b * h * chunks, 4 * block_j * (block_i + 1))
-    return {name: _sum_chunks(x).float() for name, x in outputs.items()}
+        outputs["z"] = call.out("z", torch.zeros(chunks, b, h, j, u.shape[3], dtype=call.dtype))
+    call.run("column_pass", b * h * chunks, call.dtype.itemsize * block_j * (block_i + 1))
+    return {name: _sum_chunks(x).to(call.dtype) for name, x in outputs.items()}
 
 
 def cells(problem: Problem, request: Request) -> Tensor:
@@ -313,7 +321,8 @@ def cells(problem: Problem, request: Request) -> Tensor:
     assert request.cols is not None
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
-    outputs = call.out("cells", torch.full((b, h, len(request.rows), len(request.cols)), -torch.inf))
+    shape = (b, h, len(request.rows), len(request.cols))
+    outputs = call.out("cells", torch.full(shape, -torch.inf, dtype=call.dtype))
     for name, positions in (("row", request.rows), ("col", request.cols)):
         ordered, place = positions.sort()
         call.out(f"{name}_at", ordered)
@@ -322,7 +331,7 @@ def cells(problem: Problem, request: Request) -> Tensor:
     # Upper bound of the tiles that are visited.
     rows, cols = min(i, len(request.rows) * block_i), min(j, len(request.cols) * block_j)
     call.work = b * h * rows * cols * problem.q.shape[3]
-    call.run("cells", b * h * -(-i // block_i), 4 * block_i * block_j)
+    call.run("cells", b * h * -(-i // block_i), call.dtype.itemsize * block_i * block_j)
     return outputs
 
 
@@ -341,26 +350,26 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     chunks = _chunks(i, b * heads, block_i)
     call.set(chunks=chunks)
     call.out("norm", norm.contiguous())
-    call.out("delta", gradient.delta.float().contiguous())
+    call.out("delta", gradient.delta.to(call.dtype).contiguous())
     left = call.rows("left", gradient.left.expand(b, h, -1, -1), "bhi")
     right = call.rows("right", gradient.right, "bhj")
     call.set(X=left.shape[3], right_group=h // right.shape[1])
     if gradient.d_entropy is not None:
-        call.out("d_entropy", gradient.d_entropy.float().contiguous())
+        call.out("d_entropy", gradient.d_entropy.to(call.dtype).contiguous())
     if gradient.d_distance is not None:
-        call.out("d_distance", gradient.d_distance.float().contiguous())
-    dq = call.out("dq", torch.zeros(b, h, i, d))
-    dk = call.out("dk", torch.zeros(chunks, b, heads, j, d))
+        call.out("d_distance", gradient.d_distance.to(call.dtype).contiguous())
+    dq = call.out("dq", torch.zeros(b, h, i, d, dtype=call.dtype))
+    dk = call.out("dk", torch.zeros(chunks, b, heads, j, d, dtype=call.dtype))
     dv = None
     if v is not None and dy is not None:
         call.rows("dy", dy, "bhi")
         call.set(E=v.shape[3])
-        dv = call.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3]))
+        dv = call.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3], dtype=call.dtype))
     biases = [m.operand for m in problem.modifiers if m.kernel_op in ("bias", "bias_rows", "bias_keys")]
     if biases:
-        drow = call.out("drow", torch.zeros(b, h, i))
-        dkey = call.out("dkey", torch.zeros(chunks, b, h, j))
-    call.run("backward", b * heads * chunks, 4 * block_j * (2 * block_i + 2))
+        drow = call.out("drow", torch.zeros(b, h, i, dtype=call.dtype))
+        dkey = call.out("dkey", torch.zeros(chunks, b, h, j, dtype=call.dtype))
+    call.run("backward", b * heads * chunks, call.dtype.itemsize * block_j * (2 * block_i + 2))
     outputs: list[Tensor | None] = [dq, _sum_chunks(dk)]
     for tensor in flatten(problem)[1][2:]:
         if tensor is problem.sink:

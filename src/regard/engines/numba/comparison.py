@@ -21,7 +21,11 @@ BLOCK_I, BLOCK_J = 128, 256
 
 def serves_pair(problems: tuple[Problem, Problem]) -> bool:
     """Whether the kernels can compute both matrices; a sink is one more outcome, which they do not compare."""
-    return all(serves(problem) and problem.sink is None and 0 not in problem.shape for problem in problems)
+    return all(_serves_one(problem) and problem.sink is None for problem in problems)
+
+
+def _serves_one(problem: Problem) -> bool:
+    return serves(problem) and problem.compute_dtype == torch.float32 and 0 not in problem.shape
 
 
 class _PairCall:

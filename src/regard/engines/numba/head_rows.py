@@ -20,11 +20,13 @@ def serves_heads(problem: Problem, other: Problem | None) -> bool:
 
     The other matrix must show what the heads show: then no key is forbidden, and tiles are those of the heads' norm.
     """
-    if not serves(problem) or 0 in problem.shape:
+    if not serves(problem) or problem.compute_dtype != torch.float32 or 0 in problem.shape:
         return False
     if other is None:
         return problem.sink is None
     if not serves(other, ("product", "relu_sum")) or other.modifiers or other.sink is not None:
+        return False
+    if other.compute_dtype != torch.float32:
         return False
     if other.similarity_kernel.kernel_op == "relu_sum" and other.shape[1] != 1:
         return False

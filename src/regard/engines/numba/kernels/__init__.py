@@ -1,9 +1,9 @@
 """Tiles compiled for the CPU: BLAS for the products, one fused pass over each row for everything else.
 
-Kernels walk the tiles as `blockwise` does, in float32: forward, column_pass, cells, backward; those of `comparison`
-and `head_rows` walk the tiles of two matrices. Each is a C function of one argument, a params record of addresses and
-sizes, that any number of threads may enter at once: they take work items from a shared counter, so that no thread waits
-for the slowest. Needs numba.
+Kernels walk the tiles as `blockwise` does, in float32 or float64: forward, column_pass, cells, backward; those of
+`comparison` and `head_rows` walk the tiles of two matrices, in float32. Each is a C function of one argument, a params
+record of addresses and sizes, that any number of threads may enter at once: they take work items from a shared counter,
+so that no thread waits for the slowest. Needs numba.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class CompiledKernel:
 
 
 @functools.cache
-def kernel(name: str) -> CompiledKernel:
-    """A kernel, compiled when first needed and cached on disk.
+def kernel(name: str, itemsize: int) -> CompiledKernel:
+    """A kernel for numbers of 4 or 8 bytes, compiled when first needed and cached on disk.
 
     numba's cache sees the source of one function only, so a checksum of all sources of this package is made part of it.
     """
     stamp = 1
     for source in sorted(Path(__file__).parent.glob("*.py")):
         stamp = zlib.crc32(source.read_bytes(), stamp)
-    signature, c_entry = types.void(types.CPointer(PARAMS)), entry(_KERNELS[name], stamp or 1)
+    signature, c_entry = types.void(types.CPointer(PARAMS[itemsize])), entry(_KERNELS[name], stamp or 1)
     with log_if_slow(f"compiling the {name} pass for this CPU; the result is cached on disk"):
         try:
             return CompiledKernel(cfunc(signature, cache=True)(c_entry))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba import carray, njit
 
-from .intrinsics import atomic_next, f32, floats_at, product_nn, product_nt, product_tn, use_wide_vectors
+from .intrinsics import atomic_next, f32, product_nn, product_nt, product_tn, reals, use_wide_vectors
 from .params import SOFTCAP, modifiers_at
 from .row_ops import (
     add_distance_,
@@ -45,26 +45,27 @@ def backward(T):
 @njit
 def block_of_rows(T, scratch, item, chunk, b, g, h, i0, rows):
     """All tiles of a block of rows. `scratch`: a tile of weights, one of gradients, a row of logs, a row of slopes."""
-    grads = scratch + 4 * T.block_i * T.block_j
+    size = T.itemsize
+    grads = scratch + size * T.block_i * T.block_j
     head = b * T.H + h
-    q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + 4 * (b * T.k_b + g * T.k_h)
-    left = T.left + 4 * (b * T.left_b + h * T.left_h + i0 * T.left_i)
-    right = T.right + 4 * (b * T.right_b + h // T.right_group * T.right_h)
-    dy = T.dy + 4 * (b * T.dy_b + h * T.dy_h + i0 * T.dy_i)
-    dq = T.dq + 4 * (head * T.I + i0) * T.D
-    dk = T.dk + 4 * item * T.J * T.D
-    dv = T.dv + 4 * item * T.J * T.E
-    dkey = T.dkey + 4 * (chunk * T.B * T.H + head) * T.J
+    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
+    k = T.k + size * (b * T.k_b + g * T.k_h)
+    left = T.left + size * (b * T.left_b + h * T.left_h + i0 * T.left_i)
+    right = T.right + size * (b * T.right_b + h // T.right_group * T.right_h)
+    dy = T.dy + size * (b * T.dy_b + h * T.dy_h + i0 * T.dy_i)
+    dq = T.dq + size * (head * T.I + i0) * T.D
+    dk = T.dk + size * item * T.J * T.D
+    dv = T.dv + size * item * T.J * T.E
+    dkey = T.dkey + size * (chunk * T.B * T.H + head) * T.J
     one = f32(1)
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
             cols = min(T.block_j, end - j0)
-            keys = k + 4 * j0 * T.k_j
-            values = right + 4 * j0 * T.right_j
-            product_nt(T.gemm, rows, cols, T.D, T.scale, q, T.q_i, keys, T.k_j, f32(0), scratch, T.block_j)
-            product_nt(T.gemm, rows, cols, T.X, one, left, T.left_i, values, T.right_j, f32(0), grads, T.block_j)
+            keys = k + size * j0 * T.k_j
+            values = right + size * j0 * T.right_j
+            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, keys, T.k_j, f32(0), scratch, T.block_j)
+            product_nt(T, rows, cols, T.X, one, left, T.left_i, values, T.right_j, f32(0), grads, T.block_j)
             for r in range(rows):
                 a, z = max(lo[i0 + r] - j0, 0), min(hi[i0 + r] - j0, cols)
                 if a < z:
@@ -72,43 +73,44 @@ def block_of_rows(T, scratch, item, chunk, b, g, h, i0, rows):
                 else:
                     a = z = 0
                 for at in (scratch, grads):
-                    row = carray(floats_at(at + 4 * r * T.block_j), T.block_j)
+                    row = reals(T, at + size * r * T.block_j, T.block_j)
                     zero_(row, 0, a)
                     zero_(row, z, cols)
             if T.E > 0:
-                product_tn(T.gemm, cols, T.E, rows, one, scratch, T.block_j, dy, T.dy_i, one, dv + 4 * j0 * T.E, T.E)
-            product_nn(T.gemm, rows, T.D, cols, T.scale, grads, T.block_j, keys, T.k_j, one, dq, T.D)
-            product_tn(T.gemm, cols, T.D, rows, T.scale, grads, T.block_j, q, T.q_i, one, dk + 4 * j0 * T.D, T.D)
+                product_tn(T, cols, T.E, rows, one, scratch, T.block_j, dy, T.dy_i, one, dv + size * j0 * T.E, T.E)
+            product_nn(T, rows, T.D, cols, T.scale, grads, T.block_j, keys, T.k_j, one, dq, T.D)
+            product_tn(T, cols, T.D, rows, T.scale, grads, T.block_j, q, T.q_i, one, dk + size * j0 * T.D, T.D)
 
 
 @njit
 def row_gradient(T, scratch, b, h, i, r, a, n, j0, dkey):
     """Scores of a row become weights, and left · right becomes the gradient of the scores."""
-    tile = 4 * T.block_i * T.block_j
-    here = scratch + 4 * (r * T.block_j + a)
-    w, d = carray(floats_at(here), n), carray(floats_at(here + tile), n)
-    log = carray(floats_at(scratch + 2 * tile), n)
+    size = T.itemsize
+    tile = size * T.block_i * T.block_j
+    here = scratch + size * (r * T.block_j + a)
+    w, d = reals(T, here, n), reals(T, here + tile, n)
+    log = reals(T, scratch + 2 * tile, n)
     row = (b * T.H + h) * T.I + i
     modifiers = carray(modifiers_at(T.modifiers), max(T.modifier_count, 1))
-    slope = carray(floats_at(scratch + 2 * tile + 4 * T.block_j), n if has_cap(modifiers, T.modifier_count) else 0)
+    slope = reals(T, scratch + 2 * tile + size * T.block_j, n if has_cap(modifiers, T.modifier_count) else 0)
     if T.modifier_count > 0:
         apply_modifiers_(w, slope, n, modifiers, T.modifier_count, b, h, i, i + T.offset, j0 + a)
     m, share = norm_of(T, row)
-    c = carray(floats_at(T.delta + 4 * row), 1)[0]
+    c = reals(T, T.delta + size * row, 1)[0]
     if T.d_distance != 0:
-        add_distance_(d, n, carray(floats_at(T.d_distance + 4 * row), 1)[0], i + T.offset - j0 - a)
+        add_distance_(d, n, reals(T, T.d_distance + size * row, 1)[0], i + T.offset - j0 - a)
     if T.d_entropy != 0:
         normalize_with_logs_(w, n, m, share, log)
-        score_grad_with_entropy_(d, w, n, c, carray(floats_at(T.d_entropy + 4 * row), 1)[0], log)
+        score_grad_with_entropy_(d, w, n, c, reals(T, T.d_entropy + size * row, 1)[0], log)
     else:
         normalize_(w, n, m, share)
         score_grad_(d, w, n, c)
     if len(slope) > 0:
         mul_(d, n, slope)
     if T.drow != 0:
-        carray(floats_at(T.drow + 4 * row), 1)[0] += total(d, n)
+        reals(T, T.drow + size * row, 1)[0] += total(d, n)
     if T.dkey != 0:
-        add_vector_(carray(floats_at(dkey + 4 * (j0 + a)), n), n, d)
+        add_vector_(reals(T, dkey + size * (j0 + a), n), n, d)
 
 
 @njit

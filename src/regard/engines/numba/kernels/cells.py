@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from numba import carray, njit
 
-from .intrinsics import atomic_next, f32, floats_at, i64, longs_at, product_nt, use_wide_vectors
+from .intrinsics import atomic_next, f32, i64, longs_at, product_nt, reals, use_wide_vectors
 from .params import modifiers_at
 from .row_ops import apply_modifiers_, visible_keys
 
@@ -32,9 +32,10 @@ def cells(T):
 @njit
 def block_of_rows(T, scratch, head, i0, rows, chosen, end_chosen):
     """All tiles of a block of rows with chosen cells. `scratch`, this thread's memory, holds a tile of scores."""
+    size = T.itemsize
     b, h = head // T.H, head % T.H
-    q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h)
+    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
+    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
     col_at = carray(longs_at(T.col_at), T.col_count)
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
@@ -43,29 +44,28 @@ def block_of_rows(T, scratch, head, i0, rows, chosen, end_chosen):
             here, stop = first_from(col_at, T.col_count, j0), first_from(col_at, T.col_count, j0 + cols)
             if here == stop:
                 continue
-            product_nt(
-                T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j
-            )
+            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
             copy_tile(T, scratch, b, h, i0, chosen, end_chosen, j0, cols, here, stop, lo, hi)
 
 
 @njit
 def copy_tile(T, scratch, b, h, i0, chosen, end_chosen, j0, cols, here, stop, lo, hi):
     """Apply the modifiers to the chosen rows of a tile, and copy the visible ones of their chosen keys out."""
+    size = T.itemsize
     row_at, row_place = carray(longs_at(T.row_at), T.row_count), carray(longs_at(T.row_place), T.row_count)
     col_at, col_place = carray(longs_at(T.col_at), T.col_count), carray(longs_at(T.col_place), T.col_count)
     last = i64(-1)
     for n in range(chosen, end_chosen):
         i = row_at[n]
         a, z = max(lo[i] - j0, 0), min(hi[i] - j0, cols)
-        row = carray(floats_at(scratch + 4 * (i - i0) * T.block_j), T.block_j)
+        row = reals(T, scratch + size * (i - i0) * T.block_j, T.block_j)
         if a < z and T.modifier_count > 0 and i != last:  # a row that is chosen twice is modified once
-            s = carray(floats_at(scratch + 4 * ((i - i0) * T.block_j + a)), z - a)
+            s = reals(T, scratch + size * ((i - i0) * T.block_j + a), z - a)
             modifiers = carray(modifiers_at(T.modifiers), T.modifier_count)
             apply_modifiers_(s, row[:0], z - a, modifiers, T.modifier_count, b, h, i, i + T.offset, j0 + a)
         last = i
-        out = T.cells + 4 * ((b * T.H + h) * T.row_count + row_place[n]) * T.col_count
-        out_row = carray(floats_at(out), T.col_count)
+        out = T.cells + size * ((b * T.H + h) * T.row_count + row_place[n]) * T.col_count
+        out_row = reals(T, out, T.col_count)
         for c in range(here, stop):
             if a <= col_at[c] - j0 < z:
                 out_row[col_place[c]] = row[col_at[c] - j0]

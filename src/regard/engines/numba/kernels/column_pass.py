@@ -9,16 +9,17 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import atomic_next, doubles_at, f32, floats_at, i64, product_nt, product_tn, use_wide_vectors
+from .intrinsics import atomic_next, doubles_at, f32, i64, product_nt, product_tn, reals, use_wide_vectors
 from .params import modifiers_at
 from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, visible_keys, zero_
 
 
 @njit
 def column_pass(T):
+    size = T.itemsize
     use_wide_vectors()
     scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
-    zero_(carray(floats_at(scratch + 4 * T.block_i * T.block_j), T.block_j), 0, T.block_j)
+    zero_(reals(T, scratch + size * T.block_i * T.block_j, T.block_j), 0, T.block_j)
     blocks = (T.row_to - T.row_from + T.block_i - 1) // T.block_i
     per_chunk = (blocks + T.chunks - 1) // T.chunks * T.block_i
     while True:
@@ -34,50 +35,50 @@ def column_pass(T):
 @njit
 def block_of_rows(T, scratch, item, head, i0, rows):
     """All tiles of a block of rows. `scratch` (this thread's memory): a tile of scores, then sums of its columns."""
+    size = T.itemsize
     b, h = head // T.H, head % T.H
-    q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h)
-    u = T.u + 4 * (b * T.u_b + h * T.u_h + i0 * T.u_i)
-    z_sum = T.z + 4 * item * T.J * T.U
+    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
+    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
+    u = T.u + size * (b * T.u_b + h * T.u_h + i0 * T.u_i)
+    z_sum = T.z + size * item * T.J * T.U
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
             cols = min(T.block_j, end - j0)
             if j0 + cols <= T.key_from or j0 >= T.key_to:
                 continue
-            product_nt(
-                T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j
-            )
+            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
             add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi)
             if T.U > 0:
-                at = z_sum + 4 * j0 * T.U
-                product_tn(T.gemm, cols, T.U, rows, f32(1), scratch, T.block_j, u, T.u_i, f32(1), at, T.U)
+                at = z_sum + size * j0 * T.U
+                product_tn(T, cols, T.U, rows, f32(1), scratch, T.block_j, u, T.u_i, f32(1), at, T.U)
 
 
 @njit
 def add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi):
     """Turn a tile of scores into weights and sum its columns, separately for each row of the pooled map."""
-    columns = scratch + 4 * T.block_i * T.block_j
+    size = T.itemsize
+    columns = scratch + size * T.block_i * T.block_j
     group = pool_row(T, i0)
     for r in range(rows):
         i = i0 + r
         if pool_row(T, i) != group:
             flush(T, columns, cols, j0, group, item)
             group = pool_row(T, i)
-        row = carray(floats_at(scratch + 4 * r * T.block_j), T.block_j)
+        row = reals(T, scratch + size * r * T.block_j, T.block_j)
         a, z = max(lo[i] - j0, 0), min(hi[i] - j0, cols)
         if a >= z:
             zero_(row, 0, cols)
             continue
         n = z - a
-        s = carray(floats_at(scratch + 4 * (r * T.block_j + a)), n)
+        s = reals(T, scratch + size * (r * T.block_j + a), n)
         if T.modifier_count > 0:
             modifiers = carray(modifiers_at(T.modifiers), T.modifier_count)
             apply_modifiers_(
                 s, row[:0], n, modifiers, T.modifier_count, head // T.H, head % T.H, i, i + T.offset, j0 + a
             )
         m, share = norm_of(T, head * T.I + i)
-        normalize_and_accumulate_(s, n, m, share, carray(floats_at(columns + 4 * a), n))
+        normalize_and_accumulate_(s, n, m, share, reals(T, columns + size * a, n))
         zero_(row, 0, a)
         zero_(row, z, cols)
     flush(T, columns, cols, j0, group, item)
@@ -95,7 +96,7 @@ def pool_row(T, i):
 def flush(T, columns, cols, j0, row, item):
     """Add column sums to the totals, in float64, and to a row of the pooled map; then zero them."""
     use_wide_vectors()
-    column = carray(floats_at(columns), cols)
+    column = reals(T, columns, cols)
     if T.received != 0:
         received = carray(doubles_at(T.received + 8 * (item * T.J + j0)), cols)
         for j in range(cols):

@@ -199,8 +199,8 @@ def add_to_inputs(P, heads, grads, stride, chunk, b, h, i0, rows, j0, cols):
     k = P.k + 4 * (b * P.k_b + key_head * P.k_h + j0 * P.k_j)
     dq = P.dq + 4 * ((b * P.H + own) * P.I + i0) * P.D
     dk = P.dk + 4 * (((chunk * P.B + b) * P.G + key_head) * P.J + j0) * P.D
-    product_nn(P.gemm, rows, P.D, cols, P.scale, grads, stride, k, P.k_j, f32(1), dq, P.D)
-    product_tn(P.gemm, cols, P.D, rows, P.scale, grads, stride, q, P.q_i, f32(1), dk, P.D)
+    product_nn(P, rows, P.D, cols, P.scale, grads, stride, k, P.k_j, f32(1), dq, P.D)
+    product_tn(P, cols, P.D, rows, P.scale, grads, stride, q, P.q_i, f32(1), dk, P.D)
 
 
 # Tiles of scores, and what the measures make of a row of them.
@@ -225,7 +225,7 @@ def scores(P, target, b, h, i0, rows, j0, cols):
     own = h if P.H > 1 else 0
     q = P.q + 4 * (b * P.q_b + own * P.q_h + i0 * P.q_i)
     k = P.k + 4 * (b * P.k_b + own * P.G // P.H * P.k_h + j0 * P.k_j)
-    product_nt(P.gemm, rows, cols, P.D, P.scale, q, P.q_i, k, P.k_j, f32(0), target, P.block_j)
+    product_nt(P, rows, cols, P.D, P.scale, q, P.q_i, k, P.k_j, f32(0), target, P.block_j)
 
 
 @njit

@@ -13,10 +13,10 @@ from .intrinsics import (
     atomic_next,
     exp,
     f32,
-    floats_at,
     longs_at,
     product_nn,
     product_nt,
+    reals,
     use_wide_vectors,
 )
 from .params import modifiers_at
@@ -51,40 +51,39 @@ def forward(T):
 @njit
 def rows_of_one_head(T, scratch, b, h, i0, rows):
     """All tiles of a block of rows. `scratch` (this thread's memory): a tile of scores, then m, l and t of each row."""
-    buffers = scratch + 4 * T.block_i * T.block_j
-    m = carray(floats_at(buffers), T.block_i)
-    l = carray(floats_at(buffers + 4 * T.block_i), T.block_i)
-    t = carray(floats_at(buffers + 8 * T.block_i), T.block_i)
+    size = T.itemsize
+    buffers = scratch + size * T.block_i * T.block_j
+    m = reals(T, buffers, T.block_i)
+    l = reals(T, buffers + size * T.block_i, T.block_i)
+    t = reals(T, buffers + 2 * size * T.block_i, T.block_i)
     m[:] = NEGATIVE_INFINITY
     l[:] = f32(0)
     t[:] = f32(0)
-    q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h)
-    v = T.v + 4 * (b * T.v_b + h * T.V // T.H * T.v_h)
+    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
+    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
+    v = T.v + size * (b * T.v_b + h * T.V // T.H * T.v_h)
     out = (b * T.H + h) * T.I + i0  # where this block's answers stand
-    y = T.y + 4 * out * T.E
+    y = T.y + size * out * T.E
     untouched = True
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
             cols = min(T.block_j, end - j0)
-            product_nt(
-                T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k + 4 * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j
-            )
+            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
             for r in range(rows):
                 a, z = max(lo[i0 + r] - j0, 0), min(hi[i0 + r] - j0, cols)
-                row = carray(floats_at(scratch + 4 * r * T.block_j), T.block_j)
+                row = reals(T, scratch + size * r * T.block_j, T.block_j)
                 if a >= z:
                     zero_(row, 0, cols)
                     continue
                 merge_row(
-                    T, scratch + 4 * (r * T.block_j + a), z - a, j0 + a, b, h, i0 + r, out + r, r, m, l, t, buffers
+                    T, scratch + size * (r * T.block_j + a), z - a, j0 + a, b, h, i0 + r, out + r, r, m, l, t, buffers
                 )
                 zero_(row, 0, a)
                 zero_(row, z, cols)
             if T.E > 0:
                 beta = f32(0) if untouched else f32(1)
-                product_nn(T.gemm, rows, T.E, cols, f32(1), scratch, T.block_j, v + 4 * j0 * T.v_j, T.v_j, beta, y, T.E)
+                product_nn(T, rows, T.E, cols, f32(1), scratch, T.block_j, v + size * j0 * T.v_j, T.v_j, beta, y, T.E)
                 untouched = False
     finish_rows(T, b, h, out, rows, m, l, t, untouched)
 
@@ -92,10 +91,11 @@ def rows_of_one_head(T, scratch, b, h, i0, rows):
 @njit
 def merge_row(T, at, n, key, b, h, i, out, r, m, l, t, buffers):
     """Merge the n scores at an address, of keys from `key` on, into the state of row r; they become exp(s − m)."""
-    s = carray(floats_at(at), n)
+    size = T.itemsize
+    s = reals(T, at, n)
     position = i + T.offset
     if T.modifier_count > 0:
-        no_slope = carray(floats_at(at), 0)
+        no_slope = reals(T, at, 0)
         apply_modifiers_(
             s,
             no_slope,
@@ -113,9 +113,9 @@ def merge_row(T, at, n, key, b, h, i, out, r, m, l, t, buffers):
     if T.argmax != 0 and here > old:
         carray(longs_at(T.argmax + 8 * out), 1)[0] = key + index_of(s, n, here)
     if T.topk > 0:
-        best = carray(floats_at(T.topk_scores + 4 * out * T.topk), T.topk)
+        best = reals(T, T.topk_scores + size * out * T.topk, T.topk)
         places = carray(longs_at(T.topk_indices + 8 * out * T.topk), T.topk)
-        update_topk(best, places, T.topk, at, n, key, buffers + 12 * T.block_i)
+        update_topk(best, places, T.topk, at, n, key, buffers + 3 * size * T.block_i)
     pivot = f32(0) if new == NEGATIVE_INFINITY else new
     if T.entropy != 0:
         here_l, here_t = exp_with_t_(s, n, pivot)
@@ -127,23 +127,24 @@ def merge_row(T, at, n, key, b, h, i, out, r, m, l, t, buffers):
     t[r] += here_t
     m[r] = new
     if T.mean_distance != 0:
-        carray(floats_at(T.mean_distance + 4 * out), 1)[0] += expected_distance(s, n, position - key)
+        reals(T, T.mean_distance + size * out, 1)[0] += expected_distance(s, n, position - key)
     if T.mass != 0:
-        carray(floats_at(T.mass + 4 * out), 1)[0] += dot(s, n, carray(floats_at(T.keys + 4 * key), n))
+        reals(T, T.mass + size * out, 1)[0] += dot(s, n, reals(T, T.keys + size * key, n))
 
 
 @njit
 def shrink(T, out, r, shift, l, t):
     """Rescale the sums of a row to a new maximum, `shift` = old − new."""
+    size = T.itemsize
     alpha = exp(shift)
     t[r] = alpha * (t[r] + shift * l[r])
     l[r] *= alpha
     if T.E > 0:
-        scale_(carray(floats_at(T.y + 4 * out * T.E), T.E), T.E, alpha)
+        scale_(reals(T, T.y + size * out * T.E, T.E), T.E, alpha)
     if T.mean_distance != 0:
-        carray(floats_at(T.mean_distance + 4 * out), 1)[0] *= alpha
+        reals(T, T.mean_distance + size * out, 1)[0] *= alpha
     if T.mass != 0:
-        carray(floats_at(T.mass + 4 * out), 1)[0] *= alpha
+        reals(T, T.mass + size * out, 1)[0] *= alpha
 
 
 @njit
@@ -165,29 +166,30 @@ def merge_sink(sink, r, m, l, t):
 @njit
 def finish_rows(T, b, h, first, rows, m, l, t, untouched):
     """Epilogue: merge the sink, divide by the row sums, store the statistics."""
+    size = T.itemsize
     for r in range(rows):
         out = first + r
         if T.max_score != 0:
             # max() drops nan, the sum keeps it.
-            carray(floats_at(T.max_score + 4 * out), 1)[0] = m[r] if l[r] == l[r] else l[r]
+            reals(T, T.max_score + size * out, 1)[0] = m[r] if l[r] == l[r] else l[r]
         alpha = f32(1)
         if T.sink != 0:
-            alpha = merge_sink(carray(floats_at(T.sink + 4 * (b * T.sink_b + h * T.sink_h)), 1)[0], r, m, l, t)
+            alpha = merge_sink(reals(T, T.sink + size * (b * T.sink_b + h * T.sink_h), 1)[0], r, m, l, t)
         share = f32(0) if l[r] == f32(0) else alpha / l[r]
         log_l = np.log(l[r])
-        norm = carray(floats_at(T.norm + 8 * out), 2)
+        norm = reals(T, T.norm + 2 * size * out, 2)
         norm[0], norm[1] = m[r], l[r]
         if T.lse != 0:  # in float64, as `lse_of`; of an empty row -inf + log 0
-            carray(floats_at(T.lse + 4 * out), 1)[0] = np.float64(m[r]) + np.log(np.float64(l[r]))
+            reals(T, T.lse + size * out, 1)[0] = np.float64(m[r]) + np.log(np.float64(l[r]))
         if T.entropy != 0:
             entropy = f32(0) if l[r] == f32(0) else log_l - t[r] / l[r]
-            carray(floats_at(T.entropy + 4 * out), 1)[0] = f32(0) if entropy < f32(0) else entropy
+            reals(T, T.entropy + size * out, 1)[0] = f32(0) if entropy < f32(0) else entropy
         if T.mean_distance != 0:
-            carray(floats_at(T.mean_distance + 4 * out), 1)[0] *= share
+            reals(T, T.mean_distance + size * out, 1)[0] *= share
         if T.mass != 0:
-            carray(floats_at(T.mass + 4 * out), 1)[0] *= share
+            reals(T, T.mass + size * out, 1)[0] *= share
         if T.E > 0:
-            row = carray(floats_at(T.y + 4 * out * T.E), T.E)
+            row = reals(T, T.y + size * out * T.E, T.E)
             if untouched:
                 zero_(row, 0, T.E)
             else:

@@ -86,7 +86,7 @@ def add_heads(T, scratch, b, o, i0, rows, j0, cols, lo, hi):
             continue
         q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
         k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h + j0 * T.k_j)
-        product_nt(T.gemm, rows, cols, T.D, T.scale, q, T.q_i, k, T.k_j, f32(0), scratch + tile, T.block_j)
+        product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k, T.k_j, f32(0), scratch + tile, T.block_j)
         for r in range(rows):
             a, z = max(lo[i0 + r] - j0, 0), min(hi[i0 + r] - j0, cols)
             if a >= z:
@@ -121,7 +121,7 @@ def relu_sums(S, target, buffer, b, i0, rows, j0, cols):
         zero_(carray(floats_at(target + 4 * r * S.block_j), S.block_j), 0, cols)
     for n in range(S.index_heads):
         at = q + 4 * n * S.D
-        product_nt(S.gemm, rows, cols, S.D, f32(1), at, S.q_i, k, S.k_j, f32(0), buffer, S.block_j)
+        product_nt(S, rows, cols, S.D, f32(1), at, S.q_i, k, S.k_j, f32(0), buffer, S.block_j)
         for r in range(rows):
             w = carray(floats_at(q + 4 * (r * S.q_i + S.index_heads * S.D + n)), 1)[0]
             row = 4 * r * S.block_j
@@ -255,15 +255,15 @@ def add_to_relu_sum(S, grads, buffer, chunk, b, i0, rows, j0, cols):
     dk = S.dk + 4 * ((chunk * S.B + b) * S.J + j0) * S.D
     for n in range(S.index_heads):
         at = q + 4 * n * S.D
-        product_nt(S.gemm, rows, cols, S.D, f32(1), at, S.q_i, k, S.k_j, f32(0), buffer, S.block_j)
+        product_nt(S, rows, cols, S.D, f32(1), at, S.q_i, k, S.k_j, f32(0), buffer, S.block_j)
         for r in range(rows):
             w_at = S.index_heads * S.D + n
             w = carray(floats_at(q + 4 * (r * S.q_i + w_at)), 1)[0]
             row = 4 * r * S.block_j
             x, d = carray(floats_at(buffer + row), cols), carray(floats_at(grads + row), cols)
             carray(floats_at(dq + 4 * (r * width + w_at)), 1)[0] += relu_gradient_(x, d, cols, w)
-        product_nn(S.gemm, rows, S.D, cols, f32(1), buffer, S.block_j, k, S.k_j, f32(1), dq + 4 * n * S.D, width)
-        product_tn(S.gemm, cols, S.D, rows, f32(1), buffer, S.block_j, at, S.q_i, f32(1), dk, S.D)
+        product_nn(S, rows, S.D, cols, f32(1), buffer, S.block_j, k, S.k_j, f32(1), dq + 4 * n * S.D, width)
+        product_tn(S, cols, S.D, rows, f32(1), buffer, S.block_j, at, S.q_i, f32(1), dk, S.D)
 
 
 @njit(fastmath={"contract", "reassoc"})

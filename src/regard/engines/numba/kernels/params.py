@@ -58,7 +58,7 @@ MEASURES = {
     "entropy": ENTROPY,
 }
 
-_MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f4"), ("_", "f4")])
+_MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f8")])
 
 #: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
 MODIFIER = from_dtype(_MODIFIER)
@@ -86,31 +86,30 @@ _STRIDES = (
 _SIZES = (
     "B H G V I J D "  # batch, heads of q, k and v, queries, keys, size of q and k
     "E U X "  # size of v, of u, of left and right
-    "offset n_intervals intervals_b modifier_count topk block_i block_j chunks scratch_size right_group "
+    "itemsize offset n_intervals intervals_b modifier_count topk block_i block_j chunks scratch_size right_group "
     "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
     "row_from row_to key_from key_to "  # column_pass: the part of the matrix that is visited
     "row_count col_count "  # the cells
     "measure heads groups "  # comparison: heads of the result, and groups of them that share no keys
     "index_heads divided"  # head_rows: terms of a sum of ReLUs; whether rows are divided by their sum
 )
-_PARAMS = np.dtype(
-    [(name, "i8") for name in f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()] + [("scale", "f4"), ("_", "f4")]
-)
-
-_FIELDS: dict[str, Any] = dict.fromkeys(_PARAMS.names or (), 0)
-_PACKED = struct.Struct(f"{len(_FIELDS) - 2}q2f")
+_INTEGERS = f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()
+_FIELDS: dict[str, Any] = dict.fromkeys([*_INTEGERS, "scale"], 0)
+#: By the bytes of a number: the record, and how it is packed. The type of `scale` is that of all numbers of a kernel.
+_RECORDS = {4: [("scale", "f4"), ("_", "f4")], 8: [("scale", "f8")]}
+_PACKED = {4: struct.Struct(f"{len(_INTEGERS)}qf4x"), 8: struct.Struct(f"{len(_INTEGERS)}qd")}
 
 #: Addresses are 0 for outputs that are not wanted; strides and sizes count elements.
-PARAMS = from_dtype(_PARAMS)
+PARAMS = {n: from_dtype(np.dtype([(name, "i8") for name in _INTEGERS] + end)) for n, end in _RECORDS.items()}
 
-params_at = pointer_to(PARAMS)
+params_at = pointer_to(PARAMS[4])
 
 
 def params_record(fields: dict[str, Any]) -> bytes:
     """The record of these fields; all others are 0."""
     record = _FIELDS | fields
     assert len(record) == len(_FIELDS), "unknown field"
-    return _PACKED.pack(*record.values())
+    return _PACKED[record["itemsize"]].pack(*record.values())
 
 
 def modifier_table(modifiers: list[tuple[Any, ...]]) -> np.ndarray:

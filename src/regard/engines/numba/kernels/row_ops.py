@@ -10,22 +10,23 @@ from numba import carray, njit
 
 from .intrinsics import (
     LANES,
-    LOWEST,
     NEGATIVE_INFINITY,
     as_bits,
     as_float,
     bytes_at,
     exp,
     f32,
-    floats_at,
     ge_bitmask,
     i32,
     i64,
     longs_at,
+    lowest,
     lowest_bit,
     max_lanes,
     nth_lane,
     ordered,
+    reals,
+    reals_at,
     store_lanes,
     tanh,
     use_wide_vectors,
@@ -36,7 +37,7 @@ from .params import ALIBI, BIAS, BIAS_PER_ROW, SOFTCAP
 @njit
 def row_max(s, n):
     use_wide_vectors()
-    top = ordered(as_bits(NEGATIVE_INFINITY))
+    top = ordered(as_bits(s.dtype.type(NEGATIVE_INFINITY)))
     for j in range(n):
         top = max(top, ordered(as_bits(s[j])))
     return as_float(ordered(top))
@@ -60,12 +61,13 @@ def exp_with_t_(s, n, m):
     use_wide_vectors()
     l = f32(0)
     t = f32(0)
+    low = lowest(m)
     for j in range(n):
         x = s[j] - m
         p = exp(x)
         s[j] = p
         l += p
-        t += p * (LOWEST if x < LOWEST else x)  # 0 · −inf would be nan
+        t += p * (low if x < low else x)  # 0 · −inf would be nan
     return l, t
 
 
@@ -75,7 +77,7 @@ def expected_distance(p, n, first_distance):
     use_wide_vectors()
     total = f32(0)
     for j in range(n):
-        total += p[j] * f32(abs(i32(first_distance) - i32(j)))
+        total += p[j] * p.dtype.type(abs(i32(first_distance) - i32(j)))
     return total
 
 
@@ -111,23 +113,24 @@ def index_of(s, n, value):
 @njit
 def update_topk(score, index, n, s, count, first, lanes):
     """Merge scores into the sorted n largest of a row; ties keep the first. `lanes`: memory for 16 numbers."""
-    threshold = NEGATIVE_INFINITY
+    kind, size = score.dtype.type(0), score.itemsize
+    threshold = score.dtype.type(NEGATIVE_INFINITY)
     if score[n - 1] == NEGATIVE_INFINITY and n <= LANES and count >= 4 * LANES:
         # First tile of a row. At least n scores reach the nth largest of the maxima of 16 interleaved lanes: as a first
         # threshold it avoids most insertions.
-        store_lanes(lanes, s)
+        store_lanes(kind, lanes, s)
         for start in range(LANES, count - LANES + 1, LANES):
-            max_lanes(lanes, s + 4 * start)
-        threshold = nth_lane(lanes, n)
+            max_lanes(kind, lanes, s + size * start)
+        threshold = nth_lane(kind, lanes, n)
     full_lanes = count // LANES * LANES
     for start in range(0, full_lanes, LANES):
-        hits = ge_bitmask(s + 4 * start, max(threshold, score[n - 1]))
+        hits = ge_bitmask(s + size * start, max(threshold, score[n - 1]))
         while hits != 0:
             lane = lowest_bit(hits)
             hits &= hits - 1
-            insert(score, index, n, carray(floats_at(s + 4 * (start + lane)), 1)[0], first + start + lane)
+            insert(score, index, n, carray(reals_at(kind, s + size * (start + lane)), 1)[0], first + start + lane)
     for j in range(full_lanes, count):
-        insert(score, index, n, carray(floats_at(s + 4 * j), 1)[0], first + j)
+        insert(score, index, n, carray(reals_at(kind, s + size * j), 1)[0], first + j)
 
 
 @njit
@@ -167,7 +170,7 @@ def add_strided_(s, n, x, stride):
 def add_alibi_(s, n, slope, first_distance):
     use_wide_vectors()
     for j in range(n):
-        s[j] -= slope * f32(abs(i32(first_distance) - i32(j)))
+        s[j] -= slope * s.dtype.type(abs(i32(first_distance) - i32(j)))
 
 
 @njit(fastmath={"contract"})
@@ -206,24 +209,25 @@ def hide_strided_(s, n, visible, stride):
 @njit
 def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
     """Apply all modifiers in order to the scores of a row from key `first` on; slopes too unless `slope` is empty."""
+    real, size = s.dtype.type(0), s.itemsize
     for number in range(count):
         modifier = modifiers[number]
         kind = modifier.kind
-        at = modifier.at + 4 * (b * modifier.b + h * modifier.h + i * modifier.i)
+        at = modifier.at + size * (b * modifier.b + h * modifier.h + i * modifier.i)
         if kind == BIAS_PER_ROW:
-            add_scalar_(s, n, carray(floats_at(at), 1)[0])
+            add_scalar_(s, n, carray(reals_at(real, at), 1)[0])
         elif kind == BIAS:
             if modifier.j == 1:
-                add_vector_(s, n, carray(floats_at(at + 4 * first), n))
+                add_vector_(s, n, carray(reals_at(real, at + size * first), n))
             else:
-                add_strided_(s, n, carray(floats_at(at + 4 * first * modifier.j), n * modifier.j), modifier.j)
+                add_strided_(s, n, carray(reals_at(real, at + size * first * modifier.j), n * modifier.j), modifier.j)
         elif kind == ALIBI:
-            add_alibi_(s, n, carray(floats_at(at), 1)[0], position - first)
+            add_alibi_(s, n, carray(reals_at(real, at), 1)[0], position - first)
         elif kind == SOFTCAP:
             if len(slope) > 0:
-                softcap_with_slopes_(s, slope, n, modifier.cap)
+                softcap_with_slopes_(s, slope, n, s.dtype.type(modifier.cap))
             else:
-                softcap_(s, n, modifier.cap)
+                softcap_(s, n, s.dtype.type(modifier.cap))
         else:
             cells = modifier.at + b * modifier.b + h * modifier.h + i * modifier.i + first * modifier.j
             if modifier.j == 1:
@@ -247,7 +251,7 @@ def visible_keys(T, b, interval, i0, rows):
 @njit
 def norm_of(T, row):
     """Maximum m and 1 / l of a row; both 0 for a row with no key."""
-    norm = carray(floats_at(T.norm + 8 * row), 2)
+    norm = reals(T, T.norm + 2 * T.itemsize * row, 2)
     if norm[1] == f32(0):
         return f32(0), f32(0)
     return norm[0], f32(1) / norm[1]
@@ -273,11 +277,11 @@ def normalize_(s, n, m, share):
 @njit(fastmath={"contract"})
 def normalize_with_logs_(s, n, m, share, log):
     use_wide_vectors()
-    log_share = np.log(share)
+    log_share, low = np.log(share), lowest(m)
     for j in range(n):
         x = s[j] - m
         log_w = x + log_share
-        log[j] = LOWEST if log_w < LOWEST else log_w
+        log[j] = low if log_w < low else log_w
         s[j] = exp(x) * share
 
 
@@ -300,7 +304,7 @@ def score_grad_with_entropy_(d, w, n, c, d_entropy, log):
 def add_distance_(d, n, d_distance, first_distance):
     use_wide_vectors()
     for j in range(n):
-        d[j] += d_distance * f32(abs(i32(first_distance) - i32(j)))
+        d[j] += d_distance * d.dtype.type(abs(i32(first_distance) - i32(j)))
 
 
 @njit
