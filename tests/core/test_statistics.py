@@ -189,6 +189,7 @@ def count_products(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> list[int]
         return counts
     if (runtime := numba.load()) is None:
         pytest.skip("no compiled tiles on this machine")
+    monkeypatch.setattr(numba, "enabled", True)
     prototype = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 13)
     sgemm = prototype(runtime.gemm[4])
 
