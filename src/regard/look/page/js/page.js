@@ -58,8 +58,7 @@ export class Page {
     let done = null;
     const promise = new Promise((resolve) => { done = resolve; });
     for (const [, head] of exact) head.stored.promise = promise;
-    const buffer = this.server ? await this.server.vectors()
-      : await readBlock(document.getElementById("regard-vectors").textContent);
+    const buffer = this.server ? await this.server.vectors() : await readBlock(await textAtEnd("regard-vectors"));
     for (const [spec, head] of exact) head.stored.exact = new Exact(spec, buffer, head.i, head.j);
     done();
     this.vectorsPending = false;
@@ -257,6 +256,14 @@ export class Page {
     if (this.book) this.showTray();
     update?.();
   }
+}
+
+// A block that stands after the script, once the browser has read the file to its end.
+async function textAtEnd(id) {
+  while (document.readyState === "loading") {
+    await new Promise((done) => { document.addEventListener("readystatechange", done, { once: true }); });
+  }
+  return document.getElementById(id).textContent;
 }
 
 // The row of a stack that some head ties most clearly.
