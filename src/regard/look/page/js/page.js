@@ -170,7 +170,7 @@ export class Page {
   frame() {
     const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Views", onkeydown: (e) => this.tabKey(e) },
       this.views.map(([id, view]) => el("button", { role: "tab", id: `tab-${id}`, "data-key": `tab-${id}`,
-        "aria-controls": "view", text: view.name, onclick: () => this.open(id) })));
+        "aria-controls": "view", text: id === "cross" && this.book.sequences.some((one) => one.patches) ? "Text and image" : view.name, onclick: () => this.open(id) })));
     this.tray = el("div", { class: "tray", role: "group", "aria-label": "Heads that are shown" });
     this.main = el("main", { id: "view", role: "tabpanel", tabindex: "-1" });
     this.root.className = "regard";
@@ -250,7 +250,7 @@ export class Page {
   draw() {
     const view = VIEWS[this.state.view];
     const box = el("section", { class: `view ${this.state.view}` });
-    this.main.replaceChildren(el("p", { class: "look", text: view.look }), box);
+    this.main.replaceChildren(el("p", { class: "look", text: typeof view.look === "function" ? view.look(this) : view.look }), box);
     const update = view.build(this, box) ?? null;
     this.refresh = update && ((...how) => { if (this.book) this.showTray(); update(...how); });
     if (this.book) this.showTray();
