@@ -107,3 +107,16 @@ def test_a_link_of_the_list_is_shown_where_it_can_be_seen(show: Any, width: int)
     box = shown.tab.locator(".map-over").bounding_box()
     assert -1 <= box["y"] < 860 / 2, "the map is on the screen"
     assert shown.ask("page.long.view.i1 - page.long.view.i0") < 400
+
+
+@pytest.mark.parametrize("key", [1, 38])
+def test_the_walk_of_a_long_sentence_begins_where_its_weight_is_seen(show: Any, key: int) -> None:
+    words = [f"word{n}" for n in range(40)]
+    queries = torch.zeros(40, 40)
+    queries[5, key] = 30.0
+    shown = show(regard.weights(queries, torch.eye(40), score="dot").label(words, words).show(5)).view("walk")
+    scroll, cell = (shown.tab.locator(where).first.bounding_box() for where in (".scroll", f'.w[data-j="{key}"]'))
+    assert scroll["x"] <= cell["x"]
+    assert cell["x"] + cell["width"] <= scroll["x"] + scroll["width"]
+    if key == 1:
+        assert shown.tab.locator(".scroll").first.evaluate("(node) => node.scrollLeft") == 0, "nothing is cut off"

@@ -27,10 +27,13 @@ export function walk(page, box) {
   };
 }
 
-// The table of a long sentence begins where most of the weight is.
+// The table of a long sentence begins where most of the weight is, unless that is seen from its beginning.
 function reveal(grid, j) {
   const cell = grid.querySelector(`.w[data-j="${j}"]`);
-  if (cell && grid.scrollWidth > grid.clientWidth) grid.scrollLeft = cell.offsetLeft - grid.clientWidth / 2;
+  if (!cell) return;
+  grid.scrollLeft = 0;
+  const { right } = cell.getBoundingClientRect(), end = grid.getBoundingClientRect().right;
+  if (right > end) grid.scrollLeft = right - end + grid.clientWidth / 2;
 }
 
 function walkControls(page, own, embedded, again) {
