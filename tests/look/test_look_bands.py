@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -24,15 +25,16 @@ MATRICES = {
 }
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("name", MATRICES)
-def test_bands_give_the_numbers_of_the_complete_matrix(name: str) -> None:
+def test_bands_give_the_numbers_of_the_complete_matrix(name: str, threads: int) -> None:
     score, mask = MATRICES[name]
     numbers = torch.Generator().manual_seed(2)
     weights = regard.weights(
         torch.randn(2, 230, 8, generator=numbers), torch.randn(1, 230, 8, generator=numbers), score=score, mask=mask
     )
     reports: list[float] = []
-    summary, most = summarise(weights, 7, 9, lambda step, done: reports.append(done))
+    summary, most = summarise(weights, 7, 9, lambda step, done: reports.append(done), threads)
     assert reports == sorted(reports)
     assert (len(reports), reports[-1]) == (8, 1.0)
     for field in ("entropy", "lse", "received"):
@@ -65,3 +67,21 @@ def test_saving_a_long_input_reports_its_progress(monkeypatch: pytest.MonkeyPatc
     assert reports[0] == ("summing up every row", 0.0)
     assert reports[-1] == ("summing up every row", 1.0)
     assert len(reports) == 78
+
+
+def test_what_a_report_raises_ends_the_work_and_leaves_the_threads_as_they_were() -> None:
+    before, reports = torch.get_num_threads(), []
+
+    def stop(step: str, done: float) -> None:
+        reports.append(done)
+        if done > 0.2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        summarise(regard.weights(torch.randn(1, 200, 4)), 40, 5, stop, threads=2)
+    assert reports[-1] == pytest.approx(9 / 40)
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen == [before] == [torch.get_num_threads()]

@@ -15,7 +15,7 @@ from regard.look import View
 from regard.look.page import content
 from regard.look.ranking import beyond_habit
 from regard.look.token_groups import group_tokens
-from support.opened_page import Shown, number
+from support.opened_page import Shown, number, numbered
 from support.page_probe import HOSTILE, SUBJECTS, Read, history, hostile_recording, minilm, translation
 
 IT, ANIMAL, CROSS = 10, 2, 6
@@ -335,10 +335,11 @@ def test_shuffled_words_keep_their_outputs_unless_places_matter(show: Any, it: V
     order, after = shown.ask("page.play.order"), shown.ask("page.played.y")
     assert order != sorted(order)
     torch.testing.assert_close(torch.tensor(after), torch.tensor(before)[order])
-    assert shown.texts(".outputs .token") == [minilm()[0].layers[0].weights.tokens[0][n] for n in order]
-    assert "every word keeps its output" in shown.text('[data-read="equivariant"]')
+    said = shown.tab.locator('[data-read="equivariant"]')  # outputs are drawn some frames after the row of the word
+    said.filter(has_text="every word keeps its output").wait_for()
+    assert shown.texts(".outputs .token") == [numbered(minilm()[0].layers[0].weights.tokens[0])[n] for n in order]
     shown.tab.check('[data-key="causal"]')
-    assert "places matter" in shown.text('[data-read="equivariant"]')
+    said.filter(has_text="places matter").wait_for()
     shown.click("unshuffle")
     assert shown.ask("page.play.order") == sorted(order)
 
@@ -361,7 +362,7 @@ def test_the_square_reads_every_cell_and_links_row_and_column(show: Any, it: Vie
     shown = show(it, height=1200).view("square")
     shown.choose("head", shown.ask("page.book.heads.find((h) => h.name === 'layer 3, head 1').id"))
     W = seen[3, 1].dense()
-    words = seen.layers[0].weights.tokens[0]
+    words = numbered(seen.layers[0].weights.tokens[0])
     shown.tab.evaluate("document.querySelector('.readout').scrollIntoView()")
     square = shown.tab.locator(".matrix > canvas")
     box = square.bounding_box()

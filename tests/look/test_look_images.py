@@ -136,3 +136,13 @@ def test_a_recording_without_tokens_is_shown_over_its_image(show: Any) -> None:
     with pytest.raises(ValueError, match="no layer has the 36 patches"):
         seen.show(grid=(6, 6))
     assert seen.layers[0].tokens == (None, None), "the recording itself is as it was"
+
+
+def test_a_page_of_patches_speaks_of_patches(show: Any) -> None:
+    shown = show(regard.weights(randn(2, 7, 4)).label(grid=(2, 3), image=picture()).show())
+    assert "Point at a patch" in shown.text(".look")
+    words = regard.weights(randn(3, 4), randn(6, 4)).label(["a", "red", "roof"], grid=(2, 3), image=picture())
+    both = show(words.show(), name="both.html")
+    assert both.text("#tab-cross") == "Text and image"
+    assert both.texts(".side") == ["these words look", "at these patches"]
+    assert both.tab.locator(".image").bounding_box()["width"] >= 240, "a grid of few patches is not a stamp"

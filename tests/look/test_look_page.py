@@ -311,13 +311,19 @@ def test_the_policy_allows_two_scripts_and_a_style_by_their_hashes_and_nothing_e
     assert policy.startswith("default-src 'none'; ")
     assert "unsafe" not in policy
     assert "http" not in policy
-    inline = re.search(r'<script type="module">(.*?)</script>', text, re.S).group(1)
+    inline = re.search(r'<script type="module" async>(.*?)</script>', text, re.S).group(1)
     packed = [zlib.decompress(base64.b64decode(re.search(f'id="regard-{what}">([^<]*)<', text).group(1))).decode() for what in ("script", "style")]  # fmt: skip
     hashes = [
         "sha256-" + base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (inline, *packed)
     ]
     assert f"script-src '{hashes[0]}' '{hashes[1]}'; style-src '{hashes[2]}';" in policy
     assert len(re.findall("sha256-", policy)) == 3
+
+
+def test_the_first_picture_does_not_wait_for_queries_and_keys() -> None:
+    page_ = View(regard.weights(torch.randn(1, 310, 4))).html()
+    places = [page_.index(part) for part in ('id="regard-data"', '<script type="module" async>', 'id="regard-vectors"')]
+    assert places == sorted(places), "an async module runs as soon as it is read, before what stands after it"
 
 
 def test_the_script_writes_text_as_text_and_asks_for_nothing() -> None:

@@ -135,8 +135,24 @@ def test_a_long_input_becomes_tiles():
     q = torch.randn(1, 20_000, 8)
     picture = svg(regard.weights(q, mask=regard.causal()), word=15_000)
     assert len(picture) < 400_000
-    assert "sum of the weights in a tile" in picture
+    assert "0 to 1, the largest weight in a tile" in picture
     assert "15000" in texts(read(picture))
+
+
+def test_a_single_weight_of_one_is_the_darkest_tile_of_a_long_input():
+    q, k = torch.zeros(1, 2000, 4), torch.randn(1, 2000, 4, generator=torch.Generator().manual_seed(0))
+    q[0, 1800], k[0, 300] = torch.tensor([60.0, 0, 0, 0]), torch.tensor([60.0, 0, 0, 0])
+    root = read(svg(regard.weights(q, k), word=1800))
+    shades = [rect.get("fill") for rect in root.iter(f"{NAME}rect")]
+    assert sum(f'fill="{fill}"' == tint_fill(1.0) for fill in shades) == 2, "the tile, and the end of the legend"
+
+
+def test_cells_that_the_mask_hides_are_hatched():
+    weights = regard.weights(torch.randn(1, 5, 4), mask=regard.causal()).label(list("abcde"))
+    (hatched,) = [path for path in read(svg(weights)).iter(f"{NAME}path") if path.get("d").count("M") == 10]
+    assert hatched.get("stroke-width") == "0.5"
+    assert "0 to 1, weight; hatched: the mask hides it" in texts(read(svg(weights)))
+    assert "hatched" not in svg(regard.weights(torch.randn(1, 5, 4)))
 
 
 def test_two_sentences_are_shown_across():

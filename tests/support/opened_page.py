@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from support.page_probe import minilm
 if TYPE_CHECKING:
     from regard.look.serve.server import PageServer
 
-__all__ = ["Once", "Shown", "it", "number", "running", "show"]
+__all__ = ["Once", "Shown", "it", "number", "numbered", "running", "show"]
 
 
 class Shown:
@@ -113,6 +113,15 @@ def it() -> View:
 
 def number(text: str) -> float:
     return float(text.replace("−", "-").replace("∞", "inf").replace("<", "").replace(",", ""))
+
+
+def numbered(tokens: Sequence[str]) -> list[str]:
+    """Words as views name them: those that occur several times have a number."""
+    digits = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+    return [
+        token + (str(tokens[: n + 1].count(token)).translate(digits) if tokens.count(token) > 1 else "")
+        for n, token in enumerate(tokens)
+    ]
 
 
 @contextlib.contextmanager

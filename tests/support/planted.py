@@ -339,7 +339,7 @@ BUGS = [
     Bug("exact rows: the lse of the queries before they were rounded", "look/dot_head.py", "return replace(changed, lse=one._with(factors).lse()[0].float().cpu())", "return changed", ("maps of long inputs",)),
     Bug("exact rows: a bias of the rows added to lse", "look/dot_head.py", "lse = lse - added[:, 0]", "lse = lse + added[:, 0]", ("maps of long inputs",)),
     Bug("bands: the norm of another row", "look/dot_head.py", "-lse.float().nan_to_num(neginf=0.0).unsqueeze(-1)", "-lse.float().nan_to_num(neginf=0.0).flip(0).unsqueeze(-1)", ("bands of long inputs",)),
-    Bug("bands: keys received from the last band alone", "look/bands.py", "received[n] += sums", "received[n] = sums.double()", ("bands of long inputs",)),
+    Bug("bands: keys received from the last band alone", "look/bands.py", "received += band.received", "received = band.received.double()", ("bands of long inputs",)),
     Bug("served tiles: a mean over the rows of a full cell", "look/serve/pyramid.py", "    tall[-1] = rows - (len(sums) - 1) * words\n", "", ("served tiles",)),
     Bug("served tiles: rows and keys exchanged", "look/serve/pyramid.py", "for n, size in ((y, self.i), (x, self.j))", "for n, size in ((x, self.i), (y, self.j))", ("served tiles",)),
     Bug("served tiles: the mask is forgotten", "look/serve/pyramid.py", "s.masked_fill_(~((at >= low) & (at < high)).any(0), -torch.inf)", "pass", ("served tiles",)),

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..core.block import MatrixBlock
+from ..core.problem import Factors
 from ..core.weights import Weights
 from ..recorder import Recording
 from ..recorder.slicing import span_of
@@ -28,12 +30,14 @@ if TYPE_CHECKING:
 __all__ = [
     "LayerView",
     "Subject",
+    "all_cells",
     "all_layers",
     "batch_note",
     "check_head",
     "layers_of",
     "select_layers",
     "unknown_note",
+    "visible_cells",
 ]
 
 #: What can be looked at, a training history apart.
@@ -233,6 +237,21 @@ def _batch_index(item: int, batch: torch.Size) -> list[int]:
     if batch and not -batch.numel() <= item < batch.numel():
         raise IndexError(f"item must be one of {batch.numel()} sequences, got {item}.")
     return [item % batch.numel() // batch[n + 1 :].numel() % size for n, size in enumerate(batch)]
+
+
+def all_cells(factors: Factors) -> MatrixBlock:
+    """All cells of a matrix as one block."""
+    q, k = factors.q, factors.k
+    return MatrixBlock(slice(0, q.shape[-2]), slice(0, k.shape[-2]), factors.problem().offset, q.device)
+
+
+def visible_cells(factors: Factors) -> Tensor:
+    """Which cells the mask lets rows see, (heads or 1, i, j)."""
+    i, j = factors.q.shape[-2], factors.k.shape[-2]
+    if factors.mask is None:
+        return torch.ones(1, i, j, dtype=torch.bool)
+    visible = factors.mask.visible(all_cells(factors))
+    return visible.expand(*visible.shape[:-2], i, j).reshape(-1, i, j)
 
 
 def batch_note(subject: Subject, item: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 Vectors only and text as text, dark on a light ground, with a title and a description for screen readers. Two heads
 differ in colour, in side (above and below the words) and in their labels. Of a long text the strongest words are drawn,
-and its matrix as sums over tiles, never as i × j weights.
+and its matrix as the largest weights of tiles, never as i × j weights. Cells that the mask hides are hatched.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 
 from .compare import HeadChanges
+from .dot_head import max_map
 from .history import MEASURES, History, head_label, head_series, is_history
-from .layers import LayerView, Subject
+from .layers import LayerView, Subject, visible_cells
 from .options import ViewOptions
 from .spotlight import Spotlight, overview, spotlight
 from .svg_compare import draw_changes
@@ -48,7 +49,7 @@ Part = Literal["lines", "square"]
 
 _GAP = 10.0
 _LINE = 640.0  # how wide a line of words may get
-#: Positions up to which the square shows every cell; beyond, sums over so many tiles.
+#: Positions up to which the square shows every cell; beyond, the largest weights of so many tiles.
 _CELLS = 48
 #: Words up to which a sentence is drawn in full.
 _WORDS = 60
@@ -353,14 +354,12 @@ class _Square:
         label_height = max(map(text_width, across), default=0.0) * 0.85 + 10
         self.elements.append(text_element(MARGIN, top + 10, f"{place}{': ' if place else ''}rows look at columns", 12))
         y0 = top + 24 + label_height
-        # Weights have one scale, 0 to 1, as in the page; sums over tiles end at the largest.
-        most = 1.0 if exact else max((x for row in cells for x in row if x == x), default=0.0)
         for i, row in enumerate(cells):
             y = y0 + i * side
             bold = exact and i == lit
             self.elements.append(text_element(left - 6, y + side * 0.72, names[i], 11, INK, "end", bold=bold))
             for j, x in enumerate(row):
-                shade = (x / most if most > 0 else 0.0) ** 0.6
+                shade = x**0.6  # one scale, 0 to 1, as in the page
                 if shade >= 0.01:
                     self.elements.append(rect(left + j * side, y, side, side, tint_fill(shade)))
             if bold:
@@ -369,26 +368,33 @@ class _Square:
             x = left + (j + 0.5) * side + 3.5
             turned = f' transform="rotate(-90 {x:.1f} {y0 - 6:.1f})"'
             self.elements.append(text_element(x, y0 - 6, name, 11, INK, extra=turned))
+        hidden = _hidden(view, head, rows, cols) if exact else []
+        strokes = "".join(f"M{left + j * side:.1f} {y0 + (i + 1) * side:.1f}l{side:.1f} -{side:.1f}" for i, j in hidden)
+        if strokes:
+            self.elements.append(f'<path d="{strokes}" fill="none" stroke="{PALE}" stroke-width="0.5"/>')
         self.elements.append(frame_rect(left, y0, m * side, n * side, PALE, 0.75))
         self.right, self.bottom = left + m * side, y0 + n * side
-        self._scale(most, exact, left)
+        self._scale(
+            left, "weight" if exact else "the largest weight in a tile", "; hatched: the mask hides it" * bool(strokes)
+        )
         self.sentence = self._description(place, cells, exact, rows, cols)
 
-    def _scale(self, most: float, exact: bool, left: float) -> None:
+    def _scale(self, left: float, what: str, more: str) -> None:
         """The legend of the shades."""
         y = self.bottom + 16
         for n in range(10):
             shade = ((n + 1) / 10) ** 0.6
             self.elements.append(rect(left + n * 10, y, 10, 8, tint_fill(shade)))
-        what = "weight" if exact else "sum of the weights in a tile"
-        self.elements.append(text_element(left + 106, y + 8, f"0 to {most:.3g}, {what}", 10.5, PALE))
+        legend = f"0 to 1, {what}{more}"
+        self.elements.append(text_element(left + 106, y + 8, legend, 10.5, PALE))
+        self.right = max(self.right, left + 106 + 0.85 * text_width(legend))
         self.bottom = y + 12
 
     def _description(self, place: str, cells: Any, exact: bool, rows: TokenGroups, cols: TokenGroups) -> str:
         of = f" of {place}" if place else ""
         if not exact:
             size = f"{len(cells)} by {len(cells[0])}"
-            return f"A square of {size} tiles{of}: sums of weights over parts of a long text."
+            return f"A square of {size} tiles{of}: the largest weights in parts of a long text."
         best = [max(range(len(row)), key=lambda j: row[j]) for row in cells] if cols.labels else []
         ties = [
             f"{printable(name)} → {printable(cols.labels[j])} {f'{row[j]:.2f}' if row[j] == row[j] else 'NaN'}"
@@ -406,7 +412,17 @@ def _cells(view: LayerView, head: int, rows: TokenGroups, cols: TokenGroups) -> 
 @torch.no_grad()
 def _tiles(view: LayerView, head: int) -> list[list[float]]:
     i, j = view.weights.shape[-2:]
-    return view.weights[head].pool(min(i, _CELLS), min(j, _CELLS)).tolist()
+    return max_map(view.weights[[head]], min(i, _CELLS), min(j, _CELLS))[0].tolist()
+
+
+def _hidden(view: LayerView, head: int, rows: TokenGroups, cols: TokenGroups) -> list[tuple[int, int]]:
+    """The words, by row and column, that the mask hides from a word with all their tokens."""
+    if view.weights._factors.mask is None:
+        return []
+    visible = visible_cells(view.pick([head])._factors)[0]
+    return [
+        (i, j) for i, a in enumerate(rows.groups) for j, b in enumerate(cols.groups) if not bool(visible[a, b].any())
+    ]
 
 
 def _ticks(total: int, count: int) -> list[str]:

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.block import MatrixBlock
 from ...core.problem import Factors
 from ..dot_head import max_map, why_not_exact
-from ..layers import LayerView
+from ..layers import LayerView, all_cells, visible_cells
 from ..token_text import printable
 from .content import PageContent, Start
 from .format import Packer
@@ -127,7 +126,7 @@ def _score_arrays(packer: Packer, factors: Factors) -> dict[str, Any]:
     if (scale := score.product_scale(q.shape[-1])) is not None:
         header["scale"] = scale
     if score.modifiers or "scale" not in header:
-        block = _all_cells(factors)
+        block = all_cells(factors)
         header["s"] = packer.add(factors.problem().at(block).bare_scores(block)[0])  # before the mask
         header["score_name"] = printable(repr(score), 80)
     return header
@@ -137,18 +136,10 @@ def _mask_arrays(packer: Packer, factors: Factors) -> dict[str, Any]:
     """Which cells may be seen, (heads or 1, i, j), and the name of the mask; nothing without a mask."""
     if factors.mask is None:
         return {}
-    q, k = factors.q, factors.k
-    visible = factors.mask.visible(_all_cells(factors))
-    visible = visible.expand(*visible.shape[:-2], q.shape[-2], k.shape[-2])
     return {
-        "visible": packer.add(visible.reshape(-1, *visible.shape[-2:]), "u1"),
+        "visible": packer.add(visible_cells(factors), "u1"),
         "mask_name": printable(repr(factors.mask), 80),
     }
-
-
-def _all_cells(factors: Factors) -> MatrixBlock:
-    q, k = factors.q, factors.k
-    return MatrixBlock(slice(0, q.shape[-2]), slice(0, k.shape[-2]), factors.problem().offset, q.device)
 
 
 # Long inputs.

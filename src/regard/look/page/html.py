@@ -38,12 +38,12 @@ _PAGE = """\
 <noscript>This page draws its pictures with a script, which is inside the file. Allow scripts to see them.</noscript>
 <script type="application/octet-stream" id="regard-style">{style}</script>
 <script type="application/octet-stream" id="regard-script">{script}</script>
-{blocks}<script type="module">{unpack}</script>
-</body>
+{data}<script type="module" async>{unpack}</script>
+{vectors}</body>
 </html>
 """
 
-#: The data; and queries and keys of long inputs, megabytes that the first picture does not wait for.
+#: The data; and, after the script, which runs before they are read, megabytes of queries and keys of long inputs.
 _BLOCK = '<script type="application/octet-stream" id="regard-{}">{}</script>\n'
 
 #: Which look a served page asks its server for.
@@ -103,15 +103,14 @@ _FIT = """
 
 def html(packed: Packed) -> str:
     """The complete page, in ASCII."""
-    blocks = _BLOCK.format("data", _base64(packed.data))
-    if packed.vectors:
-        blocks += _BLOCK.format("vectors", _base64(packed.vectors))
-    return _page(text_html(packed.title), blocks)
+    data = _BLOCK.format("data", _base64(packed.data))
+    vectors = _BLOCK.format("vectors", _base64(packed.vectors)) if packed.vectors else ""
+    return _page(text_html(packed.title), data, vectors)
 
 
 def shell(look: str) -> str:
     """The page without data, which asks the server that it came from for the data of a look, and for nothing else."""
-    return _page("regard", "", _LOOK.format(text_html(look)))
+    return _page("regard", look=_LOOK.format(text_html(look)))
 
 
 def served_policy(page: str) -> str:
@@ -126,7 +125,7 @@ def served_policy(page: str) -> str:
     return policy.group(1) + "; frame-ancestors 'none'"
 
 
-def _page(title: str, blocks: str, look: str = "") -> str:
+def _page(title: str, data: str = "", vectors: str = "", look: str = "") -> str:
     script, style = _script(), _file("page.css")
     policy = _POLICY.format(_hash(_UNPACK), _hash(script), _hash(style), "connect-src 'self'; " if look else "")
     return _PAGE.format(
@@ -135,7 +134,8 @@ def _page(title: str, blocks: str, look: str = "") -> str:
         look=look,
         style=_base64(zlib.compress(style.encode(), 9)),
         script=_base64(zlib.compress(script.encode(), 9)),
-        blocks=blocks,
+        data=data,
+        vectors=vectors,
         unpack=_UNPACK,
     )
 

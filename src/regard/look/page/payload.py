@@ -113,7 +113,8 @@ def _sizes(layers: list[LayerView], content: PageContent) -> list[str]:
         sizes = [f"{max(heads)} heads"] if max(heads) > 1 else []
     else:
         sizes = [f"{len(layers)} layers × {max(heads)} heads" if len(heads) == 1 else f"{len(layers)} layers"]
-    return [*sizes, " and ".join(f"{sequence['length']:,}" for sequence in content.sequences) + " tokens"]
+    lengths = [sequence["length"] for sequence in content.sequences]
+    return [*sizes, " and ".join(f"{n:,}" for n in lengths) + (" token" if lengths == [1] else " tokens")]
 
 
 def _metrics(layers: list[LayerView]) -> dict[str, list[Any]]:

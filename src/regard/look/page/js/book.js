@@ -5,7 +5,7 @@ import { Stored } from "./stored.js";
 
 export function openBook(header) {
   const sequences = header.sequences.map((s) => ({
-    ...s, special: new Set(s.special), unknown: new Set(s.unknown), label: (n) => (s.tokens ? s.tokens[n] : String(n)),
+    ...s, special: new Set(s.special), unknown: new Set(s.unknown), ...namesOf(s.tokens),
     picture: s.image === undefined ? null : { pixels: header.array(s.image), shape: header.shape(s.image) },
     rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false, patches: s.tokens ? patchColumns(s) : 0,
   }));
@@ -19,6 +19,12 @@ export function openBook(header) {
   }));
   const total = sum(header.all.map(([, , heads]) => heads));
   return { header, sequences, stacks, heads, total };
+}
+
+// What a sequence calls its tokens: the label as it is, and the name, which numbers those that occur several times.
+export function namesOf(tokens) {
+  let names = null;
+  return { label: (n) => (tokens ? tokens[n] : String(n)), name: (n) => (tokens ? (names ??= numbered(tokens))[n] : String(n)) };
 }
 
 const RIGHT_TO_LEFT = /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;

@@ -13,7 +13,7 @@ export function long(page, box) {
   Object.assign(own, page.wantedMap);
   page.wantedMap = null;
   const bar = el("div", { class: "controls" }), message = el("p", { class: "readout", "aria-live": "polite" });
-  const stage = el("div", { class: "longmap" }), strips = el("div", {}), rows = el("div", {}),
+  const stage = el("div", { class: "longmap" }), strips = el("div", { class: "profiles" }), rows = el("div", {}),
     links = el("div", { class: "links" });
   box.append(bar, message, el("div", { class: "halves" }, stage, el("div", {}, rows, strips, links)),
     behind("Weights of the window, or the strongest links", () => windowTable(page, own)));
@@ -72,6 +72,7 @@ function goTo(page, own, map, text) {
 
 function fly(map, i, j) {
   map.cursor = [i, j];
+  map.box.scrollIntoView({ block: "nearest" });
   map.go(map.around(i, j, Math.min(128, Math.max(map.head.i, map.head.j))));
   map.read(i, j);
   map.onrow(i);

@@ -63,7 +63,7 @@ function atlasControls(page, own, have, update) {
   return [
     choice("number", "metric", have.map((by) => [by, by]), own.by, (by) => set({ by })),
     choice("sort by", "sort", orders, own.sort, (sort) => set({ sort, target: own.target ?? 0 })),
-    short && own.sort === "given" && choice("another word", "given", range(cols.length).map((n) => [n, cols.label(n)]),
+    short && own.sort === "given" && choice("another word", "given", range(cols.length).map((n) => [n, cols.name(n)]),
       own.target ?? 0,
       (n) => set({ target: Number(n) })),
     short && choice("a cell shows", "cells", [["pattern", "the pattern"], ["row", "the row of the word"]], own.mode,
@@ -127,7 +127,7 @@ function difference(page, one, other) {
   const signed = (x) => Math.sign(x) * Math.abs(x) ** 0.6;
   const { rows, cols } = a.stack, differences = most.by && !long ? [el("p", { class: "hint", "data-read": "difference" },
     "most: ",
-    word(rows.label(most.i)), " → ", word(cols.label(most.j)),
+    word(rows.name(most.i)), " → ", word(cols.name(most.j)),
       ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
   return el("div", { class: "versus" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
     el("figure", {}, heat(m, n, (i, j) => paint.signed(signed(at(a, i, j) - at(b, i, j)))),

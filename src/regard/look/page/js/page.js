@@ -58,8 +58,7 @@ export class Page {
     let done = null;
     const promise = new Promise((resolve) => { done = resolve; });
     for (const [, head] of exact) head.stored.promise = promise;
-    const buffer = this.server ? await this.server.vectors()
-      : await readBlock(document.getElementById("regard-vectors").textContent);
+    const buffer = this.server ? await this.server.vectors() : await readBlock(await textAtEnd("regard-vectors"));
     for (const [spec, head] of exact) head.stored.exact = new Exact(spec, buffer, head.i, head.j);
     done();
     this.vectorsPending = false;
@@ -171,7 +170,7 @@ export class Page {
   frame() {
     const tabs = el("div", { class: "tabs", role: "tablist", "aria-label": "Views", onkeydown: (e) => this.tabKey(e) },
       this.views.map(([id, view]) => el("button", { role: "tab", id: `tab-${id}`, "data-key": `tab-${id}`,
-        "aria-controls": "view", text: view.name, onclick: () => this.open(id) })));
+        "aria-controls": "view", text: id === "cross" && this.book.sequences.some((one) => one.patches) ? "Text and image" : view.name, onclick: () => this.open(id) })));
     this.tray = el("div", { class: "tray", role: "group", "aria-label": "Heads that are shown" });
     this.main = el("main", { id: "view", role: "tabpanel", tabindex: "-1" });
     this.root.className = "regard";
@@ -251,12 +250,20 @@ export class Page {
   draw() {
     const view = VIEWS[this.state.view];
     const box = el("section", { class: `view ${this.state.view}` });
-    this.main.replaceChildren(el("p", { class: "look", text: view.look }), box);
+    this.main.replaceChildren(el("p", { class: "look", text: typeof view.look === "function" ? view.look(this) : view.look }), box);
     const update = view.build(this, box) ?? null;
     this.refresh = update && ((...how) => { if (this.book) this.showTray(); update(...how); });
     if (this.book) this.showTray();
     update?.();
   }
+}
+
+// A block that stands after the script, once the browser has read the file to its end.
+async function textAtEnd(id) {
+  while (document.readyState === "loading") {
+    await new Promise((done) => { document.addEventListener("readystatechange", done, { once: true }); });
+  }
+  return document.getElementById(id).textContent;
 }
 
 // The row of a stack that some head ties most clearly.

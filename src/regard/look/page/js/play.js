@@ -1,6 +1,6 @@
 // Lab: change the rules of attention and see what the weights do. Axes are fixed, and ghosts show what was recorded.
 
-import { brief, clamp, entropy, fixed, mix, near, range, SIMILARITIES, softmax } from "./numbers.js";
+import { brief, clamp, dot, entropy, fixed, largest, mix, near, range, SIMILARITIES, softmax, sum } from "./numbers.js";
 import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { legend } from "./square.js";
@@ -95,6 +95,10 @@ function played(page, own) {
   const { similarity, causal, window, width, recorded, order } = own, keys = same ? order : range(k.length);
   const key = JSON.stringify([head.id, similarity, causal, window && width, recorded, own.forbidden]);
   if (own.scores?.key !== key || own.scores.orders.size > 8) own.scores = { key, orders: new Map() };
+  const sink = (own.sinks ??= new Map()).get(head.id) ?? sinkScore(head, q, k);
+  own.sinks.set(head.id, sink);
+  // A sink is one more score, which no scale changes; its weight goes to no word.
+  const share = (scores, by) => softmax([...scores.map((s) => s * by), sink]).slice(0, -1);
   const factor = 2 ** own.power, like = SIMILARITIES[similarity].of, straight = range(q.length);
   const scoresOf = (rows, cols) => {
     const name = String(rows), { orders } = own.scores;
@@ -103,15 +107,24 @@ function played(page, own) {
     return orders.get(name);
   };
   const attend = (rows, cols) => {
-    const scores = scoresOf(rows, cols), w = once((i) => softmax(scores(i).map((s) => s * factor)));
+    const scores = scoresOf(rows, cols), w = once((i) => share(scores(i), factor));
     return { scores, w, y: once((i) => v && mix(w(i), cols.map((j) => v[j]))) };
   };
   const moved = order.some((x, n) => x !== n), now = attend(order, keys), place = order.indexOf(page.state.word);
   const unmoved = moved && same ? attend(straight, straight) : now;
   return {
-    ...now, key: `${key} ${order} ${place}`, place, moved, straight: unmoved.y, rowAt: (power) => softmax(now.scores(place).map((s) => s * 2 ** power)),
+    ...now, key: `${key} ${order} ${place}`, place, moved, straight: unmoved.y, rowAt: (power) => share(now.scores(place), 2 ** power),
     all: { get w() { return straight.map(now.w); }, get y() { return v && straight.map(now.y); } },
   };
+}
+
+// The score of a head's sink, from the row whose weights lack most of 1; −∞ of a head that has none.
+function sinkScore(head, q, k) {
+  if (!head.layer.sink) return -Infinity;
+  const lacking = range(head.i).map((i) => 1 - sum(head.row(i))), i = largest(lacking);
+  const scores = range(head.j).map((j) => (head.visible(i, j) ? dot(q[i], k[j]) * head.layer.scale : -Infinity));
+  const most = Math.max(...scores);
+  return Math.log(lacking[i] / (1 - lacking[i])) + most + Math.log(sum(scores.map((s) => Math.exp(s - most))));
 }
 
 // A function of a number that computes every value once.
@@ -194,12 +207,13 @@ function playBars(page, own, forbid) {
     lines = shown.map((j) => {
       const n = token(j), out = barred.has(n), row = lane("var(--accent)", 0, "", { "data-j": n }, ghost[n]);
       const name = el("button", { class: "plain", "data-key": `forbid-${n}`, "aria-pressed": String(out),
-        title: out ? "allow this word again" : "forbid this word", onclick: () => toggle(n) }, word(cols.label(n)));
+        title: out ? "allow this word again" : "forbid this word", onclick: () => toggle(n) }, word(cols.name(n)));
       const item = el("li", { class: [same && j === now.place && "lit", out && "barred"].filter(Boolean).join(" ") }, name, lanes([row]));
       return { j, item, bar: row, number: row.querySelector("b"), ghost: ghost[n], out };
     });
     list.replaceChildren(...lines.map(({ item }) => item), axis);
-    caption.replaceChildren(word(rows.label(order[now.place])), " looks at; the frame is the recorded weight. Click a word to forbid it",
+    caption.replaceChildren(word(rows.name(order[now.place])), " looks at; the frame is the recorded weight. Click a word to forbid it",
+      page.head.layer.sink ? "; the rest goes to the sink" : "",
       shown.length < all.length ? `; the ${shown.length} words with the largest recorded weights` : "");
     const lost = own.forbidden.reduce((sum, n) => sum + ghost[n], 0), count = own.forbidden.length;
     note.replaceChildren(count ? `${count} word${count > 1 ? "s" : ""} forbidden: ${fixed(lost, 3)} of the recorded row is shared by the others. ` : "",
@@ -233,7 +247,7 @@ function outputs(page, { all: { y }, straight, moved }, own) {
   const said = !moved ? "Shuffle the words: does each keep its output?"
     : exact ? "Shuffled words, outputs shuffled the same way: every word keeps its output. Attention sees a set."
       : `Now places matter: with this mask outputs change by up to ${fixed(gap, 2)}.`;
-  const line = (row, n) => el("li", {}, word(page.stack.rows.label(own.order[n])), strip(row.slice(0, few), most,
+  const line = (row, n) => el("li", {}, word(page.stack.rows.name(own.order[n])), strip(row.slice(0, few), most,
     page.paint, "output"));
   return el("figure", {}, el("figcaption", { text: "outputs y" }),
     el("ol", {}, y.slice(0, 60).map(line)),
@@ -241,7 +255,7 @@ function outputs(page, { all: { y }, straight, moved }, own) {
 }
 
 function playTable(page, w, order) {
-  const { same, rows, cols } = page.stack, few = 60, name = (j) => cols.label(same ? order[j] : j);
-  const body = w.slice(0, few).map((row, n) => [word(rows.label(order[n])), ...Array.from(row.slice(0, few))]);
+  const { same, rows, cols } = page.stack, few = 60, name = (j) => cols.name(same ? order[j] : j);
+  const body = w.slice(0, few).map((row, n) => [word(rows.name(order[n])), ...Array.from(row.slice(0, few))]);
   return [["", ...w[0].slice(0, few).map((_, j) => word(name(j)))], body];
 }

@@ -13,6 +13,8 @@ const tween = (a, b, t) => a + (b - a) * t;
 // When the n-th of so many things moves, if they move one after the other: 0 before, 1 after.
 const turnOf = (t, n, many) => eased(t * (many + 2) / 3 - n / 3);
 
+const clipped = (text) => (text.length > 30 ? `${text.slice(0, 29)}…` : text);
+
 // The numbers of the story: one word, the words it is shown with, and a head.
 export function storyData(page) {
   const { head, stack } = page, i = page.state.word, row = head.row(i), embedded = page.header.embedded?.stack === stack.n ? page.header.embedded : null;
@@ -23,7 +25,7 @@ export function storyData(page) {
   const pick = (x) => x && keys.map((j) => x[j]), raw = q && all.map((j) => dot(q[i], k[j]));
   const everyScore = stored ? all.map((j) => stored[i * head.j + j]) : raw?.map((x) => x * (layer.scale ?? 1));
   const few = (x) => Array.from(x.slice(0, NUMBERS));
-  const data = { page, i, keys, at: stack.same ? keys.indexOf(i) : -1, same: stack.same, names: keys.map((j) => stack.cols.label(j)), word: stack.rows.label(i),
+  const data = { page, i, keys, at: stack.same ? keys.indexOf(i) : -1, same: stack.same, names: keys.map((j) => stack.cols.name(j)), word: clipped(stack.rows.name(i)),
     head, w: keys.map((j) => row[j]), left: 1 - sum(keys.map((j) => row[j])), scores: pick(everyScore), everyScore, size: layer.d, v: v && keys.map((j) => few(v[j])),
     y: v && few(mix(row, v)), visible: keys.map((j) => head.visible(i, j)) };
   if (embedded) {

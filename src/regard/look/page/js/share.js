@@ -113,7 +113,7 @@ export function caption(page) {
   const { rows } = page.stack, heads = page.heads.map((head) => head.name), [head] = page.heads;
   const whose = state.view === "overview" ? "Attention of every head" : state.view === "long" || state.view === "square"
     ? `Attention in ${heads.join(" and ")}`
-    : `Attention of “${rows.label(state.word)}” in ${heads.join(" and ")}`;
+    : `Attention of “${rows.name(state.word)}” in ${heads.join(" and ")}`;
   const word = page.stack.window ? state.word + page.stack.window[0] : state.word;
   const place = head && (head.layer.name ? { layer: head.layer.index, head: head.head } : { head: head.head });
   const options = place ? Object.entries(place) : [];

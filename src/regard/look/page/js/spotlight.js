@@ -17,7 +17,8 @@ export function spotlight(page, box) {
   const queries = sentence(page, rows, true), keys = same ? queries : sentence(page, cols, false);
   const side = (text) => el("p", { class: "side", text });
   const stage = el("div", { class: `stage ${same ? "one" : "two"}` }, lines,
-    same ? queries : [side("these words look"), queries, keys, side("at these")]);
+    same ? queries : [side(`these ${rows.patches ? "patches" : "words"} look`), queries, keys, side(`at these${cols.patches ? " patches" : ""}`)]);
+  stage.classList.toggle("pictured", Boolean(rows.patches || cols.patches));
   const message = el("h2", {}), list = el("div", { class: "bars" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Heads" });
   const scale = el("p", { class: "hint", "data-read": "fit" });
@@ -70,7 +71,7 @@ function headChips(page, heads) {
   const extra = open ? [] : page.heads.filter((head) => !some.includes(head));
   const chips = [...some, ...extra].map((head) => {
     const { rows, cols, w } = head.sheet(page.state), i = Math.max(0, rows.at[page.row]),
-      { key: j, beyond } = bestOf(head, page.state, page.row), n = on.indexOf(head.id);
+      { beyond } = bestOf(head, page.state, page.row), j = head.sheet(page.state).named(i), n = on.indexOf(head.id);
     return el("button", {
       class: "chip", "data-key": `chip-${head.id}`, "aria-pressed": String(n >= 0),
         title: `${head.name}${head.layer.name ? ` (${head.layer.name})` : ""}`,
@@ -107,6 +108,6 @@ function spotlightTable(page) {
   const sheets = page.heads.map((head) => head.sheet(page.state));
   const { rows, cols } = sheets[0] ?? page.head.sheet(page.state), i = Math.max(0, rows.at[page.state.word]);
   return [["word", ...page.heads.map((head) => head.name)],
-    cols.labels.map((label, j) => [word(label),
+    cols.names.map((name, j) => [word(name),
       ...sheets.map((sheet) => (sheet.masked(i, j) ? "masked" : sheet.w[i][j]))])];
 }

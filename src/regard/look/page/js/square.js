@@ -9,7 +9,7 @@ export function square(page, box) {
   const message = el("p", { class: "readout", "aria-live": "polite" });
   box.append(bar, message, stage, behind("Weights", () => {
     const { rows, cols, w } = page.head.sheet(page.state);
-    return [["", ...cols.labels.map(word), "sum"], w.map((row, i) => [word(rows.labels[i]), ...row, sum(row)])];
+    return [["", ...cols.names.map(word), "sum"], w.map((row, i) => [word(rows.names[i]), ...row, sum(row)])];
   }));
   let drawn = null;
   return (resized) => {
@@ -24,8 +24,8 @@ export function square(page, box) {
     const number = j !== null && row.length && sheet.masked(i, key)
       ? el("span", { class: "who", "data-read": "cell", text: "the mask forbids it" })
       : el("b", { "data-read": "cell", text: fixed(row[key], 4) });
-    message.replaceChildren(word(sheet.rows.labels[i] ?? ""), el("span", { class: "arrow", text: " → " }),
-      word(sheet.cols.labels[key] ?? ""),
+    message.replaceChildren(word(sheet.rows.names[i] ?? ""), el("span", { class: "arrow", text: " → " }),
+      word(sheet.cols.names[key] ?? ""),
       number, el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
   };
 }
@@ -35,15 +35,14 @@ function matrix(page, stage, sheet) {
   const { rows, cols, w } = sheet, { paint } = page, { fit } = page.state,
     most = fit ? Math.max(...w.map((row) => row[largest(row)])) || 1 : 1, [m, n] = [rows.labels.length,
       cols.labels.length];
-  const letters = (labels) => clamp(Math.max(...labels.slice(0, 60).map((x) => x.length)), 2, 12) * 7.6 + 12;
-  const [left, top, right] = [letters(rows.labels), letters(cols.labels), 78];
+  const [left, top, right] = [widthOf(rows.names), widthOf(cols.names), 78];
   const tall = Math.max(360, innerHeight - top - 120);
   const cell = clamp(Math.min(stage.clientWidth - left - right, Math.max(tall, 24 * m)) / n, 1, 56), [width,
     height] = [cell * n, cell * m];
   const canvas = heat(m, n, (i, j) => paint.tint(shade(w[i][j], most)));
   for (const [name, size] of Object.entries({ left, top, width, height })) canvas.style.setProperty(name, `${size}px`);
   const place = { left, top, cell, width, height };
-  const [rowNames, colNames] = [names(rows.labels, place, false), names(cols.labels, place, true)];
+  const [rowNames, colNames] = [names(rows.names, place, false), names(cols.names, place, true)];
   const [across, down] = [svg("rect", { class: "marker" }), svg("rect", { class: "marker" })];
   const over = svg("svg", {
     width: left + width + right, height: top + height + 6, tabindex: 0, "data-key": "matrix", role: "img",
@@ -81,15 +80,24 @@ function hatch(sheet, { left, top, cell }) {
   svg("path", { class: "masked", fill: "url(#hatch)", d: runs.join("") })] : [];
 }
 
+const axisName = (text) => (text.length > 12 ? text.slice(0, 11) + "…" : text);
+
+// How wide the longest name is, in pixels, with some air; bold, as the marked one is.
+function widthOf(labels) {
+  const ctx = el("canvas", {}).getContext("2d");
+  ctx.font = "700 0.8rem system-ui, sans-serif";
+  return Math.ceil(Math.max(16, ...labels.map((text) => ctx.measureText(axisName(text)).width))) + 14;
+}
+
 // Names beside the rows or above the columns; where cells are small, every so many.
 function names(labels, { left, top, cell }, upright) {
-  const step = Math.max(1, Math.ceil(11 / cell)), clip = (text) => (text.length > 12 ? text.slice(0, 11) + "…" : text);
+  const step = Math.max(1, Math.ceil(11 / cell));
   return labels.map((text, n) => {
     if (n % step) return null;
     const middle = (n + 0.5) * cell;
     const where = upright ? { transform: `translate(${left + middle} ${top - 8}) rotate(-90)` } : { x: left - 8,
       y: top + middle, "text-anchor": "end" };
-    return svg("text", { class: "name", "dominant-baseline": "central", ...where, text: clip(text) });
+    return svg("text", { class: "name", "dominant-baseline": "central", ...where, text: axisName(text) });
   });
 }
 

@@ -78,10 +78,12 @@ function lineOf(steps, numbers, low, high) {
   const points = steps.filter((_, c) => Number.isFinite(numbers[c])).map((step) =>
     `${x(step)},${y(numbers[steps.indexOf(step)])}`);
   const finite = [...numbers].filter(Number.isFinite);
-  return svg("svg", { class: "wide", viewBox: `-40 -8 ${width + 46} ${height + 16}`, role: "img",
+  return svg("svg", { class: "curve-of-steps", viewBox: `-40 -8 ${width + 46} ${height + 28}`, role: "img",
     "aria-label": `from ${fixed(finite[0], 3)} to ${fixed(finite.at(-1), 3)}` },
     svg("path", { class: "axis", d: `M0 0V${height}H${width}` }),
     [low, high].map((v) => svg("text", { class: "tiny", x: -5, y: y(v) + 4, "text-anchor": "end",
       text: v && Math.abs(v) < 0.01 ? v.toExponential(0) : near(v) })),
+    [["start", first], ["end", last]].map(([anchor, step]) => svg("text", { class: "tiny", x: x(step), y: height + 15,
+      "text-anchor": anchor, text: `step ${count(step)}` })),
     svg("polyline", { class: "curve", points: points.join(" "), style: { stroke: "var(--accent)" } }));
 }

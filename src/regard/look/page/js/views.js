@@ -14,18 +14,21 @@ import { training } from "./training.js";
 import { compare } from "./compare.js";
 
 const short = (stack) => !stack.long && stack.heads.length > 0;
+const hasPatches = ({ stack: { rows, cols } }) => rows.patches || cols.patches;
 const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.layer.q !== undefined);
 
 // Ids stand in addresses (#v=) and stay: `long` is the Map, `overview` the Atlas, `play` the Lab.
 export const VIEWS = {
   spotlight: {
     name: "Spotlight", build: spotlight, stack: (s) => short(s) && s.same,
-    look: "Follow the lines from the lit word: the thicker, the more of it is made of that other word. "
-      + "Point at another word, or click to keep it lit.",
+    look: (page) => (hasPatches(page) ? "Point at a patch, or click to keep it: the stronger the colour of another patch, the more it looks there."
+      : "Follow the lines from the lit word: the thicker, the more of it is made of that other word. "
+        + "Point at another word, or click to keep it lit."),
   },
   cross: {
     name: "Two sentences", build: spotlight, stack: (s) => short(s) && !s.same,
-    look: "The lit word above looks into the sentence below: which of its words does it draw on?",
+    look: (page) => (hasPatches(page) ? "What is lit above looks at what stands below: the stronger the colour, the more it draws on it."
+      : "The lit word above looks into the sentence below: which of its words does it draw on?"),
   },
   long: {
     name: "Map", build: long, stack: (s) => s.long && s.heads.length > 0,

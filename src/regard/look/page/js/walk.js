@@ -27,10 +27,13 @@ export function walk(page, box) {
   };
 }
 
-// The table of a long sentence begins where most of the weight is.
+// The table of a long sentence begins where most of the weight is, unless that is seen from its beginning.
 function reveal(grid, j) {
   const cell = grid.querySelector(`.w[data-j="${j}"]`);
-  if (cell && grid.scrollWidth > grid.clientWidth) grid.scrollLeft = cell.offsetLeft - grid.clientWidth / 2;
+  if (!cell) return;
+  grid.scrollLeft = 0;
+  const { right } = cell.getBoundingClientRect(), end = grid.getBoundingClientRect().right;
+  if (right > end) grid.scrollLeft = right - end + grid.clientWidth / 2;
 }
 
 function walkControls(page, own, embedded, again) {
@@ -107,10 +110,10 @@ function scaling({ scale, d }) {
 function stepTable(page, steps, i, picked, onpick) {
   const { rows, cols, same } = page.stack, t = cols.length;
   const words = range(t).map((j) => el("th", { scope: "col", class: same && i === j ? "self" : "" },
-    word(cols.label(j))));
+    word(cols.name(j))));
   const lines = [...stepsToWeights(page, steps, t, picked, onpick), ...(steps.v ? stepsToOutput(page, steps, t) : [])];
   return el("table", { class: "steps" }, el("caption", { class: "hidden", text: "The six steps" }),
-    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, word(rows.label(i)), " looks at"), words)),
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, word(rows.name(i)), " looks at"), words)),
     el("tbody", {}, lines));
 }
 
@@ -142,7 +145,7 @@ function stepsToWeights(page, steps, t, picked, onpick) {
   if (steps.raw) lines.push(stepLine("1", steps.what, `1×${steps.size} · ${steps.size}×${t}`, steps.raw.map(product)));
   if (steps.s) {
     lines.push(stepLine("2", `${steps.raw ? "scaled" : "score"} ${steps.scaleText}`, `1×${t}`, numbers(steps.s)));
-    const masked = steps.hidden ? `masked by ${steps.mask}` : "mask: none";
+    const masked = steps.hidden ? `masked by ${steps.mask}` : steps.mask ? `${steps.mask} hides nothing here` : "mask: none";
     lines.push(stepLine("3", masked, `1×${t}`, numbers(steps.masked), { class: steps.hidden ? "" : "pale" }));
   }
   const name = steps.sink ? `softmax, with a sink that takes ${fixed(1 - total, 3)}` : "softmax";
@@ -154,7 +157,7 @@ function stepsToOutput(page, steps, t) {
   const { paint } = page, few = 32, size = (x) => Math.max(...Array.from(x, Math.abs));
   const most = Math.max(...steps.v.map((v, j) => steps.w[j] * size(v)));
   const weighted = (v, j) => {
-    const label = `${fixed(steps.w[j], 3)} times the value of ${page.stack.cols.label(j)}`;
+    const label = `${fixed(steps.w[j], 3)} times the value of ${page.stack.cols.name(j)}`;
     return el("td", {}, strip(Array.from(v.slice(0, few), (x) => x * steps.w[j]), most, paint, label));
   };
   const have = steps.v[0].length, shown = have < steps.values ? `first ${have} of ${steps.values}` : steps.values;
@@ -186,7 +189,7 @@ function dotProduct(page, steps, i, j) {
     ? `The first ${a.length} of ${steps.size} coordinates; the other products sum to ${fixed(total - sum(products), 3)}.`
     : `All ${steps.size} products sum to ${fixed(total, 3)}.`;
   return [
-    el("h3", {}, "q of ", word(page.stack.rows.label(i)), " · k of ", word(page.stack.cols.label(j)),
+    el("h3", {}, "q of ", word(page.stack.rows.name(i)), " · k of ", word(page.stack.cols.name(j)),
       ` = ${fixed(total, 3)}`),
     el("div", { class: "scroll" }, el("table", { class: "products" },
       parts.map((from) => el("tbody", {}, line("q", a, from), line("k", b, from), line("q × k", products, from))))),

@@ -1,6 +1,6 @@
 // A window of a long input as a short one: its words, and the exact weights between them, for the views of short inputs.
 
-import { Head } from "./book.js";
+import { Head, namesOf } from "./book.js";
 import { range } from "./numbers.js";
 
 // What computes the weights of a window: queries and keys in the page, or a window that the server has sent.
@@ -43,5 +43,5 @@ function part(sequence, from, to) {
   return { ...sequence, length: to - from, tokens: sequence.tokens?.slice(from, to) ?? null, words: covered ? words
     : null,
     special: inside(sequence.special), unknown: inside(sequence.unknown), patches: 0,
-    label: (n) => sequence.label(from + n) };
+    ...(sequence.tokens ? namesOf(sequence.tokens.slice(from, to)) : { label: (n) => sequence.label(from + n), name: (n) => sequence.name(from + n) }) };
 }

@@ -1,0 +1,122 @@
+"""What a page says can be read and is true in every view: names, numbers and labels of unusual words and matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.look import View
+from support.opened_page import number, numbered
+from support.page_probe import Read, history, translation
+
+WORDS = ["the", "cat", "saw", "the", "dog", "and", "the", "cat", "ran"]
+LONG = ["Donaudampfschifffahrtsgesellschaft" * 3, "is", "W" * 40, "of", "https://example.org/" + "a" * 200, "end"]
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+def test_words_that_occur_several_times_are_numbered_in_every_view(show: Any) -> None:
+    shown = show(regard.weights(randn(2, 9, 4), mask=regard.causal()).label(WORDS).show(6))
+    names = numbered(WORDS)
+    assert names[:4] == ["the₁", "cat₁", "saw", "the₂"]
+    assert shown.texts(".hero .tie .token")[0] == "the₃"
+    shown.view("walk")
+    assert shown.texts(".steps thead .token") == ["the₃", *names]
+    shown.view("play")
+    assert shown.texts(".best .plain .token") == names
+    shown.view("story")
+    assert shown.tab.locator(".story-word").all_text_contents() == names
+    shown.view("square")
+    assert shown.tab.locator(".matrix .name").all_text_contents() == [*names, *names]
+    assert shown.texts(".readout .token")[0] == "the₃"
+
+
+def test_chips_and_headline_name_the_same_word_where_habit_explains_all(show: Any) -> None:
+    """A head that looks at the word itself: another word, of weight 0.00, must not stand in its place."""
+    W = regard.weights(9 * torch.eye(6).expand(2, 6, 6), score="dot").label(list("abcdef"))
+    shown = show(W.show("c"))
+    assert shown.texts(".hero .tie .token") == ["c", "c", "c", "c"]
+    chips = [chip.split("\n") for chip in shown.texts(".chips .chip")]
+    assert [chip[1] for chip in chips] == ["c", "c"]
+    assert {number(chip[2]) for chip in chips} == {1.0}
+
+
+def test_the_lab_begins_at_the_recorded_weights_of_a_head_with_a_sink(show: Any) -> None:
+    score = regard.ScaledDot().sink(torch.tensor([1.0, 2.0]))
+    W = regard.weights(2 * randn(2, 9, 8), mask=regard.causal(), score=score).label(WORDS)
+    shown = show(W.show(8, head=1)).view("play")
+    assert float(W[1].dense().sum(-1).min()) < 0.99, "the sink takes a share"
+    torch.testing.assert_close(torch.tensor(shown.ask("page.played.w")), W[1].dense(), atol=1e-5, rtol=1e-4)
+    assert "the rest goes to the sink" in shown.text(".plays .bars figcaption")
+
+
+def test_a_mask_that_hides_nothing_from_a_row_is_still_named(show: Any) -> None:
+    shown = show(regard.weights(randn(1, 9, 4), mask=regard.causal()).label(WORDS).show(8)).view("walk")
+    assert "causal() hides nothing here" in shown.text(".steps tbody tr:nth-child(3) th")
+
+
+def test_long_words_leave_short_ones_and_their_beginnings_to_be_read(show: Any) -> None:
+    shown = show(regard.weights(randn(2, 6, 4)).label(LONG).show(0), width=1024)
+    cut = "(node) => node.scrollWidth > node.clientWidth + 1"
+    for token in shown.tab.locator(".hero .tie .token").all():
+        if token.inner_text() in ("is", "of", "end"):
+            assert not token.evaluate(cut)
+    shown.view("square")
+    left = shown.tab.locator(".matrix > svg").bounding_box()["x"]
+    assert all(name.bounding_box()["x"] >= left for name in shown.tab.locator(".matrix .name").all())
+    shown.view("play")
+    for token in shown.tab.locator(".best .plain .token").all():
+        assert token.evaluate("(node) => getComputedStyle(node).textOverflow") == "ellipsis"
+        assert token.evaluate("(node) => node.clientWidth <= node.parentNode.clientWidth")
+    shown.view("story")
+    assert "…" in shown.text(".telling")
+
+
+def test_one_token_is_one_token() -> None:
+    assert Read(View(regard.weights(randn(1, 1, 4))).html()).header["about"] == "1 token"
+
+
+def test_the_curves_of_a_training_run_have_small_labels_and_steps(show: Any) -> None:
+    shown = show(View(history()), width=1440)
+    labels = shown.tab.locator(".curve-of-steps").first.locator("text")
+    assert labels.all_text_contents()[-2:] == ["step 0", "step 190"]
+    assert max(label.bounding_box()["height"] for label in labels.all()) <= 20
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: View(translation()), lambda: regard.weights(randn(2, 9, 4)).label(WORDS).show()]
+)
+def test_every_tab_is_seen_on_a_phone(show: Any, make: Any) -> None:
+    shown = show(make(), width=390)
+    for tab in shown.tab.locator("[role=tab]").all():
+        box = tab.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_a_link_of_the_list_is_shown_where_it_can_be_seen(show: Any, width: int) -> None:
+    shown = show(regard.weights(3 * randn(1, 400, 8)).show(), width=width)
+    shown.ask("page.vectors")
+    shown.tab.locator(".links button").last.click()
+    box = shown.tab.locator(".map-over").bounding_box()
+    assert -1 <= box["y"] < 860 / 2, "the map is on the screen"
+    assert shown.ask("page.long.view.i1 - page.long.view.i0") < 400
+
+
+@pytest.mark.parametrize("key", [1, 38])
+def test_the_walk_of_a_long_sentence_begins_where_its_weight_is_seen(show: Any, key: int) -> None:
+    words = [f"word{n}" for n in range(40)]
+    queries = torch.zeros(40, 40)
+    queries[5, key] = 30.0
+    shown = show(regard.weights(queries, torch.eye(40), score="dot").label(words, words).show(5)).view("walk")
+    scroll, cell = (shown.tab.locator(where).first.bounding_box() for where in (".scroll", f'.w[data-j="{key}"]'))
+    assert scroll["x"] <= cell["x"]
+    assert cell["x"] + cell["width"] <= scroll["x"] + scroll["width"]
+    if key == 1:
+        assert shown.tab.locator(".scroll").first.evaluate("(node) => node.scrollLeft") == 0, "nothing is cut off"
