@@ -108,10 +108,11 @@ def _row_pass(job: Job, request: Request) -> Results:
     own = [factors.k, required(request.v)] if request.wants("y") else [factors.k]
     visit_keys(job.plan, job.wants, own, visit, [])
     sink = factors.score.sink_logits
-    finished = [state.finish(request, sink) for state in states]
-    if not finished:
-        finished = [State.empty((b, h, 0), request, like).finish(request, sink)]
-    results = {name: torch.cat([part[name] for part in finished], 2) for name in finished[0]}
+    if not states:
+        states = [State.empty((b, h, 0), request, like)]
+    # Each state is freed when it is finished, and each part of a result when it is joined: no second copy of them all.
+    finished = [states.pop(0).finish(request, sink) for _ in range(len(states))]
+    results = {name: torch.cat([part.pop(name) for part in finished], 2) for name in tuple(finished[0])}
     return results if cells is None else {**results, "cells": cells}
 
 

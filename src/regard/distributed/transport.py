@@ -57,7 +57,7 @@ Message = tuple[int, Tensor]
 
 @dataclass
 class Pending:
-    """Messages under way. The tensors stay referenced until `Ranks.wait`."""
+    """Messages under way. Their tensors stay referenced until `Ranks.wait`, and no longer."""
 
     works: list[tuple[int, Any]]
     sends: list[Message]
@@ -135,7 +135,7 @@ class Ranks:
         for (_, t), arrived in zip(pending.receives, pending.staged, strict=True):
             if arrived is not t:
                 t.copy_(arrived)
-        pending.sends, pending.works = [], []
+        pending.works, pending.sends, pending.receives, pending.staged = [], [], [], []
 
     def _reaches(self, t: Tensor) -> bool:
         return t.device.type == "cpu" or dist.get_backend(self.group) != "gloo"
