@@ -256,7 +256,8 @@ def _score_grad(job: Job, results: Results, grads: Results) -> tuple[ScoreGrad, 
         delta = delta + (torch.cat(left[len(left) - len(columns) :], -1) * mixed).sum(-1)
         if "z" in grads:
             du = mixed[..., : required(request.u).shape[-1]]
-    product = torch.cat(left, -1) if left else torch.zeros_like(delta).unsqueeze(-1)
+    left = left or [torch.zeros_like(delta).unsqueeze(-1)]
+    product = left[0] if len(left) == 1 else torch.cat(left, -1)  # cat copies even one
     nothing = delta.new_zeros(1, 1, 0, 1)
     dy = grads.get("y")
     return ScoreGrad(product, nothing, delta, grads.get("entropy"), grads.get("mean_distance"), dy=dy), right, du
