@@ -137,7 +137,7 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
     version = module.__version__
     if difference == "another function":
         options["mask"] = lambda i, j: j <= i
-    if difference in ("a gap", "positions that do not fit"):
+    if difference in ("a gap", "positions that do not fit", "positions that are not whole"):
         placed["rows"] = [range(4 * rank, 4 * rank + 4)]
     if odd:
         if difference == "nan":
@@ -164,9 +164,20 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
             q, placed["rows"] = q[:, 1:], [range(4, 5), range(6, 8)]
         elif difference == "positions that do not fit":
             placed["rows"] = [range(4, 7)]
+        elif difference == "positions that are not whole":
+            placed["rows"] = [4.0, 5.0, 6.0, 7.5]
+        elif difference == "a device without numbers":
+            q = q.to("meta")
+        elif difference == "fewer values":
+            v = v[:, :3]
+        elif difference == "a mask of its own rows":
+            options["mask"] = torch.ones(4, 4, dtype=torch.bool)
     try:
         W = regard.weights(q, mesh=Shards(group, timeout=60, **placed), **options)
-        _ = W.lse() if odd and difference == "another request" else W @ v
+        if difference == "another row":
+            _ = W[..., rank, 0]
+        else:
+            _ = W.lse() if odd and difference == "another request" else W @ v
         return "no error"
     except RankError as error:
         text = str(error)
