@@ -134,4 +134,5 @@ def rows_of(one: Any, several: Any) -> list[Row]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as every process that is measured
     write("ranks", rows_of(gathered(1), gathered(RANKS)))
