@@ -17,12 +17,13 @@ import torch.multiprocessing as mp
 
 import regard
 from regard.distributed import Machine, Shards, zigzag
+from regard.distributed.sharded import ROWS
 
 from .rows import Row, row, write
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-RANKS, SIZE = 4, 64
+RANKS, SIZE, TOPK = 4, 64, 8
 STATISTICS = ("lse", "max_score", "peak", "entropy", "received", "mean_distance")
 
 #: Name → length and mask. Adjacent positions under the window, zig-zag under the causal mask.
@@ -30,7 +31,7 @@ CASES = {"window(4096, 0)": (2**20, regard.window(4096, 0)), "causal": (2**17, r
 
 
 def see(W: regard.Weights) -> Any:
-    return W.see(*STATISTICS, topk=8, pool=(64, 64), mass=[0])
+    return W.see(*STATISTICS, topk=TOPK, pool=(64, 64), mass=[0])
 
 
 def measured(rank: int, world: int, case: str, group: Any, live: bool) -> dict[str, float]:
@@ -114,8 +115,8 @@ def rows_of(one: Any, several: Any) -> list[Row]:
         operations = regard.cost((1, 1, 1, n, SIZE), 1, machine=probe, **options).operations
         rate = operations / alone["cpu"]
         link = min(r["bandwidth"] for r in several["link", False])
-        here = Machine("", rate, rate, rate, 1e12, link, 1e-4, 1e10)
-        predicted = regard.cost((1, 1, 1, n, SIZE), (1, 1, RANKS), machine=here, **options)
+        here = Machine("", rate, rate, rate, 1e12, link, 1e-4, 1e10, rows=ROWS)
+        predicted = regard.cost((1, 1, 1, n, SIZE), (1, 1, RANKS), machine=here, topk=TOPK, **options)
         busiest = max(r["cpu"] for r in ranks)
         rows.append(
             row(
@@ -133,4 +134,5 @@ def rows_of(one: Any, several: Any) -> list[Row]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # as every process that is measured
     write("ranks", rows_of(gathered(1), gathered(RANKS)))

@@ -27,6 +27,27 @@ def test_ranks_receive_the_bytes_that_it_says(ranks, mask, what) -> None:
     assert predicted.received > 4000
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("what", ["statistics", "values", "second pass", "backward"])
+def test_ranks_hold_the_bytes_that_it_says(ranks, mask, what) -> None:
+    most = max(ranks.run(2, "support.rank_cases.tensor_bytes", mask, what))
+    values = what in ("values", "backward")
+    predicted = regard.cost(
+        (1, 2, 1, 8192, 64), (1, 1, 2), mask=MASKS[mask], itemsize=4, values=values, topk=0 if values else 8,
+        second_pass=what == "second pass", backward=what == "backward",
+        machine=Machine("", 1e12, 1e12, 1e12, 1e12, 1e9, 1e-5, 1e11, rows=256),
+    )  # fmt: skip
+    assert most / 1.2 < predicted.memory < 1.2 * most
+
+
+def test_a_rank_holds_two_pieces_of_other_ranks_keys(ranks) -> None:
+    one_mib = 2**20
+    inputs, results = 3 * one_mib, 8192 * (4 * 6 + 12 * 8)
+    for held in ranks.run(4, "support.rank_cases.tensor_bytes", "full", "statistics"):
+        # Two pieces of half a MiB each out of six, and the temporaries of a block of 256 rows.
+        assert inputs + results + one_mib < held < inputs + results + 1.6 * one_mib
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("n", [1, 2, 9, 64])
 def test_cells_are_those_of_the_mask(mask, n) -> None:

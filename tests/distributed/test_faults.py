@@ -10,10 +10,10 @@ from support.rank_faults import CULPRIT, TIMEOUT, WORLD
 
 #: In the middle of a request: the fault, the cause that the others are told, and what the culprit itself raises.
 IN_THE_MIDDLE = [
-    ("dies", "closed its connections: its process died or left early", None),
-    ("leaves early", "closed its connections: its process died or left early", None),
-    ("hangs", f"sent nothing for {TIMEOUT:g} s: it hangs", None),
-    ("is stopped", f"sent nothing for {TIMEOUT:g} s: it hangs", None),
+    ("dies", "closed the connection: a process died or left early", None),
+    ("leaves early", "closed the connection: a process died or left early", None),
+    ("hangs", f"sent nothing for {TIMEOUT:g} s: a process hangs", None),
+    ("is stopped", f"sent nothing for {TIMEOUT:g} s: a process hangs", None),
     ("is interrupted", "KeyboardInterrupt", "KeyboardInterrupt"),
     ("raises", "ArithmeticError: this key is too far away", "RankError"),
     ("has too little memory", "can't allocate memory", "RankError"),
@@ -60,6 +60,11 @@ DISAGREEMENTS = [
     ("no tensor", "rank 1 of 3 cannot take part in weights(): TypeError: q must be a tensor; got list"),
     ("requires a gradient", "all ranks must have the same requires_grad in weights(); rank 1 of 3 has [True, True]"),
     ("positions that do not fit", "ValueError: Shards(rows) has 3 positions and q 4"),
+    ("positions that are not whole", "TypeError: Shards(rows) must be whole numbers, or ranges of them; got 4.0"),
+    ("a device without numbers", "rank 1 of 3 cannot take part in weights(): NotImplementedError: q is on the meta device"),
+    ("a mask of its own rows", "all ranks must have the same mask in weights(); rank 1 of 3 has"),
+    ("fewer values", "rank 1 of 3 cannot take part in this request: ValueError: values of shape (2, 3, 5) do not fit"),
+    ("another row", "all ranks must have the same indexed rows in this request; rank"),
 ]  # fmt: skip
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -108,3 +113,17 @@ def test_functions_of_positions_are_called_with_global_ones(ranks) -> None:
     for pairs in ranks.run(2, "support.rank_cases.functions_of_positions"):
         for got, want in pairs:
             torch.testing.assert_close(got, want)
+
+
+def test_a_pooled_map_alone_reads_no_rows_and_keys_of_other_ranks(ranks) -> None:
+    for pairs in ranks.run(2, "support.rank_cases.pooled_alone"):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed on this machine")
+def test_triton_over_ranks_agrees_with_the_textbook_in_the_interpreter() -> None:
+    script = Path(__file__).parents[1] / "support" / "rank_triton.py"
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]

@@ -137,7 +137,7 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
     version = module.__version__
     if difference == "another function":
         options["mask"] = lambda i, j: j <= i
-    if difference in ("a gap", "positions that do not fit"):
+    if difference in ("a gap", "positions that do not fit", "positions that are not whole"):
         placed["rows"] = [range(4 * rank, 4 * rank + 4)]
     if odd:
         if difference == "nan":
@@ -164,9 +164,20 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
             q, placed["rows"] = q[:, 1:], [range(4, 5), range(6, 8)]
         elif difference == "positions that do not fit":
             placed["rows"] = [range(4, 7)]
+        elif difference == "positions that are not whole":
+            placed["rows"] = [4.0, 5.0, 6.0, 7.5]
+        elif difference == "a device without numbers":
+            q = q.to("meta")
+        elif difference == "fewer values":
+            v = v[:, :3]
+        elif difference == "a mask of its own rows":
+            options["mask"] = torch.ones(4, 4, dtype=torch.bool)
     try:
         W = regard.weights(q, mesh=Shards(group, timeout=60, **placed), **options)
-        _ = W.lse() if odd and difference == "another request" else W @ v
+        if difference == "another row":
+            _ = W[..., rank, 0]
+        else:
+            _ = W.lse() if odd and difference == "another request" else W @ v
         return "no error"
     except RankError as error:
         text = str(error)
@@ -278,6 +289,16 @@ def functions_of_positions(group: Any, rank: int, world: int) -> list[tuple[Tens
     return pairs
 
 
+def pooled_alone(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Pooled maps, where nothing else is requested: over ranks and in one process."""
+    x = torch.randn(2, 200 * world, 8)
+    own = x[:, 200 * rank : 200 * rank + 200]
+    options = {"mask": regard.causal()}
+    parts = ((8, 8), (3, 7, slice(90, 310), slice(30, 290)), (4, 4, slice(0, 50), slice(0, 50)), (500, 2))
+    W, alone = regard.weights(own, mesh=Shards(group, timeout=100), **options), regard.weights(x, **options)
+    return [(W.pool(*part), alone.pool(*part)) for part in parts]
+
+
 def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> int:
     """Bytes that this rank receives for one request, in the split that the cost model assumes."""
     from distributed.test_cost import MASKS
@@ -297,3 +318,29 @@ def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> i
     else:
         (W @ v).sum().backward()
     return W._plan.ranks.bytes_received - before
+
+
+def tensor_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> int:
+    """The most bytes of tensors that this rank holds at once during one request, inputs and results included."""
+    from distributed.test_cost import MASKS
+    from support.live_tensors import LiveTensors
+
+    shards.SHORTEST_PIECE, sharded.ROWS = 2048, 256
+    n = 4096 * world
+    rows = zigzag(n, world)[rank] if mask == "causal" else [range(rank * n // world, (rank + 1) * n // world)]
+    q, k, v = (torch.randn(1, h, sum(map(len, rows)), 64) for h in (2, 1, 1))
+    counting = LiveTensors()
+    counting.count(q, k, *([v] if what in ("values", "backward") else []))
+    with counting:
+        if what == "backward":
+            q, k, v = (t.requires_grad_() for t in (q, k, v))
+        W = regard.weights(q, k, mask=MASKS[mask], mesh=Shards(group, rows, timeout=100))
+        if what == "backward":
+            y = W @ v
+            y.backward(torch.randn(y.shape))
+        elif what == "values":
+            W @ v
+        else:
+            second = {"pool": (8, 8)} if what == "second pass" else {}
+            W.see("lse", "max_score", "peak", "entropy", "mean_distance", topk=8, **second)
+    return counting.peak

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,8 +17,10 @@ from .shards import PIECES, SHORTEST_PIECE, contiguous, zigzag
 
 __all__ = ["MACHINES", "Cost", "Machine", "Mesh", "Trace", "cost", "ring_trace"]
 
-#: Rows that a rank computes at once: as `sharded.ROWS_GPU`.
-ROWS = 2**15
+#: Copies that merging the states of a block of rows takes, of its numbers and of its top scores and places.
+MERGED, MERGED_TOP = 5, 9
+#: Sums of a piece that exist at once in the backward pass: those of the engine, computed, on their way, and arriving.
+RETURNED = 4
 #: The share of a rank's memory that a run may fill: the rest is the allocator's and the libraries'.
 USABLE = 0.9
 
@@ -36,6 +38,7 @@ class Machine:
         bandwidth: Bytes a second that a rank receives, and sends at the same time.
         latency: Seconds of a message.
         memory_bandwidth: Bytes a second of the own memory, in which the states of pieces are merged.
+        rows: Rows that are computed and merged at once: 32,768 on a GPU, 4,096 on a CPU.
 
     Example:
         >>> regard.distributed.MACHINES["h200-nvlink"].bandwidth
@@ -50,21 +53,24 @@ class Machine:
     bandwidth: float
     latency: float
     memory_bandwidth: float
+    rows: int = 2**15
 
-
-_H200 = {
-    "forward": 571e12,
-    "second_pass": 481e12,
-    "backward": 440e12,
-    "memory": 139 * 2.0**30,
-    "memory_bandwidth": 4.1e12,
-}
 
 #: Rates of the kernels: bench/results/gpu.json, bfloat16, causal, 16,384 tokens, size 128. Links: 80 % of what NVLink 4
 #: names for one direction (450 GB/s), and 90 % of 100 Gb/s. Memory: 85 % of 4.8 TB/s, as decoding reaches.
+_H200 = Machine(
+    "H200, NVLink",
+    forward=571e12,
+    second_pass=481e12,
+    backward=440e12,
+    memory=139 * 2.0**30,
+    bandwidth=360e9,
+    latency=10e-6,
+    memory_bandwidth=4.1e12,
+)
 MACHINES = {
-    "h200-nvlink": Machine("H200, NVLink", **_H200, bandwidth=360e9, latency=10e-6),
-    "h200-100gbit": Machine("H200, 100 Gb/s", **_H200, bandwidth=11.25e9, latency=30e-6),
+    "h200-nvlink": _H200,
+    "h200-100gbit": replace(_H200, name="H200, 100 Gb/s", bandwidth=11.25e9, latency=30e-6),
 }
 
 
@@ -114,7 +120,7 @@ class Cost:
 
     Example:
         >>> print(regard.cost((1, 32, 8, 2**20, 128), 8, mask=regard.causal()))
-        Mesh(batch=1, heads=8, sequence=1): 1.13e+15 operations, 0 B received, 5.3 GB of memory; 1.97 s, 100 % computing
+        Mesh(batch=1, heads=8, sequence=1): 1.13e+15 operations, 0 B received, 3.9 GB of memory; 1.97 s, 100 % computing
     """
 
     mesh: Mesh
@@ -151,6 +157,7 @@ def cost(
     values: bool = True,
     second_pass: bool = False,
     backward: bool = False,
+    topk: int = 0,
     itemsize: int = 2,
     machine: str | Machine = "h200-nvlink",
 ) -> Cost:
@@ -164,6 +171,7 @@ def cost(
         values: Whether ``W @ v`` is computed; statistics alone send no values.
         second_pass: Whether `received` or a pooled map is computed.
         backward: Whether gradients are computed.
+        topk: Keys that are returned of each row.
         itemsize: Bytes of a number of q, k and v.
         machine: A name of `MACHINES`, or the rates of another one.
 
@@ -186,7 +194,7 @@ def cost(
         raise ValueError(f"cost(mask=) must be causal(), window() or both; got {mask!r:.80}.")
     rates = MACHINES[machine] if isinstance(machine, str) else machine
     candidates = [Mesh(*mesh)] if isinstance(mesh, tuple) else _meshes(shape, mesh)
-    work = _Work(shape, band, values, second_pass, backward, itemsize, rates)
+    work = _Work(shape, band, values, second_pass, backward, topk, itemsize, rates)
     costs = [work.cost(one) for one in candidates]
     fitting = [one for one in costs if one.fits]
     # Meshes whose exchange is hidden take the same time: the one that sends least is left then.
@@ -212,6 +220,7 @@ class _Work:
     values: bool
     second_pass: bool
     backward: bool
+    topk: int
     itemsize: int
     machine: Machine
 
@@ -229,7 +238,7 @@ class _Work:
         rows = max(sum(map(len, runs)) for runs in split)
         passes = self._passes(b, h, g, d)
         traces = [self._trace(cells * p.operations, p, keys, rows) for p in passes]
-        memory = self._memory(b, h, g, d, rows)
+        memory = self._memory(b, h, g, d, rows, keys)
         return Cost(
             mesh,
             sum(cells * p.operations for p in passes),
@@ -277,16 +286,21 @@ class _Work:
         trace = ring_trace([computing[0] + PIECES * merging, *(c + merging for c in computing[1:])], travel)
         return trace._replace(computing=seconds)
 
-    def _memory(self, b: int, h: int, g: int, d: int, rows: int) -> int:
-        """Inputs, results, the state that is merged, two pieces of others' keys, and the gradients."""
+    def _memory(self, b: int, h: int, g: int, d: int, rows: int, keys: int) -> int:
+        """Inputs, results, and the most of what the passes hold beside them."""
         piece = min(rows, max(SHORTEST_PIECE, -(-rows // PIECES)))
-        of_keys = 2 if self.values else 1
-        key = g * d * self.itemsize * of_keys
-        inputs = rows * (h * d * self.itemsize + key)
-        results = rows * h * (d * (self.itemsize + 4) * self.values + 4 * 6)
-        block = min(rows, ROWS) * h * (d * 4 * self.values + 4 * 4)
-        gradients = rows * (h + g * of_keys) * d * 4 + 2 * piece * g * d * 4 * of_keys if self.backward else 0
-        return b * (inputs + results + block + 2 * piece * key + gradients + (rows * h * 4 if self.second_pass else 0))
+        pieces = min(2 * piece, keys)  # one is computed with while the next one arrives
+        key, wide = g * d * (2 if self.values else 1), d * self.values
+        inputs = rows * (h * d + key) * self.itemsize
+        # Of each row: norm, log-sum-exp, maximum and its place, entropy, mean distance; top scores and their places.
+        results = rows * h * (4 * wide + 32 + 12 * self.topk) + (4 * rows * h if self.second_pass else 0)
+        merging = min(rows, self.machine.rows) * h * (MERGED * 4 * (wide + 6) + MERGED_TOP * 12 * self.topk)
+        joining = rows * h * max(4 * wide, 8 * self.topk, 8)  # the blocks of the largest result, and that result
+        most = max(merging + pieces * key * self.itemsize, joining) if keys else 0
+        if self.backward:
+            of_inputs = rows * (h * wide * self.itemsize + 4 * (h * d + key))  # in float32, and the incoming gradient
+            most = max(most, of_inputs + pieces * key * self.itemsize + RETURNED * 4 * piece * key)
+        return b * (inputs + results + most)
 
 
 class _Pass(NamedTuple):

@@ -6,6 +6,7 @@ next piece travels while this one is computed with. A rank receives only the key
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,21 +64,20 @@ def visit_keys(plan: Plan, wants: Wants, own: list[Tensor], visit: Visit, totals
     # The first piece travels while the own keys are visited. Not where it is the only one: a rank that fails with its
     # own keys would have sent all that others need, and they would not fail with it.
     early = not plan.gather and max(map(len, plan.pieces)) > 1
-    posted = [_post_keys(ranks, own, *pair) for pair in rounds[:ahead]] if early else []
+    posted = deque(_post_keys(ranks, own, *pair) for pair in rounds[:ahead]) if early else deque()
     for n, piece in enumerate(plan.pieces[ranks.rank]):
         if (transfer := _transfer(piece, wants[ranks.rank][ranks.rank][n], ranks.rank)) is not None:
             parts = visit(transfer.keys, [t[:, :, transfer.at] for t in own])
             _add(totals, transfer.at, parts)
-    posted = posted or [_post_keys(ranks, own, *pair) for pair in rounds[:ahead]]
+    posted = posted or deque(_post_keys(ranks, own, *pair) for pair in rounds[:ahead])
     returning: tuple[Pending, slice, list[Tensor]] | None = None
     for n, (outgoing, incoming) in enumerate(rounds):
-        pending, blocks = posted[n]
+        pending, blocks = posted.popleft()
         ranks.wait(pending)
-        posted[n] = pending, []  # the piece is freed when it has been computed with
         if n + ahead < len(rounds):
             posted.append(_post_keys(ranks, own, *rounds[n + ahead]))
         parts = visit(incoming.keys, blocks) if incoming is not None else []
-        del blocks
+        del blocks  # before the sums of this piece travel, the piece is freed
         if totals:
             back = _post_sums(ranks, totals, outgoing, incoming, parts)
             _finish(ranks, totals, returning)

@@ -108,10 +108,11 @@ def _row_pass(job: Job, request: Request) -> Results:
     own = [factors.k, required(request.v)] if request.wants("y") else [factors.k]
     visit_keys(job.plan, job.wants, own, visit, [])
     sink = factors.score.sink_logits
-    finished = [state.finish(request, sink) for state in states]
-    if not finished:
-        finished = [State.empty((b, h, 0), request, like).finish(request, sink)]
-    results = {name: torch.cat([part[name] for part in finished], 2) for name in finished[0]}
+    if not states:
+        states = [State.empty((b, h, 0), request, like)]
+    # Each state is freed when it is finished, and each part of a result when it is joined: no second copy of them all.
+    finished = [states.pop(0).finish(request, sink) for _ in range(len(states))]
+    results = {name: torch.cat([part.pop(name) for part in finished], 2) for name in tuple(finished[0])}
     return results if cells is None else {**results, "cells": cells}
 
 
@@ -255,7 +256,8 @@ def _score_grad(job: Job, results: Results, grads: Results) -> tuple[ScoreGrad, 
         delta = delta + (torch.cat(left[len(left) - len(columns) :], -1) * mixed).sum(-1)
         if "z" in grads:
             du = mixed[..., : required(request.u).shape[-1]]
-    product = torch.cat(left, -1) if left else torch.zeros_like(delta).unsqueeze(-1)
+    left = left or [torch.zeros_like(delta).unsqueeze(-1)]
+    product = left[0] if len(left) == 1 else torch.cat(left, -1)  # cat copies even one
     nothing = delta.new_zeros(1, 1, 0, 1)
     dy = grads.get("y")
     return ScoreGrad(product, nothing, delta, grads.get("entropy"), grads.get("mean_distance"), dy=dy), right, du

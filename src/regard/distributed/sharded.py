@@ -91,6 +91,15 @@ class ShardedWeights(Weights):
 
     # Requests.
 
+    def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
+        """Values or vectors that do not fit on this rank are an error of all ranks."""
+        try:
+            return super()._broadcast_values(v, length, what)
+        except (TypeError, ValueError) as error:
+            with self._plan.ranks.together("this request"):
+                agree(self._plan.ranks, "this request", {}, error)
+            raise
+
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
@@ -116,6 +125,7 @@ class ShardedWeights(Weights):
         wants: list[tuple[int, int]],
         cached: Results,
         requires_grad: bool,
+        indexed: str = "",
     ) -> Results:
         if is_tracing() or in_functorch():
             raise NotImplementedError(
@@ -126,6 +136,7 @@ class ShardedWeights(Weights):
         with plan.ranks.together(what):
             record = {
                 "request": _described(request),
+                "indexed rows": indexed,
                 "cached results": sorted(cached),
                 "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
                 "_wants": wants,
@@ -156,7 +167,8 @@ class ShardedWeights(Weights):
         )
         requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self._leaves)
         wants = _wants_of(self._plan, chosen, spans)
-        results = self._run(chosen, request, spans, wants, {}, requires_grad)
+        indexed = repr(rows) if isinstance(rows, range) else describe(torch.tensor(rows, dtype=torch.int64))
+        results = self._run(chosen, request, spans, wants, {}, requires_grad, indexed)
         w = weights_from_norm(results["cells"], results["norm"], False)[0]
         where = torch.tensor(place, dtype=torch.int64, device=self.device)
         everywhere = _OnEveryRank.apply(w, where, len(rows), self._plan.ranks)

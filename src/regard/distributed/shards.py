@@ -61,9 +61,13 @@ def runs_of(positions: Any, what: str) -> list[range]:
         positions = positions.tolist()
     if isinstance(positions, range):
         positions = [positions]
+    if not isinstance(positions, Sequence) or isinstance(positions, str):
+        raise TypeError(f"{what} must be a list of whole numbers or of ranges; got {positions!r:.80}.")
     runs: list[range] = []
     for item in positions:
-        part = item if isinstance(item, range) else range(int(item), int(item) + 1)
+        if isinstance(item, bool) or not isinstance(item, (int, range)):
+            raise TypeError(f"{what} must be whole numbers, or ranges of them; got {item!r:.80}.")
+        part = item if isinstance(item, range) else range(item, item + 1)
         if part.step != 1 or part.start < 0:
             raise ValueError(f"{what} must be positions >= 0 or ranges without a step; got {part!r}.")
         if not part:
@@ -121,7 +125,7 @@ class Split:
     """The positions of every rank.
 
     Raises:
-        ValueError: A position stands on two ranks, or on none.
+        ValueError: A position is there twice, or not at all.
     """
 
     def __init__(self, runs: list[list[range]], what: str) -> None:
@@ -129,7 +133,7 @@ class Split:
         end = 0
         for start, stop in sorted((run.start, run.stop) for own in runs for run in own):
             if start != end:
-                fault = f"position {end} is on no rank" if start > end else f"position {start} is on two ranks"
+                fault = f"position {end} is on no rank" if start > end else f"position {start} is there twice"
                 raise ValueError(f"{what} of all ranks must be 0, 1, 2, ... without gaps, each once; {fault}.")
             end = stop
         self.length = end

@@ -57,7 +57,7 @@ Message = tuple[int, Tensor]
 
 @dataclass
 class Pending:
-    """Messages under way. The tensors stay referenced until `Ranks.wait`."""
+    """Messages under way. Their tensors stay referenced until `Ranks.wait`, and no longer."""
 
     works: list[tuple[int, Any]]
     sends: list[Message]
@@ -135,7 +135,7 @@ class Ranks:
         for (_, t), arrived in zip(pending.receives, pending.staged, strict=True):
             if arrived is not t:
                 t.copy_(arrived)
-        pending.sends, pending.works = [], []
+        pending.works, pending.sends, pending.receives, pending.staged = [], [], [], []
 
     def _reaches(self, t: Tensor) -> bool:
         return t.device.type == "cpu" or dist.get_backend(self.group) != "gloo"
@@ -237,19 +237,29 @@ class Ranks:
             return RankError(f"rank {rank} of {self.size} failed in {what}: {reports[rank]['raised']}", (rank,))
         lost = {report["lost"] for report in reports.values()}
         silent = sorted(set(range(self.size)) - set(reports)) or sorted(lost)
+        late = {report["lost"] for report in reports.values() if not report["closed"]}
+        if len(reports) == self.size and late:  # all of them live: who gave up waiting closed the others' connections
+            return self._late(sorted(late), what)
         # With a closed store nobody's report arrives: then the rank that this one waited for.
         if len(reports) == 1 and self.size > 2 and reports[self.rank]["lost"] in silent:
             silent = [reports[self.rank]["lost"]]
-        closed = any(report["closed"] and report["lost"] in silent for report in reports.values())
-        names = f"rank {silent[0]}" if len(silent) == 1 else "ranks " + ", ".join(map(str, silent))
-        cause = (
-            "closed its connections: its process died or left early"
-            if closed
-            else f"sent nothing for {self.timeout:g} s: it hangs, is stopped, or computes longer than the timeout"
-        )
+        if not any(report["closed"] and report["lost"] in silent for report in reports.values()):
+            return self._late(silent, what)
         return RankError(
-            f"{names} of {self.size} {cause} (in {what}). A longer wait: Shards(mesh, timeout=seconds).", tuple(silent)
+            f"{_names(silent)} of {self.size} closed the connection: a process died or left early (in {what}).",
+            tuple(silent),
         )
+
+    def _late(self, ranks: list[int], what: str) -> RankError:
+        return RankError(
+            f"{_names(ranks)} of {self.size} sent nothing for {self.timeout:g} s: a process hangs, is stopped, or "
+            f"computes longer than the timeout (in {what}). A longer wait: Shards(mesh, timeout=seconds).",
+            tuple(ranks),
+        )
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
 def _run_for(seconds: float, job: Callable[[], None]) -> None:

@@ -289,9 +289,10 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
     window = request.window
-    row_from, row_to, key_from, key_to = (
-        (0, i, 0, j) if window is None else (window.i0, window.i1, window.j0, window.j1)
-    )
+    row_from, row_to, key_from, key_to = 0, i, 0, j
+    if window is not None:  # over ranks it reaches beyond the rows and keys that are here
+        row_from, row_to = max(0, window.i0), min(i, window.i1)
+        key_from, key_to = max(0, window.j0), min(j, window.j1)
     row_from -= row_from % block_i  # whole tiles, whose products are those that the norm was computed from
     chunks = _chunks(row_to - row_from, b * h, block_i)
     call.out("norm", norm.contiguous())

@@ -5,6 +5,7 @@ Each pass names the tensors of its kernel and how the other arguments are comput
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -214,7 +215,7 @@ def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool,
     if tiling is None:
         return Pool(p.q, 1, 0, 1, 1), False
     block_i = _tile_rows(config)
-    aligned, shape = _aligned(tiling, block_i), (p.b, p.h, tiling.rows, p.j)
+    aligned, shape = _aligned(tiling, p.i, block_i), (p.b, p.h, tiling.rows, p.j)
     if aligned and p.mask_format.kind in ("none", "causal"):
         sums = empty(*shape, like=p.q, dtype=torch.float32)
     else:  # columns that no row sees are never stored
@@ -229,7 +230,7 @@ def _column_config(p: KernelInputs, names: tuple[str, ...], e: int, u: Tensor | 
     def fits(config: Config) -> bool:
         if p.q.dtype != p.k.dtype or not p.even_blocks(config):
             return False
-        aligned = "pool" not in names or tiling is None or _aligned(tiling, _tile_rows(config))
+        aligned = "pool" not in names or tiling is None or _aligned(tiling, p.i, _tile_rows(config))
         return aligned and tma_fits(p.d, (p.q, config.block_i), (p.k, config.block_j))
 
     return choose_config("columns_with_u", p, e, u) if "z" in names else choose_config("column_pass", p, 0, u, fits)
@@ -240,15 +241,18 @@ def _tile_rows(config: Config) -> int:
     return config.block_i // 2 if config.gluon else config.block_i
 
 
-def _aligned(tiling: Tiling, block_i: int) -> bool:
-    """Whether every row block lies within one tile row of a pooled map."""
+def _aligned(tiling: Tiling, rows: int, block_i: int) -> bool:
+    """Whether the pooled rows are all here, and every row block lies within one tile row of the map."""
     n = tiling.i1 - tiling.i0
-    return n > 0 and n % (tiling.rows * block_i) == 0 and tiling.i0 % block_i == 0
+    here = 0 <= tiling.i0 < tiling.i1 <= rows
+    return here and n % (tiling.rows * block_i) == 0 and tiling.i0 % block_i == 0
 
 
 def _pool_columns(sums: Tensor, tiling: Tiling) -> Tensor:
     """Column sums (b, h, rows, j) summed within each tile: (b, h, rows, cols), in a fixed order."""
     n = tiling.j1 - tiling.j0
+    if tiling.j0 < 0 or tiling.j1 > sums.shape[3]:
+        return _pool_some_columns(sums, tiling)
     part = sums[..., tiling.j0 : tiling.j1]
     width = n // tiling.cols
     if n == sums.shape[3] and n % tiling.cols == 0 and 4 <= width <= 4096 and width & (width - 1) == 0:
@@ -265,3 +269,14 @@ def _pool_columns(sums: Tensor, tiling: Tiling) -> Tensor:
     at = edge[:-1, None] + torch.arange(widest, device=sums.device)
     inside = at < edge[1:, None]
     return (part[..., at.clamp(max=n - 1)] * inside).sum(-1)
+
+
+def _pool_some_columns(sums: Tensor, tiling: Tiling) -> Tensor:
+    """The same for keys that are a part of a larger matrix: tiles that reach beyond them, and others that do not meet."""
+    n, j = tiling.j1 - tiling.j0, sums.shape[3]
+    out = sums.new_zeros(*sums.shape[:3], tiling.cols)
+    edges = [tiling.j0 + tile * n // tiling.cols for tile in range(tiling.cols + 1)]
+    for tile, (start, stop) in enumerate(pairwise(edges)):
+        if start < j and stop > 0:
+            out[..., tile] = sums[..., max(start, 0) : stop].sum(-1)
+    return out

@@ -31,7 +31,7 @@ from .seams import flash_like
 
 __all__ = ["install", "register", "statistics", "uninstall"]
 
-_WRAPPED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+_WRAPPED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "regard")
 
 
 _lock = threading.Lock()
@@ -39,7 +39,7 @@ _owners: weakref.WeakSet[Any] = weakref.WeakSet()  # weak: a recording that Ctrl
 
 
 def install(owner: Any) -> None:
-    """Wrap flash and flex attention of transformers, if it is imported. Nothing changes in a thread without a listener.
+    """Wrap attention functions of transformers, if it is imported. Nothing changes in a thread without a listener.
 
     Args:
         owner: An object of the recording or watch, for `uninstall`.
@@ -50,7 +50,8 @@ def install(owner: Any) -> None:
         _owners.add(owner)
         for name in _WRAPPED:
             if name in table and not hasattr(table[name], "regard_original"):
-                table[name] = _intercepted(table[name], _flex_call if name == "flex_attention" else _flash_call)
+                read = {"flex_attention": _flex_call, "regard": _regard_call}.get(name, _flash_call)
+                table[name] = _intercepted(table[name], read)
 
 
 def uninstall(owner: Any) -> None:
@@ -225,12 +226,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' interface, computed by `regard.weights`."""
@@ -239,19 +235,38 @@ def attention(
             f"regard computes attention without dropout; got dropout={dropout}. "
             f"Set {_dropout_key(module, dropout)}=0 in the config."
         )
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    call = AttentionCall(query, key, value, scale=scaling, mask=attention_mask, softcap=softcap, sink=s_aux)
-    call.is_causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+    call = _regard_call(module, query, key, value, attention_mask, **more)
     with torch.no_grad():
         parsed = call.parse_mask()
-    if position_bias is not None:
-        parsed.bias = position_bias
     w: Weights = weights(query, key, score=call.score(), mask=parsed.mask, align=parsed.align)
     names, by_layer = _blocks.stack[-1] if _blocks.stack else ((), None)
     seen = w.see(*names, values=value)
     if by_layer is not None:
         by_layer[f"{len(by_layer)}"] = seen  # layers in the order they are called
     return seen.y.transpose(1, 2).contiguous(), None
+
+
+def _regard_call(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **more: Any,
+) -> AttentionCall:
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    call = AttentionCall(q, k, v, scale=scaling, mask=mask, softcap=softcap, sink=s_aux)
+    call.is_causal = bool(causal) and mask is None and q.shape[2] > 1
+    if position_bias is not None:
+        with torch.no_grad():
+            call.parse_mask().bias = position_bias
+    return call
 
 
 def _dropout_key(module: nn.Module, dropout: float) -> str:

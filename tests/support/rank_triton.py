@@ -1,0 +1,65 @@
+"""The triton engine over two ranks, in Triton's interpreter: python tests/support/rank_triton.py. Raises where it differs.
+
+A process of its own, since Triton asks once, when it is imported, whether it is to interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import regard
+from regard.distributed import Shards, sharded, shards, zigzag
+
+N, WORLD = 75, 2
+np.seterr(all="ignore")
+
+
+def answers(W: regard.Weights, v: Tensor, u: Tensor) -> dict[str, Tensor]:
+    seen = W.see("lse", "max_score", "entropy", "mean_distance", "received", topk=2, pool=(3, 5), mass=[0], values=v)
+    parts = {name: getattr(seen, name) for name in ("y", "lse", "max_score", "entropy", "mean_distance", "received")}
+    return parts | {"mass": seen.mass, "top": seen.topk.values, "pool": seen.pool, "a part": W.pool(2, 3, slice(9, 60), slice(5, 50)), "z": W.mT @ u}  # fmt: skip
+
+
+def gradients(results: dict[str, Tensor], inputs: list[Tensor]) -> dict[str, Tensor]:
+    sum(t.sin().sum() for t in results.values()).backward()
+    return {f"gradient of {name}": t.grad for name, t in zip("qkvu", inputs, strict=True)}
+
+
+def rank_of_two(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    shards.SHORTEST_PIECE, sharded.ROWS = 16, 32
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, h, N, 16, requires_grad=True) for h in (2, 1, 1, 2)]
+    rows = zigzag(N, WORLD)[rank]
+    index = torch.tensor([n for run in rows for n in run])
+    local = [t.detach()[:, :, index].requires_grad_() for t in inputs]
+    mesh = Shards(dist.group.WORLD, rows, exchange="ring", timeout=500)
+    got = answers(regard.weights(*local[:2], mask=regard.causal(), mesh=mesh, engine="triton"), *local[2:])
+    want = answers(regard.weights(*inputs[:2], mask=regard.causal(), engine="reference"), *inputs[2:])
+    # What every rank has enters the loss once: the reference has it once, the ranks have it together.
+    got |= gradients(got, local)
+    want |= gradients(want, inputs)
+    for name, t in want.items():
+        part = t if name in ("pool", "a part") else t[:, :, index]
+        torch.testing.assert_close(got[name], part, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_of_two, (str(Path(folder) / "store"),), nprocs=WORLD)
