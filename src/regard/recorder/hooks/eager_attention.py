@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..calls import AttentionCall
 from . import tap
-from .call_site import has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
+from .call_site import CAPTURED, CallSite, has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
 from .softmax_trail import (
     CHOSEN,
     COMBINED,
@@ -66,8 +66,8 @@ COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "r
 def install() -> None:
     """Intercept products and softmax; the operators between them only while a softmax is open."""
     for name in ("softmax.int", "_softmax", "softmax.int_out", "_softmax.out"):
-        tap.intercept(name, on_softmax)
-    tap.intercept("_sparse_softmax.int", on_sparse_softmax)
+        tap.intercept(name, on_softmax, attends=True)
+    tap.intercept("_sparse_softmax.int", on_sparse_softmax, attends=True)
     for name in ("log_softmax.int", "_log_softmax"):
         tap.intercept(name, on_log_softmax)
     for name in ("exp", "exp_"):
@@ -269,7 +269,21 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
         met = _meet(listener, softmax, used, v, right_way=axis == (-1 if one_row else -2), direct=False)
     computed = _is_computed(left) and _is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
     if not met and computed and (site := listener.call_site(frame)) is not None:
+        if site.compiled and left.ndim > 2 and _is_around_fused_softmax(eager, left, right, site):
+            listener.refuse(site.name, CAPTURED)
         eager.add_product(out, site.name, flat=left.ndim <= 2)
+
+
+def _is_around_fused_softmax(eager: EagerTracker, left: Tensor, right: Tensor, site: CallSite) -> bool:
+    """Whether a product in compiled code takes what has the shape of scores made there, as weights meet their values.
+
+    The softmax between the two is part of a fused kernel. Compiled code passes parameters as other tensors of the same
+    memory: a product with one of them is a layer (experts, say).
+    """
+    parameters = () if site.module is None else site.module.parameters()
+    return any(product.shape == left.shape and product.name == site.name for product in eager.products) and not any(
+        storage_of(p) == storage_of(right) for p in parameters
+    )
 
 
 def _factors(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
