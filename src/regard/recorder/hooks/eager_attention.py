@@ -57,7 +57,15 @@ KEEPS_WEIGHTS = (
 )  # fmt: skip
 
 #: Operators that make other numbers of them, which are weights if rows still sum to at most 1.
-CHANGES_WEIGHTS = ("div.Tensor", "div_.Tensor", "where.self", "where.ScalarOther", "scatter.src", "scatter_.src")
+CHANGES_WEIGHTS = (
+    "div.Tensor",
+    "div_.Tensor",
+    "mul_.Tensor",
+    "where.self",
+    "where.ScalarOther",
+    "scatter.src",
+    "scatter_.src",
+)
 
 #: Operators that combine weights with something else.
 COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "rsub.Scalar", "rsub.Tensor")
@@ -188,7 +196,8 @@ class OnElementwise:
             clean = copy_like(result, alias.clean, operand)
             softmax.add(result, alias._replace(clean=clean, key_stride=stride, keys=keys))
         else:
-            softmax.add(result, alias._replace(clean=result, key_stride=stride, keys=keys))
+            scaled = alias.changed or "other" in call  # by a gate or a mask; or by what makes rows sum to more than 1
+            softmax.add(result, alias._replace(clean=result, key_stride=stride, keys=keys, changed=scaled))
         if result.numel() > _collapsed(operand).numel():
             other = call["other"] if operand is call.get("self") else call.get("self")
             softmax.weighted[storage_of(result)] = operand, other
