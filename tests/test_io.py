@@ -83,3 +83,8 @@ def test_text_is_utf8_without_a_mark_and_with_plain_line_ends(tmp_path: Path) ->
     assert _io.read_text(tmp_path / "text") == "Bär\nx\n"
     with pytest.raises(ValueError, match="stdin is not UTF-8 text: byte 1"):
         _io.decode(b"B\xe4r", "stdin")
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no such folder; make it first: .*'.*missing'$"):
+        _io.atomic_write(tmp_path / "missing" / "file", [b"new"])

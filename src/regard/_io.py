@@ -32,6 +32,8 @@ def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
     """
     target = Path(os.path.realpath(path))
     mode = _mode_of(target)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder; make it first", str(target.parent))
     partial = target.with_name(PARTIAL.format(target.name, f"{os.getpid()}-{secrets.token_hex(4)}"))
     try:
         # Created with the final permissions: fchmod after the write would leave a moment in which others may read.

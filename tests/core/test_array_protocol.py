@@ -44,6 +44,14 @@ def test_numpy_of_half_precision_inputs_is_float32() -> None:
     assert np.asarray(matrix().bfloat16()).dtype == np.float32
 
 
+def test_an_array_of_positions_is_an_index() -> None:
+    W = matrix()
+    assert torch.equal(W[..., np.array([3, 0, 3]), :], W[..., [3, 0, 3], :])
+    assert torch.equal(W[0, 0, :, np.array([2])], W[0, 0, :, [2]])
+    with pytest.raises(IndexError, match=r"torch\.bool.*nonzero"):
+        W[..., np.array([True] * 5), :]
+
+
 def test_a_head_is_an_image() -> None:
     figure = pytest.importorskip("matplotlib.figure")
     image = figure.Figure().subplots().imshow(matrix()[0, 0])
@@ -262,6 +270,8 @@ def test_everything_can_be_copied_and_pickled(again) -> None:
     layer = regard.nn.SelfAttention(8, 2)
     assert [name for name, _ in again(layer).named_parameters()] == [name for name, _ in layer.named_parameters()]
     assert W.at("the", 2) == again(W.at("the", 2))
+    view = W.show("cat")
+    assert again(view).html() == view.html()
 
 
 # Masks.

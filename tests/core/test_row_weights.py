@@ -204,3 +204,24 @@ def test_gradients_of_cells_are_as_exact_as_those_of_plain_pytorch(how: str, nam
             # And of a few cells only a handful are torn: too few numbers for a ratio.
             if way != "cells" and (leaf == "k" or times <= 10):
                 assert_as_exact(a, b, name, 1.5)
+
+
+@pytest.mark.parametrize("times", [1, 100, 1000])
+@pytest.mark.parametrize("how", ["compiled", "compiled 3 by 4", "plain"])
+def test_weights_in_gradients_belong_to_their_rows_too(how: str, times: int, walk) -> None:
+    """Σ lse has W itself for its gradient into a bias a cell, and Σ Wᵀu the sums of rows: of neither is there a kernel."""
+    walk(how)
+    q, k = (math.sqrt(times) * torch.randn(4, heads, length, 8) for heads, length in ((6, 17), (2, 70)))
+    bias = torch.zeros(4, 6, 17, 70, requires_grad=True)
+    u = torch.randn(4, 6, 17, 3, requires_grad=True)
+    W = regard.weights(q, k, score=regard.ScaledDot().bias(bias), engine="blockwise")
+    (w,) = torch.autograd.grad(W.lse().sum(), bias)
+    (sums,) = torch.autograd.grad((W.mT @ u).sum(), u)
+    assert ((w.double().sum(-1) - 1).abs() <= 5e-7).all()
+    assert ((sums.double() - 1).abs() <= 5e-7).all()
+    assert (w <= 1).all()
+    # The gradient of a weight vanishes where its row has no other.
+    (g,) = torch.autograd.grad(W[..., :, :35].sum(), bias)
+    alone = w == 1
+    assert alone.any() or times == 1
+    assert (g[alone].abs() <= 4 * U).all()

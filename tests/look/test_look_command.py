@@ -691,6 +691,14 @@ def test_help_teaches(run):
     assert (arguments.returncode, arguments.stdout) == (0, f"regard {regard.__version__}\n")
 
 
+def awaited(read, seconds):
+    """What is read first, within so many seconds; else nothing."""
+    end = time.monotonic() + seconds
+    while not (text := read()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return text
+
+
 def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
     pytest.importorskip("numba")
     from regard.engines.numba.kernels import log_if_slow
@@ -699,10 +707,10 @@ def test_who_waits_at_a_terminal_is_told_for_what(run, capsys, monkeypatch):
     for terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
         with log_if_slow("compiling", seconds=0.01):
-            time.sleep(0.5)
+            text = awaited(lambda: capsys.readouterr().err, seconds=60 if terminal else 0.2)
         with log_if_slow("nothing", seconds=60):
             pass
-        assert capsys.readouterr().err == ("regard: compiling\n" if terminal else "")
+        assert text + capsys.readouterr().err == ("regard: compiling\n" if terminal else "")
 
 
 def test_unknown_arguments_are_mistakes(run):

@@ -303,7 +303,7 @@ def test_in_a_notebook_the_page_has_its_height_and_the_theme_of_the_notebook(
     tab.goto(path.as_uri())
     page = tab.frame_locator("iframe")
     page.locator(".word").first.wait_for()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while time.monotonic() < until:
         frame_height = tab.locator("iframe").bounding_box()["height"]
         height = page.locator(".regard").bounding_box()["height"]

@@ -359,11 +359,10 @@ def test_a_window_of_a_long_text_is_read_like_a_short_one(show: Any, middle: tup
 
 
 def test_the_page_of_a_long_input_is_as_large_as_its_vectors(show: Any, haystack: View, tmp_path: Path) -> None:
-    shown = show(haystack)
+    show(haystack)
     (spec,) = Read(haystack.html()).header["vectors"]
     vectors = 2 * 20_000 * 8 * spec["bits"] // 8
     assert (tmp_path / "page.html").stat().st_size <= 1.4 * vectors + 2_000_000
-    assert shown.seconds <= 5
 
 
 def test_beyond_shows_what_exceeds_its_place_and_not_the_sink(show: Any) -> None:

@@ -24,7 +24,7 @@ IT = 10
 def saved(shown: Shown, key: str, folder: Path) -> Path:
     if not shown.tab.locator(".share[open]").count():
         shown.click("share")
-    with shown.tab.expect_download(timeout=8000) as info:
+    with shown.tab.expect_download() as info:
         shown.click(key)
     path = folder / info.value.suggested_filename
     info.value.save_as(path)

@@ -94,9 +94,8 @@ def test_every_step_is_reversible_and_reached_by_keys(narrated: Shown) -> None:
 
 def test_it_moves_unless_motion_is_unwanted(show: Any, it: View) -> None:
     shown = show(it).view("story")
-    shown.tab.wait_for_timeout(250)
-    between = shown.ask("page.story.at")
-    assert 0 < between < 1
+    begun = "const look = () => page.story.at > 0 ? done(page.story.at) : requestAnimationFrame(look); look();"
+    assert 0 < shown.ask(f"new Promise((done) => {{ {begun} }})") < 1
     shown.tab.focus('[data-key="scene"]')
     shown.tab.keyboard.press("Space")
     shown.tab.wait_for_timeout(60)
@@ -114,7 +113,7 @@ def test_it_moves_unless_motion_is_unwanted(show: Any, it: View) -> None:
 
 
 def test_slides_are_one_file_without_a_script(narrated: Shown, tmp_path: Path) -> None:
-    with narrated.tab.expect_download(timeout=8000) as info:
+    with narrated.tab.expect_download() as info:
         narrated.click("story-slides")
     info.value.save_as(tmp_path / "slides.html")
     text = (tmp_path / "slides.html").read_text()

@@ -108,7 +108,7 @@ def test_the_page_asks_the_kernel_for_what_it_cannot_compute(
     frame = shown.tab.frame_locator("iframe")
     frame.locator("[data-key=find]").fill("350")
     frame.locator("[data-key=find]").press("Enter")
-    frame.locator("[data-read=level]", has_text="Exact, computed by the kernel").wait_for(timeout=20_000)
+    frame.locator("[data-read=level]", has_text="Exact, computed by the kernel").wait_for(timeout=60_000)
     frame.locator(".readout [data-read=weight]").wait_for()
     weight = number(frame.locator(".readout [data-read=weight]").inner_text())
     assert weight == pytest.approx(float(subject.peak().values[0, 350]), abs=6e-4)

@@ -70,7 +70,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Shown]]:
 def settled(shown: Shown, text: str) -> str:
     """Wait until the map says this of its tiles; all that it says."""
     level = shown.tab.locator("[data-read=level]", has_text=text)
-    level.wait_for(timeout=10_000)
+    level.wait_for(timeout=60_000)
     return level.inner_text()
 
 

@@ -290,9 +290,11 @@ def forked_writer(path, pieces, instant):
 
                 setattr(os, name, mortal)
             atomic_write(path, slowly())
-        finally:
             os._exit(0)
+        finally:
+            os._exit(1)
     _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the writer raised"
     return os.WIFSIGNALED(status)
 
 

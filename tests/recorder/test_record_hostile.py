@@ -36,7 +36,7 @@ def judged(first, count, timeout):
 
 
 def test_three_hundred_hostile_files():
-    judged(0, 300, 120)
+    judged(0, 300, 600)
 
 
 @pytest.mark.slow

@@ -230,6 +230,8 @@ REFUSED = {
     "a fifth axis": (lambda x: scores(x.view(1, B, N, 2, 4).transpose(2, 3)).softmax(-1) @ x.view(1, B, N, 2, 4).transpose(2, 3), "5 axes"),
     "slots": (slots, "slot attention"),
     "sparse": (lambda x: torch.stack([torch.sparse.softmax(scores(one).to_sparse(), 1) @ one for one in x]), "sparse"),
+    "multiplied": (lambda x: (2 * scores(x).softmax(-1)) @ x, "sum to more than 1"),
+    "multiplied in place": (lambda x: scores(x).softmax(-1).mul_(-1.0) @ x, "some rows are negative"),
     "scaled up": (lambda x: (scores(x).softmax(-1) / 0.1) @ x, "sum to more than 1"),
 }  # fmt: skip
 

@@ -80,7 +80,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Shown]]:
         url = path.as_uri()
         began = time.perf_counter()
         shown.tab.goto(url)
-        shown.tab.wait_for_selector("main section.view", timeout=10_000)
+        shown.tab.wait_for_selector("main section.view", timeout=60_000)
         shown.seconds = time.perf_counter() - began
         opened.append((shown, url))
         return shown

@@ -149,8 +149,6 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
             )
         return tokens.find(item)
     if isinstance(item, slice):
-        if item.step is not None and operator.index(item.step) < 0:
-            raise IndexError(f"slices run forward here; got step {item.step}.")
         return range(*slice_bounds(item, size))
     if isinstance(item, Tensor):
         if item.is_floating_point() or str(item.dtype) == "torch.bool":
@@ -160,6 +158,8 @@ def _pick(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int)
         item = item.tolist()
     if isinstance(item, (list, range)):
         return [_one(n, axis, size, tokens, from_end) for n in item]
+    if not isinstance(item, int) and hasattr(item, "__array_interface__") and item.ndim:  # an array of NumPy's
+        return _pick(torch.as_tensor(item), axis, size, tokens, from_end)
     return _number(item, axis, size)
 
 
@@ -167,11 +167,24 @@ def slice_bounds(part: slice, size: int) -> tuple[int, int, int]:
     """Start, stop and step of a forward slice: `part.indices(size)`, which torch.compile of 2.6 cannot trace."""
     start = 0 if part.start is None else _bound(part.start, size)
     stop = size if part.stop is None else _bound(part.stop, size)
-    return start, stop, 1 if part.step is None else operator.index(part.step)
+    step = 1 if part.step is None else _whole(part.step)
+    if step < 1:
+        raise IndexError(f"slices run forward here; got step {part.step}.")
+    return start, stop, step
+
+
+def _whole(value: Any) -> int:
+    """An end or the step of a slice."""
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise IndexError(f"a slice takes whole numbers; got {value!r}. Words are listed: W[['the', 'cat']].") from None
 
 
 def _bound(value: Any, size: int) -> int:
-    value = value if isinstance(value, int) else operator.index(value)
+    value = _whole(value)
     return max(value + size, 0) if value < 0 else min(value, size)
 
 

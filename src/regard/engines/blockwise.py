@@ -153,6 +153,7 @@ def _inside(positions: Tensor, part: slice) -> Tensor:
 
 def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad) -> InputGrads:
     """Gradients of the problem's tensors in their order, of v and of u."""
+    compiled = numba.serves(problem)  # then the norm is that of compiled tiles
     spec, tensors = flatten(problem)
     totals = [torch.zeros(t.shape, dtype=problem.compute_dtype, device=t.device) for t in tensors]
     total = unflatten(spec, totals)
@@ -172,9 +173,11 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
                 return unflatten(spec, _with_floats(tensors, parts)).bare_scores(block)
 
             s, vjp = torch.func.vjp(scores, *inputs)[:2]
-            w, log_w = weights_from_norm(
-                s if all_visible else mask_scores(s, problem.mask, block), norm[:, :, rows], all_visible
-            )
+            if compiled:  # one ulp of a large score would take the weights out of their norm
+                s = numba.cells(problem, _cells_of(rows, cols))
+            elif not all_visible:
+                s = mask_scores(s, problem.mask, block)
+            w, log_w = weights_from_norm(s, norm[:, :, rows], all_visible)
             distance = (block.i - block.j).abs() if gradient.d_distance is not None else None
             grads = vjp(gradient.into_scores(w, log_w, rows, cols, distance))
             _add_block(
@@ -189,6 +192,12 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     if problem.sink is not None:
         total.sink.add_(gradient.of_sink(problem.sink, norm))
     return InputGrads(list(totals), dv, du)
+
+
+def _cells_of(rows: slice, cols: slice) -> Request:
+    """The request for all scores of a tile."""
+    i, j = (torch.arange(part.start, part.stop) for part in (rows, cols))
+    return Request(("cells",), rows=i, cols=j)
 
 
 def _with_floats(tensors: list[Tensor], floats: Sequence[Tensor], like: list[Tensor] | None = None) -> list[Tensor]:

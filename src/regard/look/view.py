@@ -41,6 +41,10 @@ class View:
         >>> view.save("cat.svg")                    # doctest: +SKIP
     """
 
+    _report: Report = staticmethod(
+        lambda step, done: None
+    )  # hears how far a file is; while `save` writes, the terminal
+
     def __init__(
         self,
         subject: Subject | HeadChanges | HistoryLike,
@@ -53,9 +57,11 @@ class View:
         else:
             self.subject = as_history(subject)
         self.options = replace(options or ViewOptions(), **changes)
-        self._report: Report = lambda step, done: None
         if self.options.grid is not None:
             self.subject = self._patched(self.options.grid)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_report"}
 
     def _patched(self, grid: tuple[int, int]) -> Subject:
         from .patches import with_patches

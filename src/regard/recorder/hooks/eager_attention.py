@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..calls import AttentionCall
 from . import tap
-from .call_site import has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
+from .call_site import CAPTURED, CallSite, has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
 from .softmax_trail import (
     CHOSEN,
     COMBINED,
@@ -57,7 +57,15 @@ KEEPS_WEIGHTS = (
 )  # fmt: skip
 
 #: Operators that make other numbers of them, which are weights if rows still sum to at most 1.
-CHANGES_WEIGHTS = ("div.Tensor", "div_.Tensor", "where.self", "where.ScalarOther", "scatter.src", "scatter_.src")
+CHANGES_WEIGHTS = (
+    "div.Tensor",
+    "div_.Tensor",
+    "mul_.Tensor",
+    "where.self",
+    "where.ScalarOther",
+    "scatter.src",
+    "scatter_.src",
+)
 
 #: Operators that combine weights with something else.
 COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "rsub.Scalar", "rsub.Tensor")
@@ -66,8 +74,8 @@ COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "r
 def install() -> None:
     """Intercept products and softmax; the operators between them only while a softmax is open."""
     for name in ("softmax.int", "_softmax", "softmax.int_out", "_softmax.out"):
-        tap.intercept(name, on_softmax)
-    tap.intercept("_sparse_softmax.int", on_sparse_softmax)
+        tap.intercept(name, on_softmax, attends=True)
+    tap.intercept("_sparse_softmax.int", on_sparse_softmax, attends=True)
     for name in ("log_softmax.int", "_log_softmax"):
         tap.intercept(name, on_log_softmax)
     for name in ("exp", "exp_"):
@@ -188,7 +196,8 @@ class OnElementwise:
             clean = copy_like(result, alias.clean, operand)
             softmax.add(result, alias._replace(clean=clean, key_stride=stride, keys=keys))
         else:
-            softmax.add(result, alias._replace(clean=result, key_stride=stride, keys=keys))
+            scaled = alias.changed or "other" in call  # by a gate or a mask; or by what makes rows sum to more than 1
+            softmax.add(result, alias._replace(clean=result, key_stride=stride, keys=keys, changed=scaled))
         if result.numel() > _collapsed(operand).numel():
             other = call["other"] if operand is call.get("self") else call.get("self")
             softmax.weighted[storage_of(result)] = operand, other
@@ -269,7 +278,21 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
         met = _meet(listener, softmax, used, v, right_way=axis == (-1 if one_row else -2), direct=False)
     computed = _is_computed(left) and _is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
     if not met and computed and (site := listener.call_site(frame)) is not None:
+        if site.compiled and left.ndim > 2 and _is_around_fused_softmax(eager, left, right, site):
+            listener.refuse(site.name, CAPTURED)
         eager.add_product(out, site.name, flat=left.ndim <= 2)
+
+
+def _is_around_fused_softmax(eager: EagerTracker, left: Tensor, right: Tensor, site: CallSite) -> bool:
+    """Whether a product in compiled code takes what has the shape of scores made there, as weights meet their values.
+
+    The softmax between the two is part of a fused kernel. Compiled code passes parameters as other tensors of the same
+    memory: a product with one of them is a layer (experts, say).
+    """
+    parameters = () if site.module is None else site.module.parameters()
+    return any(product.shape == left.shape and product.name == site.name for product in eager.products) and not any(
+        storage_of(p) == storage_of(right) for p in parameters
+    )
 
 
 def _factors(call: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,11 @@ OTHER_THREAD = (
     "inside the function it runs"
 )
 
+NOT_CALLED = (
+    "it was not called in the block, or only as code of torch.compile, which fuses its attention away; call the plain "
+    "module in the block"
+)
+
 #: Kinds of modules, by the names of their classes, that compute no weights over keys.
 _WITHOUT_WEIGHTS = (
     (r"deformable", "samples points between the positions: its weights are over samples, not over keys"),
@@ -99,6 +104,7 @@ class ModelHooks:
         self.thread = threading.get_ident()
         self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
         self.depth = 0  # nesting of the model's own forward
+        self.ran_here = False  # whether the model ran in this thread, as Python and not as compiled code
         self.axes: tuple[int, int] | None = None  # the first two axes of the running pass's input
         self.ran_elsewhere = False  # whether the model ran in a thread that does not record
         self._handles: list[Any] = []
@@ -156,6 +162,7 @@ class ModelHooks:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.is_current():
+            self.ran_here = True
             if self.depth == 0:
                 self._at_boundary()
                 self.axes = first_axes(args, kwargs)
@@ -217,8 +224,8 @@ class ModelHooks:
             has_inner = any(other != name and _within(other, name) for other in self.ran)
             if not is_recorded and not has_inner:
                 yield name, CAPTURED if module in _compiled_modules else _unseen_reason(module)
-        if not recorded and not self.ran and _was_compiled(self.model):
-            yield "", CAPTURED
+        if not recorded and not self.ran and not self.ran_here and _was_compiled(self.model):
+            yield "", NOT_CALLED
 
 
 def _unseen_reason(module: nn.Module) -> str:

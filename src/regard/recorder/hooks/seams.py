@@ -36,17 +36,17 @@ __all__ = ["flash_like", "install"]
 
 def install() -> None:
     """Register every handler. Nothing changes in a thread without a listener."""
-    tap.intercept("scaled_dot_product_attention", on_sdpa)
+    tap.intercept("scaled_dot_product_attention", on_sdpa, attends=True)
     for kernel in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
-        tap.intercept(f"_scaled_dot_product_{kernel}", on_fused)
-    tap.intercept("_native_multi_head_attention", on_native_mha)
-    tap.intercept("_transformer_encoder_layer_fwd", on_encoder_layer)
+        tap.intercept(f"_scaled_dot_product_{kernel}", on_fused, attends=True)
+    tap.intercept("_native_multi_head_attention", on_native_mha, attends=True)
+    tap.intercept("_transformer_encoder_layer_fwd", on_encoder_layer, attends=True)
     tap.intercept("embedding", on_embedding)
     eager_attention.install()
     regard_nn.install()
     tap.intercept_higher_order(_flex(), _FLEX_NAMES, on_flex)
     if hasattr(torch.ops, "flash_attn") and hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
-        tap.intercept("_flash_attn_forward", on_flash, namespace="flash_attn")
+        tap.intercept("_flash_attn_forward", on_flash, namespace="flash_attn", attends=True)
 
 
 # scaled_dot_product_attention and its kernels.

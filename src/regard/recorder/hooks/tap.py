@@ -170,8 +170,18 @@ def is_suspended() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(_key(RECORD_KEY))
 
 
-def intercept(name: str, handler: Handler, key: str = RECORD_KEY, namespace: str = "aten") -> None:
-    """Register a handler for an operator, "scaled_dot_product_attention" or "softmax.int"; once per operator."""
+def intercept(
+    name: str, handler: Handler, key: str = RECORD_KEY, namespace: str = "aten", attends: bool = False
+) -> None:
+    """Register a handler for an operator, once per operator.
+
+    Args:
+        name: "scaled_dot_product_attention" or "softmax.int".
+        handler: What is called with its arguments and output.
+        key: The key under which it is intercepted.
+        namespace: The library of the operator.
+        attends: Whether a compiler that traces it traces attention; that of a product is no sign of it.
+    """
     if (key, f"{namespace}::{name}") in _registered:
         return
     with _lock:
@@ -186,7 +196,7 @@ def intercept(name: str, handler: Handler, key: str = RECORD_KEY, namespace: str
         if op is None:
             return
         library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, _kernel(op, op._schema, handler), key)
+        library.impl(name, _kernel(op, op._schema, handler, attends=attends), key)
         _libraries.append(library)
         _registered.add((key, f"{namespace}::{name}"))
 
@@ -198,7 +208,7 @@ def intercept_higher_order(op: Any, names: tuple[str, ...], handler: Handler) ->
     with _lock:
         if (RECORD_KEY, op.name()) not in _registered:
             _pass_through(RECORD_KEY)
-            op.py_impl(_key(RECORD_KEY))(_kernel(op, None, handler, names))
+            op.py_impl(_key(RECORD_KEY))(_kernel(op, None, handler, names, attends=True))
             _registered.add((RECORD_KEY, op.name()))
 
 
@@ -225,7 +235,9 @@ def _pass_through_higher_order(key: Any) -> None:
     _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
 
 
-def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ()) -> Callable[..., Any]:
+def _kernel(
+    op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = (), attends: bool = False
+) -> Callable[..., Any]:
     names = tuple(argument.name for argument in schema.arguments) if schema else names
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
 
@@ -237,19 +249,20 @@ def _kernel(op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = ())
             _retain(live)  # a block that Ctrl-C ended left the key behind
         elif not in_backward():
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-            _report(live, handler, call, out, sys._getframe(1))
+            _report(live, handler, call, out, sys._getframe(1), attends)
         return out
 
     return kernel
 
 
-def _report(live: list[Any], handler: Handler, call: dict[str, Any], out: Any, frame: FrameType) -> None:
+def _report(live: list[Any], handler: Handler, call: dict[str, Any], out: Any, frame: FrameType, attends: bool) -> None:
     unsupported = _unsupported_tensor([*call.values(), out])
     if unsupported == "meta":  # nothing is computed
         return
     for listener in live:
         if unsupported == "FakeTensor":
-            listener.compiling(frame)
+            if attends:
+                listener.compiling(frame)
             continue
         if in_jit_trace():  # shapes are tensors of the trace there
             listener.refuse_at(
