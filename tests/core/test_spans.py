@@ -119,6 +119,21 @@ def test_finite_differences_agree(by: str, strips: None) -> None:
     assert gradcheck(ask, (draw(2, 4, 3, grad=True), draw(1, 4, 3, grad=True)), fast_mode=True)
 
 
+@pytest.mark.parametrize(
+    ("by", "heads"), [("mean", False), ("max", False), ("lse", False), ("sum", True), ("max", True)]
+)
+def test_a_window_of_the_map_costs_its_rows(by: str, heads: bool) -> None:
+    visited: set[int] = set()
+
+    def note(s: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        visited.update(i.flatten().tolist())
+        return s
+
+    W = regard.weights(draw(2, 40, 4), score=regard.ScaledDot().modify(note), mask=regard.causal())
+    (W.reduce_heads("mean") if heads else W).pool(2, 2, slice(8, 12), slice(0, 9), by=by)
+    assert visited == set(range(8, 12))
+
+
 def test_a_maximum_that_two_strips_share_has_one_gradient(monkeypatch: pytest.MonkeyPatch, strips: None) -> None:
     w = torch.full((4, 4), 0.25, dtype=torch.float64, requires_grad=True)
     regard.Weights.from_dense(w).pool(1, 1, by="max").backward()

@@ -67,6 +67,10 @@ class RowQuestions:
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]
 
+    def rows(self, part: slice) -> RowQuestions:
+        """The same matrix for adjacent rows alone."""
+        raise NotImplementedError
+
     def _compare(self, measure: str, other: RowQuestions) -> Tensor:
         if not isinstance(other, RowQuestions):
             raise TypeError(
@@ -195,11 +199,12 @@ class RowQuestions:
         return self._pool_tiles(*edges, by)
 
     def _pool_by(self, pool: tuple[int, int, slice, slice], by: str) -> Tensor:
-        """Tiles of a part of the matrix, as `Weights.pool` cuts it."""
+        """Tiles of a part of the matrix, as `Weights.pool` cuts it, at the cost of its rows."""
         i, j = self.shape[-2:]
         tiling = as_tiling(pool, (i, j))
-        rows, cols = tile_edges(tiling.rows, tiling.i0, tiling.i1), tile_edges(tiling.cols, tiling.j0, tiling.j1)
-        return self._pool_tiles(rows, cols, by)
+        rows, cols = tile_edges(tiling.rows, 0, tiling.i1 - tiling.i0), tile_edges(tiling.cols, tiling.j0, tiling.j1)
+        part = self if (tiling.i0, tiling.i1) == (0, i) else self.rows(slice(tiling.i0, tiling.i1))
+        return part._pool_tiles(rows, cols, by)
 
     def _pool_tiles(self, row_edges: tuple[int, ...], col_edges: tuple[int, ...], by: str) -> Tensor:
         if by not in get_args(PoolBy):

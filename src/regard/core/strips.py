@@ -83,7 +83,7 @@ def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor]
         ):
             held = total[where]
             if owner is not None:
-                larger = value > held
+                larger = (value > held) | value.isnan()
                 owner[where] = owner[where].masked_fill(larger, n)
                 total[where] = torch.where(larger, value, held)
             else:
