@@ -47,7 +47,7 @@ def rollout(
     """
     stack = _square(layers, residual)
     for layer, share, norms in zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True):
-        y = _mean_of_heads(layer @ _scaled(x.unsqueeze(-3), norms), share)
+        y = _mean_of_heads(torch.matmul(layer, _scaled(x.unsqueeze(-3), norms)), share)  # type: ignore[arg-type]
         x = residual * x + (1 - residual) * (y if norms is None else y / _row_sums(layer, share, norms))
     return x
 
@@ -85,7 +85,7 @@ def rollout_rows(
         u[..., row, n] = 1
     for layer, share, norms in reversed(list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))):
         from_rows = u if norms is None else u / _row_sums(layer, share, norms)
-        spread = layer.mT @ from_rows.unsqueeze(-3).expand(*layer.shape[:-1], -1)
+        spread = torch.matmul(layer.mT, from_rows.unsqueeze(-3).expand(*layer.shape[:-1], -1))  # type: ignore[arg-type]
         u = residual * u + (1 - residual) * _mean_of_heads(_scaled(spread, norms), share)
     return u.mT
 
@@ -159,7 +159,7 @@ def _scaled(x: Tensor, norms: Tensor | None) -> Tensor:
 
 def _row_sums(layer: Weights, share: Tensor | None, norms: Tensor) -> Tensor:
     """Σ_j of the heads' mean of w_ij |v_j|, (..., t, 1); 1 for a row without any."""
-    sums = _mean_of_heads(layer @ norms.unsqueeze(-1), share)
+    sums = _mean_of_heads(torch.matmul(layer, norms.unsqueeze(-1)), share)  # type: ignore[arg-type]
     return torch.where(sums == 0, 1, sums)
 
 

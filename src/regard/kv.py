@@ -206,5 +206,7 @@ def _best_positions(layer: Any, scores: Tensor, n: int, number: int) -> Tensor:
 
 def _with_largest_at_the_end(scores: Tensor, n: int) -> Tensor:
     """The last n keys get the largest score of all, so that they stay."""
-    largest = scores[..., :-n].amax() if scores.shape[-1] > n else scores.new_ones(())
-    return torch.cat([scores[..., :-n], largest.expand(*scores.shape[:-1], n)], -1)
+    n = min(n, scores.shape[-1])
+    others = scores[..., : scores.shape[-1] - n]
+    largest = others.amax() if others.numel() else scores.new_ones(())
+    return torch.cat([others, largest.expand(*scores.shape[:-1], n)], -1)

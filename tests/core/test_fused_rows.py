@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import regard
+import regard.chains
 import regard.losses
 from regard.core import traced_rows
 from regard.core.fused_rows import fused
@@ -280,3 +282,25 @@ def test_questions_about_rows_are_operators_of_a_compiled_graph(answers: list[bo
     for g, e in zip(torch.autograd.grad(got, leaves), exact, strict=True):
         torch.testing.assert_close(g, e)
     assert True in answers[3:]  # by kernels, there too
+
+
+COMPILED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "segments": lambda q, k: regard.weights(q, k).segment_mass([slice(0, 3), slice(3, 7)]).square(),
+    "chosen keys": lambda q, k: regard.weights(q, k).gather(torch.tensor([[0, 2]]).expand(7, 2)),
+    "the previous key": lambda q, k: regard.weights(q, k, mask=regard.causal()).offset_mass(1),
+    "distances": lambda q, k: regard.weights(q, k).distance_histogram([0, 2, 9]).square(),
+    "alignment": lambda q, k: regard.losses.alignment(regard.weights(q, k), torch.eye(7).bool()),
+    "rollout": lambda q, k: regard.chains.rollout([regard.weights(q, k)] * 2, torch.eye(7)).square(),
+    "indexer": lambda q, k: regard.losses.indexer(
+        regard.weights(k), regard.losses.index_weights(q, k[0], torch.ones(7, 2), regard.causal()), topk=3
+    ),
+}
+
+
+@pytest.mark.parametrize("question", COMPILED)
+def test_relations_are_graphs_without_breaks(question: str) -> None:
+    q, k = torch.randn(2, 7, 4, requires_grad=True), torch.randn(2, 7, 4)
+    ask = COMPILED[question]
+    want, got = ask(q, k).sum(), torch.compile(ask, backend="aot_eager", fullgraph=True)(q, k).sum()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(x, q)[0] for x in (got, want)))

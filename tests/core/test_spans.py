@@ -176,6 +176,21 @@ def test_alignment_by_log_mass_is_learned() -> None:
     assert regard.weights(q, k).peak().indices.tolist() == list(range(7, -1, -1))
 
 
+@pytest.mark.parametrize("by", ["sum", "mean", "max", "lse"])
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)])
+def test_no_rows_or_no_keys_have_no_blocks(sizes: tuple[int, int], by: str, row_engine: str) -> None:
+    i, j = sizes
+    W = regard.weights(draw(2, i, 3), draw(2, j, 3), engine=row_engine)
+    assert W.pool_blocks(2, 3, by=by).shape == (2, -(-i // 2), -(-j // 3))
+
+
+def test_segments_are_added_up_in_full_width_under_autocast() -> None:
+    W = regard.weights(draw(2, 6, 4).float())
+    want = W.segment_mass([slice(0, 3)], rows=[slice(0, 6)])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(W.segment_mass([slice(0, 3)], rows=[slice(0, 6)]), want)
+
+
 def test_errors_say_what_must_hold() -> None:
     W = regard.weights(torch.randn(5, 3), torch.randn(7, 3))
     with pytest.raises(ValueError, match="by must be 'sum', 'mean', 'max', 'lse'; got 'min'"):

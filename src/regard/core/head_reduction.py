@@ -253,4 +253,8 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
     shares = upcast(weights).to(q.device)
     if by == "mean":
         shares = (shares.unflatten(0, (groups, -1)) / shares.unflatten(0, (groups, -1)).sum(-1, keepdim=True)).flatten()
+        if not is_tracing() and bool(shares.isnan().any()):
+            raise ValueError(
+                f"reduce_heads('mean', weights=) divides by their sum, which must not be 0; got {weights}."
+            )
     return shares.reshape(1, heads, 1, 1)

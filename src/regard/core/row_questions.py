@@ -20,7 +20,7 @@ from .row_sources import RowSource
 from .row_stats import ChosenKeys, DistanceBins, DistanceVariance
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .strips import Question, walk
-from .torch_state import as_size, is_tracing
+from .torch_state import as_size, is_tracing, without_autocast
 from .traced_rows import answer, traced
 from .types import MaskLike, SegmentsLike
 
@@ -317,11 +317,13 @@ class RowQuestions:
         if by not in ("sum", "mean"):
             raise ValueError(f"segment_mass(by=) must be 'sum' or 'mean'; got {by!r}.")
         i, j = self.shape[-2:]
-        mass = self @ segment_flags(keys, j, self._tokens[1], self._factors.q, "keys").mT  # type: ignore[operator]
+        flags = segment_flags(keys, j, self._tokens[1], self._factors.q, "keys")
+        mass: Tensor = self.__matmul__(flags.mT)  # type: ignore[operator]  # Dynamo cannot follow @
         if rows is None:
             return mass
         flags = segment_flags(rows, i, self._tokens[0], self._factors.q, "rows")
-        return (flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)) @ mass
+        shares = flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)
+        return without_autocast(mass, lambda: shares @ mass)
 
     def gather(self, keys: Tensor) -> Tensor:
         """The weights of every row at keys of its own.
@@ -341,7 +343,7 @@ class RowQuestions:
         if not isinstance(keys, Tensor) or keys.is_floating_point() or keys.ndim < 2 or keys.shape[-2] != i:
             got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__
             raise ValueError(f"gather(keys) takes key positions ({i}, n), a row of them for each query; got {got}.")
-        if keys.numel() and (int(keys.max()) >= j or int(keys.min()) < -1):
+        if not is_tracing() and keys.numel() and (int(keys.max()) >= j or int(keys.min()) < -1):
             raise IndexError(
                 f"gather(keys): positions are -1 (none) to {j - 1}; got {int(keys.min())} to {int(keys.max())}."
             )
@@ -405,7 +407,7 @@ class RowQuestions:
         """
         self._positions("distance_histogram")
         bounds = torch.as_tensor(edges, device=self._factors.q.device)
-        if bounds.ndim != 1 or len(bounds) < 2 or bool((bounds.diff() <= 0).any()):
+        if bounds.ndim != 1 or len(bounds) < 2 or not (is_tracing() or bool((bounds.diff() > 0).all())):
             raise ValueError(f"distance_histogram(edges) takes at least two ascending distances; got {edges}.")
         return self._ask_rows(DistanceBins(bounds, self._factors.query_offset))[0]
 
