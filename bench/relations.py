@@ -25,6 +25,7 @@ from torch import Tensor
 
 import regard
 from regard import chains, kv, losses
+from regard.engines import numba
 
 from .rows import RESULTS, Row, ratios, read, row
 
@@ -72,7 +73,7 @@ class Bench:
 def comparisons(bench: Bench) -> Iterator[Row]:
     """kl of two matrices, forward, and with gradients of both sides."""
     for causal in (False, True):
-        shape = (1, 2, bench.t, 128) if bench.device == "cpu" else (4, 16, bench.t, 128)
+        shape = [1, 2, bench.t, 128] if bench.device == "cpu" else [4, 16, bench.t, 128]
         q, k, v, q2, k2 = (bench.draw(*shape, grad=True) for _ in range(5))
         mask, kind = (regard.causal(), " (causal)") if causal else (None, "")
         flowing = bench.draw(*shape)
@@ -258,6 +259,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cpu":
         torch.set_num_threads(1)
+        numba.load()  # its version is part of every row
     bench = Bench(options.device, options.repeats, options.length)
     path = RESULTS / "relations.json"
     stored = read("relations") if path.exists() else []
