@@ -1,17 +1,22 @@
 """Two matrices, many heads, many spans: `python -m bench.relations` writes bench/results/relations.json, on a GPU with --device cuda.
 
 Ratios to PyTorch's fused attention of the first matrix, to the pooled map, or to how a published library computes the same. The
-figures of the other device stay in the file.
+figures of the other device stay in the file. On the CPU seconds are those of one thread at work: what runs beside it does not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +25,7 @@ from torch import Tensor
 
 import regard
 from regard import chains, kv, losses
+from regard.engines import numba
 
 from .rows import RESULTS, Row, ratios, read, row
 
@@ -36,8 +42,9 @@ class Bench:
         return torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_(grad)
 
     def clock(self) -> float:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
         return time.perf_counter()
 
     def several(self, call: Callable[[], Any]) -> Callable[[], None]:
@@ -56,15 +63,17 @@ class Bench:
         print(f"{result.ratio:8.3f}× {what} {shape}", file=sys.stderr, flush=True)
         return result
 
-    def of_one(self, what: str, shape: Any, against: str, value: float, must: float | None) -> Row:
+    def of_one(
+        self, what: str, shape: Any, against: str, value: float, must: float | None, goal: float | None = None
+    ) -> Row:
         print(f"{value:8.3f} {what} {shape}", file=sys.stderr, flush=True)
-        return row(what, shape, against, [value], must, None, device=self.name)
+        return row(what, shape, against, [value], must, goal, device=self.name)
 
 
 def comparisons(bench: Bench) -> Iterator[Row]:
     """kl of two matrices, forward, and with gradients of both sides."""
     for causal in (False, True):
-        shape = (1, 2, bench.t, 128) if bench.device == "cpu" else (4, 16, bench.t, 128)
+        shape = [1, 2, bench.t, 128] if bench.device == "cpu" else [4, 16, bench.t, 128]
         q, k, v, q2, k2 = (bench.draw(*shape, grad=True) for _ in range(5))
         mask, kind = (regard.causal(), " (causal)") if causal else (None, "")
         flowing = bench.draw(*shape)
@@ -136,23 +145,41 @@ def indexer(bench: Bench) -> Iterator[Row]:
         "indexer loss, forward + backward (causal)", shape, "SDPA, forward + backward",
         lambda: loss().backward(), lambda: sdpa().backward(flowing), 3.0, 2.0,
     )  # fmt: skip
-    if bench.device == "cuda":
-        yield _indexer_memory(bench)
 
 
-def _indexer_memory(bench: Bench) -> Row:
+def memory(bench: Bench) -> Iterator[Row]:
+    """What the indexer's loss and its gradients take beside the scores of all heads, which Megatron-LM writes."""
     t = 32768
+    if bench.device == "cuda":
+        taken = _bytes_on_gpu(bench, t)
+    else:  # in a process of its own, whose peak nothing else has raised
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+            taken = alone.submit(_bytes_of_process, bench, t).result()
+    yield bench.of_one(
+        "indexer loss, forward + backward: memory (causal)", [1, 16, t, 128], "[b, h, i, j] in float32",
+        taken / (16 * t * t * 4), 0.01,
+    )  # fmt: skip
+
+
+def _bytes_on_gpu(bench: Bench, t: int) -> int:
     _, loss, qkv = _indexer(bench, t)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss().backward()
     torch.cuda.synchronize()
-    taken = torch.cuda.max_memory_allocated() - before
-    return bench.of_one(
-        "indexer loss, forward + backward: memory (causal)", [1, 16, t, 128], "[b, h, i, j] in float32",
-        taken / (16 * t * t * 4), 0.01,
-    )  # fmt: skip
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _bytes_of_process(bench: Bench, t: int) -> int:
+    def highest() -> int:
+        return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+    _indexer(bench, 300)[1]().backward()  # what is loaded and compiled once does not count
+    _, loss, qkv = _indexer(bench, t)
+    before = highest()
+    loss().backward()
+    return highest() - before
 
 
 def spans(bench: Bench) -> Iterator[Row]:
@@ -175,53 +202,52 @@ def spans(bench: Bench) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def snapkv_as_kvpress(q: Tensor, k: Tensor, window: int, kernel: int = 5) -> Tensor:
-    """SnapKV's scores in the steps that kvpress takes: keys repeated for every head, a softmax over all weights of the window."""
-    b, h, _, d = q.shape
-    groups, j = k.shape[1], k.shape[2]
-    keys = k[:, :, None].expand(b, groups, h // groups, j, d).reshape(b, h, j, d)
-    s = q[:, :, -window:] @ keys.transpose(2, 3) / d**0.5
-    s += torch.triu(torch.ones_like(s) * float("-inf"), diagonal=j - window + 1)
-    w = s.softmax(-1, dtype=torch.float32).to(q.dtype)[..., :-window]
-    scores = F.avg_pool1d(w.mean(-2), kernel, stride=1, padding=kernel // 2)
-    scores = scores.view(b, groups, h // groups, j - window).mean(2)
-    return F.pad(scores, (0, window), value=scores.max().item() + 1)
-
-
 def snapkv(bench: Bench) -> Iterator[Row]:
     """Scores of the keys of a cache: 64 queries over 32,768 keys, 8 key heads for 32 query heads."""
-    t, window = 32768, 64
-    k = bench.draw(1, 8, t, 128)
-    q = bench.draw(1, 32, window, 128)  # kvpress projects the last queries alone, too
+    sys.path += ["tests", ".libraries"]
+    from support.kvpress_code import FOLDER, llama_attention, press
+
+    if FOLDER is None:
+        print("SnapKV needs kvpress: make test-libraries", file=sys.stderr)
+        return
+    t, window, h, g, d = 32768, 64, 32, 8, 128
+    layer = llama_attention(h, g, d).to(bench.device, bench.dtype)
+    x, k = bench.draw(1, t, h * d), bench.draw(1, g, t, d)
+    unrotated = {"position_embeddings": (torch.ones_like(x[..., :d]), torch.zeros_like(x[..., :d]))}
+    theirs = press("snapkv_press", "SnapKVPress")(window_size=window)
 
     def ours() -> Tensor:
+        q = layer.q_proj(x[:, -window:]).view(1, window, h, d).transpose(1, 2)
         return kv.snapkv(regard.weights(q, k, mask=regard.causal(), align="end"), window)
 
     with torch.no_grad():
         yield bench.row(
-            "SnapKV scores, 64 queries", [1, "32/8", t, 128], "the steps of kvpress", ours, lambda: snapkv_as_kvpress(q, k, window), 0.5, 0.1
+            "SnapKV scores, 64 queries", [1, f"{h}/{g}", t, d], "kvpress", ours, lambda: theirs.score(layer, x, k, k, None, unrotated), 0.5, 0.1
         )  # fmt: skip
 
 
 def rollout(bench: Bench) -> Iterator[Row]:
     """One row of the rollout over 12 layers of 12 heads, beside 12 forward passes."""
-    t = 32768
-    layers = [regard.weights(bench.draw(1, 12, t, 64), mask=regard.causal()) for _ in range(12)]
-    q, k, v = (bench.draw(1, 12, t, 64) for _ in range(3))
+    t, layers = 32768, 12
+    shape = [layers, 12, t, 64]
     with torch.no_grad():
-        start = bench.clock()
-        for _ in range(12):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        middle = bench.clock()
-        chains.rollout_rows(layers, [t - 1])
-        seconds, forwards = bench.clock() - middle, middle - start
-    yield bench.of_one("rollout, 12 layers of 12 heads, one row: seconds", [12, 12, t, 64], "", seconds, None)
-    yield bench.of_one(
-        "rollout, 12 layers of 12 heads, one row", [12, 12, t, 64], "12 SDPA forwards", seconds / forwards, None
-    )
+        q, k, v = (bench.draw(1, 12, t, 64) for _ in range(3))
+        stack = [regard.weights(bench.draw(1, 12, t, 64), mask=regard.causal()) for _ in range(layers)]
+        forwards = [_seconds(bench, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)) for _ in range(3)]
+        seconds = _seconds(bench, lambda: chains.rollout_rows(stack, [t - 1]))
+        forwards += [_seconds(bench, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)) for _ in range(3)]
+    yield bench.of_one("rollout, 12 layers of 12 heads, one row: seconds", shape, "", seconds, None)
+    ratio = seconds / (layers * statistics.median(forwards))
+    yield bench.of_one("rollout, 12 layers of 12 heads, one row", shape, "12 SDPA forwards", ratio, None, 1.0)
 
 
-PARTS = {"comparisons": comparisons, "head_mean": head_mean, "indexer": indexer, "spans": spans, "snapkv": snapkv, "rollout": rollout}  # fmt: skip
+def _seconds(bench: Bench, call: Callable[[], Any]) -> float:
+    start = bench.clock()
+    call()
+    return bench.clock() - start
+
+
+PARTS = {"comparisons": comparisons, "head_mean": head_mean, "indexer": indexer, "memory": memory, "spans": spans, "snapkv": snapkv, "rollout": rollout}  # fmt: skip
 
 
 def main() -> None:
@@ -231,6 +257,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--length", type=int, default=4096)
     options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+        numba.load()  # its version is part of every row
     bench = Bench(options.device, options.repeats, options.length)
     path = RESULTS / "relations.json"
     stored = read("relations") if path.exists() else []

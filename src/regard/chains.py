@@ -21,7 +21,12 @@ __all__ = ["gradient_relevance", "rollout", "rollout_rows"]
 
 
 def rollout(
-    layers: Sequence[Weights], x: Tensor, *, residual: float = 0.5, head_weights: Sequence[Tensor] | None = None
+    layers: Sequence[Weights],
+    x: Tensor,
+    *,
+    residual: float = 0.5,
+    head_weights: Sequence[Tensor] | None = None,
+    value_norms: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """The product A_L ... A_1 x with A = residual I + (1 - residual) mean of the heads: attention rollout of values.
 
@@ -30,6 +35,8 @@ def rollout(
         x: ``(..., t, e)``, without a head axis: what stands at each input position.
         residual: Share of the residual stream, 0 to 1.
         head_weights: For each layer a weight of each head ``(h,)``, divided by their sum. Default: the mean.
+        value_norms: For each layer the norm of the value of each key, ``(..., h, t)``: weights count by the length of
+            what they add, w_ij |v_j|, and the rows of their mean are divided by their sums.
 
     Returns:
         ``(..., t, e)``, in linear memory, with gradients.
@@ -38,9 +45,10 @@ def rollout(
     >>> regard.chains.rollout(layers, torch.eye(4), residual=0.0)[0]  # nothing but attention to four keys alike
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
-    for n, layer in enumerate(_square(layers, residual)):
-        y = layer @ x.unsqueeze(-3)
-        x = residual * x + (1 - residual) * _mean_of_heads(y, head_weights, n)
+    stack = _square(layers, residual)
+    for layer, share, norms in zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True):
+        y = _mean_of_heads(torch.matmul(layer, _scaled(x.unsqueeze(-3), norms)), share)  # type: ignore[arg-type]
+        x = residual * x + (1 - residual) * (y if norms is None else y / _row_sums(layer, share, norms))
     return x
 
 
@@ -50,6 +58,7 @@ def rollout_rows(
     *,
     residual: float = 0.5,
     head_weights: Sequence[Tensor] | None = None,
+    value_norms: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Chosen rows of the product of `rollout`: which inputs these outputs look at, through all layers.
 
@@ -58,6 +67,7 @@ def rollout_rows(
         rows: Positions in the last layer; negative ones count from the end.
         residual: As for `rollout`.
         head_weights: As for `rollout`.
+        value_norms: As for `rollout`.
 
     Returns:
         ``(..., rows, t)``; each row sums to 1 unless a sink took a share.
@@ -65,15 +75,18 @@ def rollout_rows(
     >>> layers = [regard.weights(torch.zeros(2, 3, 8), mask=regard.causal())]
     >>> regard.chains.rollout_rows(layers, [1])
     tensor([[0.2500, 0.7500, 0.0000]])
+    >>> regard.chains.rollout_rows(layers, [1], value_norms=[torch.tensor([[3.0, 1.0, 1.0]] * 2)])
+    tensor([[0.3750, 0.6250, 0.0000]])
     """
     stack = _square(layers, residual)
     top = stack[-1]
     u = torch.zeros(*top.shape[:-3], top.shape[-2], len(rows), dtype=top.dtype, device=top.device)
     for n, row in enumerate(rows):
         u[..., row, n] = 1
-    for n in reversed(range(len(stack))):
-        spread = stack[n].mT @ u.unsqueeze(-3).expand(*stack[n].shape[:-1], -1)
-        u = residual * u + (1 - residual) * _mean_of_heads(spread, head_weights, n)
+    for layer, share, norms in reversed(list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))):
+        from_rows = u if norms is None else u / _row_sums(layer, share, norms)
+        spread = torch.matmul(layer.mT, from_rows.unsqueeze(-3).expand(*layer.shape[:-1], -1))  # type: ignore[arg-type]
+        u = residual * u + (1 - residual) * _mean_of_heads(_scaled(spread, norms), share)
     return u.mT
 
 
@@ -129,8 +142,26 @@ def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
     return list(layers)
 
 
-def _mean_of_heads(y: Tensor, head_weights: Sequence[Tensor] | None, layer: int) -> Tensor:
-    if head_weights is None:
-        return y.mean(-3)
-    share = head_weights[layer] / head_weights[layer].sum()
-    return (y * share[:, None, None]).sum(-3)
+def _of_layers(
+    layers: list[Weights], head_weights: Sequence[Tensor] | None, value_norms: Sequence[Tensor] | None
+) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+    """Options of every layer, None where there are none."""
+    for name, option in (("head_weights", head_weights), ("value_norms", value_norms)):
+        if option is not None and len(option) != len(layers):
+            raise ValueError(f"{name} takes a tensor for each of {len(layers)} layers; got {len(option)}.")
+    nothing = [None] * len(layers)
+    return head_weights or nothing, value_norms or nothing
+
+
+def _scaled(x: Tensor, norms: Tensor | None) -> Tensor:
+    return x if norms is None else x * norms.unsqueeze(-1)
+
+
+def _row_sums(layer: Weights, share: Tensor | None, norms: Tensor) -> Tensor:
+    """Σ_j of the heads' mean of w_ij |v_j|, (..., t, 1); 1 for a row without any."""
+    sums = _mean_of_heads(torch.matmul(layer, norms.unsqueeze(-1)), share)  # type: ignore[arg-type]
+    return torch.where(sums == 0, 1, sums)
+
+
+def _mean_of_heads(y: Tensor, share: Tensor | None) -> Tensor:
+    return y.mean(-3) if share is None else (y * (share / share.sum())[:, None, None]).sum(-3)

@@ -157,38 +157,64 @@ def keep(scores: Tensor, n: int) -> Tensor:
     return scores.topk(n, dim=-1).indices.sort(dim=-1).values
 
 
-def evict(cache: KVCache, scores: Sequence[Tensor], n: int) -> None:
+def evict(cache: KVCache, scores: Sequence[Tensor | None], n: int) -> list[Tensor | None]:
     """Drop all but the n best keys and values of every layer from a transformers cache, in place.
 
     Later positions stay what they are: pass `position_ids` of the true positions when decoding on.
 
     Args:
         cache: A `transformers.DynamicCache`, or any object whose `layers` have `keys` and `values` ``(b, g, j, d)``.
-        scores: For each layer ``(b, g, j)``.
+        scores: For each layer ``(b, g, j)``; None leaves a layer as it is.
         n: How many keys stay in each head.
+
+    Returns:
+        For each layer the positions that stay, ``(b, g, n)``, ascending: scores that `update` follows are gathered
+        there.
+
+    Raises:
+        TypeError: A layer holds more than keys and values: one with a window, a quantised or a static one.
 
     >>> from types import SimpleNamespace
     >>> layer = SimpleNamespace(keys=torch.randn(1, 2, 6, 4), values=torch.randn(1, 2, 6, 4))
-    >>> regard.kv.evict(SimpleNamespace(layers=[layer]), [torch.rand(1, 2, 6)], 3)
-    >>> layer.keys.shape
-    torch.Size([1, 2, 3, 4])
+    >>> (stay,) = regard.kv.evict(SimpleNamespace(layers=[layer]), [torch.rand(1, 2, 6)], 3)
+    >>> layer.keys.shape, stay.shape
+    (torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3]))
     """
     layers: list[Any] = list(cache.layers)
     if len(layers) != len(scores):
         raise ValueError(
             f"evict(cache, scores) takes scores of every layer; got {len(scores)} for {len(layers)} layers."
         )
-    for number, (layer, of_layer) in enumerate(zip(layers, scores, strict=True)):
-        shape = tuple(layer.keys.shape)
-        if of_layer.shape != shape[:-1]:
-            raise ValueError(f"evict: scores of layer {number} are {tuple(of_layer.shape)} and its keys {shape}.")
-        positions = keep(of_layer, n).unsqueeze(-1)
+    stay = [
+        None if of_layer is None else _best_positions(layer, of_layer, n, number)
+        for number, (layer, of_layer) in enumerate(zip(layers, scores, strict=True))
+    ]
+    for layer, positions in zip(layers, stay, strict=True):  # after all checks: a cache is never half evicted
+        if positions is None:
+            continue
         for name in ("keys", "values"):
             states = getattr(layer, name)
-            setattr(layer, name, states.gather(-2, positions.expand(*positions.shape[:-1], states.shape[-1])))
+            setattr(layer, name, states.gather(-2, positions.unsqueeze(-1).expand(*positions.shape, states.shape[-1])))
+    return stay
+
+
+def _best_positions(layer: Any, scores: Tensor, n: int, number: int) -> Tensor:
+    kind = type(layer)
+    if kind.__module__.startswith("transformers.") and kind.__name__ != "DynamicLayer":
+        raise TypeError(
+            f"evict: layer {number} of the cache is a {kind.__name__}, which holds more than keys and values; "
+            "pass None for its scores to leave it as it is."
+        )
+    if scores.shape != layer.keys.shape[:-1]:
+        raise ValueError(
+            f"evict: scores of layer {number} are {tuple(scores.shape)} and its keys {tuple(layer.keys.shape)}."
+        )
+    return keep(scores, n)
 
 
 def _with_largest_at_the_end(scores: Tensor, n: int) -> Tensor:
     """The last n keys get the largest score of all, so that they stay."""
-    largest = scores[..., :-n].amax() if scores.shape[-1] > n else scores.new_ones(())
-    return torch.cat([scores[..., :-n], largest.expand(*scores.shape[:-1], n)], -1)
+    n = min(n, scores.shape[-1])
+    others = scores[..., : scores.shape[-1] - n]
+    largest = others.amax() if others.numel() else scores.new_ones(())
+    return torch.cat([others, largest.expand(*scores.shape[:-1], n)], -1)

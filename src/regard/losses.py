@@ -35,7 +35,7 @@ def entropy_floor(weights: Weights, floor: float) -> Tensor:
     >>> regard.losses.entropy_floor(regard.weights(torch.zeros(2, 4)), 1.0)  # entropy log 2 = 0.6931
     tensor(0.3069)
     """
-    return (floor - weights.entropy()).clamp(min=0).mean()
+    return _mean((floor - weights.entropy()).clamp(min=0))
 
 
 def clip_factors(weights: Weights, threshold: float) -> Tensor:
@@ -56,7 +56,8 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     """
     if not threshold > 0:
         raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
-    largest = weights.max_score().detach().amax(-1)
+    rows = weights.max_score().detach()
+    largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
 
 
@@ -108,7 +109,7 @@ def distillation(
         first, second = ("qkv".index(letter) for letter in pair)
         pairs = [(tensors[first], tensors[second]) for tensors in (teacher, student)]
         of_teacher, of_student = (api.weights(x, y, mask=mask) for x, y in pairs)
-        total = total + of_teacher.detach().kl(of_student).mean()
+        total = total + _mean(of_teacher.detach().kl(of_student))
     return total
 
 
@@ -161,7 +162,12 @@ def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor
     """
     summed = teacher.detach().reduce_heads("sum", groups=1)
     if topk is None:
-        return KeyChoice(summed, None).kl(index).mean()
+        return _mean(KeyChoice(summed, None).kl(index))
     keys = index.detach().topk(topk).indices
     keys = keys.reshape(index._factors.batch.numel(), 1, *keys.shape[-2:])
-    return KeyChoice(summed, keys).kl(KeyChoice(index, keys)).mean()
+    return _mean(KeyChoice(summed, keys).kl(KeyChoice(index, keys)))
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """The mean; 0 where there are no rows."""
+    return rows.sum() / max(1, rows.numel())

@@ -16,12 +16,17 @@ def layers(count: int = 3, heads: int = 2) -> list[regard.Weights]:
     return [regard.weights(x, 2 * x, mask=regard.causal()) for x in q]
 
 
-def product(stack: list[regard.Weights], residual: float, shares: list[Tensor] | None = None) -> Tensor:
+def product(
+    stack: list[regard.Weights], residual: float, shares: list[Tensor] | None = None, norms: list[Tensor] | None = None
+) -> Tensor:
     """The dense matrix A_L ... A_1, (b, t, t)."""
     total = torch.eye(6).double().expand(2, 6, 6)
     for n, W in enumerate(stack):
         share = torch.full((W.shape[-3],), 1 / W.shape[-3]).double() if shares is None else shares[n] / shares[n].sum()
-        mean = torch.einsum("h,bhij->bij", share, W.dense())
+        w = W.dense() if norms is None else W.dense() * norms[n][..., None, :]
+        mean = torch.einsum("h,bhij->bij", share, w)
+        if norms is not None:
+            mean = mean / mean.sum(-1, keepdim=True)
         total = (residual * torch.eye(6).double() + (1 - residual) * mean) @ total
     return total
 
@@ -35,6 +40,24 @@ def test_a_rollout_is_the_product_of_dense_matrices(residual: float, weighted: b
     torch.testing.assert_close(chains.rollout(stack, x, residual=residual, head_weights=shares), want @ x)
     rows = chains.rollout_rows(stack, [0, -1, 3], residual=residual, head_weights=shares)
     torch.testing.assert_close(rows, want[:, [0, 5, 3]])
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_rollout_by_value_norms_counts_what_weights_add(weighted: bool) -> None:
+    stack, norms = layers(), [torch.rand(2, 2, 6).double() + 0.1 for _ in range(3)]
+    shares = [torch.rand(2).double() for _ in stack] if weighted else None
+    x, want = torch.randn(2, 6, 3).double(), product(stack, 0.3, shares, norms)
+    options = {"residual": 0.3, "head_weights": shares, "value_norms": norms}
+    torch.testing.assert_close(chains.rollout(stack, x, **options), want @ x)
+    torch.testing.assert_close(chains.rollout_rows(stack, [0, 4], **options), want[:, [0, 4]])
+    torch.testing.assert_close(want.sum(-1), torch.ones(2, 6).double())
+
+
+def test_a_row_whose_values_have_no_length_looks_at_nothing_but_itself() -> None:
+    stack, norms = layers(1), [torch.zeros(2, 2, 6).double()]
+    assert torch.equal(
+        chains.rollout_rows(stack, [3], value_norms=norms), 0.5 * torch.eye(6).double()[3].expand(2, 1, 6)
+    )
 
 
 def test_a_rollout_differentiates() -> None:
@@ -70,5 +93,7 @@ def test_errors_say_what_must_hold() -> None:
         chains.rollout(stack, torch.eye(6).double(), residual=2)
     with pytest.raises(ValueError, match=r"layer 1 of a rollout must be \(..., h, t, t\)"):
         chains.rollout_rows([stack[0], regard.weights(torch.randn(2, 2, 5, 4))], [0])
+    with pytest.raises(ValueError, match="value_norms takes a tensor for each of 3 layers; got 1"):
+        chains.rollout(stack, torch.eye(6).double(), value_norms=[torch.ones(2, 6)])
     with pytest.raises(ValueError, match=r"dy \(..., 6, e\)"):
         chains.gradient_relevance(stack[0], torch.randn(2, 2, 5, 3), torch.randn(2, 2, 6, 3), torch.eye(6))

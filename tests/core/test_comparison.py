@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import regard
+from regard.core.comparison import MEASURES
 from support.judge import MASKS, SCORES, Sizes, Truth, draw, named
 
 N = Sizes(b=2, h=4, g=2, i=5, j=7, d=3, c=3, e=3)
@@ -147,6 +148,12 @@ def test_large_scores_lose_no_digits(scale: float) -> None:
     s = [(m._factors.q @ m._factors.k.mT / 4).log_softmax(-1) for m in (p, q)]
     plain = (s[0].exp() * (s[0] - s[1])).sum(-1)
     assert (p.kl(q) - want).abs().max() <= 2 * (plain - want).abs().max() + 1e-6 * want.max()
+
+
+def test_the_textbook_takes_the_logarithm_of_the_smallest_numbers() -> None:
+    p, q = torch.tensor([[0.5, 0.5]]).double(), torch.tensor([[1.0, 2.0**-1070]], dtype=torch.float64)
+    got = MEASURES["cross_entropy"][1](p, q)
+    torch.testing.assert_close(got, torch.tensor([0.5 * 1070 * math.log(2)], dtype=torch.float64))
 
 
 def test_hidden_poison_never_reaches_a_comparison() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 import regard
+import regard.chains
 import regard.losses
 from regard.core import traced_rows
 from regard.core.fused_rows import fused
 from regard.engines import numba
-from regard.engines.numba import comparison, head_rows
-from support.comparison_cases import CASES, MEASURES, judged
+from regard.engines.numba import comparison, head_rows, tile_pool
+from support.comparison_cases import CASES, MEASURES, judged, some_cells
 
 pytestmark = pytest.mark.skipif(numba.load() is None, reason="needs numba and the symbols of PyTorch's library")
 
@@ -206,6 +208,63 @@ def test_a_row_that_sees_nothing_has_nothing_to_compare() -> None:
     assert q.grad.isfinite().all()
 
 
+# Tiles.
+
+TILES = {
+    "blocks": lambda W, by: W.pool_blocks(5, 7, by),
+    "rows and key blocks": lambda W, by: W.pool_blocks(1, 9, by),
+    "a window": lambda W, by: W._pool_by((3, 4, slice(5, 18), slice(2, 30)), by),
+    "more tiles than rows": lambda W, by: W._pool_by((23, 2, slice(None), slice(None)), by),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("by", ["sum", "mean", "max", "lse"])
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(
+    "mask",
+    [None, regard.causal(), regard.window(9, 2), ~regard.window(2, 2), some_cells(21, 37)],
+    ids=["none", "causal", "window", "several intervals", "a tensor"],
+)
+def test_tiles_are_the_textbooks(
+    mask: Any, tiles: str, by: str, threads: int, answers: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (numba, tile_pool):
+        monkeypatch.setattr(module, "_tile_size", lambda problem: (8, 16))
+        monkeypatch.setattr(module, "_chunks", lambda *sizes: threads)
+    q, k = 3 * torch.randn(2, 2, 21, 5), torch.randn(2, 1, 37, 5)
+    score = regard.ScaledDot().softcap(4.0).alibi(torch.tensor([0.2, 0.1])).sink(torch.tensor([0.5, -1.0]))
+    W, exact = (
+        regard.weights(q.to(t), k.to(t), score=score, mask=mask, align="end", engine=engine)
+        for t, engine in ((torch.float32, "auto"), (torch.float64, "reference"))
+    )
+    got, want = TILES[tiles](W, by), TILES[tiles](exact, by)
+    assert answers == [True]
+    torch.testing.assert_close(got, want.float(), rtol=5e-6, atol=1e-6)
+
+
+def test_the_largest_weight_of_a_tile_is_one_of_its_cells_whatever_the_scores(answers: list[bool]) -> None:
+    for scale in (1.0, 30.0, 1000.0):
+        W = regard.weights(scale * torch.randn(2, 33, 8), mask=regard.causal())
+        largest = W.pool(1, 1, by="max").flatten()
+        torch.testing.assert_close(largest, W.dense().amax((1, 2)), rtol=1e-5, atol=0)
+        lse = W.pool_blocks(1, 33, by="lse").squeeze(-1)
+        torch.testing.assert_close(lse, W.lse(), rtol=1e-6, atol=1e-6)
+    assert answers == [True] * 6
+
+
+def test_a_visible_nan_shows_in_its_tile_and_a_hidden_one_nowhere(answers: list[bool]) -> None:
+    q, k = torch.randn(6, 4), torch.randn(6, 4)
+    k[5] = math.nan
+    for by in ("sum", "max", "lse"):
+        shown, hidden = regard.weights(q, k), regard.weights(q, k, mask=regard.padding(5))
+        assert shown.pool_blocks(2, 6, by=by).isnan().all()
+        assert hidden.pool_blocks(2, 5, by=by)[:, 0].isfinite().all()
+        strips = regard.weights(q.clone().requires_grad_(), k).pool_blocks(2, 6, by=by)
+        assert strips.isnan().all()
+    assert answers == [True, True, False] * 3
+
+
 # Inside torch.compile.
 
 
@@ -223,3 +282,25 @@ def test_questions_about_rows_are_operators_of_a_compiled_graph(answers: list[bo
     for g, e in zip(torch.autograd.grad(got, leaves), exact, strict=True):
         torch.testing.assert_close(g, e)
     assert True in answers[3:]  # by kernels, there too
+
+
+COMPILED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "segments": lambda q, k: regard.weights(q, k).segment_mass([slice(0, 3), slice(3, 7)]).square(),
+    "chosen keys": lambda q, k: regard.weights(q, k).gather(torch.tensor([[0, 2]]).expand(7, 2)),
+    "the previous key": lambda q, k: regard.weights(q, k, mask=regard.causal()).offset_mass(1),
+    "distances": lambda q, k: regard.weights(q, k).distance_histogram([0, 2, 9]).square(),
+    "alignment": lambda q, k: regard.losses.alignment(regard.weights(q, k), torch.eye(7).bool()),
+    "rollout": lambda q, k: regard.chains.rollout([regard.weights(q, k)] * 2, torch.eye(7)).square(),
+    "indexer": lambda q, k: regard.losses.indexer(
+        regard.weights(k), regard.losses.index_weights(q, k[0], torch.ones(7, 2), regard.causal()), topk=3
+    ),
+}
+
+
+@pytest.mark.parametrize("question", COMPILED)
+def test_relations_are_graphs_without_breaks(question: str) -> None:
+    q, k = torch.randn(2, 7, 4, requires_grad=True), torch.randn(2, 7, 4)
+    ask = COMPILED[question]
+    want, got = ask(q, k).sum(), torch.compile(ask, backend="aot_eager", fullgraph=True)(q, k).sum()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(x, q)[0] for x in (got, want)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,6 +103,77 @@ def test_eviction_leaves_the_best_keys_in_their_order() -> None:
                 best = sorted(range(T), key=lambda j: -scores[layer, b, g, j])[:6]
                 torch.testing.assert_close(cache.layers[layer].keys[b, g], keys[layer, b, g, sorted(best)])
                 torch.testing.assert_close(cache.layers[layer].values[b, g], values[layer, b, g, sorted(best)])
+
+
+def small_llama() -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def test_a_model_decodes_over_an_evicted_cache_as_if_the_rest_were_hidden() -> None:
+    transformers = pytest.importorskip("transformers")
+    model, ids = small_llama(), torch.randint(50, (1, T + 1))
+    cache, full = transformers.DynamicCache(), transformers.DynamicCache()
+    for each in (cache, full):
+        model(ids[:, :T], past_key_values=each)
+    scores = torch.rand(T).expand(1, 2, T)  # the same in every layer and head: one mask hides as much
+    stay, _ = kv.evict(cache, [scores, scores], 6)
+    at = torch.tensor([[T]])
+    got = model(ids[:, T:], past_key_values=cache, position_ids=at).logits
+    hidden = torch.full((1, 1, 1, T + 1), torch.finfo(torch.float32).min)
+    hidden[..., [*stay[0, 0].tolist(), T]] = 0
+    want = model(ids[:, T:], past_key_values=full, position_ids=at, attention_mask=hidden).logits
+    torch.testing.assert_close(got, want)
+    assert cache.get_seq_length() == 7
+
+
+def test_scores_follow_a_cache_that_is_evicted_at_every_step() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(1, H, T, 4).double(), torch.randn(1, G, T, 4).double()
+    layer = SimpleNamespace(keys=k[:, :, :8], values=k[:, :, :8])
+    scores = kv.h2o(regard.weights(q[:, :, :8], layer.keys, mask=regard.causal()), mean=False)
+    at = torch.arange(8).expand(1, G, 8)  # the position of every key that is left
+    for t in range(8, T):
+        (stay,) = kv.evict(SimpleNamespace(layers=[layer]), [scores], 7)
+        scores, at = scores.gather(-1, stay), torch.cat([at.gather(-1, stay), torch.full((1, G, 1), t)], -1)
+        layer.keys = layer.values = torch.cat([layer.keys, k[:, :, t : t + 1]], 2)
+        scores = kv.update(scores, regard.weights(q[:, :, t : t + 1], layer.keys))
+    torch.testing.assert_close(layer.keys, k.gather(2, at[..., None].expand(-1, -1, -1, 4)))
+    # By hand: each key adds up what every step since its own put on it, among the keys that were left.
+    total = torch.zeros(G, T).double()
+    left = [list(range(8)) for _ in range(G)]
+    causal = torch.ones(8, 8).tril().bool()
+    for g in range(G):
+        heads = slice(g * H // G, (g + 1) * H // G)
+        w = (q[0, heads, :8] @ k[0, g, :8].mT / 2).masked_fill(~causal, -torch.inf).softmax(-1)
+        total[g, :8] = w.sum(1).mean(0)
+        for t in range(8, T):
+            left[g] = [*sorted(sorted(left[g], key=lambda j: -total[g, j])[:7]), t]
+            total[g, left[g]] += (q[0, heads, t] @ k[0, g, left[g]].mT / 2).softmax(-1).mean(0)
+    assert at[0].tolist() == left
+    torch.testing.assert_close(scores[0], total.gather(-1, at[0]))
+
+
+def test_layers_that_hold_more_than_keys_and_values_are_left_or_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma2Config(
+        num_hidden_layers=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
+    )
+    cache = transformers.DynamicCache(config=config)
+    for number in range(2):
+        cache.update(torch.randn(1, G, 6, 4), torch.randn(1, G, 6, 4), number)
+    before = cache.layers[1].keys
+    with pytest.raises(TypeError, match="layer 0 of the cache is a DynamicSlidingWindowLayer"):
+        kv.evict(cache, [torch.rand(1, G, 6)] * 2, 3)
+    assert cache.layers[1].keys is before
+    stay = kv.evict(cache, [None, torch.rand(1, G, 6)], 3)
+    assert stay[0] is None
+    assert [layer.keys.shape[2] for layer in cache.layers] == [6, 3]
 
 
 def test_attention_over_what_stays_is_attention_without_the_rest() -> None:

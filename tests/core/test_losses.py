@@ -55,6 +55,18 @@ def test_clip_factors_bring_the_largest_score_to_the_threshold() -> None:
         losses.clip_factors(W, 0)
 
 
+def test_no_rows_lose_nothing() -> None:
+    q = torch.zeros(2, 0, 3, requires_grad=True)
+    nothing = regard.weights(q)
+    index = losses.index_weights(torch.zeros(2, 0, 3), torch.zeros(0, 3), torch.zeros(0, 2))
+    for loss in (
+        losses.entropy_floor(nothing, 1.0), losses.alignment(nothing, torch.zeros(0, 0).bool()),
+        losses.distillation([q.detach()] * 2, [q] * 2), losses.indexer(nothing, index),
+    ):  # fmt: skip
+        assert loss == 0
+    assert losses.clip_factors(nothing, 1.0).tolist() == [1, 1]
+
+
 def test_alignment_counts_rows_that_see_a_cell() -> None:
     q = leaf(5, 3)
     cells = torch.eye(5).bool()

@@ -124,6 +124,22 @@ def test_entropy_and_comparison_of_heads_together(reduction: str, row_engine: st
     torch.testing.assert_close(got, want, rtol=2**10 * EPS, atol=2**10 * EPS)
 
 
+def test_chosen_heads_that_share_keys_are_groups() -> None:
+    W = regard.weights(draw(6, 5, 3), draw(3, 7, 3))
+    groups = W.reduce_heads("mean", heads=[4, 5, 1, 0, -4, 3], groups="kv", weights=torch.tensor([1.0, 3, 1, 1, 2, 0]))
+    w = W.dense()
+    want = torch.stack([(w[4] + 3 * w[5]) / 4, (w[0] + w[1]) / 2, w[2]])
+    torch.testing.assert_close(groups.dense(), want)
+    for heads in ([0, 1, 2], [0, 2, 1, 3, 4, 5], [0, 1, 2, 3]):
+        with pytest.raises(ValueError, match="of the 3 key heads, those that share keys side by side"):
+            W.reduce_heads("mean", heads=heads, groups="kv")
+    for heads in ([6], [-7], []):
+        with pytest.raises(IndexError, match="some of 6 heads"):
+            W.reduce_heads("mean", heads=heads)
+    with pytest.raises(ValueError, match="which must not be 0"):
+        W.reduce_heads("mean", groups=3, weights=torch.tensor([1.0, 1, 0, 0, 1, 1]))
+
+
 def test_the_largest_of_the_mean_name_their_keys() -> None:
     q = draw(3, 6, 4)
     W = regard.weights(q, mask=regard.causal())

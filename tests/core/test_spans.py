@@ -119,6 +119,21 @@ def test_finite_differences_agree(by: str, strips: None) -> None:
     assert gradcheck(ask, (draw(2, 4, 3, grad=True), draw(1, 4, 3, grad=True)), fast_mode=True)
 
 
+@pytest.mark.parametrize(
+    ("by", "heads"), [("mean", False), ("max", False), ("lse", False), ("sum", True), ("max", True)]
+)
+def test_a_window_of_the_map_costs_its_rows(by: str, heads: bool) -> None:
+    visited: set[int] = set()
+
+    def note(s: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        visited.update(i.flatten().tolist())
+        return s
+
+    W = regard.weights(draw(2, 40, 4), score=regard.ScaledDot().modify(note), mask=regard.causal())
+    (W.reduce_heads("mean") if heads else W).pool(2, 2, slice(8, 12), slice(0, 9), by=by)
+    assert visited == set(range(8, 12))
+
+
 def test_a_maximum_that_two_strips_share_has_one_gradient(monkeypatch: pytest.MonkeyPatch, strips: None) -> None:
     w = torch.full((4, 4), 0.25, dtype=torch.float64, requires_grad=True)
     regard.Weights.from_dense(w).pool(1, 1, by="max").backward()
@@ -159,6 +174,21 @@ def test_alignment_by_log_mass_is_learned() -> None:
         loss.backward()
         optimizer.step()
     assert regard.weights(q, k).peak().indices.tolist() == list(range(7, -1, -1))
+
+
+@pytest.mark.parametrize("by", ["sum", "mean", "max", "lse"])
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (0, 0)])
+def test_no_rows_or_no_keys_have_no_blocks(sizes: tuple[int, int], by: str, row_engine: str) -> None:
+    i, j = sizes
+    W = regard.weights(draw(2, i, 3), draw(2, j, 3), engine=row_engine)
+    assert W.pool_blocks(2, 3, by=by).shape == (2, -(-i // 2), -(-j // 3))
+
+
+def test_segments_are_added_up_in_full_width_under_autocast() -> None:
+    W = regard.weights(draw(2, 6, 4).float())
+    want = W.segment_mass([slice(0, 3)], rows=[slice(0, 6)])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(W.segment_mass([slice(0, 3)], rows=[slice(0, 6)]), want)
 
 
 def test_errors_say_what_must_hold() -> None:

@@ -84,7 +84,7 @@ def _total_variation(x: _Pair) -> Tensor:
 
 
 def _dense_cross_entropy(p: Tensor, q: Tensor) -> Tensor:
-    terms = p * torch.where(p > 0, q, 1).clamp(min=torch.finfo(q.dtype).tiny).log()
+    terms = p * torch.where((p > 0) & (q > 0), q, 1).log()
     return -torch.where((p > 0) & (q == 0), -torch.inf, terms).sum(-1)
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..engines.numba import comparison as compiled
-from ..engines.numba import head_rows
+from ..engines.numba import head_rows, tile_pool
 from .comparison import Comparison
 from .problem import Problem
 from .pytree import flatten, unflatten
 from .row_sources import ChosenRows, HeadRows, RowSource, ScoreRows
 from .row_stats import RowEntropy
+from .spans import TilePool
 from .strips import Question, need_first_order
 from .torch_state import in_functorch, is_tracing, without_autocast
 
@@ -37,6 +38,8 @@ def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | No
             value = _compared(first, second, question.measure)
     elif isinstance(question, RowEntropy) and isinstance(sources[0], HeadRows):
         value = _of_heads(sources[0], None, "entropy", divided=False)
+    elif isinstance(question, TilePool) and isinstance(sources[0], ScoreRows):
+        value = _pooled(sources[0], question)
     return None if value is None else [value]
 
 
@@ -111,6 +114,19 @@ class _ComparisonNode(torch.autograd.Function):
             for n, g in zip(pair, of_pair or (), strict=False):
                 outputs[n] = g.to(tensors[n].dtype) if needs[n] else None
         return None, None, *outputs
+
+
+# Tiles.
+
+
+def _pooled(rows: ScoreRows, question: TilePool) -> Tensor | None:
+    """Without gradients, which strips give."""
+    problem = rows.problem
+    constant = not torch.is_grad_enabled() or not any(t.requires_grad for t in flatten(problem)[1])
+    if not constant or len(question.row_edges) < 2 or len(question.col_edges) < 2 or not tile_pool.serves_pool(problem):
+        return None
+    args = (rows.norm, question.row_edges, question.col_edges, question.by)
+    return without_autocast(problem.q, lambda: tile_pool.pooled(problem, *args))
 
 
 # Heads together, and another matrix.

@@ -91,6 +91,20 @@ class HeadReduction(RowQuestions):
         shares = self._shares.reshape(-1, self._size, *[1] * (x.ndim - axis - 2))
         return (x * shares).sum(axis + 1)
 
+    def rows(self, part: slice) -> HeadReduction:
+        """The same matrix for adjacent rows alone; every question then costs what these rows cost.
+
+        Args:
+            part: A slice without step: ``slice(-64, None)`` are the last 64 queries.
+
+        Returns:
+            A `HeadReduction` ``(..., rows, j)``; queries stay at their positions.
+
+        >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads("sum").rows(slice(-1, None)).received()
+        tensor([2., 2.])
+        """
+        return HeadReduction(self._weights.rows(part), self._size, self._shares, one_head=self._one_head)
+
     def __getitem__(self, key: tuple[KeysLike, KeysLike]) -> Tensor:
         """Cells of rows and columns: ``R[3, "it"]``, ``R[:, 2]``, ``R[5:8, :]``."""
         if not isinstance(key, tuple) or len(key) != 2:
@@ -239,4 +253,8 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
     shares = upcast(weights).to(q.device)
     if by == "mean":
         shares = (shares.unflatten(0, (groups, -1)) / shares.unflatten(0, (groups, -1)).sum(-1, keepdim=True)).flatten()
+        if not is_tracing() and bool(shares.isnan().any()):
+            raise ValueError(
+                f"reduce_heads('mean', weights=) divides by their sum, which must not be 0; got {weights}."
+            )
     return shares.reshape(1, heads, 1, 1)

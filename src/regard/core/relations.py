@@ -85,7 +85,7 @@ class Relations(LazyMatrix, RowQuestions):
 
         Args:
             by: ``"mean"``, ``"sum"`` or ``"max"`` of the heads' weights in every cell.
-            heads: Which heads. Default: all.
+            heads: Which heads; negative ones count from the end. Default: all.
             groups: Number of groups of adjacent heads, each reduced by itself; ``"kv"``: heads that share keys.
                 Default: one, without a head axis.
             weights: A number >= 0 for each of the heads; a mean divides by their sum.
@@ -104,12 +104,33 @@ class Relations(LazyMatrix, RowQuestions):
             raise ValueError("reduce_heads() needs a head axis, and this matrix is one head.")
         if by not in ("mean", "sum", "max"):
             raise ValueError(f"reduce_heads(by) must be 'mean', 'sum' or 'max'; got {by!r}.")
-        chosen = self if heads is None else self._select([*map(range, self._factors.batch), [*heads]])
+        if heads is not None:
+            heads = _head_numbers(heads, self._factors.heads)
+        chosen = self if heads is None else self._select([*map(range, self._factors.batch), heads])
         if groups == "kv":
             groups = self._factors.k.shape[-3]
+            if heads is not None:
+                _need_shared_keys(heads, self._factors.heads, groups)
         count = 1 if groups is None else groups
         n = chosen._factors.heads
         if count < 1 or n % count:
             raise ValueError(f"reduce_heads(groups=) must divide the {n} heads; got {groups}.")
         shares = None if by == "max" and weights is None else head_shares(by, weights, n, count, self._factors.q)
         return HeadReduction(chosen, n // count, shares, one_head=groups is None)
+
+
+def _head_numbers(heads: Sequence[int], count: int) -> list[int]:
+    if not heads or not all(-count <= head < count for head in heads):
+        raise IndexError(f"reduce_heads(heads=) takes numbers of some of {count} heads; got {list(heads)}.")
+    return [head % count for head in heads]
+
+
+def _need_shared_keys(heads: Sequence[int], count: int, key_heads: int) -> None:
+    """Raise ValueError unless chosen heads fall into groups of adjacent ones, one for each head of keys."""
+    owners = [head // (count // key_heads) for head in heads]
+    size, rest = divmod(len(owners), key_heads)
+    if rest or owners != [owners[n - n % size] for n in range(len(owners))] or len({*owners}) != key_heads:
+        raise ValueError(
+            f"reduce_heads(heads=, groups='kv') takes as many heads of each of the {key_heads} key heads, those that "
+            f"share keys side by side; got heads {list(heads)}."
+        )

@@ -20,7 +20,7 @@ from .row_sources import RowSource
 from .row_stats import ChosenKeys, DistanceBins, DistanceVariance
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .strips import Question, walk
-from .torch_state import as_size, is_tracing
+from .torch_state import as_size, is_tracing, without_autocast
 from .traced_rows import answer, traced
 from .types import MaskLike, SegmentsLike
 
@@ -66,6 +66,10 @@ class RowQuestions:
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]
+
+    def rows(self, part: slice) -> RowQuestions:
+        """The same matrix for adjacent rows alone."""
+        raise NotImplementedError
 
     def _compare(self, measure: str, other: RowQuestions) -> Tensor:
         if not isinstance(other, RowQuestions):
@@ -195,11 +199,12 @@ class RowQuestions:
         return self._pool_tiles(*edges, by)
 
     def _pool_by(self, pool: tuple[int, int, slice, slice], by: str) -> Tensor:
-        """Tiles of a part of the matrix, as `Weights.pool` cuts it."""
+        """Tiles of a part of the matrix, as `Weights.pool` cuts it, at the cost of its rows."""
         i, j = self.shape[-2:]
         tiling = as_tiling(pool, (i, j))
-        rows, cols = tile_edges(tiling.rows, tiling.i0, tiling.i1), tile_edges(tiling.cols, tiling.j0, tiling.j1)
-        return self._pool_tiles(rows, cols, by)
+        rows, cols = tile_edges(tiling.rows, 0, tiling.i1 - tiling.i0), tile_edges(tiling.cols, tiling.j0, tiling.j1)
+        part = self if (tiling.i0, tiling.i1) == (0, i) else self.rows(slice(tiling.i0, tiling.i1))
+        return part._pool_tiles(rows, cols, by)
 
     def _pool_tiles(self, row_edges: tuple[int, ...], col_edges: tuple[int, ...], by: str) -> Tensor:
         if by not in get_args(PoolBy):
@@ -312,11 +317,13 @@ class RowQuestions:
         if by not in ("sum", "mean"):
             raise ValueError(f"segment_mass(by=) must be 'sum' or 'mean'; got {by!r}.")
         i, j = self.shape[-2:]
-        mass = self @ segment_flags(keys, j, self._tokens[1], self._factors.q, "keys").mT  # type: ignore[operator]
+        flags = segment_flags(keys, j, self._tokens[1], self._factors.q, "keys")
+        mass: Tensor = self.__matmul__(flags.mT)  # type: ignore[operator]  # Dynamo cannot follow @
         if rows is None:
             return mass
         flags = segment_flags(rows, i, self._tokens[0], self._factors.q, "rows")
-        return (flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)) @ mass
+        shares = flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)
+        return without_autocast(mass, lambda: shares @ mass)
 
     def gather(self, keys: Tensor) -> Tensor:
         """The weights of every row at keys of its own.
@@ -336,7 +343,7 @@ class RowQuestions:
         if not isinstance(keys, Tensor) or keys.is_floating_point() or keys.ndim < 2 or keys.shape[-2] != i:
             got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__
             raise ValueError(f"gather(keys) takes key positions ({i}, n), a row of them for each query; got {got}.")
-        if keys.numel() and (int(keys.max()) >= j or int(keys.min()) < -1):
+        if not is_tracing() and keys.numel() and (int(keys.max()) >= j or int(keys.min()) < -1):
             raise IndexError(
                 f"gather(keys): positions are -1 (none) to {j - 1}; got {int(keys.min())} to {int(keys.max())}."
             )
@@ -400,7 +407,7 @@ class RowQuestions:
         """
         self._positions("distance_histogram")
         bounds = torch.as_tensor(edges, device=self._factors.q.device)
-        if bounds.ndim != 1 or len(bounds) < 2 or bool((bounds.diff() <= 0).any()):
+        if bounds.ndim != 1 or len(bounds) < 2 or not (is_tracing() or bool((bounds.diff() > 0).all())):
             raise ValueError(f"distance_histogram(edges) takes at least two ascending distances; got {edges}.")
         return self._ask_rows(DistanceBins(bounds, self._factors.query_offset))[0]
 

@@ -105,6 +105,8 @@ class TilePool:
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         (x,) = matrices
         rows, cols = (list(pairwise(edges)) for edges in (self.row_edges, self.col_edges))
+        if not rows or not cols:
+            return [x.new_zeros(*x.shape[:2], len(rows), len(cols))]
         tiles = [torch.stack([self._one(x[..., r:s, c:d]) for c, d in cols], -1) for r, s in rows]
         return [torch.stack(tiles, -2)]
 

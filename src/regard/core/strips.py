@@ -83,7 +83,7 @@ def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor]
         ):
             so_far = total[where]
             if owner is not None:
-                larger = value > so_far
+                larger = (value > so_far) | value.isnan()
                 owner[where] = owner[where].masked_fill(larger, n)
                 total[where] = torch.where(larger, value, so_far)
             else:

@@ -25,6 +25,10 @@ __all__ = [
     "ONE_PASS",
     "OVERLAP",
     "PARAMS",
+    "POOL_BY",
+    "POOL_LSE",
+    "POOL_MAX",
+    "POOL_SUM",
     "ROW_STATISTICS",
     "SOFTCAP",
     "TOTAL_VARIATION",
@@ -38,6 +42,9 @@ __all__ = [
 BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK = 0, 1, 2, 3, 4
 # Measures of two matrices, and the entropy of heads together.
 KL, CROSS_ENTROPY, JS, OVERLAP, TOTAL_VARIATION, ENTROPY = 0, 1, 2, 3, 4, 5
+
+# How the cells of a pooled tile are merged.
+POOL_SUM, POOL_MAX, POOL_LSE = 0, 1, 2
 
 #: The kind of each modifier that the kernels compute, by `Modifier.kernel_op`.
 MODIFIER_KINDS = {
@@ -58,6 +65,9 @@ MEASURES = {
     "entropy": ENTROPY,
 }
 
+#: The number of each way to pool, by its name in `core/spans.py`.
+POOL_BY = {"sum": POOL_SUM, "max": POOL_MAX, "lse": POOL_LSE}
+
 _MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f8")])
 
 #: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
@@ -74,6 +84,7 @@ _ADDRESSES = (
     "gemm counter scratch lo hi modifiers q k norm "  # of all kernels
     f"v y {' '.join(ROW_STATISTICS)} keys argmax topk_scores topk_indices sink "  # forward
     "u z received pool "  # column_pass
+    "tiles row_tile key_tile key_edges "  # tile_pool: tile of every query and key
     "cells row_at row_place col_at col_place "  # cells
     "left right dy delta d_entropy d_distance dq dk dv drow dkey "  # backward
     "other value grad "  # comparison: the record of the second matrix, the measure of every row and its gradient
@@ -88,7 +99,8 @@ _SIZES = (
     "E U X "  # size of v, of u, of left and right
     "itemsize offset n_intervals intervals_b modifier_count topk block_i block_j chunks scratch_size right_group "
     "tile_rows tile_cols i0 i1 j0 j1 "  # the pooled map
-    "row_from row_to key_from key_to "  # column_pass: the part of the matrix that is visited
+    "row_from row_to key_from key_to "  # column_pass, tile_pool: the part of the matrix that is visited
+    "pool_by "  # tile_pool
     "row_count col_count "  # the cells
     "measure heads groups "  # comparison: heads of the result, and groups of them that share no keys
     "index_heads divided"  # head_rows: terms of a sum of ReLUs; whether rows are divided by their sum
