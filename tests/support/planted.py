@@ -55,7 +55,7 @@ TESTS = {
     "replay": ("engines/test_replay.py", ""),
     "comparison": ("core/test_comparison.py", "not learn and (not formula or scaled_dot or sink)"),
     "fused rows": ("core/test_fused_rows.py", "not tiles_are"),
-    "fused rows: tiles": ("core/test_fused_rows.py", "tiles_are and (causal or none) and (window or blocks)"),
+    "fused rows: tiles": ("core/test_fused_rows.py", "tiles_are and (window or blocks)"),
     "spans": ("core/test_spans.py", ""),
     "row statistics": ("core/test_row_stats.py", ""),
     "kv": ("core/test_kv.py", ""),
