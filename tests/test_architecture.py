@@ -75,7 +75,7 @@ ARROWS: dict[str, set[str]] = {
     "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
     "core.fused_rows": {
-        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.row_stats", "core.strips", "core.torch_state", "engines",
+        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "engines",
     },
     "core.traced_rows": {"core.fused_rows", "core.pytree", "core.row_sources", "core.strips"},
     "core.row_questions": {
