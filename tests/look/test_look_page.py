@@ -497,7 +497,7 @@ def test_a_file_is_a_page_or_a_picture(tmp_path: Path) -> None:
     view = View(regard.weights(torch.randn(3, 4)))
     with pytest.raises(ValueError, match=r"\.html, \.svg, \.pdf or \.png, got 'x\.gif'"):
         view.save(tmp_path / "x.gif")
-    with pytest.raises(OSError, match="No such file"):
+    with pytest.raises(FileNotFoundError, match="there is no such folder; make it first"):
         view.save(tmp_path / "nowhere" / "x.html")
     assert list(tmp_path.iterdir()) == []
 

@@ -137,7 +137,7 @@ async function exactRow(page, source, box, own, map) {
   const { rows, cols } = page.stack, requested = own.row;
   let row = null;
   try { row = await source.row(requested); } catch (error) {
-    box.replaceChildren(el("p", { class: "hint", text: `Row ${count(asked)} cannot be shown: ${error.message}` }));
+    box.replaceChildren(el("p", { class: "hint", text: `Row ${count(requested)} cannot be shown: ${error.message}` }));
     return;
   }
   if (requested !== own.row || !map.box.isConnected) return; // another row was asked for since
