@@ -8,6 +8,7 @@
 #                       (both go on where they were stopped; python -m bench.tables puts their results into the docs)
 # make test-sm90        the Hopper kernels compiled for sm_90 under Triton 3.6 to 3.9, without a GPU (some minutes)
 # make lint   formatting, lint and types, also those of a user's file; make lint-pyright the latter under pyright
+# make lint-page  types of the page's scripts (needs npm); part of .ci/run
 # make docs   the documentation as a site, into site/; fails on every warning
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
 # make bench-page  the page of 100,000 tokens: saving, opening, zooming, tiles of the server (needs Chromium; minutes)
@@ -24,7 +25,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright docs bench bench-gpu bench-learn bench-page small-model clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
 
 setup: $(READY)
 
@@ -113,6 +114,16 @@ lint-pyright: $(READY)
 	$(PYTHON) -m venv .cache/pyright
 	.cache/pyright/bin/pip install --quiet --disable-pip-version-check basedpyright
 	.cache/pyright/bin/basedpyright --level error --pythonpath $(BIN)/python tests/typing/user_code.py
+
+# The page's scripts under TypeScript's checker, in a folder of its own; needs npm.
+TSC = .cache/typescript/node_modules/.bin/tsc
+$(TSC):
+	npm install --silent --no-audit --no-fund --prefix .cache/typescript typescript@5.9.3
+
+typescript: $(TSC)
+
+lint-page: $(TSC)
+	$(TSC) --project tests/typing/tsconfig.json
 
 docs: $(READY)
 	$(BIN)/python docs/build.py

@@ -49,8 +49,9 @@ function patchColumns({ tokens, special }) {
 
 export class Head {
   constructor(header, layer, place, head, n, stack, id) {
-    Object.assign(this, { header, layer, place, head, n, stack, id, i: stack.rows.length, j: stack.cols.length,
-      sheets: new Map(), split: {} });
+    this.header = header; this.layer = layer; this.place = place; this.head = head; this.n = n; this.stack = stack;
+    this.id = id; this.i = stack.rows.length; this.j = stack.cols.length; this.sheets = new Map(); this.split = {};
+    this._w = this._stored = this._visible = undefined; // read when they are needed
     this.name = layer.name ? `layer ${layer.index}, head ${head}` : layer.heads > 1 ? `head ${head}` : "these weights";
     this.brief = layer.name ? `${layer.index}·${head}` : `${head}`;
   }
@@ -103,7 +104,7 @@ export class Head {
 // The weights of one head as they are read, and how much of them is habit.
 class Sheet {
   constructor(head, rows, cols, w) {
-    Object.assign(this, { head, rows, cols, w, same: head.stack.same, bests: [] });
+    this.head = head; this.rows = rows; this.cols = cols; this.w = w; this.same = head.stack.same; this.bests = [];
   }
   // Whether the mask forbids a word to look at another one, with all their tokens. A weight of 0 alone does not say so.
   masked(i, j) {

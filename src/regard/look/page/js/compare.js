@@ -10,10 +10,12 @@ const signed = (x) => Math.sign(x) * Math.abs(x) ** 0.6;
 // A pair of heads: both patterns on the words of both texts. Long texts are tiles, with the largest change of each.
 class Pair {
   constructor(page, spec, n) {
-    Object.assign(this, spec, { n, group: page.header.groups[spec.group] });
+    Object.assign(this, spec);
+    this.tiled = spec.tiled; this.n = n; this.group = page.header.groups[spec.group];
     const flat = page.header.array(spec.w), [, rows, cols] = page.header.shape(spec.w), size = rows * cols;
-    Object.assign(this, { rows, cols, sides: [flat.subarray(0, size), flat.subarray(size, 2 * size)],
-      changes: spec.tiled ? flat.subarray(2 * size) : null });
+    this.rows = rows; this.cols = cols;
+    this.sides = [flat.subarray(0, size), flat.subarray(size, 2 * size)];
+    this.changes = spec.tiled ? flat.subarray(2 * size) : null;
   }
   at(side, i, j) { return this.sides[side][i * this.cols + j]; }
   // What the second gives more; to a word that a text lacks it gives nothing. NaN in a row that only one text has.

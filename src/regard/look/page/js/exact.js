@@ -16,10 +16,10 @@ export class Exact {
   constructor(spec, buffer, i, j) {
     const array = (Kind, place) => (place ? new Kind(buffer, place[0], place[1]) : null);
     const vectors = (place) => (spec.bits === 16 ? fromHalves(array(Uint16Array, place)) : array(Float32Array, place));
-    Object.assign(this, { i, j, d: spec.d, scale: spec.scale, bits: spec.bits, error: spec.error,
-      intervals: spec.intervals,
-      q: vectors(spec.q), k: vectors(spec.k), lse: array(Float32Array, spec.lse), lo: array(Int32Array, spec.lo),
-      hi: array(Int32Array, spec.hi), bias: array(Float32Array, spec.bias) });
+    this.i = i; this.j = j; this.d = spec.d; this.scale = spec.scale; this.bits = spec.bits; this.error = spec.error;
+    this.intervals = spec.intervals; this.q = vectors(spec.q); this.k = vectors(spec.k);
+    this.lse = array(Float32Array, spec.lse); this.lo = array(Int32Array, spec.lo);
+    this.hi = array(Int32Array, spec.hi); this.bias = array(Float32Array, spec.bias);
   }
   // "exact" is said only where no weight is off by more than 0.1 %.
   get isExact() { return this.error <= 1e-3; }

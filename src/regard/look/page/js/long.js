@@ -112,8 +112,8 @@ export function tileUnder(canvas, event, rows, cols) {
 }
 
 // A number for every word of a window as a strip: the mean and the largest of what falls on a pixel.
-function profile(title, every, sequence, [from, to] = [0, every.length]) {
-  const numbers = every.subarray(from, to);
+function profile(title, every, sequence, span = [0, every.length]) {
+  const [from, to] = span, numbers = every.subarray(from, to);
   const [width, height] = [640, 54], n = numbers.length, bins = Math.min(n, width), high = [], mean = [];
   for (let b = 0; b < bins; b++) {
     const part = numbers.subarray(edge(b, bins, n), edge(b + 1, bins, n));

@@ -12,7 +12,8 @@ export const complete = ({ i, j }) => ({ i0: 0, i1: i, j0: 0, j1: j });
 export class MatrixMap {
   constructor(page, source, box, readout, onwindow) {
     const own = page.long, { head } = source;
-    Object.assign(this, { page, source, box, readout, head, own, onwindow, cursor: null });
+    this.page = page; this.source = source; this.box = box; this.readout = readout; this.head = head; this.own = own;
+    this.onwindow = onwindow; this.cursor = null; this.onrow = null;
     this.view = own.view ?? complete(head);
     // A tile that comes late may be the one under the pointer.
     this.tiles = new Tiles(page, source, () => { this.request(); if (this.place) this.read(...this.place); });
@@ -62,7 +63,7 @@ export class MatrixMap {
   get options() { return { mode: this.own.mode, fit: this.page.state.fit }; }
   get isComplete() { return this.view.i1 - this.view.i0 >= this.head.i - 1e-6; }
   // What a cell of the picture is, and how true it is.
-  level({ exact, missing, served, level }) {
+  level({ exact, missing, served = null, level = 0 }) {
     const { error, bits, isExact } = this.source.exact ?? {}, [r, c] = this.source.tiles;
     const what = { mean: "the share of a row that falls into a cell, on average", max: "the largest weight in a cell",
       beyond: "by how much the largest weight in a cell exceeds an equal share, and what its key or its distance gets on average" }[this.own.mode];

@@ -18,6 +18,7 @@ export class Page {
     this.book = header.kind === "attention" ? openBook(header) : null;
     this.header = header;
     this.server = header.server ?? null;
+    this.long = null; // what the map of a long input shows
     const start = header.start;
     this.state = {
       view: null, stack: start?.stack ?? 0, word: start?.word ?? 0, pair: start?.pair ?? 0, hover: null, hide: start?.hide ?? false,
@@ -48,14 +49,14 @@ export class Page {
   // The views that have something to show, the first one first.
   chooseViews() {
     this.views = Object.entries(VIEWS).filter(([, view]) => view.when?.(this) ?? this.book?.stacks.some(view.stack));
-    this.views.sort(([a], [b]) => (b === this.first) - (a === this.first));
+    this.views.sort(([a], [b]) => Number(b === this.first) - Number(a === this.first));
   }
   // Queries and keys of long inputs come after the first picture; then every weight is at hand.
   async readVectors() {
     this.vectorsPending = true;
     const exact = this.header.vectors.map((spec) => [spec,
       this.book.heads.find((one) => one.place === spec.place && one.head === spec.head)]);
-    let done = null;
+    let done = (_) => {};
     const promise = new Promise((resolve) => { done = resolve; });
     for (const [, head] of exact) head.stored.promise = promise;
     const buffer = this.server ? await this.server.vectors() : await readBlock(await textAtEnd("regard-vectors"));

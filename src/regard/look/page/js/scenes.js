@@ -49,7 +49,7 @@ const cellOf = (x, y, width, height, fill, props) => svg("rect", { x, y, width: 
 const isSlanted = (data) => Math.max(...data.names.map((name) => Math.min(11, name.length))) * 9.2 > stepOf(data);
 
 // The words below; the lit one is framed, those that are hidden are pale.
-function wordsBelow(data, hidden = () => 0, y = FLOOR + 26) {
+function wordsBelow(data, hidden = (_) => 0, y = FLOOR + 26) {
   const slanted = isSlanted(data), clip = (text) => (text.length > 11 ? `${text.slice(0, 10)}…` : text);
   return data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : ""}${hidden(n) > 0.5 ? " faint" : ""}`,
     ...(slanted ? { transform: `translate(${placeOfWord(data, n) + 4} ${y}) rotate(-32)`, "text-anchor": "end" }
@@ -65,7 +65,7 @@ function vectorColumn(data, vector, x, y, most, { width = 14, cell = 8, opacity 
 const sizeOf = (vectors) => Math.max(1e-9, ...vectors.flat().map(Math.abs));
 
 // Bars that stand on a line, one a word, with their numbers; `shares` says how much of a bar is there.
-function barsOf(data, values, { base, high, most, shown = () => 1, colour = "var(--accent)", digits = 2, ghost = null }) {
+function barsOf(data, values, { base, high, most, shown = (_) => 1, colour = "var(--accent)", digits = 2, ghost = null }) {
   const wide = Math.min(34, stepOf(data) * 0.62), tall = (x) => (high * Math.abs(x)) / most;
   return values.map((x, n) => {
     const [h, at] = [tall(x) * shown(n), placeOfWord(data, n)], up = x >= 0;
@@ -177,7 +177,7 @@ function longTexts(data, t) {
   return [svg("rect", { class: "storyhatch", x: x0, y: top, width: side, height: side, fill: "url(#story-hatch)", opacity: s }), cells,
     svg("rect", { class: "cellframe", x: x0, y: top, width: side, height: side }),
     noteAt(x0, top + side + 24, `${count(total)} words: ${count(total * total)} weights`),
-    [["q", 0], ["k", 40]].map(([name, dx]) => [cellOf(right + dx, top, 22, side, paint.css(paint.tint(0.35))), tinyText(right + 11 + dx, top + side + 18, name)]),
+    ["q", "k"].map((name, m) => [cellOf(right + 40 * m, top, 22, side, paint.css(paint.tint(0.35))), tinyText(right + 11 + 40 * m, top + side + 18, name)]),
     [0, 1].map((m) => [cellOf(right + 90 + 26 * m, top, 8, side, "var(--h0)"), tinyText(right + 94 + 26 * m, top + side + 18, ["m", "l"][m])]),
     noteAt(right, top - 12, "stored: q, k and m, l"), noteAt(x0, top + side + 70, "any weight is exp(q·k·scale − m) / l")];
 }

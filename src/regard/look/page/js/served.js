@@ -4,7 +4,7 @@ import { el } from "./elements.js";
 import { half, readBlock } from "./data.js";
 
 export class Server {
-  constructor(look) { Object.assign(this, { look, who: "server" }); }
+  constructor(look) { this.look = look; this.who = "server"; }
   async ask(path, fields, signal) {
     const query = new URLSearchParams({ look: this.look });
     for (const [name, value] of Object.entries(fields)) for (const one of [value].flat()) query.append(name, one);
@@ -67,7 +67,7 @@ function readArrays(buffer) {
 export class Kernel extends Server {
   constructor() {
     super("kernel");
-    Object.assign(this, { who: "kernel", waiting: new Map() });
+    this.who = "kernel"; this.waiting = new Map();
     addEventListener("message", ({ source, data }) => {
       const { id, error, buffer } = data?.regardAnswer ?? {}, one = source === parent ? this.waiting.get(id) : null;
       if (!one) return;
@@ -89,11 +89,11 @@ export class Kernel extends Server {
 // Weights of a window that the server computed, with its queries and keys where scores are their products.
 class ServedWindow {
   constructor([i0, i1, j0, j1], w, q, k, { scale, d }) {
-    Object.assign(this, { i0, j0, width: j1 - j0, sent: w, w: w.map((x) => Math.max(0, x)), scale, d,
-      lo: w.some((x) => x < 0) ? true : null });
+    this.i0 = i0; this.j0 = j0; this.width = j1 - j0; this.sent = w; this.w = w.map((x) => Math.max(0, x));
+    this.scale = scale; this.d = d; this.lo = w.some((x) => x < 0) ? true : null;
     // Vectors are asked for by the place of their word in the text.
     const shifted = (flat, from) => flat && { subarray: (a, b) => flat.subarray(a - from * d, b - from * d) };
-    Object.assign(this, { q: shifted(q, i0), k: shifted(k, j0) });
+    this.q = shifted(q, i0); this.k = shifted(k, j0);
   }
   block(rowFrom, rowTo, keyFrom, keyTo) {
     const out = new Float32Array((rowTo - rowFrom) * (keyTo - keyFrom));

@@ -9,8 +9,9 @@ const SENT = 200, BATCH = 12; // tiles that are remembered, and those of one que
 export class ServedTiles {
   constructor(page, source, again) {
     const { i, j } = source.head;
-    Object.assign(this, { page, source, again, i, j, cells: new Map(), pictures: new Map(), wanted: [], running: false,
-      done: null, failed: null, last: Math.max(0, Math.ceil(Math.log2(Math.max(i, j) / SIDE))) });
+    this.page = page; this.source = source; this.again = again; this.i = i; this.j = j; this.cells = new Map();
+    this.pictures = new Map(); this.wanted = []; this.running = false; this.done = null; this.failed = null;
+    this.last = Math.max(0, Math.ceil(Math.log2(Math.max(i, j) / SIDE)));
   }
   // The level whose cells are at least a pixel large.
   level(view, canvas) {
@@ -42,8 +43,8 @@ export class ServedTiles {
   }
   // Which tiles a mode needs: what is beyond the expected is computed here, from the largest weights.
   by(z, mode) { return mode === "mean" && z < this.last ? "mean" : "max"; }
-  picture(key, [z, x, y], scale, beyond) {
-    const name = `${key} ${scale} ${beyond}`, { paint } = this.page, cells = this.cells.get(key);
+  picture(key, place, scale, beyond) {
+    const [z, x, y] = place, name = `${key} ${scale} ${beyond}`, { paint } = this.page, cells = this.cells.get(key);
     const words = this.words(z), middle = (tile, cell) => (tile * SIDE + cell + 0.5) * words;
     const expected = beyond ? (a, b) => this.source.expected(middle(y, a), middle(x, b)) : () => 0;
     this.cells.delete(key); // the latest used last

@@ -95,8 +95,8 @@ function csvOf(page) {
   const write = page.main.querySelector("details.behind")?.write;
   if (!write) throw new Error("this view has no table");
   const cell = (x) => {
-    const number = typeof x === "number", plain = x instanceof Node ? x.getAttribute("title") ?? x.textContent
-      : String(x);
+    const number = typeof x === "number", plain = x instanceof Element
+      ? x.getAttribute("title") ?? x.textContent : x instanceof Node ? x.textContent : String(x);
     const safe = number || !/^[=+\-@\t\r]/.test(plain) ? plain : `'${plain}`;
     return /[",\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
   };

@@ -7,12 +7,12 @@ export class Stored {
   constructor(head) {
     const { header, layer: { long, held } } = head, n = held.indexOf(head.head), [r, c] = long.tiles;
     const part = (name, size) => header.array(long[name]).subarray(n * size, (n + 1) * size);
-    Object.assign(this, { head, rows: long.rows, tiles: long.tiles, map: part("pool", r * c), largest: part("max",
-      r * c),
-      held: long.exact === undefined ? null : part("exact", long.rows.length * head.j), why: long.why });
-    Object.assign(this, { entropy: part("entropy", head.i), peak: part("peak", head.i), peakAt: part("peak_at", head.i),
-      received: part("received", head.j), settled: long.settled, exact: null, promise: null,
-      server: header.server ?? null });
+    this.head = head; this.rows = long.rows; this.tiles = long.tiles; this.map = part("pool", r * c);
+    this.largest = part("max", r * c);
+    this.held = long.exact === undefined ? null : part("exact", long.rows.length * head.j); this.why = long.why;
+    this.entropy = part("entropy", head.i); this.peak = part("peak", head.i); this.peakAt = part("peak_at", head.i);
+    this.received = part("received", head.j); this.settled = long.settled; this.exact = null; this.promise = null;
+    this.server = header.server ?? null;
   }
   // What the rows of a tile give its columns, a row on average.
   share(a, b) {

@@ -9,8 +9,9 @@ export const EXACT_WORDS = 2048; // a side: windows up to here are filled with e
 
 export class Tiles {
   constructor(page, source, again) {
-    Object.assign(this, { page, source, again, computed: new Map(), painted: new Map(), queue: [], planes: new Map(),
-      served: source.server ? new ServedTiles(page, source, again) : null });
+    this.page = page; this.source = source; this.again = again; this.computed = new Map(); this.painted = new Map();
+    this.queue = []; this.planes = new Map();
+    this.served = source.server ? new ServedTiles(page, source, again) : null;
   }
   // Whether a window is small enough for exact tiles.
   isExact({ i0, i1, j0, j1 }) { return !!this.source.exact && Math.max(i1 - i0, j1 - j0) <= EXACT_WORDS; }

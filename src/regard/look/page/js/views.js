@@ -85,5 +85,5 @@ export async function show(root, base64, look) {
 }
 
 const data = globalThis.document?.getElementById("regard-data"),
-  look = globalThis.document?.querySelector('meta[name="regard-look"]')?.content;
+  look = globalThis.document?.querySelector('meta[name="regard-look"]')?.getAttribute("content");
 if (data || look) globalThis.regard = show(document.getElementById("regard"), data?.textContent, look);

@@ -11,7 +11,7 @@ class WindowHead extends Head {
     const exact = exactOf(base);
     super(base.header, { ...base.layer, mask_name: exact.lo ? "the mask" : undefined, scale: exact.scale, d: exact.d,
       score: "dot product", q: exact.q && !exact.bias ? true : undefined, visible: exact.lo ? true : undefined }, base.place, base.head, base.n, stack, id);
-    Object.assign(this, { base, from: [i0, j0], exact });
+    this.base = base; this.from = [i0, j0]; this.exact = exact;
   }
   get w() { return (this._w ??= this.exact.block(this.from[0], this.from[0] + this.i, this.from[1],
     this.from[1] + this.j)); }
