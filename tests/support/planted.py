@@ -127,7 +127,7 @@ BUGS = [
     Bug("a row with no key divides by zero", "core/online_softmax.py", "share = torch.where(l == 0, 0, 1 / l)", "share = 1 / l", ("merge",)),
     Bug("−0.0 sorts below 0.0", "core/online_softmax.py", "bits = (s.detach() + 0.0).contiguous()", "bits = s.detach().contiguous()", ("ties",)),
     # core/stats.py: definitions, and the tiles of the pooled map.
-    Bug("lse in base 2", "core/stats.py", "torch.where(empty, 1, l).log())", "torch.where(empty, 1, l).log2())", ("merge",)),
+    Bug("lse in base 2", "core/stats.py", "return (m + l.log()).to(norm.dtype)", "return (m + l.log2()).to(norm.dtype)", ("merge",)),
     Bug("tiles begin one late", "core/stats.py", "return ((position + 1) * tiles - 1) // max(n, 1)", "return (position * tiles) // max(n, 1)", ("identities",)),
     Bug("pooled map ignores where its part begins", "core/stats.py", "return _tile_of(j - self.j0, self.cols, self.j1 - self.j0)", "return _tile_of(j, self.cols, self.j1)", ("identities",)),
     Bug("the reference counts a sink's share twice", "core/stats.py", "entropy(w) + entropy(sink.unsqueeze(-1))", "entropy(w) + 2 * entropy(sink.unsqueeze(-1))", ("scores and sinks",)),
