@@ -3,7 +3,7 @@
 # make test-numerics    the numerics under other roundings and in plain PyTorch tiles (ten minutes); part of .ci/run
 # make test-configurations  20,000 random configurations against float64, gradients included (half an hour)
 # make test-ranks       a sequence over up to 8 processes, 300 cells and their gradients; some minutes
-# make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 13 settings, about 15 minutes each
+# make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 16 settings, about 10 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
 #                       (both go on where they were stopped; python -m bench.tables puts their results into the docs)
 # make test-sm90        the Hopper kernels compiled for sm_90 under Triton 3.6 to 3.9, without a GPU (some minutes)
@@ -54,12 +54,13 @@ test-slow: $(READY)
 
 # Rounding of other CPUs: MKL and ATen without wide vector instructions, products split over two threads.
 NUMERICS = tests/core/test_row_weights.py tests/core/test_bound.py tests/core/test_statistics.py tests/core/test_gradients.py
-# And the tiles in plain PyTorch, which serve where numba does not.
+# And the tiles in plain PyTorch, which serve where numba does not; and Triton's interpreter with the products of another OpenBLAS.
 PLAIN = tests/core/test_statistics.py tests/core/test_gradients.py tests/core/test_merge.py tests/core/test_empty_and_infinite.py
 test-numerics: $(READY)
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 \
 	    $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(NUMERICS)
 	REGARD_COMPILED=0 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(PLAIN)
+	OPENBLAS_CORETYPE=Haswell $(BIN)/python -m pytest -n 2 --dist worksteal tests/engines/test_triton_interpreted.py
 
 test-everywhere: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m support.everywhere

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.engines import numba
 from support.judge import MASKS, SCORES, SMOOTH, MaskCase, Truth, draw, library_answers, library_answers_at_once, named
 
 Tensors = dict[str, Tensor]
@@ -291,6 +292,23 @@ def test_a_query_of_nan_is_no_row_that_sees_nothing(engine: str, dtype: torch.dt
     W = regard.weights(q, k, align="end", engine=engine)
     for got in (W.lse(), W.max_score(), W @ draw(70, 1, dtype=dtype), W.entropy(), W.mean_distance()):
         assert got.isnan().flatten().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_a_row_of_nan_gives_no_gradient_to_what_it_does_not_see(
+    engine: str, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba, "enabled", compiled and numba.enabled)
+    q, k, v = (draw(40, 2, dtype=dtype).requires_grad_() for _ in range(3))
+    bias = torch.zeros(40, 40, dtype=dtype)
+    bias[5, 1] = NAN
+    W = regard.weights(q, k, score=regard.ScaledDot().bias(bias), mask=regard.causal(), engine=engine)
+    seen = W.see("entropy", values=v)
+    (seen.y.sum() + seen.entropy.sum()).backward()
+    for x in (k, v):
+        assert x.grad.isnan().any(-1).tolist() == [True] * 6 + [False] * 34
+    assert q.grad.isnan().any(-1).tolist() == [row == 5 for row in range(40)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])

@@ -90,6 +90,24 @@ def test_rows_that_see_nothing_and_hidden_poison_leave_no_trace(measure: str, an
     assert k.grad.isfinite().all()
 
 
+def test_equal_weights_share_the_gradient_of_their_overlap(answers: list[bool]) -> None:
+    """As `torch.minimum` does: of scores that are all 0 a row sees four keys, two of them in both matrices."""
+    leaves, k = [torch.zeros(1, 4, requires_grad=True) for _ in range(2)], torch.randn(6, 4)
+    sees = (
+        torch.tensor([[True, True, True, True, False, False]]),
+        torch.tensor([[True, True, False, False, True, True]]),
+    )
+    p, other = (regard.weights(x, k, score="dot", mask=cells) for x, cells in zip(leaves, sees, strict=True))
+    p.overlap(other).sum().backward()
+    assert answers == [True]
+    for x, cells in zip(leaves, sees, strict=True):
+        scores = torch.zeros(1, 6).masked_fill(~cells, -math.inf).requires_grad_()
+        fixed = torch.zeros(1, 6).masked_fill(~(sees[0] if cells is sees[1] else sees[1]), -math.inf)
+        torch.minimum(scores.softmax(-1), fixed.softmax(-1)).sum().backward()
+        assert scores.grad.abs().sum() > 0
+        torch.testing.assert_close(x.grad, scores.grad @ k)
+
+
 def test_a_key_that_only_the_first_sees_is_infinite_however_small_its_weight() -> None:
     q = torch.tensor([[200.0], [1.0]])
     k = torch.tensor([[1.0], [-1.0]])  # the first row weighs key 1 with exp(-400): 0 in float32

@@ -152,6 +152,14 @@ def structured() -> list[Mask]:
     ]
 
 
+@pytest.mark.parametrize(
+    "mask", [*structured(), causal() & (lambda i, j: j != 3), padding([2]) | padding([5])], ids=repr
+)
+@pytest.mark.parametrize("i", [6, 8])
+def test_keys_that_no_row_sees_are_missed_by_no_combination(mask: Mask, i: int) -> None:
+    test_which_keys_some_row_sees_is_known_exactly.hypothesis.inner_test(mask, i, False)
+
+
 @pytest.mark.parametrize("mask", structured(), ids=repr)
 def test_intervals_of_structured_masks_are_the_whole_truth(mask: Mask) -> None:
     assert intervals(problem(mask, b=2, i=6, j=6)).exact

@@ -1,6 +1,6 @@
 """Run the suite under every setting that changes the rounding or the code path of a CPU: `make test-everywhere`.
 
-    python -m support.everywhere                     all settings, about 15 minutes each on 2 cores
+    python -m support.everywhere                     all settings, about 10 minutes each on 2 cores
     python -m support.everywhere --only COMPATIBLE   the settings whose names contain this word
     python -m support.everywhere --parts core        one part of the suite
 
@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 from support import suite
+
+#: In a setting's variables: MKL takes this CPU for one of Intel's. Not a variable of the environment.
+AS_ON_INTEL = "mkl_as_on_intel"
 
 #: Name of a setting: its environment variables.
 SETTINGS: dict[str, dict[str, str]] = {
@@ -21,6 +26,9 @@ SETTINGS: dict[str, dict[str, str]] = {
     "MKL_CBWR=COMPATIBLE": {"MKL_CBWR": "COMPATIBLE"},
     "MKL_CBWR=AVX2": {"MKL_CBWR": "AVX2"},
     "MKL_CBWR=AVX512": {"MKL_CBWR": "AVX512"},
+    "MKL as on Intel": {AS_ON_INTEL: "1"},
+    "OPENBLAS_CORETYPE=Haswell": {"OPENBLAS_CORETYPE": "Haswell"},
+    "OPENBLAS_CORETYPE=Nehalem": {"OPENBLAS_CORETYPE": "Nehalem"},
     "ATEN_CPU_CAPABILITY=avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "ATEN_CPU_CAPABILITY=default": {"ATEN_CPU_CAPABILITY": "default"},
     "1 thread": {"OMP_NUM_THREADS": "1"},
@@ -32,6 +40,9 @@ SETTINGS: dict[str, dict[str, str]] = {
     "without numba and numpy": {"REGARD_HIDE": "numba,numpy"},
 }
 
+#: OpenBLAS multiplies for numpy alone: the interpreter of Triton's kernels.
+WITH_OPENBLAS = ("engines",)
+
 #: Without numpy the packages that tests of models, pages and Triton's interpreter need cannot be imported.
 WITHOUT_NUMPY = ("core", "nn")
 
@@ -42,13 +53,25 @@ def run(name: str, options: argparse.Namespace) -> int:
     # Compiled kernels of one CPU are wrong for another: a cache of its own for each setting.
     environment["NUMBA_CACHE_DIR"] = str(suite.ROOT / ".cache" / "everywhere" / name.replace(" ", "-"))
     paths = [str(suite.ROOT / "src"), str(suite.ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **SETTINGS[name]}
-    if "numpy" in SETTINGS[name].get("REGARD_HIDE", ""):
-        parts = (
-            [part for part in options.parts if part in WITHOUT_NUMPY] if "all" not in options.parts else WITHOUT_NUMPY
-        )
+    variables = dict(SETTINGS[name])
+    if variables.pop(AS_ON_INTEL, None):
+        variables["LD_PRELOAD"] = mkl_as_on_intel()
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+    only = WITHOUT_NUMPY if "numpy" in variables.get("REGARD_HIDE", "") else ()
+    only = WITH_OPENBLAS if "OPENBLAS_CORETYPE" in variables else only
+    if only:
+        parts = [part for part in only if part in options.parts or "all" in options.parts]
         options = argparse.Namespace(**{**vars(options), "parts": parts})
     return suite.run(name, sys.executable, environment, options, plugins=["-p", "support.hidden"])
+
+
+def mkl_as_on_intel() -> str:
+    """The library that makes MKL choose as on a CPU of Intel, compiled here."""
+    source = Path(__file__).with_name("mkl_as_on_intel.c")
+    library = suite.ROOT / ".cache" / "everywhere" / "mkl_as_on_intel.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return str(library)
 
 
 def main(arguments: list[str]) -> int:

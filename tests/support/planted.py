@@ -43,6 +43,7 @@ TESTS = {
     "tensor kinds": ("core/test_tensor_kinds.py", "negated or forward_mode or (jit and (entropy or layer))"),
     "pooled part": ("core/test_statistics.py", "pooled_map"),
     "edges": ("core/test_empty_and_infinite.py", "float64 and tiles"),
+    "edges: rows of nan": ("core/test_empty_and_infinite.py", "no_gradient_to"),
     "row weights": ("core/test_row_weights.py", "whatever_way and (100 or 1000) and (sink or tensor)"),
     "row weights: rows chosen twice": ("core/test_row_weights.py", "whatever_way and compiled-bias-10"),
     "row weights: intervals": ("core/test_row_weights.py", "whatever_way and compiled-window"),
@@ -171,7 +172,8 @@ BUGS = [
     Bug("the gradient of the entropy lacks its log", "engines/score_grad.py", "return inside - self.d_entropy[:, :, rows, None] * log_w.clamp(min=-1e5)", "return inside - self.d_entropy[:, :, rows, None]", ("gradients",)),
     Bug("recomputed weights pivot on −inf", "engines/score_grad.py", "above = s - torch.where(m == -torch.inf, 0, m)", "above = s - m", ("edges",)),
     Bug("m and log l become one number", "engines/score_grad.py", "w = above.exp() / l", "w = (s - (m + l.log())).exp()", ("edges",)),
-    Bug("a hidden cell is nan in a row that is nan", "engines/score_grad.py", "return w if all_visible else w.masked_fill(s == -torch.inf, 0), above - l.log()", "return w, above - l.log()", ("edges",)),
+    Bug("a row of nan gives hidden keys a gradient", "engines/blockwise.py", "ds if all_visible else ds.masked_fill(s == -torch.inf, 0)", "ds", ("edges: rows of nan",)),
+    Bug("a hidden cell is nan in a row that is nan", "engines/score_grad.py", "return w if all_visible else w.masked_fill(s == -torch.inf, 0), above - l.log()", "return w, above - l.log()", ("edges: rows of nan",)),
     # core/evaluation.py: a weight and the norm of its row come from one product.
     Bug("cells: the norm comes from another product", "core/evaluation.py", "results = compute_with_autograd(problem.narrow(run.start, run.stop), local, engine, {}, requires_grad)", 'results = compute_with_autograd(problem.narrow(run.start, run.stop), local, engine, {}, requires_grad) | {"norm": compute_with_autograd(problem, Request(("norm",)), engine, {}, requires_grad)["norm"][:, :, run.start : run.stop]}', ("row weights",)),
     Bug("cells: complete rows take the norm of the tiles", "core/evaluation.py", "w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])", 'w = weights_from_norm(problem.scores(block), compute_with_autograd(problem, Request(("norm",)), engine, {}, False)["norm"][:, :, as_index(rows, self.device)], False)[0]', ("row weights",)),

@@ -179,7 +179,9 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
                 s = mask_scores(s, problem.mask, block)
             w, log_w = weights_from_norm(s, norm[:, :, rows], all_visible)
             distance = (block.i - block.j).abs() if gradient.d_distance is not None else None
-            grads = vjp(gradient.into_scores(w, log_w, rows, cols, distance))
+            ds = gradient.into_scores(w, log_w, rows, cols, distance)
+            # In a row that is nan so are its gradients, and 0 · nan would reach keys that the row does not see.
+            grads = vjp(ds if all_visible else ds.masked_fill(s == -torch.inf, 0))
             _add_block(
                 unflatten(local_spec, _with_floats([t.new_zeros(()) for t in local_tensors], grads, local_tensors)),
                 dataclasses.replace(total, sink=None),
