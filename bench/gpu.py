@@ -286,6 +286,32 @@ def additive() -> None:
         0.5,
         "higher",
     )
+    additive_gradients(q, k, v, (A, B, u), limit)
+
+
+def additive_gradients(q: Tensor, k: Tensor, v: Tensor, parameters: tuple[Tensor, ...], limit: float) -> None:
+    """Forward and backward against blockwise; and against the tangents of one forward, and of scores and slopes once more."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *parameters)]
+    dy = draw(*v.shape)
+
+    def step(engine: str, tensors: list[Tensor] = leaves) -> list[Tensor]:
+        score = regard.Additive(*tensors[3:])
+        seen = regard.weights(tensors[0], tensors[1], score=score, engine=engine).see("entropy", values=tensors[2])
+        return list(torch.autograd.grad((seen.y, seen.entropy.sum()), tensors, (dy.to(seen.y.dtype), None)))
+
+    exact = step("blockwise", [x.detach().double().requires_grad_() for x in leaves])
+    errors = {
+        name: max(
+            float((mine.double() - right).norm() / right.norm())
+            for mine, right in zip(step(engine), exact, strict=True)
+        )
+        for name, engine in (("ours", "triton"), ("theirs", "blockwise"))
+    }
+    error = {name: float(f"{x:.2e}") for name, x in errors.items()}
+    shape = [*q.shape, "a = 64"]
+    ours, theirs = in_turns(lambda: step("triton"), lambda: step("blockwise"), ms=640, turns=2)
+    note("additive forward + backward", shape, "blockwise", ours, theirs, 8, None, "higher", error)
+    note("additive forward + backward, share of the tanh limit", shape, f"{3 * limit:.2f} ms at 16 tanh a clock", ours, 3 * limit, None, 0.5, "higher")  # fmt: skip
 
 
 def window() -> None:

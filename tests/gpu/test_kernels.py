@@ -212,6 +212,22 @@ def test_a_thousand_repeats_give_the_same_bits() -> None:
     assert int(different) == 0
 
 
+def test_sums_of_additive_gradients_have_the_same_bits() -> None:
+    """Programs add to memory: each number has its thread, so the order is that of the loop."""
+    q, k, v, A, B, u = (draw(*shape).requires_grad_() for shape in ((2, 4, 300, 64), (2, 2, 333, 64), (2, 2, 333, 64), (64, 40), (64, 40), (40,)))  # fmt: skip
+
+    def once() -> list[torch.Tensor]:
+        W = regard.weights(q, k, score=regard.Additive(A, B, u), mask=regard.causal(), align="end", engine="triton")
+        seen = W.see("entropy", values=v)
+        return list(torch.autograd.grad(seen.y.float().sum() + seen.entropy.sum(), (q, k, v, A, B, u)))
+
+    first, different = once(), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for a, b in zip(first, once(), strict=True):
+            different += (a != b).sum()
+    assert int(different) == 0
+
+
 def test_more_than_two_to_the_31_elements() -> None:
     q = torch.empty(1, 17, 2**20, 128, device="cuda", dtype=torch.bfloat16).normal_()
     lse = regard.weights(q, mask=regard.window(3, 0), engine="triton").lse()

@@ -162,6 +162,13 @@ def main(part: int, of: int) -> int:
         kernel_cases.judged_where_keys_are_equal(torch.float32)
     if part == 2:
         tile_config.forced["any"] = tile_config.Config(16, 32, 4, 1)
+        for wanted in (
+            ("y", "lse", "entropy"),
+            ("norm", "z", "received"),
+        ):  # tangents one by one, and keys shared by heads
+            kernel_cases.judged(
+                kernel_cases.Case("additive", "causal", wanted, torch.float32, (17, 40, "end"), (1, 4, 2, 24, 16), 30.0)
+            )
         kernel_cases.judged_with_many_columns(torch.float32)
     if part == 0:
         kernel_cases.judged_where_all_scores_are_huge(torch.float32)

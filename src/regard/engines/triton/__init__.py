@@ -7,8 +7,8 @@ what), `launcher` (cached launches).
 Triton is imported when the engine first computes.
 
 Supported: dot, scaled, cosine, Gaussian, bilinear and additive scores with bias, ALiBi, softcap and sink; all masks; bf16,
-fp16 and fp32; d up to 256 and any e; topk up to 64. `blockwise` computes the rest: float64, functions of the user,
-gradients of additive scores and of values with e above 256.
+fp16 and fp32; d up to 256 and any e; topk up to 64. `blockwise` computes the rest: float64, functions of the user, gradients of
+values with e above 256.
 A finite score below −1e22 counts as hidden: a row without any other score sees no key.
 """
 
@@ -143,8 +143,7 @@ class Triton:
     ) -> InputGrads:
         _check(problem, request)
         wide = gradient.dy is not None and gradient.dy.shape[-1] > MAX_SIZE
-        plain = wide or problem.similarity_kernel.kernel_op != "product" or request.wants("cells")
-        if plain or 0 in (*problem.shape, problem.q.shape[-1]):
+        if wide or request.wants("cells") or 0 in (*problem.shape, problem.q.shape[-1]):
             return blockwise.ENGINE.backward(problem, request, norm, _upcast(gradient, problem.compute_dtype), needs)
         return _backward(problem, request, norm, gradient, needs)
 
@@ -262,9 +261,9 @@ def _as_key_mass(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
 def _backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]) -> InputGrads:
     from . import backward_pass
 
-    dq, dk, dv = backward_pass.backward(problem, request.v, norm, gradient)
-    # In the order of `flatten`: q, k, the tensor of each modifier that has one, the sink; masks have no gradients.
-    grads: list[Tensor | None] = [dq if needs[0] else None, dk if needs[1] else None]
+    first, dv = backward_pass.backward(problem, request.v, norm, gradient)
+    # In the order of `flatten`: q, k, the similarity's tensor, that of each modifier that has one, the sink; masks have none.
+    grads: list[Tensor | None] = [x if need else None for x, need in zip(first, needs, strict=False)]
     for n, step in enumerate(problem.modifiers):
         if step.operand is not None:
             wanted = needs[len(grads)]

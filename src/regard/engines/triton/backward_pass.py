@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from ...core.problem import Problem, sum_groups
+from ...core.pytree import flatten
 from ...core.stats import required
 from ..score_grad import ScoreGrad
 from .kernel_inputs import (
@@ -61,7 +62,8 @@ class BackwardInputs:
         p = self.p
         return {
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "v": p.unused if self.v is None else tensor_arg(self.v),
-            "dy": p.unused if self.dy is None else tensor_arg(self.dy), "grad": self.grad, "E": self.e, "SCALE_FOLDED": p.scale_folded,
+            "dy": p.unused if self.dy is None else tensor_arg(self.dy), "tanh_arg": p.tanh_arg, "grad": self.grad, "SIMILARITY": p.similarity,
+            "E": self.e, "SCALE_FOLDED": p.scale_folded,
             "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(self.e, p.q), **self.constants, **p.common_args,
         }  # fmt: skip
 
@@ -90,11 +92,14 @@ def backward_inputs(problem: Problem, v: Tensor | None, norm: Tensor, gradient: 
     return BackwardInputs(p, v, dy, grad, constants)
 
 
-def backward(problem: Problem, v: Tensor | None, norm: Tensor, gradient: ScoreGrad) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """dq, dk and dv."""
+def backward(
+    problem: Problem, v: Tensor | None, norm: Tensor, gradient: ScoreGrad
+) -> tuple[list[Tensor], Tensor | None]:
+    """dq, dk and the gradient of the similarity's own tensor, where it has one; and dv."""
     f = backward_inputs(problem, v, norm, gradient)
     dk, dv = dkdv_pass(f)
-    return dq_pass(f), dk, dv
+    dq, *own = dq_pass(f)
+    return [dq, dk, *own], dv
 
 
 def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
@@ -107,6 +112,7 @@ def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
     dv = None
     if v is not None:
         dv = empty(p.b, heads, p.j, f.e, like=v, dtype=v.dtype if heads == hv else torch.float32, keep_layout=True)
+    tanh_grad = p.q if p.product else _zeros(p.b * heads, p.tanh_arg.a, p.tanh_arg.keys, like=p.q)
     config = _dkdv_config(f, heads)
     table = p.key_table(config)
     if config.gluon and v is not None and dy is not None and dv is not None:
@@ -121,13 +127,15 @@ def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
         )
         tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, padded_size(p.d, p.q))), dy_or_q)
         return triton.cdiv(p.j, config.block_j) * p.b * heads, {
-            "q_desc": descriptors[0], "dy_desc": descriptors[1], "q_layout": layouts[0], "dy_layout": layouts[1], "key_table": table,
+            "q_desc": descriptors[0], "dy_desc": descriptors[1], "q_layout": layouts[0], "dy_layout": layouts[1], "key_table": table, "tanh_grad": tanh_grad,
             "out_dk": tensor_arg(dk), "out_dv": p.unused if dv is None else tensor_arg(dv), "heads": heads, "group": p.h // heads,
             "batch": p.b, "heads_per_group": min(p.heads_per_group(f.e), p.b * heads), "TMA": tma, "EDGES": p.edges(config),
             "EVEN_BLOCKS": p.even_blocks(config), **f.common_args(), **config.launch,
         }  # fmt: skip
 
     launch(dkdv_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dk, dv], launch_args)
+    if not p.product:
+        dk = tanh_grad.view(p.b, heads, -1, p.tanh_arg.keys)[:, :, : p.d, : p.j].mT.to(dk.dtype)
     return sum_groups(dk, g), None if dv is None else sum_groups(dv, hv)
 
 
@@ -167,15 +175,16 @@ def _launch_dkdv_ws(f: BackwardInputs, config: Config, v: Tensor, dy: Tensor, dk
     launch(dkdv_ws_kernel, f.key and (f.key, config), tensors, launch_args)
 
 
-def dq_pass(f: BackwardInputs) -> Tensor:
-    """dq."""
+def dq_pass(f: BackwardInputs) -> list[Tensor]:
+    """dq, and of an additive score the gradient of its v."""
     p, v = f.p, f.v
     dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype, keep_layout=True)
+    tanh_grad = p.q if p.product else _zeros(p.b * p.h, 2 * p.tanh_arg.a, p.tanh_arg.rows, like=p.q)
     config = _dq_config(f)
     table = p.row_table(config)
     if config.gluon and v is not None and f.dy is not None:
         _launch_dq_ws(f, config, v, f.dy, dq)
-        return dq
+        return [dq]
 
     def launch_args() -> LaunchArgs:
         keys = p.k, (config.block_j, padded_size(p.d, p.q))
@@ -183,13 +192,25 @@ def dq_pass(f: BackwardInputs) -> Tensor:
             p, config, keys, keys if v is None else (v, (config.block_j, padded_size(f.e, p.q)))
         )
         return triton.cdiv(p.i, config.block_i) * p.b * p.h, {
-            "k_desc": descriptors[0], "v_desc": descriptors[1], "k_layout": layouts[0], "v_layout": layouts[1], "row_table": table,
+            "k_desc": descriptors[0], "v_desc": descriptors[1], "k_layout": layouts[0], "v_layout": layouts[1], "row_table": table, "tanh_grad": tanh_grad,
             "out_dq": tensor_arg(dq), "heads": p.b * p.h, "heads_per_group": p.heads_per_group(f.e), "TMA": tma, "EDGES": p.edges(config),
             "EVEN_BLOCKS": p.even_blocks(config), **f.common_args(), **config.launch,
         }  # fmt: skip
 
     launch(dq_kernel, f.key and (f.key, config), [*f.tensors, table.ptr, dq], launch_args)
-    return dq
+    return [dq] if p.product else _tanh_row_grads(p, tanh_grad)
+
+
+def _zeros(*shape: int, like: Tensor) -> Tensor:
+    """Sums in float32 that a kernel adds to."""
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+
+
+def _tanh_row_grads(p: KernelInputs, sums: Tensor) -> list[Tensor]:
+    """Gradients of projected queries and of v, from what `dq_kernel` summed for every row."""
+    (v,) = flatten(p.problem.similarity_kernel)[1]
+    dq, dv = sums.view(p.b, p.h, 2, -1, p.tanh_arg.rows)[..., : p.d, : p.i].unbind(2)  # b h a i
+    return [dq.mT.to(p.q.dtype), dv.sum(-1, keepdim=True).mT.sum_to_size(v.shape).to(v.dtype)]
 
 
 def _dq_config(f: BackwardInputs) -> Config:

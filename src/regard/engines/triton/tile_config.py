@@ -104,10 +104,16 @@ PLAIN: dict[tuple[str, int], Config] = {
     ("any", 128): Config(32, 32, 4, 1, tma=False),
     ("any", 256): Config(16, 32, 4, 1, tma=False),
 }
-#: Additive scores, by the size of values: all arithmetic. Wide values leave registers for fewer keys.
-TANH: dict[int, Config] = {
-    64: Config(32, 128, 8, 1, tma=False, registers=128),
-    256: Config(32, 64, 8, 1, tma=False, registers=128),
+#: Additive scores, by the size of values: all arithmetic. Wide values leave registers for fewer keys. Gradients are summed for every
+#: component: tiles with 64 of the positions that a program owns have each sum within a warp.
+TANH: dict[tuple[str, int], Config] = {
+    ("any", 64): Config(32, 128, 8, 1, tma=False, registers=128),
+    ("any", 256): Config(32, 64, 8, 1, tma=False, registers=128),
+    ("dkdv", 64): Config(32, 64, 4, 1, tma=False, registers=168),
+    ("dkdv", 128): Config(32, 64, 4, 1, tma=False),
+    ("dkdv", 256): Config(32, 64, 8, 1, tma=False),
+    ("dq", 64): Config(64, 32, 4, 1, tma=False, registers=168),
+    ("dq", 256): Config(64, 32, 4, 1, tma=False),
 }
 
 #: Two matrices, by the larger of their sizes: both tiles of scores and, for gradients, both sums are in registers.
@@ -158,7 +164,7 @@ def choose_config(
     size = max(p.d if p.product else 0, e)
     chosen: Config | None
     if not p.product:
-        chosen = next(config for most, config in TANH.items() if size <= most)
+        chosen = _first(TANH, kernel, size) or _first(TANH, "any", size)
     elif not _hopper(p.q.device):
         chosen = _first(PLAIN, "any", size)
     elif p.fp32 or (v is not None and v.dtype == torch.float32):

@@ -3,7 +3,8 @@
 In every cell  ds = w ∘ (left · right + d_distance |distance| − delta − d_entropy log w),  as in `ScoreGrad`. The output's
 part of left · right (dp) is a product on tensor cores; the few further columns (received, mass, …) are added one by one.
 `dkdv_kernel` owns a block of keys and computes dk and dv, `dq_kernel` owns a block of rows and computes dq; each sums in a
-fixed order. `modifier_grad_kernel` computes the gradient of one modifier.
+fixed order. `modifier_grad_kernel` computes the gradient of one modifier. Additive scores sum their gradients in memory
+(`add_tanh_grad`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .additive import add_tanh_grad, tanh_sum
 from .forward import schedule_tile
 from .tile_ops import (
     LN2,
@@ -114,8 +116,8 @@ def score_grad(
 
 @triton.jit
 def add_dkdv(
-    k_tile, v_tile, q, dy, q_desc, dy_desc, q_layout, dy_layout, modifiers, strides, caps, mask, grad, sizes, j, d, e, b, h, dk, dv,
-    scale, scale2, begin, end, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
+    k_tile, v_tile, q, dy, tanh_arg, tanh_grad, q_desc, dy_desc, q_layout, dy_layout, modifiers, strides, caps, mask, grad, sizes, j, d, e, b, h,
+    dk, dv, scale, scale2, begin, end, SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
     SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr, FP32_V: tl.constexpr, Y: tl.constexpr, D_ENTROPY: tl.constexpr,
     D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr, TMA: tl.constexpr, BLOCK_I: tl.constexpr, EDGE: tl.constexpr,
     EVEN_BLOCKS: tl.constexpr,
@@ -132,10 +134,13 @@ def add_dkdv(
         next_m2, next_log2l, next_delta, next_d_entropy2, next_d_distance = row_terms(
             grad, i + BLOCK_I, b, h, sizes, SCALE_FOLDED, D_ENTROPY, D_DISTANCE
         )
-        q_tile = load_block(
-            q, q_desc, q_layout, b, h, n * BLOCK_I, i, d, sizes.i, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
-        )
-        s = product(k_tile, q_tile.T, FP32)  # j i
+        if SIMILARITY == "product":
+            q_tile = load_block(
+                q, q_desc, q_layout, b, h, n * BLOCK_I, i, d, sizes.i, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
+            s = product(k_tile, q_tile.T, FP32)  # j i
+        else:
+            s = tanh_sum(tanh_arg, i, j, b, h, h // sizes.k_group, sizes, SIMILARITY, True)
         s, slope = apply_score_mods(
             s, i[None, :], j[:, None], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
         )
@@ -155,14 +160,17 @@ def add_dkdv(
             dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
             True,
         )  # fmt: skip
-        dk = add_product(ds.to(q_tile.dtype), q_tile, dk, FP32)
+        if SIMILARITY == "product":
+            dk = add_product(ds.to(q_tile.dtype), q_tile, dk, FP32)
+        else:
+            add_tanh_grad(ds, tanh_arg, tanh_grad, i, j, b, h, h // sizes.k_group, sizes, SIMILARITY, True)
     return dk, dv
 
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, dy, q_desc, dy_desc, q_layout, dy_layout, modifiers, strides, caps, mask, key_table, grad, out_dk, out_dv, sizes, heads, group, batch, heads_per_group,
-    scale, scale2, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
+    q, k, v, dy, tanh_arg, tanh_grad, q_desc, dy_desc, q_layout, dy_layout, modifiers, strides, caps, mask, key_table, grad, out_dk, out_dv, sizes, heads, group, batch,
+    heads_per_group, scale, scale2, SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_V: tl.constexpr, Y: tl.constexpr, D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr,
     EXTRA: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -174,7 +182,11 @@ def dkdv_kernel(
     start = (blocks - 1 - block) * BLOCK_J  # the first keys are seen by most rows, so they start first
     j = start + tl.arange(0, BLOCK_J)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    k_tile = load_tile(k, b, out_head * group // sizes.k_group, j, d, sizes.j, D, True)
+    k_tile = j
+    if SIMILARITY == "product":
+        k_tile = load_tile(k, b, out_head * group // sizes.k_group, j, d, sizes.j, D, True)
+    else:
+        tanh_grad += head.to(tl.int64) * tanh_arg.a * tanh_arg.keys
     v_tile = load_tile(v, b, out_head * group // sizes.v_group, j, e, sizes.j, E, True) if Y else k_tile
     dk = tl.zeros([BLOCK_J, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
@@ -186,19 +198,20 @@ def dkdv_kernel(
                 begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
                 end = full_from if SECTION == 0 else full_to if SECTION == 1 else past
                 dk, dv = add_dkdv(
-                    k_tile, v_tile, q, dy, q_desc, dy_desc, q_layout, dy_layout, modifiers, strides, caps, mask, grad, sizes, j, d, e, b, h, dk, dv,
-                    scale, scale2, begin, end, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TMA,
+                    k_tile, v_tile, q, dy, tanh_arg, tanh_grad, q_desc, dy_desc, q_layout, dy_layout, modifiers, strides, caps, mask, grad, sizes, j, d, e, b, h,
+                    dk, dv, scale, scale2, begin, end, SIMILARITY, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TMA,
                     BLOCK_I, SECTION != 1, EVEN_BLOCKS,
                 )  # fmt: skip
-    store_tile(out_dk, b, out_head, j, d, dk * scale, sizes.j, D)
+    if SIMILARITY == "product":
+        store_tile(out_dk, b, out_head, j, d, dk * scale, sizes.j, D)
     if Y:
         store_tile(out_dv, b, out_head, j, e, dv, sizes.j, E)
 
 
 @triton.jit
 def add_dq(
-    q_tile, dy_tile, m2, log2l, delta, d_entropy2, d_distance, k, v, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, grad, sizes, i, d, e, b, h,
-    r, dq, scale, scale2, begin, split, jump, end, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
+    q_tile, dy_tile, m2, log2l, delta, d_entropy2, d_distance, k, v, tanh_arg, tanh_grad, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, grad, sizes,
+    i, d, e, b, h, r, dq, scale, scale2, begin, split, jump, end, SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr,
     SCALE_FOLDED: tl.constexpr, FP32: tl.constexpr, FP32_V: tl.constexpr, Y: tl.constexpr, D_ENTROPY: tl.constexpr,
     D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr, TMA: tl.constexpr, BLOCK_J: tl.constexpr, EDGE: tl.constexpr,
     EVEN_BLOCKS: tl.constexpr,
@@ -209,10 +222,13 @@ def add_dq(
     for n in range(0, left + end - jump):
         block = tl.where(n < left, begin + n, jump + n - left)
         j = block * BLOCK_J + tl.arange(0, BLOCK_J)
-        k_tile = load_block(
-            k, k_desc, k_layout, b, hk, block * BLOCK_J, j, d, sizes.j, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
-        )
-        s = product(q_tile, k_tile.T, FP32)
+        if SIMILARITY == "product":
+            k_tile = load_block(
+                k, k_desc, k_layout, b, hk, block * BLOCK_J, j, d, sizes.j, D, TMA and (EVEN_BLOCKS or not EDGE), EDGE
+            )
+            s = product(q_tile, k_tile.T, FP32)
+        else:
+            s = tanh_sum(tanh_arg, i, j, b, h, hk, sizes, SIMILARITY, False)
         s, slope = apply_score_mods(
             s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, SCALE_FOLDED, -1
         )
@@ -231,14 +247,17 @@ def add_dq(
             dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
             False,
         )  # fmt: skip
-        dq = add_product(ds.to(k_tile.dtype), k_tile, dq, FP32)
+        if SIMILARITY == "product":
+            dq = add_product(ds.to(k_tile.dtype), k_tile, dq, FP32)
+        else:
+            add_tanh_grad(ds, tanh_arg, tanh_grad, i, j, b, h, hk, sizes, SIMILARITY, False)
     return dq
 
 
 @triton.jit
 def dq_kernel(
-    q, k, v, dy, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, row_table, grad, out_dq, sizes, heads, heads_per_group, scale, scale2,
-    D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
+    q, k, v, dy, tanh_arg, tanh_grad, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, row_table, grad, out_dq, sizes, heads, heads_per_group,
+    scale, scale2, SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
     FP32: tl.constexpr, FP32_V: tl.constexpr, Y: tl.constexpr, D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr,
     EXTRA: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -249,37 +268,45 @@ def dq_kernel(
     start = block * BLOCK_I
     i = start + tl.arange(0, BLOCK_I)
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
+    q_tile = i
+    if SIMILARITY == "product":
+        q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
+    else:
+        tanh_grad += head.to(tl.int64) * (2 * tanh_arg.a) * tanh_arg.rows
     dy_tile = load_tile(dy, b, h, i, e, sizes.i, E, True) if Y else q_tile
     m2, log2l, delta, d_entropy2, d_distance = row_terms(grad, i, b, h, sizes, SCALE_FOLDED, D_ENTROPY, D_DISTANCE)
     dq = tl.zeros([BLOCK_I, BLOCK_D], tl.float32)
     for r in range(0, mask.n_intervals):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         dq = add_dq(
-            q_tile, dy_tile, m2, log2l, delta, d_entropy2, d_distance, k, v, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, grad, sizes, i, d, e, b,
-            h, r, dq, scale, scale2, full_from, full_to, full_to, full_to, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE,
+            q_tile, dy_tile, m2, log2l, delta, d_entropy2, d_distance, k, v, tanh_arg, tanh_grad, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, grad, sizes,
+            i, d, e, b, h, r, dq, scale, scale2, full_from, full_to, full_to, full_to, SIMILARITY, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE,
             EXTRA, TMA, BLOCK_J, False, EVEN_BLOCKS,
         )  # fmt: skip
         if EDGES:
             dq = add_dq(
-                q_tile, dy_tile, m2, log2l, delta, d_entropy2, d_distance, k, v, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, grad, sizes, i, d, e, b,
-                h, r, dq, scale, scale2, first, full_from, full_to, past, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE,
+                q_tile, dy_tile, m2, log2l, delta, d_entropy2, d_distance, k, v, tanh_arg, tanh_grad, k_desc, v_desc, k_layout, v_layout, modifiers, strides, caps, mask, grad, sizes,
+                i, d, e, b, h, r, dq, scale, scale2, first, full_from, full_to, past, SIMILARITY, D, E, MODIFIERS, MASK, SCALE_FOLDED, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE,
                 EXTRA, TMA, BLOCK_J, True, EVEN_BLOCKS,
             )  # fmt: skip
-    store_tile(out_dq, b, h, i, d, dq * scale, sizes.i, D)
+    if SIMILARITY == "product":
+        store_tile(out_dq, b, h, i, d, dq * scale, sizes.i, D)
 
 
 @triton.jit
 def modifier_grad_tile(
-    q, k, v, dy, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
-    D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, FP32: tl.constexpr,
+    q, k, v, dy, tanh_arg, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
+    SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, FP32: tl.constexpr,
     FP32_V: tl.constexpr, Y: tl.constexpr, D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr,
     TARGET: tl.constexpr,
 ):  # fmt: skip
     """Gradient of what modifier TARGET adds to the scores of one tile (i, j)."""
-    q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
-    k_tile = load_tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
-    s = product(q_tile, k_tile.T, FP32)
+    if SIMILARITY == "product":
+        q_tile = load_tile(q, b, h, i, d, sizes.i, D, True)
+        k_tile = load_tile(k, b, h // sizes.k_group, j, d, sizes.j, D, True)
+        s = product(q_tile, k_tile.T, FP32)
+    else:
+        s = tanh_sum(tanh_arg, i, j, b, h, h // sizes.k_group, sizes, SIMILARITY, False)
     s, slope = apply_score_mods(
         s, i[:, None], j[None, :], b, h, modifiers, strides, caps, scale, sizes, MODIFIERS, False, TARGET
     )
@@ -301,8 +328,8 @@ def modifier_grad_tile(
 
 @triton.jit
 def modifier_grad_kernel(
-    q, k, v, dy, modifiers, strides, caps, mask, key_table, row_table, grad, out, sizes, out_heads, scale, scale2, batch,
-    D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, FP32: tl.constexpr,
+    q, k, v, dy, tanh_arg, modifiers, strides, caps, mask, key_table, row_table, grad, out, sizes, out_heads, scale, scale2, batch,
+    SIMILARITY: tl.constexpr, D: tl.constexpr, E: tl.constexpr, MODIFIERS: tl.constexpr, MASK: tl.constexpr, FP32: tl.constexpr,
     FP32_V: tl.constexpr, Y: tl.constexpr, D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr,
     TARGET: tl.constexpr, ALONG: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -325,8 +352,8 @@ def modifier_grad_kernel(
             first, _, _, past = key_blocks(start, b, r, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
             for n in range(first, past):
                 j = n * BLOCK_J + tl.arange(0, BLOCK_J)
-                ds = modifier_grad_tile(q, k, v, dy, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
-                               D, E, MODIFIERS, MASK, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TARGET)  # fmt: skip
+                ds = modifier_grad_tile(q, k, v, dy, tanh_arg, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
+                               SIMILARITY, D, E, MODIFIERS, MASK, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TARGET)  # fmt: skip
                 # Tiles of two intervals may overlap: each counts its own visible cells.
                 ds = tl.where(visible(i[:, None], j[None, :], b, h, r, mask, sizes, MASK), ds, 0.0)
                 if MODIFIERS[TARGET] == "alibi":
@@ -342,8 +369,8 @@ def modifier_grad_kernel(
         first, _, _, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
         for n in range(first, past):
             i = n * BLOCK_I + tl.arange(0, BLOCK_I)
-            ds = modifier_grad_tile(q, k, v, dy, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
-                           D, E, MODIFIERS, MASK, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TARGET)  # fmt: skip
+            ds = modifier_grad_tile(q, k, v, dy, tanh_arg, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
+                           SIMILARITY, D, E, MODIFIERS, MASK, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TARGET)  # fmt: skip
             total += tl.sum(ds, 0)
         store_row(out, b, h, j, total, sizes.j)
     else:
@@ -360,8 +387,8 @@ def modifier_grad_kernel(
         for n in range(0, b1 - b0):
             for m in range(0, h1 - h0):
                 b, h = b0 + n, h0 + m
-                dbias += modifier_grad_tile(q, k, v, dy, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
-                                   D, E, MODIFIERS, MASK, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TARGET)  # fmt: skip
+                dbias += modifier_grad_tile(q, k, v, dy, tanh_arg, modifiers, strides, caps, mask, grad, sizes, i, j, d, e, b, h, scale, scale2,
+                                   SIMILARITY, D, E, MODIFIERS, MASK, FP32, FP32_V, Y, D_ENTROPY, D_DISTANCE, EXTRA, TARGET)  # fmt: skip
         at = head_ptr(out, out_b, out_h) + i.to(tl.int64)[:, None] * out.i + j.to(tl.int64)[None, :] * out.j
         tl.store(at, dbias, mask=(i[:, None] < sizes.i) & (j[None, :] < sizes.j))
 
