@@ -84,7 +84,8 @@ def main(arguments: list[str]) -> int:
     if options.list:
         print("\n".join(names))
         return 0
-    failures = {name: run(name, options) for name in names}
+    with suite.collected(options):
+        failures = {name: run(name, options) for name in names}
     print("\n".join(f"{'FAILED' if failed else 'passed'}  {name}" for name, failed in failures.items()))
     return any(failures.values())
 

@@ -7,6 +7,7 @@ passed is not run again while src/ and tests/ are what they were, so a run that 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import json
@@ -15,7 +16,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,16 @@ def replaces(row: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether a result takes the place of another: the same part in the same surrounding, or one of them has all parts."""
     parts = {row["part"], other["part"]}
     return row["name"] == other["name"] and row["machine"] == other["machine"] and (len(parts) == 1 or "all" in parts)
+
+
+@contextlib.contextmanager
+def collected(options: argparse.Namespace) -> Iterator[None]:
+    """Within, results go to a file below .cache/; at the end to `options.results`, whose tables the suite itself tests."""
+    published, options.results = options.results, ROOT / ".cache" / options.results.name
+    write(options.results, read(options.results) or read(published))
+    yield
+    write(published, read(options.results))
+    print(f"results: {published}; python -m bench.tables puts them into the docs")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

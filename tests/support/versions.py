@@ -9,6 +9,7 @@ which `python -m bench.tables` makes the tables of README.md and docs/install.md
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -38,20 +39,24 @@ def build(folder: Path, version: str) -> Path:
     return python
 
 
+def _run(version: str, options: argparse.Namespace) -> int:
+    """Run the suite with one version of PyTorch; the number of failures."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(suite.ROOT / name) for name in ("src", "tests")),
+        "NUMBA_CACHE_DIR": str(options.folder.resolve() / version / "numba"),
+    }
+    return suite.run(f"PyTorch {version}", build(options.folder.resolve(), version), environment, options)
+
+
 def main(arguments: list[str]) -> int:
     """Run the suite in the chosen environments; 1 if a test failed."""
     parser = suite.parser(__doc__, suite.ROOT / "bench" / "results" / "versions.json")
     parser.add_argument("folder", type=Path, help="the environments' folder")
     parser.add_argument("--only", nargs="+", choices=list(VERSIONS), default=list(VERSIONS), help="versions of PyTorch")
     options = parser.parse_args(arguments)
-    failed = 0
-    for version in options.only:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(str(suite.ROOT / name) for name in ("src", "tests")),
-            "NUMBA_CACHE_DIR": str(options.folder.resolve() / version / "numba"),
-        }
-        failed += suite.run(f"PyTorch {version}", build(options.folder.resolve(), version), environment, options)
+    with suite.collected(options):
+        failed = sum(_run(version, options) for version in options.only)
     return failed > 0
 
 
