@@ -81,7 +81,9 @@ def install() -> None:
     for name in ("exp", "exp_"):
         tap.intercept(name, on_exp)
     tap.intercept("topk", on_topk)
-    for name in ("matmul", "bmm", "baddbmm", "mm", "mv", "matmul.out", "bmm.out", "baddbmm.out", "mm.out"):
+    for name in ("matmul", "mm", "mv", "matmul.out", "mm.out"):
+        tap.intercept(name, on_product, skip=_is_layer)
+    for name in ("bmm", "baddbmm", "bmm.out", "baddbmm.out"):
         tap.intercept(name, on_product)
     for name in ("addmm", "addmm.out"):  # every nn.Linear is one: intercepted only where weights may meet values
         tap.intercept(name, on_product, tap.FOLLOW_KEY)
@@ -309,8 +311,16 @@ def _is_computed(x: Tensor) -> bool:
     return x.ndim > 0 and x.is_floating_point() and not _is_parameter(x)
 
 
+def _is_layer(live: list[Any], factors: tuple[Any, ...]) -> bool:
+    """Whether a product is that of a linear layer, and no listener waits for the product of weights with values."""
+    for listener in live:
+        if listener.eager.open:
+            return False
+    return len(factors) > 1 and (_is_parameter(factors[1]) or _is_parameter(factors[0]))
+
+
 def _is_parameter(x: Tensor) -> bool:
-    return isinstance(x, torch.nn.Parameter) or isinstance(x._base, torch.nn.Parameter)
+    return isinstance(x if x._base is None else x._base, torch.nn.Parameter)
 
 
 def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:

@@ -70,7 +70,7 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
         return
     if mask is not None and q.ndim == 3 and mask.ndim == 3:
         mask = split_heads(mask, site.module, batch) if mask.shape[0] > 1 else mask[None]
-    k4, v4 = (_without_repeats(x, q4, site.module) for x in (k4, v4))
+    k4, v4 = _without_repeats(k4, v4, q4, site.module)
     if (mask is not None and mask.ndim > 4) or q4.ndim > 4:
         listener.refuse_at(
             frame, f"scaled_dot_product_attention was called with {q.ndim} axes; (batch, heads, length, size) is read"
@@ -79,14 +79,16 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
     listener.attention(site, AttentionCall(q4, k4, v4, scale=call["scale"], mask=mask, is_causal=call["is_causal"]))
 
 
-def _without_repeats(x: Tensor, q: Tensor, module: Any) -> Tensor:
-    """Keys without the copies that `repeat_kv` made for the query heads of a group."""
+def _without_repeats(k: Tensor, v: Tensor, q: Tensor, module: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values without the copies that `repeat_kv` made for the query heads of a group."""
     group = getattr(module, "num_key_value_groups", 1)
-    if not isinstance(group, int) or group < 2 or x.ndim != 4 or x.shape[1] != q.shape[1] or x.shape[1] % group:
-        return x
-    few = x[:, ::group]
-    repeated = bool((x.unflatten(1, (-1, group)) == few.unsqueeze(2)).all())
-    return few.clone() if repeated else x
+    if not isinstance(group, int) or group < 2 or k.ndim != 4 or k.shape[1] != q.shape[1] or k.shape[1] % group:
+        return k, v
+    few = k[:, ::group]
+    # Of keys alone: values are repeated with them, and on a GPU each comparison waits for all that was launched before.
+    if not bool((k.unflatten(1, (-1, group)) == few.unsqueeze(2)).all()):
+        return k, v
+    return few.clone(), v[:, ::group].clone() if v.shape[1] == k.shape[1] else v
 
 
 def on_fused(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:

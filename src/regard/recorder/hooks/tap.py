@@ -82,6 +82,9 @@ class Listener(Protocol):
 #: A handler of an intercepted operator: (listener, arguments by name, output, the caller's frame).
 Handler = Callable[[Any, dict[str, Any], Any, FrameType], None]
 
+#: Whether a call can be nothing to any listener, by its positional arguments: then it is not reported.
+Skip = Callable[[list[Any], tuple[Any, ...]], bool]
+
 #: Included while a thread records; FOLLOW_KEY only between a softmax and the product with its values.
 RECORD_KEY, FOLLOW_KEY = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
 
@@ -171,7 +174,12 @@ def is_suspended() -> bool:
 
 
 def intercept(
-    name: str, handler: Handler, key: str = RECORD_KEY, namespace: str = "aten", attends: bool = False
+    name: str,
+    handler: Handler,
+    key: str = RECORD_KEY,
+    namespace: str = "aten",
+    attends: bool = False,
+    skip: Skip | None = None,
 ) -> None:
     """Register a handler for an operator, once per operator.
 
@@ -181,6 +189,7 @@ def intercept(
         key: The key under which it is intercepted.
         namespace: The library of the operator.
         attends: Whether a compiler that traces it traces attention; that of a product is no sign of it.
+        skip: Which calls are not reported: for operators that a model calls far more often than attention.
     """
     if (key, f"{namespace}::{name}") in _registered:
         return
@@ -196,7 +205,7 @@ def intercept(
         if op is None:
             return
         library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, _kernel(op, op._schema, handler, attends=attends), key)
+        library.impl(name, _kernel(op, op._schema, handler, attends=attends, skip=skip), key)
         _libraries.append(library)
         _registered.add((key, f"{namespace}::{name}"))
 
@@ -236,7 +245,7 @@ def _pass_through_higher_order(key: Any) -> None:
 
 
 def _kernel(
-    op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = (), attends: bool = False
+    op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = (), attends: bool = False, skip: Skip | None = None
 ) -> Callable[..., Any]:
     names = tuple(argument.name for argument in schema.arguments) if schema else names
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
@@ -247,7 +256,7 @@ def _kernel(
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
         if not (live := listeners()):
             _retain(live)  # a block that Ctrl-C ended left the key behind
-        elif not in_backward():
+        elif not (skip is not None and skip(live, args)) and not in_backward():
             call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
             _report(live, handler, call, out, sys._getframe(1), attends)
         return out
