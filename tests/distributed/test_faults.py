@@ -64,6 +64,8 @@ DISAGREEMENTS = [
     ("a device without numbers", "rank 1 of 3 cannot take part in weights(): NotImplementedError: q is on the meta device"),
     ("a mask of its own rows", "all ranks must have the same mask in weights(); rank 1 of 3 has"),
     ("fewer values", "rank 1 of 3 cannot take part in this request: ValueError: values of shape (2, 3, 5) do not fit"),
+    ("no number of keys", "rank 1 of 3 cannot take part in this request: ValueError: topk(k) needs a whole number of at least 1"),
+    ("an unknown statistic", "rank 1 of 3 cannot take part in this request: ValueError: unknown statistic 'lsee'"),
     ("another row", "all ranks must have the same indexed rows in this request; rank"),
 ]  # fmt: skip
 

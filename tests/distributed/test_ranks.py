@@ -104,6 +104,8 @@ def test_a_matrix_over_ranks_has_the_methods_of_any_other(ranks) -> None:
         assert seen["cached"], "a cached result needs no message"
         assert seen["double"] == torch.float64
         assert not seen["detached"]
+        assert seen["copied"]
+        assert "cannot be pickled: its ranks are running processes" in seen["pickled"]
         # Under a causal mask the first rank sends its four keys, 2 heads × 5 floats each, and the last rank none.
         texts = seen["sent"] - (4 * 2 * 5 * 4 if rank == 0 else 0)
         assert 0 < texts < 1500

@@ -2,9 +2,7 @@
 
 import copy
 import pickle
-import threading
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,29 +196,7 @@ def test_watching_a_compiled_model_gives_numbers_or_a_warning(way, x, monkeypatc
             assert any("torch.compile" in str(message.message) for message in messages)
 
 
-# Threads and other models.
-
-
-def test_a_model_that_ran_in_another_thread_is_named(x):
-    net = model()
-    recording = regard.record(net)
-    with pytest.warns(RefusedWarning, match="another thread"), recording as seen, ThreadPoolExecutor(1) as pool:
-        pool.submit(net, x).result()
-    assert len(seen) == 0
-
-
-def test_a_thread_with_a_recording_of_its_own_is_not_named(x):
-    net = model()
-
-    def work():
-        with regard.record(net):
-            net(x)
-
-    with regard.record(net) as seen:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert seen.refused == []
+# Other models.
 
 
 def test_another_model_called_inside_is_not_taken_for_ours(x):

@@ -373,7 +373,7 @@ BUGS = [
     Bug("rejected candidates keep their rows", "recorder/kv_cache.py", "self.queries.append(q[:, :, :rows])", "self.queries.append(q[:, :, -rows:])", ("generations",)),
     Bug("rejected candidates keep their words", "recorder/tokens.py", "by_stem[stem][:, : e.before]", "by_stem[stem]", ("generations",)),
     Bug("recorded biases leave the graph", "recorder/calls.py", "    if not grad:\n        score = tree_map(", "    if True:\n        score = tree_map(", ("recorded gradients",)),
-    Bug("recorded queries leave the graph", "recorder/observer.py", "copy=site.compiled, grad=self.wants_grad)", "copy=site.compiled)", ("recorded gradients",)),
+    Bug("recorded queries leave the graph", "recorder/thread_recorder.py", "copy=site.compiled, grad=self.wants_grad)", "copy=site.compiled)", ("recorded gradients",)),
     Bug("an interrupted block leaves its key", "recorder/hooks/tap.py", "            _retain(live)  # a block", "            pass  # a block", ("interrupted recordings",)),
 ]  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
 import random
 from itertools import islice, pairwise
 from typing import Any
@@ -176,6 +178,8 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
         W = regard.weights(q, mesh=Shards(group, timeout=60, **placed), **options)
         if difference == "another row":
             _ = W[..., rank, 0]
+        elif difference in ("no number of keys", "an unknown statistic"):
+            _ = W.topk(0 if odd else 2) if difference == "no number of keys" else W.see("lsee" if odd else "lse")
         else:
             _ = W.lse() if odd and difference == "another request" else W @ v
         return "no error"
@@ -264,6 +268,12 @@ def other_methods(group: Any, rank: int, world: int) -> dict[str, Any]:
     sent = W._plan.ranks.bytes_sent - before
     W.detach().entropy()
     again = W.detach()
+    twin = copy.deepcopy(again)
+    copied = twin._plan.ranks is W._plan.ranks and torch.equal(twin.max_score(), again.max_score())
+    try:
+        pickled = bool(pickle.dumps(W))
+    except TypeError as error:
+        pickled = str(error)
     first = again.lse()
     before = again._plan.ranks.bytes_sent
     quiet = torch.equal(first, again.lse()) and again._plan.ranks.bytes_sent == before
@@ -271,7 +281,7 @@ def other_methods(group: Any, rank: int, world: int) -> dict[str, Any]:
         "repr": repr(W), "explained": W.explain("entropy", "received", topk=2), "shape": tuple(W.shape),
         "word": torch.equal(labelled["w1", "w0"], W[..., 1, 0]), "double": double.entropy().dtype,
         "head": torch.equal(W[1].entropy(), W.entropy()[1]), "detached": W.detach().entropy().requires_grad,
-        "cached": quiet, "sent": sent,
+        "cached": quiet, "sent": sent, "copied": copied, "pickled": pickled,
     }  # fmt: skip
 
 

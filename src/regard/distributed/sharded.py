@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from .passes import Job, compute, vjp
 from .transport import Ranks
 
 __all__ = ["ShardedWeights", "engine_of", "nan_error"]
+
+X = TypeVar("X")
 
 #: Rows that are computed at once: temporaries of a merge are as large, and a GPU must be filled.
 ROWS, ROWS_GPU = 2**12, 2**15
@@ -92,9 +95,12 @@ class ShardedWeights(Weights):
     # Requests.
 
     def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
-        """Values or vectors that do not fit on this rank are an error of all ranks."""
+        return self._checked(lambda: super(ShardedWeights, self)._broadcast_values(v, length, what))
+
+    def _checked(self, check: Callable[[], X]) -> X:
+        """Arguments that do not fit on this rank are an error of all ranks."""
         try:
-            return super()._broadcast_values(v, length, what)
+            return check()
         except (TypeError, ValueError) as error:
             with self._plan.ranks.together("this request"):
                 agree(self._plan.ranks, "this request", {}, error)

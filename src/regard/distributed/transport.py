@@ -95,6 +95,15 @@ class Ranks:
         self._health = health if health is not None and health.group is group else _GroupHealth(group)
         _HEALTH[group.group_name] = self._health
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # processes are not copied: a copy of a matrix speaks to the same ones
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a matrix over ranks cannot be pickled: its ranks are running processes. Save q and k of every rank, and "
+            "call regard.weights(..., mesh=...) on them again."
+        )
+
     @property
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself: not all of them talk to rank 0 first."""

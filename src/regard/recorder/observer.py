@@ -1,37 +1,43 @@
-"""`regard.record`: the context manager, and the listener that is active while it is open.
+"""`regard.record`: the context manager.
 
-The observer receives every attention call of its thread, saves the requested parts, and at the end names the attention
-that it could not record.
+While it is open, every thread in which the model runs has a listener that saves the requested parts of its attention
+calls (`thread_recorder`). At the end passes become layers, and attention that could not be recorded is named.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
-from .detached import as_detached
+from ..core.torch_state import in_backward
+from .calls import Overwritten
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
-from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
-from .hooks.eager_attention import EagerTracker
+from .hooks.call_site import CAPTURED
 from .hooks.model_hooks import ModelHooks
 from .kv_cache import CannotStitch
-from .layer import Layer, row_statistics
-from .passes import Call, OpenPass, with_encoders
+from .layer import Layer
+from .passes import Call, with_encoders
 from .recording import Pass, Recording
 from .spill import Spill
-from .tokens import EmbeddedIds, TokensLike, label
+from .thread_recorder import SharedRecording, ThreadRecorder
+from .tokens import TokensLike, label
 
 __all__ = ["Observer", "RefusedWarning", "record"]
+
+STILL_RUNNING = (
+    "the block ended while the model was running in another thread, and that pass is not recorded; wait for the thread "
+    "inside the block, such as by thread.join()"
+)
 
 
 class RefusedWarning(UserWarning):
@@ -58,7 +64,7 @@ def record(
     """Record the attention of any PyTorch model while it runs, unchanged and on its own kernels.
 
     Args:
-        model: The model; None records every attention call of this thread.
+        model: The model, in whatever thread it runs; None records every attention call of this thread.
         tokens: A tokenizer, a function id -> text, a list of tokens, a list of such lists (one a sequence), or a tuple
             (source, target) of lists for encoder and decoder. Default: positions have no text.
         keep: `"factors"` saves queries and keys, from which every weight follows; `"statistics"` saves row
@@ -108,7 +114,6 @@ def record(
 class Observer:
     """The block of a recording: active between `__enter__` and `__exit__`."""
 
-    wants_scores = False
     _started = True  # until `__init__` is through: an object that failed there warns of nothing
 
     def __init__(
@@ -122,20 +127,15 @@ class Observer:
         only: list[int | str] | None,
         grad: bool,
     ) -> None:
-        self.source, self.keep, self.wants_values, self.device, self.path, self.only, self.wants_grad = (
-            tokens, keep, values, device, path, only, grad
-        )  # fmt: skip
-        self.spill = None if path is None else Spill(path)
-        self.hooks = ModelHooks(model)
-        self.names = None if model is None else {id(module): name for name, module in self.hooks.modules}
-        self.wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
-        self.seen = Recording()
-        self.eager = EagerTracker(by_name=model is not None)
-        self.masks: MaskCache = {}  # masks of the running pass that were parsed
-        self._pass: OpenPass | None = None
-        self._done: list[OpenPass] = []
-        self._most_calls = 0  # attention calls of a pass, those that were not requested included
-        self._beams = self._started = False
+        self.source, self.path, self.only, self.hooks = tokens, path, only, ModelHooks(model)
+        names = None if model is None else {id(module): name for name, module in self.hooks.modules}
+        wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
+        spill = None if path is None else Spill(path)
+        self.shared = SharedRecording(self.hooks, names, keep, values, device, spill, only, grad, wants_ids)
+        self.seen = self.shared.seen
+        self._threads: dict[int, ThreadRecorder] = {}  # by the id of the thread
+        self._thread = 0  # the one that opened the block
+        self._started = False
         self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither warn nor write a file
         self._undo: Any = None
 
@@ -150,19 +150,25 @@ class Observer:
         # Undone when the block ends, or with this object where Ctrl-C came into `__exit__` itself.
         self._undo = weakref.finalize(self, _undo, self.hooks)
         for name, reason in self.hooks.known_unsupported():
-            self.refuse(name, reason)
-        self.hooks.attach(self._end_pass, self._pause)
+            self.shared.refuse(name, reason)
+        self._thread = threading.get_ident()
+        own = self._threads[self._thread] = ThreadRecorder(self.shared, guest=False)
+        self.hooks.attach(self._recorder_here)
         if not self.hooks.is_fully_compiled():
-            tap.activate(self)
+            tap.activate(own)
         return self.seen
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            tap.deactivate(self)
-            self._end_pass()
-            with tap.suspended(), torch.set_grad_enabled(self.wants_grad):
+            tap.deactivate(self._threads[self._thread])
+            with self.shared.lock, tap.suspended(), torch.set_grad_enabled(self.shared.grad):
+                for thread in list(self._threads.values()):
+                    if thread.inside:
+                        self.shared.refuse("", STILL_RUNNING)
+                    else:
+                        thread.end_pass()
                 self._finish()
         finally:
             self._undo()
@@ -170,6 +176,18 @@ class Observer:
             self._warn()
             if self.path is not None:
                 self.seen.save(self.path)
+
+    def _recorder_here(self) -> ThreadRecorder | None:
+        """The listener of this thread; None where what runs is not to be recorded."""
+        if in_backward():  # a checkpoint that recomputes
+            return None
+        thread = threading.get_ident()
+        # A thread with a block of its own for this model is not recorded twice.
+        if thread != self._thread and any(other.covers(self.hooks.model) for other in tap.listeners()):
+            return None
+        if thread not in self._threads:
+            self._threads[thread] = ThreadRecorder(self.shared, guest=True)
+        return self._threads[thread]
 
     def __repr__(self) -> str:
         state = "open or done" if self._started else "not started: write `with regard.record(model) as seen:`"
@@ -183,14 +201,11 @@ class Observer:
             text = "regard.record(model) recorded nothing: it is a block, `with regard.record(model) as seen:`."
             warnings.warn(text, RefusedWarning, stacklevel=2)
 
-    def _pause(self, on: bool) -> None:
-        (tap.deactivate if on else tap.activate)(self)
-
     def _finish(self) -> None:
         """Make layers of calls, join and label passes, and name the attention that was not intercepted."""
         recorded = {name for name, _ in self.seen.refused}
-        counts = [self._most_calls]
-        for one in with_encoders(self._done):
+        counts = [self.shared.most_calls]
+        for one in with_encoders(self.shared.done):
             finished = Pass([], one.steps)
             counts.append(one.count)
             for call in one.calls:
@@ -203,16 +218,17 @@ class Observer:
                 self.seen.passes.append(finished)
         for name, reason in self.hooks.unheard_modules(recorded):
             if self.only is None or any(isinstance(w, str) and fnmatch.fnmatchcase(name, w) for w in self.only):
-                self.refuse(name, reason)
+                self.shared.refuse(name, reason)
         self._drop_needless_refusals()
         self._check_request(max(counts))
-        self._done, self.names, self.masks = [], None, {}
+        self.shared.closed, self.shared.done, self.shared.names = True, [], None
+        self._threads.clear()
 
     def _layer(self, call: Call) -> Layer | None:
         try:
             saved = call.finished()
         except (CannotStitch, Overwritten) as error:
-            self.refuse(call.name, str(error))
+            self.shared.refuse(call.name, str(error))
             return None
         return Layer(call.name, call.number, call.kind, saved, call.statistics, call.shape)
 
@@ -225,12 +241,12 @@ class Observer:
         """Name layers that were requested and never called, and tokens that fit no layer."""
         missing = [w for w in self.only or () if isinstance(w, int) and w >= calls]
         if missing and calls:
-            self.refuse("layers", f"layers {missing} were requested, and a pass has {calls} attention calls")
+            self.shared.refuse("layers", f"layers {missing} were requested, and a pass has {calls} attention calls")
         layers = [layer for one in self.seen.passes for layer in one.layers]
         if isinstance(self.source, list | tuple) and layers and all(x.tokens == (None, None) for x in layers):
             sizes = sorted({(layer.shape[0], *layer.shape[2:]) for layer in layers})[:4]
             shapes = ", ".join(f"{b} × {i} × {j}" for b, i, j in sizes)
-            self.refuse(
+            self.shared.refuse(
                 "tokens",
                 f"{_describe(self.source)} fit no layer; layers have batch × queries × keys {shapes}. Pass one list of "
                 "tokens, or one list for each sequence",
@@ -242,162 +258,11 @@ class Observer:
             more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
             warnings.warn(f"not recorded (all in seen.refused): {named}{more}.", RefusedWarning, stacklevel=3)
 
-    # The listener: see `tap.Listener`.
-
-    def call_site(self, frame: FrameType) -> CallSite | None:
-        return calling_module(frame, self.names)
-
-    def batch_size(self, rows: int) -> int | None:
-        return self.hooks.batch_size(rows)
-
-    def refuse_at(self, frame: FrameType, reason: str) -> None:
-        if (site := self.call_site(frame)) is not None:
-            self.refuse(site.name, reason)
-
-    def compiling(self, frame: FrameType) -> None:
-        site = self.call_site(frame)
-        if site is not None and site.module is not None:
-            self.hooks.compiling(site.name, site.module)
-
-    def refuse(self, name: str, reason: str) -> None:
-        if (name, reason) not in self.seen.refused:
-            self.seen.refused.append((name, reason))
-
-    def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
-        stack = module_stack(frame, self.names)
-        if stack and self.call_site(frame) is not None:  # not of another model, such as an assistant
-            entry = EmbeddedIds(stack, table.shape[0], table.data_ptr(), ids.detach().cpu().clone())
-            self._running().embedded.append(entry)
-
-    def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:
-        name = site.name
-        if site.hides_modules:
-            self.refuse(name, CAPTURED)
-            return
-        if submodule is not None and hasattr(site.module, submodule):
-            name = f"{name}.{submodule}" if name else submodule
-        one = self._running(name)
-        number, nth = one.number_call(name)
-        if not self._is_wanted(name, number):
-            return
-        if self.wants_grad and (reason := _no_graph(site, call)) is not None:
-            self.refuse(name, f"grad=True, and {reason}")
-            return
-        call.parse_mask(self.masks)
-        saved = save_call(call, self.wants_values, self.device, copy=site.compiled, grad=self.wants_grad)
-        if one.fresh and self.keep == "factors" and self._continue_generation(one, site, name, nth, call, saved):
-            return
-        one.fresh = False
-        if one.step_of is not None:
-            self._add_step(one.step_of, one.before, name, nth, call, saved)
-            return
-        entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
-        if self.keep == "statistics":
-            statistics = row_statistics(saved.weights())
-            entry.statistics = {n: as_detached(x) for n, x in statistics.items()} if saved.detached else statistics
-            entry.saved = None
-        elif self.spill is not None:
-            entry.saved = self.spill.put(saved)
-        one.calls.append(entry)
-
-    def _is_wanted(self, name: str, number: int) -> bool:
-        if self.only is None:
-            return True
-        return any(w == number if isinstance(w, int) else fnmatch.fnmatchcase(name, w) for w in self.only)
-
-    # Passes.
-
-    def _running(self, name: str | None = None) -> OpenPass:
-        """The running pass; a new one if a call outside any forward starts it over."""
-        one = self._pass
-        if one is not None and name is not None and self.hooks.depth == 0 and one.restarts_with(name):
-            self._end_pass()
-        if self._pass is None:
-            self._pass = OpenPass(loose=self.hooks.depth == 0)
-        return self._pass
-
-    def _end_pass(self) -> None:
-        one, self._pass = self._pass, None
-        self.eager.clear()
-        self.eager, self.masks = EagerTracker(self.eager.by_name), {}
-        if one is None:
-            return
-        self._most_calls = max(self._most_calls, one.count)
-        if one.step_of is not None:
-            for ids in one.embedded:
-                ids.before = one.before
-            one.step_of.embedded += one.embedded
-            one.step_of.steps += 1
-        elif one.calls or one.embedded:
-            self._done.append(one)
-
-    def _continue_generation(
-        self, one: OpenPass, site: CallSite, name: str, nth: int, call: AttentionCall, saved: SavedCall
-    ) -> bool:
-        """Whether the pass that begins with this call is the next step of the last one; then add the step."""
-        before = self._done[-1] if self._done else None
-        entry = None if before is None else before.find(name, nth)
-        if before is None or entry is None or not entry.is_continued_by(call):
-            return False
-        if self._beams or called_by(site.frames[0] if site.frames else None, "beam_search"):
-            self._beams = True
-            self.refuse("generate", "beam search reorders the cache between steps; record with num_beams=1")
-            one.step_of, one.fresh = OpenPass(loose=True), False  # a pass that is thrown away
-            return True
-        if called_by(site.frames[0] if site.frames else None, "assisted_decoding"):
-            one.before = call.shape[3] - call.shape[2]
-        try:
-            entry.extend(call, saved, one.before)
-        except CannotStitch as error:  # a pass of its own
-            if call.w is not None:  # weights without keys cannot prove that they are something else
-                self.refuse(name, f"its steps are passes of their own: {error}")
-            return False
-        one.step_of, one.fresh = before, False
-        return True
-
-    def _add_step(
-        self, generation: OpenPass, before: int | None, name: str, nth: int, call: AttentionCall, saved: SavedCall
-    ) -> None:
-        entry = generation.find(name, nth)
-        if entry is None:
-            if not self._beams:
-                self.refuse(name, "it ran in a later step of a generation and not in the first")
-            return
-        try:
-            entry.extend(call, saved, before)
-        except CannotStitch as error:
-            self.refuse(name, str(error))
-            generation.calls.remove(entry)
-
 
 def _undo(hooks: ModelHooks) -> None:
     """Leave the model and transformers as they were before the block."""
     hooks.detach()
     transformers.uninstall(hooks)
-
-
-def _kind(site: CallSite, call: AttentionCall) -> str:
-    """ "self" if keys come from the sequence of the queries, else "cross"."""
-    if call.is_self is not None:
-        return "self" if call.is_self else "cross"
-    *_, i, j = call.shape
-    if site.other_sequence(j):
-        return "cross"
-    cached = any(hasattr(site.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in site.name
-    return "self" if i == j or cached else "cross"
-
-
-def _no_graph(site: CallSite, call: AttentionCall) -> str | None:
-    """The reason why a call has no autograd graph that outlives it; None if it has one."""
-    if site.compiled:
-        return "torch.compile made its code, whose intermediate tensors have no graph; record the plain module"
-    if runs_code_of(site.frames, "torch.utils.checkpoint"):
-        return "it runs in an activation checkpoint, which throws the graph away; switch checkpointing off"
-    if not torch.is_grad_enabled():
-        return "gradients are off (torch.no_grad or inference_mode); run the model with gradients"
-    if call.native:
-        return "PyTorch's C++ path has no gradients; parameters that require them, or model.train(), avoid it"
-    return None
 
 
 def _as_device(device: Any, path: Any) -> str | None:

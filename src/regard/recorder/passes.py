@@ -56,8 +56,8 @@ class Call:
 class OpenPass:
     """A forward pass while the block is open."""
 
-    def __init__(self, loose: bool) -> None:
-        self.loose = loose  # outside the model's own forward
+    def __init__(self, loose: bool, thread: int) -> None:
+        self.loose, self.thread = loose, thread  # loose: outside the model's own forward
         self.calls: list[Call] = []
         self.embedded: list[EmbeddedIds] = []
         self.steps = 1
@@ -84,10 +84,11 @@ class OpenPass:
 
 
 def with_encoders(passes: list[OpenPass]) -> list[OpenPass]:
-    """generate() runs the encoder before the model's first forward: the two belong together."""
+    """generate() runs the encoder before the model's first forward: the two belong together, in each thread."""
     joined: list[OpenPass] = []
     for one in passes:
-        last = joined[-1] if joined else None
+        at = next((n for n in reversed(range(len(joined))) if joined[n].thread == one.thread), 0)
+        last = joined[at] if joined and joined[at].thread == one.thread else None
         names = {call.name for call in one.calls}
         if last is not None and last.loose and not one.loose and not names & {call.name for call in last.calls}:
             for call in one.calls:
@@ -95,7 +96,7 @@ def with_encoders(passes: list[OpenPass]) -> list[OpenPass]:
             one.count += last.count
             one.calls = last.calls + one.calls
             one.embedded = last.embedded + one.embedded
-            joined[-1] = one
+            joined[at] = one
         else:
             joined.append(one)
     return joined

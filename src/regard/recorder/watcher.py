@@ -124,7 +124,8 @@ class Watch:
         self.layers: dict[str, dict[str, Tensor]] = {}
         self.history: list[tuple[int, dict[str, float]]] = []
         self.refused: list[tuple[str, str]] = []
-        self._look: _Look | None = None
+        self._looks: dict[int, _Look] = {}  # by the id of the thread that the model runs in
+        self._lock = threading.RLock()
         self._warned: set[tuple[str, str]] = set()
         self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither call back nor warn
         # The modules of a compiled model are those of the original, under their own names.
@@ -211,35 +212,38 @@ class Watch:
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not (model.training and torch.is_grad_enabled()) or in_backward():
             return
-        self.step += 1
-        self.fresh = False
-        if self.step % self.every == 0:
-            self._look = _Look(self._names, first_axes(args, kwargs))
-            tap.activate(self._look)
+        with self._lock:
+            self.step += 1
+            self.fresh = False
+            if self.step % self.every == 0:
+                look = self._looks[threading.get_ident()] = _Look(self._names, self.step, first_axes(args, kwargs))
+                tap.activate(look)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        look = self._look
-        if look is None or look.thread != threading.get_ident():
+        look = self._looks.pop(threading.get_ident(), None)
+        if look is None:
             return
-        self._look = None
         tap.deactivate(look)
-        self.layers, self.fresh, self.refused = look.layers, True, look.refused
-        if not look.layers and is_compiled(model):
-            look.refuse("", CAPTURED)
-        for name, reason in look.refused:
-            self._refuse(name, reason)
-        self._judge()
-        self.history.append((self.step, self.numbers()))
-        if self.callback is not None and self._reports:
-            self.callback(self.numbers(), self.step)
+        with self._lock:
+            self.layers, self.fresh, self.refused = look.layers, True, look.refused
+            if not look.layers and is_compiled(model):
+                look.refuse("", CAPTURED)
+            for name, reason in look.refused:
+                self._refuse(name, reason)
+            self._judge(look.step)
+            self.history.append((look.step, self.numbers()))
+            self.history.sort(key=lambda one: one[0])  # two threads may end in another order than they began
+            if self.callback is not None and self._reports:
+                self.callback(self.numbers(), look.step)
 
-    def _judge(self) -> None:
+    def _judge(self, step: int) -> None:
         for name, measures in self.layers.items():
             low = float(measures["entropy_share"].min())
             high = float(measures["max_score"].max()) if "max_score" in measures else -math.inf
             if low < self.collapse:
                 head = int(measures["entropy_share"].argmin())
                 self._warn(
+                    step,
                     name,
                     "entropy_share",
                     f"the entropy of head {head} of {name} is {low:.3f} of the largest possible: it collapsed",
@@ -248,15 +252,16 @@ class Watch:
                 head = int(measures["max_score"].argmax())
                 advice = "regard.recorder.qk_clip bounds it"
                 self._warn(
+                    step,
                     name,
                     "max_score",
                     f"the largest score of head {head} of {name} is {high:.1f}, above {self.explode:g}: {advice}",
                 )
 
-    def _warn(self, name: str, measure: str, text: str) -> None:
+    def _warn(self, step: int, name: str, measure: str, text: str) -> None:
         if self._reports and (name, measure) not in self._warned:
             self._warned.add((name, measure))
-            warnings.warn(f"step {self.step}: {text}.", AttentionWarning, stacklevel=2)
+            warnings.warn(f"step {step}: {text}.", AttentionWarning, stacklevel=2)
 
     def _refuse(self, name: str, reason: str) -> None:
         if (name, reason) not in self.refused:
@@ -272,11 +277,14 @@ class _Look:
     wants_ids = wants_values = wants_grad = False
     wants_scores = True
 
-    def __init__(self, names: dict[int, str], axes: tuple[int, int] | None) -> None:
-        self.names, self.axes, self.thread = names, axes, threading.get_ident()
+    def __init__(self, names: dict[int, str], step: int, axes: tuple[int, int] | None) -> None:
+        self.names, self.step, self.axes = names, step, axes
         self.layers: dict[str, dict[str, Tensor]] = {}
         self.refused: list[tuple[str, str]] = []
         self.eager = EagerTracker()
+
+    def covers(self, model: nn.Module | None) -> bool:
+        return False
 
     def call_site(self, frame: FrameType) -> CallSite | None:
         return calling_module(frame, self.names)

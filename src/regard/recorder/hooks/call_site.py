@@ -1,6 +1,6 @@
 """The module an operator was called from, read off the Python stack.
 
-Reading the stack leaves the model untouched; a hook on every module would cost more and be visible to other threads.
+Reading the stack leaves the model untouched, and costs only where attention runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = [
     "called_by",
     "calling_module",
     "has_parameter_axis",
+    "is_plain_layer",
     "looks_like_attention",
     "module_stack",
     "runs_code_of",
@@ -68,7 +69,7 @@ class CallSite:
         """Whether compiled code swallowed modules of its own, so that the true name of the call is lost."""
         if not self.compiled or self.module is None:
             return self.compiled
-        return any(part is not self.module and not _is_plain_layer(part) for part in self.module.modules())
+        return any(part is not self.module and not is_plain_layer(part) for part in self.module.modules())
 
     def other_sequence(self, keys: int) -> bool:
         """Whether the module's name, flags or arguments say that its keys come from another sequence."""
@@ -172,14 +173,14 @@ def looks_like_attention(module: nn.Module, name: str = "") -> bool:
     kind = type(module).__name__
     if isinstance(module, nn.MultiheadAttention):
         return True
-    if _is_plain_layer(module) or isinstance(module, nn.Sequential) or _NEVER_ATTENTION.search(kind):
+    if is_plain_layer(module) or isinstance(module, nn.Sequential) or _NEVER_ATTENTION.search(kind):
         return False
     if _ATTENTION_CLASS.search(kind) is not None:
         return True
     return _ATTENTION_NAME.search(name) is not None and _has_projections(module)
 
 
-def _is_plain_layer(module: nn.Module) -> bool:
+def is_plain_layer(module: nn.Module) -> bool:
     """Whether a module is one of PyTorch's own layers without attention: a Linear, a norm, an activation."""
     attends = isinstance(module, nn.MultiheadAttention | nn.Transformer | nn.TransformerEncoderLayer)
     attends = attends or isinstance(module, nn.TransformerDecoderLayer)

@@ -1,8 +1,8 @@
 """Hooks on a model while a recording is open, and the attention that it cannot intercept.
 
-Hooks say where the model's forward begins and ends, and which modules that look like attention ran. They check the
-thread first and touch nothing. Where a hook would change the model there is none: an `nn.TransformerEncoderLayer` with
-hooks leaves its C++ path, and compiled code would be compiled again.
+Hooks say where the model's forward begins and ends, in which threads its modules run, and which modules that look like
+attention ran. They touch nothing. Where a hook would change the model there is none: an `nn.TransformerEncoderLayer`
+with hooks leaves its C++ path, and compiled code would be compiled again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ...core.torch_state import in_backward
-from . import tap
-from .call_site import CAPTURED, looks_like_attention
+from .call_site import CAPTURED, is_plain_layer, looks_like_attention
 
 __all__ = ["Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
-
-OTHER_THREAD = (
-    "the model ran in another thread than the one that opened the block; open the block in that thread, "
-    "inside the function it runs"
-)
 
 NOT_CALLED = (
     "it was not called in the block, or only as code of torch.compile, which fuses its attention away; call the plain "
@@ -95,49 +88,54 @@ def remove_all(handles: list[Any]) -> None:
         handles.pop().remove()
 
 
+class RunsHere(Protocol):
+    """The part of a recording that follows one thread."""
+
+    def begin(self, axes: tuple[int, int] | None) -> None:
+        """The model's own forward begins, with an input of these first axes."""
+
+    def end(self) -> None:
+        """The model's own forward ends."""
+
+    def enter(self) -> None:
+        """A module of the model begins."""
+
+    def leave(self) -> None:
+        """A module of the model ends."""
+
+    def pause(self, on: bool) -> None:
+        """Compiled code begins, or has ended."""
+
+
 class ModelHooks:
-    """The hooks of one recording on one model, for one thread."""
+    """The hooks of one recording on one model."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.modules = [] if model is None else list(model.named_modules())
-        self.thread = threading.get_ident()
         self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
-        self.depth = 0  # nesting of the model's own forward
-        self.ran_here = False  # whether the model ran in this thread, as Python and not as compiled code
-        self.axes: tuple[int, int] | None = None  # the first two axes of the running pass's input
-        self.ran_elsewhere = False  # whether the model ran in a thread that does not record
+        self.ran_here = False  # whether the model ran as Python and not as compiled code
         self._handles: list[Any] = []
-        self._boundary: Callable[[], Any] = lambda: None  # weak references to the observer's methods
-        self._pause: Callable[[], Any] = lambda: None
+        self._here: Callable[[], Any] = lambda: None  # a weak reference to the observer's method
+        self._owner = 0  # the thread that attached: it listens all the time, in whatever module
         weakref.finalize(self, remove_all, self._handles)
 
-    def is_current(self) -> bool:
-        """Whether this is the recording's thread, and not a checkpoint that recomputes in backward."""
-        return threading.get_ident() == self.thread and not in_backward()
-
-    def batch_size(self, rows: int) -> int | None:
-        """The number of sequences in the running pass; see `tap.Listener.batch_size`."""
-        return batch_size(self.axes, rows)
-
-    def attach(self, boundary: Callable[[], None], pause: Callable[[bool], None]) -> None:
-        """Call `boundary` where a forward of the model begins and ends, `pause` around compiled submodules."""
-        self.thread = threading.get_ident()
-        self._boundary, self._pause = weakref.WeakMethod(boundary), weakref.WeakMethod(pause)
+    def attach(self, here: Callable[[], RunsHere | None]) -> None:
+        """Report to what `here()` answers in the thread of a hook: its part of the recording, or None."""
+        self._here, self._owner = weakref.WeakMethod(here), threading.get_ident()
         model = self.model
         if model is None or is_compiled(model):
             return
-        if isinstance(model, torch.jit.ScriptModule):  # takes no hooks of its own, nor do its parts
+        if isinstance(model, torch.jit.ScriptModule | nn.TransformerEncoderLayer):  # take no hooks, nor do their parts
             self._handles += [
-                nn.modules.module.register_module_forward_pre_hook(Hook(self._begin_script)),
-                nn.modules.module.register_module_forward_hook(Hook(self._end_script), always_call=True),
+                nn.modules.module.register_module_forward_pre_hook(Hook(self._begin_among_all)),
+                nn.modules.module.register_module_forward_hook(Hook(self._end_among_all), always_call=True),
             ]
             return
-        if not isinstance(model, nn.TransformerEncoderLayer):
-            self._handles += [
-                model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
-                model.register_forward_hook(Hook(self._end), always_call=True),
-            ]
+        self._handles += [
+            model.register_forward_pre_hook(Hook(self._begin), with_kwargs=True, prepend=True),
+            model.register_forward_hook(Hook(self._end), always_call=True),
+        ]
         untouched: set[int] = set()
         for _, part in self.modules:
             if isinstance(part, nn.TransformerEncoderLayer | torch.jit.ScriptModule) or is_compiled(part):
@@ -147,51 +145,54 @@ class ModelHooks:
                 self._handles.append(part.register_forward_pre_hook(Hook(self._pause_or_resume, True)))
                 self._handles.append(part.register_forward_hook(Hook(self._pause_or_resume, False), always_call=True))
         for name, module in self.modules:
-            suspect = looks_like_attention(module, name) or module in _compiled_modules
-            if name and suspect and id(module) not in untouched:
-                self._handles.append(module.register_forward_pre_hook(Hook(self._mark_ran, name)))
+            if name and id(module) not in untouched and not is_plain_layer(module):
+                suspect = looks_like_attention(module, name) or module in _compiled_modules
+                self._handles += [
+                    module.register_forward_pre_hook(Hook(self._enter, name if suspect else None)),
+                    module.register_forward_hook(Hook(self._leave), always_call=True),
+                ]
 
     def detach(self) -> None:
         """Remove every hook."""
         remove_all(self._handles)
         self.model, self.modules, self.ran = None, [], {}
 
+    def _thread(self) -> RunsHere | None:
+        here = self._here()
+        return None if here is None else here()
+
     def _pause_or_resume(self, on: bool, *_: Any) -> None:
-        if self.is_current() and (pause := self._pause()) is not None:
-            pause(on)
+        if (thread := self._thread()) is not None:
+            thread.pause(on)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.is_current():
+        if (thread := self._thread()) is not None:
             self.ran_here = True
-            if self.depth == 0:
-                self._at_boundary()
-                self.axes = first_axes(args, kwargs)
-            self.depth += 1
-        elif threading.get_ident() != self.thread and not in_backward():
-            # A thread that has a recording of its own knows what it does.
-            self.ran_elsewhere = self.ran_elsewhere or not tap.listeners()
+            thread.begin(first_axes(args, kwargs))
 
-    def _begin_script(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin_among_all(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module is self.model:
             self._begin(module, args, {})
 
-    def _end_script(self, module: nn.Module, *_: Any) -> None:
+    def _end_among_all(self, module: nn.Module, *_: Any) -> None:
         if module is self.model:
             self._end()
 
     def _end(self, *_: Any) -> None:
-        if self.is_current():
-            self.depth = max(0, self.depth - 1)
-            if self.depth == 0:
-                self._at_boundary()
+        if (thread := self._thread()) is not None:
+            thread.end()
 
-    def _at_boundary(self) -> None:
-        if (boundary := self._boundary()) is not None:
-            boundary()
+    def _enter(self, suspect: str | None, module: nn.Module, args: Any) -> None:
+        if suspect is None and threading.get_ident() == self._owner:
+            return
+        if (thread := self._thread()) is not None:
+            thread.enter()
+            if suspect is not None:
+                self.ran[suspect] = module
 
-    def _mark_ran(self, name: str, module: nn.Module, args: Any) -> None:
-        if self.is_current():
-            self.ran[name] = module
+    def _leave(self, *_: Any) -> None:
+        if threading.get_ident() != self._owner and (thread := self._thread()) is not None:
+            thread.leave()
 
     # Attention that is not intercepted.
 
@@ -217,9 +218,7 @@ class ModelHooks:
 
     def unheard_modules(self, recorded: set[str]) -> Iterator[tuple[str, str]]:
         """Modules that look like attention, ran, and were not intercepted: (name, reason)."""
-        if self.ran_elsewhere and not recorded:
-            yield "", OTHER_THREAD
-        for name, module in self.ran.items():
+        for name, module in list(self.ran.items()):  # a thread may still run
             is_recorded = any(_within(other, name) or _within(name, other) for other in recorded)
             has_inner = any(other != name and _within(other, name) for other in self.ran)
             if not is_recorded and not has_inner:

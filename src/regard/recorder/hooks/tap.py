@@ -45,13 +45,16 @@ __all__ = [
 
 
 class Listener(Protocol):
-    """The receiver of intercepted calls: the block of `regard.record`, or one look of `regard.watch`."""
+    """The receiver of intercepted calls: one thread of `regard.record`, or one look of `regard.watch`."""
 
     eager: EagerTracker
     wants_ids: bool  # whether token ids are reported
     wants_scores: bool  # whether eager attention is reported with its scores
     wants_values: bool  # whether value vectors are reported
     wants_grad: bool  # whether reported tensors are part of the autograd graph
+
+    def covers(self, model: nn.Module | None) -> bool:
+        """Whether it is a recording of the model that this thread itself opened."""
 
     def call_site(self, frame: FrameType) -> CallSite | None:
         """The module a call came from; None if it is not part of the model."""
