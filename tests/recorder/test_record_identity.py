@@ -1,7 +1,6 @@
 """Recording changes nothing: outputs and gradients are bit-identical with and without it, 12 families × 8 modes."""
 
 import contextlib
-import os
 import warnings
 
 import pytest
@@ -138,10 +137,11 @@ def data_parallel(model, x, record):
 
 
 def distributed(model, x, record):
-    if not dist.is_initialized():
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29500 + os.getpid() % 2000))
-        dist.init_process_group("gloo", rank=0, world_size=1)
-    return training(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), x, record)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return training(nn.parallel.DistributedDataParallel(model, find_unused_parameters=True), x, record)
+    finally:  # other tests of this process begin without a group
+        dist.destroy_process_group()
 
 
 MODES = [no_grad, inference, training, backward_outside, autocast, checkpointed, data_parallel, distributed]
