@@ -24,15 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Parts of the suite: what is given to pytest. The kernels on a GPU have their own target.
 PARTS: dict[str, list[str]] = {
-    "core": ["tests/core"],
-    "engines": ["tests/engines"],
-    "nn": ["tests/nn"],
-    "learn": ["tests/learn"],
-    "recorder": ["tests/recorder"],
-    "distributed": ["tests/distributed"],
-    "look": ["tests/look"],
+    **{path.name: [f"tests/{path.name}"] for path in sorted((ROOT / "tests").iterdir()) if any(path.glob("test_*.py")) and path.name != "gpu"},
     "docs": sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob("test_*.py")),
-}
+}  # fmt: skip
 
 #: One pytest for everything: quicker on many cores, but a run that is stopped has no result.
 ALL = {"all": ["tests", "--ignore=tests/gpu"]}
