@@ -87,6 +87,8 @@ def _curves() -> str:
         elements += [text_element(left, top - 12, title, 12, bold=True), rect(left, top, width, height, frame)]
         elements.append(text_element(left + width + 4, top + 10, f"{largest:.2g}", 10, PALE))
         elements.append(text_element(left + width + 4, top + height, "0", 10, PALE))
+        steps = f"{len(next(iter(lines.values())))} steps"
+        elements.append(text_element(left + width, top + height + 15, steps, 10, PALE, "end"))
         for m, (name, line) in enumerate(lines.items()):
             hue = HUES[1 - m]
             at = [
@@ -97,7 +99,7 @@ def _curves() -> str:
             elements.append(f'<polyline points="{path}" fill="none" stroke="{hue}" stroke-width="2"/>')
             elements.append(text_element(left + 6 + 70 * m, top + height + 15, name, 11, hue))
     described = "Curves of sixty steps of training for each loss."
-    across, down = 48 + 2 * width + gap + 30, 2 * (height + gap + 8) + 30
+    across, down = 48 + 2 * width + gap + 30, -(-len(curves) // 2) * (height + gap + 8) + 30
     return document("Losses on attention at work", described, across, down, elements)
 
 
