@@ -29,7 +29,7 @@ LARGEST = 150_000  # bytes of a picture
 PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "spotlight": ("spotlight", [], 700, False),
     "spotlight-dark": ("spotlight", [], 700, True),
-    "walk": ("walk", [("click", "dot-13")], 880, False),
+    "walk": ("walk", [("click", "dot-13")], 935, False),
     "story": ("story", [("click", "chapter-3")], 900, False),
     "play": ("play", [("click", "forbid-13")], 1060, False),
     "square": ("square", [], 1000, False),
