@@ -29,6 +29,8 @@ from regard.engines import numba
 
 from .rows import RESULTS, Row, ratios, read, row
 
+ROLLOUT = "rollout, 12 layers of 12 heads, one row (causal)"
+
 
 class Bench:
     """Where and in which type is measured, and how long."""
@@ -150,36 +152,53 @@ def indexer(bench: Bench) -> Iterator[Row]:
 def memory(bench: Bench) -> Iterator[Row]:
     """What the indexer's loss and its gradients take beside the scores of all heads, which Megatron-LM writes."""
     t = 32768
-    if bench.device == "cuda":
-        taken = _bytes_on_gpu(bench, t)
-    else:  # in a process of its own, whose peak nothing else has raised
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-            taken = alone.submit(_bytes_of_process, bench, t).result()
     yield bench.of_one(
         "indexer loss, forward + backward: memory (causal)", [1, 16, t, 128], "[b, h, i, j] in float32",
-        taken / (16 * t * t * 4), 0.01,
+        _taken(bench, _indexer_gradients, t) / (16 * t * t * 4), 0.01,
     )  # fmt: skip
 
 
-def _bytes_on_gpu(bench: Bench, t: int) -> int:
-    _, loss, qkv = _indexer(bench, t)
+def _indexer_gradients(bench: Bench, t: int) -> Callable[[], Any]:
+    loss = _indexer(bench, t)[1]
+    return lambda: loss().backward()
+
+
+def _rollout(bench: Bench, t: int, layers: int = 12) -> Callable[[], Tensor]:
+    stack = [regard.weights(bench.draw(1, 12, t, 64), mask=regard.causal()) for _ in range(layers)]
+    return lambda: chains.rollout_rows(stack, [t - 1])
+
+
+def _taken(bench: Bench, prepare: Callable[[Bench, int], Callable[[], Any]], t: int) -> int:
+    """Bytes that the prepared call takes above its arguments."""
+    if bench.device == "cuda":
+        return _bytes_on_gpu(bench, prepare, t)
+    # In a process of its own, whose peak nothing else has raised.
+    threads = torch.get_num_threads()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (threads,)) as alone:
+        return alone.submit(_bytes_of_process, bench, prepare, t).result()
+
+
+def _bytes_on_gpu(bench: Bench, prepare: Callable[[Bench, int], Callable[[], Any]], t: int) -> int:
+    call = prepare(bench, t)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loss().backward()
+    call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 
-def _bytes_of_process(bench: Bench, t: int) -> int:
-    def highest() -> int:
-        return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+def _bytes_of_process(bench: Bench, prepare: Callable[[Bench, int], Callable[[], Any]], t: int) -> int:
+    def memory(name: str) -> int:
+        return 1024 * int(re.findall(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
-    _indexer(bench, 300)[1]().backward()  # what is loaded and compiled once does not count
-    _, loss, qkv = _indexer(bench, t)
-    before = highest()
-    loss().backward()
-    return highest() - before
+    prepare(bench, 300)()  # what is loaded and compiled once does not count
+    call = prepare(bench, t)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = memory("VmRSS")
+    call()
+    return memory("VmHWM") - before
 
 
 def spans(bench: Bench) -> Iterator[Row]:
@@ -232,13 +251,22 @@ def rollout(bench: Bench) -> Iterator[Row]:
     shape = [layers, 12, t, 64]
     with torch.no_grad():
         q, k, v = (bench.draw(1, 12, t, 64) for _ in range(3))
-        stack = [regard.weights(bench.draw(1, 12, t, 64), mask=regard.causal()) for _ in range(layers)]
+        _rollout(bench, 300, 1)()  # compiled once
         forwards = [_seconds(bench, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)) for _ in range(3)]
-        seconds = _seconds(bench, lambda: chains.rollout_rows(stack, [t - 1]))
+        seconds = _seconds(bench, _rollout(bench, t, layers))
         forwards += [_seconds(bench, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)) for _ in range(3)]
-    yield bench.of_one("rollout, 12 layers of 12 heads, one row: seconds", shape, "", seconds, None)
+    yield bench.of_one(f"{ROLLOUT}: seconds", shape, "", seconds, None)
     ratio = seconds / (layers * statistics.median(forwards))
-    yield bench.of_one("rollout, 12 layers of 12 heads, one row", shape, "12 SDPA forwards", ratio, None, 1.0)
+    yield bench.of_one(ROLLOUT, shape, "12 SDPA forwards", ratio, None, 1.0)
+
+
+def rollout_memory(bench: Bench) -> Iterator[Row]:
+    """What a row of the rollout takes: as much a token at every length."""
+    for t in (8192, 32768):
+        yield bench.of_one(
+            f"{ROLLOUT}: memory", [12, 12, t, 64], "[h, i, j] of one layer in float32",
+            _taken(bench, _rollout, t) / (12 * t * t * 4), None,
+        )  # fmt: skip
 
 
 def _seconds(bench: Bench, call: Callable[[], Any]) -> float:
@@ -247,7 +275,7 @@ def _seconds(bench: Bench, call: Callable[[], Any]) -> float:
     return bench.clock() - start
 
 
-PARTS = {"comparisons": comparisons, "head_mean": head_mean, "indexer": indexer, "memory": memory, "spans": spans, "snapkv": snapkv, "rollout": rollout}  # fmt: skip
+PARTS = {"comparisons": comparisons, "head_mean": head_mean, "indexer": indexer, "memory": memory, "spans": spans, "snapkv": snapkv, "rollout": rollout, "rollout_memory": rollout_memory}  # fmt: skip
 
 
 def main() -> None:

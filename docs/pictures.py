@@ -7,8 +7,8 @@ downloaded.
 
 from __future__ import annotations
 
-import doctest
 import os
+import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ LARGEST = 150_000  # bytes of a picture
 PAGES: dict[str, tuple[str, list[tuple[str, str]], int, bool]] = {
     "spotlight": ("spotlight", [], 700, False),
     "spotlight-dark": ("spotlight", [], 700, True),
-    "walk": ("walk", [("click", "dot-13")], 880, False),
+    "walk": ("walk", [("click", "dot-13")], 935, False),
     "story": ("story", [("click", "chapter-3")], 900, False),
     "play": ("play", [("click", "forbid-13")], 1060, False),
     "square": ("square", [], 1000, False),
@@ -76,21 +76,19 @@ def _patterns() -> str:
 
 
 def _curves() -> str:
-    """The curves of docs/uses.md, which its own lines train."""
-    names: dict[str, Any] = {}
-    for example in doctest.DocTestParser().get_examples((FOLDER.parent / "uses.md").read_text()):
-        exec(compile(example.source, "uses.md", "exec"), names)
-        if "curves" in names:
-            break
+    """The curves of `examples/losses_at_work.py`."""
+    curves = runpy.run_path(str(FOLDER.parent.parent / "examples" / "losses_at_work.py"))["main"]()
     width, height, gap = 270.0, 110.0, 44.0
     elements = []
-    for n, (title, lines) in enumerate(names["curves"].items()):
+    for n, (title, lines) in enumerate(curves.items()):
         left, top = 24 + (n % 2) * (width + gap), 40 + (n // 2) * (height + gap + 8)
         largest = max(float(line.max()) for line in lines.values())
         frame = f'fill="none" stroke="{PALE}" stroke-opacity="0.4"'
         elements += [text_element(left, top - 12, title, 12, bold=True), rect(left, top, width, height, frame)]
         elements.append(text_element(left + width + 4, top + 10, f"{largest:.2g}", 10, PALE))
         elements.append(text_element(left + width + 4, top + height, "0", 10, PALE))
+        steps = f"{len(next(iter(lines.values())))} steps"
+        elements.append(text_element(left + width, top + height + 15, steps, 10, PALE, "end"))
         for m, (name, line) in enumerate(lines.items()):
             hue = HUES[1 - m]
             at = [
@@ -100,8 +98,8 @@ def _curves() -> str:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
             elements.append(f'<polyline points="{path}" fill="none" stroke="{hue}" stroke-width="2"/>')
             elements.append(text_element(left + 6 + 70 * m, top + height + 15, name, 11, hue))
-    described = "Curves of sixty steps of training for each of four losses."
-    across, down = 48 + 2 * width + gap + 30, 2 * (height + gap + 8) + 30
+    described = "Curves of sixty steps of training for each loss."
+    across, down = 48 + 2 * width + gap + 30, -(-len(curves) // 2) * (height + gap + 8) + 30
     return document("Losses on attention at work", described, across, down, elements)
 
 

@@ -94,6 +94,23 @@ def test_every_example_of_a_docstring_prints_what_it_says(module, text):
     run(text, {**vars(importlib.import_module(module)), "torch": torch, "regard": regard}, module)
 
 
+# Published uses.
+
+SECTIONS = {
+    part.partition("\n")[0]: part for part in re.split(r"^## ", (ROOT / "docs/uses.md").read_text(), flags=re.M)[1:]
+}
+RECIPES = [title for title in SECTIONS if title not in ("Losses at work", "What they cost")]
+
+
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_published_use_takes_at_most_fifteen_lines_and_says_what_it_costs_elsewhere(title):
+    code = "".join(text for kind, text in blocks("docs/uses.md") if kind == "python" and text in SECTIONS[title])
+    lines = re.findall(r"^(?:>>>|\.\.\.) ", code, flags=re.M)
+    assert 1 <= len(lines) <= 15, f"{title} takes {len(lines)} lines"
+    (elsewhere,) = re.findall(r"^\*\*Elsewhere:\*\* .+(?:\n.+)*", SECTIONS[title], flags=re.M)
+    assert re.search(r"\]\(https://\S+\)", elsewhere), f"{title} names no source"
+
+
 # Tables.
 
 

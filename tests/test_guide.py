@@ -93,6 +93,15 @@ def test_a_chapter_has_a_small_picture_exercises_with_solutions_and_something_to
     assert re.search(r"^    regard (look|walk|learn) ", text.partition("## Try it")[2], flags=re.M)
 
 
+@CHAPTERS
+def test_a_chapter_sends_readers_to_views_that_the_page_has(path):
+    views = (ROOT / "src" / "regard" / "look" / "page" / "js" / "views.js").read_text()
+    names = re.findall(r'^    name: "(.+?)"', views, flags=re.M)
+    assert "Lab" in names
+    tried = path.read_text().partition("## Try it")[2]
+    assert [name for name in re.findall(r"\*\*(.+?)\*\*", tried) if name not in names] == []
+
+
 def test_a_cell_with_another_output_is_noticed():
     cell = {"source": ["x = 2\n", "x + 2"], "outputs": []}
     assert notebooks.run(cell, {}) == "4\n"

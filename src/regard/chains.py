@@ -48,7 +48,7 @@ def rollout(
     stack = _square(layers, residual)
     for layer, share, norms in zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True):
         y = _mean_of_heads(torch.matmul(layer, _scaled(x.unsqueeze(-3), norms)), share)  # type: ignore[arg-type]
-        x = residual * x + (1 - residual) * (y if norms is None else y / _row_sums(layer, share, norms))
+        x = residual * x + (1 - residual) * (y if norms is None else _divided(y, _row_sums(layer, share, norms)))
     return x
 
 
@@ -79,12 +79,17 @@ def rollout_rows(
     tensor([[0.3750, 0.6250, 0.0000]])
     """
     stack = _square(layers, residual)
-    top = stack[-1]
-    u = torch.zeros(*top.shape[:-3], top.shape[-2], len(rows), dtype=top.dtype, device=top.device)
+    *below, (top, share, norms) = zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True)
+    start = torch.zeros(top.shape[-1], len(rows), dtype=top.dtype, device=top.device)
     for n, row in enumerate(rows):
-        u[..., row, n] = 1
-    for layer, share, norms in reversed(list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))):
-        from_rows = u if norms is None else u / _row_sums(layer, share, norms)
+        start[row, n] = 1
+    # Of the last layer these rows alone count: they cost what rows cost, not a pass.
+    spread = _mean_of_heads(_scaled(top[..., list(rows), :].mT, norms), share)
+    u = residual * start + (1 - residual) * (
+        spread if norms is None else _divided(spread, spread.sum(-2, keepdim=True))
+    )
+    for layer, share, norms in reversed(below):
+        from_rows = u if norms is None else _divided(u, _row_sums(layer, share, norms))
         spread = torch.matmul(layer.mT, from_rows.unsqueeze(-3).expand(*layer.shape[:-1], -1))  # type: ignore[arg-type]
         u = residual * u + (1 - residual) * _mean_of_heads(_scaled(spread, norms), share)
     return u.mT
@@ -158,9 +163,13 @@ def _scaled(x: Tensor, norms: Tensor | None) -> Tensor:
 
 
 def _row_sums(layer: Weights, share: Tensor | None, norms: Tensor) -> Tensor:
-    """Σ_j of the heads' mean of w_ij |v_j|, (..., t, 1); 1 for a row without any."""
-    sums = _mean_of_heads(torch.matmul(layer, norms.unsqueeze(-1)), share)  # type: ignore[arg-type]
-    return torch.where(sums == 0, 1, sums)
+    """Σ_j of the heads' mean of w_ij |v_j|, (..., t, 1)."""
+    return _mean_of_heads(torch.matmul(layer, norms.unsqueeze(-1)), share)  # type: ignore[arg-type]
+
+
+def _divided(x: Tensor, sums: Tensor) -> Tensor:
+    """x / sums; a row without any weight stays as it is."""
+    return x / torch.where(sums == 0, 1, sums)
 
 
 def _mean_of_heads(y: Tensor, share: Tensor | None) -> Tensor:

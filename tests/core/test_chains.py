@@ -60,6 +60,17 @@ def test_a_row_whose_values_have_no_length_looks_at_nothing_but_itself() -> None
     )
 
 
+def test_rows_of_a_rollout_cost_rows_in_the_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, passes = regard.weights(torch.randn(2, 6, 4)), []
+    transposed = regard.Weights.mT.fget
+    monkeypatch.setattr(regard.Weights, "mT", property(lambda W: (passes.append(W), transposed(W))[1]))
+    torch.testing.assert_close(chains.rollout_rows([layer], [1, -2]), chains.rollout([layer], torch.eye(6))[[1, -2]])
+    assert len(passes) == 0
+    chains.rollout_rows([layer] * 3, [1])
+    assert len(passes) == 2
+    assert chains.rollout_rows([layer] * 2, []).shape == (0, 6)
+
+
 def test_a_rollout_differentiates() -> None:
     q, x = torch.randn(2, 5, 3).double().requires_grad_(), torch.randn(5, 2).double().requires_grad_()
     assert gradcheck(lambda q, x: chains.rollout([regard.weights(q), regard.weights(2 * q)], x), (q, x), fast_mode=True)

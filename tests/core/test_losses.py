@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,3 +184,22 @@ def test_an_indexer_learns_where_its_teacher_looks() -> None:
 def test_one_key_of_a_row_weighs_all_of_a_choice_of_one() -> None:
     it = Index()
     torch.testing.assert_close(losses.indexer(it.teacher, it.weights(), topk=1), torch.zeros(()).double())
+
+
+def test_the_example_shows_what_every_loss_is_for() -> None:
+    example = Path(__file__).parents[2] / "examples" / "losses_at_work.py"
+    curves = runpy.run_path(str(example))["main"]()
+    aligned, entropy, scores, teacher, index, selected = (
+        {name: line[[0, -1]].tolist() for name, line in lines.items()} for lines in curves.values()
+    )
+    assert aligned["mean"][0] < 0.1 < 0.95 < aligned["mean"][1]
+    assert entropy["without"][1] < 0.2
+    assert entropy["with"][1] > 0.9
+    assert scores["without"][1] > 8
+    assert scores["with"][1] <= 4 * (1 + 1e-5)
+    assert teacher["loss"][1] < teacher["loss"][0] / 5
+    assert all(last < first / 4 for first, last in index.values())
+    assert selected["selected"][1] > selected["selected"][0] + 0.1
+    assert selected["selected"][1] > 0.8 * selected["the best"][1]
+    picture = (example.parents[1] / "docs" / "pictures" / "losses.svg").read_text()
+    assert [what for what in curves if what not in picture] == [], "run: make pictures"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -222,7 +224,63 @@ def test_a_mapped_text_takes_as_much_memory_whatever_its_length(repeats, text, t
     assert task.valid.ids.element_size() == 1, "an id of a byte is a byte"
     assert long.stat().st_size > 2000 * repeats
     assert max(int(x.max()) for x, _ in batches) > 32
-    assert seen.largest <= 64 * 8 * 8, "the largest tensor is a batch of validation windows"
+    assert seen.largest <= (64 * 8 + 1) * 8, "the largest tensor is a batch of validation windows"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists mappings by /proc")
+def test_pages_of_a_mapped_text_leave_memory_after_every_batch(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "IN_MEMORY_BYTES", 0)
+    settings = LMSettings(context=8, tokens="bytes", dim=8, heads=2, batch=4)
+    task = tasks.make_task("lm", (text,), None, settings, tasks.Saved(), torch.device("cpu"), tmp_path)
+
+    def is_mapped() -> bool:
+        return str(tmp_path / "tokens.bin") in Path("/proc/self/maps").read_text()
+
+    ids = task.valid.ids
+    assert is_mapped()
+    del ids
+    assert not is_mapped()
+    batch, windows = task.batch(0), task.valid.all(4)
+    pair = next(windows)
+    assert not is_mapped(), "neither between batches nor within a validation"
+    assert len(batch) == len(pair) == 2
+
+
+def test_a_mapped_text_sets_aside_no_more_for_validation_than_is_read_in_a_while(text, tmp_path, monkeypatch):
+    settings = LMSettings(context=8, tokens="bytes", dim=8, heads=2, batch=4, validation=0.5)
+    sizes = []
+    for limit, most in ((1 << 25, 100), (0, 100), (0, 1 << 20)):
+        monkeypatch.setattr(corpus, "IN_MEMORY_BYTES", limit)
+        monkeypatch.setattr(corpus, "VALIDATION_TOKENS", most)
+        task = tasks.make_task("lm", (text,), None, settings, tasks.Saved(), torch.device("cpu"), tmp_path)
+        sizes.append((len(task.train.ids), len(task.valid.ids)))
+    in_memory, capped, not_capped = sizes
+    assert in_memory == not_capped
+    assert capped == (sum(in_memory) - 100, 100), "what is not set aside is trained on"
+
+
+PEAK = """
+import resource, sys
+import torch
+from regard.learn import lm
+torch.set_num_threads(1)
+lm(*sys.argv[1:], tokens="bytes", steps=40, dim=8, heads=2, layers=1, context=64, batch=16, device="cpu")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts in other units elsewhere")
+def test_the_memory_of_a_run_does_not_grow_with_its_corpus(text, tmp_path):
+    peaks, long = [], tmp_path / "long.txt"
+    for size in (40_000_000, 400_000_000):
+        data = text.read_bytes()
+        with long.open("wb") as file:
+            for _ in range(size // len(data)):
+                file.write(data)
+        command = [sys.executable, "-c", PEAK, str(long), str(tmp_path / str(size))]
+        peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    assert peaks[1] < peaks[0] + 60, f"MB: {peaks}"
 
 
 def test_damaged_token_ids_are_noticed_and_a_failed_start_leaves_none(text, tmp_path, monkeypatch):

@@ -165,7 +165,7 @@ def test_the_walk_begins_with_the_head_of_the_spotlight_and_at_its_strongest_wor
     weights = [float(x) for x in shown.texts(".steps .w")]
     assert max(weights) == pytest.approx(0.694, abs=1e-3)
     widths = shown.tab.evaluate(
-        "[...document.querySelectorAll('.steps tbody tr:nth-child(1) .score')].map((x) => x.getBoundingClientRect().width)"
+        "[...document.querySelectorAll('.steps tbody tr:nth-child(2) .score')].map((x) => x.getBoundingClientRect().width)"
     )
     assert max(widths) == widths[13], "a mark shows which product is largest"
     W = regard.weights(randn(120, 8), mask=None).label([f"w{n}" for n in range(120)])

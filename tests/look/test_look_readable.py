@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_the_lab_begins_at_the_recorded_weights_of_a_head_with_a_sink(show: Any)
 
 def test_a_mask_that_hides_nothing_from_a_row_is_still_named(show: Any) -> None:
     shown = show(regard.weights(randn(1, 9, 4), mask=regard.causal()).label(WORDS).show(8)).view("walk")
-    assert "causal() hides nothing here" in shown.text(".steps tbody tr:nth-child(3) th")
+    assert "causal() hides nothing here" in shown.text(".steps tbody tr:nth-child(4) th")
 
 
 def test_long_words_leave_short_ones_and_their_beginnings_to_be_read(show: Any) -> None:
@@ -86,6 +87,26 @@ def test_the_curves_of_a_training_run_have_small_labels_and_steps(show: Any) -> 
     labels = shown.tab.locator(".curve-of-steps").first.locator("text")
     assert labels.all_text_contents()[-2:] == ["step 0", "step 190"]
     assert max(label.bounding_box()["height"] for label in labels.all()) <= 20
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_the_axis_of_a_curve_has_round_numbers_and_fits_its_data(show: Any, width: int) -> None:
+    axes: dict[str, tuple[Any, list[str]]] = {
+        "falling": (lambda step: 3.0 - step / 100, ["1", "1.5", "2", "2.5", "3"]),
+        "high": (lambda step: 101.3 + step / 1000, ["101.3", "101.35", "101.4", "101.45", "101.5"]),
+        "small": (lambda step: 1e-5 * step, ["0", "5e−4", "1e−3", "1.5e−3", "2e−3"]),
+        "negative": (lambda step: -step / 10, ["−20", "−15", "−10", "−5", "0"]),
+        "constant": (lambda step: 2.0, ["2", "2.5"]),
+        "nothing": (lambda step: float("nan"), ["0", "1"]),
+    }
+    run = [(step, {**numbers, **{name: at(step) for name, (at, _) in axes.items()}}) for step, numbers in history()]
+    shown = show(View(run), width=width)
+    for n, (name, (_, marks)) in enumerate(axes.items()):
+        curve = shown.tab.locator(".curve-of-steps").nth(n)
+        assert curve.locator(".tick").all_text_contents() == marks, name
+        frame, boxes = curve.bounding_box(), [mark.bounding_box() for mark in curve.locator(".tick").all()]
+        assert min(box["x"] for box in boxes) >= frame["x"], "no number is cut off"
+        assert all(low["y"] >= high["y"] + 0.6 * high["height"] for low, high in itertools.pairwise(boxes)), name
 
 
 @pytest.mark.parametrize(

@@ -277,10 +277,10 @@ BUGS = [
     Bug("losses: a choice of keys is not renormalised", "core/row_sources.py", "self.log_w = log_w - torch.where(total == -torch.inf, 0, total)", "self.log_w = log_w", ("losses",)),
     # chains.py.
     Bug("chains: a rollout begins with the last layer", "chains.py", "for layer, share, norms in zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True):", "for layer, share, norms in list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))[::-1]:", ("chains",)),
-    Bug("chains: rows are followed from the first layer", "chains.py", "in reversed(list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))):", "in list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True)):", ("chains",)),
+    Bug("chains: rows are followed from the first layer", "chains.py", "in reversed(below):", "in below:", ("chains",)),
     Bug("chains: weights of heads are not divided by their sum", "chains.py", "(y * (share / share.sum())[:, None, None])", "(y * share[:, None, None])", ("chains",)),
     Bug("chains: value norms of the query", "chains.py", "spread = torch.matmul(layer.mT, from_rows", "spread = torch.matmul(layer.mT, _scaled(from_rows, None if norms is None else norms.mean(-2))", ("chains",)),
-    Bug("chains: rows of value norms are not divided by their sum", "chains.py", "return torch.where(sums == 0, 1, sums)", "return torch.ones_like(sums)", ("chains",)),
+    Bug("chains: rows of value norms are not divided by their sum", "chains.py", "return x / torch.where(sums == 0, 1, sums)", "return x", ("chains",)),
     Bug("chains: negative relevance counts", "core/row_stats.py", "(relevance.clamp(min=0) if self.positive else relevance)", "relevance", ("chains",)),
     # engines/replay.py.
     Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),

@@ -20,14 +20,19 @@ from torch import Tensor
 from .._io import atomic_write
 from . import tokenizer as texts
 
-__all__ = ["IN_MEMORY_BYTES", "TOKENS", "checksum", "is_large", "map_tokens", "text_pieces", "write_tokens"]
+__all__ = [
+    "IN_MEMORY_BYTES", "TOKENS", "VALIDATION_TOKENS", "checksum", "is_large", "map_tokens", "text_pieces",
+    "write_tokens",
+]  # fmt: skip
 
 #: The file of token ids in the folder of a run.
 TOKENS = "tokens.bin"
 #: Larger texts are mapped from a file of token ids.
 IN_MEMORY_BYTES = 1 << 25
-#: Bytes that are read at a time.
-PIECE_BYTES = 1 << 23
+#: Bytes that are read at a time; BPE takes about eighty times as many for them.
+PIECE_BYTES = 1 << 20
+#: The most tokens that a mapped text sets aside for validation.
+VALIDATION_TOKENS = 1 << 20
 
 
 def is_large(path: Any) -> bool:
@@ -95,7 +100,7 @@ def write_tokens(path: Path, pieces: Iterable[str], tokenizer: Any) -> None:
 
 
 def map_tokens(path: Path, vocabulary: int) -> Tensor:
-    """The token ids of a file, mapped: pages are read when they are used, and nothing is kept."""
+    """The token ids of a file, mapped: pages are read when they are used, and leave memory with the tensor."""
     dtype = _dtype(vocabulary)
     count = path.stat().st_size // dtype.itemsize
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,26 +19,34 @@ def step_seed(seed: int, step: int) -> int:
 class TextWindows:
     """Windows of a long text: `context` tokens as input, and the same shifted by one as targets."""
 
-    def __init__(self, ids: Tensor, context: int, batch: int, seed: int, device: torch.device | None = None) -> None:
-        self.ids, self.context, self.batch, self.seed = ids, context, batch, seed
-        self.device = device or ids.device  # ids that are mapped from a file stay on the CPU
+    def __init__(
+        self, read: Callable[[], Tensor], context: int, batch: int, seed: int, device: torch.device | None = None
+    ) -> None:
+        self.read, self.context, self.batch, self.seed = read, context, batch, seed
+        self.device = device or self.ids.device  # ids that are mapped from a file stay on the CPU
+
+    @property
+    def ids(self) -> Tensor:
+        """The token ids. Those of a file are mapped anew: pages that were read before do not stay in memory."""
+        return self.read()
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step, each (batch, context)."""
-        generator = torch.Generator().manual_seed(step_seed(self.seed, step))
-        starts = torch.randint(len(self.ids) - self.context, (self.batch,), generator=generator).to(self.ids.device)
-        windows = self.ids[starts[:, None] + torch.arange(self.context + 1, device=self.ids.device)]
+        ids, generator = self.ids, torch.Generator().manual_seed(step_seed(self.seed, step))
+        starts = torch.randint(len(ids) - self.context, (self.batch,), generator=generator).to(ids.device)
+        windows = ids[starts[:, None] + torch.arange(self.context + 1, device=ids.device)]
         windows = windows.to(self.device, torch.long)
         return windows[:, :-1], windows[:, 1:]
 
     def all(self, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """All of the text in windows that do not overlap; an incomplete last one is left out if there are others."""
-        size = min(self.context, len(self.ids) - 1)
-        count = (len(self.ids) - 1) // size
-        x, y = (self.ids[shift : shift + count * size].view(count, size) for shift in (0, 1))
-        for pair in zip(x.split(batch), y.split(batch), strict=True):
-            inputs, targets = (part.to(self.device, torch.long) for part in pair)
-            yield inputs, targets
+        last = len(self.ids) - 1
+        size = min(self.context, last)
+        count = last // size
+        for n in range(0, count, batch):
+            rows = min(batch, count - n)
+            part = self.ids[n * size : (n + rows) * size + 1].to(self.device, torch.long)
+            yield part[:-1].view(rows, size), part[1:].view(rows, size)
 
 
 class SentencePairs:

@@ -135,7 +135,8 @@ class LMSettings(Settings):
         architecture: "regard" (RMS norms, SwiGLU, no biases) or "gpt2" (layer norms, GELU, biases, learned positions).
         tokens: "characters", "bytes" or "bpe".
         vocabulary: Number of BPE tokens.
-        validation: Share of the text, at its end, that is used for validation.
+        validation: Share of the text, at its end, that is used for validation; of a mapped text at most a million
+            tokens.
 
     Example:
         >>> LMSettings(steps=100, dim=32, heads=2).context
@@ -150,7 +151,9 @@ class LMSettings(Settings):
     architecture: str = option("regard", "GPT-2's has learned positions, layer norms and GELU", ("regard", "gpt2"))
     tokens: str = option("characters", "what a token is", ("characters", "bytes", "bpe"))
     vocabulary: int = option(1000, "number of BPE tokens (characters: as many as the text has)")
-    validation: float = option(0.1, "share of the text, at its end, used for validation")
+    validation: float = option(
+        0.1, "share of the text, at its end, used for validation; of a mapped text at most a million tokens"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,31 +107,35 @@ class LMTask:
     def __init__(self, path: Any, settings: LMSettings, saved: Saved, device: torch.device, folder: Path) -> None:
         self.settings, self.tokenizer = settings, saved.tokenizer
         mapped = corpus.is_large(path) if saved.digest is None else saved.tokens is not None
-        ids = self._mapped(path, saved, folder) if mapped else self._read(path, saved)
-        split = int(len(ids) * (1 - settings.validation))
-        parts = {"training": ids[:split], "validation": ids[split:]}
+        read = self._mapped(path, saved, folder) if mapped else self._in_memory(path, saved, device)
+        count = len(read())
+        split = int(count * (1 - settings.validation))
+        if mapped:  # all of it is read at every validation
+            split = max(split, count - corpus.VALIDATION_TOKENS)
+        parts = {"training": slice(0, split), "validation": slice(split, count)}
         for name, part in parts.items():
-            least = settings.context + 1 if name == "training" else 2
-            if len(part) < least:
+            size, least = part.stop - part.start, settings.context + 1 if name == "training" else 2
+            if size < least:
                 raise ValueError(
-                    f"{path} has {len(ids)} tokens, {len(part)} of them for {name}, and --context {settings.context} "
+                    f"{path} has {count} tokens, {size} of them for {name}, and --context {settings.context} "
                     f"needs {least}: use more text or a smaller --context."
                 )
         self.train, self.valid = (
-            TextWindows(part if mapped else part.to(device), settings.context, settings.batch, settings.seed, device)
+            TextWindows(lambda part=part: read()[part], settings.context, settings.batch, settings.seed, device)  # type: ignore[misc]
             for part in parts.values()
         )
 
-    def _read(self, path: Any, saved: Saved) -> Tensor:
+    def _in_memory(self, path: Any, saved: Saved, device: torch.device) -> Callable[[], Tensor]:
         """The token ids of a text in memory."""
         text = read_text(path)
         self.digest = texts.digest(text)
         _check_digest(saved.digest, self.digest, path)
         self._learn_tokenizer([text])
-        return torch.tensor(texts.encode(self.tokenizer, text))
+        ids = torch.tensor(texts.encode(self.tokenizer, text)).to(device)
+        return lambda: ids
 
-    def _mapped(self, path: Any, saved: Saved, folder: Path) -> Tensor:
-        """The token ids of a large text, mapped from a file that the first run wrote."""
+    def _mapped(self, path: Any, saved: Saved, folder: Path) -> Callable[[], Tensor]:
+        """The token ids of a large text, mapped by every call from a file that the first run wrote."""
         hasher, file = hashlib.sha256(), folder / corpus.TOKENS
         for piece in corpus.text_pieces(path):
             hasher.update(piece.encode())
@@ -142,7 +148,7 @@ class LMTask:
         self.tokens_digest = corpus.checksum(file)
         if saved.tokens not in (None, self.tokens_digest):
             raise ValueError(f"{file} is damaged or was edited: its checksum differs from the one in the settings.")
-        return corpus.map_tokens(file, self.tokenizer.get_vocab_size())
+        return partial(corpus.map_tokens, file, self.tokenizer.get_vocab_size())
 
     def _learn_tokenizer(self, pieces: Any) -> None:
         if self.tokenizer is None:
@@ -165,8 +171,12 @@ class LMTask:
         return [{"prompt": self.tokenizer.decode(self.valid.ids[:PROMPT_TOKENS].tolist())}]
 
     def validate(self, model: nn.Module) -> float:
-        losses = [(self.loss(model, (x, y)), y.numel()) for x, y in self.valid.all(64)]
-        return float(sum(loss.double() * count for loss, count in losses)) / sum(count for _, count in losses)
+        # Sums, not a list: numbers between the large blocks of every batch would leave the heap in pieces.
+        total, count = torch.zeros((), dtype=torch.float64, device=self.valid.device), 0
+        for x, y in self.valid.all(64):
+            total += self.loss(model, (x, y)).double() * y.numel()
+            count += y.numel()
+        return float(total) / count
 
 
 class TranslateTask:

@@ -136,8 +136,8 @@ def encode(tokenizer: Any, text: str) -> list[int]:
             )
         if by_character:
             return [vocabulary[character] for character in text]
-    # Line by line: the same ids, twice as fast.
-    encoded = tokenizer.encode_batch(text.splitlines(keepends=True), add_special_tokens=False)
+    # Line by line: the same ids, twice as fast. Without offsets.
+    encoded = tokenizer.encode_batch_fast(text.splitlines(keepends=True), add_special_tokens=False)
     return [number for line in encoded for number in line.ids]
 
 

@@ -73,7 +73,8 @@ On word embeddings alone, nothing trained in between; then with W_q and W_k; the
   regard walk "the cat sat" --word cat --with q,k
   regard walk "the cat sat" --word cat --with q,k,v
 
-The steps: 1 q·k with every word, 2 scaled, 3 masked, 4 softmax, 5 weight × value, 6 their sum."""
+The steps: 1 query, keys and values, 2 q·k with every word, 3 scaled (then masked, where there is a mask), 4 softmax,
+5 weight × value, 6 their sum."""
 
 _SUFFIXES = {"out": (".html", ".htm", ".svg", ".pdf", ".png"), "save": (".regard",)}
 

@@ -73,8 +73,8 @@ def table_html(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def walk_html(walk: Walk) -> str:
     """The steps of attention for one word, a row a key, with its weight as a bar."""
-    steps = {"1 " + walk.formula: walk.product, "2 " + walk.scaling: walk.scaled}
-    steps |= dict(walk.changes) | {"3 masked": walk.masked}
+    steps = {"2 " + walk.formula: walk.product, "3 " + walk.scaling: walk.scaled}
+    steps |= dict(walk.changes) | {"masked": walk.masked}
     shown = {name: values for name, values in steps.items() if values is not None}
     rows = [
         (f"{n} {word}", *(float(values[n]) for values in shown.values()), float(walk.weights[n]))

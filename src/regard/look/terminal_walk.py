@@ -56,23 +56,24 @@ def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: 
 
 
 def _shapes(steps: Walk, width: int) -> list[Line]:
-    e = steps.v.shape[1]
-    if steps.q is None or steps.k is None:
-        text = f"weights {len(steps.words)} (recorded ready-made, without their scores) · v {len(steps.words)}×{e}"
+    j, e = steps.v.shape
+    if steps.k is None:
+        text = f"weights {j} (recorded ready-made, without their scores) · v {j}×{e}"
     else:
-        text = f"q {len(steps.q)} · k {steps.k.shape[0]}×{steps.k.shape[1]} · v {steps.v.shape[0]}×{e} · y {e}"
-    return paragraph(text, width, "dim")
+        d = steps.k.shape[1]
+        text = f"1 query, keys, values: q {d} · k {j}×{d} · v {j}×{e}"
+    return paragraph(text, width)
 
 
 def _steps_to_weights(steps: Walk, chosen: list[int], width: int) -> list[Line]:
-    """Steps 1 to 4, a row for every word."""
+    """Steps 2 to 4 and the mask, a row for every word."""
     columns: list[tuple[str, Tensor]] = []
     lines: list[Line] = []
     if steps.product is not None and steps.scaled is not None and steps.masked is not None:
         masks = bool((steps.masked == -float("inf")).any())
-        columns = [(f"1 {steps.formula}", steps.product), (f"2 {steps.scaling}", steps.scaled)]
+        columns = [(f"2 {steps.formula}", steps.product), (f"3 {steps.scaling}", steps.scaled)]
         columns += [(f"+ {name}", x) for name, x in steps.changes]
-        columns += [("3 mask", steps.masked)] if masks else []
+        columns += [("mask", steps.masked)] if masks else []
         lines += [*_explanation(steps, steps.masked, width), []]
     columns += [("4 softmax", steps.weights)]
     lines += _table(steps, chosen, columns, width)
@@ -85,15 +86,15 @@ def _steps_to_weights(steps: Walk, chosen: list[int], width: int) -> list[Line]:
 
 
 def _explanation(steps: Walk, masked: Tensor, width: int) -> list[Line]:
-    """The first four steps in words, with one product written out."""
+    """Steps 2 to 4 and the mask in words, with one product written out."""
     then = "".join(f", then {name}" for name, _ in steps.changes)
     scaling = "not scaled" if steps.scaling == "unscaled" else f"{steps.scaling}: large scores would saturate softmax"
     unseen, total = int((masked == -float("inf")).sum()), len(steps.words)
     mask = f"{unseen:,} of {total:,} words may not be looked at" if unseen else "every word may be looked at"
-    lines = paragraph(f"1 {steps.formula}: how alike the query of {quoted(steps.word)} is to every key", width)
+    lines = paragraph(f"2 {steps.formula}: how alike the query of {quoted(steps.word)} is to every key", width)
     lines += _one_product(steps, width)
-    lines += paragraph(f"2 {scaling}{then}", width)
-    lines += paragraph(f"3 mask: {mask}", width)
+    lines += paragraph(f"3 {scaling}{then}", width)
+    lines += paragraph(f"mask: {mask}", width)
     if unseen == total and not steps.sink:
         return lines + paragraph("4 softmax: nothing may be looked at, so all weights are 0, and their sum is", width)
     if steps.notes:

@@ -1,8 +1,8 @@
 """Attention for one word, step by step: `regard.walk(W, v, "cat")`.
 
-The textbook's six steps as tensors: how alike the word's query is to every key, the scaled scores, what may be seen,
-the weights, each value times its weight, and the sum. They follow the score's own formula, so that the last two are
-what `W.row(i)` and `W @ v` give. One row only: linear in the length.
+The textbook's six steps as tensors: (1) query, keys and values, (2) how alike the query is to every key, (3) the scaled
+scores, (4) the weights, (5) each value times its weight, (6) the sum. A mask stands between 3 and 4. They follow the
+score's own formula, so that weights and sum are what `W.row(i)` and `W @ v` give. One row only: linear in the length.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Walk:
     words: tuple[str, ...]  # of the keys
     formula: str  # of `product`
     scaling: str  # from `product` to `scaled`
-    q: Tensor | None  # d: the word's query
-    k: Tensor | None  # j d
-    v: Tensor  # j e
-    product: Tensor | None  # j: step 1, how alike the query and each key are
-    scaled: Tensor | None  # j: step 2, the scores
+    q: Tensor | None  # d: step 1, the word's query
+    k: Tensor | None  # j d: step 1
+    v: Tensor  # j e: step 1
+    product: Tensor | None  # j: step 2, how alike the query and each key are
+    scaled: Tensor | None  # j: step 3, the scores
     changes: tuple[tuple[str, Tensor], ...]  # j: the scores after every modifier, by its name
-    masked: Tensor | None  # j: step 3, −inf where the word may not look
+    masked: Tensor | None  # j: the mask, −inf where the word may not look
     weights: Tensor  # j: step 4, softmax
     sink: float  # the weight of the sink, which has no value
     weighted: Tensor  # j e: step 5, weight × value

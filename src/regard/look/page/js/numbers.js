@@ -55,4 +55,12 @@ export const weightText = (w) => (w > 0 && w < 5e-4 ? w.toExponential(1) : fixed
 // In a picture no number is longer than its neighbours.
 export const brief = (w) => (w > 0 && w < 5e-4 ? "<0.001" : fixed(w, 3));
 export const near = (x) => fixed(x, Math.abs(x) >= 10 ? 0 : 2);
+// Round numbers that enclose a range: three to seven, as far apart as 1, 2 or 5 times a power of ten.
+export function roundMarks(low, high) {
+  const span = high - low || Math.abs(high) || 1, unit = 10 ** Math.floor(Math.log10(span / 3));
+  const step = unit * [1, 2, 5, 10].find((n) => span / (n * unit) <= 5);
+  const first = Math.floor(low / step + 1e-9), last = Math.max(first + 1, Math.ceil(high / step - 1e-9));
+  return range(last - first + 1).map((n) => Number(((first + n) * step).toPrecision(12)));
+}
+export const markText = (x) => (x && Math.abs(x) < 0.01 ? x.toExponential() : String(x)).replaceAll("-", "−");
 export const count = (n) => n.toLocaleString("en");

@@ -1,6 +1,6 @@
 // Training: every head over the steps.
 
-import { clamp, count, fixed, largest, near, range } from "./numbers.js";
+import { clamp, count, fixed, largest, near, range, roundMarks, markText } from "./numbers.js";
 import { behind, choice, el, heat, svg } from "./elements.js";
 import { tileUnder } from "./long.js";
 import { trainingPatterns } from "./patterns.js";
@@ -17,7 +17,7 @@ export function training(page, box) {
   for (const [name, values] of curves) {
     const numbers = page.header.array(values), finite = numbers.filter(Number.isFinite);
     box.append(el("figure", { class: "train" }, el("h2", { text: name }),
-      lineOf(steps, numbers, Math.min(0, ...finite), Math.max(...finite))));
+      lineOf(steps, numbers, least(finite), -least(finite.map((x) => -x)))));
   }
   for (const [title, text] of page.header.texts)
     box.append(el("figure", { class: "train" }, el("h2", { text: title }), el("pre", { class: "sample", text })));
@@ -71,19 +71,24 @@ function rowNames(heads, height) {
       "text-anchor": "end", text: head })) : []);
 }
 
-function lineOf(steps, numbers, low, high) {
-  const [width, height] = [640, 90], first = steps[0], last = steps.at(-1);
+// Without a call of as many arguments as numbers.
+const least = (numbers) => numbers.reduce((a, b) => Math.min(a, b), Infinity);
+
+// A curve over the steps; its axis goes from the round number below the range to the one above it.
+function lineOf(steps, numbers, from, to) {
+  const [width, height] = [640, 140], first = steps[0], last = steps.at(-1);
+  const marks = Number.isFinite(from + to) ? roundMarks(from, to) : [0, 1], [low, high] = [marks[0], marks.at(-1)];
   const x = (step) => (last > first ? ((step - first) / (last - first)) * width : width / 2);
-  const y = (value) => height - ((value - low) / (high - low || 1)) * height;
+  const y = (value) => height - ((value - low) / (high - low)) * height;
   const points = steps.filter((_, c) => Number.isFinite(numbers[c])).map((step) =>
     `${x(step)},${y(numbers[steps.indexOf(step)])}`);
   const finite = [...numbers].filter(Number.isFinite);
-  return svg("svg", { class: "curve-of-steps", viewBox: `-40 -8 ${width + 46} ${height + 28}`, role: "img",
+  return svg("svg", { class: "curve-of-steps", viewBox: `-78 -12 ${width + 84} ${height + 36}`, role: "img",
     "aria-label": `from ${fixed(finite[0], 3)} to ${fixed(finite.at(-1), 3)}` },
     svg("path", { class: "axis", d: `M0 0V${height}H${width}` }),
-    [low, high].map((v) => svg("text", { class: "tiny", x: -5, y: y(v) + 4, "text-anchor": "end",
-      text: v && Math.abs(v) < 0.01 ? v.toExponential(0) : near(v) })),
-    [["start", first], ["end", last]].map(([anchor, step]) => svg("text", { class: "tiny", x: x(step), y: height + 15,
+    marks.map((v) => [svg("path", { class: "axis", d: `M-4 ${y(v)}H0` }),
+      svg("text", { class: "tiny tick", x: -7, y: y(v) + 4, "text-anchor": "end", text: markText(v) })]),
+    [["start", first], ["end", last]].map(([anchor, step]) => svg("text", { class: "tiny", x: x(step), y: height + 20,
       "text-anchor": anchor, text: `step ${count(step)}` })),
     svg("polyline", { class: "curve", points: points.join(" "), style: { stroke: "var(--accent)" } }));
 }

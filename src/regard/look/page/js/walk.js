@@ -123,6 +123,8 @@ function stepLine(n, name, shape, cells, props) {
   return el("tr", props, el("th", { scope: "row" }, el("div", {}, title)), cells);
 }
 
+const peak = (x) => Math.max(...Array.from(x, Math.abs));
+
 function stepsToWeights(page, steps, t, picked, onpick) {
   const { paint } = page, size = (x) => Math.max(...x.filter(Number.isFinite).map(Math.abs), 0) || 1;
   // A signed bar under every score: which is large is seen before it is read.
@@ -142,11 +144,16 @@ function stepsToWeights(page, steps, t, picked, onpick) {
       text: fixed(w, 3) });
   };
   const total = sum(steps.w), lines = [];
-  if (steps.raw) lines.push(stepLine("1", steps.what, `1×${steps.size} · ${steps.size}×${t}`, steps.raw.map(product)));
+  if (steps.raw) {
+    const most = Math.max(...steps.k.map(peak)), key = (k, j) => el("td", {},
+      strip(Array.from(k.slice(0, COORDINATES)), most, paint, `the key of ${page.stack.cols.name(j)}`));
+    lines.push(stepLine("1", "q, k and v; here k", `q 1×${steps.size} · k ${t}×${steps.size}`, steps.k.map(key)));
+    lines.push(stepLine("2", steps.what, `1×${steps.size} · ${steps.size}×${t}`, steps.raw.map(product)));
+  }
   if (steps.s) {
-    lines.push(stepLine("2", `${steps.raw ? "scaled" : "score"} ${steps.scaleText}`, `1×${t}`, numbers(steps.s)));
+    lines.push(stepLine("3", `${steps.raw ? "scaled" : "score"} ${steps.scaleText}`, `1×${t}`, numbers(steps.s)));
     const masked = steps.hidden ? `masked by ${steps.mask}` : steps.mask ? `${steps.mask} hides nothing here` : "mask: none";
-    lines.push(stepLine("3", masked, `1×${t}`, numbers(steps.masked), { class: steps.hidden ? "" : "pale" }));
+    lines.push(stepLine("", masked, `1×${t}`, numbers(steps.masked), { class: steps.hidden ? "" : "pale" }));
   }
   const name = steps.sink ? `softmax, with a sink that takes ${fixed(1 - total, 3)}` : "softmax";
   lines.push(stepLine("4", name, `1×${t}, sum ${fixed(total, 2)}`, steps.w.map(weight)));
@@ -154,15 +161,15 @@ function stepsToWeights(page, steps, t, picked, onpick) {
 }
 
 function stepsToOutput(page, steps, t) {
-  const { paint } = page, few = 32, size = (x) => Math.max(...Array.from(x, Math.abs));
-  const most = Math.max(...steps.v.map((v, j) => steps.w[j] * size(v)));
+  const { paint } = page, few = 32;
+  const most = Math.max(...steps.v.map((v, j) => steps.w[j] * peak(v)));
   const weighted = (v, j) => {
     const label = `${fixed(steps.w[j], 3)} times the value of ${page.stack.cols.name(j)}`;
     return el("td", {}, strip(Array.from(v.slice(0, few), (x) => x * steps.w[j]), most, paint, label));
   };
   const have = steps.v[0].length, shown = have < steps.values ? `first ${have} of ${steps.values}` : steps.values;
   const first = steps.y.slice(0, 6).map((x) => fixed(x, 2)).join(", ");
-  const output = el("td", { colspan: t, class: "y" }, strip(steps.y.slice(0, few), size(steps.y), paint, "the output"),
+  const output = el("td", { colspan: t, class: "y" }, strip(steps.y.slice(0, few), peak(steps.y), paint, "the output"),
     el("span", { class: "vector", text: `y = [${first}${steps.values > 6 ? ", …" : ""}]  (${shown} coordinates)` }));
   return [stepLine("5", "weight × value", `${t}×${steps.values}`, steps.v.map(weighted)),
     stepLine("6", "sum: the output y", `1×${steps.values}`, output)];
@@ -173,7 +180,7 @@ const COORDINATES = 16;
 function dotProduct(page, steps, i, j) {
   if (!steps.q) return [];
   if (j === null) return [el("p",
-    { class: "hint", text: "Choose a number of the first row to see its dot product cell by cell." })];
+    { class: "hint", text: "Choose a product q·k to see it cell by cell." })];
   const a = Array.from(steps.q), b = Array.from(steps.k[j]), products = a.map((x, n) => x * b[n]), total = steps.raw[j];
   const { paint } = page;
   const line = (name, x, from) => {
