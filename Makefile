@@ -6,6 +6,7 @@
 # make test-everywhere  the suite under every setting of MKL, ATen, threads and numba: 16 settings, about 10 minutes each
 # make test-versions    the suite with PyTorch 2.6, 2.8, 2.13 and 2.15, in environments of 6 GB each below .cache/
 #                       (both go on where they were stopped; python -m bench.tables puts their results into the docs)
+# make test-notebooks  the page, the widget and all that shows itself, in JupyterLab and marimo (needs Chromium; a minute)
 # make test-sm90        the Hopper kernels compiled for sm_90 under Triton 3.6 to 3.9, without a GPU (some minutes)
 # make lint   formatting, lint and types, also those of a user's file; make lint-pyright the latter under pyright
 # make lint-page  types of the page's scripts (needs npm); part of .ci/run
@@ -25,7 +26,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-notebooks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
 
 setup: $(READY)
 
@@ -93,6 +94,15 @@ test-hostile-files: $(READY)
 # A sequence over ranks: hundreds of cells, in processes that talk through gloo.
 test-ranks: $(READY)
 	$(BIN)/python -m pytest -n 0 tests/distributed -m "slow or not slow"
+
+# JupyterLab and marimo in an environment of their own, which has what the other one has.
+NOTEBOOKS = .cache/notebooks
+test-notebooks: $(READY)
+	$(PYTHON) -m venv $(NOTEBOOKS)
+	$(NOTEBOOKS)/bin/pip install --quiet --disable-pip-version-check jupyterlab==4.6.6 marimo==0.25.2 anywidget==0.11.0
+	$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+	    > $$($(NOTEBOOKS)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/regard.pth
+	REGARD_NOTEBOOKS=$(NOTEBOOKS)/bin $(BIN)/python -m pytest -n 0 -m slow tests/look/test_look_notebook_apps.py
 
 test-planted: $(READY)
 	$(BIN)/python tests/support/planted.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from regard.cli import main
 from regard.look import loading
 from regard.look.alignment import align_tokens
 from regard.look.compare import HeadChanges
+from regard.look.svg import svg
 from regard.recorder.calls import SavedCall
 from regard.recorder.recording import Layer, Pass
 from support.opened_page import number
@@ -171,6 +173,28 @@ def test_pointing_moves_nothing_and_nothing_overflows(show: Any, changes: Any, w
         shown.tab.hover(f'[data-key="word-{n}"]')
         assert shown.tab.locator(".stage").bounding_box() == box
     assert shown.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_pieces_of_a_word_stand_close_and_words_that_recur_are_numbered(show: Any, width: int) -> None:
+    words = ["the", "dog", "didn", "'", "t", "see", "the", "em", "##bed", "##ding"]
+    other = [*words[:5], "like", *words[6:]]
+    changes = regard.compare(matrix(words, 1), matrix(other, 2))
+    assert changes.pairs[0].cols.continued == [3, 4, 9, 10], "like and see stand side by side"
+    shown = show(changes.show(word="the:2"), width=width)
+    letters = shown.tab.evaluate(
+        """[...document.querySelectorAll('.word .token')].map((x) => { const r = document.createRange();
+           r.selectNodeContents(x); const b = r.getBoundingClientRect(); return [b.left, b.right, b.bottom]; })"""
+    )
+    gaps = {n + 1: b[0] - a[1] for n, (a, b) in enumerate(itertools.pairwise(letters)) if a[2] == b[2]}
+    inside = [gap for n, gap in gaps.items() if n in (3, 4, 9, 10)]
+    assert len(inside) >= 3, "they stand in one line"
+    assert max(inside) < min(gap for n, gap in gaps.items() if n not in (3, 4, 9, 10))
+    assert max(inside) <= 14
+    assert shown.text(".hero .tie .token") == "the₂"
+    assert shown.opened_table()[0][0] == "the₁"
+    assert "“the:2” looks at" in str(changes.show(word="the:2"))
+    assert "“the:2” → “" in svg(changes, word="the:2")
 
 
 def test_a_long_text_is_compared_in_tiles(show: Any) -> None:

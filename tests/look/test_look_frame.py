@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import itertools
 import re
 import time
@@ -314,6 +315,22 @@ def test_in_a_notebook_the_page_has_its_height_and_the_theme_of_the_notebook(
     assert frame_height == pytest.approx(height, abs=24)
     assert dark == {"true": "light", "false": "dark"}[theme]
     tab.context.close()
+
+
+def test_a_document_around_the_frame_alone_gets_its_height_and_gives_its_theme(browser: Any, tmp_path: Path) -> None:
+    """As marimo shows an output with a script."""
+    small = regard.weights(randn(3, 4)).label(CAT[:3]).show("cat")._repr_html_()
+    path = tmp_path / "notebook.html"
+    path.write_text(f'<!doctype html><body class="dark-theme"><iframe srcdoc="{html.escape(small)}"></iframe></body>')
+    tab = browser.new_page()
+    tab.goto(path.as_uri())
+    inner = tab.frame_locator("iframe").locator("iframe")
+    page = inner.content_frame
+    page.locator("html[data-theme=dark] .word").first.wait_for()
+    heights = [one.bounding_box()["height"] for one in (tab.locator("iframe"), inner, page.locator(".regard"))]
+    assert heights[0] >= heights[1] >= heights[2]
+    assert heights[0] <= heights[2] + 60
+    tab.close()
 
 
 def test_nothing_hangs_in_an_empty_column(show: Any, it: View) -> None:

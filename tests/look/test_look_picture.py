@@ -69,6 +69,9 @@ def test_a_word_that_occurs_twice_is_named_by_its_number():
     W = regard.Weights.from_dense(torch.tensor([[1.0, 0.0, 0.0], [0.3, 0.7, 0.0], [0.8, 0.1, 0.1]]))
     root = read(svg(W.label(["the", "cat", "the"]), word="the:2"))
     assert "“the:2” → “the:1” 0.800" in texts(root)
+    labels = [text for text in texts(root) if text in ("the:1", "the:2")]
+    assert labels == ["the:1", "the:2"] * 2, "rows and columns of the square"
+    assert "the:2 → the:1 0.80" in root.find(f"{NAME}desc").text
 
 
 def test_a_number_stands_outside_of_its_arc():

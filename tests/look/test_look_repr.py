@@ -70,7 +70,7 @@ def test_a_recording_and_a_table_are_tables() -> None:
     assert "not recorded: layers.2.mixer: it keeps no weights" in shown
     summary = seen.summary()
     assert Checked(summary._repr_html_()).tags.count("tr") == 1 + len(summary)
-    assert f'<td style="text-align:right">{summary[0].entropy:.3f}</td>' in summary._repr_html_()
+    assert f'<td style="text-align:right;padding:2px 8px">{summary[0].entropy:.3f}</td>' in summary._repr_html_()
     long = type(summary)(summary.columns, list(summary) * 9)
     assert f"… {len(long) - 24} more rows" in long._repr_html_()
 

@@ -81,7 +81,8 @@ def test_colours_come_down_to_what_the_terminal_can_show():
 def test_the_numbers_shown_are_the_weights():
     seen = fake_recording()
     shown = draw(seen, word="it", layer=1, head=2)
-    for token, weight in zip(TOKENS, seen[1, 2].row("it").tolist(), strict=True):
+    names = token_text.numbered_texts(TOKENS)
+    for token, weight in zip(names, seen[1, 2].row("it").tolist(), strict=True):
         assert re.search(rf"^{re.escape(token)} .*{weight:.3f}$", shown, re.M)
 
 
@@ -235,6 +236,23 @@ def test_words_that_are_written_the_same_are_told_apart():
     assert re.search(r"^  the:1 +→ cat", out, re.M)
     assert re.search(r"^  the:2 +→ dog", out, re.M)
     assert re.search(r"^  saw +→ the:2", out, re.M)
+
+
+def test_headline_bars_heads_and_walk_number_a_word_that_recurs():
+    W = regard.weights(torch.eye(5).roll(1, -1) + torch.eye(5)[[0, 1, 2, 0, 4]], score="dot")
+    W = W.label(["the", "cat", "saw", "the", "dog"])
+    out = draw(regard.Weights.from_dense(torch.eye(5).roll(1, -1)[None].repeat(2, 1, 1)).label(W.tokens[0]), word=2)
+    assert "“saw” → “the:2” 1.000" in out
+    assert re.search(r"^the:1 .*\nthe:2 ", re.sub(r"^(cat|saw) .*\n", "", out, flags=re.M), re.M), "bars"
+    lit = draw(W, word="the:2")
+    assert "“the:2” → “" in lit
+    walked = str(regard.walk(W, torch.eye(5), "the:2"))
+    assert "Attention for “the:2”, step by step" in walked
+    assert len(re.findall(r"^the:[12] ", walked, re.M)) == 4, "scores, and weighted values"
+    crossing = regard.walk(
+        regard.weights(torch.eye(2), torch.eye(3, 2)).label(["a", "b"], ["x", "x", "y"]), torch.eye(3), "b"
+    )
+    assert "Attention for “b”" in str(crossing)
 
 
 def test_nothing_is_told_to_be_nothing():

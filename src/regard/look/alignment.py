@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .token_groups import TokenGroups, group_tokens
-from .token_text import bare
+from .token_text import bare, word_slices
 
 __all__ = ["Alignment", "align_tokens"]
 
@@ -38,6 +38,20 @@ class Alignment:
         """The word at every place, that of the first text where both have one."""
         sides = [{n: side.labels[word] for n, word in self.words(k)} for k, side in enumerate(self.sides)]
         return [sides[0].get(n, sides[1].get(n, "")) for n in range(len(self.places))]
+
+    @property
+    def continued(self) -> list[int]:
+        """The places of pieces that continue the word of the place before them, in a text that has both."""
+        places = set()
+        for side, words in enumerate(self.sides):
+            starts = {part.start for part in word_slices(words.tokens)}
+            at = [pair[side] for pair in self.places]
+            places |= {
+                n
+                for n, word in enumerate(at)
+                if word and at[n - 1] == word - 1 and words.groups[word].start not in starts
+            }
+        return sorted(places)
 
     def words(self, side: int) -> list[tuple[int, int]]:
         """The (place, word) pairs of one text."""

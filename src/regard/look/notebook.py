@@ -33,6 +33,7 @@ HEADS, CELLS, WEIGHTS = 12, 48, 2**24
 #: Rows of a table.
 ROWS = 24
 _BLUE = (33, 104, 172)
+_PADDING = "padding:2px 8px"  # of a cell: some notebooks give none
 
 
 @torch.no_grad()
@@ -142,9 +143,10 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], bars: Sequence
     def cell(value: Any) -> str:
         text = f"{value:.3f}" if isinstance(value, float) else str(value)
         side = "left" if isinstance(value, str) else "right"
-        return f'<td style="text-align:{side}">{html.escape(printable(text, 60))}</td>'
+        return f'<td style="text-align:{side};{_PADDING}">{html.escape(printable(text, 60))}</td>'
 
-    head = "".join(f"<th>{html.escape(printable(column, 60))}</th>" for column in (*columns, *[""] * bool(bars)))
+    head = "".join(f'<th style="{_PADDING}">{html.escape(printable(column, 60))}</th>' for column in columns)
+    head += "<th></th>" * bool(bars)
     body = "".join(
         f"<tr>{''.join(map(cell, row))}{f'<td>{bars[n]}</td>' if bars else ''}</tr>" for n, row in enumerate(rows)
     )

@@ -8,6 +8,7 @@ and its matrix as the largest weights of tiles, never as i × j weights. Cells t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ from .svg_elements import (
 )
 from .text_layout import format_number
 from .token_groups import TokenGroups
-from .token_text import clip, occurrence_suffix, printable
+from .token_text import clip, numbered_texts, occurrence_suffix, printable
 
 __all__ = ["Part", "svg"]
 
@@ -198,14 +199,13 @@ class _Arcs:
     def _legend(self, top: float) -> None:
         for n, (tie, hidden) in enumerate(zip(self.lit.heads, self.lit.hidden, strict=True)):
             place = self.lit.layers[tie.layer].head_name(tie.head)
-            looking = _label(self.lit.word) + occurrence_suffix(self.lit.rows.labels, self.lit.position)
-            text = f"{place}{': ' if place else ''}“{looking}”"
-            text += " " if self.lit.next_word is None else f", writing “{_label(self.lit.next_word)}” "
+            text = f"{place}{': ' if place else ''}“{_numbered(self.lit.rows.labels, self.lit.position)}”"
+            if self.lit.next_word is not None:
+                text += f", writing “{_numbered(self.lit.rows.labels, self.lit.position + 1)}”"
             if (key := self.lit.headline_key(n)) is None:
-                text += "looks at nothing"
+                text += " looks at nothing"
             else:
-                seen = _label(self.lit.cols.labels[key]) + occurrence_suffix(self.lit.cols.labels, key)
-                text += f"→ “{seen}” {format_number(self.lit.weights[n][key])}"
+                text += f" → “{_numbered(self.lit.cols.labels, key)}” {format_number(self.lit.weights[n][key])}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
@@ -253,6 +253,10 @@ class _Arcs:
 
 def _label(token: str) -> str:
     return clip(printable(token), 24)
+
+
+def _numbered(labels: Sequence[str], place: int) -> str:
+    return _label(labels[place]) + occurrence_suffix(labels, place)
 
 
 def _flow_words(names: dict[int, str], first: float, step: float, line: float) -> dict[int, _Box]:
@@ -318,7 +322,7 @@ def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
 
 
 def _stroke(hue: str, weight: float) -> str:
-    opaque = min(1.0, 0.2 + weight)
+    opaque = min(1.0, 0.75 + 0.25 * weight)  # the faintest line still stands out from the ground, by 3 to 1
     return f'fill="none" stroke="{hue}" stroke-width="{_thickness(weight):.2f}" stroke-opacity="{opaque:.3f}"'
 
 
@@ -347,8 +351,8 @@ class _Square:
         cells = _cells(view, head, rows, cols) if exact else _tiles(view, head)
         place = view.head_name(head)
         n, m = len(cells), len(cells[0]) if cells else 0
-        names = [clip(printable(label), 14) for label in rows.labels] if exact else _ticks(view.weights.shape[1], n)
-        across = [clip(printable(label), 14) for label in cols.labels] if exact else _ticks(view.weights.shape[2], m)
+        names = numbered_texts(rows.labels, 14) if exact else _ticks(view.weights.shape[1], n)
+        across = numbered_texts(cols.labels, 14) if exact else _ticks(view.weights.shape[2], m)
         left = MARGIN + max(map(text_width, names), default=0.0) * 0.85 + 8
         side = min(16.0, max(6.0, 520.0 / max(n, m, 1)), max(3.0, (MARGIN + widest - left) / max(m, 1)))
         label_height = max(map(text_width, across), default=0.0) * 0.85 + 10
@@ -395,10 +399,11 @@ class _Square:
         if not exact:
             size = f"{len(cells)} by {len(cells[0])}"
             return f"A square of {size} tiles{of}: the largest weights in parts of a long text."
+        columns = numbered_texts(cols.labels)
         best = [max(range(len(row)), key=lambda j: row[j]) for row in cells] if cols.labels else []
         ties = [
-            f"{printable(name)} → {printable(cols.labels[j])} {f'{row[j]:.2f}' if row[j] == row[j] else 'NaN'}"
-            for name, j, row in zip(rows.labels, best, cells, strict=False)
+            f"{name} → {columns[j]} {f'{row[j]:.2f}' if row[j] == row[j] else 'NaN'}"
+            for name, j, row in zip(numbered_texts(rows.labels), best, cells, strict=False)
         ]
         return f"A square{of}; the darkest cell of every row: {', '.join(ties)}."
 

@@ -22,7 +22,7 @@ from .svg_elements import (
     tint_fill,
 )
 from .text_layout import format_number
-from .token_text import clip, printable
+from .token_text import clip, numbered_texts, printable
 
 __all__ = ["draw_changes"]
 
@@ -67,7 +67,7 @@ def _sentence(changes: HeadChanges, pair: HeadPair, place: int) -> str:
         f"{format_number(float(row[key])) if row[key] == row[key] else 'no such word'} in {printable(name)}"
         for row, name in zip(rows, changes.names, strict=True)
     ]
-    word, other = (printable(axis.labels[n]) for axis, n in ((pair.rows, place), (pair.cols, key)))
+    word, other = (numbered_texts(axis.labels)[n] for axis, n in ((pair.rows, place), (pair.cols, key)))
     return f"{pair.name}: “{word}” → “{other}” {', '.join(said)}."
 
 
@@ -79,7 +79,7 @@ class _Squares:
         a, b = (pair.weights(side, range(len(pair.rows))) for side in (0, 1))
         in_both = [None not in place for place in pair.rows.places]
         change = (b.nan_to_num(nan=0.0) - a.nan_to_num(nan=0.0)).tolist()
-        rows, cols = ([clip(printable(label), 14) for label in axis.labels] for axis in (pair.rows, pair.cols))
+        rows, cols = (numbered_texts(axis.labels, 14) for axis in (pair.rows, pair.cols))
         self.names = [_only(name, pair.rows.places[n]) for n, name in enumerate(rows)]
         self.across = [_only(name, pair.cols.places[n]) for n, name in enumerate(cols)]
         left = MARGIN + max(map(text_width, self.names)) * 0.85 + 8

@@ -25,8 +25,9 @@ from .text_layout import (
     bar,
     format_number,
     label_width,
+    numbered_label,
     paragraph,
-    quoted,
+    quoted_label,
     render,
     safe,
     shade,
@@ -35,7 +36,7 @@ from .text_layout import (
     trim,
     word_lines,
 )
-from .token_text import cell_width, occurrence_suffix
+from .token_text import cell_width
 
 __all__ = ["draw", "draw_overview", "draw_spotlight"]
 
@@ -119,10 +120,12 @@ def note_lines(notes: list[str], width: int) -> list[Line]:
 def _headline(lit: Spotlight, n: int, width: int) -> str:
     key = lit.headline_key(n)
     each = (width - 13) // (2 if lit.next_word is None else 4)
-    looking = quoted(lit.word, each) + ("" if lit.next_word is None else f", writing {quoted(lit.next_word, each)}")
+    looking = quoted_label(lit.rows.labels, lit.position, each)
+    if lit.next_word is not None:
+        looking += f", writing {quoted_label(lit.rows.labels, lit.position + 1, each)}"
     if key is None:
         return f"{looking} looks at nothing"
-    return f"{looking} → {quoted(lit.cols.labels[key], each)} {format_number(lit.weights[n][key])}"
+    return f"{looking} → {quoted_label(lit.cols.labels, key, each)} {format_number(lit.weights[n][key])}"
 
 
 def _sentence(lit: Spotlight, n: int, width: int) -> list[Line]:
@@ -176,7 +179,8 @@ def _bars(lit: Spotlight, width: int, top: int | None) -> list[Line]:
     if lit.same and top is None and lit.position not in chosen:
         chosen = sorted([*chosen, lit.position])
     some = len(chosen) < len(labels)
-    names = [f"{safe(labels[j], label_width(width))}{f' :{j}' if some else ''}" for j in chosen]
+    size = label_width(width)  # of some words the position is written, which tells them apart as well
+    names = [f"{safe(labels[j], size)} :{j}" if some else numbered_label(labels, j, size) for j in chosen]
     first = max(map(cell_width, [*names, "word"]))
     bar_width = min(max(4, (width - first) // len(lit.heads) - 9), 40)
     lines: list[Line] = []
@@ -208,15 +212,16 @@ def _heads(lit: Spotlight, width: int, count: int = 8) -> list[Line]:
     """The heads that matter for the word, most telling first."""
     if len(lit.ranking) < 2:
         return []
+    word = quoted_label(lit.rows.labels, lit.position)
     if lit.target is not None:
-        title = f"Heads by the weight that {quoted(lit.word)} gives to {quoted(lit.cols.labels[lit.target])}"
+        title = f"Heads by the weight that {word} gives to {quoted_label(lit.cols.labels, lit.target)}"
     elif lit.alone:
-        title = f"There is no other word that {quoted(lit.word)} could be tied to; heads by the weight they give most"
+        title = f"There is no other word that {word} could be tied to; heads by the weight they give most"
     else:
-        title = f"Heads that tie {quoted(lit.word)} to another word, most telling first"
+        title = f"Heads that tie {word} to another word, most telling first"
     lines = paragraph(title, width, "bold")
     with_layer = any(view.name for view in lit.layers.values())
-    keys = ["–" if tie.key is None else _unique_label(lit.cols.labels, tie.key, 12) for tie in lit.ranking[:count]]
+    keys = ["–" if tie.key is None else numbered_label(lit.cols.labels, tie.key, 12) for tie in lit.ranking[:count]]
     first = max([cell_width(key) for key in keys] + [8])
     beyond = "" if lit.target is not None or lit.alone else "  beyond"
     header = f"  {'layer  ' if with_layer else ''}head  {align_left('looks at', first)}  weight{beyond}"
@@ -233,12 +238,6 @@ def _heads(lit: Spotlight, width: int, count: int = 8) -> list[Line]:
         meaning = "beyond: the weight above what the head gives that word, or at that distance, anyway"
         lines += paragraph(meaning, width, "dim", "  ")
     return lines
-
-
-def _unique_label(labels: Sequence[str], position: int, width: int) -> str:
-    """A word, with its number if it occurs several times: the:2."""
-    suffix = occurrence_suffix(labels, position)
-    return safe(labels[position], width - len(suffix)) + suffix
 
 
 # All words.
@@ -266,8 +265,8 @@ def _tie_lines(summary: Overview, width: int, top: int) -> list[Line]:
     if not ties:
         return paragraph("No word is tied to another: there is no other word, or no weight to tell by.", width, "bold")
     with_layer = any(view.name for view in summary.layers)
-    rows = [_unique_label(summary.rows.labels, tie.word, 14) for tie in ties]
-    cols = [_unique_label(summary.cols.labels, tie.key, 14) for tie in ties]
+    rows = [numbered_label(summary.rows.labels, tie.word, 14) for tie in ties]
+    cols = [numbered_label(summary.cols.labels, tie.key, 14) for tie in ties]
     left, right = max([*map(cell_width, rows), 4]), max([*map(cell_width, cols), 8])
     lines = paragraph("Which word is tied to which, most telling first", width, "bold")
     header = f"  {align_left('word', left)}    {align_left('looks at', right)}  weight  "

@@ -11,8 +11,10 @@ from .text_layout import (
     bar,
     format_number,
     label_width,
+    numbered_label,
     paragraph,
     quoted,
+    quoted_label,
     render,
     safe,
     strongest,
@@ -66,12 +68,12 @@ def _word_lines(changes: HeadChanges, pair: HeadPair, place: int, width: int, to
     weights = [pair.weights(side, [place])[0].nan_to_num(nan=0.0).tolist() for side in (0, 1)]
     labels = pair.cols.labels
     chosen = strongest(weights, len(labels), top)
-    names = [safe(labels[j], label_width(width)) + _mark(pair, j) for j in chosen]
+    names = [numbered_label(labels, j, label_width(width)) + _mark(pair, j) for j in chosen]
     first = max(map(cell_width, names))
     bar_width = min(max(4, (width - first - 9) // 2 - 9), 30)
     titles = [align_left(f"  {safe(name, bar_width + 5)}", bar_width + 9) for name in changes.names]
     lines: list[Line] = [
-        [Span(f"{pair.name}  ", "bold"), Span(f"{quoted(pair.rows.labels[place])} looks at")],
+        [Span(f"{pair.name}  ", "bold"), Span(f"{quoted_label(pair.rows.labels, place)} looks at")],
         [Span(" " * first), *(Span(title, "bold") for title in titles), Span("  change")],
     ]
     for name, j in zip(names, chosen, strict=True):

@@ -16,10 +16,11 @@ from .text_layout import (
     bar,
     format_number,
     label_width,
+    numbered_label,
     paragraph,
     quoted,
+    quoted_label,
     render,
-    safe,
     strongest,
     tint,
     trim,
@@ -41,9 +42,9 @@ def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: 
     """
     width = max(width, NARROWEST)
     chosen = strongest([steps.weights.tolist()], len(steps.words), top)
-    if steps.position not in chosen and steps.words[steps.position : steps.position + 1] == (steps.word,):
+    if steps.position not in chosen and _is_a_key(steps):
         chosen = sorted([*chosen, steps.position])
-    lines = paragraph(f"Attention for {quoted(steps.word)}, step by step", width, "bold")
+    lines = paragraph(f"Attention for {_word(steps)}, step by step", width, "bold")
     lines += [
         *_shapes(steps, width),
         [],
@@ -53,6 +54,16 @@ def draw_walk(steps: Walk, *, width: int = 80, colour: bool | str = False, top: 
         *_steps_to_sum(steps, chosen, width),
     ]
     return render(lines, colour)
+
+
+def _is_a_key(steps: Walk) -> bool:
+    """Whether the word is one of those it looks at."""
+    return steps.words[steps.position : steps.position + 1] == (steps.word,)
+
+
+def _word(steps: Walk) -> str:
+    """The word in quotation marks, with its number among the words if it occurs several times there."""
+    return quoted_label(steps.words, steps.position) if _is_a_key(steps) else quoted(steps.word)
 
 
 def _shapes(steps: Walk, width: int) -> list[Line]:
@@ -91,7 +102,7 @@ def _explanation(steps: Walk, masked: Tensor, width: int) -> list[Line]:
     scaling = "not scaled" if steps.scaling == "unscaled" else f"{steps.scaling}: large scores would saturate softmax"
     unseen, total = int((masked == -float("inf")).sum()), len(steps.words)
     mask = f"{unseen:,} of {total:,} words may not be looked at" if unseen else "every word may be looked at"
-    lines = paragraph(f"2 {steps.formula}: how alike the query of {quoted(steps.word)} is to every key", width)
+    lines = paragraph(f"2 {steps.formula}: how alike the query of {_word(steps)} is to every key", width)
     lines += _one_product(steps, width)
     lines += paragraph(f"3 {scaling}{then}", width)
     lines += paragraph(f"mask: {mask}", width)
@@ -113,7 +124,7 @@ def _one_product(steps: Walk, width: int) -> list[Line]:
     factors = [(float(steps.q[d]), float(steps.k[key, d])) for d in order[:count]]
     total = " + ".join(f"{format_number(a)}·{format_number(b)}" for a, b in factors)
     total += f" + … ({len(order) - count} more)" if len(order) > count else ""
-    pair = f"{quoted(steps.word)} · {quoted(steps.words[key])}"
+    pair = f"{_word(steps)} · {quoted_label(steps.words, key)}"
     return paragraph(f"{pair} = {total} = {format_number(float(steps.product[key]))}", width, "", "    ")
 
 
@@ -128,7 +139,7 @@ def _steps_to_sum(steps: Walk, chosen: list[int], width: int) -> list[Line]:
     lines.append([Span(" " * first + "  weight " + titles, "bold")])
     for j in chosen:
         weight = format_number(float(steps.weights[j]))
-        word = Span(align_left(safe(steps.words[j], first), first))
+        word = Span(align_left(numbered_label(steps.words, j, first), first))
         lines.append([word, Span(f"  {weight:>6} {_numbers(steps.weighted[j, :fit])}")])
     if rest := len(steps.words) - len(chosen):
         others = steps.weighted.sum(0) - steps.weighted[chosen].sum(0)
@@ -155,8 +166,8 @@ def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], wi
     titles = "".join("  " + align_right(title, size) for (title, _), size in zip(here, sizes, strict=False))
     lines: list[Line] = [[Span(" " * first + titles, "bold")]]
     for j in chosen:
-        lit = steps.words[j] == steps.word and j == steps.position
-        line = [Span(align_left(safe(steps.words[j], first), first), "bold" if lit else "")]
+        lit = j == steps.position and _is_a_key(steps)
+        line = [Span(align_left(numbered_label(steps.words, j, first), first), "bold" if lit else "")]
         line += [Span(f"  {format_number(float(x[j])):>{size}}") for (_, x), size in zip(here, sizes, strict=False)]
         if bar_width >= 4:
             line.append(Span("  " + bar(float(here[-1][1][j]), bar_width), tint(0)))
@@ -165,4 +176,4 @@ def _table(steps: Walk, chosen: list[int], columns: list[tuple[str, Tensor]], wi
 
 
 def _first_width(steps: Walk, chosen: Iterable[int], width: int) -> int:
-    return max([cell_width(safe(steps.words[j], label_width(width))) for j in chosen] + [7])
+    return max([cell_width(numbered_label(steps.words, j, label_width(width))) for j in chosen] + [7])

@@ -7,14 +7,15 @@ if it is wanted: without colour, rich is not needed.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .token_text import cell_width, clip, printable
+from .token_text import cell_width, clip, occurrence_suffix, printable
 
 __all__ = [
     "FAINT", "NARROWEST", "Line", "Span", "align_left", "align_right", "bar", "blend", "format_number", "label_width",
-    "paragraph", "quoted", "render", "safe", "shade", "strongest", "tint", "trim", "word_lines", "wrap",
+    "numbered_label", "paragraph", "quoted", "quoted_label", "render", "safe", "shade", "strongest", "tint", "trim",
+    "word_lines", "wrap",
 ]  # fmt: skip
 
 #: Ends of the scales of two heads: alike in lightness, and black letters can be read on every shade.
@@ -44,6 +45,17 @@ Line = list[Span]
 def quoted(word: str, width: int = 28) -> str:
     """A word in quotation marks, safe to print."""
     return f"“{safe(word, width)}”"
+
+
+def numbered_label(labels: Sequence[str], position: int, width: int) -> str:
+    """A word, safe to print, with its number if it occurs several times: the:2."""
+    suffix = occurrence_suffix(labels, position)
+    return safe(labels[position], width - len(suffix)) + suffix
+
+
+def quoted_label(labels: Sequence[str], position: int, width: int = 28) -> str:
+    """A word in quotation marks, with its number if it occurs several times."""
+    return f"“{numbered_label(labels, position, width)}”"
 
 
 def safe(word: str, width: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "is_special",
     "join_tokens",
     "name_of",
+    "numbered_texts",
     "occurrence_suffix",
     "printable",
     "resolve",
@@ -179,6 +181,16 @@ def occurrence_suffix(tokens: Sequence[str], position: int) -> str:
     """The suffix that tells equal tokens apart: ":2" for the second, nothing for the only one."""
     places = [n for n, token in enumerate(tokens) if token == tokens[position]]
     return f":{places.index(position) + 1}" if len(places) > 1 else ""
+
+
+def numbered_texts(tokens: Sequence[str], width: int = 200) -> list[str]:
+    """Every token, safe to print and cut to so many columns, with its number if it occurs several times: the:2."""
+    total, before = Counter(tokens), Counter[str]()
+    texts = []
+    for token in tokens:
+        before[token] += 1
+        texts.append(clip(printable(token), width) + (f":{before[token]}" if total[token] > 1 else ""))
+    return texts
 
 
 def _places(tokens: Sequence[str], word: str) -> list[int]:

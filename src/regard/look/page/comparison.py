@@ -66,6 +66,7 @@ def _axis(axis: Alignment) -> dict[str, Any]:
     return {
         "labels": [printable(bare(label)) for label in axis.labels],
         "special": [n for n, label in enumerate(axis.labels) if is_special(label)],
+        "inside": axis.continued,
         "side": [1 if b is None else 2 if a is None else 0 for a, b in axis.places],
     }
 

@@ -89,12 +89,16 @@ HEIGHT = 760
 _FIT = """
 (() => {
   const frame = document.currentScript.previousElementSibling;
-  const { body } = document, light = body.dataset.jpThemeLight, name = body.className;
+  // Where the output is a document of its own around this frame, as in marimo, that one gets the height as well.
+  const alone = [...document.body.children].every((x) => x === frame || x.localName === "script");
+  const outer = alone ? window.frameElement : null;
+  const { body } = outer?.ownerDocument ?? document, light = body.dataset.jpThemeLight, name = body.className;
   const theme = light ? (light === "true" ? "light" : "dark") : /vscode-dark|dark-theme/.test(name) ? "dark"
     : /vscode-light|light-theme/.test(name) ? "light" : null;
   addEventListener("message", ({ source, data }) => {
     if (source !== frame.contentWindow || !(data?.regardHeight > 0)) return;
-    frame.style.height = `${Math.min(data.regardHeight, 2400)}px`;
+    frame.style.height = `${Math.min(data.regardHeight, 4000)}px`;
+    if (outer) outer.style.height = `${document.documentElement.offsetHeight}px`;
     if (theme) source.postMessage({ regardTheme: theme }, "*");
   });
 })();

@@ -165,7 +165,7 @@ function reading(sequence, { hide, merge }) {
 }
 
 // Words that occur several times get a number, as a subscript: the₁, the₂.
-function numbered(labels) {
+export function numbered(labels) {
   const total = new Map(), seen = new Map(), digits = "₀₁₂₃₄₅₆₇₈₉";
   for (const label of labels) total.set(label, (total.get(label) ?? 0) + 1);
   return labels.map((label) => {

@@ -2,6 +2,7 @@
 
 import { clamp, edge, fixed, largest, range, weightText } from "./numbers.js";
 import { behind, el, heat, lane, lanes, shade, word } from "./elements.js";
+import { numbered } from "./book.js";
 import { ARROWS, legend } from "./square.js";
 
 const HEADS = 36; // pairs of heads that are drawn before all of them are asked for
@@ -25,12 +26,14 @@ class Pair {
     const { side } = this.group.cols;
     return (side[j] === 1 ? 0 : this.at(1, i, j)) - (side[j] === 2 ? 0 : this.at(0, i, j));
   }
-  // The word at a row or column, or the first word of a tile; a word that one text lacks says whose it is.
-  label(axis, n) {
-    const { labels } = this.group[axis], count = axis === "rows" ? this.rows : this.cols;
-    return labels[edge(n, count, labels.length)];
+  // The word at a row or column, or the first word of a tile: as it is written, and with its number where it occurs
+  // several times.
+  label(axis, n) { return this.group[axis].labels[this.place(axis, n)]; }
+  numbered(axis, n) {
+    const part = this.group[axis];
+    return (part.names ??= numbered(part.labels))[this.place(axis, n)];
   }
-  side(axis, n) { return this.tiled ? 0 : this.group[axis].side[n]; }
+  place(axis, n) { return edge(n, this[axis], this.group[axis].labels.length); }
 }
 
 export function compare(page, box) {
@@ -65,8 +68,8 @@ function headlineOf(page, pair, i, own, bar) {
   const [row, j] = own.cell ?? [i, largest(range(pair.cols).map(size))], by = pair.change(row, j);
   const part = (side) => [el("i", { class: "dot", style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: names[side] }), " ",
     el("b", { text: Number.isNaN(pair.at(side, row, j)) ? "has no such word" : fixed(pair.at(side, row, j), 2) })];
-  bar.replaceChildren(el("i"), el("span", { class: "tie" }, word(pair.label("rows", row)), el("span", { class: "arrow", text: " → " }),
-    word(pair.label("cols", j)), " ", el("b", { class: "weight", "data-read": "change",
+  bar.replaceChildren(el("i"), el("span", { class: "tie" }, word(pair.numbered("rows", row)), el("span", { class: "arrow", text: " → " }),
+    word(pair.numbered("cols", j)), " ", el("b", { class: "weight", "data-read": "change",
       text: Number.isNaN(by) ? "–" : `${by > 0 ? "+" : ""}${fixed(by, 2)}` })),
     el("span", { class: "who" }, part(0), "  ", part(1), `  ${pair.name}; `,
       pair.js === null ? "NaN" : `divergence ${fixed(pair.js, 3)} nats, total variation ${fixed(pair.total_variation, 3)}`));
@@ -74,7 +77,7 @@ function headlineOf(page, pair, i, own, bar) {
 
 // The words of both texts in one order; those of one text alone are marked.
 function compareWords(page, pair) {
-  const { labels, special, side } = pair.group.rows, skip = new Set(special), all = range(Math.min(pair.rows, 300));
+  const { labels, special, inside, side } = pair.group.rows, all = range(Math.min(pair.rows, 300));
   const key = (event, n) => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -pair.rows, End: pair.rows }[event.key];
     if (!step) return;
@@ -85,7 +88,8 @@ function compareWords(page, pair) {
   };
   return el("div", { class: `sentence${all.length > 40 ? " many" : ""}`, role: "listbox",
     "aria-label": "Words of both; the arrow keys move the light" }, all.map((n) => el("span", {
-    class: `word${!pair.tiled && skip.has(n) ? " special" : ""}${pair.side("rows", n) ? " lonely" : ""}`, role: "option",
+    class: ["word", ...(pair.tiled ? [] : [special.includes(n) && "special", inside.includes(n) && "inside",
+      side[n] && "lonely"].filter(Boolean))].join(" "), role: "option",
     "data-key": `word-${n}`, title: side[n] && !pair.tiled ? `only in ${page.header.names[side[n] - 1]}` : undefined,
     onkeydown: (event) => key(event, n), onclick: () => page.set({ word: n, hover: null }),
     onpointerenter: (event) => { if (event.pointerType !== "touch") page.set({ hover: n }); },
@@ -119,7 +123,7 @@ function compareBars(page, pair, i) {
   return el("div", {}, el("p", { class: "keys" }, names.map((name, side) => el("span", {}, el("i", { class: "dot", text: "ab"[side],
     style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: name })))),
   el("ol", { class: "best tall", "aria-label": "Words whose weights changed most" },
-    order.map((j) => el("li", {}, word(pair.label("cols", j)), lanes(bars(j))))));
+    order.map((j) => el("li", {}, word(pair.numbered("cols", j)), lanes(bars(j))))));
 }
 
 // Both patterns and the change, with one marked row; pointing at a cell reads it in all three.
@@ -204,6 +208,6 @@ function pairCells(page, own) {
 function compareTable(page) {
   const pair = page.pairs[page.state.pair], i = clamp(page.state.word, 0, pair.rows - 1), { names } = page.header;
   const number = (x) => (Number.isNaN(x) ? "no such word" : x);
-  return [["word", ...names, "change"], range(pair.cols).map((j) => [word(pair.label("cols", j)), number(pair.at(0, i, j)),
+  return [["word", ...names, "change"], range(pair.cols).map((j) => [word(pair.numbered("cols", j)), number(pair.at(0, i, j)),
     number(pair.at(1, i, j)), Number.isNaN(pair.change(i, j)) ? "–" : fixed(pair.change(i, j), 3)])];
 }

@@ -36,15 +36,15 @@ export function overview(page, box) {
     open: (one) => { if (one.held) openHeads(page, page.state.chosen?.includes(one.held.id) ? page.state.chosen
       : [one.held.id]); },
   };
-  const update = () => {
+  const update = () => page.keepingFocus(() => {
     own.across = Math.max(1, Math.floor((cells.clientWidth + 6) / 86));
     bar.replaceChildren(...atlasControls(page, own, have, update).filter(Boolean));
     message.textContent = own.sort === "metric" || own.sort === "layer" ? METRICS[own.by] : "";
-    page.keepingFocus(() => cells.replaceChildren(grid(page, own, heads, act)));
+    cells.replaceChildren(grid(page, own, heads, act));
     plot.replaceChildren(...(have.length > 1 ? [scatter(page, own, heads, act)] : []));
     const first = sorted(heads, { ...own, sort: "metric" }, (one) => one.value(own.by))[0];
     act.look(own.at ?? first);
-  };
+  });
   const axes = have.length > 1 ? el("div", { class: "controls" }, ...["x", "y"].map((name) =>
     choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name],
       (by) => { own[name] = by; update(); }))) : "";

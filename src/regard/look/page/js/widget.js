@@ -12,7 +12,7 @@ function render({ model, el }) {
   const hear = ({ source, data }) => {
     if (source !== frame.contentWindow) return;
     if (data?.regardHeight > 0) {
-      frame.style.height = `${Math.min(data.regardHeight, 2400)}px`;
+      frame.style.height = `${Math.min(data.regardHeight, 4000)}px`;
       if (theme) source.postMessage({ regardTheme: theme }, "*");
     }
     if (data?.regardAsk) model.send(data.regardAsk);
