@@ -57,4 +57,9 @@ def head_profile(matrix: Relations, targets: Tensor) -> Results | None:
 
 def _kernels(problem: Problem, engine: str) -> Any | None:
     """The module whose kernel has these scores, by the product that the norm comes from; None where none has."""
-    return compiled if engine != "triton" and compiled.serves_profile(problem) else None
+    on_gpu = problem.q.device.type == "cuda"
+    if engine == "triton" or (engine == "auto" and on_gpu):
+        from ..engines.triton import profile_pass
+
+        return profile_pass if profile_pass.serves_profile(problem) else None
+    return compiled if compiled.serves_profile(problem) else None

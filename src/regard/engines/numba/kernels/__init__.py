@@ -2,8 +2,8 @@
 
 Kernels walk the tiles as `blockwise` does, in float32 or float64: forward, column_pass, tile_pool, profile, cells,
 backward. Those of `comparison` and `head_rows` walk the tiles of two matrices, in float32. Each is a C function of one
-argument, a params record of addresses and sizes, that any number of threads may enter at once: they take work items from
-a shared counter, so that no thread waits for the slowest. Needs numba.
+argument, a params record of addresses and sizes, that any number of threads may enter at once: they take work items
+from a shared counter, so that no thread waits for the slowest. Needs numba.
 """
 
 from __future__ import annotations
