@@ -90,6 +90,9 @@ ARROWS: dict[str, set[str]] = {
     "core.relations": {
         "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
     },
+    "core.head_profile": {
+        "core.evaluation", "core.problem", "core.relations", "core.row_sources", "core.stats", "core.torch_state", "engines",
+    },
     "core.weights": {
         "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.patches", "core.problem", "core.relations",
         "core.result_cache", "core.results", "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
@@ -118,8 +121,8 @@ ARROWS: dict[str, set[str]] = {
         "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
     },
     "corpora": {
-        "_io", "_lazy", "core.block", "core.pytree", "core.row_questions", "core.row_sources", "core.row_stats", "core.stats", "core.strips",
-        "core.weights", "learn", "recorder",
+        "_io", "_lazy", "core.block", "core.head_profile", "core.pytree", "core.row_questions", "core.row_sources", "core.row_stats",
+        "core.stats", "core.strips", "core.weights", "learn", "recorder",
     },
     "look": {
         "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.patches", "core.problem", "core.pytree",

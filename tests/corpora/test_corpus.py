@@ -25,6 +25,7 @@ from regard.corpora import exact
 from regard.corpora.profile import BINS, EDGES, SUMS, HeadProfile, bin_of, profile, targets_of
 from regard.corpora.run import _tally
 from regard.corpora.tally import Tally, Tie, strongest
+from regard.engines import numba
 from regard.look import loading
 
 # Every number of every head.
@@ -57,9 +58,10 @@ def dense_numbers(w: torch.Tensor, ids: list[int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mask", [None, regard.causal(), regard.window(3, 1), regard.causal() & regard.window(2, 0)])
-@pytest.mark.parametrize("strip", [16, 2**19])
+@pytest.mark.parametrize("strip", [16, 2**19, None], ids=["low strips", "strips", "kernels"])
 def test_every_sum_is_that_of_the_dense_weights(mask, strip, monkeypatch):
     monkeypatch.setattr(strips, "STRIP_NUMBERS", strip)
+    monkeypatch.setattr(numba, "enabled", strip is None)
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 11, 4, dtype=torch.float64) * 3, torch.randn(2, 3, 11, 4, dtype=torch.float64)
     ids = torch.randint(4, (2, 11))
@@ -78,6 +80,47 @@ def test_every_sum_is_that_of_the_dense_weights(mask, strip, monkeypatch):
         for h in range(3):
             assert others[h].max() == pytest.approx(float(measured.tie[n, h]))
             assert others[h, measured.query[n, h], measured.key[n, h]] == others[h].max()
+
+
+def assert_equal_profiles(profiles, **bounds):
+    torch.testing.assert_close(profiles[0].sums, profiles[1].sums, **bounds)
+    torch.testing.assert_close(profiles[0].tie.double(), profiles[1].tie.double(), **bounds)
+    assert torch.equal(profiles[0].query, profiles[1].query)
+    assert torch.equal(profiles[0].key, profiles[1].key)
+
+
+SCORES = {
+    "product": lambda h: regard.ScaledDot(),
+    "alibi": lambda h: regard.ScaledDot().alibi(torch.linspace(0.01, 0.5, h, dtype=torch.float64)),
+    "softcap and bias": lambda h: regard.ScaledDot().softcap(2.0).bias(torch.linspace(-1, 1, 601, dtype=torch.float64)),
+    "sink": lambda h: regard.ScaledDot().sink(torch.linspace(-1, 3, h, dtype=torch.float64)),
+}
+MASKS = {
+    "none": None,
+    "causal": regard.causal(),
+    "window": regard.window(70, 5),
+    "cells": torch.rand(601, 601, generator=torch.Generator().manual_seed(0)) < 0.6,
+}
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "threads"),
+    [("product", "causal", 1), ("alibi", "none", 3), ("softcap and bias", "window", 1), ("sink", "cells", 3)],
+)
+def test_tiles_of_many_sizes_sum_as_complete_rows_do(score, mask, threads, monkeypatch):
+    """601 rows and keys end in the middle of a tile either way; with 3 threads the rows of a head are cut into chunks."""
+    torch.manual_seed(2)
+    q, k = torch.randn(1, 2, 601, 8, dtype=torch.float64) * 2, torch.randn(1, 1, 601, 8, dtype=torch.float64)
+    targets = targets_of(torch.randint(40, (1, 601)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+
+    def measured(dtype, compiled):
+        monkeypatch.setattr(numba, "enabled", compiled)
+        return profile(regard.weights(q.to(dtype), k.to(dtype), score=SCORES[score](2), mask=MASKS[mask]), targets)
+
+    truth = measured(torch.float64, False)
+    assert_equal_profiles([measured(torch.float64, True), truth], rtol=1e-11, atol=1e-11)
+    assert_equal_profiles([measured(torch.float32, True), truth], rtol=2e-6, atol=1e-5)
 
 
 def test_a_walk_over_strips_answers_as_the_textbook_does(monkeypatch):

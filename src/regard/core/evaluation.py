@@ -22,11 +22,11 @@ from .problem import Factors, Problem
 from .pytree import flatten, replace_fields
 from .result_cache import ResultCache, check_fits
 from .results import Peak, Statistics, TopK
-from .stats import OPTIONAL_OUTPUTS, Request, Results, softmax
+from .stats import FREE_OUTPUTS, OPTIONAL_OUTPUTS, Request, Results, softmax
 from .tensor_kinds import refuse_transforms
 from .torch_state import as_size, is_tracing, without_autocast
 
-__all__ = ["LazyMatrix", "Transposed", "torch_function"]
+__all__ = ["LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -149,10 +149,10 @@ class LazyMatrix:
         fields: dict[str, Any] = {}
         for statistic in statistics:
             if statistic == "peak":
-                fields["peak"] = Peak(_weights_of(results["max_score"], results["norm"]), results["argmax"])
+                fields["peak"] = Peak(weights_of_scores(results["max_score"], results["norm"]), results["argmax"])
             elif statistic == "topk":
                 if (weights := results.get("topk_weights")) is None:
-                    weights = _weights_of(results["topk_scores"], results["norm"].unsqueeze(-2))
+                    weights = weights_of_scores(results["topk_scores"], results["norm"].unsqueeze(-2))
                 fields["topk"] = TopK(weights, results["topk_indices"])
             elif statistic == "values":
                 fields["y"] = results["y"].squeeze(-1) if vector else results["y"]
@@ -206,6 +206,14 @@ class LazyMatrix:
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
+
+    def _row_results(self) -> Results:
+        """What is cached of the pass over the keys."""
+        return self._cache.get(self._leaves, Request(FREE_OUTPUTS))
+
+    def _adopt(self, results: Results) -> None:
+        """Cache results of a matrix with equal factors, which another pass need not compute again."""
+        self._cache.put(self._leaves, Request(tuple(results)), results)
 
     def _is_replayed(self, factors: Factors) -> bool:
         """Whether a question is replayed from the factors on.
@@ -362,7 +370,7 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     )
 
 
-def _weights_of(score: Tensor, norm: Tensor) -> Tensor:
+def weights_of_scores(score: Tensor, norm: Tensor) -> Tensor:
     """The weight of a score; where there is no key the score is −inf and the weight 0, also in a row without keys."""
     m, l = norm.unbind(-1)
     empty = l == 0

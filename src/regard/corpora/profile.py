@@ -1,4 +1,4 @@
-"""What a corpus run measures of one pass: every number of every head, from one walk over complete rows.
+"""What a corpus run measures of one pass: every number of every head, by kernels or from a walk over complete rows.
 
 Rows are summed along diagonals: the weight at each signed distance is one vector a head, and the distance histogram,
 its moments and the weight on the previous position all follow from it.
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..core.head_profile import head_profile
 from ..core.pytree import register_node
 from ..core.row_questions import induction_targets
 from ..core.row_sources import Part, Strip
 from ..core.row_stats import ChosenKeys, RowEntropy
-from ..core.stats import entropy
+from ..core.stats import Results, entropy
 from ..core.strips import Merge
 from ..core.weights import Weights
 
@@ -134,20 +135,44 @@ def profile(weights: Weights, targets: Tensor) -> Profile:
         weights: ``(b, h, t, t)``.
         targets: The induction target of every row, `targets_of(ids)`.
     """
-    rows = weights._ask_rows(HeadProfile(targets.to(weights.device)))
-    entropies, peaks, firsts, at_target, ties, keys, by_distance, received = rows
-    t = weights.shape[-1]
+    targets = targets.to(weights.device)
+    numbers = head_profile(weights, targets)
+    if numbers is None:
+        numbers = _of_rows(weights._ask_rows(HeadProfile(targets)))
+    if "diagonals" in numbers:
+        numbers |= _of_diagonals(numbers["diagonals"])
     # Rounding leaves the entropy of a one-hot row an ulp below 0.
-    columns = [x.double().clamp(min=0) for x in (entropies, peaks)]
-    moments = [y for x in columns for y in (x.sum(-1), x.square().sum(-1))]
-    distances = torch.arange(1 - t, t, device=weights.device).abs()
-    back, ahead = by_distance[..., t - 1 :], by_distance[..., : t - 1].flip(-1)
-    by_abs_distance = back + functional.pad(ahead, (1, 0))  # |s| = 0 … t − 1
-    moments += [by_distance.sum(-1), (by_distance * distances).sum(-1)]
-    moments += [(by_distance * distances.double().square()).sum(-1)]
-    moments += [by_distance[..., t] if t > 1 else by_distance.new_zeros(by_distance.shape[:2])]  # s = 1
-    moments += [firsts[..., 1:].double().sum(-1), at_target.double().sum(-1)]
-    bins = bin_of(t, weights.device)
-    sums = torch.cat([torch.stack(moments, -1), by_abs_distance @ bins, received @ bins], -1)
+    of_rows = [numbers[name].double().clamp(min=0) for name in ("entropy", "largest")]
+    moments = [y for x in of_rows for y in (x.sum(-1), x.square().sum(-1))]
+    by_distance = numbers["bins"].double().sum(-2)
+    moments.append(by_distance.sum(-1))
+    moments += [numbers[name].double().sum(-1) for name in ("distance", "distance²", "previous", "first", "target")]
+    received = numbers["received"].double() @ bin_of(weights.shape[-1], weights.device)
+    sums = torch.cat([torch.stack(moments, -1), by_distance, received], -1)
+    return Profile(sums, numbers["tie"], numbers["query"], numbers["key"])
+
+
+def _of_rows(outputs: list[Tensor]) -> Results:
+    """The outputs of `HeadProfile` by the names of `head_profile`."""
+    entropy, largest, first, target, ties, keys, by_distance, received = outputs
     best = ties.max(-1)
-    return Profile(sums, best.values, best.indices, keys.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1))
+    return {
+        "entropy": entropy, "largest": largest, "first": first[..., 1:], "target": target,
+        "received": received, "diagonals": by_distance.flip(-1), "tie": best.values, "query": best.indices,
+        "key": keys.gather(-1, best.indices.unsqueeze(-1)).squeeze(-1),
+    }  # fmt: skip
+
+
+def _of_diagonals(diagonals: Tensor) -> Results:
+    """Weight by distance, its moments and that on the previous key, from sums along diagonals by j − i."""
+    t = diagonals.shape[-1] // 2 + 1
+    distances = torch.arange(1 - t, t, device=diagonals.device).abs()
+    ahead, back = diagonals[..., t - 1 :], diagonals[..., : t - 1].flip(-1)
+    by_abs_distance = ahead + functional.pad(back, (1, 0))  # 0 … t − 1
+    weighted = diagonals * distances
+    return {
+        "bins": (by_abs_distance @ bin_of(t, diagonals.device)).unsqueeze(-2),
+        "distance": weighted,
+        "distance²": weighted * distances,
+        "previous": diagonals[..., max(t - 2, 0) : t - 1],
+    }

@@ -50,6 +50,7 @@ class AttentionCall:
     parsed_mask: ParsedMask | None = None  # replaces `mask` where the handler has a structured one
     is_self: bool | None = None  # whether queries and keys come from one sequence, where the handler knows
     native: bool = False  # whether PyTorch's C++ path computed it, which has no gradients
+    matrix: Weights | None = None  # the matrix that computed it, where regard did
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -102,6 +103,7 @@ class SavedCall:
     align: Align | None
     versions: list[tuple[Tensor, int]] = field(default_factory=list)  # of tensors shared with the model
     detached: bool = False  # whether the model ran with gradients that are not saved
+    row_results: dict[str, Tensor] = field(default_factory=dict)  # of the pass that computed it, where regard did
 
     def weights(self) -> Weights:
         """The attention matrix of this call."""
@@ -113,8 +115,10 @@ class SavedCall:
                 assert self.q is not None
                 assert self.score is not None
                 matrix = weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
-            recorded = DetachedWeights if self.detached else RecordedWeights
-            return recorded(matrix._factors, matrix._engine, one_head=matrix._one_head)
+            kind = DetachedWeights if self.detached else RecordedWeights
+            recorded = kind(matrix._factors, matrix._engine, one_head=matrix._one_head)
+            recorded._adopt(self.row_results)
+            return recorded
 
     def loaded(self) -> SavedCall:
         """The same with its tensors in memory."""
@@ -128,7 +132,7 @@ class SavedCall:
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and deepcopy: the copy has tensors of its own, so their versions no longer matter."""
         self.check()
-        return {**vars(self), "versions": []}
+        return {**vars(self), "versions": [], "row_results": {}}
 
     def __copy__(self) -> SavedCall:
         return dataclasses.replace(self)  # a shallow copy shares the tensors, and their versions still matter
@@ -167,6 +171,8 @@ def save_call(
         saved.k = _saved_tensor(call.k, saved.versions, device, copy)
         saved.score = _saved_score(call, device, grad)
         saved.mask = _mask_on(parsed.mask, device)
+        if call.matrix is not None and parsed.uniform_rows is None and device is None:
+            saved.row_results = call.matrix._row_results()
     if values and call.v is not None:
         saved.v = _saved_tensor(call.v, saved.versions, device, copy)
     return saved

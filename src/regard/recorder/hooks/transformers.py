@@ -81,13 +81,16 @@ def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) ->
         if not listeners:
             return own(module, query, key, value, attention_mask, **more)
         with tap.suspended():
-            out = own(module, query, key, value, attention_mask, **more)
+            if own is attention:
+                out, call = _attended(module, query, key, value, attention_mask, **more)
+            else:
+                out, call = own(module, query, key, value, attention_mask, **more), None
         if not torch.compiler.is_compiling() and not in_backward():
             frame = sys._getframe(0)
             for listener in listeners:
                 if (site := listener.call_site(frame)) is not None:
                     with tap.guarded(listener, frame):
-                        listener.attention(site, read(module, query, key, value, attention_mask, **more))
+                        listener.attention(site, call or read(module, query, key, value, attention_mask, **more))
         return out
 
     attention_function.regard_original = own  # type: ignore[attr-defined]
@@ -230,6 +233,19 @@ def attention(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers' interface, computed by `regard.weights`."""
+    return _attended(module, query, key, value, attention_mask, dropout, **more)[0]
+
+
+def _attended(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **more: Any,
+) -> tuple[tuple[Tensor, None], AttentionCall]:
+    """The same, with the call as a recording reads it: the matrix holds what its pass computed."""
     if dropout:
         raise ValueError(
             f"regard computes attention without dropout; got dropout={dropout}. "
@@ -243,7 +259,8 @@ def attention(
     seen = w.see(*names, values=value)
     if by_layer is not None:
         by_layer[f"{len(by_layer)}"] = seen  # layers in the order they are called
-    return seen.y.transpose(1, 2).contiguous(), None
+    call.matrix = w
+    return (seen.y.transpose(1, 2).contiguous(), None), call
 
 
 def _regard_call(

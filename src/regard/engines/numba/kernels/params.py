@@ -85,6 +85,7 @@ _ADDRESSES = (
     f"v y {' '.join(ROW_STATISTICS)} keys argmax topk_scores topk_indices sink "  # forward
     "u z received pool "  # column_pass
     "tiles row_tile key_tile key_edges "  # tile_pool: tile of every query and key
+    "diagonals targets first at_target tie tie_query tie_key "  # profile
     "cells row_at row_place col_at col_place "  # cells
     "left right dy delta d_entropy d_distance dq dk dv drow dkey "  # backward
     "other value grad "  # comparison: the record of the second matrix, the measure of every row and its gradient

@@ -1,0 +1,84 @@
+"""The profile of every head on the GPU: from a problem to kernel arguments, and from outputs to results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...core.problem import Problem
+from ...core.stats import Request, Results
+from . import unsupported_reason
+from .kernel_inputs import KernelInputs, LaunchArgs, empty, padded_size, tma_descriptors
+from .kernels.profile import BINS, chosen_keys_kernel, profile_kernel
+from .kernels.tile_ops import row_arg, tensor_arg
+from .launcher import launch
+from .tile_config import choose_config
+
+__all__ = ["profile_pass", "serves_profile"]
+
+#: Rows of a program of `chosen_keys_kernel`.
+CHOSEN_ROWS = 64
+
+
+def serves_profile(problem: Problem) -> bool:
+    """Whether the kernels can profile this matrix."""
+    product = problem.similarity_kernel.kernel_op == "product"
+    there = 0 not in (*problem.shape, problem.q.shape[-1]) and problem.shape[2] < 2**24
+    return product and there and unsupported_reason(problem, Request(("norm",))) is None
+
+
+def profile_pass(problem: Problem, norm: Tensor, targets: Tensor) -> Results:
+    """All sums of finished rows, as `core/head_profile.py` names them."""
+    p = KernelInputs(problem)
+    norm2 = p.norm2(norm)
+    chosen = _chosen_keys(p, norm2, targets)
+    results = _over_keys(p, norm2)
+    best = results["tie"].max(-1)  # of all blocks of keys
+    places = {name: results[name].gather(-1, best.indices[..., None])[..., 0] for name in ("query", "key")}
+    first, previous, target = chosen.unbind(2)
+    return {**results, "first": first, "previous": previous, "target": target, "tie": best.values, **places}
+
+
+def _over_keys(p: KernelInputs, norm2: Tensor) -> dict[str, Tensor]:
+    config = choose_config("profile", p, 0, None)
+    table, blocks = p.key_table(config), triton.cdiv(p.j, config.block_j)
+    names = {"received": p.j, "distance": p.j, "distance²": p.j, "tie": blocks}
+    out = {name: empty(p.b, p.h, n, like=p.q, dtype=torch.float32) for name, n in names.items()}
+    out |= {name: empty(p.b, p.h, blocks, like=p.q, dtype=torch.int64) for name in ("query", "key")}
+    out["bins"] = empty(p.b, p.h, blocks, BINS.value, like=p.q, dtype=torch.float32)
+
+    def launch_args() -> LaunchArgs:
+        block_d, heads = padded_size(p.d, p.q), p.b * p.h
+        tma, descriptors, layouts = tma_descriptors(p, config, (p.q, (config.block_i, block_d)))
+        arguments: dict[str, Any] = {
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "q_desc": descriptors[0], "q_layout": layouts[0], "norm": norm2,
+            "key_table": table, "out_received": row_arg(out["received"]), "out_distance": row_arg(out["distance"]),
+            "out_square": row_arg(out["distance²"]), "out_bins": out["bins"], "out_tie": out["tie"], "out_query": out["query"],
+            "out_key": out["key"], "heads": heads, "heads_per_group": p.heads_per_group(0), "SCALE_FOLDED": p.scale_folded,
+            "TMA": tma, "EDGES": p.edges(config), "EVEN_BLOCKS": p.even_blocks(config), "BLOCK_D": block_d, **p.common_args,
+            **config.launch,
+        }  # fmt: skip
+        return blocks * heads, arguments
+
+    tensors = [*p.tensors, norm2, table.ptr, *out.values()]
+    launch(profile_kernel, p.key and (p.key, config), tensors, launch_args)
+    return out
+
+
+def _chosen_keys(p: KernelInputs, norm2: Tensor, targets: Tensor) -> Tensor:
+    """Sums over blocks of rows of the weights on the first key, the previous key and the target: (b, h, 3, blocks)."""
+    targets, blocks = targets.reshape(-1, p.i).contiguous(), triton.cdiv(p.i, CHOSEN_ROWS)
+    out = empty(p.b, p.h, 3, blocks, like=p.q, dtype=torch.float32)
+
+    def launch_args() -> LaunchArgs:
+        return p.b * p.h * blocks, {
+            "q": tensor_arg(p.q), "k": tensor_arg(p.k), "norm": norm2, "targets": targets,
+            "targets_b": p.i if len(targets) > 1 else 0, "out": out, "blocks": blocks, "SCALE_FOLDED": p.scale_folded,
+            "BLOCK_I": CHOSEN_ROWS, "BLOCK_D": padded_size(p.d, p.q), "num_warps": 4, **p.common_args,
+        }  # fmt: skip
+
+    launch(chosen_keys_kernel, p.key, [*p.tensors, norm2, targets, out], launch_args)
+    return out
