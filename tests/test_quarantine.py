@@ -28,8 +28,8 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-#: Empty dicts of modules that are filled at import and hold no results.
-REGISTRIES = {"_MASK_FUNCTIONS", "_KINDS", "_NODES", "STORABLE", "_HEALTH", "forced"}
+#: Dicts of modules that are filled at import, and numberings: they hold no results.
+REGISTRIES = {"_MASK_FUNCTIONS", "_KINDS", "_NODES", "STORABLE", "_HEALTH", "forced", "_numbers", "_sequence_numbers"}
 
 
 def module(path: Path) -> str:
@@ -43,7 +43,7 @@ def section(title: str) -> str:
 
 
 def caches(tree: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[str]:
-    """Names of all caches: decorated functions, weak dictionaries, module dicts, entries of an object's `vars`."""
+    """Names of all caches: decorated functions, weak or ordered dicts, dicts of modules, what objects remember."""
     for node in ast.iter_child_nodes(tree):
         inner = scope
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -51,6 +51,8 @@ def caches(tree: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[str]:
             names = {ast.unparse(d).split("(")[0].rpartition(".")[2] for d in node.decorator_list}
             if names & {"lru_cache", "cache", "cached_property"}:
                 yield ".".join(inner)
+            if isinstance(node, ast.FunctionDef):
+                yield from (f"{scope[0]}.{name}" for name in remembered(node) if name not in REGISTRIES)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
             value = ast.unparse(node.value)
@@ -60,7 +62,16 @@ def caches(tree: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[str]:
                 yield ".".join(scope)
             elif not scope and value == "{}" and target not in REGISTRIES:
                 yield target
+            elif value == "OrderedDict()":
+                yield f"{scope[0]}.{target.removeprefix('self.')}"
         yield from caches(node, inner)
+
+
+def remembered(method: ast.FunctionDef) -> set[str]:
+    """Attributes x of `if key not in self.x: self.x[key] = …` and `if self.x is not None: return self.x … self.x = …`."""
+    text = ast.unparse(method)
+    tables = set(re.findall(r"if .+ not in self\.(\w+):\n[\s\S]*self\.\1\[.+\] = ", text))
+    return tables | set(re.findall(r"if self\.(\w+) is not None:\n\s+return self\.\1\n[\s\S]*self\.\1 = ", text))
 
 
 def test_caches_are_found() -> None:
@@ -75,8 +86,23 @@ class B:
 E: dict[str, int] = {}
 f = functools.lru_cache(maxsize=8)(g)
 h = weakref.WeakKeyDictionary()
+class I:
+    def __init__(self):
+        self._j: OrderedDict[str, int] = OrderedDict()
+    def k(self, key):
+        if key not in self._l:
+            first, second = key
+            self._l[key] = compute(key)
+    def m(self):
+        if self._n is not None:
+            return self._n
+        self._n = compute()
+        return self._n
+    def o(self):
+        if self.p is not None:
+            return self.p
 """
-    assert list(caches(ast.parse(source))) == ["a", "B.c", "B.d", "E", "f", "h"]
+    assert list(caches(ast.parse(source))) == ["a", "B.c", "B.d", "E", "f", "h", "I._j", "I._l", "I._n"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
