@@ -34,16 +34,7 @@ PACKAGES = (
 )
 
 #: Where `Any` stands in a public signature, and why.
-ANY = {
-    "Weights.__getitem__ return": "a Weights or a Tensor, by how many axes the brackets leave alone",
-    "Weights.__iter__ return": "the same",
-    "View.widget return": "an anywidget, whose class exists only where the optional package is installed",
-    **{
-        f"{name}.{method} return": "the same, inherited"
-        for name in ("DTensorWeights", "ShardedWeights")
-        for method in ("__getitem__", "__iter__")
-    },
-}
+ANY = {"View.widget return": "an anywidget, whose class exists only where the optional package is installed"}
 
 #: Methods of Python's that are part of the face.
 SPECIAL = ("__init__", "__call__", "__getitem__", "__iter__", "__matmul__", "__rmatmul__")
