@@ -8,15 +8,21 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
+import torch
 
+from regard import engines
+from regard.core.types import EngineName
 from regard.core.weights import Weights
 from regard.learn.settings import LMChoices, LMSettings, TranslateChoices, TranslateSettings
 from regard.look.options import ViewChanges, ViewChoices, ViewOptions
-from regard.nn import Block, Encoder, LanguageModel, SelfAttention, Translator
-from regard.nn.options import AttentionOptions, BlockOptions, ModelOptions, SeeOptions
+from regard.nn import Block, Encoder, LanguageModel, SelfAttention, Translator, block, positions
+from regard.nn.options import ActivationName, AttentionOptions, BlockOptions, ModelOptions, NormName, SeeOptions
+from regard.nn.positions import PositionsName
+from regard.recorder import head_metrics
+from regard.recorder.head_metrics import HeadMeasure
 
 PACKAGES = (
     "regard",
@@ -122,6 +128,16 @@ def test_no_public_signature_says_any() -> None:
             hints = dict(name.value.__annotations__)
         said |= {f"{name.name} {field}" for field, hint in hints.items() if says_any(hint)}
     assert said == set(ANY)
+
+
+def test_words_of_signatures_are_those_of_the_tables() -> None:
+    assert set(get_args(HeadMeasure)) == set(head_metrics.BY)
+    assert set(get_args(ActivationName)) == {*block.ACTIVATIONS, "swiglu"}
+    assert set(get_args(EngineName)) == {"auto", *engines.ENGINES}
+    for name in get_args(PositionsName):
+        assert isinstance(positions.as_positions(name, 8), positions.Positions)
+    for name in get_args(NormName):
+        assert isinstance(block.make_norm(name, 8, bias=True), torch.nn.Module)
 
 
 def says_any(hint: object) -> bool:

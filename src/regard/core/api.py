@@ -272,7 +272,7 @@ def check_tensors(**tensors: Any) -> list[Tensor]:
     return list(tensors.values())
 
 
-def _engine(name: str) -> str:
+def _engine(name: EngineName) -> EngineName:
     engines.get_engine(name)
     return name
 

@@ -222,8 +222,8 @@ class ArrayProtocol(LazyMatrix):
         instead = _INSTEAD.get(name, f"W.dense().{name}, in quadratic memory")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}, which is one of tensors: use {instead}.")
 
-    # Indexing. For type checkers the axes are (b, h, i, j), since they cannot know the shape: brackets that leave rows and
-    # columns alone return a matrix, others a tensor. A matrix of fewer axes is typed by `...`: W[..., 2, :] is a row.
+    # Indexing. Type checkers cannot know the shape: for them the axes are (b, h, i, j), and brackets that leave rows
+    # and columns alone return a matrix, others a tensor. `...` types a matrix of fewer axes: W[..., 2, :] is a row.
 
     @overload
     def __getitem__(self, key: str | At) -> Tensor: ...

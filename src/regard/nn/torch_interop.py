@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .attention import CrossAttention, SelfAttention
 from .block import Block
+from .options import ActivationName
 
 __all__ = ["block", "cross_attention", "encoder_layer", "multihead", "self_attention"]
 
@@ -96,7 +97,7 @@ def _check_multihead(mha: Any) -> None:
         raise ValueError("add_bias_kv and add_zero_attn add keys that this layer does not have.")
 
 
-def _activation_name(activation: Any) -> str:
+def _activation_name(activation: Any) -> ActivationName:
     if activation is nn.functional.relu or isinstance(activation, nn.ReLU):
         return "relu"
     exact = isinstance(activation, nn.GELU) and activation.approximate == "none"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .calls import AttentionCall, MaskCache, Overwritten, SavedCall, save_call
+from .calls import AttentionCall, LayerKind, MaskCache, Overwritten, SavedCall, save_call
 from .detached import as_detached
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
@@ -376,7 +376,7 @@ def _undo(hooks: ModelHooks) -> None:
     transformers.uninstall(hooks)
 
 
-def _kind(site: CallSite, call: AttentionCall) -> str:
+def _kind(site: CallSite, call: AttentionCall) -> LayerKind:
     """ "self" if keys come from the sequence of the queries, else "cross"."""
     if call.is_self is not None:
         return "self" if call.is_self else "cross"
