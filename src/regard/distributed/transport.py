@@ -39,7 +39,7 @@ class RankError(RuntimeError):
     >>> raise regard.distributed.RankError("rank 1 of 4 sent nothing for 60 s.", (1,))
     Traceback (most recent call last):
     ...
-    regard.distributed.transport.RankError: rank 1 of 4 sent nothing for 60 s.
+    regard.distributed.RankError: rank 1 of 4 sent nothing for 60 s.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:

@@ -10,8 +10,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, get_args
 
-from ..nn.positions import PositionsName
-
 __all__ = ["KINDS", "LMChoices", "LMSettings", "Settings", "TranslateChoices", "TranslateSettings", "from_json"]
 
 
@@ -29,6 +27,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
 }
 
+PositionsName = Literal["rotary", "sinusoidal", "learned"]  # nn's too, which would import PyTorch for --help
 OptimizerName = Literal["adamw", "muon"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
