@@ -26,7 +26,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-notebooks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-notebooks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
 
 setup: $(READY)
 
@@ -121,10 +121,15 @@ lint: $(READY)
 	$(BIN)/mypy --strict --follow-imports=silent tests/typing/user_code.py
 
 # A user's file under pyright, in an environment of its own: it brings Node.
-lint-pyright: $(READY)
+PYRIGHT = .cache/pyright/bin/basedpyright
+$(PYRIGHT):
 	$(PYTHON) -m venv .cache/pyright
-	.cache/pyright/bin/pip install --quiet --disable-pip-version-check basedpyright
-	.cache/pyright/bin/basedpyright --level error --pythonpath $(BIN)/python tests/typing/user_code.py
+	.cache/pyright/bin/pip install --quiet --disable-pip-version-check basedpyright==1.40.2
+
+pyright: $(PYRIGHT)
+
+lint-pyright: $(READY) $(PYRIGHT)
+	$(PYRIGHT) --level error --pythonpath $(BIN)/python tests/typing/user_code.py
 
 # The page's scripts under TypeScript's checker, in a folder of its own; needs npm.
 TSC = .cache/typescript/node_modules/.bin/tsc

@@ -6,17 +6,26 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
+import torch
 
+from regard import engines
+from regard.core.types import EngineName
 from regard.core.weights import Weights
+from regard.learn import settings
 from regard.learn.settings import LMChoices, LMSettings, TranslateChoices, TranslateSettings
 from regard.look.options import ViewChanges, ViewChoices, ViewOptions
-from regard.nn import Block, Encoder, LanguageModel, SelfAttention, Translator
-from regard.nn.options import AttentionOptions, BlockOptions, ModelOptions, SeeOptions
+from regard.nn import Block, Encoder, LanguageModel, SelfAttention, Translator, block, positions
+from regard.nn.options import ActivationName, AttentionOptions, BlockOptions, ModelOptions, NormName, SeeOptions
+from regard.nn.positions import PositionsName
+from regard.recorder import head_metrics
+from regard.recorder.head_metrics import HeadMeasure
 
 PACKAGES = (
     "regard",
@@ -34,16 +43,7 @@ PACKAGES = (
 )
 
 #: Where `Any` stands in a public signature, and why.
-ANY = {
-    "Weights.__getitem__ return": "a Weights or a Tensor, by how many axes the brackets leave alone",
-    "Weights.__iter__ return": "the same",
-    "View.widget return": "an anywidget, whose class exists only where the optional package is installed",
-    **{
-        f"{name}.{method} return": "the same, inherited"
-        for name in ("DTensorWeights", "ShardedWeights")
-        for method in ("__getitem__", "__iter__")
-    },
-}
+ANY = {"View.widget return": "an anywidget, whose class exists only where the optional package is installed"}
 
 #: Methods of Python's that are part of the face.
 SPECIAL = ("__init__", "__call__", "__getitem__", "__iter__", "__matmul__", "__rmatmul__")
@@ -131,6 +131,32 @@ def test_no_public_signature_says_any() -> None:
             hints = dict(name.value.__annotations__)
         said |= {f"{name.name} {field}" for field, hint in hints.items() if says_any(hint)}
     assert said == set(ANY)
+
+
+def test_words_of_signatures_are_those_of_the_tables() -> None:
+    assert set(get_args(HeadMeasure)) == set(head_metrics.BY)
+    assert set(get_args(ActivationName)) == {*block.ACTIVATIONS, "swiglu"}
+    assert set(get_args(EngineName)) == {"auto", *engines.ENGINES}
+    assert settings.PositionsName == PositionsName
+    for name in get_args(PositionsName):
+        assert isinstance(positions.as_positions(name, 8), positions.Positions)
+    for name in get_args(NormName):
+        assert isinstance(block.make_norm(name, 8, bias=True), torch.nn.Module)
+
+
+def test_public_objects_name_the_package_that_exports_them() -> None:
+    """In a process of its own, where nothing was used before; `regard` exports some of them itself."""
+    code = f"""
+import importlib, pickle
+for package in {PACKAGES[::-1]!r}:
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert value.__module__ in (package, "regard"), (package, name, value.__module__)
+        assert pickle.loads(pickle.dumps(value)) is value, name
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def says_any(hint: object) -> bool:

@@ -1,4 +1,4 @@
-"""Lazy public names: `import regard` is light, and a module is imported when one of its names is first used."""
+"""Public names, lazily: `import regard` is light, a module is imported when one of its names is first used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_getattr"]
+__all__ = ["lazy_getattr", "publish"]
 
 
 def lazy_getattr(
@@ -46,6 +46,18 @@ def lazy_getattr(
         return value
 
     return getattribute
+
+
+def publish(package: str) -> None:
+    """Let the objects that a package exports name it as their home; those of `regard` itself say `regard`.
+
+    For a package that imports its names: call it last in its `__init__`.
+    """
+    module = sys.modules[package]
+    for name in module.__all__:
+        value = getattr(module, name)
+        if value.__module__ != package.partition(".")[0]:
+            value.__module__ = package
 
 
 def _publish(package: str, names_by_module: Mapping[str, tuple[str, ...]]) -> None:

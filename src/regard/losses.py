@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from .core.types import MaskLike
 from .core.weights import Weights
 
 __all__ = ["alignment", "clip_factors", "distillation", "entropy_floor", "index_weights", "indexer"]
+
+
+#: Two of queries, keys and values, whose products are compared.
+Relation: TypeAlias = Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]
 
 
 def entropy_floor(weights: Weights, floor: float) -> Tensor:
@@ -83,7 +88,7 @@ def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:
 def distillation(
     teacher: Sequence[Tensor],
     student: Sequence[Tensor],
-    relations: Sequence[str] = ("qk",),
+    relations: Sequence[Relation] = ("qk",),
     mask: MaskLike | None = None,
 ) -> Tensor:
     """KL of a student's attention relations from a teacher's, as MiniLM distils them.

@@ -308,8 +308,8 @@ BUGS = [
     Bug("numba: sums of columns are not put back to zero", "engines/numba/kernels/column_pass.py", "    zero_(column, 0, cols)\n", "    pass\n", ("bound",)),
     Bug("scores of narrow inputs are rounded twice", "core/scores.py", "return x.dtype if x.is_cuda or x.dtype == torch.float64 else torch.float32", "return x.dtype", ("scores",)),
     # core/tensor_kinds.py: tensors that engines cannot read.
-    Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or x._is_zerotensor() else x", "return x", ("tensor kinds",)),
-    Bug("a tangent is dropped", "core/tensor_kinds.py", "if getattr(forward_ad, \"_current_level\", -1) < 0 or in_functorch():", "if True:", ("tensor kinds",)),
+    Bug("a lazily negated tensor is read without its sign", "core/tensor_kinds.py", "return x.clone() if x.is_neg() or is_zero_tensor(x) else x", "return x", ("tensor kinds",)),
+    Bug("a tangent is dropped", "core/tensor_kinds.py", "if not in_forward_ad() or in_functorch():", "if True:", ("tensor kinds",)),
     Bug("torch.jit.trace is not noticed", "core/tensor_kinds.py", "if in_jit_trace() and not is_tracing():", "if False:", ("tensor kinds",)),
     # core/array_protocol.py and core/indexing.py: array protocol.
     Bug("the second word is counted from 0", "core/indexing.py", "return (name, int(nth)) if numbered else (word, None)", "return (name, int(nth) + 1) if numbered else (word, None)", ("array protocol",)),

@@ -19,7 +19,7 @@ from .masks import Mask, as_mask
 from .problem import Factors
 from .scores import Score, as_score
 from .tensor_kinds import readable, refuse_jit_trace, refuse_meta
-from .torch_state import as_size, in_functorch, is_tracing
+from .torch_state import as_size, in_functorch, is_tracing, is_zero_tensor
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
@@ -190,7 +190,7 @@ def _is_dense(x: Any) -> bool:
         return False
     if x.ndim < 3 or not x.is_floating_point() or x.dtype.itemsize == 1:
         return False
-    return is_tracing() or not x._is_zerotensor()  # of which PyTorch's attention reads memory that is not there
+    return is_tracing() or not is_zero_tensor(x)  # of which PyTorch's attention reads memory that is not there
 
 
 def _has_fused_gqa(q: Tensor) -> bool:
@@ -272,7 +272,7 @@ def check_tensors(**tensors: Any) -> list[Tensor]:
     return list(tensors.values())
 
 
-def _engine(name: str) -> str:
+def _engine(name: EngineName) -> EngineName:
     engines.get_engine(name)
     return name
 

@@ -7,7 +7,8 @@ their bytes where those are not free. Any other attribute of a tensor names the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from .types import IndexLike, KeyLike, ToLike
 
 if TYPE_CHECKING:
     import numpy as np
+
+    #: `:`, which leaves an axis alone, and what picks positions of one, words aside.
+    Every: TypeAlias = slice[None, None, None]
+    Positions: TypeAlias = int | slice | range | list[int] | Tensor
 
 __all__ = ["ArrayProtocol", "Scores"]
 
@@ -217,9 +222,27 @@ class ArrayProtocol(LazyMatrix):
         instead = _INSTEAD.get(name, f"W.dense().{name}, in quadratic memory")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}, which is one of tensors: use {instead}.")
 
-    # Indexing.
+    # Indexing. Type checkers cannot know the shape: for them the axes are (b, h, i, j), and brackets that leave rows
+    # and columns alone return a matrix, others a tensor. `...` types a matrix of fewer axes: W[..., 2, :] is a row.
 
-    def __getitem__(self, key: IndexLike) -> Any:  # a matrix or a tensor, by what stands in the brackets
+    @overload
+    def __getitem__(self, key: str | At) -> Tensor: ...
+    @overload
+    def __getitem__(self, key: Positions | EllipsisType) -> Self: ...  # type: ignore[overload-overlap]
+    @overload
+    def __getitem__(  # type: ignore[overload-overlap]
+        self,
+        key: tuple[Positions]
+        | tuple[Positions, Positions | EllipsisType]
+        | tuple[Positions, Positions, Every | EllipsisType]
+        | tuple[Positions, Positions, Every, Every]
+        | tuple[EllipsisType, Every]
+        | tuple[EllipsisType, Every, Every]
+        | tuple[EllipsisType, Positions, Every, Every],
+    ) -> Self: ...
+    @overload
+    def __getitem__(self, key: IndexLike) -> Tensor: ...
+    def __getitem__(self, key: IndexLike) -> Self | Tensor:
         refuse_jit_trace()  # whose sizes are tensors
         items = expand(key, self.shape)
         picks = pick_axes(items, self.shape, self._tokens)
@@ -237,7 +260,7 @@ class ArrayProtocol(LazyMatrix):
             block = block.squeeze(-1 if isinstance(cols, int) else -2)
         return block
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Self]:
         return (self[n] for n in range(self.shape[0]))
 
     def __contains__(self, word: Any) -> bool:

@@ -25,6 +25,7 @@ from .results import Peak, Statistics, TopK
 from .stats import FREE_OUTPUTS, OPTIONAL_OUTPUTS, Request, Results, softmax
 from .tensor_kinds import refuse_transforms
 from .torch_state import as_size, is_tracing, without_autocast
+from .types import EngineName
 
 __all__ = ["LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
 
@@ -59,7 +60,7 @@ class LazyMatrix:
     def __init__(
         self,
         factors: Factors,
-        engine: str,
+        engine: EngineName,
         *,
         one_head: bool,
         tokens: tuple[Tokens | None, Tokens | None] = (None, None),

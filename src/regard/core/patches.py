@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-__all__ = ["PatchTokens"]
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+__all__ = ["ImageLike", "PatchTokens"]
+
+
+class HasArrayInterface(Protocol):
+    """An array of NumPy or an image of Pillow."""
+
+    @property
+    def __array_interface__(self) -> dict[str, object]: ...
+
+
+#: An image: (h, w, 3), (h, w) or (3, h, w).
+ImageLike: TypeAlias = Tensor | HasArrayInterface
 
 
 class PatchTokens(tuple[str, ...]):
     """Tokens of an image: "row,column" of every patch, after those that are no patches. They carry the image along."""
 
     grid: tuple[int, int]
-    image: object
+    image: ImageLike | None
 
     @classmethod
-    def of_grid(cls, length: int, grid: tuple[int, int], image: object = None) -> PatchTokens:
+    def of_grid(cls, length: int, grid: tuple[int, int], image: ImageLike | None = None) -> PatchTokens:
         """The tokens of so many positions.
 
         Args:

@@ -22,7 +22,7 @@ from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_
 from .strips import Question, walk
 from .torch_state import as_size, is_tracing, without_autocast
 from .traced_rows import answer, traced
-from .types import MaskLike, SegmentsLike
+from .types import EngineName, MaskLike, SegmentsLike
 
 __all__ = ["RowQuestions", "induction_targets"]
 
@@ -31,7 +31,7 @@ class RowQuestions:
     """Methods of a matrix whose complete rows can be computed, a strip at a time."""
 
     _factors: Factors
-    _engine: str
+    _engine: EngineName
     _one_head: bool
     _tokens: tuple[Tokens | None, Tokens | None]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .pytree import flatten
-from .torch_state import in_functionalize, in_functorch, in_jit_trace, is_tracing
+from .torch_state import in_forward_ad, in_functionalize, in_functorch, in_jit_trace, is_tracing, is_zero_tensor
 
 __all__ = [
     "materialized", "readable", "refuse_jit_trace", "refuse_meta", "refuse_transforms",
@@ -75,7 +75,7 @@ def _remedy(x: Tensor) -> str | None:
 
 def materialized(x: Tensor) -> Tensor:
     """The tensor with its numbers in memory as they are: PyTorch may leave a negation to the reader, or zeros out."""
-    return x.clone() if x.is_neg() or x._is_zerotensor() else x
+    return x.clone() if x.is_neg() or is_zero_tensor(x) else x
 
 
 def refuse_jit_trace() -> None:
@@ -105,7 +105,7 @@ def refuse_transforms(tree: Any) -> None:
 
 def _refuse_forward_ad(tree: Any) -> None:
     """Raise NotImplementedError where a tensor of the tree has a forward-mode tangent, which engines would drop."""
-    if getattr(forward_ad, "_current_level", -1) < 0 or in_functorch():
+    if not in_forward_ad() or in_functorch():
         return
     if any(t.is_floating_point() and forward_ad.unpack_dual(t).tangent is not None for t in flatten(tree)[1]):
         raise NotImplementedError(

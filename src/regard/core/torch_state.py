@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "as_size",
     "host_sync_forbidden",
     "in_backward",
+    "in_forward_ad",
     "in_functionalize",
     "in_functorch",
     "in_jit_trace",
     "is_tracing",
+    "is_zero_tensor",
     "replay_state",
     "without_autocast",
 ]
@@ -41,6 +44,13 @@ if _tracing_state is None:
 _graph_task: Any = getattr(torch._C, "_current_graph_task_id", None)
 if _graph_task is None:
     log.warning("this PyTorch has no torch._C._current_graph_task_id: recordings hold recomputed checkpoints twice")
+if not hasattr(forward_ad, "_current_level"):
+    log.warning("this PyTorch has no forward_ad._current_level: every call looks for forward-mode tangents")
+if not hasattr(Tensor, "_is_zerotensor"):
+    log.warning("this PyTorch has no Tensor._is_zerotensor: gradients without memory are not noticed")
+
+#: True for a tensor of zeros without memory, which autograd makes. Tensor's own method, since short calls use it.
+is_zero_tensor: Callable[[Tensor], bool] = getattr(Tensor, "_is_zerotensor", lambda x: False)
 
 
 class _ReplayState(threading.local):
@@ -72,6 +82,11 @@ def in_functionalize() -> bool:
 def in_jit_trace() -> bool:
     """True while torch.jit.trace runs the code."""
     return _tracing_state is not None and _tracing_state() is not None
+
+
+def in_forward_ad() -> bool:
+    """True inside `torch.autograd.forward_ad.dual_level`, where tensors may have tangents."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def in_backward() -> bool:

@@ -12,7 +12,7 @@ from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
 from .array_protocol import ArrayProtocol, Scores
 from .evaluation import Transposed
 from .indexing import Tokens
-from .patches import PatchTokens
+from .patches import ImageLike, PatchTokens
 from .problem import from_weights
 from .relations import Relations
 from .result_cache import format_bytes
@@ -83,7 +83,7 @@ class Weights(ArrayProtocol, Relations):
         cols: Sequence[str] | None = None,
         *,
         grid: tuple[int, int] | None = None,
-        image: object = None,
+        image: ImageLike | None = None,
     ) -> Weights:
         """The same weights with tokens, which then serve as indices.
 

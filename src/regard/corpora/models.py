@@ -6,15 +6,29 @@ import hashlib
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-__all__ = ["CorpusModel", "as_corpus_model", "device_of"]
+__all__ = ["CorpusModel", "TokenizerLike", "as_corpus_model", "device_of"]
 
 #: Values of every parameter that enter the checksum of a model.
 SAMPLED = 256
+
+
+class Tokenizer(Protocol):
+    """A tokenizer of transformers, of the tokenizers package, or of one's own."""
+
+    def encode(self, text: str, /) -> Any:
+        """Its token ids."""
+
+    def decode(self, ids: list[int], /) -> Any:
+        """Their text."""
+
+
+#: A tokenizer, or a function from a text to token ids.
+TokenizerLike: TypeAlias = Tokenizer | Callable[[str], Sequence[int]]
 
 
 class CorpusModel:

@@ -18,7 +18,7 @@ from ..learn.checkpoint import exclusive_lock
 from ..recorder import RefusedWarning, record
 from .documents import Chunk, open_documents, survey
 from .folder import RunFolder, merged
-from .models import CorpusModel, as_corpus_model, device_of
+from .models import CorpusModel, TokenizerLike, as_corpus_model, device_of
 from .profile import profile, targets_of
 from .result import Corpus, load_corpus
 from .tally import Tally
@@ -57,7 +57,7 @@ def corpus(
     data: str | os.PathLike[str] | Sequence[str] | Sequence[Sequence[int]],
     out: str | os.PathLike[str] | None = None,
     *,
-    tokenizer: object = None,
+    tokenizer: TokenizerLike | None = None,
     field: str = "text",
     length: int | None = None,
     batch: int = 8,

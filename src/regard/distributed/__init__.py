@@ -3,6 +3,7 @@
 Masks, ALiBi and distances are in global positions, so that every split gives the same results.
 """
 
+from .. import _lazy
 from .build import shard_weights as shard_weights
 from .cost import MACHINES as MACHINES
 from .cost import Cost, Machine, Mesh, Trace, ring_trace
@@ -25,3 +26,5 @@ __all__ = [
     "ring_trace",
     "zigzag",
 ]
+
+_lazy.publish(__name__)

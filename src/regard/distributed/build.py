@@ -13,6 +13,7 @@ from .. import __version__
 from ..core.api import check_tensors, normalize_inputs
 from ..core.problem import Factors
 from ..core.pytree import replace_fields
+from ..core.types import EngineName
 from .exchange import GATHERED_BYTES, Plan
 from .handshake import agree, describe
 from .sharded import ShardedWeights, engine_of, nan_error
@@ -33,7 +34,7 @@ class Parts:
 
 
 def shard_weights(
-    q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: str, mesh: Any, parts: Parts | None = None
+    q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: EngineName, mesh: Any, parts: Parts | None = None
 ) -> ShardedWeights:
     """The matrix over the ranks of a mesh, from this rank's queries and keys.
 
@@ -97,7 +98,7 @@ def _group_of(mesh: Any) -> Any:
 
 
 def _record(
-    q: Any, k: Any, score: Any, mask: Any, align: Any, engine: str, shards: Shards
+    q: Any, k: Any, score: Any, mask: Any, align: Any, engine: EngineName, shards: Shards
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
     """What this rank tells the others about its inputs."""
     q, k = check_tensors(q=q, k=k)

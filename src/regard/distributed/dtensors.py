@@ -20,6 +20,7 @@ from ..core.indexing import Pick
 from ..core.problem import Factors
 from ..core.pytree import flatten, unflatten
 from ..core.results import Peak, Statistics, TopK
+from ..core.types import EngineName
 from ..core.weights import Weights
 from .build import Parts, local_factors, shard_weights
 from .shards import Shards
@@ -193,7 +194,9 @@ def _share(length: int, parts: int, rank: int) -> range:
     return range(min(rank * longest, length), min((rank + 1) * longest, length))
 
 
-def dtensor_weights(q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: str, mesh: Any) -> DTensorWeights:
+def dtensor_weights(
+    q: Any, k: Any, *, score: Any, mask: Any, align: Any, engine: EngineName, mesh: Any
+) -> DTensorWeights:
     """The matrix of DTensor queries and keys.
 
     Raises:

@@ -14,6 +14,7 @@ from ..core.pytree import flatten, replace_fields, unflatten
 from ..core.result_cache import check_fits
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
 from ..core.torch_state import in_functorch, is_tracing, without_autocast
+from ..core.types import EngineName
 from ..core.weights import Weights
 from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
@@ -45,7 +46,7 @@ class ShardedWeights(Weights):
     def __init__(
         self,
         factors: Factors,
-        engine: str,
+        engine: EngineName,
         *,
         plan: Plan,
         one_head: bool,

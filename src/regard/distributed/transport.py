@@ -7,7 +7,9 @@ raise the same `RankError`.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,8 @@ from torch import Tensor
 
 __all__ = ["Message", "Pending", "RankError", "Ranks"]
 
+log = logging.getLogger("regard")
+
 #: The part of a timeout that is left for reading the other ranks' causes, and the longest that is useful, in seconds.
 REPORT_SHARE, LONGEST_REPORT = 0.25, 5.0
 
@@ -35,7 +39,7 @@ class RankError(RuntimeError):
     >>> raise regard.distributed.RankError("rank 1 of 4 sent nothing for 60 s.", (1,))
     Traceback (most recent call last):
     ...
-    regard.distributed.transport.RankError: rank 1 of 4 sent nothing for 60 s.
+    regard.distributed.RankError: rank 1 of 4 sent nothing for 60 s.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -197,8 +201,8 @@ class Ranks:
             raise  # an interrupt stays one
 
     def store(self) -> Any:
-        """The key-value store of the process group."""
-        return dist.distributed_c10d._get_process_group_store(self.group)
+        """The key-value store of the process group; None in a PyTorch without the private function that returns it."""
+        return None if (store_of := _store_getter()) is None else store_of(self.group)
 
     def check_store(self) -> str | None:
         """None if the store answers, else the cause."""
@@ -206,7 +210,8 @@ class Ranks:
 
         def probe() -> None:
             try:
-                self.store().add(f"regard/alive/{self.rank}", 1)  # waits for an answer, as `set` does not
+                if (store := self.store()) is not None:
+                    store.add(f"regard/alive/{self.rank}", 1)  # waits for an answer, as `set` does not
                 answer[0] = None
             except Exception as error:
                 answer[0] = f"its store is closed ({type(error).__name__}: {_first_line(error)})"
@@ -226,7 +231,8 @@ class Ranks:
 
     def _collect(self, reports: dict[int, dict[str, Any]]) -> None:
         try:
-            store = self.store()
+            if (store := self.store()) is None:
+                return
             store.set(f"regard/failure/{self.rank}", json.dumps(reports[self.rank]))
             deadline = time.monotonic() + self._report_time
             while time.monotonic() < deadline and len(reports) < self.size:
@@ -265,6 +271,14 @@ class Ranks:
             f"computes longer than the timeout (in {what}). A longer wait: Shards(mesh, timeout=seconds).",
             tuple(ranks),
         )
+
+
+@functools.cache
+def _store_getter() -> Callable[[Any], Any] | None:
+    store_of = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    if store_of is None:
+        log.warning("this PyTorch has no _get_process_group_store: a RankError says what its own rank saw alone")
+    return store_of
 
 
 def _names(ranks: list[int]) -> str:

@@ -7,6 +7,7 @@ call of a signature is recorded, and later ones replay it. `REGARD_REPLAY=0` tur
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Hashable
@@ -244,11 +245,19 @@ def _allocator(func: Any, kwargs: dict[str, Any], out: Any, device: torch.device
         return None
     if func is torch.ops.aten.zeros.default:
         return partial(torch.zeros, tuple(out.shape), dtype=out.dtype, device=device)
-    # Inductor's allocator takes half the time. Private, so it may be missing: then the public one serves.
-    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if make is None:
+    if (make := _inductor_allocator(device.type)) is None:
         return partial(torch.empty_strided, tuple(out.shape), out.stride(), dtype=out.dtype, device=device)
     return partial(make, tuple(out.shape), out.stride(), out.dtype)
+
+
+@functools.cache
+def _inductor_allocator(device_type: str) -> Callable[..., Tensor] | None:
+    """Inductor's allocator, in half the time of the public one; None where this private name is missing."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    make = getattr(guards, f"_empty_strided_{device_type}", None)
+    if make is None:
+        log.info("this PyTorch has no _empty_strided_%s: replay allocates by torch.empty_strided", device_type)
+    return make
 
 
 class LaunchStep:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 __all__ = ["KINDS", "LMChoices", "LMSettings", "Settings", "TranslateChoices", "TranslateSettings", "from_json"]
 
 
-def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
-    """A field with its help text and, for words, the values it may take."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default: Any, help: str, words: Any = None) -> Any:
+    """A field with its help text and, where it is one of some words, their Literal."""
+    return field(default=default, metadata={"help": help, "choices": get_args(words)})
 
 
 #: Annotation of a field: the types it accepts, and their name in an error.
@@ -27,7 +27,13 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "true or false"),
 }
 
-POSITIONS = ("rotary", "sinusoidal", "learned")
+PositionsName = Literal["rotary", "sinusoidal", "learned"]  # nn's too, which would import PyTorch for --help
+OptimizerName = Literal["adamw", "muon"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+PrecisionName = Literal["auto", "float32", "bfloat16"]
+ArchitectureName = Literal["regard", "gpt2"]
+TokensName = Literal["characters", "bytes", "bpe"]
+
 WARMUP_HELP = "steps in which the learning rate rises, at most a fifth of --steps; afterwards it falls as a cosine"
 EMA_HELP = "decay of an exponential moving average of the weights, which is then validated and saved; 0: none"
 
@@ -42,9 +48,9 @@ class Settings:
     heads: int = option(4, "attention heads per block")
     dim: int = option(128, "size of the vectors")
     hidden: int | None = option(None, "width of the feed-forward network (default: 8/3 of --dim)")
-    positions: str = option("rotary", "position encoding", POSITIONS)
+    positions: PositionsName = option("rotary", "position encoding", PositionsName)
     dropout: float = option(0.0, "dropout of embeddings and residual branches")
-    optimizer: str = option("adamw", "muon learns more in a step, and a step takes longer", ("adamw", "muon"))
+    optimizer: OptimizerName = option("adamw", "muon learns more in a step, and a step takes longer", OptimizerName)
     lr: float = option(3e-3, "largest learning rate")
     warmup: int = option(100, WARMUP_HELP)
     weight_decay: float = option(0.1, "AdamW's weight decay, of matrices only")
@@ -54,9 +60,9 @@ class Settings:
     eval_every: int = option(250, "steps between two validations; each saves a checkpoint")
     patience: int = option(0, "stop after this many validations without a smaller loss; 0: never")
     seed: int = option(0, "seed of everything random")
-    device: str = option("auto", "auto: a GPU if there is one", ("auto", "cpu", "cuda"))
-    precision: str = option(
-        "auto", "of matrix products; auto: bfloat16 on a GPU, float32 elsewhere", ("auto", "float32", "bfloat16")
+    device: DeviceName = option("auto", "auto: a GPU if there is one", DeviceName)
+    precision: PrecisionName = option(
+        "auto", "of matrix products; auto: bfloat16 on a GPU, float32 elsewhere", PrecisionName
     )
     compile: bool = option(
         False, "compile the training step with torch.compile; on a GPU a language model uses CUDA graphs"
@@ -64,7 +70,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            types, what = TYPES[str(spec.type)]
+            types, what = TYPES["str" if spec.metadata["choices"] else str(spec.type)]
             value = getattr(self, spec.name)
             # isinstance(True, int) holds, but True is no number of steps.
             fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
@@ -148,8 +154,10 @@ class LMSettings(Settings):
     """
 
     context: int = option(64, "tokens the model looks back")
-    architecture: str = option("regard", "GPT-2's has learned positions, layer norms and GELU", ("regard", "gpt2"))
-    tokens: str = option("characters", "what a token is", ("characters", "bytes", "bpe"))
+    architecture: ArchitectureName = option(
+        "regard", "GPT-2's has learned positions, layer norms and GELU", ArchitectureName
+    )
+    tokens: TokensName = option("characters", "what a token is", TokensName)
     vocabulary: int = option(1000, "number of BPE tokens (characters: as many as the text has)")
     validation: float = option(
         0.1, "share of the text, at its end, used for validation; of a mapped text at most a million tokens"
@@ -182,7 +190,7 @@ class TranslateSettings(Settings):
 
     steps: int = option(6000, "training steps")
     batch: int = option(256, "sentence pairs per step")
-    positions: str = option("sinusoidal", "position encoding", POSITIONS)
+    positions: PositionsName = option("sinusoidal", "position encoding", PositionsName)
     dropout: float = option(0.3, "dropout of embeddings and residual branches")
     warmup: int = option(600, WARMUP_HELP)
     ema: float = option(0.999, EMA_HELP)
@@ -206,9 +214,9 @@ class _Choices(TypedDict, total=False):
     heads: int
     dim: int
     hidden: int | None
-    positions: str
+    positions: PositionsName
     dropout: float
-    optimizer: str
+    optimizer: OptimizerName
     lr: float
     warmup: int
     weight_decay: float
@@ -218,8 +226,8 @@ class _Choices(TypedDict, total=False):
     eval_every: int
     patience: int
     seed: int
-    device: str
-    precision: str
+    device: DeviceName
+    precision: PrecisionName
     compile: bool
 
 
@@ -227,8 +235,8 @@ class LMChoices(_Choices, total=False):
     """`LMSettings` as keywords."""
 
     context: int
-    architecture: str
-    tokens: str
+    architecture: ArchitectureName
+    tokens: TokensName
     vocabulary: int
     validation: float
 

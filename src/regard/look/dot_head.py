@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.pytree import replace_fields
+from ..core.stats import required
 from ..core.weights import Weights
 
 __all__ = ["DotHead", "max_map", "tile_of_key", "why_not_exact"]
@@ -64,7 +65,7 @@ class DotHead:
         lse = one.lse()[0] if lse is None else lse
         q, k, lse = (x.to(device, torch.float32) for x in (problem.q[0, 0], problem.k[0, 0], lse))
         for modifier in problem.modifiers:
-            added = modifier.operand[0, 0].to(device, torch.float32)
+            added = required(modifier.operand)[0, 0].to(device, torch.float32)
             if modifier.kernel_op == "bias_rows":
                 lse = lse - added[:, 0]
             else:

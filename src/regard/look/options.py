@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from ..core.indexing import At
+from ..core.patches import ImageLike
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +43,7 @@ class ViewChoices(TypedDict, total=False):
     word_vectors: WordVectors | None
     values: Tensor | None
     grid: tuple[int, int] | None
-    image: object
+    image: ImageLike | None
     patterns: PatternLog | None
     notes: Sequence[str]
 
@@ -101,7 +102,7 @@ class ViewOptions:
     word_vectors: WordVectors | None = None
     values: Tensor | None = None
     grid: tuple[int, int] | None = None
-    image: object = None
+    image: ImageLike | None = None
     patterns: PatternLog | None = None
     notes: Sequence[str] = ()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.patches import PatchTokens
+from ..core.patches import ImageLike, PatchTokens
 from ..core.weights import Weights
 from ..recorder.recording import Pass, Recording
 
@@ -24,7 +24,7 @@ LONGEST = 224
 BEFORE = 16
 
 
-def with_patches(subject: Subject, grid: tuple[int, int], image: object) -> Subject:
+def with_patches(subject: Subject, grid: tuple[int, int], image: ImageLike | None) -> Subject:
     """A recording or a matrix whose axes without tokens, where the grid fits, are patches.
 
     Args:
@@ -67,7 +67,7 @@ def _patch_lists(b: int, length: int, grid: tuple[int, int]) -> TokenLists | Non
     return [_PatchList(PatchTokens.of_grid(length, grid)) for _ in range(b)]
 
 
-def image_pixels(image: object) -> Tensor:
+def image_pixels(image: ImageLike) -> Tensor:
     """The pixels of an image, (3, h, w) in uint8, small enough for a page.
 
     Args:

@@ -5,6 +5,7 @@ From small to large: positions, `SelfAttention` and `CrossAttention` (with `Cach
 from BERT-like and GPT-2 models of transformers by `from_pretrained`.
 """
 
+from .. import _lazy
 from .attention import CrossAttention, SelfAttention
 from .block import Block, FeedForward
 from .cache import Cache
@@ -33,3 +34,5 @@ __all__ = [
     "Translator",
     "from_pretrained",
 ]
+
+_lazy.publish(__name__)

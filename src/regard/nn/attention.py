@@ -19,7 +19,7 @@ from ..core.weights import Statistics, Weights
 from .cache import Cache
 from .dropout import attend_with_dropout, check_dropout
 from .options import LayerScore, SeeOptions
-from .positions import Positions, Rotary, as_positions
+from .positions import PositionsLike, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
 
@@ -133,7 +133,7 @@ class SelfAttention(_Attention):
     def __init__(
         self, dim: int, heads: int = 1, *, kv_heads: int | None = None, key_size: int | None = None,
         value_size: int | None = None, score: LayerScore | None = None,
-        positions: str | Positions | None = None, causal: bool = False, bias: bool = False, output: bool = True,
+        positions: PositionsLike | None = None, causal: bool = False, bias: bool = False, output: bool = True,
         parameters: bool = True, attention_dropout: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(

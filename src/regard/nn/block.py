@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.types import MaskLike
 from .attention import CrossAttention, SelfAttention
 from .cache import Cache
-from .options import AttentionOptions
+from .options import ActivationName, AttentionOptions, NormName
 from .probe import Probe
 
 __all__ = ["Block", "FeedForward", "make_norm"]
@@ -37,7 +37,9 @@ class FeedForward(nn.Module):
         torch.Size([2, 5, 16])
     """
 
-    def __init__(self, dim: int, hidden: int | None = None, *, activation: str = "gelu", bias: bool = True) -> None:
+    def __init__(
+        self, dim: int, hidden: int | None = None, *, activation: ActivationName = "gelu", bias: bool = True
+    ) -> None:
         super().__init__()
         gated = activation == "swiglu"
         name = "silu" if gated else activation
@@ -89,8 +91,8 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int = 1, *, hidden: int | None = None, activation: str = "gelu", norm: str = "layer",
-        norm_first: bool = True, dropout: float = 0.0, bias: bool = True, cross: bool = False,
+        self, dim: int, heads: int = 1, *, hidden: int | None = None, activation: ActivationName = "gelu",
+        norm: NormName = "layer", norm_first: bool = True, dropout: float = 0.0, bias: bool = True, cross: bool = False,
         **attention: Unpack[AttentionOptions],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -191,7 +193,7 @@ class Block(nn.Module):
         return encoder_layer(self)
 
 
-def make_norm(kind: str, dim: int, bias: bool) -> nn.Module:
+def make_norm(kind: NormName, dim: int, bias: bool) -> nn.Module:
     """A norm by name: "layer" or "rms"."""
     if kind == "layer":
         return nn.LayerNorm(dim, bias=bias)

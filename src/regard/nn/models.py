@@ -14,7 +14,7 @@ from .block import Block
 from .cache import Cache
 from .encoder_decoder import Decoder, Encoder
 from .options import BlockOptions, ModelOptions
-from .positions import Learned, Positions, Rotary, as_positions
+from .positions import Learned, Positions, PositionsLike, Rotary, as_positions
 from .probe import Probe
 
 __all__ = ["LanguageModel", "Translator"]
@@ -62,7 +62,7 @@ class LanguageModel(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, context: int = 64,
-        dropout: float = 0.0, positions: str | Positions | None = "rotary", embedding_scale: float | None = None,
+        dropout: float = 0.0, positions: PositionsLike | None = "rotary", embedding_scale: float | None = None,
         **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
@@ -136,7 +136,7 @@ class Translator(nn.Module):
 
     def __init__(
         self, vocabulary: int, *, dim: int = 128, heads: int = 4, layers: int = 4, dropout: float = 0.0,
-        positions: str | Positions | None = "rotary", **block: Unpack[ModelOptions],
+        positions: PositionsLike | None = "rotary", **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
         kind = as_positions(positions, dim)

@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 from ..core.types import KeysLike, PoolLike, ScoreLike
-from .positions import Positions
+from .positions import PositionsLike
 
-__all__ = ["AttentionOptions", "BlockOptions", "LayerScore", "ModelOptions", "SeeOptions"]
+__all__ = [
+    "ActivationName",
+    "AttentionOptions",
+    "BlockOptions",
+    "LayerScore",
+    "ModelOptions",
+    "NormName",
+    "SeeOptions",
+]
 
 #: The scores of `regard.weights`, and those for which a layer creates parameters.
 LayerScore = ScoreLike | Literal["additive", "bilinear"]
+
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu"]
+NormName = Literal["layer", "rms"]
 
 
 class SeeOptions(TypedDict, total=False):
@@ -36,7 +47,7 @@ class _SharedOptions(TypedDict, total=False):
 class AttentionOptions(_SharedOptions, total=False):
     """Keywords of `SelfAttention` that a `Block` hands down."""
 
-    positions: str | Positions | None
+    positions: PositionsLike | None
     causal: bool
 
 
@@ -44,8 +55,8 @@ class ModelOptions(_SharedOptions, total=False):
     """Keywords of `Block` that `LanguageModel`, `Translator` and `TextEncoder` hand down."""
 
     hidden: int | None
-    activation: str
-    norm: str
+    activation: ActivationName
+    norm: NormName
     norm_first: bool
     bias: bool
 
@@ -53,7 +64,7 @@ class ModelOptions(_SharedOptions, total=False):
 class BlockOptions(ModelOptions, total=False):
     """Keywords of `Block` that `Encoder` and `Decoder` hand down."""
 
-    positions: str | Positions | None
+    positions: PositionsLike | None
     causal: bool
     dropout: float
     cross: bool

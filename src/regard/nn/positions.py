@@ -7,12 +7,12 @@ that grows with the position, so that a score depends on the distance.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Learned", "Positions", "Rotary", "Sinusoidal", "as_positions"]
+__all__ = ["Learned", "Positions", "PositionsLike", "PositionsName", "Rotary", "Sinusoidal", "as_positions"]
 
 #: Number of positions of `positions="learned"`, and of the first rotary table.
 LENGTH = 1024
@@ -209,7 +209,13 @@ def _angles(base: float, start: int, count: int, size: int, like: Tensor) -> Ten
     return positions[:, None] * rates
 
 
-def as_positions(positions: str | Positions | None, dim: int, length: int = LENGTH) -> Positions | None:
+PositionsName: TypeAlias = Literal["rotary", "sinusoidal", "learned"]
+
+#: Positions of a layer or model: by name, or an object.
+PositionsLike: TypeAlias = PositionsName | Positions
+
+
+def as_positions(positions: PositionsLike | None, dim: int, length: int = LENGTH) -> Positions | None:
     """Positions from a user's argument: a name, an object, or None."""
     if positions is None or isinstance(positions, Positions):
         return positions

@@ -15,12 +15,13 @@ from torch import nn
 
 from .block import Block
 from .models import LanguageModel
+from .options import ActivationName
 from .text_encoder import TextEncoder
 
 __all__ = ["from_pretrained"]
 
 #: Activations by the names of transformers.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, ActivationName] = {
     "gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }  # fmt: skip
@@ -181,7 +182,7 @@ def _pairs(blocks: Iterable[Any], layers: Iterable[Any]) -> Iterable[tuple[Block
     return zip(blocks, layers, strict=True)
 
 
-def _activation(name: Any) -> str:
+def _activation(name: Any) -> ActivationName:
     if name not in ACTIVATIONS:
         raise ValueError(
             f"from_pretrained knows the activations {', '.join(ACTIVATIONS)}; got {name!r}. Look into this model as it "

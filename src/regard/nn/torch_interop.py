@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .attention import CrossAttention, SelfAttention
 from .block import Block
+from .options import ActivationName
 
 __all__ = ["block", "cross_attention", "encoder_layer", "multihead", "self_attention"]
 
@@ -31,7 +32,7 @@ FUNCTIONS: dict[type, Callable[[Tensor], Tensor]] = {
 def self_attention(mha: nn.MultiheadAttention, causal: bool) -> SelfAttention:
     """A `SelfAttention` with the weights of PyTorch's layer."""
     _check_multihead(mha)
-    if not mha._qkv_same_embed_dim:
+    if mha.in_proj_weight is None:
         raise ValueError(f"kdim {mha.kdim} and vdim {mha.vdim} differ from {mha.embed_dim}: use CrossAttention.")
     bias, dropout = mha.in_proj_bias is not None, mha.dropout
     layer = SelfAttention(mha.embed_dim, mha.num_heads, bias=bias, causal=causal, attention_dropout=dropout)
@@ -76,7 +77,7 @@ def block(layer: nn.TransformerEncoderLayer, causal: bool) -> Block:
 
 
 def _copy_weights(layer: Any, mha: nn.MultiheadAttention) -> Any:
-    if mha._qkv_same_embed_dim:
+    if mha.in_proj_weight is not None:
         matrices = mha.in_proj_weight.chunk(3)
     else:
         matrices = mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight
@@ -96,7 +97,7 @@ def _check_multihead(mha: Any) -> None:
         raise ValueError("add_bias_kv and add_zero_attn add keys that this layer does not have.")
 
 
-def _activation_name(activation: Any) -> str:
+def _activation_name(activation: Any) -> ActivationName:
     if activation is nn.functional.relu or isinstance(activation, nn.ReLU):
         return "relu"
     exact = isinstance(activation, nn.GELU) and activation.approximate == "none"
@@ -129,7 +130,7 @@ def multihead(layer: SelfAttention | CrossAttention) -> nn.MultiheadAttention:
     mha.to(layer.query.weight)  # type: ignore[arg-type]
     parts: list[Any] = [layer.query, layer.key, layer.value]
     with torch.no_grad():
-        if mha._qkv_same_embed_dim:
+        if mha.in_proj_weight is not None:
             mha.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
         else:
             for weight, part in zip((mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight), parts, strict=True):

@@ -5,6 +5,7 @@ While the model runs: `hooks/` (interception, call sites, module hooks), `mask_r
 `file` and `file_reader`.
 """
 
+from .. import _lazy
 from .file import RegardFileError
 from .file_reader import load
 from .observer import RefusedWarning, record
@@ -23,3 +24,5 @@ __all__ = [
     "record",
     "watch",
 ]
+
+_lazy.publish(__name__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,10 @@ from ..core.weights import Weights
 from .detached import DetachedWeights, RecordedWeights
 from .mask_recognition import ParsedMask, parse_mask
 
-__all__ = ["AttentionCall", "MaskCache", "Overwritten", "SavedCall", "save_call"]
+__all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall", "save_call"]
+
+#: Whether keys and queries come from one sequence.
+LayerKind: TypeAlias = Literal["self", "cross"]
 
 #: Masks of a pass that were parsed: address and form → (mask, its version or a copy of it, the result).
 MaskCache = dict[Any, tuple[Tensor, Tensor | int, ParsedMask]]

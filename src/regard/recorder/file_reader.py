@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..core.problem import Factors
 from ..core.pytree import unflatten
+from ..core.types import EngineName
 from ..core.weights import Weights
 from .calls import SavedCall
 from .detached import RecordedWeights
@@ -239,7 +240,7 @@ class _LoadedCall(SavedCall):
     """Factors from a file, checked and broadcast to one another already."""
 
     factors: Factors
-    engine: str
+    engine: EngineName
 
     def weights(self) -> Weights:
         return RecordedWeights(self.factors, self.engine, one_head=False)

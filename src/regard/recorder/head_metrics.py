@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from ..chains import rollout_rows
 from ..core.row_questions import induction_targets
 from ..core.weights import Weights
+from .calls import LayerKind
 from .slicing import row_mean
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class HeadSummary(NamedTuple):
 
     layer: int
     name: str
-    kind: str
+    kind: LayerKind
     head: int
     entropy: float
     peak: float
@@ -273,7 +274,10 @@ def _at(weights: Weights) -> Tensor:
 
 
 #: Measures of `Recording.heads`: each takes the weights (h, i, j) of one sequence and returns (h,).
-BY: dict[str, Callable[[Weights], Tensor]] = {
+#: Measures of `Recording.heads`.
+HeadMeasure: TypeAlias = Literal["entropy", "entropy_without_sink", "mean_distance", "sink", "previous", "induction"]
+
+BY: dict[HeadMeasure, Callable[[Weights], Tensor]] = {
     "entropy": _entropy,
     "mean_distance": _mean_distance,
     "sink": _share_of_sink,
@@ -288,7 +292,7 @@ SMALLEST_FIRST = ("entropy", "entropy_without_sink")
 
 
 @torch.no_grad()
-def heads(layers: list[Any], by: str, item: int | None) -> Table[HeadValue]:
+def heads(layers: list[Any], by: HeadMeasure, item: int | None) -> Table[HeadValue]:
     """Every head of every layer with one number; smallest first for entropies, largest first otherwise."""
     if by not in BY:
         raise ValueError(f"unknown measure {by!r}; the measures are {', '.join(BY)}.")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.types import StatisticName
 from ..core.weights import Statistics, Weights
-from .calls import SavedCall
+from .calls import LayerKind, SavedCall
 from .slicing import real_rows, sequence_of, span_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Layer:
 
     name: str
     index: int
-    kind: str
+    kind: LayerKind
     saved: SavedCall | None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     shape: tuple[int, ...] = ()

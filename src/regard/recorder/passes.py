@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .calls import AttentionCall, SavedCall
+from .calls import AttentionCall, LayerKind, SavedCall
 from .kv_cache import CachedGeneration, CannotStitch, continues
 from .tokens import EmbeddedIds
 
@@ -19,7 +19,7 @@ class Call:
     """A layer of an open pass."""
 
     def __init__(
-        self, name: str, number: int, nth: int, kind: str, saved: SavedCall | None, shape: tuple[int, ...]
+        self, name: str, number: int, nth: int, kind: LayerKind, saved: SavedCall | None, shape: tuple[int, ...]
     ) -> None:
         self.name, self.kind, self.saved, self.shape = name, kind, saved, shape
         self.number, self.nth = number, nth  # among the calls of the pass, and of the module

@@ -19,7 +19,7 @@ from ..core.types import KeyLike
 from ..core.weights import Weights
 from . import head_metrics
 from .calls import SavedCall
-from .head_metrics import HeadKey, HeadSummary, HeadValue, HeadWeight, Table
+from .head_metrics import HeadKey, HeadMeasure, HeadSummary, HeadValue, HeadWeight, Table
 from .layer import STATISTICS, Layer, TokenLists
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class LayerStack:
         """
         return head_metrics.find(self.layers, a, b, item)
 
-    def heads(self, by: str = "entropy", item: int | None = None) -> Table[HeadValue]:
+    def heads(self, by: HeadMeasure = "entropy", item: int | None = None) -> Table[HeadValue]:
         """Every head with one number.
 
         Args:

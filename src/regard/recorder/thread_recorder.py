@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
-from .calls import AttentionCall, MaskCache, SavedCall, save_call
+from .calls import AttentionCall, LayerKind, MaskCache, SavedCall, save_call
 from .detached import as_detached
 from .hooks import tap
 from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
@@ -253,7 +253,7 @@ class ThreadRecorder:
             generation.calls.remove(entry)
 
 
-def _kind(site: CallSite, call: AttentionCall) -> str:
+def _kind(site: CallSite, call: AttentionCall) -> LayerKind:
     """ "self" if keys come from the sequence of the queries, else "cross"."""
     if call.is_self is not None:
         return "self" if call.is_self else "cross"

@@ -24,7 +24,7 @@ from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
-from .hooks.call_site import CAPTURED, CallSite, calling_module
+from .hooks.call_site import CAPTURED, CallSite, calling_module, original_module
 from .hooks.eager_attention import EagerTracker
 from .hooks.model_hooks import Hook, batch_size, first_axes, is_compiled, remove_all
 from .observer import RefusedWarning
@@ -129,7 +129,7 @@ class Watch:
         self._warned: set[tuple[str, str]] = set()
         self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither call back nor warn
         # The modules of a compiled model are those of the original, under their own names.
-        modules = dict(getattr(model, "_orig_mod", model).named_modules())
+        modules = dict(original_module(model).named_modules())
         self._names = {id(module): name for name, module in modules.items()}
         for name, module in modules.items():
             if is_compiled(module):

@@ -12,6 +12,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from ...core.torch_state import in_functorch
 from ..score_grad import InputGrads, ScoreGrad
 
 __all__ = ["backward", "cells", "column_pass", "forward", "serves", "serves_backward", "unsupported_reason"]
+
+log = logging.getLogger("regard")
 
 #: REGARD_COMPILED=0 selects plain PyTorch tiles, for tests and comparisons.
 enabled = os.environ.get("REGARD_COMPILED", "1") != "0"
@@ -49,7 +52,10 @@ class Runtime:
 @functools.cache
 def load() -> Runtime | None:
     """The kernels and the symbols they need; None where numba or a symbol is missing."""
-    if _hide_blas or importlib.util.find_spec("numba") is None:
+    if _hide_blas:
+        return None
+    if importlib.util.find_spec("numba") is None:
+        log.info("numba is not installed: tiles on the CPU run in plain PyTorch; pip install regard[fast] brings it")
         return None
     folder = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
@@ -65,6 +71,7 @@ def load() -> Runtime | None:
 
         gemm = {size: ctypes.cast(symbol, ctypes.c_void_p).value for size, symbol in symbols.items()}
         return Runtime(kernels, gemm, parallel, getattr(library, "MKL_Set_Num_Threads_Local", None))
+    log.info("this PyTorch exports no sgemm_, dgemm_ and GOMP_parallel: tiles on the CPU run in plain PyTorch")
     return None
 
 

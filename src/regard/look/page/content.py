@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...core.patches import ImageLike
 from ..layers import LayerView
 from ..patches import image_pixels
 from ..ranking import beyond_habit, beyond_received
@@ -37,7 +38,7 @@ class Start:
 class PageContent:
     """The layers of a page. Layers that look from one sequence at one sequence make a stack."""
 
-    def __init__(self, layers: list[LayerView], notes: list[str], image: object = None) -> None:
+    def __init__(self, layers: list[LayerView], notes: list[str], image: ImageLike | None = None) -> None:
         self.layers, self.notes, self.image = layers, notes, image
         self.packer = Packer()
         self.nan_heads = 0

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ...core.weights import Weights
-from ...recorder.head_metrics import BY
+from ...recorder.head_metrics import BY, HeadMeasure
 from ..bands import Report
 from ..compare import HeadChanges
 from ..history import History
@@ -36,7 +36,7 @@ __all__ = ["METRICS", "pack"]
 #: Coordinates of word vectors that are shown one by one.
 COORDINATES = 16
 
-METRICS = ("entropy", "mean_distance", "sink", "previous", "induction")
+METRICS: tuple[HeadMeasure, ...] = ("entropy", "mean_distance", "sink", "previous", "induction")
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def _metrics(layers: list[LayerView]) -> dict[str, list[Any]]:
     return {name: [_metric(view, name) for view in layers] for name in METRICS}
 
 
-def _metric(view: LayerView, name: str) -> list[float | None] | None:
+def _metric(view: LayerView, name: HeadMeasure) -> list[float | None] | None:
     if name not in ("entropy", "sink") and view.kind != "self":
         return None
     try:

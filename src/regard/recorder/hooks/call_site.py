@@ -22,6 +22,7 @@ __all__ = [
     "is_plain_layer",
     "looks_like_attention",
     "module_stack",
+    "original_module",
     "runs_code_of",
     "shared_axis_reason",
     "split_heads",
@@ -160,8 +161,13 @@ def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:
                 first = None
             # A softmax that is a module of its own belongs to the attention around it.
             if isinstance(first, nn.Module) and not isinstance(first, nn.Softmax | nn.Dropout):
-                yield frame, getattr(first, "_orig_mod", first)  # of torch.compile(m), m
+                yield frame, original_module(first)
         frame = frame.f_back
+
+
+def original_module(module: nn.Module) -> nn.Module:
+    """The module m of `torch.compile(m)`; any other module itself."""
+    return getattr(module, "_orig_mod", module)
 
 
 def looks_like_attention(module: nn.Module, name: str = "") -> bool:

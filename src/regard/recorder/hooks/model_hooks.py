@@ -7,6 +7,8 @@ with hooks leaves its C++ path, and compiled code would be compiled again.
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 import sys
 import threading
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from .call_site import CAPTURED, is_plain_layer, looks_like_attention
 
 __all__ = ["Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
+
+log = logging.getLogger("regard")
 
 NOT_CALLED = (
     "it was not called in the block, or only as code of torch.compile, which fuses its attention away; call the plain "
@@ -73,13 +77,12 @@ class Hook:
 
     def _remove_from(self, module: nn.Module) -> None:
         for hooks, *flags in (
-            (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-            (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+            ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+            ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
         ):
-            for key in [key for key, hook in hooks.items() if hook is self]:
-                del hooks[key]
-                for flag in flags:
-                    flag.pop(key, None)
+            for key in [key for key, hook in getattr(module, hooks, {}).items() if hook is self]:
+                for table in (hooks, *flags):
+                    getattr(module, table, {}).pop(key, None)
 
 
 def remove_all(handles: list[Any]) -> None:
@@ -245,14 +248,23 @@ def _was_compiled(model: nn.Module | None) -> bool:
 
     The code of PyTorch's containers (nn.Sequential) lies elsewhere, and is noticed when it runs, but not in 2.6.
     """
-    if model is None or "torch._dynamo" not in sys.modules:
+    if model is None or "torch._dynamo" not in sys.modules or (compiled_code := _compiled_code_list()) is None:
         return False
     try:
-        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-        return bool(_debug_get_cache_entry_list(type(model).forward.__code__))
-    except (AttributeError, ImportError, TypeError):  # another version of PyTorch, or a forward without bytecode
+        return bool(compiled_code(type(model).forward.__code__))
+    except (AttributeError, TypeError):  # a forward without bytecode
         return False
+
+
+@functools.cache
+def _compiled_code_list() -> Callable[[Any], list[Any]] | None:
+    """A private function of PyTorch that lists what torch.compile holds for some code; None where there is none."""
+    try:
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    except ImportError:
+        log.warning("this PyTorch has no _debug_get_cache_entry_list: a model that ran only compiled is not announced")
+        return None
+    return _debug_get_cache_entry_list
 
 
 def _within(name: str, other: str) -> bool:

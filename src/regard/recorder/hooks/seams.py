@@ -18,6 +18,8 @@ intercepted at its own interface, in `transformers`. A handler turns arguments i
 
 from __future__ import annotations
 
+import functools
+import logging
 from types import FrameType
 from typing import Any
 
@@ -33,6 +35,8 @@ from .call_site import shared_axis_reason, split_heads
 
 __all__ = ["flash_like", "install"]
 
+log = logging.getLogger("regard")
+
 
 def install() -> None:
     """Register every handler. Nothing changes in a thread without a listener."""
@@ -44,7 +48,8 @@ def install() -> None:
     tap.intercept("embedding", on_embedding)
     eager_attention.install()
     regard_nn.install()
-    tap.intercept_higher_order(_flex(), _FLEX_NAMES, on_flex)
+    if (flex := _flex_operator()) is not None:
+        tap.intercept_higher_order(flex, _FLEX_NAMES, on_flex)
     if hasattr(torch.ops, "flash_attn") and hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
         tap.intercept("_flash_attn_forward", on_flash, namespace="flash_attn", attends=True)
 
@@ -205,9 +210,16 @@ _FLEX_NAMES = (
 FLEX_CELLS = 2**26
 
 
-def _flex() -> Any:
-    from torch._higher_order_ops import flex_attention
-
+@functools.cache
+def _flex_operator() -> Any:
+    """FlexAttention's operator, a private name of PyTorch; None where there is none of that name."""
+    try:
+        from torch._higher_order_ops import flex_attention
+    except ImportError:
+        flex_attention = None  # type: ignore[assignment]
+    if not hasattr(flex_attention, "py_impl"):  # without the operator, the import returns the module of this name
+        log.warning("this PyTorch has no operator flex_attention: regard.record does not record FlexAttention")
+        return None
     return flex_attention
 
 

@@ -51,7 +51,7 @@ def install(owner: Any) -> None:
         for name in _WRAPPED:
             if name in table and not hasattr(table[name], "regard_original"):
                 read = {"flex_attention": _flex_call, "regard": _regard_call}.get(name, _flash_call)
-                table[name] = _intercepted(table[name], read)
+                table.register(name, _intercepted(table[name], read))
 
 
 def uninstall(owner: Any) -> None:
@@ -63,13 +63,13 @@ def uninstall(owner: Any) -> None:
         if not _owners:
             for name in _WRAPPED:
                 if (own := getattr(table.get(name), "regard_original", None)) is not None:
-                    table[name] = own
+                    table.register(name, own)
 
 
-def _table() -> dict[str, Callable[..., Any]] | None:
-    """The attention functions of transformers by name; None if it is not imported."""
+def _table() -> Any:
+    """The attention functions of transformers by name, those of no model of its own; None if it is not imported."""
     module = sys.modules.get("transformers.modeling_utils")
-    return None if module is None else module.AttentionInterface._global_mapping
+    return None if module is None else module.AttentionInterface()
 
 
 def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
