@@ -17,6 +17,7 @@ from torch import Tensor
 from ..calls import AttentionCall
 from . import tap
 from .call_site import CAPTURED, CallSite, has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
+from .einsum_equation import may_be_scores, spell_out
 from .softmax_trail import (
     CHOSEN,
     COMBINED,
@@ -327,12 +328,12 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     eager = listener.eager
     operands, equation = call["tensors"], call["equation"].replace(" ", "")
     eager.count_operator()
-    sides, _, result = _spelt_out(equation, operands).partition("->")
+    sides, _, result = spell_out(equation, operands).partition("->")
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
     if not weighted:
         computed = len(operands) == 2 and all(_is_computed(x) for x in operands)
-        scores = computed and _may_be_scores(operands, letters, result)
+        scores = computed and may_be_scores(operands, letters, result)
         if scores and (site := listener.call_site(frame)) is not None:
             eager.add_product(out, site.name, flat=all(x.ndim <= 2 for x in operands))
         return
@@ -353,23 +354,6 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
         return
     keys_first = others[-2:-1] == mine[axis]
     _finish(listener, softmax, w.movedim(axis, -1), v if keys_first else None, w, v)
-
-
-def _spelt_out(equation: str, operands: list[Tensor]) -> str:
-    """An equation with letters for the axes of "...", where these are the same number everywhere."""
-    sides = equation.partition("->")[0].split(",")
-    counts = {x.ndim - len(letters) + 3 for x, letters in zip(operands, sides, strict=False) if "..." in letters}
-    free = [letter for letter in "ABCDEFGH" if letter not in equation]
-    if len(counts) != 1 or "->" not in equation or max(counts) > len(free):
-        return equation
-    return equation.replace("...", "".join(free[: max(counts)]))
-
-
-def _may_be_scores(operands: list[Tensor], letters: list[str], result: str) -> bool:
-    """Whether an einsum pairs two sequences; a matrix that shares no axis with all others is a projection."""
-    if len({x.ndim > 2 for x in operands}) == 1 or "." in "".join(letters):
-        return all(x.ndim > 2 for x in operands) or all(x.ndim <= 2 for x in operands)
-    return bool(set(letters[0]) & set(letters[1]) & set(result))
 
 
 def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
