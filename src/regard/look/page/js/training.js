@@ -17,7 +17,7 @@ export function training(page, box) {
   for (const [name, values] of curves) {
     const numbers = page.header.array(values), finite = numbers.filter(Number.isFinite);
     box.append(el("figure", { class: "train" }, el("h2", { text: name }),
-      lineOf(steps, numbers, Math.min(0, ...finite), Math.max(...finite))));
+      lineOf(page, steps, numbers, Math.min(0, ...finite), Math.max(...finite))));
   }
   for (const [title, text] of page.header.texts)
     box.append(el("figure", { class: "train" }, el("h2", { text: title }), el("pre", { class: "sample", text })));
@@ -41,7 +41,7 @@ function trainingStrip(page, { what, heads, values }) {
     menu.querySelector("select").value = h;
     message.replaceChildren(el("bdi", { text: heads[h][0] }), ` head ${heads[h][1]}, step ${count(steps[c])} `,
       el("b", { "data-read": what, text: fixed(numbers[h * n + c], 3) }));
-    curve.replaceChildren(lineOf(steps, numbers.subarray(h * n, (h + 1) * n), low, high));
+    curve.replaceChildren(lineOf(page, steps, numbers.subarray(h * n, (h + 1) * n), low, high));
   };
   const menu = choice("head", `train-${what}`, heads.map(([layer, head], h) => [h, `${short_(layer)} · ${head}`]), 0,
     (h) => look(Number(h), n - 1));
@@ -71,8 +71,8 @@ function rowNames(heads, height) {
       "text-anchor": "end", text: head })) : []);
 }
 
-function lineOf(steps, numbers, low, high) {
-  const [width, height] = [640, 90], first = steps[0], last = steps.at(-1);
+function lineOf(page, steps, numbers, low, high) {
+  const [width, height] = [page.narrow ? 310 : 640, 90], first = steps[0], last = steps.at(-1);
   const x = (step) => (last > first ? ((step - first) / (last - first)) * width : width / 2);
   const y = (value) => height - ((value - low) / (high - low || 1)) * height;
   const points = steps.filter((_, c) => Number.isFinite(numbers[c])).map((step) =>
