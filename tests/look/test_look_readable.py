@@ -99,14 +99,16 @@ def test_letters_of_pictures_can_be_read_on_a_phone(show: Any) -> None:
     run = show(View(history()), width=390)
     assert min(run.tab.evaluate(LETTERS, ".curve-of-steps text")) >= 10
     view = regard.weights(randn(2, 9, 4), mask=regard.causal()).label(WORDS).show(6, values=randn(2, 9, 4))
-    told = show(view, width=390, reduced_motion="reduce").view("story")
-    for chapter in range(told.tab.locator('[data-key^="chapter-"]').count()):
-        told.click(f"chapter-{chapter}")
-        sizes = told.tab.evaluate("(where) => " + LETTERS.partition("=>")[2].replace(".a)", ".d)"), ".scene text.tiny")
+    narrated = show(view, width=390, reduced_motion="reduce").view("story")
+    for chapter in range(narrated.tab.locator('[data-key^="chapter-"]').count()):
+        narrated.click(f"chapter-{chapter}")
+        sizes = narrated.tab.evaluate(
+            "(where) => " + LETTERS.partition("=>")[2].replace(".a)", ".d)"), ".scene text.tiny"
+        )
         assert min(sizes, default=10) >= 9.5, chapter
-    told.view("overview")
-    plot = told.tab.locator(".scatter").bounding_box()
-    for label in told.tab.locator(".scatter text").all():
+    narrated.view("overview")
+    plot = narrated.tab.locator(".scatter").bounding_box()
+    for label in narrated.tab.locator(".scatter text").all():
         assert label.bounding_box()["x"] >= plot["x"] - 0.5, "no number is cut off"
 
 
