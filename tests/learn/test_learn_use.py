@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -481,6 +482,26 @@ def test_no_number_of_the_training_panel_is_cut(heads, width):
     assert "…" not in text
     assert "0.50" in text
     assert "1000.5" in text or "1e+03" in text
+
+
+def test_the_training_panel_has_curves_the_step_of_its_numbers_and_words_for_a_head_that_collapsed():
+    from rich.console import Console
+
+    panel = Rich()
+    panel.console = panel.live.console = Console(width=60, file=io.StringIO(), record=True, force_terminal=False)
+    panel.begin(0, 100)
+    for step in range(1, 41):
+        heads = {"body.blocks.0.attention": {"entropy_share": [0.5, 0.5 / step**2], "max_score": [3.0, float(step)]}}
+        panel.update(step, {"loss": 4.0 / step} | ({"heads": heads} if step % 20 == 0 or step == 1 else {}))
+    panel.close()
+    text = panel.console.export_text()
+    (loss,) = re.findall(r"^loss +(\S+) 4 → 0\.1$", text, re.M)
+    assert (loss[0], loss[-1], len(loss)) == ("█", "▁", 35)
+    assert re.search(r"^lowest entropy +█▁▁ 0\.5 → 0\.00031\d$", text, re.M)
+    assert re.search(r"^largest score +▁▄█ 3 → 40$", text, re.M)
+    assert "step 40" in text
+    assert "0 head 1 has collapsed: it looks at one token alone" in text
+    assert "0 head 0 has" not in text
 
 
 def test_without_rich_or_a_terminal_progress_is_plain(monkeypatch):

@@ -141,6 +141,8 @@ def test_a_recording_without_tokens_is_shown_over_its_image(show: Any) -> None:
 def test_a_page_of_patches_speaks_of_patches(show: Any) -> None:
     shown = show(regard.weights(randn(2, 7, 4)).label(grid=(2, 3), image=picture()).show())
     assert "Point at a patch" in shown.text(".look")
+    assert shown.text(".tray .who") == "best heads for the patch"
+    assert "the patch it is tied to" in shown.texts(".hint")[-1]
     words = regard.weights(randn(3, 4), randn(6, 4)).label(["a", "red", "roof"], grid=(2, 3), image=picture())
     both = show(words.show(), name="both.html")
     assert both.text("#tab-cross") == "Text and image"

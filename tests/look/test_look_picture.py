@@ -186,6 +186,23 @@ def test_no_token_is_more_than_text(start):
             assert all(token_text.clip(token_text.printable(token), 24).replace("\uffff", "\ufffd").replace("\ufffe", "\ufffd") in shown for token in tokens)  # fmt: skip
 
 
+def test_letters_are_not_stretched(browser, tmp_path):
+    """A word fills its box by the space between its letters, whatever font the reader has."""
+    path = tmp_path / "it.svg"
+    path.write_text(svg(fake_recording(), word="it", part="lines"))
+    tab = browser.new_page()
+    tab.goto(path.as_uri())
+    stretched = "[...document.querySelectorAll('text[textLength]')].map((x) => x.getAttribute('lengthAdjust'))"
+    assert set(tab.evaluate(stretched)) == {"spacing"}
+    widths = tab.evaluate(
+        """[...document.querySelectorAll('text[textLength]')].map((x) => { const set = x.getComputedTextLength();
+           x.removeAttribute('textLength'); return [set, x.getComputedTextLength(), x.textContent]; })"""
+    )
+    for fitted, natural, word in widths:
+        assert abs(fitted - natural) <= 0.3 * natural, word
+    tab.close()
+
+
 def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path):
     requests = []
     for n, tokens in enumerate((TOKENS, WIDE, HOSTILE[:30])):

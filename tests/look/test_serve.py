@@ -513,15 +513,30 @@ def test_more_connections_than_allowed_are_refused_at_once(monkeypatch: pytest.M
 # The command.
 
 
-def test_ctrl_c_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_ends_the_command_also_with_clients_that_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "page.html"
     View(regard.weights(torch.eye(3))).save(page)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    clients: list[socket.socket] = []
+
+    def interrupt(server: PageServer) -> None:  # a server calls it while it waits for requests
+        if threading.current_thread() is not threading.main_thread():
+            return  # the server of other tests
+        if not clients:
+            clients.extend(socket.create_connection(server.server_address) for _ in range(3))
+            clients[0].sendall(b"GET / HT")
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(PageServer, "service_actions", interrupt)
     try:
         assert main(["serve", str(page)]) == 0
     finally:
         signal.signal(signal.SIGINT, before)
+        for client in clients:
+            client.close()
     shown = capsys.readouterr()
     assert re.match(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\n", shown.out)
     assert shown.err.strip() == "stopped"

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+from .sparkline import sparkline
+
 __all__ = ["Plain", "Silent", "open_progress"]
+
+#: Share of the largest entropy below which a head looks at one token alone.
+COLLAPSED = 0.02
 
 
 class Silent:
@@ -45,7 +52,7 @@ class Plain(Silent):
 
 
 class Rich(Silent):
-    """A progress bar with the newest numbers, and a table of every head's entropy and largest score."""
+    """A progress bar with the newest numbers, their curves, and a table of every head's entropy and largest score."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -57,6 +64,8 @@ class Rich(Silent):
         self.bar = Progress(*columns, TextColumn("{task.description}"), console=self.console)
         self.live = Live(console=self.console, refresh_per_second=4)
         self.latest: dict[str, Any] = {}
+        self.curves: dict[str, list[float]] = {"loss": [], "lowest entropy": [], "largest score": []}
+        self.looked = 0  # the step of the heads' numbers
 
     def begin(self, step: int, steps: int) -> None:
         self.task = self.bar.add_task("", total=steps, completed=step)
@@ -67,7 +76,15 @@ class Rich(Silent):
 
         self.latest |= numbers
         self.bar.update(self.task, completed=step, description=_numbers(self.latest))
-        self.live.update(Group(self.bar, _table(self.latest.get("heads", {}), self.live.console.width)))
+        if "loss" in numbers:
+            self.curves["loss"].append(numbers["loss"])
+        if heads := numbers.get("heads"):
+            self.looked = step
+            self.curves["lowest entropy"].append(_extreme(min, heads, "entropy_share"))
+            self.curves["largest score"].append(_extreme(max, heads, "max_score"))
+        heads, width = self.latest.get("heads", {}), self.live.console.width
+        table = _table(heads, width, self.looked)
+        self.live.update(Group(self.bar, *_curve_lines(self.curves, width), table, *_warnings(heads)))
 
     def note(self, text: str) -> None:
         self.console.print(text.rstrip(), markup=False, highlight=False)
@@ -104,13 +121,36 @@ def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
     return text
 
 
-def _table(heads: dict[str, dict[str, list[float]]], width: int) -> Any:
+def _extreme(which: Any, heads: dict[str, dict[str, list[float]]], name: str) -> float:
+    """The smallest or largest finite number of all heads; NaN where there is none."""
+    return float(which((x for of in heads.values() for x in of.get(name, []) if math.isfinite(x)), default=math.nan))
+
+
+def _curve_lines(curves: dict[str, list[float]], width: int) -> Iterator[str]:
+    """Every number since the start as a line of bars, with its first and its newest value."""
+    for name, values in curves.items():
+        if len(values) > 1:
+            ends = f"{values[0]:.3g} → {values[-1]:.3g}"
+            yield f"{name:<15} {sparkline(values, max(4, width - 18 - len(ends)))} {ends}"
+
+
+def _warnings(heads: dict[str, dict[str, list[float]]]) -> Iterator[str]:
+    """The heads that collapsed, in words."""
+    for name, of in heads.items():
+        for n, share in enumerate(of["entropy_share"]):
+            if share < COLLAPSED:
+                yield f"{_short(name)} head {n} has collapsed: it looks at one token alone"
+
+
+def _table(heads: dict[str, dict[str, list[float]]], width: int, step: int | None = None) -> Any:
     """A table of all heads in one or two lines per layer; where it is too wide, only each layer's extremes."""
     from rich.table import Table
 
     count = max((len(of["entropy_share"]) for of in heads.values()), default=0)
     one_line, two_lines = 8 + 12 * count <= width, 16 + 7 * count <= width
     title = "entropy / largest score, per head" if one_line or two_lines else None
+    if title and step is not None:
+        title += f", step {step:,}"
     table = Table(box=None, padding=(0, 1), title=title, title_style="dim")
     table.add_column("layer", style="dim", no_wrap=True)
     for title in map(str, range(count)) if one_line or two_lines else ("lowest entropy", "largest score"):

@@ -48,7 +48,9 @@ names the position that takes most of it. Choose a head for its numbers and exam
 """
 
 _STYLE = """
-.grid a.headcell { text-decoration: none; color: var(--ink); width: 3.4rem; }
+.grid { width: 100%; }
+.grid th:first-child { width: 1.6rem; }
+.grid a.headcell { text-decoration: none; color: var(--ink); width: 100%; min-width: 3.1rem; }
 .headcell svg { display: block; width: 100%; height: 1.6rem; }
 .bars { fill: var(--soft); }
 .bars.previous { fill: var(--h1); }
@@ -59,9 +61,11 @@ section.head:target { display: block; }
 section.head dl { display: grid; grid-template-columns: max-content max-content; gap: 0 .9rem; margin: 0; }
 section.head dt { color: var(--soft); }
 section.head dd { margin: 0; text-align: end; }
-.facts { display: grid; grid-template-columns: max-content repeat(2, minmax(0, 1fr)); gap: 1rem 1.4rem; }
-.facts svg { width: 100%; height: 7rem; }
-.facts text { fill: var(--soft); font: 400 9px var(--sans); }
+.headcell > span { text-align: center; }
+.facts { display: flex; flex-wrap: wrap; gap: 1rem 1.4rem; }
+.facts figure { flex: 1 1 18rem; max-width: 30rem; margin: 0; }
+.facts svg { width: 100%; height: auto; }
+.facts text { fill: var(--soft); font: 400 11px var(--sans); }
 .ties { padding-inline-start: 1.4rem; }
 .ties li { margin: .35rem 0; font-family: var(--serif); }
 .ties b { color: var(--h0); }
@@ -69,7 +73,7 @@ section.head dd { margin: 0; text-align: end; }
 .ties .who { font-family: var(--sans); }
 .best { list-style: none; padding: 0; margin: 0 0 .8rem; font-size: .875rem; }
 .best a, section.head a { color: var(--accent); }
-@media (max-width: 760px) { .facts { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 760px) { .columns > .peek { order: 0; } }
 @media print { section.head { display: block; } }
 """
 

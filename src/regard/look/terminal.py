@@ -5,11 +5,10 @@ Without colour nothing is lost: the shade of a word is also a bar under it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..learn.sparkline import LEVELS, sparkline
 from .compare import HeadChanges
 from .history import MEASURES, History, head_label, head_series, is_history
 from .layers import Subject
@@ -42,7 +41,6 @@ __all__ = ["draw", "draw_overview", "draw_spotlight"]
 
 #: Words up to which a text is shown in full.
 ALL_WORDS = 120
-_LEVELS = "▁▂▃▄▅▆▇█"
 
 _METRICS = {
     "entropy": "looks at few words",
@@ -141,7 +139,7 @@ def _sentence(lit: Spotlight, n: int, width: int) -> list[Line]:
         weight, here = lit.weights[n][position], lit.same and position == lit.position
         text = safe(lit.cols.labels[position], width - 6)
         text = f"»{text}«" if here else text
-        under = _LEVELS[int(min(weight, 0.999) * 8)] * cell_width(text) if weight >= FAINT else ""
+        under = LEVELS[int(min(weight, 0.999) * 8)] * cell_width(text) if weight >= FAINT else ""
         pairs.append((Span(text, "bold reverse" if here else shade(weight, n)), Span(under, tint(n))))
     return word_lines(pairs, width)
 
@@ -328,16 +326,7 @@ def _history_lines(history: History, width: int) -> list[Line]:
         spark_width = max(4, width - first - 20)
         for name, values in list(series.items())[:48]:
             ends = f"{values[0]:7.3g} → {values[-1]:<7.3g}".replace("nan", "NaN")
-            spark = align_left(_spark(values, spark_width), spark_width)
+            spark = align_left(sparkline(values, spark_width), spark_width)
             lines.append([Span(f"{align_left(name, first)}  {spark} {ends}".rstrip())])
         lines += [[Span(f"… {len(series) - 48} more heads", "dim")]] if len(series) > 48 else []
     return lines
-
-
-def _spark(values: Sequence[float], width: int) -> str:
-    """A line of at most `width` bars from the least value to the largest; a gap where a value is not finite."""
-    picked = [values[n * len(values) // width] for n in range(width)] if len(values) > width else values
-    finite = [x for x in picked if math.isfinite(x)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    step = 7.999 / (high - low) if high > low else 0.0
-    return "".join(_LEVELS[int((x - low) * step)] if math.isfinite(x) else " " for x in picked)

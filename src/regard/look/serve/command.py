@@ -61,8 +61,8 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until Ctrl-C. Returns the exit code."""
     _check_arguments(args)
     with _open_server(args) as server:
-        print_result(f"{server.guard.link}\nOpen this link; it works once. Ctrl-C ends the server.")
         try:
+            print_result(f"{server.guard.link}\nOpen this link; it works once. Ctrl-C ends the server.")
             server.serve_forever()
         except KeyboardInterrupt:
             print_news("\nstopped")

@@ -1,6 +1,6 @@
 // Long inputs: the map, numbers of the rows and columns in its window, the strongest links, any row.
 
-import { clamp, count, edge, largest, sum, weightText } from "./numbers.js";
+import { clamp, count, edge, largest, spread, sum, weightText } from "./numbers.js";
 import { behind, choice, el, lane, lanes, svg, table, tick, word } from "./elements.js";
 import { fitChoice, headChoice, stackChoice } from "./controls.js";
 import { topOf } from "./stored.js";
@@ -142,7 +142,7 @@ async function exactRow(page, source, box, own, map) {
   }
   if (requested !== own.row || !map.box.isConnected) return; // another row was asked for since
   const best = topOf(row, 12);
-  const some = [...new Set([own.row, ...source.rows])].slice(0, 12);
+  const some = [...new Set([own.row, ...spread(source.rows, 11)])];
   const chip = (i) => el("button", {
     class: "chip", "data-key": `row-${i}`, "aria-pressed": String(i === own.row), text: named(rows, i),
     onclick: () => { own.row = i; exactRow(page, source, box, own, map); },

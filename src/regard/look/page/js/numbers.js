@@ -4,6 +4,9 @@ export const range = (n) => Array.from({ length: n }, (_, i) => i);
 export const sum = (x) => { let s = 0; for (const v of x) s += v; return s; };
 export const largest = (x) => { let best = 0; for (let n = 1; n < x.length; n++) if (x[n] > x[best]) best = n;
   return best; };
+// At most so many of a list, spread evenly from its first to its last.
+export const spread = (list, most) => (list.length <= most ? list
+  : range(most).map((n) => list[Math.round((n * (list.length - 1)) / (most - 1))]));
 // The first of n things that falls into one of so many tiles.
 export const edge = (tile, tiles, n) => Math.floor((tile * n) / tiles);
 export const clamp = (x, low, high) => Math.min(high, Math.max(low, x));

@@ -151,7 +151,7 @@ function scatter(page, own, heads, act) {
   }, svg("title", { text: `${one.name}: ${own.x} ${fixed(one.value(own.x), 2)}, ${own.y} ${fixed(one.value(own.y), 2)}` }));
   const text = (t, props) => svg("text", { class: "tiny", ...props, text: t });
   return el("figure", {},
-    svg("svg", { class: "scatter", viewBox: `-46 -16 ${width + 66} ${height + 56}`, role: "img",
+    svg("svg", { class: "scatter", viewBox: `-66 -20 ${width + 86} ${height + 60}`, role: "img",
       "aria-label": `${own.y} against ${own.x}, one point a head` },
       svg("path", { class: "axis", d: `M-10 -10V${height + 10}H${width + 10}` }),
       text(near(sx.low), { x: 0, y: height + 26 }),
@@ -159,7 +159,7 @@ function scatter(page, own, heads, act) {
       text(near(sy.low), { x: -14, y: height, "text-anchor": "end" }),
         text(near(sy.high), { x: -14, y: 4, "text-anchor": "end" }),
       text(own.x, { x: width / 2, y: height + 34, "text-anchor": "middle" }),
-        text(own.y, { transform: `translate(-30 ${height / 2}) rotate(-90)`, "text-anchor": "middle" }),
+        text(own.y, { transform: `translate(-44 ${height / 2}) rotate(-90)`, "text-anchor": "middle" }),
       heads.filter((one) => one.value(own.x) !== null && one.value(own.y) !== null).map(point)),
     el("figcaption", { text: "One point a head; the later the layer, the stronger the colour." }));
 }

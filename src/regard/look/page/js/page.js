@@ -116,6 +116,7 @@ export class Page {
       if (source === parent && ["light", "dark"].includes(data?.regardTheme)) this.useTheme(data.regardTheme);
     });
   }
+  get narrow() { return this.root.clientWidth < 760; }
   get stack() { return this.book.stacks[this.state.stack]; }
   get paint() { return (this.colours ??= palette(this.root)); }
   get row() { return this.state.hover ?? this.state.word; }
@@ -193,7 +194,7 @@ export class Page {
         ...this.heads.map((one) => one.id).filter((id) => id !== head.id)] }) },
       el("i", { class: "dot", text: LETTERS[n] }), head.name);
     this.tray.replaceChildren(el("span", { class: "who", text: this.state.chosen ? "heads"
-      : "best heads for the word" }), ...this.heads.map(chip),
+      : `best heads for the ${this.stack.rows.patches ? "patch" : "word"}` }), ...this.heads.map(chip),
       ...(this.state.chosen ? [el("button", { class: "pill quiet", "data-key": "tray-auto", text: "the best again",
         onclick: () => this.set({ chosen: null, layer: null }) })] : []));
   }

@@ -217,7 +217,7 @@ function playBars(page, own, forbid) {
       shown.length < all.length ? `; the ${shown.length} words with the largest recorded weights` : "");
     const lost = own.forbidden.reduce((sum, n) => sum + ghost[n], 0), count = own.forbidden.length;
     note.replaceChildren(count ? `${count} word${count > 1 ? "s" : ""} forbidden: ${fixed(lost, 3)} of the recorded row is shared by the others. ` : "",
-      count ? el("button", { class: "plain", "data-key": "forbid-none", text: "allow all", onclick: () => forbid([]) }) : "");
+      count ? el("button", { class: "chip quiet", "data-key": "forbid-none", text: "allow all", onclick: () => forbid([]) }) : "");
   };
   const draw = (now) => {
     const w = now.w(now.place), key = `${page.head.id} ${own.order} ${now.place} ${own.forbidden}`;

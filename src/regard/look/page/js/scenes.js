@@ -106,7 +106,7 @@ function projections(data, t) {
   return [baseline(150), barsOf(data, values, { base: 150, high: 80, most: largestOf([...from, ...data.scores]) }), wordsBelow(data), strips,
     data.v ? data.v.map((v, n) => vectorColumn(data, v, placeOfWord(data, n) + 12, 266, sizeOf(data.v), { width: 6, opacity: s })) : [],
     vectorColumn(data, blend(data.own, data.q), 14, 266, most, { width: 16 }),
-    tinyText(14, 258, s > 0.5 ? "q" : "x"), noteAt(EDGE, 22, s > 0.5 ? `below: k${data.v ? " (wide) and v (narrow)" : ""} of every word; q of “${data.word}” at the left` : "below: x of every word")];
+    tinyText(14, 258, s > 0.5 ? "q" : "x"), noteAt(EDGE, 22, s > 0.5 ? `below: k${data.v ? " (wide) and v (narrow)" : ""}; left: q of “${data.word}”` : "below: x of every word")];
 }
 
 // 4: exp, and the sum.
@@ -117,7 +117,7 @@ function normalise(data, t) {
   const rise = eased(t * 2), shrink = eased(t * 2 - 1);
   const values = seen.map((s, n) => tween(tween((s - lowest) / range_, grown[n], rise), data.w[n], shrink));
   const text = t < 0.05 ? `scores, from ${fixed(lowest, 2)} to ${fixed(m, 2)}` : t < 0.5 ? "exp(score − largest score): differences become ratios"
-    : `divided by their sum ${fixed(tween(l, 1, shrink), 2)}: weights that sum to 1`;
+    : `divided by their sum ${fixed(l, 2)}: weights that sum to 1`;
   return [baseline(FLOOR), barsOf(data, values.map((x) => (Number.isFinite(x) ? x : 0)), { base: FLOOR, high: FLOOR - ROOF - 30, most: 1 }), wordsBelow(data), noteAt(EDGE, ROOF, text)];
 }
 
@@ -129,7 +129,8 @@ function mixing(data, t) {
   const rest = t >= 1 ? data.y : y, { paint } = data.page, cell = 56, x0 = scene.width / 2 - (cell * rest.length) / 2;
   const flying = data.v.map((v, n) => { const s = arrived(n);
     return vectorColumn(data, v, tween(placeOfWord(data, n), scene.width / 2, s), tween(262, 92, s), most, { width: tween(14, 4 + 40 * data.w[n], Math.min(1, s * 2)), opacity: s >= 1 ? 0 : tween(1, 0.25 + data.w[n], s) }); });
-  return [wordsBelow(data), data.names.map((_, n) => tinyText(placeOfWord(data, n), 256, fixed(data.w[n], 2))), flying,
+  const left = data.v.map((v, n) => vectorColumn(data, v, placeOfWord(data, n), 262, most, { opacity: arrived(n) * (0.15 + 0.85 * data.w[n]) }));
+  return [wordsBelow(data), data.names.map((_, n) => tinyText(placeOfWord(data, n), 256, fixed(data.w[n], 2))), left, flying,
     rest.map((value, n) => { const colour = paint.signed(value / sizeOf([data.y])); return [cellOf(x0 + n * cell, ROOF + 6, cell, 34, paint.css(colour)),
       svg("text", { class: "tiny", x: x0 + (n + 0.5) * cell, y: ROOF + 27, "text-anchor": "middle", style: { fill: paint.ink(colour) }, text: fixed(value, 2) })]; }),
     svg("rect", { class: "cellframe", x: x0, y: ROOF + 6, width: cell * rest.length, height: 34 }), noteAt(x0, ROOF - 6, `y of “${data.word}”, its first ${rest.length} numbers`)];
@@ -164,22 +165,22 @@ function twoSentences(data, t) {
   return [data.same ? data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : " faint"}`, x: placeOfWord(data, n), y: y - 14,
     "text-anchor": "middle", text: isSlanted(data) && n !== data.at ? "·" : name })) : svg("text", { class: "story-word lit", x: at, y: y - 14, "text-anchor": "middle", text: data.word }),
   noteAt(EDGE, 60, "q comes from here"), noteAt(EDGE, 442, "k and v come from here"),
-  data.w.map((w, n) => (w < 0.01 ? [] : svg("path", { class: "storyline", "stroke-width": 0.75 + 12 * w, opacity: 0.25 + 0.65 * w,
+  data.w.map((w, n) => (w < 0.01 ? [] : svg("path", { class: "storyline", "stroke-width": 0.75 + 12 * w, opacity: 0.75 + 0.2 * w,
     "stroke-dasharray": "900", "stroke-dashoffset": 900 * (1 - s), d: `M${at} ${y}C${at} ${(y + FLOOR) / 2} ${placeOfWord(data, n)} ${(y + FLOOR) / 2} ${placeOfWord(data, n)} ${FLOOR}` }))),
   data.w.map((w, n) => (w >= 0.045 ? tinyText(placeOfWord(data, n) + 16, FLOOR - 6, fixed(w, 2)) : [])), wordsBelow(data)];
 }
 
 function longTexts(data, t) {
-  const { paint } = data.page, side = scene.width < 700 ? 210 : 300, right = 2 * 30 + side + 60, s = eased(t), scale = tween(1, 0.06, s), top = 40, n = data.keys.length, cell = (side * scale) / n, x0 = 30;
+  const { paint } = data.page, side = scene.width < 700 ? 190 : 300, right = 2 * 30 + side + 40, s = eased(t), scale = tween(1, 0.06, s), top = 40, n = data.keys.length, cell = (side * scale) / n, x0 = 30;
   const cells = data.keys.map((i, r) => data.keys.map((j, c) => (data.same || r === 0 ? cellOf(x0 + c * cell, top + r * cell, cell, cell,
     paint.css(paint.tint(shade(data.same ? data.head.at(i, j) : data.w[c], 1)))) : [])));
   const total = Math.round(tween(n, 100_000, s ** 3)), count = (x) => Math.round(x).toLocaleString("en");
   return [svg("rect", { class: "storyhatch", x: x0, y: top, width: side, height: side, fill: "url(#story-hatch)", opacity: s }), cells,
     svg("rect", { class: "cellframe", x: x0, y: top, width: side, height: side }),
-    noteAt(x0, top + side + 24, `${count(total)} words: ${count(total * total)} weights`),
+    noteAt(x0, top + side + 46, `${count(total)} words: ${count(total * total)} weights`),
     ["q", "k"].map((name, m) => [cellOf(right + 40 * m, top, 22, side, paint.css(paint.tint(0.35))), tinyText(right + 11 + 40 * m, top + side + 18, name)]),
     [0, 1].map((m) => [cellOf(right + 90 + 26 * m, top, 8, side, "var(--h0)"), tinyText(right + 94 + 26 * m, top + side + 18, ["m", "l"][m])]),
-    noteAt(right, top - 12, "stored: q, k and m, l"), noteAt(x0, top + side + 70, "any weight is exp(q·k·scale − m) / l")];
+    noteAt(right, top - 12, "stored: q, k and m, l"), noteAt(x0, top + side + 74, "any weight is exp(q·k·scale − m) / l")];
 }
 
 // The chapters in the order of the documents: what each shows, says, and needs.

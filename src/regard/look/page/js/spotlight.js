@@ -7,8 +7,8 @@ import { LETTERS, light, sentence } from "./sentence.js";
 import { drawLines } from "./lines.js";
 import { fitChoice, readingControls } from "./controls.js";
 
-const HOW = "Layer·head, the word it is tied to, the weight, and by how much it exceeds the head’s habit: "
-  + "the weight that the head gives that word, or that distance, anyway. The most comes first.";
+const HOW = (word) => `Layer·head, the ${word} it is tied to, the weight, and by how much it exceeds the head’s habit: `
+  + `the weight that the head gives that ${word}, or that distance, anyway. The most comes first.`;
 
 export function spotlight(page, box) {
   const { rows, cols } = page.head.sheet(page.state), { same } = page.stack, many = page.stack.heads.length > 1;
@@ -23,7 +23,7 @@ export function spotlight(page, box) {
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Heads" });
   const scale = el("p", { class: "hint", "data-read": "fit" });
   box.append(hero, stage, el("div", { class: "controls" }, readingControls(page), cols.patches ? fitChoice(page) : null), scale, message,
-    ...(many ? [el("p", { class: "hint", text: HOW }), chips] : []), list,
+    ...(many ? [el("p", { class: "hint", text: HOW(cols.patches ? "patch" : "word") }), chips] : []), list,
     behind("Weights of the lit word", () => spotlightTable(page)));
   return () => {
     const place = (i) => Math.max(0, rows.at[i]), i = place(page.row);

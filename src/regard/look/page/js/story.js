@@ -82,7 +82,7 @@ export function story(page, box) {
     if (act) { event.preventDefault(); act(); }
   });
   return () => {
-    scene.width = page.root.clientWidth < 760 ? 560 : 960;
+    scene.width = page.narrow ? 480 : 960;
     stage.setAttribute("viewBox", `0 0 ${scene.width} ${SCENE_HEIGHT}`);
     data = storyData(page);
     chapters = CHAPTERS.filter((chapter) => chapter.when(data));

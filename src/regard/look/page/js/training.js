@@ -17,7 +17,7 @@ export function training(page, box) {
   for (const [name, values] of curves) {
     const numbers = page.header.array(values), finite = numbers.filter(Number.isFinite);
     box.append(el("figure", { class: "train" }, el("h2", { text: name }),
-      lineOf(steps, numbers, least(finite), -least(finite.map((x) => -x)))));
+      lineOf(page, steps, numbers, least(finite), -least(finite.map((x) => -x)))));
   }
   for (const [title, text] of page.header.texts)
     box.append(el("figure", { class: "train" }, el("h2", { text: title }), el("pre", { class: "sample", text })));
@@ -41,7 +41,7 @@ function trainingStrip(page, { what, heads, values }) {
     menu.querySelector("select").value = h;
     message.replaceChildren(el("bdi", { text: heads[h][0] }), ` head ${heads[h][1]}, step ${count(steps[c])} `,
       el("b", { "data-read": what, text: fixed(numbers[h * n + c], 3) }));
-    curve.replaceChildren(lineOf(steps, numbers.subarray(h * n, (h + 1) * n), low, high));
+    curve.replaceChildren(lineOf(page, steps, numbers.subarray(h * n, (h + 1) * n), low, high));
   };
   const menu = choice("head", `train-${what}`, heads.map(([layer, head], h) => [h, `${short_(layer)} · ${head}`]), 0,
     (h) => look(Number(h), n - 1));
@@ -75,8 +75,8 @@ function rowNames(heads, height) {
 const least = (numbers) => numbers.reduce((a, b) => Math.min(a, b), Infinity);
 
 // A curve over the steps; its axis goes from the round number below the range to the one above it.
-function lineOf(steps, numbers, from, to) {
-  const [width, height] = [640, 140], first = steps[0], last = steps.at(-1);
+function lineOf(page, steps, numbers, from, to) {
+  const [width, height] = [page.narrow ? 310 : 640, 140], first = steps[0], last = steps.at(-1);
   const marks = Number.isFinite(from + to) ? roundMarks(from, to) : [0, 1], [low, high] = [marks[0], marks.at(-1)];
   const x = (step) => (last > first ? ((step - first) / (last - first)) * width : width / 2);
   const y = (value) => height - ((value - low) / (high - low)) * height;

@@ -169,8 +169,8 @@ function stepsToOutput(page, steps, t) {
   };
   const have = steps.v[0].length, shown = have < steps.values ? `first ${have} of ${steps.values}` : steps.values;
   const first = steps.y.slice(0, 6).map((x) => fixed(x, 2)).join(", ");
-  const output = el("td", { colspan: t, class: "y" }, strip(steps.y.slice(0, few), peak(steps.y), paint, "the output"),
-    el("span", { class: "vector", text: `y = [${first}${steps.values > 6 ? ", …" : ""}]  (${shown} coordinates)` }));
+  const output = el("td", { colspan: t, class: "y" }, el("div", {}, strip(steps.y.slice(0, few), peak(steps.y), paint, "the output"),
+    el("span", { class: "vector", text: `y = [${first}${steps.values > 6 ? ", …" : ""}]  (${shown} coordinates)` })));
   return [stepLine("5", "weight × value", `${t}×${steps.values}`, steps.v.map(weighted)),
     stepLine("6", "sum: the output y", `1×${steps.values}`, output)];
 }
