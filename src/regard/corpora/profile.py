@@ -132,9 +132,9 @@ def on_host(profiles: Sequence[Profile]) -> list[Profile]:
 
 def bin_of(n: int, device: torch.device | None = None) -> Tensor:
     """The bin of 0, 1, …, n − 1, one-hot: float64 (n, BINS)."""
-    numbers = torch.arange(n, device=device)
-    edges = torch.tensor(EDGES[1:], device=device)
-    return functional.one_hot(torch.bucketize(numbers, edges, right=True), BINS).double()
+    # Made on the device: the copy of a list would wait for it.
+    numbers, bins = torch.arange(n, device=device), torch.arange(BINS, device=device)
+    return (torch.bucketize(numbers, 2**bins, right=True)[:, None] == bins).double()
 
 
 @torch.no_grad()

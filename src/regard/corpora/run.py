@@ -203,7 +203,7 @@ def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RefusedWarning)  # named in the result
         with record(reader.module) as seen:
-            reader.module(ids.to(device))
+            reader.module(_sent(ids, device))
     tally.refused |= dict(seen.refused)
     layers = []
     for layer in seen.layers:
@@ -215,9 +215,14 @@ def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _
         why = next(iter(tally.refused.values()), "it has no self-attention")
         raise ValueError(f"{reader.name} has no attention that can be counted: {why}.")
     targets = targets_of(ids)
-    on_device = targets.to(device)
+    on_device = _sent(targets, device)
     profiles = [profile(layer.weights, on_device) for layer in layers]
     return _MeasuredPass(sequences, targets, [layer.name for layer in layers], profiles)
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, which the host does not wait for."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def _excerpt(reader: CorpusModel, sequences: list[_Sequence], n: int, positions: list[int]) -> list[str]:
