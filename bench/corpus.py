@@ -1,4 +1,4 @@
-"""What a corpus run costs: `python -m bench.corpus` writes bench/results/corpus.json.
+"""What a corpus run costs: `python -m bench.corpus` writes bench/results/corpus.json, on a GPU corpus_gpu.json.
 
 Every figure is a ratio to the plain forward passes of the same model over the same sequences: all statistics of
 `regard.corpus` where the model keeps PyTorch's attention, and with `attn_implementation="regard"`. On a GPU the model is
@@ -126,7 +126,7 @@ def main() -> None:
     if options.dry:
         print(*(f"{r.what}: {r.ratio} {r.samples}" for r in figures), sep="\n")
     else:
-        write("corpus", figures)
+        write("corpus_gpu" if options.device == "cuda" else "corpus", figures)
 
 
 if __name__ == "__main__":
