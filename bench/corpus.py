@@ -1,9 +1,9 @@
-"""What a corpus run costs: `python -m bench.corpus` writes bench/results/corpus.json.
+"""What a corpus run costs: `python -m bench.corpus` writes bench/results/corpus.json, on a GPU corpus_gpu.json.
 
 Every figure is a ratio to the plain forward passes of the same model over the same sequences: all statistics of
 `regard.corpus` where the model keeps PyTorch's attention, and with `attn_implementation="regard"`. On a GPU the model is
 a Llama of 1 B parameters in bfloat16 at 8,192 tokens, its weights drawn at random; on a CPU, or with `--tiny`, a small one
-of the same proportions. CPUs are compared by CPU time, so that other processes do not matter.
+of the same proportions. CPUs are compared by CPU time of one thread, so that other processes do not matter.
 """
 
 from __future__ import annotations
@@ -113,18 +113,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if gpu else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", default=not gpu, help="a small model, as on a CPU")
     parser.add_argument("--length", type=int, help="tokens of a sequence (default 8192; of a small model 2048)")
-    parser.add_argument("--documents", type=int, default=4, help="sequences in all (default 4)")
+    parser.add_argument("--documents", type=int, default=4 if gpu else 1, help="sequences in all")
     parser.add_argument("--batch", type=int, default=1, help="sequences that run together (default 1)")
     parser.add_argument("--repeats", type=int, default=5, help="samples of each figure (default 5)")
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
     options.length = options.length or (2048 if options.tiny else 8192)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
     register()
     figures = compared(options)
     if options.dry:
         print(*(f"{r.what}: {r.ratio} {r.samples}" for r in figures), sep="\n")
     else:
-        write("corpus", figures)
+        write("corpus_gpu" if options.device == "cuda" else "corpus", figures)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from .rows import RESULTS, read, summary, table
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     "README.md", "docs/install.md", "docs/speed.md", "docs/record.md", "docs/learn.md", "docs/uses.md",
-    "docs/distributed.md",
+    "docs/distributed.md", "docs/corpus.md",
 )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ def test_ranks_hold_the_bytes_that_it_says(ranks, mask, what) -> None:
 def test_a_rank_holds_two_pieces_of_other_ranks_keys(ranks) -> None:
     one_mib = 2**20
     inputs, results = 3 * one_mib, 8192 * (4 * 6 + 12 * 8)
-    for held in ranks.run(4, "support.rank_cases.tensor_bytes", "full", "statistics"):
+    for held in ranks.run(4, "support.rank_cases.tensor_bytes", "full", "statistics", 2048):
         # Two pieces of half a MiB each out of six, and the temporaries of a block of 256 rows.
         assert inputs + results + one_mib < held < inputs + results + 1.6 * one_mib
 

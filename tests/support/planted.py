@@ -84,6 +84,8 @@ TESTS = {
     "data-parallel": ("learn/test_learn_parallel.py", ""),
     "cost": ("distributed/test_cost.py", ""),
     "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
+    "corpus: passes": ("corpora/test_corpus_transformers.py", "one_pass"),
+    "corpus: host": ("corpora/test_host_syncs.py", ""),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
 }  # fmt: skip
 
@@ -113,12 +115,13 @@ BUGS = [
     Bug("a compiled row begins where the row above it does on its diagonals", "engines/numba/kernels/profile.py", "size * (rows - 1 - r + a)", "size * (rows - 1 + a)", ("corpus",)),
     Bug("a compiled example is the query itself", "engines/numba/kernels/profile.py", "w[i - key] = f32(0)", "w[i - key] = w[i - key]", ("corpus",)),
     Bug("a strong row is passed over in the search for examples", "engines/numba/kernels/profile.py", "if share < best[0]:", "if share > best[0]:", ("corpus",)),
-    Bug("a recording adopts no results of the pass", "recorder/calls.py", "recorded._adopt(self.row_results)", "recorded._adopt({})", ("corpus",)),
+    Bug("numbers come to the host layer by layer", "corpora/run.py", "profiles = [profile(layer.weights, on_device)", "profiles = [on_host([profile(layer.weights, on_device)])[0]", ("corpus: host",)),
+    Bug("a recording adopts no results of the pass", "recorder/calls.py", "recorded._adopt(self.row_results)", "recorded._adopt({})", ("corpus: passes",)),
     Bug("an example is the query itself", "corpora/profile.py", "(part.block.i == part.block.j) | (part.block.j == 0)", "part.block.j == 0", ("corpus",)),
     Bug("a variance without its mean", "corpora/result.py", "square - mean * mean", "square - mean", ("corpus",)),
     Bug("the last example of a document, not its strongest", "corpora/tally.py", "if tie.document not in best or", "if (tie.document, tie.start) not in best or", ("corpus",)),
     Bug("a run in training mode", "corpora/run.py", "    module.eval()\n", "    module.train(module.training)\n", ("corpus",)),
-    Bug("text in a redacted run", "corpora/run.py", "None if redact else excerpt", "excerpt", ("corpus",)),
+    Bug("text in a redacted run", "corpora/run.py", 'None if settings["redact"] else functools.partial', "functools.partial", ("corpus",)),
     Bug("a part is written as it comes", "corpora/folder.py", "atomic_write(path, [json", "path.write_bytes(*[json", ("corpus",)),
     Bug("other data continue a run", "corpora/folder.py", "if old.get(name) != value:", "if old.get(name) != value and name != 'checksum':", ("corpus",)),
     # core/online_softmax.py: the merge.

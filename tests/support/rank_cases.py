@@ -330,12 +330,12 @@ def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> i
     return W._plan.ranks.bytes_received - before
 
 
-def tensor_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> int:
+def tensor_bytes(group: Any, rank: int, world: int, mask: str, what: str, piece: int = 4096) -> int:
     """The most bytes of tensors that this rank holds at once during one request, inputs and results included."""
     from distributed.test_cost import MASKS
     from support.live_tensors import LiveTensors
 
-    shards.SHORTEST_PIECE, sharded.ROWS = 2048, 256
+    shards.SHORTEST_PIECE, sharded.ROWS = piece, 256
     n = 4096 * world
     rows = zigzag(n, world)[rank] if mask == "causal" else [range(rank * n // world, (rank + 1) * n // world)]
     q, k, v = (torch.randn(1, h, sum(map(len, rows)), 64) for h in (2, 1, 1))

@@ -6,8 +6,8 @@ its moments and the weight on the previous position all follow from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ..core.stats import Results, entropy
 from ..core.strips import Merge
 from ..core.weights import Weights
 
-__all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_of", "profile", "targets_of"]
+__all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_of", "on_host", "profile", "targets_of"]
 
 #: Bins of distances and of positions: 0, 1, then from each power of two to the next.
 BINS = 32
@@ -104,8 +104,7 @@ def _diagonal_sums(w: Tensor, part: Part) -> tuple[Tensor, int]:
     return summed, part.rows.start - part.cols.start - (n - 1)
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """The numbers of one layer for a batch of sequences."""
 
     sums: Tensor  # b h (SUMS + 2 · BINS), float64
@@ -115,16 +114,27 @@ class Profile:
 
 
 def targets_of(ids: Tensor) -> Tensor:
-    """The induction target of every row of sequences (b, t): (b, 1, t, 1)."""
+    """The induction target of every row of sequences (b, t), which are on the host: (b, 1, t, 1)."""
     rows = torch.arange(ids.shape[1])
-    return torch.stack([induction_targets(line, rows) for line in ids.cpu()])[:, None, :, None].to(ids.device)
+    return torch.stack([induction_targets(line, rows) for line in ids])[:, None, :, None]
+
+
+def on_host(profiles: Sequence[Profile]) -> list[Profile]:
+    """The same numbers on the host, by one copy: every copy waits for a GPU to finish what it was told before."""
+    numbers = [x for profile in profiles for x in profile]
+    flat = torch.cat([x.double().flatten() for x in numbers]).cpu()  # indices are exact in float64
+    parts = iter(
+        part.reshape(x.shape).to(x.dtype)
+        for part, x in zip(flat.split([x.numel() for x in numbers]), numbers, strict=True)
+    )
+    return [Profile(*(next(parts) for _ in profile)) for profile in profiles]
 
 
 def bin_of(n: int, device: torch.device | None = None) -> Tensor:
     """The bin of 0, 1, …, n − 1, one-hot: float64 (n, BINS)."""
-    numbers = torch.arange(n, device=device)
-    edges = torch.tensor(EDGES[1:], device=device)
-    return functional.one_hot(torch.bucketize(numbers, edges, right=True), BINS).double()
+    # Made on the device: the copy of a list would wait for it.
+    numbers, bins = torch.arange(n, device=device), torch.arange(BINS, device=device)
+    return (torch.bucketize(numbers, 2**bins, right=True)[:, None] == bins).double()
 
 
 @torch.no_grad()

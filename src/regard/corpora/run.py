@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import __version__
 from ..learn.checkpoint import exclusive_lock
@@ -19,7 +20,7 @@ from ..recorder import RefusedWarning, record
 from .documents import Chunk, open_documents, survey
 from .folder import RunFolder, merged
 from .models import CorpusModel, TokenizerLike, as_corpus_model, device_of
-from .profile import profile, targets_of
+from .profile import Profile, on_host, profile, targets_of
 from .result import Corpus, load_corpus
 from .tally import Tally
 
@@ -173,21 +174,37 @@ def _tally(reader: CorpusModel, chunk: Chunk, settings: dict[str, Any]) -> Tally
         for start in range(0, len(ids), settings["length"]):
             piece = ids[start : start + settings["length"]]
             by_length.setdefault(len(piece), []).append(_Sequence(document.number, start, document.source, piece))
+    passes: list[_MeasuredPass] = []
     with _evaluation(reader.module):
         for _, sequences in sorted(by_length.items()):
             for start in range(0, len(sequences), settings["batch"]):
-                _add_pass(tally, reader, sequences[start : start + settings["batch"]], settings["redact"])
+                passes.append(_measure(tally, reader, sequences[start : start + settings["batch"]]))
+    profiles = iter(on_host([layer for one in passes for layer in one.profiles]))
+    for one in passes:
+        excerpt = None if settings["redact"] else functools.partial(_excerpt, reader, one.sequences)
+        places = [(sequence.document, sequence.start, sequence.source) for sequence in one.sequences]
+        tally.add(one.names, [next(profiles) for _ in one.names], one.targets, places, excerpt)
     return tally
 
 
-def _add_pass(tally: Tally, reader: CorpusModel, sequences: list[_Sequence], redact: bool) -> None:
-    ids = torch.tensor([sequence.ids for sequence in sequences], device=device_of(reader.module))
+class _MeasuredPass(NamedTuple):
+    """What is left of a pass of the model: a few numbers of every layer, where they were computed."""
+
+    sequences: list[_Sequence]
+    targets: Tensor
+    names: list[str]
+    profiles: list[Profile]
+
+
+def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _MeasuredPass:
+    """Run the model over sequences of equal length. Nothing is read from a device: it never waits for the host."""
+    ids = torch.tensor([sequence.ids for sequence in sequences])
+    device, length = device_of(reader.module), ids.shape[1]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RefusedWarning)  # named in the result
         with record(reader.module) as seen:
-            reader.module(ids)
+            reader.module(_sent(ids, device))
     tally.refused |= dict(seen.refused)
-    length = ids.shape[1]
     layers = []
     for layer in seen.layers:
         if layer.kind == "self" and layer.shape[2:] == (length, length):
@@ -198,18 +215,20 @@ def _add_pass(tally: Tally, reader: CorpusModel, sequences: list[_Sequence], red
         why = next(iter(tally.refused.values()), "it has no self-attention")
         raise ValueError(f"{reader.name} has no attention that can be counted: {why}.")
     targets = targets_of(ids)
+    on_device = _sent(targets, device)
+    profiles = [profile(layer.weights, on_device) for layer in layers]
+    return _MeasuredPass(sequences, targets, [layer.name for layer in layers], profiles)
 
-    def excerpt(n: int, positions: list[int]) -> list[str]:
-        tokens = reader.tokens(sequences[n].ids)
-        return [tokens[at] for at in positions]
 
-    tally.add(
-        [layer.name for layer in layers],
-        [profile(layer.weights, targets) for layer in layers],
-        targets.cpu(),
-        [(sequence.document, sequence.start, sequence.source) for sequence in sequences],
-        None if redact else excerpt,
-    )
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, which the host does not wait for."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+def _excerpt(reader: CorpusModel, sequences: list[_Sequence], n: int, positions: list[int]) -> list[str]:
+    """Tokens of the nth sequence at positions."""
+    tokens = reader.tokens(sequences[n].ids)
+    return [tokens[at] for at in positions]
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ class Tally:
 
         Args:
             names: Of the layers.
-            profiles: Of the layers.
+            profiles: Of the layers, on the host.
             targets: ``(b, 1, t, 1)``, as `profile` takes them.
             places: For each sequence its document, its first token there and the name of its source.
             excerpt: Tokens of a sequence at positions; None stores no text.
@@ -104,7 +104,7 @@ class Tally:
         counts = bin_of(length).sum(0).long().tolist()
         self.keys = [a + batch * b for a, b in zip(self.keys, counts, strict=True)]
         for layer, numbers in zip(self.layers, profiles, strict=True):
-            for sums in exact.as_digits(numbers.sums.cpu()):
+            for sums in exact.as_digits(numbers.sums):
                 layer.sums = exact.add(layer.sums, sums)
             self._add_ties(layer, numbers, places, excerpt, length)
 
@@ -120,7 +120,7 @@ class Tally:
     def _add_ties(self, layer: LayerTally, numbers: Profile, places: Any, excerpt: Any, length: int) -> None:
         if not self.examples:
             return
-        weights, queries, keys = (x.cpu().tolist() for x in (numbers.tie, numbers.query, numbers.key))
+        weights, queries, keys = (x.tolist() for x in (numbers.tie, numbers.query, numbers.key))
         for n, (document, start, source) in enumerate(places):
             for h, ties in enumerate(layer.ties):
                 tie = Tie(weights[n][h], document, start, queries[n][h], keys[n][h], source, ())

@@ -19,8 +19,8 @@ __all__ = ["MACHINES", "Cost", "Machine", "Mesh", "Trace", "cost", "ring_trace"]
 
 #: Copies that merging the states of a block of rows takes, of its numbers and of its top scores and places.
 MERGED, MERGED_TOP = 5, 9
-#: Sums of a piece that exist at once in the backward pass: those of the engine, computed, on their way, and arriving.
-RETURNED = 4
+#: Sums of a piece that exist at once in the backward pass: those of the engine and computed, on their way and arriving.
+SUMMED, RETURNED = 2, 2
 #: The share of a rank's memory that a run may fill: the rest is the allocator's and the libraries'.
 USABLE = 0.9
 
@@ -283,7 +283,8 @@ class _Work:
         link = self.machine
         travel = [0.0] + [link.latency + n * (one.key_bytes + one.sum_bytes) / link.bandwidth for n in pieces]
         merging = rows * one.row_bytes / link.memory_bandwidth if keys else 0.0
-        trace = ring_trace([computing[0] + PIECES * merging, *(c + merging for c in computing[1:])], travel)
+        own_pieces = -(-rows // piece)
+        trace = ring_trace([computing[0] + own_pieces * merging, *(c + merging for c in computing[1:])], travel)
         return trace._replace(computing=seconds)
 
     def _memory(self, b: int, h: int, g: int, d: int, rows: int, keys: int) -> int:
@@ -299,7 +300,8 @@ class _Work:
         most = max(merging + pieces * key * self.itemsize, joining) if keys else 0
         if self.backward:
             of_inputs = rows * (h * wide * self.itemsize + 4 * (h * d + key))  # in float32, and the incoming gradient
-            most = max(most, of_inputs + pieces * key * self.itemsize + RETURNED * 4 * piece * key)
+            sums = 4 * key * (SUMMED * piece + RETURNED * min(piece, keys))
+            most = max(most, of_inputs + pieces * key * self.itemsize + sums)
         return b * (inputs + results + most)
 
 

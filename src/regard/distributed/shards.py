@@ -18,8 +18,9 @@ __all__ = ["Exchange", "Piece", "Shards", "Split", "contiguous", "runs_of", "zig
 #: How keys reach the ranks that need them.
 Exchange = Literal["auto", "ring", "gather"]
 
-#: Pieces that each rank's keys travel in, and the fewest keys in one: two pieces are held beside the own keys.
-PIECES, SHORTEST_PIECE = 4, 2048
+#: Pieces that each rank's keys travel in, and the fewest keys in one: two pieces are held beside the own keys. The
+#: state of all rows is merged after every piece, so short pieces cost more than a late first one.
+PIECES, SHORTEST_PIECE = 4, 4096
 #: Runs of adjacent positions that a rank may have: every pair of runs is one call of an engine.
 MOST_RUNS = 256
 

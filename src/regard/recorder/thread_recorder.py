@@ -144,7 +144,7 @@ class ThreadRecorder:
     def embedding(self, table: Tensor, ids: Tensor, frame: FrameType) -> None:
         stack = module_stack(frame, self.shared.names)
         if stack and self.call_site(frame) is not None:  # not of another model, such as an assistant
-            entry = EmbeddedIds(stack, table.shape[0], table.data_ptr(), ids.detach().cpu().clone())
+            entry = EmbeddedIds(stack, table.shape[0], table.data_ptr(), ids.detach().clone())
             self._running().embedded.append(entry)
 
     def attention(self, site: CallSite, call: AttentionCall, submodule: str | None = None) -> None:

@@ -7,7 +7,7 @@ Encoder and decoder are distinguished by the modules on the stack of the embeddi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -50,7 +50,7 @@ class EmbeddedIds:
     stack: list[str]  # the modules on the stack, innermost first
     rows: int  # of the table
     table: int  # address of the table
-    ids: Tensor  # b t
+    ids: Tensor  # b t, where the model looked them up: a copy to the host would wait for a GPU
     before: int | None = None  # tokens that came before, where a generation was cut back; None: all that did
 
 
@@ -95,6 +95,7 @@ def _from_caller(tokens: Any, layer: Any, axis: int) -> list[list[str]] | None:
 
 def _sequences(embedded: list[EmbeddedIds], model: Any) -> dict[str, Tensor]:
     """Token ids by the module that embedded them, the steps of a generation concatenated."""
+    embedded = [replace(e, ids=e.ids.cpu()) for e in embedded]
     embedded = [e for e in embedded if not _counts(e.ids)]
     tables = {id_ for id_ in (_table_address(model, name) for name in ("get_input_embeddings", "get_decoder")) if id_}
     chosen = [e for e in embedded if e.table in tables] if tables else []
