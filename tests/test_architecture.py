@@ -81,6 +81,7 @@ ARROWS: dict[str, set[str]] = {
     "core.row_questions": {
         "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
         "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.traced_rows", "core.types",
+        "engines",
     },
     "core.head_reduction": {
         "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
@@ -106,7 +107,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "recorder": {
         "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree",
-        "core.row_questions", "core.scores", "core.stored", "core.torch_state", "core.types", "core.weights",
+        "core.row_questions", "core.scores", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "nn": {"_lazy", "core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
@@ -287,6 +288,23 @@ def test_public_names_are_those_that_are_exported() -> None:
         assert getattr(regard, name).__module__ == "regard"
     with pytest.raises(AttributeError, match="no attribute 'atend'"):
         regard.atend  # noqa: B018
+
+
+def test_autograd_functions_are_those_that_design_lists() -> None:
+    of_file = {path.relative_to(ROOT).with_suffix("").as_posix(): path.read_text() for path in FILES}
+    counts = {file: n for file, text in of_file.items() if (n := text.count("(torch.autograd.Function):"))}
+    assert counts == {
+        "core/autograd": 2, "core/strips": 1, "core/fused_rows": 2, "distributed/sharded": 2, "distributed/dtensors": 1,
+    }  # fmt: skip
+    for file in counts:
+        assert f"`{file}`" in (ROOT.parent.parent / "DESIGN.md").read_text()
+
+
+def test_no_engine_is_recognised_by_its_name() -> None:
+    """An attribute of `Engine` says what differs, so that one more engine is one more object."""
+    for path in FILES:
+        compared = re.findall(r"engine\w* [!=]= .(?:triton|blockwise|reference)", path.read_text())
+        assert not compared or path.name == "file_reader.py", f"{path.name} compares {compared}"
 
 
 #: Words that say nothing about the role or type of what they name.

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..engines import get_engine
 from .arguments import as_tiling, at_least_one, segment_flags
 from .broadcast import MatrixShape, per_cell
 from .comparison import Comparison
@@ -57,11 +58,12 @@ class RowQuestions:
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]
         batch = _joint_batch(matrices)
-        if any(matrix._engine == "reference" and not _is_precomputed(matrix) for matrix in matrices):
+        used = [get_engine(matrix._engine) for matrix in matrices]
+        if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(used, matrices, strict=True)):
             outputs = question.of_dense(_dense_matrices(matrices, batch, question))
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
-            plain = any(matrix._engine == "blockwise" and matrix._factors.q.is_cuda for matrix in matrices)
+            plain = any(e.avoids_gpu_kernels and m._factors.q.is_cuda for e, m in zip(used, matrices, strict=True))
             outputs = list(walk(sources, question)) if plain else _answered(sources, question)
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]

@@ -35,6 +35,7 @@ class Blockwise:
 
     name = "blockwise"
     plain = False
+    avoids_gpu_kernels = True
     keeps_grad_dtype = False
 
     def prepare(self, factors: Factors) -> Problem:
