@@ -185,8 +185,8 @@ def test_a_long_row_is_shown_by_its_strongest_words(width):
 def test_printing_says_every_step():
     x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     text = str(regard.walk(regard.weights(x, mask=regard.causal()).label(["the", "cat", "sat"]), x, "cat"))
-    for said in ("1 q·k", "2 ÷ √2", "3 mask", "4 softmax", "5 weight × value", "6 sum", "−∞", "2.000·2.000"):
-        assert said in text
+    for caption in ("1 q·k", "2 ÷ √2", "3 mask", "4 softmax", "5 weight × value", "6 sum", "−∞", "2.000·2.000"):
+        assert caption in text
     assert repr(regard.walk(regard.weights(x), x, 0)) == str(regard.walk(regard.weights(x), x, 0))
 
 

@@ -149,7 +149,7 @@ class Observer:
         transformers.install(self.hooks)
         # Undone when the block ends, or with this object where Ctrl-C came into `__exit__` itself.
         self._undo = weakref.finalize(self, _undo, self.hooks)
-        for name, reason in self.hooks.known_unsupported():
+        for name, reason in self.hooks.announced_refusals():
             self.refuse(name, reason)
         self.hooks.attach(self._end_pass, self._pause)
         if not self.hooks.is_fully_compiled():
