@@ -208,7 +208,7 @@ def steps(small: bool = False, mode: str = "default") -> Row:
 
 def main() -> None:
     what, data = sys.argv[1], Path(sys.argv[2])
-    said = dict(pair.split("=", 1) for pair in sys.argv[3:] if "=" in pair)
+    overrides = dict(pair.split("=", 1) for pair in sys.argv[3:] if "=" in pair)
     where = [name for name in sys.argv[3:] if "=" not in name]
     out = Path(where[0] if where else tempfile.mkdtemp())
     if what == "step":
@@ -217,10 +217,10 @@ def main() -> None:
     elif what == "cpu":
         put([seeds(data, out, NANOGPT_CPU, 1.62, 1.60, device="cpu", optimizer="muon")])
     elif what == "gpu":
-        settings = SHAKESPEARE | {name: type(SHAKESPEARE[name])(value) for name, value in said.items()}
+        settings = SHAKESPEARE | {name: type(SHAKESPEARE[name])(value) for name, value in overrides.items()}
         figures = shakespeare(data, out / "bard", NANOGPT_GPU, 1.48, 1.45, **settings)
-        if said:  # a trial, which leaves the measured row alone
-            print(figures.what, said)
+        if overrides:  # a trial, which leaves the measured row alone
+            print(figures.what, overrides)
         else:
             put([figures])
     elif what == "multi30k":

@@ -23,17 +23,17 @@ REQUEST = re.compile(
 
 
 def main() -> int:
-    """Build, print what was said, and return 1 if anything of it is a warning."""
+    """Build, print the warnings, and return 1 if there are any."""
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     built = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = built.stdout.removesuffix("\n")
     if output.endswith("RuntimeError: Aborted because --strict flag is set"):
         output = output.partition("Traceback")[0]  # the warnings say it better
-    said = [line for line in output.splitlines() if not QUIET.fullmatch(line)]
+    problems = [line for line in output.splitlines() if not QUIET.fullmatch(line)]
     pages = sorted((ROOT / "site").rglob("*.html"))
-    said += [f"{page.name} loads {tag}" for page in pages for tag in REQUEST.findall(page.read_text())]
-    print("\n".join(said) or f"{len(pages)} pages in site/, no warnings")
-    return 1 if said or built.returncode or not pages else 0
+    problems += [f"{page.name} loads {tag}" for page in pages for tag in REQUEST.findall(page.read_text())]
+    print("\n".join(problems) or f"{len(pages)} pages in site/, no warnings")
+    return 1 if problems or built.returncode or not pages else 0
 
 
 if __name__ == "__main__":

@@ -137,8 +137,8 @@ def test_tables_name_what_they_were_measured_on():
 
 
 def test_results_are_said_in_words_of_limits_and_targets():
-    said = [row(ratio).verdict() for ratio in (0.9, 1.1, 1.3)]
-    assert said == ["target met", "within the limit", "limit missed"]
+    verdicts = [row(ratio).verdict() for ratio in (0.9, 1.1, 1.3)]
+    assert verdicts == ["target met", "within the limit", "limit missed"]
 
 
 def test_results_of_the_suite_are_added_up_over_its_parts(tmp_path, monkeypatch):

@@ -121,7 +121,7 @@ def test_the_walk_finds_the_public_names() -> None:
 
 
 def test_no_public_signature_says_any() -> None:
-    said: set[str] = set()
+    with_any: set[str] = set()
     for name in NAMES:
         if name.kind == "class":
             hints = {
@@ -129,8 +129,8 @@ def test_no_public_signature_says_any() -> None:
             }
         else:
             hints = dict(name.value.__annotations__)
-        said |= {f"{name.name} {field}" for field, hint in hints.items() if says_any(hint)}
-    assert said == set(ANY)
+        with_any |= {f"{name.name} {field}" for field, hint in hints.items() if says_any(hint)}
+    assert with_any == set(ANY)
 
 
 def test_words_of_signatures_are_those_of_the_tables() -> None:

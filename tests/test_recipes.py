@@ -236,21 +236,47 @@ def apply(edits: list[Edit], package: Path) -> set[str]:
     return {edit.file for edit in edits}
 
 
-def said(recipe: str) -> int:
-    """The number of files that CONTRIBUTING says a recipe takes."""
-    match = re.search(rf"^\*\*{recipe}\*\* \((\d+) files", CONTRIBUTING.read_text(), flags=re.M)
+def documented(recipe: str) -> tuple[int, int, str]:
+    """Of a recipe of CONTRIBUTING: its numbers of files, without kernels and with them, and its text."""
+    match = re.search(
+        rf"^\*\*{recipe}\*\* \((\d+) files(?:, (\d+) with kernels)?\)(.*?)\n\n",
+        CONTRIBUTING.read_text(),
+        flags=re.M | re.S,
+    )
     assert match, f"CONTRIBUTING has no recipe of {recipe!r} with its number of files"
-    return int(match[1])
+    return int(match[1]), int(match[2] or match[1]), match[3]
+
+
+def kernel_files(text: str) -> list[Path]:
+    """The files that a recipe names for its kernels, each below the package or beside the one before it."""
+    sentence = re.search(r"Kernels are a second step(.*?)\.\s", text, flags=re.S)
+    files: list[Path] = []
+    for name in re.findall(r"`([\w/]+\.py)`", sentence[1]) if sentence else ():
+        folders = [PACKAGE, *(files[-1].parents if files else ())]
+        files.append(next(folder / name for folder in folders if (folder / name).is_file()))
+    return files
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_takes_as_many_files_as_it_says(recipe):
-    assert len({edit.file for edit in RECIPES[recipe]}) == said(recipe)
+    plain, with_kernels, text = documented(recipe)
+    assert len({edit.file for edit in RECIPES[recipe]}) == plain
+    assert plain + len(set(kernel_files(text))) == with_kernels
+
+
+@pytest.mark.parametrize(
+    ("recipe", "example"), [("A modifier of scores", "alibi"), ("A row statistic", "mean_distance|mass|row_stats")]
+)
+def test_kernel_files_of_a_recipe_are_those_that_have_the_others(recipe, example):
+    files = kernel_files(documented(recipe)[2])
+    assert {file.parts[file.parts.index("engines") + 1] for file in files} == {"numba", "triton"}
+    for file in files:
+        assert re.search(example, file.read_text(), flags=re.I), f"{file.name} has no code for {example}"
 
 
 def test_recipes_are_short():
     limits = {"A score": 2, "A mask": 2, "A modifier of scores": 6, "A row statistic": 10}
-    assert {recipe: said(recipe) <= limit for recipe, limit in limits.items()} == dict.fromkeys(limits, True)
+    assert {recipe: documented(recipe)[1] <= limit for recipe, limit in limits.items()} == dict.fromkeys(limits, True)
 
 
 def test_recipes_work(tmp_path):

@@ -87,7 +87,7 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     """
     i, j = weights.shape[-2:]
     if at_least_one(window, "snapkv(window=)") > i or window >= j:
-        raise ValueError(f"snapkv(window={window}) needs as many of the {i} queries, and more than that of {j} keys.")
+        raise ValueError(f"snapkv(window=) must be at most the {i} queries and less than the {j} keys; got {window}.")
     if at_least_one(kernel, "snapkv(kernel=)") % 2 == 0:
         raise ValueError(f"snapkv(kernel=) must be odd; got {kernel}.")
     mean = weights.rows(slice(-window, None)).reduce_heads("mean", groups="kv").received()[..., :-window] / window
@@ -153,7 +153,7 @@ def keep(scores: Tensor, n: int) -> Tensor:
     tensor([[1, 3]])
     """
     if at_least_one(n, "keep(scores, n)") > scores.shape[-1]:
-        raise ValueError(f"keep(scores, n={n}): there are {scores.shape[-1]} keys.")
+        raise ValueError(f"keep(scores, n): n must be at most the {scores.shape[-1]} keys; got {n}.")
     return scores.topk(n, dim=-1).indices.sort(dim=-1).values
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from support.configurations import (
     BATCH,
     BATCHES,
-    Case,
     Configuration,
+    ConfigurationCase,
     Shares,
     U,
     answer_shares,
@@ -80,7 +80,7 @@ def test_in_float64_errors_are_those_of_the_judge() -> None:
     n = Sizes(b=3, h=9, g=3, i=29, j=13, d=3, c=3, e=19)
     about = Configuration(named(SCORES, "scaled_dot"), named(MASKS, "none"), torch.float64, n, "start", "3 randn", None)
     ratios = []
-    for case in (Case(about) for _ in range(POOL)):
+    for case in (ConfigurationCase(about) for _ in range(POOL)):
         q, k = (x.numpy().astype(numpy.longdouble) for x in (case.q, per_query_head(case.k, n.h)))
         s = (q[..., :, None, :] * k[..., None, :, :]).sum(-1) / numpy.sqrt(numpy.longdouble(n.d))
         p = numpy.exp(s - s.max(-1, keepdims=True))
@@ -100,7 +100,7 @@ def test_errors_are_those_of_plain_pytorch_over_many_seeds(score: ScoreCase) -> 
     abouts = [Configuration(score, named(MASKS, mask), torch.float32, n, "end", kind, None) for mask, kind in kinds]
     for _ in range(POOL):
         ours, plain = dict.fromkeys(SMOOTH, 0.0), dict.fromkeys(SMOOTH, 0.0)
-        for case in map(Case, abouts):
+        for case in map(ConfigurationCase, abouts):
             truth = case.truth().answers(case.v, case.u)
             theirs = case.truth(torch.float32).answers(case.v, case.u)
             for total, errors in ((ours, off_by(truth, case.answers())), (plain, off_by(truth, theirs))):
@@ -126,7 +126,7 @@ def test_gradients_are_at_most_three_times_as_far_off_as_those_of_plain_pytorch(
     for mask in ("none", "causal and padding", "window or first keys", "a tensor"):
         for kind in ("randn", "3 randn", "peaked"):
             n = score.sizes(b=2, h=4, g=2, i=29, j=67, d=17, e=7)
-            case = Case(Configuration(score, named(MASKS, mask), dtype, n, "end", kind, None))
+            case = ConfigurationCase(Configuration(score, named(MASKS, mask), dtype, n, "end", kind, None))
             for x in case.leaves:
                 x.requires_grad_(True)
             want, theirs, got = (
@@ -155,7 +155,7 @@ def test_gradients_are_at_most_three_times_as_far_off_as_those_of_plain_pytorch(
 def spoiled(change) -> float:
     """The share of y's bound that a wrong matrix uses."""
     n = Sizes(b=1, h=2, g=1, i=61, j=67, d=17, c=17, e=5)
-    case = Case(
+    case = ConfigurationCase(
         Configuration(named(SCORES, "scaled_dot"), named(MASKS, "none"), torch.float32, n, "start", "randn", None)
     )
     truth = case.truth()

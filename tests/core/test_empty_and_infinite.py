@@ -166,7 +166,7 @@ def gradients(outputs: dict[str, Tensor], seeds: dict[str, Tensor], leaves: list
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
 
 
-def held(edge: Edge, engine: str, dtype: torch.dtype) -> None:
+def check_edge(edge: Edge, engine: str, dtype: torch.dtype) -> None:
     """Everything asked of this edge, alone and at once, values and gradients, against the judge."""
     case = named(SCORES, edge.score)
     n = case.sizes(**edge.sizes)
@@ -228,12 +228,12 @@ def held(edge: Edge, engine: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
 def test_an_edge_in_float64(edge: Edge, engine: str) -> None:
-    held(edge, engine, torch.float64)
+    check_edge(edge, engine, torch.float64)
 
 
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.name)
 def test_an_edge_in_float32(edge: Edge) -> None:
-    held(edge, "blockwise", torch.float32)
+    check_edge(edge, "blockwise", torch.float32)
 
 
 def test_there_are_enough_edges() -> None:

@@ -181,8 +181,8 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "labels are too few": (lambda: weights(x(3, 2)).label(["a", "b"]), ValueError, ["3 row positions need one token each", "got 2 row tokens"]),
     "column labels are too many": (lambda: weights(x(3, 2)).label(list("abc"), list("abcd")), ValueError, ["3 column positions need one token each", "got 4 column tokens"]),
     "one list for two lengths": (lambda: weights(x(3, 2), x(5, 2)).label(list("abc")), ValueError, ["3 rows and 5 columns", "label(row_tokens, column_tokens)"]),
-    "labels are one string": (lambda: weights(x(3, 2)).label("abc"), TypeError, ["row tokens must be a list of strings"]),
-    "labels are numbers": (lambda: weights(x(3, 2)).label([1, 2, 3]), TypeError, ["row tokens must be a list of strings"]),
+    "labels are one string": (lambda: weights(x(3, 2)).label("abc"), TypeError, ["row tokens must be a list of strings", "got the string 'abc'"]),
+    "labels are numbers": (lambda: weights(x(3, 2)).label(["a", 2, 3]), TypeError, ["row tokens must be a list of strings", "got int at position 1"]),
     # Weights written out.
     "dense would not fit": (lambda: weights(x(1, 1).expand(10_000_000, 1)).dense(), MemoryError, ["400 TB", "are free", "W.row(i)", "W.topk(k)"]),
     "a block would not fit": (lambda: weights(x(1, 1).expand(10_000_000, 1))[:, ::2], MemoryError, ["200 TB", "W.pool(64, 64)"]),

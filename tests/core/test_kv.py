@@ -190,13 +190,13 @@ def test_attention_over_what_stays_is_attention_without_the_rest() -> None:
 
 def test_errors_say_what_must_hold() -> None:
     W, _ = subject()
-    with pytest.raises(ValueError, match="more than that of 20 keys"):
+    with pytest.raises(ValueError, match="less than the 20 keys; got 20"):
         kv.snapkv(W, window=20)
     with pytest.raises(ValueError, match="must be odd; got 4"):
         kv.snapkv(W, window=4, kernel=4)
     with pytest.raises(ValueError, match="'sum' or 'max'; got 'mean'"):
         kv.oracle(W, by="mean")
-    with pytest.raises(ValueError, match="there are 4 keys"):
+    with pytest.raises(ValueError, match="at most the 4 keys; got 5"):
         kv.keep(torch.rand(2, 4), 5)
     with pytest.raises(ValueError, match="the step must see all 30 keys; got 20"):
         kv.update(torch.rand(B, G, 30), W)

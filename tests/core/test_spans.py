@@ -201,7 +201,7 @@ def test_errors_say_what_must_hold() -> None:
         regard.Weights.from_dense(torch.eye(3)).pool_blocks(1, 1, by="lse")
     with pytest.raises(ValueError, match="depends on positions"):
         W.recall(regard.causal())
-    with pytest.raises(TypeError, match="one flag a block"):
+    with pytest.raises(TypeError, match="one flag a block; got Causal"):
         W.recall(regard.causal(), block=(2, 2))
     with pytest.raises(ValueError, match=r"one segment a position, \(7,\); got \(5,\)"):
         W.segment_mass(torch.zeros(5, dtype=torch.int64))

@@ -101,7 +101,7 @@ def test_what_is_nan_stays_nan(dtype: torch.dtype) -> None:
 def test_additive_scores_leave_registers_for_wide_values(dtype: torch.dtype, size: int) -> None:
     for wanted in (("norm", "z", "received"), ("y", "lse", "entropy")):
         kernel_cases.judged(
-            kernel_cases.Case("additive", "dense", wanted, dtype, (130, 300, "end"), (1, 2, 1, 24, size)), "cuda"
+            kernel_cases.KernelCase("additive", "dense", wanted, dtype, (130, 300, "end"), (1, 2, 1, 24, size)), "cuda"
         )
 
 

@@ -109,8 +109,8 @@ class Stopping(Silent):
 def same(a: Path, b: Path) -> None:
     for name in ("model.safetensors", "last.safetensors"):
         mine, header = checkpoint.read_tensors(a / name)
-        want, told_too = checkpoint.read_tensors(b / name)
-        assert header == told_too
+        want, other_header = checkpoint.read_tensors(b / name)
+        assert header == other_header
         assert mine.keys() == want.keys()
         for key in want:
             assert torch.equal(mine[key], want[key]), f"{name}: {key}"

@@ -233,12 +233,12 @@ def test_references_are_counted_before_the_work(ende, tmp_path, capsys, monkeypa
         "nowhere": "cannot be read",
         "": "a path is needed",
     }
-    for name, said in messages.items():
+    for name, message in messages.items():
         reference = str(tmp_path / name) if name else ""
         assert cli.main(["translate", str(ende), "--file", str(tmp_path / "en"), "--reference", reference]) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert said in printed.err
+        assert message in printed.err
 
 
 def test_its_three_kinds_of_attention_are_looked_into(ende):

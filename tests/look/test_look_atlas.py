@@ -90,8 +90,8 @@ def test_shift_and_click_compare_two_heads(show: Any, it: View) -> None:
     difference = seen[2, 1].dense() - seen[3, 1].dense()
     i, j = divmod(int(difference.abs().argmax()), 15)
     words = seen.layers[0].weights.tokens[0]
-    said = shown.text('[data-read="difference"]')
-    assert said.startswith(f"most: {words[i]} → {words[j]}")
+    sentence = shown.text('[data-read="difference"]')
+    assert sentence.startswith(f"most: {words[i]} → {words[j]}")
     colours = shown.tab.evaluate(
         """(() => { const c = document.querySelector('.versus figure canvas'), d = c.getContext('2d').getImageData(0, 0, 15, 15).data;
             return [...Array(225).keys()].map((n) => d[4 * n] - d[4 * n + 2]); })()"""

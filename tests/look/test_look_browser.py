@@ -335,11 +335,11 @@ def test_shuffled_words_keep_their_outputs_unless_places_matter(show: Any, it: V
     order, after = shown.ask("page.play.order"), shown.ask("page.played.y")
     assert order != sorted(order)
     torch.testing.assert_close(torch.tensor(after), torch.tensor(before)[order])
-    said = shown.tab.locator('[data-read="equivariant"]')  # outputs are drawn some frames after the row of the word
-    said.filter(has_text="every word keeps its output").wait_for()
+    caption = shown.tab.locator('[data-read="equivariant"]')  # outputs are drawn some frames after the row of the word
+    caption.filter(has_text="every word keeps its output").wait_for()
     assert shown.texts(".outputs .token") == [numbered(minilm()[0].layers[0].weights.tokens[0])[n] for n in order]
     shown.tab.check('[data-key="causal"]')
-    said.filter(has_text="places matter").wait_for()
+    caption.filter(has_text="places matter").wait_for()
     shown.click("unshuffle")
     assert shown.ask("page.play.order") == sorted(order)
 
@@ -403,8 +403,8 @@ def test_the_overview_has_every_head_and_opens_it(show: Any, it: View, by: str) 
     shown = show(it).view("overview")
     shown.choose("metric", by)
     for layer, head, _, value in seen.heads(by)[::7]:
-        said = shown.tab.locator(f'[data-key="head-{layer}-{head}"]').get_attribute("aria-label")
-        where, _, shown_value = said.rpartition(": ")
+        caption = shown.tab.locator(f'[data-key="head-{layer}-{head}"]').get_attribute("aria-label")
+        where, _, shown_value = caption.rpartition(": ")
         assert where == f"layer {layer}, head {head}"
         assert number(shown_value) == pytest.approx(value, abs=5.1e-3)
     layer, head = seen.heads(by)[0][:2]

@@ -779,25 +779,25 @@ GUIDE = Path(__file__).parents[2] / "docs" / "look.md"
 def test_every_command_of_the_guide_runs_and_prints_what_it_says(run):
     commands = 0
     for block in re.findall(r"```console\n(.*?)```", GUIDE.read_text(), flags=re.S):
-        for arguments, *said in (part.splitlines() for part in re.split(r"^\$ regard ", block, flags=re.M)[1:]):
+        for arguments, *want in (part.splitlines() for part in re.split(r"^\$ regard ", block, flags=re.M)[1:]):
             code, out, _ = run(*guide_words(arguments))
             assert code == 0, arguments
-            assert not said or tells(out, said), arguments
+            assert not want or tells(out, want), arguments
             commands += 1
     assert commands > 8
 
 
-def tells(out, said):
+def tells(out, want):
     """Whether these are the lines of an output, in their order, none left out but where … stands."""
-    parts = "\n".join(said).split("…\n") if said[-1] != "…" else [*"\n".join(said[:-1]).split("…\n"), ""]
+    parts = "\n".join(want).split("…\n") if want[-1] != "…" else [*"\n".join(want[:-1]).split("…\n"), ""]
     pattern = r"(?:.*\n)*?".join(re.escape(part if not part or part.endswith("\n") else part + "\n") for part in parts)
     return re.fullmatch(pattern, out) is not None
 
 
 def test_a_line_that_is_left_out_is_found():
     out = "a\n\nb\nc\n"
-    assert all(tells(out, said) for said in (["a", "", "b", "c"], ["a", "…", "c"], ["…", "b", "…"]))
-    assert not any(tells(out, said) for said in (["a", "b", "c"], ["a", "…", "b"], ["b", "…"], ["…", "c", "b"]))
+    assert all(tells(out, want) for want in (["a", "", "b", "c"], ["a", "…", "c"], ["…", "b", "…"]))
+    assert not any(tells(out, want) for want in (["a", "b", "c"], ["a", "…", "b"], ["b", "…"], ["…", "c", "b"]))
 
 
 def guide_words(line):

@@ -243,9 +243,9 @@ def test_an_unknown_token_shows_the_text_it_stands_for(show: Any) -> None:
     shown = show(W.show("你"))
     assert shown.texts(".word .token") == ["[CLS]", "你", "好", "世", "[SEP]"]
     assert shown.texts(".word.unknown .token") == ["你", "世"]
-    said = "2 of 5 tokens are unknown to this model"
-    assert said in shown.text("footer")
-    assert said in draw(W, word="你")
+    note = "2 of 5 tokens are unknown to this model"
+    assert note in shown.text("footer")
+    assert note in draw(W, word="你")
 
 
 def test_the_model_names_the_text_of_tokens_it_does_not_know() -> None:

@@ -185,7 +185,7 @@ def test_a_long_row_is_shown_by_its_strongest_words(width):
 def test_printing_says_every_step():
     x = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
     text = str(regard.walk(regard.weights(x, mask=regard.causal()).label(["the", "cat", "sat"]), x, "cat"))
-    for said in (
+    for caption in (
         "1 query",
         "2 q·k",
         "3 ÷ √2",
@@ -196,7 +196,7 @@ def test_printing_says_every_step():
         "−∞",
         "2.000·2.000",
     ):
-        assert said in text
+        assert caption in text
     assert repr(regard.walk(regard.weights(x), x, 0)) == str(regard.walk(regard.weights(x), x, 0))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import regard
 from regard.recorder import RefusedWarning
 from regard.recorder.hooks import tap
+from support.toy_models import hooks_of
 
 
 class Attention(nn.Module):
@@ -28,10 +29,6 @@ class Attention(nn.Module):
 
 def model(layers=3):
     return nn.Sequential(*[Attention() for _ in range(layers)])
-
-
-def hooks_of(module):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
 def listening():

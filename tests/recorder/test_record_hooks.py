@@ -15,6 +15,7 @@ from torch import nn
 import regard
 from regard.recorder import RefusedWarning
 from regard.recorder.hooks import tap
+from support.toy_models import hooks_of
 
 
 class Attention(nn.Module):
@@ -24,10 +25,6 @@ class Attention(nn.Module):
 
 def model():
     return nn.Sequential(Attention(), Attention())
-
-
-def hooks_of(net):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in net.modules())
 
 
 @pytest.fixture

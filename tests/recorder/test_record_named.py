@@ -13,6 +13,7 @@ from torch._higher_order_ops.map import map as map_rows
 import regard
 from regard.recorder import RefusedWarning
 from regard.recorder.hooks.call_site import looks_like_attention
+from support.toy_models import hooks_of
 
 
 class Attention(nn.Module):
@@ -375,10 +376,6 @@ def test_a_shallow_copy_still_notices_writes(x):
         shallow.check()
     with pytest.raises(RuntimeError, match="in place"):
         copy.deepcopy(seen)
-
-
-def hooks_of(module):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

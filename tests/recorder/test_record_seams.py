@@ -82,10 +82,10 @@ ROUTES = {
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_way_to_call_sdpa_is_recorded(route, x):
-    function, said = ROUTES[route]
+    function, arguments = ROUTES[route]
     seen = seen_in(function, x)
     assert [layer.kind for layer in seen.layers] == ["self"]
-    close(seen[0].dense(), by_hand(x, x, **said))
+    close(seen[0].dense(), by_hand(x, x, **arguments))
 
 
 def test_grouped_heads_keep_their_few_keys(x):

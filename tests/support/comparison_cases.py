@@ -18,7 +18,7 @@ def some_cells(i: int, j: int) -> Tensor:
     return cells
 
 
-class Case:
+class ComparisonCase:
     """Two matrices: heads, key heads and sizes of each, their masks and scores."""
 
     def __init__(self, *sides: tuple[int, int, int, Any, str], batch: int = 1, i: int = 21, j: int = 37) -> None:
@@ -42,17 +42,25 @@ class Case:
 
 
 CASES = {
-    "no mask": Case((2, 2, 8, None, "scaled_dot"), (2, 2, 3, None, "scaled_dot")),
-    "groups, causal": Case((4, 2, 8, regard.causal(), "scaled_dot"), (4, 4, 8, regard.causal(), "softcap"), batch=2),
-    "one head for all": Case((4, 2, 8, regard.causal(), "scaled_dot"), (1, 1, 8, None, "scaled_dot")),
-    "all heads for one": Case((1, 1, 8, regard.window(5, 0), "scaled_dot"), (2, 1, 8, regard.causal(), "alibi")),
-    "several intervals": Case((2, 2, 8, ~regard.window(2, 2), "bias"), (2, 2, 8, None, "scaled_dot")),
-    "a tensor": Case((2, 2, 8, some_cells(21, 37), "scaled_dot"), (2, 2, 8, some_cells(21, 37), "scaled_dot")),
-    "forbidden keys": Case((2, 2, 8, None, "scaled_dot"), (2, 2, 8, regard.window(40, 12), "scaled_dot")),
+    "no mask": ComparisonCase((2, 2, 8, None, "scaled_dot"), (2, 2, 3, None, "scaled_dot")),
+    "groups, causal": ComparisonCase(
+        (4, 2, 8, regard.causal(), "scaled_dot"), (4, 4, 8, regard.causal(), "softcap"), batch=2
+    ),
+    "one head for all": ComparisonCase((4, 2, 8, regard.causal(), "scaled_dot"), (1, 1, 8, None, "scaled_dot")),
+    "all heads for one": ComparisonCase(
+        (1, 1, 8, regard.window(5, 0), "scaled_dot"), (2, 1, 8, regard.causal(), "alibi")
+    ),
+    "several intervals": ComparisonCase((2, 2, 8, ~regard.window(2, 2), "bias"), (2, 2, 8, None, "scaled_dot")),
+    "a tensor": ComparisonCase(
+        (2, 2, 8, some_cells(21, 37), "scaled_dot"), (2, 2, 8, some_cells(21, 37), "scaled_dot")
+    ),
+    "forbidden keys": ComparisonCase((2, 2, 8, None, "scaled_dot"), (2, 2, 8, regard.window(40, 12), "scaled_dot")),
 }
 
 
-def compared(case: Case, leaves: list[Tensor], measure: str, engine: str = "auto") -> tuple[Tensor, tuple[Tensor, ...]]:
+def compared(
+    case: ComparisonCase, leaves: list[Tensor], measure: str, engine: str = "auto"
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The measure, and its gradients for a fixed seed; of infinite rows there is none."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     first, second = case.matrices(leaves, engine)

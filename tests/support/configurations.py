@@ -113,7 +113,7 @@ def drawn(chance: random.Random) -> Configuration:
     )
 
 
-class Case:
+class ConfigurationCase:
     """Tensors of a configuration, the truth about them, and how large the terms behind every score are."""
 
     def __init__(self, about: Configuration) -> None:
@@ -129,7 +129,7 @@ class Case:
         self.offset = n.j - n.i if about.align == "end" else 0
         self.leaves = [self.q, self.k, self.v, self.u, *self.parameters]
 
-    def double(self, step: float = 0.0, directions: list[Tensor] | None = None) -> Case:
+    def double(self, step: float = 0.0, directions: list[Tensor] | None = None) -> ConfigurationCase:
         """The same numbers in float64, as leaves of gradients; moved by a step along directions of its leaves."""
         case = copy.copy(self)
         case.about = dataclasses.replace(self.about, dtype=torch.float64)
@@ -210,7 +210,7 @@ class Case:
         return u * (A * (terms + 1) * largest + B * math.sqrt(n.j) + C)
 
 
-def bounds(case: Case, truth: Truth) -> dict[str, Tensor]:
+def bounds(case: ConfigurationCase, truth: Truth) -> dict[str, Tensor]:
     """What every number of every answer may be off by."""
     r, w, dtype = case.r(truth), truth.w, case.about.dtype
     u = roundoff(dtype)
@@ -232,7 +232,7 @@ def bounds(case: Case, truth: Truth) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def used(case: Case, truth: Truth, got: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
+def used(case: ConfigurationCase, truth: Truth, got: dict[str, Tensor]) -> Iterator[tuple[str, float]]:
     """For every answer, the largest share of its bound that any of its numbers uses."""
     want, allowed = truth.answers(case.v, case.u), bounds(case, truth)
     for name, limit in allowed.items():
@@ -244,7 +244,7 @@ def used(case: Case, truth: Truth, got: dict[str, Tensor]) -> Iterator[tuple[str
         yield name, (error / (limit + FLUSHED)).max().item() if error.numel() else 0.0
 
 
-def assert_places(case: Case, truth: Truth, got: dict[str, Tensor]) -> None:
+def assert_places(case: ConfigurationCase, truth: Truth, got: dict[str, Tensor]) -> None:
     """A chosen key is one that could be chosen: its score is within the bound of the nth largest."""
     slack = 2 * case.r(truth).unsqueeze(-1)
     for name, n in (("top index", 3), ("peak index", 1)):
@@ -284,7 +284,7 @@ def answer_shares(seed: int, count: int) -> Shares:
     """Every answer of a batch of configurations."""
     torch.manual_seed(seed)
     for about in configurations(seed, count):
-        case = Case(about)
+        case = ConfigurationCase(about)
         with tiles_of(about):
             truth, answers = case.truth(), case.answers()
             for name, share in used(case, truth, answers):
@@ -297,7 +297,7 @@ def gradient_shares(seed: int, count: int) -> Shares:
     torch.manual_seed(seed)
     for about in configurations(seed, count):
         with tiles_of(about):
-            yield about, "gradient", difference_share(Case(about))
+            yield about, "gradient", difference_share(ConfigurationCase(about))
 
 
 # Gradients.
@@ -328,7 +328,7 @@ def without_ties(seeds: dict[str, Tensor], index: Tensor, others: list[Tensor]) 
     return {name: seed * rows.get(name, 1) for name, seed in seeds.items()}
 
 
-def difference_share(case: Case) -> float:
+def difference_share(case: ConfigurationCase) -> float:
     """Finite differences of the judge against the library's gradient in float64: the share of their bound.
 
     A central difference over a step h is off by the truncation, for which the difference over 2h stands, and by the

@@ -52,7 +52,7 @@ SIZES = ((1, 2, 1, 16, 16), (2, 2, 2, 8, 24), (1, 4, 2, 40, 8), (2, 1, 1, 64, 32
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     score: str
     mask: str
     wanted: tuple[str, ...]
@@ -74,7 +74,7 @@ FEWER_MASKS = ("none", "causal", "window", "padding", "documents", "dense", "or"
 FEWER_LENGTHS = ((1, 1, None), (17, 17, None), (63, 63, None), (64, 64, None), (111, 130, "end"))
 
 
-def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[Case]:
+def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[KernelCase]:
     """Few cases in which every pair of choices meets at least once."""
     choices = [FEWER_SCORES, FEWER_MASKS, REQUESTED, dtypes, FEWER_LENGTHS, SIZES, (1.0, 3.0)]
     rng = random.Random(seed)
@@ -97,7 +97,7 @@ def pairwise(dtypes: tuple[torch.dtype, ...], seed: int = 0) -> list[Case]:
             best = max(best, (won, picks))
         picks = best[1]
         open_pairs -= {(m, picks[m], n, picks[n]) for m, n in itertools.combinations(range(len(choices)), 2)}
-        cases.append(Case(*[c[p] for c, p in zip(choices, picks, strict=True)], seed=len(cases)))
+        cases.append(KernelCase(*[c[p] for c, p in zip(choices, picks, strict=True)], seed=len(cases)))
     return cases
 
 
@@ -128,18 +128,18 @@ REQUESTED_OF_FEW_ROWS = (
 )
 
 
-def of_few_rows(dtypes: tuple[torch.dtype, ...], count: int = 64) -> list[Case]:
+def of_few_rows(dtypes: tuple[torch.dtype, ...], count: int = 64) -> list[KernelCase]:
     """Cases for the kernels that split the keys, drawn so that every choice comes up in turn."""
     rng = random.Random(0)
     scores, masks = [s for s in FEWER_SCORES if s != "additive"], FEWER_MASKS
     return [
-        Case(scores[n % len(scores)], rng.choice(masks), REQUESTED_OF_FEW_ROWS[n % len(REQUESTED_OF_FEW_ROWS)], dtypes[n % len(dtypes)],
+        KernelCase(scores[n % len(scores)], rng.choice(masks), REQUESTED_OF_FEW_ROWS[n % len(REQUESTED_OF_FEW_ROWS)], dtypes[n % len(dtypes)],
              rng.choice(FEW_ROWS), rng.choice(SHARED_KEYS), rng.choice((1.0, 3.0)), seed=n)
         for n in range(count)
     ]  # fmt: skip
 
 
-def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) -> Case:
+def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) -> KernelCase:
     """One configuration out of all, lengths and sizes too."""
     rng = random.Random(seed)
     i = rng.choice([1, rng.randint(2, 65), rng.randint(2, longest)])
@@ -147,10 +147,10 @@ def at_random(seed: int, dtypes: tuple[torch.dtype, ...], longest: int = 300) ->
     g = rng.choice([1, 2, 3])
     sizes = (rng.choice([1, 2, 3]), g * rng.choice([1, 2, 4, 7]), g, 8 * rng.choice([1, 2, 3, 5, 8, 9, 10, 12, 16, 20, 24, 32]), 8 * rng.choice([1, 2, 4, 7, 8, 16, 32]))  # fmt: skip
     align = None if i == j else rng.choice(["start", "end"])
-    return Case(rng.choice(SCORES), rng.choice(MASKS), rng.choice(REQUESTED), rng.choice(dtypes), (i, j, align), sizes, rng.choice([0.3, 1.0, 3.0]), seed)  # fmt: skip
+    return KernelCase(rng.choice(SCORES), rng.choice(MASKS), rng.choice(REQUESTED), rng.choice(dtypes), (i, j, align), sizes, rng.choice([0.3, 1.0, 3.0]), seed)  # fmt: skip
 
 
-def problem_of(case: Case, device: str = "cpu") -> tuple[Problem, Request]:
+def problem_of(case: KernelCase, device: str = "cpu") -> tuple[Problem, Request]:
     """The problem and the request of a case."""
     make = torch.Generator().manual_seed(case.seed)
     (i, j, align), (b, h, g, d, e) = case.lengths, case.sizes
@@ -221,7 +221,7 @@ def _mask(name: str, b: int, i: int, j: int, make: torch.Generator, device: str)
     return makers[name]()
 
 
-def judged(case: Case, device: str = "cpu", gradients: bool = True) -> None:
+def judged(case: KernelCase, device: str = "cpu", gradients: bool = True) -> None:
     """Ask the triton engine and float64; every answer and every gradient within its bound."""
     problem, request = problem_of(case, device)
     gradients = gradients and not case.wanted[-1].startswith("top")
@@ -267,7 +267,7 @@ def count_wrong_topk_of_long_rows(dtypes: tuple[torch.dtype, ...], device: str =
     wanted = ((8 if device == "cuda" else 2, "none"), (3, "causal"), (1, "window"))
     for (n, mask), kind, dtype in itertools.product(wanted, ("plain", "ties", "equal"), dtypes):
         lengths = (40, (2 * n + 2) * tile, "end")
-        problem, _ = problem_of(Case("scaled_dot", mask, ("norm",), dtype, lengths, (1, 2, 1, 16, 16)), device)
+        problem, _ = problem_of(KernelCase("scaled_dot", mask, ("norm",), dtype, lengths, (1, 2, 1, 16, 16)), device)
         if kind != "plain":
             q, k = (x.round() if kind == "ties" else torch.ones_like(x) for x in (problem.q, problem.k))
             problem = dataclasses.replace(problem, q=q, k=k)

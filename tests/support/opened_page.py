@@ -31,7 +31,9 @@ class Shown:
         self.seconds = 0.0  # from asking for the page until a view stood
         tab.on("dialog", lambda dialog: (self.wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
         tab.on("pageerror", lambda error: self.wrong.append(f"error {error}"))
-        tab.on("console", lambda said: self.wrong.append(said.text) if said.type in ("error", "warning") else None)
+        tab.on(
+            "console", lambda message: self.wrong.append(message.text) if message.type in ("error", "warning") else None
+        )
         tab.on("request", lambda request: self.requests.append(request.url))
         tab.on("popup", lambda _: self.wrong.append("popup"))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import regard
 from regard.distributed import RankError, Shards, sharded, shards, zigzag
 from regard.distributed.transport import Ranks
-from support.configurations import Case, Configuration, configurations
+from support.configurations import Configuration, ConfigurationCase, configurations
 from support.judge import SMOOTH, Truth, library_answers_at_once
 
 SPLITS = ("contiguous", "uneven", "empty", "zigzag")
@@ -50,7 +50,7 @@ def drawn(seed: int, dtype: torch.dtype | None) -> Configuration:
     return Configuration(**{**vars(about), "dtype": dtype, "kind": "randn"}) if dtype else about
 
 
-class ShardedCase(Case):
+class ShardedCase(ConfigurationCase):
     """A configuration, and the part of it that one rank has."""
 
     def __init__(self, seed: int, world: int, split: str, dtype: torch.dtype | None = None) -> None:

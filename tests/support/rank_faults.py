@@ -1,4 +1,4 @@
-"""Three processes of which one has a fault, and what the others are pipe."""
+"""Three processes, one with a fault, and the error that each of the others gets."""
 
 from __future__ import annotations
 

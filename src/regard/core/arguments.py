@@ -27,8 +27,12 @@ def at_least_one(n: Any, what: str) -> int:
 
 def as_tokens(words: Any, n: int, axis: str) -> Tokens:
     """One token for each of n positions."""
-    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
-        raise TypeError(f"{axis} tokens must be a list of strings, one a position.")
+    if isinstance(words, str):
+        raise TypeError(f"{axis} tokens must be a list of strings, one a position; got the string {words!r:.40}.")
+    for at, word in enumerate(words):
+        if not isinstance(word, str):
+            kind = type(word).__name__
+            raise TypeError(f"{axis} tokens must be a list of strings, one a position; got {kind} at position {at}.")
     if len(words) != n:
         raise ValueError(f"{n} {axis} positions need one token each; got {len(words)} {axis} tokens.")
     return Tokens(tuple(words))

@@ -35,21 +35,21 @@ def fused(sources: Sequence[RowSource], question: Question) -> list[Tensor] | No
     if isinstance(question, Comparison):
         first, second = sources
         if isinstance(second, ScoreRows):
-            value = _compared(first, second, question.measure)
+            value = _try_compare(first, second, question.measure)
     elif isinstance(question, RowEntropy) and isinstance(sources[0], HeadRows):
-        value = _of_heads(sources[0], None, "entropy", divided=False)
+        value = _compare_heads(sources[0], None, "entropy", divided=False)
     elif isinstance(question, TilePool) and isinstance(sources[0], ScoreRows):
         value = _pooled(sources[0], question)
     return None if value is None else [value]
 
 
-def _compared(first: RowSource, second: ScoreRows, measure: str) -> Tensor | None:
+def _try_compare(first: RowSource, second: ScoreRows, measure: str) -> Tensor | None:
     if isinstance(first, ScoreRows):
-        return _of_two((first.problem, second.problem), measure)
+        return _compare_pair((first.problem, second.problem), measure)
     divided = isinstance(first, ChosenRows) and first.keys is None
     heads = first.rows if isinstance(first, ChosenRows) and divided else first
     if isinstance(heads, HeadRows) and measure in compiled.MERGING:
-        return _of_heads(heads, second, measure, divided=divided)
+        return _compare_heads(heads, second, measure, divided=divided)
     return None
 
 
@@ -64,7 +64,7 @@ def _only_queries_and_keys(problem: Problem) -> bool:
 # Two matrices.
 
 
-def _of_two(problems: tuple[Problem, Problem], measure: str) -> Tensor | None:
+def _compare_pair(problems: tuple[Problem, Problem], measure: str) -> Tensor | None:
     kernels = _kernels(problems)
     if not all(map(_only_queries_and_keys, problems)) or not kernels.serves_pair(problems):
         return None
@@ -132,7 +132,7 @@ def _pooled(rows: ScoreRows, question: TilePool) -> Tensor | None:
 # Heads together, and another matrix.
 
 
-def _of_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, divided: bool) -> Tensor | None:
+def _compare_heads(heads: HeadRows, other: ScoreRows | None, measure: str, *, divided: bool) -> Tensor | None:
     rows, shares = heads.heads, heads.shares
     if not isinstance(rows, ScoreRows) or shares is None:
         return None

@@ -101,7 +101,7 @@ def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | 
 
 
 def expand(key: Any, shape: Sequence[int]) -> list[Any]:
-    """What stands in the brackets, one item for every axis of `shape`: `:` for an axis that is not mentioned."""
+    """The items of the brackets, one for every axis of `shape`: `:` for an axis that is not mentioned."""
     items = list(key) if isinstance(key, tuple) else [key]
     items = _place_words(items, len(shape))
     if sum(item is Ellipsis for item in items) > 1:
@@ -167,13 +167,13 @@ def slice_bounds(part: slice, size: int) -> tuple[int, int, int]:
     """Start, stop and step of a forward slice: `part.indices(size)`, which torch.compile of 2.6 cannot trace."""
     start = 0 if part.start is None else _bound(part.start, size)
     stop = size if part.stop is None else _bound(part.stop, size)
-    step = 1 if part.step is None else _whole(part.step)
+    step = 1 if part.step is None else _slice_number(part.step)
     if step < 1:
         raise IndexError(f"slices run forward here; got step {part.step}.")
     return start, stop, step
 
 
-def _whole(value: Any) -> int:
+def _slice_number(value: Any) -> int:
     """An end or the step of a slice."""
     if isinstance(value, int):
         return value
@@ -184,7 +184,7 @@ def _whole(value: Any) -> int:
 
 
 def _bound(value: Any, size: int) -> int:
-    value = _whole(value)
+    value = _slice_number(value)
     return max(value + size, 0) if value < 0 else min(value, size)
 
 

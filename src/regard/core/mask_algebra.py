@@ -12,7 +12,7 @@ from torch import Tensor
 from .block import MatrixBlock, shifted, take
 from .broadcast import MatrixShape, per_cell
 from .intervals import Geometry, KeyIntervals
-from .mask_functions import mask_call
+from .mask_call_hints import mask_call
 from .pytree import flatten, register_node, replace_fields, tree_map
 from .stored import check_broadcasts, require
 from .tensor_kinds import readable

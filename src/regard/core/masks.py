@@ -19,7 +19,7 @@ from .block import MatrixBlock, take
 from .broadcast import MatrixShape, check_broadcast, with_leading_axes
 from .intervals import Geometry, KeyIntervals, band, cached_on_mask
 from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask
-from .mask_functions import makes_mask
+from .mask_call_hints import makes_mask
 from .pytree import flatten, register_node
 from .stored import check_broadcasts, is_int64, require
 from .tensor_kinds import readable
@@ -337,7 +337,7 @@ def padding(lengths: Tensor | Sequence[int] | int) -> Mask:
     · ■ ■ ■
     · ■ ■ ■
     """
-    return Padding(_whole_numbers(lengths, "padding(lengths)"))
+    return Padding(_as_integers(lengths, "padding(lengths)"))
 
 
 @makes_mask("documents(ids)")
@@ -358,8 +358,8 @@ def documents(ids: Tensor | Sequence[int], key_ids: Tensor | Sequence[int] | Non
     ■ ■ ·
     · · ■
     """
-    numbers = _whole_numbers(ids, "documents(ids)")
-    keys = None if key_ids is None else _whole_numbers(key_ids, "documents(key_ids)")
+    numbers = _as_integers(ids, "documents(ids)")
+    keys = None if key_ids is None else _as_integers(key_ids, "documents(key_ids)")
     return Documents(numbers, keys, _contiguous(numbers if keys is None else keys))
 
 
@@ -371,7 +371,7 @@ def _contiguous(ids: Tensor) -> bool | None:
     return bool((changes == documents).all())
 
 
-def _whole_numbers(values: Any, name: str) -> Tensor:
+def _as_integers(values: Any, name: str) -> Tensor:
     # A list or an array is copied: its owner may change it.
     tensor = readable(values, name) if isinstance(values, Tensor) else torch.tensor(values)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:

@@ -57,7 +57,7 @@ class Modifier:
 
     def check_stored(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError unless the fields, read from a file, are those of a modifier broadcast to (b, h, i, j)."""
-        raise ValueError(f"a score has a modifier {type(self).__name__}")
+        raise ValueError(f"a file cannot hold the modifier {type(self).__name__}: it has no check_stored")
 
 
 @register_node(storable=True)

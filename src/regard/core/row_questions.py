@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..engines import get_engine
 from .arguments import as_tiling, at_least_one, segment_flags
 from .broadcast import MatrixShape, per_cell
 from .comparison import Comparison
@@ -57,12 +58,13 @@ class RowQuestions:
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]
         batch = _joint_batch(matrices)
-        if any(matrix._engine == "reference" and not _is_precomputed(matrix) for matrix in matrices):
+        used = [get_engine(matrix._engine) for matrix in matrices]
+        if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(used, matrices, strict=True)):
             outputs = question.of_dense(_dense_matrices(matrices, batch, question))
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
-            plain = any(matrix._engine == "blockwise" and matrix._factors.q.is_cuda for matrix in matrices)
-            outputs = list(walk(sources, question)) if plain else _answered(sources, question)
+            plain = any(e.avoids_gpu_kernels and m._factors.q.is_cuda for e, m in zip(used, matrices, strict=True))
+            outputs = list(walk(sources, question)) if plain else _answer_by_kernels_or_strips(sources, question)
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]
@@ -287,7 +289,8 @@ class RowQuestions:
         else:
             rows, cols = (at_least_one(n, f"{what}(block=(rows, cols))") for n in block)
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-                raise TypeError(f"{what}(mask, block=...) takes a bool tensor with one flag a block.")
+                got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise TypeError(f"{what}(mask, block=...) takes a bool tensor with one flag a block; got {got}.")
             blocks = MatrixShape((*outer, -(-i // rows), -(-j // cols)), offset, self._factors.q.device)
             cells = BlockMask(per_cell(mask, blocks, f"{what}(mask, block=...)"), rows, cols)
         folded = replace_fields(self._factors, mask=cells).folded().mask
@@ -420,7 +423,7 @@ class RowQuestions:
         return torch.arange(self.shape[-2], device=self._factors.q.device) + self._factors.offset
 
 
-def _answered(sources: list[RowSource], question: Question) -> list[Tensor]:
+def _answer_by_kernels_or_strips(sources: list[RowSource], question: Question) -> list[Tensor]:
     if is_tracing() and (outputs := traced(sources, question)) is not None:
         return outputs
     return answer(sources, question)

@@ -28,8 +28,11 @@ __all__ = [
 ]
 
 
-class RowStatistic:
-    """One output for every row, (b, h, i, *size)."""
+class CompleteRowStatistic:
+    """One output for every row, (b, h, i, *size), from the row as a whole: two blocks of its keys cannot be merged.
+
+    A statistic whose blocks can be merged is a row statistic (`core/stats.py`), which all engines compute in one pass.
+    """
 
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = False
@@ -50,7 +53,7 @@ class RowStatistic:
 
 
 @register_node
-class RowEntropy(RowStatistic):
+class RowEntropy(CompleteRowStatistic):
     """−Σ w log w; a sink's share counts as one more outcome."""
 
     counts_sink: ClassVar[bool] = True
@@ -68,7 +71,7 @@ def _entropy(w: Tensor, log_w: Tensor) -> Tensor:
 
 
 @register_node
-class LargestWeights(RowStatistic):
+class LargestWeights(CompleteRowStatistic):
     """The k largest weights of every row and their keys, (b, h, i, k) each."""
 
     k: int
@@ -99,7 +102,7 @@ def _gathered(w: Tensor, keys: Tensor) -> Tensor:
 
 
 @register_node
-class ChosenKeys(RowStatistic):
+class ChosenKeys(CompleteRowStatistic):
     """The weights of every row at keys of its own, (b, h, i, n); 0 at key −1."""
 
     keys: Tensor  # b|1 h|1 i n
@@ -119,7 +122,7 @@ class ChosenKeys(RowStatistic):
 
 
 @register_node
-class RowProduct(RowStatistic):
+class RowProduct(CompleteRowStatistic):
     """W v of matrices that no engine multiplies: (b, h, i, e)."""
 
     v: Tensor  # b|1 h|1 j e
@@ -137,7 +140,7 @@ class RowProduct(RowStatistic):
 
 
 @register_node
-class GradientProduct(RowStatistic):
+class GradientProduct(CompleteRowStatistic):
     """(W ∘ dy vᵀ) x, or of its positive cells: (b, h, i, c)."""
 
     dy: Tensor  # b h|1 i e
@@ -165,7 +168,7 @@ class GradientProduct(RowStatistic):
 
 
 @register_node
-class ColumnSum(RowStatistic):
+class ColumnSum(CompleteRowStatistic):
     """Σ_i w_ij, (b, h, j)."""
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
@@ -180,7 +183,7 @@ class ColumnSum(RowStatistic):
 
 
 @register_node
-class DistanceVariance(RowStatistic):
+class DistanceVariance(CompleteRowStatistic):
     """Σ_j w_ij (|i − j| − mean distance)²."""
 
     offset: int
@@ -203,7 +206,7 @@ def _variance(w: Tensor, distances: Tensor) -> Tensor:
 
 
 @register_node
-class DistanceBins(RowStatistic):
+class DistanceBins(CompleteRowStatistic):
     """The weight of every row by distance, (b, h, i, bins): bin n holds edges[n] ≤ |i − j| < edges[n + 1]."""
 
     edges: Tensor  # bins + 1

@@ -114,7 +114,9 @@ class Weights(ArrayProtocol, Relations):
             ]
             return self._labelled((patches[0], patches[1]))
         if rows is None:
-            raise ValueError("label(rows) takes one token for each query position, or grid=(rows, columns) of patches.")
+            raise ValueError(
+                "label(rows) takes one token for each query position, or grid=(rows, columns) of patches; got neither."
+            )
         if cols is None and i != j:
             raise ValueError(f"{i} rows and {j} columns need tokens apart: label(row_tokens, column_tokens).")
         tokens = as_tokens(rows, i, "row"), as_tokens(rows if cols is None else cols, j, "column")

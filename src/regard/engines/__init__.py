@@ -25,6 +25,8 @@ class Engine(Protocol):
     #: Whether results are plain PyTorch over `Factors`, which autograd and torch.func follow by themselves. Any other
     #: engine is a `FusedEngine`, and its results become outputs of an autograd node.
     plain: bool
+    #: Whether on a GPU a question about complete rows is walked in PyTorch operations, and never by kernels.
+    avoids_gpu_kernels: bool
 
     def prepare(self, factors: Factors) -> Any:
         """The factors, with any batch axes, in the form that `compute` takes."""
@@ -64,6 +66,7 @@ class Auto:
 
     name = "auto"
     plain = False
+    avoids_gpu_kernels = False
     keeps_grad_dtype = False
 
     def prepare(self, factors: Factors) -> Problem:

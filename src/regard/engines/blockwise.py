@@ -35,6 +35,7 @@ class Blockwise:
 
     name = "blockwise"
     plain = False
+    avoids_gpu_kernels = True
     keeps_grad_dtype = False
 
     def prepare(self, factors: Factors) -> Problem:
@@ -281,11 +282,11 @@ def _ranges(intervals: KeyIntervals, starts: list[int], rows: int) -> list[list[
         last = torch.where(filled, hi, 0).amax((0, 2)).tolist()
         one_exact = intervals.exact and intervals.lo.shape[1] == 1
         full = (int(lo.max()), int(hi.min())) if one_exact else (0, 0)
-        ranges.append(_united([(f, e, *full) for f, e in zip(first, last, strict=True) if f < e]))
+        ranges.append(_merge_ranges([(f, e, *full) for f, e in zip(first, last, strict=True) if f < e]))
     return ranges
 
 
-def _united(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+def _merge_ranges(ranges: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
     """Overlapping ranges united, so that no cell is visited twice."""
     out: list[tuple[int, int, int, int]] = []
     for first, end, full_from, full_to in sorted(ranges):

@@ -28,6 +28,7 @@ class Reference:
 
     name = "reference"
     plain = True
+    avoids_gpu_kernels = False
 
     def prepare(self, factors: Factors) -> Factors:
         return factors.folded()

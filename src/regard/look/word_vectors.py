@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.scores import repeat_kv
 from .loading import LoadedModel, as_loaded
 from .token_text import printable
 
@@ -107,8 +108,8 @@ def _full_width(part: Tensor, size: int, model: LoadedModel) -> Tensor:
         return part
     heads = getattr(getattr(model.model, "config", None), "num_attention_heads", None)
     if heads and size % heads == 0 and size % part.shape[1] == 0 and part.shape[1] % (size // heads) == 0:
-        shared = part.reshape(len(part), -1, size // heads)  # t g d
-        return shared.repeat_interleave(heads // shared.shape[1], 1).flatten(1)
+        shared = part.reshape(len(part), -1, 1, size // heads)  # t g 1 d
+        return repeat_kv(shared, heads).flatten(1)
     raise ValueError(
         f"the first layer of {printable(model.name)} projects words of size {size} to {part.shape[1]}, so W_q, W_k "
         "and W_v cannot be switched on one at a time; walk its recorded head instead (--layer, --head)."

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .._io import atomic_write
 from ..core.pytree import STORABLE, flatten
+from ..engines import get_engine
 from .recording import Layer, Recording
 from .tensor_bytes import tensor_bytes
 
@@ -140,7 +141,7 @@ def _described(layer: Layer, position: int, table: _TensorTable) -> dict[str, An
         spec, tensors = flatten(weights._factors)
         names = [table.add(t, partial(_factor, layer, n) if on_disk else None) for n, t in enumerate(tensors)]
         described["factors"] = _as_json(spec, names)
-        described["engine"] = "reference" if weights._engine == "reference" else "auto"
+        described["engine"] = "reference" if get_engine(weights._engine).plain else "auto"
         described["values"] = (
             None if values is None else table.add(values, partial(_values, layer) if on_disk else None)
         )

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..core.scores import repeat_kv
 from ..core.types import StatisticName
 from ..core.weights import Statistics, Weights
+from ..engines import get_engine
 from .calls import LayerKind, SavedCall
 from .slicing import real_rows, sequence_of, span_of
 
@@ -185,7 +187,7 @@ class Layer:
             raise ValueError("w_ij·|v_j| needs the values: record(model, values=True).")
         w = self.weights[item].dense()
         size = self.values[item].float().norm(dim=-1)  # g j
-        return w * size.repeat_interleave(w.shape[0] // size.shape[0], 0).unsqueeze(-2)
+        return w * repeat_kv(size.unsqueeze(-2), w.shape[0])
 
     def numpy(self) -> numpy.ndarray:
         """The dense weights.
@@ -247,6 +249,6 @@ class Layer:
 
 def row_statistics(weights: Weights) -> dict[str, Tensor]:
     """The statistics that keep="statistics" saves of a layer."""
-    names = [name for name in STATISTICS if not (weights._engine == "reference" and name in ("max_score", "lse"))]
+    names = [name for name in STATISTICS if not (get_engine(weights._engine).plain and name in ("max_score", "lse"))]
     seen: Statistics = weights.see(*names)
     return {name: getattr(seen, name).clone() for name in names}

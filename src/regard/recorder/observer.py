@@ -149,7 +149,7 @@ class Observer:
         transformers.install(self.hooks)
         # Undone when the block ends, or with this object where Ctrl-C came into `__exit__` itself.
         self._undo = weakref.finalize(self, _undo, self.hooks)
-        for name, reason in self.hooks.known_unsupported():
+        for name, reason in self.hooks.announced_refusals():
             self.shared.refuse(name, reason)
         self._thread = threading.get_ident()
         own = self._threads[self._thread] = ThreadRecorder(self.shared, guest=False)

@@ -23,7 +23,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ...core.problem import Factors, Problem
+from ...core.problem import Factors, Problem, repeat_kv
 from ...core.stats import ONE_PASS, SECOND_PASS, Request, Results
 from ...core.torch_state import in_functorch
 from .. import blockwise
@@ -115,6 +115,7 @@ class Triton:
 
     name = "triton"
     plain = False
+    avoids_gpu_kernels = False
     #: The gradient of y stays in its own dtype, and `row_dot` computes its part of delta.
     keeps_grad_dtype = True
 
@@ -253,9 +254,7 @@ def _second_pass(problem: Problem, request: Request, names: tuple[str, ...], nor
 
 def _as_key_mass(v: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     """Values (b|1, g, j, 1) as key masses (b|1, h|1, 1, j)."""
-    heads = v.shape[1]
-    v = v.float() if heads in (1, shape[1]) else v.float().repeat_interleave(shape[1] // heads, 1)
-    return v.mT
+    return (v.float() if v.shape[1] == 1 else repeat_kv(v.float(), shape[1])).mT
 
 
 def _backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]) -> InputGrads:

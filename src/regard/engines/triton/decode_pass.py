@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from ...core.problem import Problem
-from .kernel_inputs import KernelInputs, LaunchArgs, empty, num_sms, padded_size, tma_descriptors
+from .kernel_inputs import KernelInputs, LaunchArgs, empty, empty_row_output, num_sms, padded_size, tma_descriptors
 from .kernels.decode import (
     STATE_FIELDS,
     SplitArg,
@@ -87,7 +87,7 @@ def forward(
     """One pass for those of y, lse, norm, max_score, argmax, entropy, mean_distance and mass in `names`; with `store` also `scores`."""
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
     e = 16 if v is None else v.shape[-1]
-    outputs = {name: _row_output(p, name) for name in names if name != "y"}
+    outputs = {name: empty_row_output(p, name) for name in names if name != "y"}
     if v is not None:
         v = v.expand(p.b, -1, -1, -1)
         outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
@@ -147,11 +147,6 @@ def _common_args(
 def _merge_args(p: KernelInputs, common: dict[str, Any], splits: int) -> dict[str, Any]:
     splits_at_once = min(triton.next_power_of_2(splits), 32)
     return {"sizes": p.common_args["sizes"], "BLOCK_S": splits_at_once, "num_warps": 4, **common}
-
-
-def _row_output(p: KernelInputs, name: str) -> Tensor:
-    shape = (p.b, p.h, p.i, 2) if name == "norm" else (p.b, p.h, p.i)
-    return empty(*shape, like=p.q, dtype=torch.int64 if name == "argmax" else torch.float32)
 
 
 def _same(v: Tensor, k: Tensor) -> bool:

@@ -18,6 +18,7 @@ from .kernel_inputs import (
     KernelInputs,
     LaunchArgs,
     empty,
+    empty_row_output,
     gluon_tma_args,
     new_tile_counter,
     num_sms,
@@ -44,7 +45,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     """
     p = KernelInputs(problem, 1 if v is None else v.shape[1])
     e = 16 if v is None else v.shape[-1]
-    outputs = {name: _row_output(p, name) for name in names if name != "y"}
+    outputs = {name: empty_row_output(p, name) for name in names if name != "y"}
     if v is not None:
         v = v.expand(p.b, -1, -1, -1)
         outputs["y"] = empty(p.b, p.h, p.i, e, like=v, dtype=v.dtype, keep_layout=True)
@@ -95,11 +96,6 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
     tensors = [*p.tensors, v, keys, problem.sink, table.ptr, *outputs.values(), tile_counter]
     launch(kernel, p.key and (p.key, names, with_tile_maxima, store, config), tensors, launch_args)
     return outputs
-
-
-def _row_output(p: KernelInputs, name: str) -> Tensor:
-    shape = (p.b, p.h, p.i, 2) if name == "norm" else (p.b, p.h, p.i)
-    return empty(*shape, like=p.q, dtype=torch.int64 if name == "argmax" else torch.float32)
 
 
 def _forward_config(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: int, store: bool) -> Config:

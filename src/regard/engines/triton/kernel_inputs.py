@@ -23,6 +23,7 @@ __all__ = [
     "KernelInputs",
     "LaunchArgs",
     "empty",
+    "empty_row_output",
     "gluon_tma_args",
     "new_tile_counter",
     "num_sms",
@@ -44,6 +45,12 @@ def empty(*shape: int, like: Tensor, dtype: torch.dtype, keep_layout: bool = Fal
     if keep_layout:
         return torch.empty_strided(shape, strides_like(like, shape), dtype=dtype, device=like.device)
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def empty_row_output(p: KernelInputs, name: str) -> Tensor:
+    """Memory for a result of every row: (b, h, i), and (b, h, i, 2) for the norm."""
+    shape = (p.b, p.h, p.i, 2) if name == "norm" else (p.b, p.h, p.i)
+    return empty(*shape, like=p.q, dtype=torch.int64 if name == "argmax" else torch.float32)
 
 
 class KernelInputs:

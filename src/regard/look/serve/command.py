@@ -99,7 +99,7 @@ def _open_server(args: argparse.Namespace) -> PageServer:
 def _open_source(
     args: argparse.Namespace,
 ) -> tuple[str | Callable[[], View], Callable[[str, str | None], View] | None]:
-    """What is shown first, and how a typed sentence is looked at."""
+    """The source of the first view, and the function that looks at a typed sentence; None without a model."""
     from ..view import View
 
     if not _is_file(args.source):

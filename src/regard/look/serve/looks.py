@@ -31,12 +31,12 @@ class BusyError(Exception):
 
 
 class _StoppedError(Exception):
-    """The server ends, or nobody can ask for the result any more."""
+    """The server ends, or the look was dropped, so that no request can reach the result."""
 
 
 @dataclass
 class Progress:
-    """What is being done, and which share of it is done; None where that cannot be said."""
+    """A step of the work and the share of it that is done; None where the share is unknown."""
 
     step: str
     done: float | None = None

@@ -184,11 +184,11 @@ class OnElementwise:
             return
         alias = softmax.aliases[storage_of(operand)]
         if self.changes:
-            self._changed(softmax, alias, call, operand, result)
+            self._alter_alias(softmax, alias, call, operand, result)
         elif (axis := axis_of_keys(operand, alias)) is not None:
-            self._continued(softmax, alias, axis, call, operand, result)
+            self._extend_alias(softmax, alias, axis, call, operand, result)
 
-    def _continued(
+    def _extend_alias(
         self, softmax: OpenSoftmax, alias: Alias, axis: int, call: dict[str, Any], operand: Tensor, result: Tensor
     ) -> None:
         stride, keys = result.stride(axis), result.shape[axis]
@@ -206,7 +206,7 @@ class OnElementwise:
             softmax.weighted[storage_of(result)] = operand, other
 
     @staticmethod
-    def _changed(softmax: OpenSoftmax, alias: Alias, call: dict[str, Any], operand: Tensor, result: Tensor) -> None:
+    def _alter_alias(softmax: OpenSoftmax, alias: Alias, call: dict[str, Any], operand: Tensor, result: Tensor) -> None:
         if operand is call.get("src"):  # weights put back in their places: scatter
             axis = call["dim"] % result.ndim
             softmax.add(result, Alias(result, False, result.stride(axis), result.shape[axis], None, changed=True))

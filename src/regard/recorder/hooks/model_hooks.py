@@ -202,7 +202,7 @@ class ModelHooks:
     def is_fully_compiled(self) -> bool:
         return self.model is not None and is_compiled(self.model)
 
-    def known_unsupported(self) -> Iterator[tuple[str, str]]:
+    def announced_refusals(self) -> Iterator[tuple[str, str]]:
         """Modules that cannot be recorded, known before the model runs: (name, reason)."""
         for name, module in self.modules:
             if is_compiled(module):

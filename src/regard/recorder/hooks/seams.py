@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...core.masks import causal as causal_mask
 from ...core.masks import padding, window
+from ...core.scores import repeat_kv
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask, as_mask
 from . import eager_attention, regard_nn, tap
@@ -254,7 +255,7 @@ def _flex_scores(call: dict[str, Any], heads: int) -> tuple[Tensor, Tensor]:
 
     inner = import_module("torch._higher_order_ops.flex_attention")._math_attention_inner
     q, k, v = call["query"], call["key"], call["value"]
-    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    k, v = (repeat_kv(x, heads) for x in (k, v))
     return inner(
         q,
         k,

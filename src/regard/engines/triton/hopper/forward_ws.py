@@ -1,4 +1,4 @@
-"""The forward pass with warp specialisation, for Hopper's 16-bit products of 128 components.
+"""The forward pass with warp specialisation, for Hopper's 16-bit products of up to 256 components.
 
 A producer warp loads queries, keys and values by TMA, a few tiles ahead. Two consumer groups of four warps own 64 rows each.
 Both products of a tile overlap with arithmetic: while the tensor cores add tile n − 1 to the output, a consumer computes the

@@ -183,8 +183,8 @@ function saturation(slide) {
     peakText.textContent = fixed(peak, 3);
     entropyText.textContent = fixed(h, 3);
     plot.setAttribute("aria-label", `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`);
-    const said = peak > 0.95 ? "saturated: nearly all on one word" : h > 0.95 * most ? "nearly uniform: every word alike" : "in between";
-    caption.textContent = `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${said}`;
+    const summary = peak > 0.95 ? "saturated: nearly all on one word" : h > 0.95 * most ? "nearly uniform: every word alike" : "in between";
+    caption.textContent = `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${summary}`;
   };
   return { node, draw };
 }
@@ -244,14 +244,14 @@ function outputs(page, { all: { y }, straight, moved }, own) {
   const gap = Math.max(...y.map((row, n) => size(row.map((x, e) => x - straight(own.order[n])[e]))));
   const exact = gap <= 1e-5 * Math.max(...y.map((_, n) => size(straight(n))));
   const most = Math.max(...y.map((row) => size(row.slice(0, few))));
-  const said = !moved ? "Shuffle the words: does each keep its output?"
+  const summary = !moved ? "Shuffle the words: does each keep its output?"
     : exact ? "Shuffled words, outputs shuffled the same way: every word keeps its output. Attention sees a set."
       : `Now places matter: with this mask outputs change by up to ${fixed(gap, 2)}.`;
   const line = (row, n) => el("li", {}, word(page.stack.rows.name(own.order[n])), strip(row.slice(0, few), most,
     page.paint, "output"));
   return el("figure", {}, el("figcaption", { text: "outputs y" }),
     el("ol", {}, y.slice(0, 60).map(line)),
-    el("p", { class: "hint", "data-read": "equivariant", text: said }));
+    el("p", { class: "hint", "data-read": "equivariant", text: summary }));
 }
 
 function playTable(page, w, order) {

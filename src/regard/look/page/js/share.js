@@ -32,14 +32,14 @@ export function shareMenu(page) {
   return menu;
 }
 
-async function copyText(text, said) {
+async function copyText(text, reply) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {
     // Where a page may not write to the clipboard, the text is shown to be copied by hand.
     return text;
   }
-  return said;
+  return reply;
 }
 
 export function download(page, suffix, blob) {

@@ -28,11 +28,11 @@ export function story(page, box) {
   const chapterAt = (at) => clamp(Math.ceil(at - 1e-9) - 1, 0, chapters.length - 1);
   const draw = () => {
     own.at = clamp(own.at, 0, chapters.length);
-    const n = chapterAt(own.at), chapter = chapters[n], said = chapter.say(data);
+    const n = chapterAt(own.at), chapter = chapters[n], sentence = chapter.say(data);
     stage.replaceChildren(svg("pattern", { id: "story-hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
       svg("line", { class: "hatching", x1: 0, x2: 0, y1: 0, y2: 6 })), ...[chapter.draw(data, own.at - n)].flat(4));
-    if (own.said !== said) { text.textContent = own.said = said; title.textContent = `${n + 1} · ${chapter.name}`; }
-    stage.setAttribute("aria-label", `${chapter.name}: ${said}`);
+    if (own.sentence !== sentence) { text.textContent = own.sentence = sentence; title.textContent = `${n + 1} · ${chapter.name}`; }
+    stage.setAttribute("aria-label", `${chapter.name}: ${sentence}`);
     scrubber.value = own.at;
     [...steps.children].forEach((chip, m) => chip.setAttribute("aria-pressed", String(m === n)));
     end.replaceChildren(...(n === chapters.length - 1 ? [el("button", { class: "chip", "data-key": "story-open", text: `open ${data.head.name} again`,
@@ -87,7 +87,7 @@ export function story(page, box) {
     data = storyData(page);
     chapters = CHAPTERS.filter((chapter) => chapter.when(data));
     scrubber.max = chapters.length;
-    own.said = null;
+    own.sentence = null;
     picks.replaceChildren(...[stackChoice(page), wordChoice(page), headChoice(page)].filter(Boolean));
     steps.replaceChildren(...chapters.map((chapter, n) => el("button", { class: "chip", "data-key": `chapter-${n}`, text: `${n + 1} ${chapter.name}`,
       onclick: () => glide(n + 1) })));

@@ -94,12 +94,12 @@ function stepsOfHead(head, i) {
 }
 
 function describeHead({ layer, name }, scores, values) {
-  const said = [];
-  if (!scores && layer.score === "Precomputed") said.push("These weights came ready-made: only the last three of six steps are known.");
-  else if (!scores) said.push("Of this head the page holds the weights alone.");
-  if (!values) said.push("Without values the walk ends at the weights.");
-  if (scores && values) said.push(`${layer.name ? `The recorded ${name}` : "One row of these weights"}, number by number.`);
-  return said.join(" ");
+  const sentences = [];
+  if (!scores && layer.score === "Precomputed") sentences.push("These weights came ready-made: only the last three of six steps are known.");
+  else if (!scores) sentences.push("Of this head the page holds the weights alone.");
+  if (!values) sentences.push("Without values the walk ends at the weights.");
+  if (scores && values) sentences.push(`${layer.name ? `The recorded ${name}` : "One row of these weights"}, number by number.`);
+  return sentences.join(" ");
 }
 
 function scaling({ scale, d }) {
