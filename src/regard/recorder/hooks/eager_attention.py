@@ -1,7 +1,8 @@
 """softmax(q kᵀ) v written out by the model ("eager" attention): recognised operator by operator, kept as computed.
 
 A product of two computed tensors may be scores. A softmax opens a trail (`softmax_trail`), operators such as dropout
-extend it, and the sum over keys with the values ends it: a product on either side, an einsum, or `(w * v).sum`. A
+extend it, and the sum over keys with the values ends it: a product on either side, an einsum, or `(w * v).sum`. So does
+a sigmoid or ReLU of scores, whose rows need not sum to 1; it is named, unless it is divided by its sum. A
 softmax that never meets values (a classifier's, a router's) is not attention and is not named. Linear attention also
 takes softmaxes, over features: there the values are a product themselves, or no product made the scores.
 """
@@ -17,10 +18,12 @@ from torch import Tensor
 from ..calls import AttentionCall
 from . import tap
 from .call_site import CAPTURED, CallSite, has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
+from .einsum_letters import may_be_scores, spelt_out
 from .softmax_trail import (
     CHOSEN,
     COMBINED,
     LOGARITHM,
+    POINTWISE,
     UNNORMALISED,
     Alias,
     EagerTracker,
@@ -61,6 +64,8 @@ CHANGES_WEIGHTS = (
     "div.Tensor",
     "div_.Tensor",
     "mul_.Tensor",
+    "pow.Tensor_Scalar",
+    "square",
     "where.self",
     "where.ScalarOther",
     "scatter.src",
@@ -80,6 +85,8 @@ def install() -> None:
         tap.intercept(name, on_log_softmax)
     for name in ("exp", "exp_"):
         tap.intercept(name, on_exp)
+    for name in ("sigmoid", "sigmoid_", "relu", "relu_", "silu", "silu_"):
+        tap.intercept(name, on_pointwise)
     tap.intercept("topk", on_topk)
     for name in ("matmul", "bmm", "baddbmm", "mm", "mv", "matmul.out", "bmm.out", "baddbmm.out", "mm.out"):
         tap.intercept(name, on_product)
@@ -136,6 +143,16 @@ def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
             listener.refuse_at(frame, IN_CHUNKS)
         else:
             eager.start(out, -1, site, None, UNNORMALISED)
+
+
+def on_pointwise(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """A function of each score alone: weights, if it is of the newest product. Activations and gates are such too."""
+    eager = listener.eager
+    if out.ndim < 2 or not eager.products or eager.products[-1].shape != out.shape:
+        return
+    site = listener.call_site(frame)
+    if site is not None and eager.product_of(out, -1, site) is eager.products[-1]:
+        eager.start(out, -1, site, None, POINTWISE)
 
 
 def on_topk(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
@@ -317,12 +334,12 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     eager = listener.eager
     operands, equation = call["tensors"], call["equation"].replace(" ", "")
     eager.count_operator()
-    sides, _, result = _spelt_out(equation, operands).partition("->")
+    sides, _, result = spelt_out(equation, operands).partition("->")
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
     if not weighted:
         computed = len(operands) == 2 and all(_is_computed(x) for x in operands)
-        scores = computed and _may_be_scores(operands, letters, result)
+        scores = computed and may_be_scores(operands, letters, result)
         if scores and (site := listener.call_site(frame)) is not None:
             eager.add_product(out, site.name, flat=all(x.ndim <= 2 for x in operands))
         return
@@ -343,23 +360,6 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
         return
     keys_first = others[-2:-1] == mine[axis]
     _finish(listener, softmax, w.movedim(axis, -1), v if keys_first else None, w, v)
-
-
-def _spelt_out(equation: str, operands: list[Tensor]) -> str:
-    """An equation with letters for the axes of "...", where these are the same number everywhere."""
-    sides = equation.partition("->")[0].split(",")
-    counts = {x.ndim - len(letters) + 3 for x, letters in zip(operands, sides, strict=False) if "..." in letters}
-    free = [letter for letter in "ABCDEFGH" if letter not in equation]
-    if len(counts) != 1 or "->" not in equation or max(counts) > len(free):
-        return equation
-    return equation.replace("...", "".join(free[: max(counts)]))
-
-
-def _may_be_scores(operands: list[Tensor], letters: list[str], result: str) -> bool:
-    """Whether an einsum pairs two sequences; a matrix that shares no axis with all others is a projection."""
-    if len({x.ndim > 2 for x in operands}) == 1 or "." in "".join(letters):
-        return all(x.ndim > 2 for x in operands) or all(x.ndim <= 2 for x in operands)
-    return bool(set(letters[0]) & set(letters[1]) & set(result))
 
 
 def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
@@ -398,12 +398,10 @@ def _meet(
         return False
     if right_way:
         _finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
-    elif softmax.product is not None and not alias.altered:
+    elif softmax.product is not None and alias.altered in (None, POINTWISE):
         listener.eager.close(softmax)
-        listener.refuse(
-            softmax.site.name,
-            "its weights are summed over another axis than the one softmax ran over, as in slot attention",
-        )
+        other_axis = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
+        listener.refuse(softmax.site.name, alias.altered or other_axis)
     return True
 
 
@@ -460,7 +458,8 @@ def _finish(
         if other.alias_of(factor) is not None:
             eager.close(other)
     w = alias.clean.as_strided(used.shape, used.stride(), used.storage_offset()) if alias.dropped else used
-    altered = None if alias.altered is UNNORMALISED and _is_normalised(w) else alias.altered
+    divided = alias.altered in (UNNORMALISED, POINTWISE) and _is_normalised(w)
+    altered = None if divided else alias.altered
     reason = altered or _no_weights(softmax, v_is_product, w, alias)
     if reason is not None:
         listener.refuse(site.name, reason)
