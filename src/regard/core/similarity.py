@@ -101,7 +101,7 @@ class Distance(Product):
             if count < MANY * near.numel() and k.ndim == 4:
                 b, h, i, j = cells = near.nonzero(as_tuple=True)
                 apart = q[b, h, i] - k[b, h // (q.shape[1] // k.shape[1]), j]
-                exact = s.detach().index_put(cells, apart.square().sum(-1) * -self.distance_scale)
+                exact = s.detach().index_put(cells, 0 - apart.square().sum(-1) * self.distance_scale)  # 0 −: not −0
             else:
                 exact = torch.where(near, self._direct(q, k), s)
         return s + (exact - s).detach() if s.requires_grad else exact  # the gradient is that of s
@@ -109,10 +109,10 @@ class Distance(Product):
     def _direct(self, q: Tensor, k: Tensor) -> Tensor:
         """The score of every cell from differences."""
         if k.ndim == 5:
-            return (q.unsqueeze(-2) - k).square().sum(-1) * -self.distance_scale
+            return 0 - (q.unsqueeze(-2) - k).square().sum(-1) * self.distance_scale
         keys = repeat_kv(k, q.shape[1]).double()
         distances = torch.cdist(q.double(), keys, compute_mode="donot_use_mm_for_euclid_dist")
-        return (distances.square_() * -self.distance_scale).to(q.dtype)
+        return (0 - distances.square_() * self.distance_scale).to(q.dtype)
 
 
 @register_node

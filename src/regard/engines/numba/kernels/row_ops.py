@@ -228,10 +228,10 @@ def correct_distances_(s, n, q, keys, stride, size, scale, near, small):
         while hits != 0:
             j = start + lowest_bit(hits)
             hits &= hits - 1
-            s[j] = -scale * squared_distance(q, key_at(s, keys, j * stride, size), size)
+            s[j] = f32(0) - scale * squared_distance(q, key_at(s, keys, j * stride, size), size)  # not −0
     for j in range(full_lanes, n):
         if s[j] >= limit:
-            s[j] = -scale * squared_distance(q, key_at(s, keys, j * stride, size), size)
+            s[j] = f32(0) - scale * squared_distance(q, key_at(s, keys, j * stride, size), size)  # not −0
 
 
 @njit
