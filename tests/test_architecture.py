@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "core.patches": set(),
     "core.broadcast": set(),
     "core.stored": set(),
-    "core.similarity": {"core.broadcast", "core.pytree"},
+    "core.similarity": {"core.broadcast", "core.pytree", "core.torch_state"},
     "core.modifiers": {"core.block", "core.broadcast", "core.pytree", "core.stored", "core.tensor_kinds"},
     "core.score_base": {"core.broadcast", "core.modifiers", "core.pytree", "core.similarity", "core.stored"},
     "core.scores": {

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Similarity
+from regard.engines import numba
 from support.judge import SCORES, ScoreCase, Sharpness, Sizes, draw, per_query_head
 
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
@@ -78,6 +79,84 @@ def test_gaussian_in_float32_keeps_its_digits_far_from_the_origin(far: float) ->
     # Moved to the keys' centre, numbers are of size 3: their products are exact to some units of 2^-24 · 25; the centre
     # itself is rounded at size `far`, alike for q and k.
     assert (got - want).abs().max() <= 64 * 25 * 2**-24
+
+
+#: Queries and keys (h, i, d) far apart in units of sigma, some of them near: from a function of draws, and sigma.
+NEAR_AND_FAR = {
+    "scattered": (lambda r, d: (r(2, 61, d), r(2, 131, d)), 0.1),
+    "each beside a key": (lambda r, d: (10 * (k := r(2, 131, d))[:, :61] + 0.3 * r(2, 61, d) / d**0.5, 10 * k), 0.3),
+    "in clusters": (
+        lambda r, d: tuple(
+            (30 * c)[:, torch.arange(n) % 8] + r(2, n, d) / d**0.5 for c in [r(2, 8, d)] for n in (61, 131)
+        ),
+        0.5,
+    ),
+    "grouped heads": (lambda r, d: (3 * r(4, 61, d), 3 * r(2, 131, d)), 0.2),
+}
+
+
+def gaussian_errors(kind: str, size: int, dtype: torch.dtype, seed: int) -> dict[str, tuple[float, float]]:
+    """Root mean square errors of the library and of plain PyTorch: differences, squared, added up, softmax."""
+    numbers, (make, sigma) = torch.Generator().manual_seed(seed), NEAR_AND_FAR[kind]
+    q, k = (x.to(dtype) for x in make(lambda *shape: torch.randn(*shape, generator=numbers), size))
+    truth, plain = (
+        Gaussian(sigma).similarity(q.to(t), k.repeat_interleave(len(q) // len(k), 0).to(t))
+        for t in (torch.float64, dtype)
+    )
+    W = regard.weights(q, k, score=Gaussian(sigma))
+    answers = {
+        "dense": (truth.softmax(-1), W.dense(), plain.softmax(-1)),
+        "lse": (truth.logsumexp(-1), W.lse(), plain.logsumexp(-1)),
+        "max_score": (truth.amax(-1), W.max_score(), plain.amax(-1)),
+        "top": (truth.softmax(-1).topk(3).values, W.topk(3).values, plain.softmax(-1).topk(3).values),
+    }
+    return {
+        name: tuple((x.double() - want).square().mean().sqrt().item() for x in (ours, theirs))
+        for name, (want, ours, theirs) in answers.items()
+    }
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("size", [2, 5, 16, 64])
+@pytest.mark.parametrize("kind", NEAR_AND_FAR)
+def test_gaussian_errors_are_at_most_twice_those_of_differences(kind, size, compiled, monkeypatch) -> None:
+    """Over ten seeds together. Of rows that saturate plain PyTorch has exact weights: less than 2⁻³⁰ is no error."""
+    monkeypatch.setattr(numba, "enabled", compiled)
+    pooled: dict[str, list[float]] = {}
+    for seed in range(10):
+        for name, errors in gaussian_errors(kind, size, torch.float32, seed).items():
+            sums = pooled.setdefault(name, [0.0, 0.0])
+            for n, error in enumerate(errors):
+                sums[n] += max(error, 2**-30) ** 2
+    for name, (ours, plain) in pooled.items():
+        assert ours <= 4 * plain, f"{name}: {(ours / plain) ** 0.5:.3g} times as far off as plain PyTorch"
+
+
+def test_gaussian_rows_sum_to_one_where_products_cancel() -> None:
+    draws = torch.Generator().manual_seed(0)
+    q, k = NEAR_AND_FAR["in clusters"][0](lambda *shape: torch.randn(*shape, generator=draws), 16)
+    W = regard.weights(q, k, score=Gaussian(0.5))
+    assert (W.dense().sum(-1) - 1).abs().max() <= 4 * 2**-23
+    torch.testing.assert_close(W[:, 5:9, 3:70], W.dense()[:, 5:9, 3:70], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(W.received(), W.dense().sum(-2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+def test_gaussian_gradients_where_products_cancel(compiled, monkeypatch) -> None:
+    monkeypatch.setattr(numba, "enabled", compiled)
+    draws = torch.Generator().manual_seed(0)
+    q, k = NEAR_AND_FAR["in clusters"][0](lambda *shape: torch.randn(*shape, generator=draws), 5)
+    grads = {}
+    for dtype in (torch.float32, torch.float64):
+        x, y = (t.to(dtype).requires_grad_() for t in (q, k))
+        if dtype == torch.float64:
+            s = Gaussian(0.5).similarity(x, y)
+            entropy = s.logsumexp(-1) - (s.softmax(-1) * s).sum(-1)
+        else:
+            entropy = regard.weights(x, y, score=Gaussian(0.5)).entropy()
+        grads[dtype] = torch.autograd.grad(entropy.sum(), (x, y))
+    for ours, exact in zip(grads[torch.float32], grads[torch.float64], strict=True):
+        assert (ours - exact).norm() <= 1e-3 * exact.norm()
 
 
 def test_bilinear_is_q_w_k_for_sizes_that_differ() -> None:

@@ -235,6 +235,36 @@ def test_backward_says_what_to_do(ask, x):
     (net(x).sum() + number.detach()).backward()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", [Fused, Eager])
+def test_backward_of_a_recording_without_gradients_says_what_to_do(kind, mode, x):
+    net = net_of(kind)
+    with mode():
+        seen = numbers(net, x)
+    for number in (seen[0].entropy().sum(), seen[0].dense().mean(), seen.passes[0].layers[1].weights.lse().sum()
+                   if kind is Fused else seen[1].entropy().sum()):  # fmt: skip
+        for loss in (number, 3 * number.abs()):
+            with pytest.raises(RuntimeError, match=r"regard.record\(model, grad=True\)"):
+                loss.backward()
+            with pytest.raises(RuntimeError, match=r"regard.record\(model, grad=True\)"):
+                torch.autograd.grad(loss, list(net.parameters()))
+        (net(x).sum() + number).backward()  # a constant on purpose
+
+
+def test_numbers_of_a_recording_go_anywhere(x):
+    """Into other matrices, comparisons and losses, like any tensor without a gradient."""
+    with torch.no_grad():
+        seen = numbers(net_of(Fused), x)
+    w = seen[0].dense()
+    torch.testing.assert_close(regard.Weights.from_dense(w).entropy(), seen[0].entropy())
+    assert (seen[0].kl(seen[1]) >= 0).all()
+    v = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    (w @ v).sum().backward()
+    torch.testing.assert_close(v.grad, w.sum((0, 1, 2))[:, None].expand(-1, 3).detach())
+    (grad,) = torch.autograd.grad((w @ v).sum(), v)
+    torch.testing.assert_close(grad, v.grad)
+
+
 def test_backward_of_statistics_says_what_to_do(x):
     seen = numbers(net_of(Fused), x, keep="statistics")
     with pytest.raises(RuntimeError, match=r"grad=True"):

@@ -79,6 +79,11 @@ def in_place(x):
     return s.div_(s.sum(-1, keepdim=True))
 
 
+def by_sigmoid(x):
+    w = scores(x).sigmoid()
+    return w / w.sum(-1, keepdim=True)
+
+
 def by_distance(x):
     return (-0.1 * torch.cdist(x, x) ** 2).softmax(-1)
 
@@ -135,6 +140,7 @@ RECORDED = {
         lambda x: scores(x).softmax(-1),
     ),
     "exp and F.normalize": (lambda x: F.normalize(scores(x).exp(), p=1, dim=-1) @ x, by_exp),
+    "sigmoid over its sum": (lambda x: by_sigmoid(x) @ x, by_sigmoid),
     "a Gaussian of distances": (lambda x: by_distance(x) @ x, by_distance),
     "einsum with an ellipsis": (
         lambda x: torch.einsum("...qk,...kc->...qc", torch.einsum("...qc,...kc->...qk", x, x).softmax(-1), x),
@@ -233,6 +239,17 @@ REFUSED = {
     "multiplied": (lambda x: (2 * scores(x).softmax(-1)) @ x, "sum to more than 1"),
     "multiplied in place": (lambda x: scores(x).softmax(-1).mul_(-1.0) @ x, "some rows are negative"),
     "scaled up": (lambda x: (scores(x).softmax(-1) / 0.1) @ x, "sum to more than 1"),
+    "sigmoid": (lambda x: scores(x).sigmoid() @ x, "without a softmax"),
+    "sigmoid of scaled and masked scores": (lambda x: (scores(x) / 2 - 1).masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf).sigmoid() @ x, "without a softmax"),
+    "ReLU over the length": (lambda x: (scores(heads(x)).relu() / N) @ heads(x), "without a softmax"),
+    "ReLU squared": (lambda x: scores(x).relu().square() @ x, "without a softmax"),
+    "ReLU to a power": (lambda x: (F.relu(scores(x)) ** 2 / N) @ x, "without a softmax"),
+    "ReLU in place": (lambda x: F.relu(scores(x), inplace=True) @ x, "without a softmax"),
+    "SiLU": (lambda x: F.silu(scores(x)) / N @ x, "without a softmax"),
+    "sigmoid, values on the left": (lambda x: (x.mT @ scores(x).sigmoid()).mT, "without a softmax"),
+    "sigmoid by einsum": (lambda x: torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", x, x).sigmoid(), x), "without a softmax"),
+    "sigmoid, weighted sum": (lambda x: (scores(x).sigmoid()[..., None] * x[:, None]).sum(-2), "without a softmax"),
+    "sigmoid with dropout": (lambda x: torch.dropout(scores(x).sigmoid(), 0.1, False) @ x, "without a softmax"),
 }  # fmt: skip
 
 
@@ -368,7 +385,49 @@ def expected_bins(x):
     return (x.softmax(-1) * torch.arange(D)).sum(-1)
 
 
+class Gated(nn.Module):
+    """A gate of the shape of a product before it, times the product, as in triangular updates."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.left, self.right, self.open, self.gate = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(N, N), gate
+
+    def forward(self, x):
+        pairs = self.left(x) @ self.right(x).mT
+        return pairs * self.gate(self.open(pairs))
+
+
+class Feedforward(nn.Module):
+    """A hidden layer of the shape of the scores before it."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(D, N), nn.Linear(N, D), act
+
+    def forward(self, x):
+        pairs = x @ x.mT
+        return self.down(self.act(self.up(x))) + 0 * pairs.sum()
+
+
+class SqueezeAndExcite(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Linear(D, 2), nn.Linear(2, D)
+
+    def forward(self, x):
+        return x * self.up(self.down(x.mean(1)).relu()).sigmoid()[:, None]
+
+
 QUIET = {
+    **{f"gate by {act.__name__}": (lambda act=act: Gated(act)) for act in (torch.sigmoid, torch.relu, F.silu)},
+    **{
+        f"feedforward with {act.__name__}": (lambda act=act: Feedforward(act))
+        for act in (torch.sigmoid, torch.relu, F.silu)
+    },
+    "squeeze and excite": SqueezeAndExcite,
+    "alikeness by sigmoid": lambda: Calls(lambda x: scores(x).sigmoid()),
+    "soft-capped and gated": lambda: Calls(lambda x: x * scores(x).sigmoid().mean(-1, keepdim=True)),
+    "LSTM": lambda: nn.Sequential(nn.LSTM(D, D, batch_first=True), Calls(lambda both: both[0])),
     "classifier": Classifier,
     "language model": LanguageModel,
     "soft embeddings": lambda: LanguageModel(soft=True),

@@ -190,8 +190,8 @@ class Problem:
 
     def bare_scores(self, block: MatrixBlock) -> Tensor:
         """Scores of a block to which this problem is cut already (`at`), mask not applied."""
-        s = self.similarity_kernel.grouped(upcast(self.q), upcast(self.k))
-        return _modified(s, self.modifiers, block)
+        q, k = upcast(self.q), upcast(self.k)
+        return self._modified(self.similarity_kernel.grouped(q, k), self.modifiers, block, q, k)
 
     def picked_scores(self, cols: Tensor) -> Tensor:
         """Scores at a few keys a row, cols (b, h, i, n): (b, h, i, n). All of them must be visible."""
@@ -201,9 +201,22 @@ class Problem:
         k = repeat_kv(self.k, h)  # b h j d
         index = cols.reshape(b, h, i * n, 1).expand(-1, -1, -1, k.shape[-1])
         picked = upcast(k.gather(2, index).reshape(b, h, i, n, k.shape[-1]))
-        s = self.similarity_kernel.pairwise(upcast(self.q).unsqueeze(-2), picked).squeeze(-2)
+        q = upcast(self.q)
+        s = self.similarity_kernel.pairwise(q.unsqueeze(-2), picked).squeeze(-2)
         cells = PickedCells(cols, self.offset)
-        return _modified(s, tree_map(self.modifiers, cells.take), cells)
+        return self._modified(s, tree_map(self.modifiers, cells.take), cells, q, picked)
+
+    def _modified(
+        self, s: Tensor, modifiers: tuple[Modifier, ...], block: MatrixBlock | PickedCells, q: Tensor, k: Tensor
+    ) -> Tensor:
+        """Scores with these modifiers, which are cut to the block already, as its queries and keys are."""
+        own = self.similarity_kernel.own_modifiers
+        for modifier in modifiers[:own]:
+            s = modifier.apply(s, block)
+        s = self.similarity_kernel.corrected(s, q, k)
+        for modifier in modifiers[own:]:
+            s = modifier.apply(s, block)
+        return s
 
     def visible_keys(self) -> Tensor | None:
         """Which keys at least one row sees, (b|1, j); None where that is all of them."""
@@ -300,12 +313,6 @@ def strides_like(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
 def sum_groups(x: Tensor, heads: int) -> Tensor:
     """The sum over the query heads that share a key head: (b, h, j, e) to (b, g, j, e)."""
     return x if x.shape[1] == heads else x.unflatten(1, (heads, -1)).sum(2)
-
-
-def _modified(s: Tensor, modifiers: tuple[Modifier, ...], block: Any) -> Tensor:
-    for modifier in modifiers:
-        s = modifier.apply(s, block)
-    return s
 
 
 def _rows(x: Tensor, where: slice | Tensor) -> Tensor:

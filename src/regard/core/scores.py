@@ -18,7 +18,7 @@ from .broadcast import MatrixShape, repeat_kv, with_leading_axes
 from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_axes, need_finite, need_floats, open_function
 from .pytree import register_node, replace_fields
 from .score_base import FormulaSteps, Lowered, Score, upcast
-from .similarity import Function, Product, ReluSum, SimilarityKernel, TanhSum
+from .similarity import Distance, Function, Product, ReluSum, SimilarityKernel, TanhSum
 from .stored import check_finite, check_floats, check_parameter, check_positive, require
 
 __all__ = [
@@ -186,14 +186,33 @@ class Gaussian(Score):
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
         # −|q − k|²/2σ² = q·k/σ² − |q|²/2σ² − |k|²/2σ²: a dot product, a bias per row and one per key.
         if q.dtype == k.dtype and q.dtype in (torch.float32, torch.float64):
-            # The three terms cancel badly far from the origin; distances do not change when it moves to the keys' mean.
-            finite = torch.where(k.isfinite(), k, 0).detach()
-            centre = finite.mean(-2, keepdim=True) if k.shape[-2] else finite.sum(-2, keepdim=True)
+            # The three terms cancel badly far from the origin; distances do not change when it moves to the keys.
+            centre = _exact_centre(k.detach())
             q, k = q - repeat_kv(centre, q.shape[-3]), k - centre
-        row = upcast(q).square().sum(-1, keepdim=True) / (-2 * self.sigma**2)  # *batch h i 1
-        key = upcast(k).square().sum(-1).unsqueeze(-2) / (-2 * self.sigma**2)  # *batch g 1 j
+        row = _squared_length(q).unsqueeze(-1) / (-2 * self.sigma**2)  # *batch h i 1
+        key = _squared_length(k).unsqueeze(-2) / (-2 * self.sigma**2)  # *batch g 1 j
         key = repeat_kv(key, q.shape[-3])
-        return Lowered(q, k, Product(1 / self.sigma**2), (Bias(row), Bias(key), *self.modifiers))
+        similarity = Distance(1 / self.sigma**2, 1 / (2 * self.sigma**2))
+        return Lowered(q, k, similarity, (Bias(row), Bias(key), *self.modifiers))
+
+
+def _exact_centre(k: Tensor) -> Tensor:
+    """The mean of the keys (*batch, g, 1, d), and 0 along an axis where its difference to some key would be rounded.
+
+    Numbers within a factor of 2 of one another subtract exactly. Where keys differ by more, their mean is no larger
+    than they are, and nothing is gained.
+    """
+    if not k.shape[-2]:
+        return k.sum(-2, keepdim=True)
+    centre = k.mean(-2, keepdim=True)
+    low, high = k.amin(-2, keepdim=True), k.amax(-2, keepdim=True)
+    reach = centre.abs() / 2
+    return torch.where((high - centre <= reach) & (centre - low <= reach), centre, 0)
+
+
+def _squared_length(x: Tensor) -> Tensor:
+    """|x|², added up in float64: its error is that of every score of a row or a key."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().to(upcast(x).dtype)
 
 
 @register_node(storable=True)

@@ -10,8 +10,17 @@ from torch import Tensor
 
 from .broadcast import repeat_kv
 from .pytree import register_node
+from .torch_state import in_functorch, is_tracing
 
-__all__ = ["Function", "Product", "ReluSum", "SimilarityKernel", "TanhSum"]
+__all__ = ["Distance", "Function", "Product", "ReluSum", "SimilarityKernel", "TanhSum"]
+
+
+#: |q − k|² as a share of |q|² below which |q|² + |k|² − 2 q·k has lost a bit or more.
+NEAR = 0.5
+#: A score |q|² · distance_scale below which that is a rounding error of weights anyway.
+SMALL_SCORE = 1.0
+#: The share of such cells from which on all cells of a tile are computed from differences.
+MANY = 1 / 16
 
 
 class SimilarityKernel:
@@ -21,6 +30,12 @@ class SimilarityKernel:
     kernel_op: ClassVar[str | None] = None
     #: The factor of a product of queries and keys, which engines may fold into either.
     scale: float = 1.0
+    #: The first modifiers of a problem that belong to the similarity itself.
+    own_modifiers: ClassVar[int] = 0
+    #: The factor of squared distances that products and these modifiers make up; 0 where there are none.
+    distance_scale: float = 0.0
+    #: The numbers NEAR and SMALL_SCORE of `Distance`, for kernels.
+    distance_limits: ClassVar[tuple[float, float]] = (0.0, 0.0)
 
     def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores (..., i, j) of q (..., i, d) and k (..., j, d)."""
@@ -29,6 +44,16 @@ class SimilarityKernel:
     def grouped(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores (b, h, i, j) of q (b, h, i, d) and k (b, g, j, d), where heads share keys."""
         return self.pairwise(q, repeat_kv(k, q.shape[1]))
+
+    def corrected(self, s: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Scores (b, h, i, j) after its own modifiers, without the errors of these.
+
+        Args:
+            s: Scores ``(b, h, i, j)``.
+            q: Queries ``(b, h, i, d)``.
+            k: Keys ``(b, g, j, d)``, or keys of each row ``(b, h, i, j, d)``.
+        """
+        return s
 
     def numbers_per_cell(self, size: int) -> int:
         """How many numbers `pairwise` holds at once for each score, with queries of this size."""
@@ -51,6 +76,43 @@ class Product(SimilarityKernel):
         _, h, i, _ = q.shape
         # Not -1, which is ambiguous where an axis is empty.
         return self.pairwise(q.reshape(b, g, h // max(g, 1) * i, d), k).reshape(b, h, i, j)
+
+
+@register_node
+class Distance(Product):
+    """−distance_scale · |q − k|², as a product and two modifiers: a bias of each row and one of each key.
+
+    Where q and k are near, the three terms cancel: such scores are computed from differences instead. On a GPU, and
+    inside torch.func and torch.compile, they stay as they are: the host cannot ask which cells these are.
+    """
+
+    distance_scale: float
+    own_modifiers = 2
+    distance_limits = (NEAR, SMALL_SCORE)
+
+    def corrected(self, s: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        if s.device.type != "cpu" or in_functorch() or is_tracing():
+            return s
+        with torch.no_grad():
+            squared = q.square().sum(-1, keepdim=True) * self.distance_scale  # b h i 1
+            near = (s > -NEAR * squared) & (squared > SMALL_SCORE)
+            if not (count := int(near.count_nonzero())):
+                return s
+            if count < MANY * near.numel() and k.ndim == 4:
+                b, h, i, j = cells = near.nonzero(as_tuple=True)
+                apart = q[b, h, i] - k[b, h // (q.shape[1] // k.shape[1]), j]
+                exact = s.detach().index_put(cells, 0 - apart.square().sum(-1) * self.distance_scale)  # 0 −: not −0
+            else:
+                exact = torch.where(near, self._direct(q, k), s)
+        return s + (exact - s).detach() if s.requires_grad else exact  # the gradient is that of s
+
+    def _direct(self, q: Tensor, k: Tensor) -> Tensor:
+        """The score of every cell from differences."""
+        if k.ndim == 5:
+            return 0 - (q.unsqueeze(-2) - k).square().sum(-1) * self.distance_scale
+        keys = repeat_kv(k, q.shape[1]).double()
+        distances = torch.cdist(q.double(), keys, compute_mode="donot_use_mm_for_euclid_dist")
+        return (0 - distances.square_() * self.distance_scale).to(q.dtype)
 
 
 @register_node

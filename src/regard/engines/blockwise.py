@@ -21,6 +21,7 @@ from ..core.problem import Factors, Problem, mask_scores, sum_groups
 from ..core.pytree import flatten, unflatten
 from ..core.scores import upcast
 from ..core.stats import ONE_PASS, SECOND_PASS, Request, Results, Tiling, required
+from ..core.torch_state import in_functorch
 from . import numba
 from .score_grad import InputGrads, ScoreGrad, weights_from_norm
 
@@ -176,8 +177,10 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
             s, vjp = torch.func.vjp(scores, *inputs)[:2]
             if compiled:  # one ulp of a large score would take the weights out of their norm
                 s = numba.cells(problem, _cells_of(rows, cols))
-            elif not all_visible:
-                s = mask_scores(s, problem.mask, block)
+            else:
+                if problem.similarity_kernel.distance_scale and not in_functorch():  # which `vjp` leaves uncorrected
+                    s = problem.at(block).bare_scores(block)
+                s = s if all_visible else mask_scores(s, problem.mask, block)
             w, log_w = weights_from_norm(s, norm[:, :, rows], all_visible)
             distance = (block.i - block.j).abs() if gradient.d_distance is not None else None
             ds = gradient.into_scores(w, log_w, rows, cols, distance)

@@ -19,7 +19,7 @@ from ..core.pytree import tree_map
 from ..core.scores import ScaledDot, Score
 from ..core.types import Align
 from ..core.weights import Weights
-from .detached import DetachedWeights, RecordedWeights
+from .detached import ConstantWeights, DetachedWeights, RecordedWeights
 from .mask_recognition import ParsedMask, parse_mask
 
 __all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall", "save_call"]
@@ -105,8 +105,8 @@ class SavedCall:
     mask: Mask | None
     align: Align | None
     versions: list[tuple[Tensor, int]] = field(default_factory=list)  # of tensors shared with the model
-    detached: bool = False  # whether the model ran with gradients that are not saved
     row_results: dict[str, Tensor] = field(default_factory=dict)  # of the pass that computed it, where regard did
+    matrix: type[RecordedWeights] = RecordedWeights  # by whether it is cut from a graph of the model
 
     def weights(self) -> Weights:
         """The attention matrix of this call."""
@@ -118,8 +118,7 @@ class SavedCall:
                 assert self.q is not None
                 assert self.score is not None
                 matrix = weights(self.q, self.k, score=self.score, mask=self.mask, align=self.align)
-            kind = DetachedWeights if self.detached else RecordedWeights
-            recorded = kind(matrix._factors, matrix._engine, one_head=matrix._one_head)
+            recorded = self.matrix(matrix._factors, matrix._engine, one_head=matrix._one_head)
             recorded._adopt(self.row_results)
             return recorded
 
@@ -160,8 +159,9 @@ def save_call(
     """
     parsed = call.parse_mask()
     saved = SavedCall(None, None, None, None, None, parsed.mask, parsed.align)
-    saved.detached = not grad and any(t is not None and t.requires_grad for t in (call.q, call.k, call.w))
     if not grad:
+        had_graph = any(t is not None and t.requires_grad for t in (call.q, call.k, call.w))
+        saved.matrix = DetachedWeights if had_graph else ConstantWeights
         q, k, v, w = (_detached(x) for x in (call.q, call.k, call.v, call.w))
         call = dataclasses.replace(call, q=q, k=k, v=v, w=w)
     if call.w is not None:

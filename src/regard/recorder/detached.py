@@ -1,21 +1,22 @@
 """Numbers of a recording that is cut from the autograd graph: `.backward()` through them says so.
 
-A model that ran with gradients was recorded without `grad=True`. PyTorch's own error for its numbers would name
-"element 0 of tensors", and `loss + penalty` would train without the penalty in silence. So these numbers are tensors of
-a subclass whose `backward` is an error with the remedy. `detach()`, pickles and NumPy see plain tensors.
+A model was recorded without `grad=True`. PyTorch's own error for its numbers would name "element 0 of tensors", so they
+are tensors of a subclass whose `backward` is an error with the remedy, wherever gradients are on. Where the model ran
+with gradients, `loss + penalty` would train without the penalty in silence: that is an error too. `detach()`, pickles
+and NumPy see plain tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.weights import Weights
 
-__all__ = ["DetachedTensor", "DetachedWeights", "RecordedWeights", "as_detached"]
+__all__ = ["ConstantTensor", "ConstantWeights", "DetachedTensor", "DetachedWeights", "RecordedWeights", "as_detached"]
 
 ADVICE = (
     "recorded weights are not part of the autograd graph: regard.record(model, grad=True) makes them part of it. For "
@@ -29,19 +30,32 @@ _BACKWARD = (Tensor.backward, torch.autograd.grad)
 _PLAIN = (Tensor.detach, Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__)
 
 
-class DetachedTensor(Tensor):
-    """A number of a recording, or one computed from it, outside the model's graph."""
+class ConstantTensor(Tensor):
+    """A number of a recording under `torch.no_grad`, or one computed from it: a constant of what has a graph."""
+
+    @classmethod
+    def _refuses(cls, loss: Any) -> bool:
+        losses = loss if isinstance(loss, (tuple, list)) else (loss,)
+        return not any(isinstance(x, Tensor) and x.requires_grad for x in losses)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _BACKWARD:
+        if func in _BACKWARD and cls._refuses(args[0] if args else (kwargs or {}).get("outputs")):
             raise RuntimeError(ADVICE)
         if func in _PLAIN:
             args = (args[0].as_subclass(Tensor), *args[1:])
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class DetachedTensor(ConstantTensor):
+    """A number of a recording of a model that ran with gradients, or one computed from it."""
+
+    @classmethod
+    def _refuses(cls, loss: Any) -> bool:
+        return True
 
 
 class RecordedWeights(Weights):
@@ -50,22 +64,30 @@ class RecordedWeights(Weights):
     keys_are_values = False
 
 
-class DetachedWeights(RecordedWeights):
-    """Weights of a recorded call that ran with gradients, without them: their answers are `DetachedTensor`s."""
+class ConstantWeights(RecordedWeights):
+    """Weights of a call that was recorded without gradients: their answers are `ConstantTensor`s."""
+
+    _answers: ClassVar[type[ConstantTensor]] = ConstantTensor
 
     def _ask(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        results = super()._ask(*args, **kwargs)
-        return {name: as_detached(x) for name, x in results.items()} if torch.is_grad_enabled() else results
+        return {name: self._detached(x) for name, x in super()._ask(*args, **kwargs).items()}
 
     def _ask_rows(self, question: Any, *others: Any) -> list[Tensor]:
-        results = super()._ask_rows(question, *others)
-        return [as_detached(x) for x in results] if torch.is_grad_enabled() else results
+        return [self._detached(x) for x in super()._ask_rows(question, *others)]
 
     def _block(self, rows: Any, cols: Any) -> Tensor:
-        block = super()._block(rows, cols)
-        return as_detached(block) if torch.is_grad_enabled() else block
+        return self._detached(super()._block(rows, cols))
+
+    def _detached(self, x: Tensor) -> Tensor:
+        return as_detached(x, self._answers) if torch.is_grad_enabled() else x
 
 
-def as_detached(x: Tensor) -> Tensor:
-    """A `DetachedTensor`; indices, and numbers with a graph of their own (`W @ v` with a trained v), stay plain."""
-    return x if x.requires_grad or not x.is_floating_point() else x.as_subclass(DetachedTensor)
+class DetachedWeights(ConstantWeights):
+    """The same where the model ran with gradients: their answers are `DetachedTensor`s."""
+
+    _answers = DetachedTensor
+
+
+def as_detached(x: Tensor, kind: type[ConstantTensor] = DetachedTensor) -> Tensor:
+    """A tensor of that kind; indices, and numbers with a graph of their own (`W @ v` with a trained v), stay plain."""
+    return x if x.requires_grad or not x.is_floating_point() else x.as_subclass(kind)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .calls import AttentionCall, LayerKind, MaskCache, SavedCall, save_call
-from .detached import as_detached
+from .detached import DetachedWeights, as_detached
 from .hooks import tap
 from .hooks.call_site import CAPTURED, CallSite, called_by, calling_module, module_stack, runs_code_of
 from .hooks.eager_attention import EagerTracker
@@ -178,7 +178,8 @@ class ThreadRecorder:
         entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
         if shared.keep == "statistics":
             statistics = row_statistics(saved.weights())
-            entry.statistics = {n: as_detached(x) for n, x in statistics.items()} if saved.detached else statistics
+            detached = issubclass(saved.matrix, DetachedWeights)
+            entry.statistics = {n: as_detached(x) for n, x in statistics.items()} if detached else statistics
             entry.saved = None
         elif shared.spill is not None:
             entry.saved = shared.spill.put(saved)

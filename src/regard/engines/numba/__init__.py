@@ -195,16 +195,23 @@ class KernelCall:
         return tensor
 
     def _set_modifiers(self, problem: Problem) -> None:
-        kernels = self.runtime.kernels
+        kernels, no_keys = self.runtime.kernels, (0,) * 7
         rows = []
         for modifier in problem.modifiers:
             at: tuple[int, ...] = (0, 0, 0, 0, 0)
             if modifier.operand is not None:
                 tensor = modifier.operand.to(self.dtype)
                 at = self.address_of(tensor), *_strides(tensor)
-            rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant))
+            rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant, *no_keys))
+        if (kernel := problem.similarity_kernel).distance_scale:
+            q = [self.fields[name] for name in ("q", "q_b", "q_h", "q_i")]
+            k = [self.fields[name] for name in ("k", "k_b", "k_h")]
+            group = max(1, problem.q.shape[1] // max(1, problem.k.shape[1]))
+            sizes = (group, problem.q.shape[3], *kernel.distance_limits)
+            row = (kernels.DISTANCE, *q, self.fields["k_j"], kernel.distance_scale, *k, *sizes)
+            rows.insert(kernel.own_modifiers, row)
         for cells in (problem.mask and problem.mask.dense_parts()) or []:
-            rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0))
+            rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, *no_keys))
         if rows:
             table = kernels.modifier_table(rows)
             self.alive.append(table)

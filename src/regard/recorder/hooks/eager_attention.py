@@ -1,7 +1,8 @@
 """softmax(q kᵀ) v written out by the model ("eager" attention): recognised operator by operator, kept as computed.
 
 A product of two computed tensors may be scores. A softmax opens a trail (`softmax_trail`), operators such as dropout
-extend it, and the sum over keys with the values ends it: a product on either side, an einsum, or `(w * v).sum`. A
+extend it, and the sum over keys with the values ends it: a product on either side, an einsum, or `(w * v).sum`. So does
+a sigmoid or ReLU of scores, whose rows need not sum to 1; it is named, unless it is divided by its sum. A
 softmax that never meets values (a classifier's, a router's) is not attention and is not named. Linear attention also
 takes softmaxes, over features: there the values are a product themselves, or no product made the scores.
 """
@@ -11,17 +12,18 @@ from __future__ import annotations
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..calls import AttentionCall
 from . import tap
 from .call_site import CAPTURED, CallSite, has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
 from .einsum_equation import may_be_scores, spell_out
+from .product_factors import factors_of, is_computed, is_layer, is_parameter
 from .softmax_trail import (
     CHOSEN,
     COMBINED,
     LOGARITHM,
+    POINTWISE,
     UNNORMALISED,
     Alias,
     EagerTracker,
@@ -62,6 +64,8 @@ CHANGES_WEIGHTS = (
     "div.Tensor",
     "div_.Tensor",
     "mul_.Tensor",
+    "pow.Tensor_Scalar",
+    "square",
     "where.self",
     "where.ScalarOther",
     "scatter.src",
@@ -81,9 +85,11 @@ def install() -> None:
         tap.intercept(name, on_log_softmax)
     for name in ("exp", "exp_"):
         tap.intercept(name, on_exp)
+    for name in ("sigmoid", "sigmoid_", "relu", "relu_", "silu", "silu_"):
+        tap.intercept(name, on_pointwise, skip=_is_activation)
     tap.intercept("topk", on_topk)
     for name in ("matmul", "mm", "mv", "matmul.out", "mm.out"):
-        tap.intercept(name, on_product, skip=_is_layer)
+        tap.intercept(name, on_product, skip=is_layer)
     for name in ("bmm", "baddbmm", "bmm.out", "baddbmm.out"):
         tap.intercept(name, on_product)
     for name in ("addmm", "addmm.out"):  # every nn.Linear is one: intercepted only where weights may meet values
@@ -119,7 +125,7 @@ def on_sparse_softmax(listener: tap.Listener, call: dict[str, Any], out: Tensor,
 
 def on_distances(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """Distances of queries and keys, which a Gaussian similarity squares and negates."""
-    computed = _is_computed(call["x1"]) and _is_computed(call["x2"])
+    computed = is_computed(call["x1"]) and is_computed(call["x2"])
     if computed and (site := listener.call_site(frame)) is not None:
         listener.eager.add_product(out, site.name, flat=out.ndim <= 2)
 
@@ -139,6 +145,21 @@ def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
             listener.refuse_at(frame, IN_CHUNKS)
         else:
             eager.start(out, -1, site, None, UNNORMALISED)
+
+
+def _is_activation(live: list[Any], args: tuple[Any, ...]) -> bool:
+    """Whether no listener has seen a product of that shape last: most such functions are of a feed-forward layer."""
+    return not any(listener.eager.products and listener.eager.products[-1].shape == args[0].shape for listener in live)
+
+
+def on_pointwise(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """A function of each score alone: weights, if it is of the newest product. Activations and gates are such too."""
+    eager = listener.eager
+    if out.ndim < 2 or not eager.products or eager.products[-1].shape != out.shape:
+        return  # of another listener
+    site = listener.call_site(frame)
+    if site is not None and eager.product_of(out, -1, site) is eager.products[-1]:
+        eager.start(out, -1, site, None, POINTWISE)
 
 
 def on_topk(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
@@ -266,20 +287,20 @@ def on_dropout_in_place(listener: tap.Listener, call: dict[str, Any], out: Tenso
 
 
 def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    left, right = _factors(call)
+    left, right = factors_of(call)
     eager = listener.eager
     eager.count_operator()
     if out.is_nested:
         return
     met = False
-    if (softmax := eager.softmax_of(left)) is not None and not _is_parameter(right):
+    if (softmax := eager.softmax_of(left)) is not None and not is_parameter(right):
         axis = axis_of_keys(left, softmax.aliases[storage_of(left)])
         met = _meet(listener, softmax, left, right, right_way=axis == -1, direct=True)
-    elif (softmax := eager.softmax_of(right)) is not None and not _is_parameter(left):
+    elif (softmax := eager.softmax_of(right)) is not None and not is_parameter(left):
         axis, one_row = axis_of_keys(right, softmax.aliases[storage_of(right)]), right.ndim == 1
         used, v = right if one_row else right.mT, left.mT if left.ndim > 1 else left
         met = _meet(listener, softmax, used, v, right_way=axis == (-1 if one_row else -2), direct=False)
-    computed = _is_computed(left) and _is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
+    computed = is_computed(left) and is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
     if not met and computed and (site := listener.call_site(frame)) is not None:
         if site.compiled and left.ndim > 2 and _is_around_fused_softmax(eager, left, right, site):
             listener.refuse(site.name, CAPTURED)
@@ -298,32 +319,6 @@ def _is_around_fused_softmax(eager: EagerTracker, left: Tensor, right: Tensor, s
     )
 
 
-def _factors(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The two operands of a product: operators name them differently."""
-    if "batch1" in call:
-        return call["batch1"], call["batch2"]
-    if "mat1" in call:
-        return call["mat1"], call["mat2"]
-    return call["self"], next(call[name] for name in ("other", "mat2", "vec") if name in call)
-
-
-def _is_computed(x: Tensor) -> bool:
-    """Whether a factor is computed, not a parameter of the model."""
-    return x.ndim > 0 and x.is_floating_point() and not _is_parameter(x)
-
-
-def _is_layer(live: list[Any], factors: tuple[Any, ...]) -> bool:
-    """Whether a product is that of a linear layer, and no listener waits for the product of weights with values."""
-    for listener in live:
-        if listener.eager.open:
-            return False
-    return len(factors) > 1 and (_is_parameter(factors[1]) or _is_parameter(factors[0]))
-
-
-def _is_parameter(x: Tensor) -> bool:
-    return isinstance(x if x._base is None else x._base, torch.nn.Parameter)
-
-
 def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     eager = listener.eager
     operands, equation = call["tensors"], call["equation"].replace(" ", "")
@@ -332,7 +327,7 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
     if not weighted:
-        computed = len(operands) == 2 and all(_is_computed(x) for x in operands)
+        computed = len(operands) == 2 and all(is_computed(x) for x in operands)
         scores = computed and may_be_scores(operands, letters, result)
         if scores and (site := listener.call_site(frame)) is not None:
             eager.add_product(out, site.name, flat=all(x.ndim <= 2 for x in operands))
@@ -367,7 +362,7 @@ def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
     w = _collapsed(w)
     axis = axis_of_keys(w, softmax.aliases[storage_of(w)])
     dims = [dim % x.ndim - x.ndim for dim in call["dim"]]
-    if axis is None or dims != [axis] or not isinstance(v, Tensor) or not v.is_floating_point() or _is_parameter(v):
+    if axis is None or dims != [axis] or not isinstance(v, Tensor) or not v.is_floating_point() or is_parameter(v):
         return
     # Where the values have no axis of their own for the rows of w, the axis of their features stands in its place.
     grown = [n for n in range(-w.ndim, 0) if w.shape[n] == 1 and x.shape[n] > 1 and n != axis]
@@ -392,12 +387,10 @@ def _meet(
         return False
     if right_way:
         _finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
-    elif softmax.product is not None and not alias.altered:
+    elif softmax.product is not None and alias.altered in (None, POINTWISE):
         listener.eager.close(softmax)
-        listener.refuse(
-            softmax.site.name,
-            "its weights are summed over another axis than the one softmax ran over, as in slot attention",
-        )
+        other_axis = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
+        listener.refuse(softmax.site.name, alias.altered or other_axis)
     return True
 
 
@@ -454,7 +447,8 @@ def _finish(
         if other.alias_of(factor) is not None:
             eager.close(other)
     w = alias.clean.as_strided(used.shape, used.stride(), used.storage_offset()) if alias.dropped else used
-    altered = None if alias.altered is UNNORMALISED and _is_normalised(w) else alias.altered
+    divided = alias.altered in (UNNORMALISED, POINTWISE) and _is_normalised(w)
+    altered = None if divided else alias.altered
     reason = altered or _no_weights(softmax, v_is_product, w, alias)
     if reason is not None:
         listener.refuse(site.name, reason)

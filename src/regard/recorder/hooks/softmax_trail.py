@@ -20,6 +20,7 @@ __all__ = [
     "CHOSEN",
     "COMBINED",
     "LOGARITHM",
+    "POINTWISE",
     "UNNORMALISED",
     "Alias",
     "EagerTracker",
@@ -41,6 +42,7 @@ COMBINED = "its weights are combined with others before they meet the values, as
 CHOSEN = "only its largest weights or scores meet the values, gathered from their positions (top-k)"
 UNNORMALISED = "exp of its scores meets the values before it is divided by its sum: no weights are computed"
 LOGARITHM = "its weights are logarithms"
+POINTWISE = "it weighs keys by a sigmoid, ReLU or SiLU of each score, without a softmax: its rows do not sum to 1"
 
 
 class Alias(NamedTuple):

@@ -24,6 +24,7 @@ from numba import carray, cfunc, types
 from . import backward, cells, column_pass, comparison, forward, head_rows, profile, tile_pool
 from .params import (
     DENSE_MASK,
+    DISTANCE,
     MEASURES,
     MODIFIER_KINDS,
     ONE_PASS,
@@ -36,6 +37,7 @@ from .params import (
 
 __all__ = [
     "DENSE_MASK",
+    "DISTANCE",
     "MEASURES",
     "MODIFIER_KINDS",
     "ONE_PASS",

@@ -16,6 +16,7 @@ __all__ = [
     "BIAS_PER_ROW",
     "CROSS_ENTROPY",
     "DENSE_MASK",
+    "DISTANCE",
     "ENTROPY",
     "JS",
     "KL",
@@ -39,7 +40,7 @@ __all__ = [
 ]
 
 # Kinds of modifiers, which change a row of scores between the product and the softmax.
-BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK = 0, 1, 2, 3, 4
+BIAS_PER_ROW, BIAS, ALIBI, SOFTCAP, DENSE_MASK, DISTANCE = 0, 1, 2, 3, 4, 5
 # Measures of two matrices, and the entropy of heads together.
 KL, CROSS_ENTROPY, JS, OVERLAP, TOTAL_VARIATION, ENTROPY = 0, 1, 2, 3, 4, 5
 
@@ -68,9 +69,16 @@ MEASURES = {
 #: The number of each way to pool, by its name in `core/spans.py`.
 POOL_BY = {"sum": POOL_SUM, "max": POOL_MAX, "lse": POOL_LSE}
 
-_MODIFIER = np.dtype([(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")] + [("cap", "f8")])
+_MODIFIER = np.dtype(
+    [(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")]
+    + [("cap", "f8")]
+    + [(name, "i8") for name in ("k", "k_b", "k_h", "group", "size")]
+    + [("near", "f8"), ("small", "f8")]
+)
 
-#: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP.
+#: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP. Of
+#: DISTANCE the tensor is q, `j` the stride of k and `cap` the factor of distances. Then come other strides of k, the
+#: number of heads that share keys, the size of vectors, and the limits of `core.similarity.Distance`.
 MODIFIER = from_dtype(_MODIFIER)
 
 modifiers_at = pointer_to(MODIFIER)

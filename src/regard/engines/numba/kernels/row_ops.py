@@ -31,7 +31,7 @@ from .intrinsics import (
     tanh,
     use_wide_vectors,
 )
-from .params import ALIBI, BIAS, BIAS_PER_ROW, SOFTCAP
+from .params import ALIBI, BIAS, BIAS_PER_ROW, DISTANCE, SOFTCAP
 
 
 @njit
@@ -206,6 +206,40 @@ def hide_strided_(s, n, visible, stride):
             s[j] = NEGATIVE_INFINITY
 
 
+@njit(fastmath={"contract", "reassoc"})
+def squared_distance(q, k, size):
+    use_wide_vectors()
+    total = q.dtype.type(0)
+    for d in range(size):
+        total += (q[d] - k[d]) * (q[d] - k[d])
+    return total
+
+
+@njit
+def correct_distances_(s, n, q, keys, stride, size, scale, near, small):
+    """Scores −scale·|q − k|² that were made of products: where these cancel, as `core.similarity.Distance` says."""
+    squared = scale * dot(q, size, q)
+    limit = -near * squared
+    if not squared > small:
+        return
+    full_lanes = n // LANES * LANES
+    for start in range(0, full_lanes, LANES):
+        hits = ge_bitmask(s.ctypes.data + s.itemsize * start, limit)
+        while hits != 0:
+            j = start + lowest_bit(hits)
+            hits &= hits - 1
+            s[j] = f32(0) - scale * squared_distance(q, key_at(s, keys, j * stride, size), size)  # not −0
+    for j in range(full_lanes, n):
+        if s[j] >= limit:
+            s[j] = f32(0) - scale * squared_distance(q, key_at(s, keys, j * stride, size), size)  # not −0
+
+
+@njit
+def key_at(s, keys, offset, size):
+    """The vector at an offset from an address, of numbers like those of s."""
+    return carray(reals_at(s.dtype.type(0), keys + s.itemsize * offset), size)
+
+
 @njit
 def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
     """Apply all modifiers in order to the scores of a row from key `first` on; slopes too unless `slope` is empty."""
@@ -228,6 +262,11 @@ def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
                 softcap_with_slopes_(s, slope, n, s.dtype.type(modifier.cap))
             else:
                 softcap_(s, n, s.dtype.type(modifier.cap))
+        elif kind == DISTANCE:
+            keys = modifier.k + size * (b * modifier.k_b + h // modifier.group * modifier.k_h + first * modifier.j)
+            q = carray(reals_at(real, at), modifier.size)
+            near, small = s.dtype.type(modifier.near), s.dtype.type(modifier.small)
+            correct_distances_(s, n, q, keys, modifier.j, modifier.size, s.dtype.type(modifier.cap), near, small)
         else:
             cells = modifier.at + b * modifier.b + h * modifier.h + i * modifier.i + first * modifier.j
             if modifier.j == 1:

@@ -1,0 +1,36 @@
+"""The two factors of a product: which they are, and whether one is a parameter, as in every linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["factors_of", "is_computed", "is_layer", "is_parameter"]
+
+
+def factors_of(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The two operands of a product: operators name them differently."""
+    if "batch1" in call:
+        return call["batch1"], call["batch2"]
+    if "mat1" in call:
+        return call["mat1"], call["mat2"]
+    return call["self"], next(call[name] for name in ("other", "mat2", "vec") if name in call)
+
+
+def is_computed(x: Tensor) -> bool:
+    """Whether a factor is computed, not a parameter of the model."""
+    return x.ndim > 0 and x.is_floating_point() and not is_parameter(x)
+
+
+def is_layer(live: list[Any], factors: tuple[Any, ...]) -> bool:
+    """Whether a product is that of a linear layer, and no listener waits for the product of weights with values."""
+    for listener in live:
+        if listener.eager.open:
+            return False
+    return len(factors) > 1 and (is_parameter(factors[1]) or is_parameter(factors[0]))
+
+
+def is_parameter(x: Tensor) -> bool:
+    return isinstance(x if x._base is None else x._base, torch.nn.Parameter)
