@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .. import engines
 from ..engines.numba import profile as compiled
 from .evaluation import weights_of_scores
 from .problem import Problem
@@ -37,12 +38,15 @@ def head_profile(matrix: Relations, targets: Tensor) -> Results | None:
         largest weight on a key that is neither the first nor the row's own, and its place.
     """
     factors = matrix._factors
-    if len(factors.batch) != 1 or matrix._one_head or matrix._engine == "reference" or factors.query_offset:
+    if len(factors.batch) != 1 or matrix._one_head or factors.query_offset:
+        return None
+    engine = engines.get_engine(matrix._engine)
+    if engine.plain:
         return None
     if is_tracing() or in_functorch():
         return None
     source = matrix._row_source(factors.batch)
-    kernels = _kernels(source.problem, matrix._engine) if isinstance(source, ScoreRows) else None
+    kernels = _kernels(source.problem, engines.fused_engine(engine)) if isinstance(source, ScoreRows) else None
     if kernels is None or not isinstance(source, ScoreRows):
         return None
     problem = source.problem
@@ -55,10 +59,9 @@ def head_profile(matrix: Relations, targets: Tensor) -> Results | None:
     }
 
 
-def _kernels(problem: Problem, engine: str) -> Any | None:
+def _kernels(problem: Problem, engine: engines.FusedEngine) -> Any | None:
     """The module whose kernel has these scores, by the product that the norm comes from; None where none has."""
-    on_gpu = problem.q.device.type == "cuda"
-    if engine == "triton" or (engine == "auto" and on_gpu):
+    if engines.resolve(engine, problem, Request(("norm",))) is engines.triton.ENGINE:
         from ..engines.triton import profile_pass
 
         return profile_pass if profile_pass.serves_profile(problem) else None

@@ -33,4 +33,5 @@ def is_layer(live: list[Any], factors: tuple[Any, ...]) -> bool:
 
 
 def is_parameter(x: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
     return isinstance(x if x._base is None else x._base, torch.nn.Parameter)
