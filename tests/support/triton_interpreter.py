@@ -183,7 +183,9 @@ def main(part: int, of: int) -> int:
             ("norm", "z", "received"),
         ):  # tangents one by one, and keys shared by heads
             kernel_cases.judged(
-                kernel_cases.Case("additive", "causal", wanted, torch.float32, (17, 40, "end"), (1, 4, 2, 24, 16), 30.0)
+                kernel_cases.KernelCase(
+                    "additive", "causal", wanted, torch.float32, (17, 40, "end"), (1, 4, 2, 24, 16), 30.0
+                )
             )
         kernel_cases.judged_with_many_columns(torch.float32)
     if part == 0:
