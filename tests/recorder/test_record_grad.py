@@ -293,3 +293,15 @@ def test_values_keep_their_own_gradient(x):
     v = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     (seen[0] @ v).sum().backward()
     torch.testing.assert_close(v.grad, seen[0].received().sum((0, 1))[:, None].expand(-1, 3).detach())
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_numbers_of_a_recording_are_written_like_any_other(gradients: bool) -> None:
+    model = nn.MultiheadAttention(8, 2, batch_first=True)
+    x = torch.randn(1, 5, 8)
+    with torch.set_grad_enabled(gradients), regard.record(model) as seen:
+        model(x, x, x)
+    entropy = seen[0].entropy()[0, 0, 0]
+    assert f"{entropy:.3f}" == f"{entropy.item():.3f}"
+    assert f"{entropy}" == str(entropy.item())
+    assert float(entropy) == entropy.item() == entropy.numpy()

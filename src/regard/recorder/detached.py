@@ -27,7 +27,7 @@ ADVICE = (
 _BACKWARD = (Tensor.backward, torch.autograd.grad)
 
 #: Functions that take such a number for a plain tensor.
-_PLAIN = (Tensor.detach, Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__)
+_PLAIN = (Tensor.detach, Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__)
 
 
 class ConstantTensor(Tensor):
