@@ -44,12 +44,12 @@ export function play(page, box) {
   };
 }
 
-// Work that goes on in a slice of a few milliseconds a frame, until other work is begun.
+// Work that goes on in a slice of a few milliseconds a frame, until it is done (`page.slices` is null) or other work begins.
 function inSlices(page, work) {
   const steps = work(), mine = (page.slices = Symbol("work"));
   const go = () => {
     if (page.slices !== mine) return;
-    for (const end = performance.now() + 4; performance.now() < end;) if (steps.next().done) return;
+    for (const end = performance.now() + 4; performance.now() < end;) if (steps.next().done) { page.slices = null; return; }
     requestAnimationFrame(go);
   };
   requestAnimationFrame(go);
