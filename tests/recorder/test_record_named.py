@@ -6,27 +6,13 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops.map import map as map_rows
 
 import regard
 from regard.recorder import RefusedWarning
 from regard.recorder.hooks.call_site import looks_like_attention
-from support.toy_models import hooks_of
-
-
-class Attention(nn.Module):
-    def __init__(self, size=8):
-        super().__init__()
-        self.qkv = nn.Linear(size, 3 * size)
-
-    def heads(self, x):
-        return self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-
-    def forward(self, x):
-        q, k, v = self.heads(x)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+from support.toy_models import Attention, hooks_of
 
 
 def model(layers=3):

@@ -5,31 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import regard
 from regard.recorder import RefusedWarning
 from regard.recorder.hooks import tap
+from support.toy_models import Attention
 
 WAIT = 120  # seconds after which a test that would hang fails
-
-
-class Attention(nn.Module):
-    def __init__(self, size=8):
-        super().__init__()
-        self.qkv = nn.Linear(size, 3 * size)
-
-    def heads(self, x):
-        return self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-
-    def forward(self, x):
-        q, k, v = self.heads(x)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-    def weights(self, x):
-        q, k, _ = self.heads(x)
-        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
 
 
 class Eager(Attention):

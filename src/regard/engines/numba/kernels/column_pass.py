@@ -11,7 +11,7 @@ from numba import carray, njit
 
 from .intrinsics import atomic_next, doubles_at, f32, i64, product_nt, product_tn, reals, use_wide_vectors
 from .params import modifiers_at
-from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, visible_keys, zero_
+from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, rows_of_item, visible_keys, zero_
 
 
 @njit
@@ -20,15 +20,12 @@ def column_pass(T):
     use_wide_vectors()
     scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
     zero_(reals(T, scratch + size * T.block_i * T.block_j, T.block_j), 0, T.block_j)
-    blocks = (T.row_to - T.row_from + T.block_i - 1) // T.block_i
-    per_chunk = (blocks + T.chunks - 1) // T.chunks * T.block_i
     while True:
         item = atomic_next(T.counter)
         if item >= T.B * T.H * T.chunks:
             return
-        chunk, head = item // (T.B * T.H), item % (T.B * T.H)
-        first = T.row_from + chunk * per_chunk
-        for i0 in range(first, min(T.row_to, first + per_chunk), T.block_i):
+        head, first, past = rows_of_item(T, T.row_from, T.row_to, item)
+        for i0 in range(first, past, T.block_i):
             block_of_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))
 
 

@@ -12,7 +12,7 @@ from numba import carray, njit
 
 from .intrinsics import atomic_next, doubles_at, exp, f32, longs_at, product_nt, reals, use_wide_vectors
 from .params import modifiers_at
-from .row_ops import apply_modifiers_, index_of, norm_of, row_max, visible_keys, zero_
+from .row_ops import apply_modifiers_, index_of, norm_of, row_max, rows_of_item, visible_keys, zero_
 
 
 @njit
@@ -22,15 +22,12 @@ def profile(T):
     scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
     sums = T.block_i + 2 * T.block_j
     zero_(reals(T, scratch + size * T.block_i * T.block_j, sums), 0, sums)
-    blocks = (T.I + T.block_i - 1) // T.block_i
-    per_chunk = (blocks + T.chunks - 1) // T.chunks * T.block_i
     while True:
         item = atomic_next(T.counter)
         if item >= T.B * T.H * T.chunks:
             return
-        chunk, head = item // (T.B * T.H), item % (T.B * T.H)
-        first = chunk * per_chunk
-        for i0 in range(first, min(T.I, first + per_chunk), T.block_i):
+        head, first, past = rows_of_item(T, 0, T.I, item)
+        for i0 in range(first, past, T.block_i):
             block_of_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))
 
 

@@ -276,6 +276,15 @@ def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
 
 
 @njit
+def rows_of_item(T, row_from, row_to, item):
+    """The head of an item of work, and its chunk of the rows from `row_from` to `row_to`, in whole blocks."""
+    blocks = (row_to - row_from + T.block_i - 1) // T.block_i
+    per_chunk = (blocks + T.chunks - 1) // T.chunks * T.block_i
+    first = row_from + item // (T.B * T.H) * per_chunk
+    return item % (T.B * T.H), first, min(row_to, first + per_chunk)
+
+
+@njit
 def visible_keys(T, b, interval, i0, rows):
     """Ends lo and hi of one interval of every row, and the range of keys that some row of a block sees in it."""
     offset = 8 * (b * T.intervals_b + interval * T.I)

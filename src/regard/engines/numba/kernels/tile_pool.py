@@ -21,22 +21,19 @@ from .intrinsics import (
     use_wide_vectors,
 )
 from .params import POOL_LSE, POOL_MAX, modifiers_at
-from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, visible_keys
+from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, rows_of_item, visible_keys
 
 
 @njit
 def tile_pool(T):
     use_wide_vectors()
     scratch = T.scratch + atomic_next(T.counter + 8) * T.scratch_size
-    blocks = (T.row_to - T.row_from + T.block_i - 1) // T.block_i
-    per_chunk = (blocks + T.chunks - 1) // T.chunks * T.block_i
     while True:
         item = atomic_next(T.counter)
         if item >= T.B * T.H * T.chunks:
             return
-        chunk, head = item // (T.B * T.H), item % (T.B * T.H)
-        first = T.row_from + chunk * per_chunk
-        for i0 in range(first, min(T.row_to, first + per_chunk), T.block_i):
+        head, first, past = rows_of_item(T, T.row_from, T.row_to, item)
+        for i0 in range(first, past, T.block_i):
             pool_rows(T, scratch, item, head, i0, min(T.block_i, T.I - i0))
 
 
