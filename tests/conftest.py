@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from regard.core import strips as core_strips
+from regard.core.rows import strips as core_strips
 from regard.engines import blockwise, numba
 from support.opened_page import it, show  # noqa: F401
 

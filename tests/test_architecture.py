@@ -22,7 +22,7 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-#: Each part of the package and the parts it may import: a module of `core`, or a whole package. A part never imports one above it.
+#: Each part of the package and the parts it may import: a module of `core` or of a package in it, or another whole package. A part never imports one above it.
 ARROWS: dict[str, set[str]] = {
     "_lazy": set(),
     "_io": set(),
@@ -34,100 +34,100 @@ ARROWS: dict[str, set[str]] = {
     "core.patches": set(),
     "core.broadcast": set(),
     "core.stored": set(),
-    "core.similarity": {"core.broadcast", "core.pytree", "core.torch_state"},
-    "core.modifiers": {"core.block", "core.broadcast", "core.pytree", "core.stored", "core.tensor_kinds"},
-    "core.score_base": {"core.broadcast", "core.modifiers", "core.pytree", "core.similarity", "core.stored"},
-    "core.scores": {
-        "core.broadcast", "core.modifiers", "core.pytree", "core.score_base", "core.similarity", "core.stored",
+    "core.scores.similarity": {"core.broadcast", "core.pytree", "core.torch_state"},
+    "core.scores.modifiers": {"core.block", "core.broadcast", "core.pytree", "core.stored", "core.tensor_kinds"},
+    "core.scores.base": {"core.broadcast", "core.scores.modifiers", "core.pytree", "core.scores.similarity", "core.stored"},
+    "core.scores.kinds": {
+        "core.broadcast", "core.scores.modifiers", "core.pytree", "core.scores.base", "core.scores.similarity", "core.stored",
     },
-    "core.intervals": {"core.torch_state"},
-    "core.mask_call_hints": set(),
-    "core.mask_algebra": {"core.mask_call_hints", "core.block", "core.broadcast", "core.intervals", "core.pytree", "core.stored", "core.tensor_kinds"},
-    "core.masks": {
-        "core.block", "core.broadcast", "core.intervals", "core.mask_algebra", "core.mask_call_hints", "core.pytree", "core.stored",
+    "core.masks.intervals": {"core.torch_state"},
+    "core.masks.call_hints": set(),
+    "core.masks.algebra": {"core.masks.call_hints", "core.block", "core.broadcast", "core.masks.intervals", "core.pytree", "core.stored", "core.tensor_kinds"},
+    "core.masks.kinds": {
+        "core.block", "core.broadcast", "core.masks.intervals", "core.masks.algebra", "core.masks.call_hints", "core.pytree", "core.stored",
         "core.tensor_kinds", "core.torch_state",
     },
-    "core.lowering": {"core.block", "core.intervals", "core.masks", "core.pytree", "core.torch_state"},
-    "core.types": {"core.indexing", "core.masks", "core.results", "core.scores"},
+    "core.masks.lowering": {"core.block", "core.masks.intervals", "core.masks.kinds", "core.pytree", "core.torch_state"},
+    "core.types": {"core.indexing", "core.masks.kinds", "core.results", "core.scores.kinds"},
     "core.problem": {
-        "core.block", "core.intervals", "core.lowering", "core.masks", "core.pytree", "core.scores", "core.torch_state",
+        "core.block", "core.masks.intervals", "core.masks.lowering", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.torch_state",
     },
     "core.stats": {"core.problem", "core.pytree", "core.torch_state"},
     "core.online_softmax": {"core.block", "core.problem", "core.stats"},
     "engines": {
-        "core.block", "core.intervals", "core.masks", "core.online_softmax", "core.problem", "core.pytree",
-        "core.scores", "core.stats", "core.torch_state",
+        "core.block", "core.masks.intervals", "core.masks.kinds", "core.online_softmax", "core.problem", "core.pytree",
+        "core.scores.kinds", "core.stats", "core.torch_state",
     },
     "core.autograd": {
-        "core.problem", "core.pytree", "core.scores", "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
+        "core.problem", "core.pytree", "core.scores.kinds", "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
     },
     "core.result_cache": {"core.stats", "core.torch_state"},
-    "core.arguments": {"core.indexing", "core.scores", "core.stats", "core.tensor_kinds"},
+    "core.arguments": {"core.indexing", "core.scores.kinds", "core.stats", "core.tensor_kinds"},
     "core.results": set(),
     "core.evaluation": {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
-    "core.row_sources": {"core.block", "core.intervals", "core.problem", "core.pytree", "core.scores"},
-    "core.strips": {"core.block", "core.intervals", "core.pytree", "core.row_sources", "core.torch_state"},
-    "core.comparison": {"core.pytree", "core.row_sources", "core.strips"},
-    "core.spans": {"core.block", "core.mask_algebra", "core.pytree", "core.row_sources", "core.strips"},
-    "core.row_stats": {"core.block", "core.pytree", "core.row_sources", "core.stats", "core.strips"},
-    "core.fused_rows": {
-        "core.comparison", "core.problem", "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "engines",
+    "core.rows.sources": {"core.block", "core.masks.intervals", "core.problem", "core.pytree", "core.scores.kinds"},
+    "core.rows.strips": {"core.block", "core.masks.intervals", "core.pytree", "core.rows.sources", "core.torch_state"},
+    "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips"},
+    "core.rows.spans": {"core.block", "core.masks.algebra", "core.pytree", "core.rows.sources", "core.rows.strips"},
+    "core.rows.stats": {"core.block", "core.pytree", "core.rows.sources", "core.stats", "core.rows.strips"},
+    "core.rows.fused": {
+        "core.rows.comparison", "core.problem", "core.pytree", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "engines",
     },
-    "core.traced_rows": {"core.fused_rows", "core.pytree", "core.row_sources", "core.strips"},
-    "core.row_questions": {
-        "core.arguments", "core.broadcast", "core.comparison", "core.indexing", "core.mask_algebra", "core.problem",
-        "core.pytree", "core.row_sources", "core.row_stats", "core.spans", "core.strips", "core.torch_state", "core.traced_rows", "core.types",
+    "core.rows.traced": {"core.rows.fused", "core.pytree", "core.rows.sources", "core.rows.strips"},
+    "core.rows.questions": {
+        "core.arguments", "core.broadcast", "core.rows.comparison", "core.indexing", "core.masks.algebra", "core.problem",
+        "core.pytree", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
         "engines",
     },
-    "core.head_reduction": {
-        "core.arguments", "core.results", "core.row_questions", "core.row_sources", "core.row_stats", "core.scores",
-        "core.spans", "core.torch_state", "core.types",
+    "core.rows.head_reduction": {
+        "core.arguments", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.stats", "core.scores.kinds",
+        "core.rows.spans", "core.torch_state", "core.types",
     },
-    "core.key_choice": {"core.row_questions", "core.row_sources"},
-    "core.relations": {
-        "core.evaluation", "core.head_reduction", "core.indexing", "core.problem", "core.row_questions", "core.row_sources", "core.stats", "engines",
+    "core.rows.key_choice": {"core.rows.questions", "core.rows.sources"},
+    "core.rows.relations": {
+        "core.evaluation", "core.rows.head_reduction", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources", "core.stats", "engines",
     },
-    "core.head_profile": {
-        "core.evaluation", "core.problem", "core.relations", "core.row_sources", "core.stats", "core.torch_state", "engines",
+    "core.rows.head_profile": {
+        "core.evaluation", "core.problem", "core.rows.relations", "core.rows.sources", "core.stats", "core.torch_state", "engines",
     },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.patches", "core.problem", "core.relations",
-        "core.result_cache", "core.results", "core.scores", "core.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.patches", "core.problem", "core.rows.relations",
+        "core.result_cache", "core.results", "core.scores.kinds", "core.rows.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
         "core.types",
     },
     "core.api": {
-        "core.block", "core.broadcast", "core.masks", "core.problem", "core.scores", "core.tensor_kinds", "core.torch_state",
+        "core.block", "core.broadcast", "core.masks.kinds", "core.problem", "core.scores.kinds", "core.tensor_kinds", "core.torch_state",
         "core.types", "core.weights", "engines",
     },
     "distributed": {
-        "_lazy", "core.api", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.intervals", "core.masks",
-        "core.modifiers", "core.online_softmax", "core.problem", "core.pytree", "core.result_cache", "core.results",
-        "core.scores", "core.stats", "core.torch_state", "core.types", "core.weights", "engines",
+        "_lazy", "core.api", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.masks.intervals", "core.masks.kinds",
+        "core.scores.modifiers", "core.online_softmax", "core.problem", "core.pytree", "core.result_cache", "core.results",
+        "core.scores.kinds", "core.stats", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "recorder": {
-        "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.masks", "core.problem", "core.pytree",
-        "core.row_questions", "core.scores", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
+        "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.masks.kinds", "core.problem", "core.pytree",
+        "core.rows.questions", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
-    "nn": {"_lazy", "core.api", "core.masks", "core.pytree", "core.scores", "core.types", "core.weights"},
+    "nn": {"_lazy", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"_lazy", "recorder"},
-    "chains": {"core.row_stats", "core.scores", "core.weights"},
+    "chains": {"core.rows.stats", "core.scores.kinds", "core.weights"},
     "kv": {"core.arguments", "core.weights"},
-    "patterns": {"core.pytree", "core.row_questions", "core.scores", "core.weights"},
+    "patterns": {"core.pytree", "core.rows.questions", "core.scores.kinds", "core.weights"},
     "losses": {
-        "core.api", "core.key_choice", "core.row_questions", "core.scores", "core.types", "core.weights",
+        "core.api", "core.rows.key_choice", "core.rows.questions", "core.scores.kinds", "core.types", "core.weights",
     },
     "corpora": {
-        "_io", "_lazy", "core.block", "core.head_profile", "core.pytree", "core.row_questions", "core.row_sources", "core.row_stats",
-        "core.stats", "core.strips", "core.weights", "learn", "recorder",
+        "_io", "_lazy", "core.block", "core.rows.head_profile", "core.pytree", "core.rows.questions", "core.rows.sources", "core.rows.stats",
+        "core.stats", "core.rows.strips", "core.weights", "learn", "recorder",
     },
     "look": {
-        "_io", "_lazy", "core.block", "core.comparison", "core.indexing", "core.masks", "core.patches", "core.problem", "core.pytree",
-        "core.results", "core.scores", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
+        "_io", "_lazy", "core.block", "core.rows.comparison", "core.indexing", "core.masks.kinds", "core.patches", "core.problem", "core.pytree",
+        "core.results", "core.scores.kinds", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
     },
     "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},
@@ -136,7 +136,9 @@ ARROWS: dict[str, set[str]] = {
 
 def part_of(module: list[str]) -> str:
     """The key of `ARROWS` that a dotted module below `regard` belongs to."""
-    return ".".join(module[:2]) if module[0] == "core" and len(module) > 1 else module[0]
+    return next(
+        (part for part in (".".join(module[:depth]) for depth in (3, 2, 1)) if part in ARROWS), ".".join(module)
+    )
 
 
 def module_of(path: Path) -> list[str]:
@@ -172,7 +174,11 @@ def imports(path: Path) -> set[str]:
     return parts
 
 
-FILES = [path for path in sorted(ROOT.rglob("*.py")) if module_of(path) not in ([], ["core"])]
+FILES = [
+    path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.name != "__init__.py" or module_of(path)[:1] not in ([], ["core"])
+]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -297,7 +303,7 @@ def test_autograd_functions_are_those_that_design_lists() -> None:
     of_file = {path.relative_to(ROOT).with_suffix("").as_posix(): path.read_text() for path in FILES}
     counts = {file: n for file, text in of_file.items() if (n := text.count("(torch.autograd.Function):"))}
     assert counts == {
-        "core/autograd": 2, "core/strips": 1, "core/fused_rows": 2, "distributed/sharded": 2, "distributed/dtensors": 1,
+        "core/autograd": 2, "core/rows/strips": 1, "core/rows/fused": 2, "distributed/sharded": 2, "distributed/dtensors": 1,
     }  # fmt: skip
     for file in counts:
         assert f"`{file}`" in (ROOT.parent.parent / "DESIGN.md").read_text()
@@ -393,8 +399,8 @@ def test_no_class_name_stands_for_two_classes() -> None:
 
 #: Classes that others ask by methods and attributes, and the files that define them.
 NODE_FILES = (
-    "core/masks.py", "core/mask_algebra.py", "core/lowering.py",
-    "core/scores.py", "core/score_base.py", "core/modifiers.py", "core/similarity.py",
+    "core/masks/kinds.py", "core/masks/algebra.py", "core/masks/lowering.py",
+    "core/scores/kinds.py", "core/scores/base.py", "core/scores/modifiers.py", "core/scores/similarity.py",
 )  # fmt: skip
 #: Base classes: an argument of a user or a field of a file is checked against them.
 BASES = {"Mask", "Score", "Modifier", "SimilarityKernel"}

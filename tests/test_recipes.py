@@ -43,7 +43,7 @@ def public(name: str, module: str) -> list[Edit]:
 
 
 SCORE = [
-    Edit("core/scores.py", "@register_node(storable=True)\nclass ScaledDot(Score):", '''@register_node(storable=True)
+    Edit("core/scores/kinds.py", "@register_node(storable=True)\nclass ScaledDot(Score):", '''@register_node(storable=True)
 class Opposite(Score):
     """s = −q · k: the least alike weigh most."""
 
@@ -57,11 +57,11 @@ class Opposite(Score):
 
 
 '''),
-    *public("Opposite", "core.scores"),
+    *public("Opposite", "core.scores.kinds"),
 ]  # fmt: skip
 
 MASK = [
-    Edit("core/masks.py", "@register_node(storable=True)\nclass Window(Mask):", '''@register_node(storable=True)
+    Edit("core/masks/kinds.py", "@register_node(storable=True)\nclass Window(Mask):", '''@register_node(storable=True)
 class Prefix(Mask):
     n: int
     interval_source = "positions"
@@ -87,11 +87,11 @@ def prefix(n: int) -> Mask:
 
 
 '''),
-    *public("prefix", "core.masks"),
+    *public("prefix", "core.masks.kinds"),
 ]  # fmt: skip
 
 MODIFIER = [
-    Edit("core/modifiers.py", "@register_node(storable=True)\nclass Softcap(Modifier):", '''@register_node(storable=True)
+    Edit("core/scores/modifiers.py", "@register_node(storable=True)\nclass Softcap(Modifier):", '''@register_node(storable=True)
 class Square(Modifier):
     """s · |s|."""
 
@@ -103,7 +103,7 @@ class Square(Modifier):
 
 
 '''),
-    Edit("core/score_base.py", "    def softcap(self, cap: float) -> Self:", '''    def square(self) -> Self:
+    Edit("core/scores/base.py", "    def softcap(self, cap: float) -> Self:", '''    def square(self) -> Self:
         """s · |s|."""
         from .modifiers import Square
 

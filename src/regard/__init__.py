@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import patterns as patterns
     from .core.api import attend, weights
-    from .core.head_reduction import HeadReduction
-    from .core.masks import Mask, causal, documents, padding, window
+    from .core.masks.kinds import Mask, causal, documents, padding, window
     from .core.results import Peak, Statistics, TopK
-    from .core.scores import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
+    from .core.rows.head_reduction import HeadReduction
+    from .core.scores.kinds import Additive, Bilinear, Cosine, Dot, Gaussian, ScaledDot, Score, Similarity
     from .core.weights import Weights
     from .corpora.result import Corpus, load_corpus
     from .corpora.run import corpus
@@ -41,10 +41,10 @@ __getattr__ = lazy_getattr(
     __name__,
     {
         "core.api": ("attend", "weights"),
-        "core.head_reduction": ("HeadReduction",),
-        "core.masks": ("Mask", "causal", "documents", "padding", "window"),
+        "core.rows.head_reduction": ("HeadReduction",),
+        "core.masks.kinds": ("Mask", "causal", "documents", "padding", "window"),
         "core.results": ("Peak", "Statistics", "TopK"),
-        "core.scores": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
+        "core.scores.kinds": ("Additive", "Bilinear", "Cosine", "Dot", "Gaussian", "ScaledDot", "Score", "Similarity"),
         "core.weights": ("Weights",),
         "corpora.result": ("Corpus", "load_corpus"),
         "distributed.cost": ("cost",),

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .core.row_stats import GradientProduct
-from .core.scores import repeat_kv
+from .core.rows.stats import GradientProduct
+from .core.scores.kinds import repeat_kv
 from .core.weights import Weights
 
 __all__ = ["gradient_relevance", "rollout", "rollout_rows"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .core import api
-from .core.key_choice import KeyChoice
-from .core.row_questions import RowQuestions
-from .core.scores import Indexer
+from .core.rows.key_choice import KeyChoice
+from .core.rows.questions import RowQuestions
+from .core.scores.kinds import Indexer
 from .core.types import MaskLike
 from .core.weights import Weights
 

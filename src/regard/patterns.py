@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .core.pytree import replace_fields
-from .core.row_questions import induction_targets
-from .core.scores import Dot
+from .core.rows.questions import induction_targets
+from .core.scores.kinds import Dot
 from .core.weights import Weights
 
 __all__ = ["HeadPatterns", "classify"]

@@ -82,7 +82,7 @@ def test_weights_times_gradients_are_those_of_autograd(
     positive: bool, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if engine == "strips of a row":
-        monkeypatch.setattr("regard.core.strips.STRIP_NUMBERS", 1)
+        monkeypatch.setattr("regard.core.rows.strips.STRIP_NUMBERS", 1)
     q, k = torch.randn(2, 4, 6, 3).double(), torch.randn(2, 2, 7, 3).double()
     v, x, dy = torch.randn(2, 2, 7, 5).double(), torch.randn(2, 7, 3).double(), torch.randn(2, 4, 6, 5).double()
     W = regard.weights(q, k, engine="reference" if engine == "reference" else "auto")

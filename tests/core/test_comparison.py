@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import regard
-from regard.core.comparison import MEASURES
+from regard.core.rows.comparison import MEASURES
 from support.judge import MASKS, SCORES, Sizes, Truth, draw, named
 
 N = Sizes(b=2, h=4, g=2, i=5, j=7, d=3, c=3, e=3)

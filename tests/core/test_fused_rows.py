@@ -13,8 +13,8 @@ from torch import Tensor
 import regard
 import regard.chains
 import regard.losses
-from regard.core import traced_rows
-from regard.core.fused_rows import fused
+from regard.core.rows import traced as traced_rows
+from regard.core.rows.fused import fused
 from regard.engines import numba
 from regard.engines.numba import comparison, head_rows, tile_pool
 from support.comparison_cases import CASES, MEASURES, judged, some_cells

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.core import intervals as intervals_module
 from regard.core.api import normalize_inputs
 from regard.core.block import MatrixBlock
-from regard.core.lowering import IntervalMask
-from regard.core.masks import Documents, Geometry, KeyIntervals, Mask, as_mask, causal, documents, padding, window
+from regard.core.masks import intervals as intervals_module
+from regard.core.masks.kinds import Documents, Geometry, KeyIntervals, Mask, as_mask, causal, documents, padding, window
+from regard.core.masks.lowering import IntervalMask
 from regard.core.problem import Problem
 from regard.engines import blockwise
 from support.judge import MASKS, SCORES, MaskCase, Sizes, Truth, draw, named

@@ -6,8 +6,8 @@ import torch
 import regard
 from regard.core.block import MatrixBlock
 from regard.core.broadcast import MatrixShape
-from regard.core.masks import Causal, Dense, as_mask
-from regard.core.scores import BY_NAME, Score
+from regard.core.masks.kinds import Causal, Dense, as_mask
+from regard.core.scores.kinds import BY_NAME, Score
 from regard.recorder.slicing import sequence_of
 
 I, J = 5, 7

@@ -19,7 +19,7 @@ import torch
 
 import regard
 from regard import cli
-from regard.core import strips
+from regard.core.rows import strips
 from regard.corpora import documents as reading
 from regard.corpora import exact
 from regard.corpora.profile import BINS, EDGES, SUMS, HeadProfile, bin_of, profile, targets_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import regard
-from regard.core.masks import Documents, Geometry, causal
+from regard.core.masks.kinds import Documents, Geometry, causal
 from regard.engines import numba, replay
 from regard.engines.replay import record_launch, replay_or_record
 

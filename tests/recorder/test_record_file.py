@@ -18,7 +18,7 @@ from torch import nn
 
 import regard
 from regard._io import atomic_write
-from regard.core.scores import ScaledDot
+from regard.core.scores.kinds import ScaledDot
 from regard.recorder import Recording, RegardFileError
 from regard.recorder.calls import SavedCall
 from regard.recorder.recording import Layer, Pass
@@ -330,7 +330,7 @@ def test_killed_from_outside_while_saving(tmp_path):
         from regard.recorder import Recording
         from regard.recorder.calls import SavedCall
         from regard.recorder.recording import Layer, Pass
-        from regard.core.scores import ScaledDot
+        from regard.core.scores.kinds import ScaledDot
         q = torch.randn(1, 8, 512, 64)
         print("ready", flush=True)
         while True:

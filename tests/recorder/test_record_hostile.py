@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import regard
-from regard.core.scores import ScaledDot
+from regard.core.scores.kinds import ScaledDot
 from regard.recorder import Recording, RegardFileError
 from regard.recorder.calls import SavedCall
 from regard.recorder.recording import Layer, Pass

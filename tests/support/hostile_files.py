@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import regard
-from regard.core.masks import documents
-from regard.core.scores import Additive, Bilinear, Cosine, Gaussian, ScaledDot
+from regard.core.masks.kinds import documents
+from regard.core.scores.kinds import Additive, Bilinear, Cosine, Gaussian, ScaledDot
 from regard.core.weights import Weights
 from regard.recorder import Recording, RegardFileError
 from regard.recorder.calls import SavedCall

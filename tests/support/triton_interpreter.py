@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from regard.core import intervals
+from regard.core.masks import intervals
 from regard.engines.triton import (
     backward_pass,
     comparison_pass,

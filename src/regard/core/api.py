@@ -15,9 +15,9 @@ from torch import Tensor
 from .. import engines
 from .block import MatrixBlock
 from .broadcast import MatrixShape
-from .masks import Mask, as_mask
+from .masks.kinds import Mask, as_mask
 from .problem import Factors
-from .scores import Score, as_score
+from .scores.kinds import Score, as_score
 from .tensor_kinds import readable, refuse_jit_trace, refuse_meta
 from .torch_state import as_size, in_functorch, is_tracing, is_zero_tensor
 from .types import Align, EngineName, MaskLike, ScoreLike

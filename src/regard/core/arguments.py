@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .indexing import Tokens, as_index, parse, positions_of, slice_bounds
-from .scores import upcast
+from .scores.kinds import upcast
 from .stats import Tiling
 from .tensor_kinds import readable
 

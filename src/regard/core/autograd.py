@@ -23,7 +23,7 @@ from ..engines.replay import is_constant, is_replayed_device, replay_or_record
 from ..engines.score_grad import ScoreGrad
 from .problem import Problem, repeat_kv, strides_like
 from .pytree import flatten, replace_fields, split_ints, unflatten
-from .scores import upcast
+from .scores.kinds import upcast
 from .stats import (
     FREE_OUTPUTS,
     GATHERED,

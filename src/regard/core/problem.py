@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from .block import MatrixBlock, PickedCells, take
-from .intervals import Geometry, KeyIntervals
-from .lowering import lower_to_intervals
-from .masks import Mask
+from .masks.intervals import Geometry, KeyIntervals
+from .masks.kinds import Mask
+from .masks.lowering import lower_to_intervals
 from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
-from .scores import Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
+from .scores.kinds import Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
 from .torch_state import in_functorch, is_tracing
 
 __all__ = [

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .indexing import At
-from .masks import Mask
+from .masks.kinds import Mask
 from .results import StatisticName
-from .scores import Score
+from .scores.kinds import Score
 
 __all__ = [
     "Align",

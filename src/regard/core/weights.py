@@ -14,10 +14,10 @@ from .evaluation import Transposed
 from .indexing import Tokens
 from .patches import ImageLike, PatchTokens
 from .problem import from_weights
-from .relations import Relations
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
-from .spans import PoolBy
+from .rows.relations import Relations
+from .rows.spans import PoolBy
 from .tensor_kinds import readable
 from .types import KeyLike, KeysLike, PoolLike, StatisticName
 

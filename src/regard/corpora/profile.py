@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.head_profile import head_profile
 from ..core.pytree import register_node
-from ..core.row_questions import induction_targets
-from ..core.row_sources import Part, Strip
-from ..core.row_stats import ChosenKeys, RowEntropy
+from ..core.rows.head_profile import head_profile
+from ..core.rows.questions import induction_targets
+from ..core.rows.sources import Part, Strip
+from ..core.rows.stats import ChosenKeys, RowEntropy
+from ..core.rows.strips import Merge
 from ..core.stats import Results, entropy
-from ..core.strips import Merge
 from ..core.weights import Weights
 
 __all__ = ["BINS", "EDGES", "SUMS", "HeadProfile", "Profile", "bin_of", "on_host", "profile", "targets_of"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..core.masks import Mask
+from ..core.masks.kinds import Mask
 from .shards import PIECES, SHORTEST_PIECE, contiguous, zigzag
 
 __all__ = ["MACHINES", "Cost", "Machine", "Mesh", "Trace", "cost", "ring_trace"]

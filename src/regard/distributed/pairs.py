@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.intervals import Geometry
+from ..core.masks.intervals import Geometry
 from ..core.online_softmax import State
 from ..core.problem import Factors, Problem
 from ..core.pytree import replace_fields
-from ..core.scores import Product
+from ..core.scores.kinds import Product
 from ..core.stats import Request, Results, Tiling
 
 __all__ = ["cut", "hidden_from_all", "local_tiling", "state_of", "visible_span"]

@@ -18,7 +18,7 @@ from ..core.autograd import cell_grads, gathered_grads
 from ..core.online_softmax import State
 from ..core.problem import Factors, repeat_kv, sum_groups
 from ..core.pytree import flatten, unflatten
-from ..core.scores import upcast
+from ..core.scores.kinds import upcast
 from ..core.stats import GATHERED, ONE_PASS, SECOND_PASS, Request, Results, required
 from ..engines import FusedEngine, resolve
 from ..engines.score_grad import ScoreGrad

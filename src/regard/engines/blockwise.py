@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..core.block import MatrixBlock, take
-from ..core.intervals import KeyIntervals
+from ..core.masks.intervals import KeyIntervals
 from ..core.online_softmax import State
 from ..core.problem import Factors, Problem, mask_scores, sum_groups
 from ..core.pytree import flatten, unflatten
-from ..core.scores import upcast
+from ..core.scores.kinds import upcast
 from ..core.stats import ONE_PASS, SECOND_PASS, Request, Results, Tiling, required
 from ..core.torch_state import in_functorch
 from . import numba

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..core.block import MatrixBlock
 from ..core.problem import Factors, mask_scores, repeat_kv, zero_keys
 from ..core.pytree import tree_map
-from ..core.scores import upcast
+from ..core.scores.kinds import upcast
 from ..core.stats import Request, Results, lse_of, of_dense, required, softmax, with_sink
 
 __all__ = ["ENGINE", "Reference", "dense"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.problem import repeat_kv
-from ..core.scores import upcast
+from ..core.scores.kinds import upcast
 
 __all__ = ["InputGrads", "ScoreGrad", "weights_from_norm"]
 

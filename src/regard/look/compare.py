@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.comparison import MEASURES
+from ..core.rows.comparison import MEASURES
 from ..recorder.head_metrics import Table
 from .alignment import Alignment, align_tokens
 from .layers import LayerView, Subject, layers_of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..core.masks import Mask
+from ..core.masks.kinds import Mask
 from ..core.weights import Weights
 from .dot_head import max_map
 from .layers import all_layers

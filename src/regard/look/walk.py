@@ -17,7 +17,7 @@ from ..core.block import MatrixBlock
 from ..core.indexing import At
 from ..core.problem import Factors
 from ..core.pytree import tree_map
-from ..core.scores import upcast
+from ..core.scores.kinds import upcast
 from ..core.weights import Weights
 from .ranking import nan_note
 from .token_text import resolve

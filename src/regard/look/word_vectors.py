@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.scores import repeat_kv
+from ..core.scores.kinds import repeat_kv
 from .loading import LoadedModel, as_loaded
 from .token_text import printable
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.api import attend, weights
-from ..core.masks import Mask, as_mask, causal
+from ..core.masks.kinds import Mask, as_mask, causal
 from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.api import weights
-from ..core.masks import Mask
-from ..core.scores import Score
+from ..core.masks.kinds import Mask
+from ..core.scores.kinds import Score
 from ..core.types import Align
 
 __all__ = ["attend_with_dropout", "check_dropout"]

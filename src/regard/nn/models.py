@@ -8,7 +8,7 @@ from typing import Unpack
 import torch
 from torch import Tensor, nn
 
-from ..core.masks import Mask, padding
+from ..core.masks.kinds import Mask, padding
 from ..core.types import MaskLike
 from .block import Block
 from .cache import Cache

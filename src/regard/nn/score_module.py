@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.pytree import flatten, unflatten
-from ..core.scores import Additive, Bilinear, Score, as_score
+from ..core.scores.kinds import Additive, Bilinear, Score, as_score
 
 __all__ = ["ScoreModule", "as_score_module"]
 

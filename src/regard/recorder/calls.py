@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..core.api import weights
-from ..core.masks import Mask
+from ..core.masks.kinds import Mask
 from ..core.pytree import tree_map
-from ..core.scores import ScaledDot, Score
+from ..core.scores.kinds import ScaledDot, Score
 from ..core.types import Align
 from ..core.weights import Weights
 from .detached import ConstantWeights, DetachedWeights, RecordedWeights

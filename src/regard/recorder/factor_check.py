@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.masks import Mask
+from ..core.masks.kinds import Mask
 from ..core.problem import Factors
-from ..core.scores import Score
+from ..core.scores.kinds import Score
 from ..core.stored import check_floats, require
 
 __all__ = ["check_factors", "check_values", "require"]

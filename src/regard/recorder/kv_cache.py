@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core.block import MatrixBlock
-from ..core.masks import Dense, Geometry, Mask
-from ..core.scores import Score
+from ..core.masks.kinds import Dense, Geometry, Mask
+from ..core.scores.kinds import Score
 from ..core.types import Align
 from .calls import AttentionCall, SavedCall
 from .mask_recognition import RowIntervals, intervals, recognise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..core.scores import repeat_kv
+from ..core.scores.kinds import repeat_kv
 from ..core.types import StatisticName
 from ..core.weights import Statistics, Weights
 from ..engines import get_engine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.masks import Dense, Geometry, Mask, causal, padding, window
+from ..core.masks.kinds import Dense, Geometry, Mask, causal, padding, window
 from ..core.types import Align
 
 __all__ = ["ParsedMask", "RowIntervals", "as_mask", "intervals", "parse_mask", "recognise"]

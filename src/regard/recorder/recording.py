@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from torch import Tensor
 
-from ..core.masks import Mask
+from ..core.masks.kinds import Mask
 from ..core.types import KeyLike
 from ..core.weights import Weights
 from . import head_metrics

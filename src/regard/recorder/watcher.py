@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from ..core.masks import Geometry
+from ..core.masks.kinds import Geometry
 from ..core.torch_state import in_backward
 from .calls import AttentionCall, save_call
 from .first_rank import is_first_rank

@@ -18,7 +18,7 @@ def serves_profile(problem: Problem) -> bool:
 
 
 def profile_pass(problem: Problem, norm: Tensor, targets: Tensor) -> Results:
-    """All sums of finished rows, as `core/head_profile.py` names them."""
+    """All sums of finished rows, as `core/rows/head_profile.py` names them."""
     b, h, i, j = problem.shape
     block_i, block_j = _tile_size(problem)  # tiles whose products are those that the norm was computed from
     call = KernelCall(problem, block_i, block_j)

@@ -31,7 +31,7 @@ def serves_profile(problem: Problem) -> bool:
 
 
 def profile_pass(problem: Problem, norm: Tensor, targets: Tensor) -> Results:
-    """All sums of finished rows, as `core/head_profile.py` names them."""
+    """All sums of finished rows, as `core/rows/head_profile.py` names them."""
     p = KernelInputs(problem)
     norm2 = p.norm2(norm)
     chosen = _chosen_keys(p, norm2, targets)

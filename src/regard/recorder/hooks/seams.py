@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.masks import causal as causal_mask
-from ...core.masks import padding, window
-from ...core.scores import repeat_kv
+from ...core.masks.kinds import causal as causal_mask
+from ...core.masks.kinds import padding, window
+from ...core.scores.kinds import repeat_kv
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask, as_mask
 from . import eager_attention, regard_nn, tap

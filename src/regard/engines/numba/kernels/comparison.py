@@ -1,4 +1,4 @@
-"""Two matrices row by row: the measures of `core/comparison.py` and their gradients, both tiles of scores at hand.
+"""Two matrices row by row: the measures of `core/rows/comparison.py` and their gradients, both tiles of scores at hand.
 
 T is the record of the first matrix, p, and `T.other` the address of that of the second, q. `compare` carries the state
 (m, l) of both rows and t = Σ exp(s − m) ((s − m) − (s' − m')), which merges as an entropy does: centred on both maxima,

@@ -56,7 +56,7 @@ MODIFIER_KINDS = {
     "softcap": SOFTCAP,
 }
 
-#: The number of each measure, by its name in `core/comparison.py`.
+#: The number of each measure, by its name in `core/rows/comparison.py`.
 MEASURES = {
     "kl": KL,
     "cross_entropy": CROSS_ENTROPY,
@@ -66,7 +66,7 @@ MEASURES = {
     "entropy": ENTROPY,
 }
 
-#: The number of each way to pool, by its name in `core/spans.py`.
+#: The number of each way to pool, by its name in `core/rows/spans.py`.
 POOL_BY = {"sum": POOL_SUM, "max": POOL_MAX, "lse": POOL_LSE}
 
 _MODIFIER = np.dtype(
@@ -78,7 +78,7 @@ _MODIFIER = np.dtype(
 
 #: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP. Of
 #: DISTANCE the tensor is q, `j` the stride of k and `cap` the factor of distances. Then come other strides of k, the
-#: number of heads that share keys, the size of vectors, and the limits of `core.similarity.Distance`.
+#: number of heads that share keys, the size of vectors, and the limits of `core.scores.similarity.Distance`.
 MODIFIER = from_dtype(_MODIFIER)
 
 modifiers_at = pointer_to(MODIFIER)

@@ -217,7 +217,7 @@ def squared_distance(q, k, size):
 
 @njit
 def correct_distances_(s, n, q, keys, stride, size, scale, near, small):
-    """Scores −scale·|q − k|² that were made of products: where these cancel, as `core.similarity.Distance` says."""
+    """Scores −scale·|q − k|² that were made of products: where these cancel, as `similarity.Distance` says."""
     squared = scale * dot(q, size, q)
     limit = -near * squared
     if not squared > small:

@@ -1,4 +1,4 @@
-"""Two matrices row by row: the measures of `core/comparison.py` and their gradients, both tiles of scores at hand.
+"""Two matrices row by row: the measures of `core/rows/comparison.py` and their gradients, both tiles of scores at hand.
 
 Arguments of the first matrix, p, have plain names, those of the second, q, a 2 before the rest of the name. The state of a
 row is (m, l) of both and t = Σ 2^(s − m) ((s − m) − (s' − m')), as in the compiled tiles of the CPU; a and b of a cell are

@@ -14,12 +14,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from .broadcast import MatrixShape, repeat_kv, with_leading_axes
+from ..broadcast import MatrixShape, repeat_kv, with_leading_axes
+from ..pytree import register_node, replace_fields
+from ..stored import check_finite, check_floats, check_parameter, check_positive, require
+from .base import FormulaSteps, Lowered, Score, upcast
 from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_axes, need_finite, need_floats, open_function
-from .pytree import register_node, replace_fields
-from .score_base import FormulaSteps, Lowered, Score, upcast
 from .similarity import Distance, Function, Product, ReluSum, SimilarityKernel, TanhSum
-from .stored import check_finite, check_floats, check_parameter, check_positive, require
 
 __all__ = [
     "Additive",

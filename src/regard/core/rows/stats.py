@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, take
-from .pytree import register_node
-from .row_sources import Part, Strip
-from .stats import distance, entropy, stable_topk
+from ..block import MatrixBlock, take
+from ..pytree import register_node
+from ..stats import distance, entropy, stable_topk
+from .sources import Part, Strip
 from .strips import Merge
 
 __all__ = [

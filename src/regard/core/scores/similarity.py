@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .broadcast import repeat_kv
-from .pytree import register_node
-from .torch_state import in_functorch, is_tracing
+from ..broadcast import repeat_kv
+from ..pytree import register_node
+from ..torch_state import in_functorch, is_tracing
 
 __all__ = ["Distance", "Function", "Product", "ReluSum", "SimilarityKernel", "TanhSum"]
 

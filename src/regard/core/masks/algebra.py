@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, shifted, take
-from .broadcast import MatrixShape, per_cell
+from ..block import MatrixBlock, shifted, take
+from ..broadcast import MatrixShape, per_cell
+from ..pytree import flatten, register_node, replace_fields, tree_map
+from ..stored import check_broadcasts, require
+from ..tensor_kinds import readable
+from .call_hints import mask_call
 from .intervals import Geometry, KeyIntervals
-from .mask_call_hints import mask_call
-from .pytree import flatten, register_node, replace_fields, tree_map
-from .stored import check_broadcasts, require
-from .tensor_kinds import readable
 
 __all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask"]
 

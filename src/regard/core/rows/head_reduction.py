@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .arguments import as_values, at_least_one, chosen_keys
-from .results import TopK
-from .row_questions import RowQuestions
-from .row_sources import DenseRows, HeadRows, RowSource, ScoreRows
-from .row_stats import ColumnSum, LargestWeights, RowEntropy, RowProduct
-from .scores import upcast
+from ..arguments import as_values, at_least_one, chosen_keys
+from ..results import TopK
+from ..scores.kinds import upcast
+from ..torch_state import as_size, is_tracing
+from ..types import KeyLike, KeysLike
+from .questions import RowQuestions
+from .sources import DenseRows, HeadRows, RowSource, ScoreRows
 from .spans import PoolBy
-from .torch_state import as_size, is_tracing
-from .types import KeyLike, KeysLike
+from .stats import ColumnSum, LargestWeights, RowEntropy, RowProduct
 
 if TYPE_CHECKING:
     from .relations import Relations

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, take
-from .mask_algebra import Mask
-from .pytree import register_node
-from .row_sources import Part, Strip, safe_lse
+from ..block import MatrixBlock, take
+from ..masks.algebra import Mask
+from ..pytree import register_node
+from .sources import Part, Strip, safe_lse
 from .strips import Merge
 
 __all__ = ["BlockMask", "CellMass", "PoolBy", "TilePool", "block_edges", "smallest_cover", "tile_edges"]

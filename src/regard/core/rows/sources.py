@@ -13,11 +13,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, take
-from .intervals import KeyIntervals
-from .problem import Problem
-from .pytree import register_node, replace_fields, tree_map
-from .scores import upcast
+from ..block import MatrixBlock, take
+from ..masks.intervals import KeyIntervals
+from ..problem import Problem
+from ..pytree import register_node, replace_fields, tree_map
+from ..scores.kinds import upcast
 
 __all__ = ["ChosenRows", "DenseRows", "HeadRows", "Part", "RowSource", "ScoreRows", "Strip", "safe_lse"]
 

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, take
-from .broadcast import MatrixShape, check_broadcast, with_leading_axes
+from ..block import MatrixBlock, take
+from ..broadcast import MatrixShape, check_broadcast, with_leading_axes
+from ..pytree import flatten, register_node
+from ..stored import check_broadcasts, is_int64, require
+from ..tensor_kinds import readable
+from ..torch_state import host_sync_forbidden, is_tracing
+from .algebra import And, Dense, Mask, Not, Or, Predicate, as_mask
+from .call_hints import makes_mask
 from .intervals import Geometry, KeyIntervals, band, cached_on_mask
-from .mask_algebra import And, Dense, Mask, Not, Or, Predicate, as_mask
-from .mask_call_hints import makes_mask
-from .pytree import flatten, register_node
-from .stored import check_broadcasts, is_int64, require
-from .tensor_kinds import readable
-from .torch_state import host_sync_forbidden, is_tracing
 
 __all__ = [
     "And",

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engines.numba import comparison as compiled
-from ..engines.numba import head_rows, tile_pool
+from ...engines.numba import comparison as compiled
+from ...engines.numba import head_rows, tile_pool
+from ..problem import Problem
+from ..pytree import flatten, unflatten
+from ..torch_state import in_functorch, is_tracing, without_autocast
 from .comparison import Comparison
-from .problem import Problem
-from .pytree import flatten, unflatten
-from .row_sources import ChosenRows, HeadRows, RowSource, ScoreRows
-from .row_stats import RowEntropy
+from .sources import ChosenRows, HeadRows, RowSource, ScoreRows
 from .spans import TilePool
+from .stats import RowEntropy
 from .strips import Question, need_first_order
-from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = ["fused"]
 
@@ -79,7 +79,7 @@ def _kernels(problems: tuple[Problem, Problem]) -> Any:
     """The module that compares two matrices on their device."""
     if problems[0].q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return compiled
-    from ..engines.triton import comparison_pass
+    from ...engines.triton import comparison_pass
 
     return comparison_pass
 

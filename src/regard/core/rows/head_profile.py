@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import engines
-from ..engines.numba import profile as compiled
-from .evaluation import weights_of_scores
-from .problem import Problem
+from ... import engines
+from ...engines.numba import profile as compiled
+from ..evaluation import weights_of_scores
+from ..problem import Problem
+from ..stats import Request, Results
+from ..torch_state import in_functorch, is_tracing, without_autocast
 from .relations import Relations
-from .row_sources import ScoreRows
-from .stats import Request, Results
-from .torch_state import in_functorch, is_tracing, without_autocast
+from .sources import ScoreRows
 
 __all__ = ["head_profile"]
 
@@ -62,7 +62,7 @@ def head_profile(matrix: Relations, targets: Tensor) -> Results | None:
 def _kernels(problem: Problem, engine: engines.FusedEngine) -> Any | None:
     """The module whose kernel has these scores, by the product that the norm comes from; None where none has."""
     if engines.resolve(engine, problem, Request(("norm",))) is engines.triton.ENGINE:
-        from ..engines.triton import profile_pass
+        from ...engines.triton import profile_pass
 
         return profile_pass if profile_pass.serves_profile(problem) else None
     return compiled if compiled.serves_profile(problem) else None

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .pytree import register_node
-from .row_sources import Part, Strip
+from ..pytree import register_node
+from .sources import Part, Strip
 from .strips import Merge
 
 __all__ = ["MEASURES", "Comparison"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .row_questions import RowQuestions
-from .row_sources import ChosenRows, DenseRows, HeadRows, RowSource, ScoreRows
+from .questions import RowQuestions
+from .sources import ChosenRows, DenseRows, HeadRows, RowSource, ScoreRows
 
 __all__ = ["KeyChoice"]
 

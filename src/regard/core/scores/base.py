@@ -11,11 +11,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from .broadcast import MatrixShape, per_head
+from ..broadcast import MatrixShape, per_head
+from ..pytree import register_node, replace_fields
+from ..stored import check_broadcasts, require
 from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_floats, open_function
-from .pytree import register_node, replace_fields
 from .similarity import SimilarityKernel
-from .stored import check_broadcasts, require
 
 __all__ = ["FormulaSteps", "Lowered", "Score", "upcast"]
 

@@ -8,14 +8,14 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from ..engines.reference import dense
-from .evaluation import LazyMatrix
+from ...engines.reference import dense
+from ..evaluation import LazyMatrix
+from ..indexing import Tokens, slice_bounds
+from ..problem import Factors
+from ..stats import Request
 from .head_reduction import HeadReduction, head_shares
-from .indexing import Tokens, slice_bounds
-from .problem import Factors
-from .row_questions import RowQuestions
-from .row_sources import DenseRows, RowSource, ScoreRows
-from .stats import Request
+from .questions import RowQuestions
+from .sources import DenseRows, RowSource, ScoreRows
 
 __all__ = ["Relations"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused_rows import fused
-from .pytree import flatten, split_ints, unflatten
-from .row_sources import RowSource
+from ..pytree import flatten, split_ints, unflatten
+from .fused import fused
+from .sources import RowSource
 from .strips import Question, joint_shape, walk
 
 __all__ = ["answer", "traced"]

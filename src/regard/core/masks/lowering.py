@@ -7,11 +7,11 @@ import functools
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock, take
+from ..block import MatrixBlock, take
+from ..pytree import flatten, register_node
+from ..torch_state import is_tracing
 from .intervals import Geometry, KeyIntervals, cache_allowed, cached_on_mask, caches_on
-from .masks import Mask
-from .pytree import flatten, register_node
-from .torch_state import is_tracing
+from .kinds import Mask
 
 __all__ = ["IntervalMask", "lower_to_intervals"]
 

@@ -9,21 +9,21 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..engines import get_engine
-from .arguments import as_tiling, at_least_one, segment_flags
-from .broadcast import MatrixShape, per_cell
+from ...engines import get_engine
+from ..arguments import as_tiling, at_least_one, segment_flags
+from ..broadcast import MatrixShape, per_cell
+from ..indexing import Tokens
+from ..masks.algebra import Mask, as_mask
+from ..problem import Factors
+from ..pytree import replace_fields
+from ..torch_state import as_size, is_tracing, without_autocast
+from ..types import EngineName, MaskLike, SegmentsLike
 from .comparison import Comparison
-from .indexing import Tokens
-from .mask_algebra import Mask, as_mask
-from .problem import Factors
-from .pytree import replace_fields
-from .row_sources import RowSource
-from .row_stats import ChosenKeys, DistanceBins, DistanceVariance
+from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
+from .stats import ChosenKeys, DistanceBins, DistanceVariance
 from .strips import Question, walk
-from .torch_state import as_size, is_tracing, without_autocast
-from .traced_rows import answer, traced
-from .types import EngineName, MaskLike, SegmentsLike
+from .traced import answer, traced
 
 __all__ = ["RowQuestions", "induction_targets"]
 

@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from .block import MatrixBlock
-from .intervals import KeyIntervals
-from .pytree import flatten, unflatten
-from .row_sources import Part, RowSource, Strip
-from .torch_state import in_functorch, without_autocast
+from ..block import MatrixBlock
+from ..masks.intervals import KeyIntervals
+from ..pytree import flatten, unflatten
+from ..torch_state import in_functorch, without_autocast
+from .sources import Part, RowSource, Strip
 
 __all__ = ["Merge", "Question", "joint_shape", "need_first_order", "walk"]
 

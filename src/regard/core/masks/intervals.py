@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_state import host_sync_forbidden, is_tracing
+from ..torch_state import host_sync_forbidden, is_tracing
 
 __all__ = ["Geometry", "KeyIntervals", "band", "cache_allowed", "cached_on_mask", "caches_on"]
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .block import MatrixBlock, PickedCells, take
-from .broadcast import MatrixShape, per_cell, per_head
-from .pytree import register_node, tree_map
-from .stored import check_broadcasts, check_positive
-from .tensor_kinds import readable
+from ..block import MatrixBlock, PickedCells, take
+from ..broadcast import MatrixShape, per_cell, per_head
+from ..pytree import register_node, tree_map
+from ..stored import check_broadcasts, check_positive
+from ..tensor_kinds import readable
 
 __all__ = ["Alibi", "Bias", "Modifier", "Modify", "Softcap", "need_axes", "need_finite", "need_floats", "open_function"]
 

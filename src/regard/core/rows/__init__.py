@@ -1,0 +1,1 @@
+"""Questions that need complete rows: two matrices, heads together, spans, chosen keys."""

@@ -1,0 +1,1 @@
+"""How a query scores a key: similarities, what modifies them, and what engines make of both."""
