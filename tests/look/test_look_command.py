@@ -257,7 +257,11 @@ def test_a_terminal_without_bars_gets_letters(run, monkeypatch):
     monkeypatch.setattr(sys, "stdout", narrow)
     assert cli.main(["look", SENTENCE, "--word", "it"]) == 0
     narrow.flush()
-    assert "#####" in narrow.buffer.getvalue().decode("ascii")
+    printed = narrow.buffer.getvalue().decode("ascii")
+    assert "#####" in printed
+    assert '"it" > ' in printed
+    assert ">it<" in printed
+    assert "?" not in printed
 
 
 # Where the text comes from.

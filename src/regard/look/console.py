@@ -28,6 +28,7 @@ _COLOURS = {"standard": "standard", "256": "256", "truecolor": "truecolor", "win
 #: Replacements for terminals whose encoding lacks these letters.
 _ASCII = str.maketrans(
     {**dict.fromkeys("█▉▊▋▌▇▆▅▄", "#"), **dict.fromkeys("▍▎▏▃▂▁·…", "."), "×": "x", "→": ">", "−": "-"}
+    | {**dict.fromkeys("“”", '"'), "»": ">", "«": "<", "÷": "/", "√": "sqrt "}
 )
 
 
