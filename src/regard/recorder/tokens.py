@@ -66,6 +66,12 @@ def label(layers: list[Any], embedded: list[EmbeddedIds], tokens: TokensLike | N
     if tokens is None or not layers:
         return
     if isinstance(tokens, list | tuple):
+        for token in tokens:
+            if not isinstance(token, str | list | tuple):
+                raise TypeError(
+                    f"tokens must be strings, or one list of strings for each sequence; got {type(token).__name__}. "
+                    "Ids become text by a tokenizer, tokens=tokenizer, or by a function, tokens=str."
+                )
         for layer in layers:
             layer.tokens = tuple(_from_caller(tokens, layer, axis) for axis in (0, 1))
         return
