@@ -287,6 +287,19 @@ def test_text_from_a_file_from_a_pipe_and_from_a_recording(run, monkeypatch, tmp
     assert (tmp_path / "it.svg").read_text().startswith("<svg")
 
 
+def test_hints_repeat_a_text_that_was_piped_in(run, monkeypatch, tmp_path):
+    for verb, following in (("look", "walk"), ("walk", "walk")):
+        monkeypatch.setattr(sys, "stdin", piped(f"{SENTENCE}\n".encode()))
+        out = run(verb, "-", "--word", "it")[1]
+        hint = " ".join(out[out.index("Next,") :].replace("\\\n", " ").split())
+        assert f'regard {following} "{SENTENCE}" --word it' in hint
+    monkeypatch.setattr(sys, "stdin", piped(b"word " * 100))
+    assert f"'{('word ' * 100)[:120]}…'" in run("look", "-")[1]
+    monkeypatch.setattr(sys, "stdin", piped(SENTENCE.encode()))
+    run("look", "-", "--out", "page.html")
+    assert Read((tmp_path / "page.html").read_text()).header["command"] == f'regard look "{SENTENCE}"'
+
+
 def test_a_page_is_written(run, tmp_path):
     code, out, err = run("look", SENTENCE, "--word", "it", "--out", "page.html")
     assert (code, out) == (0, "")

@@ -65,7 +65,9 @@ def read_text(args: argparse.Namespace) -> tuple[str, Recording | None]:
     """The text of the arguments, read from the file or the pipe that they name; or a recording."""
     name = args.text
     if name == "-":
-        return _decode(sys.stdin.buffer.read(), "what was piped in"), None
+        text = _decode(sys.stdin.buffer.read(), "what was piped in")
+        args.text = " ".join(text.split())  # for hints: a pipe can be read only once
+        return text, None
     path = Path(name)
     if not name.strip() or not _exists(path):
         if path.suffix in (".regard", ".txt", ".md") and not any(letter.isspace() for letter in name):
