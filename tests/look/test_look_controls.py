@@ -57,6 +57,24 @@ def test_every_control_keeps_the_focus(show: Any, name: str) -> None:
     assert used >= {"training": 2, "comparison": 6}.get(name, 40)
 
 
+@pytest.mark.parametrize(("vanishes", "next_to_it"), [("clear-tray", "cells"), ("tray-auto", "tray-0")])
+def test_a_control_that_vanishes_leaves_the_focus_beside_it(show: Any, vanishes: str, next_to_it: str) -> None:
+    shown: Shown = show(PAGES["words"]()).view("overview")
+    shown.click("head-0-0")
+    shown.tab.focus(f'[data-key="{vanishes}"]')
+    shown.tab.keyboard.press("Enter")
+    assert not shown.tab.locator(f'[data-key="{vanishes}"]').count()
+    assert shown.tab.evaluate(ACTIVE) == next_to_it
+
+
+def test_all_pairs_of_a_comparison_keep_the_focus(show: Any) -> None:
+    a, b = (regard.weights(x).label(CAT) for x in randn(2, 40, 6, 8))
+    shown: Shown = show(regard.compare(a, b).show())
+    shown.tab.focus('[data-key="pairs-all"]')
+    shown.tab.keyboard.press("Enter")
+    assert re.match(r"pair-\d+$", shown.tab.evaluate(ACTIVE))
+
+
 def _controls(shown: Shown, view: str, views: list[str]) -> list[list[str]]:
     if len(views) > 1:
         shown.view(view)

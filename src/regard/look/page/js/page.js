@@ -144,12 +144,16 @@ export class Page {
       if (this.ready && location.hash !== address) history[push ? "pushState" : "replaceState"](null, "", address);
     } catch { /* no address */ }
   }
-  // A control that is drawn anew keeps the focus.
+  // A control that is drawn anew keeps the focus; where it is gone, as "none" once no head is chosen, the nearest control
+  // before it takes the focus, else the one after it: on the body the next Tab would begin at the top of the page.
   keepingFocus(redraw) {
     const key = document.activeElement?.getAttribute("data-key");
+    const keys = key ? [...this.root.querySelectorAll("[data-key]")].map((one) => one.getAttribute("data-key")) : [];
     redraw();
-    if (key && document.activeElement === document.body) this.root.querySelector(
-      `[data-key="${CSS.escape(key)}"]`)?.focus({ preventScroll: true });
+    if (!key || document.activeElement !== document.body) return;
+    const at = keys.indexOf(key), control = (one) => this.root.querySelector(`[data-key="${CSS.escape(one)}"]`);
+    const next = [key, ...keys.slice(0, Math.max(0, at)).reverse(), ...keys.slice(at + 1)].find((one) => control(one)?.checkVisibility());
+    if (next) control(next).focus({ preventScroll: true });
   }
   repaint() {
     this.colours = null;
