@@ -57,6 +57,108 @@ def test_a_link_opens_exactly_this_view(show: Any, it: View) -> None:
     assert other.locator('[data-key="cells"]').input_value() == "row"
 
 
+# What a reader sees of a view: the state of every control, and the text.
+SEEN = """[...document.querySelectorAll('main [data-key]')].map((x) => [x.dataset.key, x.value ?? '', Boolean(x.checked),
+    x.getAttribute('aria-pressed')]).concat([[document.querySelector('main').innerText]])"""
+CHOSEN: dict[str, tuple[str, list[tuple[str, Any]]]] = {
+    "the rules of the lab": ("play", [("similarity", "cosine"), ("power", 1.3), ("causal", True), ("width", 3), ("window", True)]),
+    "a shuffled lab": ("play", [("shuffle", None), ("forbid-3", None), ("forbid-7", None)]),
+    "word vectors": ("walk", [("walk-words", None), ("walk-Wq", True), ("walk-Wv", True), ("dot-4", None)]),
+    "a product of a head": ("walk", [("head", 5), ("dot-0", None)]),
+    "what a word gives to": ("overview", [("metric", "sink"), ("sort", "given"), ("given", 8), ("word", 3), ("cells", "row")]),
+    "axes of the atlas": ("overview", [("axis-x", "mean_distance"), ("axis-y", "sink")]),
+    "every head of the spotlight": ("spotlight", [("chip-all", None), ("merge", True), ("hide", True)]),
+    "the colours of the square": ("square", [("fit", True), ("head", 3)]),
+}  # fmt: skip
+
+
+def use(shown: Shown, key: str, value: Any) -> None:
+    control = shown.tab.locator(f'[data-key="{key}"]')
+    kind = control.evaluate("(x) => x.type")
+    if value is None:
+        control.click()
+    elif kind == "select-one":
+        control.select_option(str(value))
+    elif kind == "checkbox":
+        control.set_checked(value)
+    else:
+        control.fill(str(value))
+
+
+def settled(tab: Any) -> list[Any]:
+    """What is seen once the slices of the Lab are done and the address is written."""
+    tab.wait_for_timeout(200)
+    tab.wait_for_function("(async () => !(await regard).slices)()")
+    return tab.evaluate(SEEN)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_link_holds_all_that_was_chosen(show: Any, it: View, name: str) -> None:
+    view, steps = CHOSEN[name]
+    shown: Shown = show(it)
+    if view != "spotlight":
+        shown.view(view)
+    fresh = settled(shown.tab)
+    for key, value in steps:
+        use(shown, key, value)
+    shown.tab.mouse.move(2, 2)
+    seen = settled(shown.tab)
+    assert seen != fresh
+    assert shown.tab.evaluate("location.href") == shown.ask("page.link"), "the address is the link"
+    other = shown.tab.context.new_page()
+    other.goto(shown.ask("page.link"))
+    other.wait_for_selector(f"section.view.{view}")
+    assert settled(other) == seen
+
+
+def test_a_link_holds_two_heads_that_are_compared(show: Any, it: View) -> None:
+    shown: Shown = show(it).view("overview")
+    shown.tab.hover('[data-key="head-1-2"]')
+    shown.tab.locator('[data-key="head-3-1"]').dispatch_event("click", {"shiftKey": True})
+    peek = shown.text(".peek")
+    assert "layer 1, head 2 and layer 3, head 1" in peek
+    shown.tab.goto("about:blank")
+    shown.tab.go_back()
+    shown.tab.wait_for_selector(".peek")
+    assert shown.text(".peek") == peek
+
+
+HOSTILE_FIELDS = [
+    "v=play&sim=constructor&x=Infinity&near=-1&out=99.1e9&order=0.0.1",
+    "v=play&sim=__proto__&x=&near=&out=&order=&mask=<img>",
+    "v=play&order=" + "1." * 9000,
+    "v=walk&from=head&on=qkv&dot=99",
+    "v=walk&from=nowhere&on=<script>&dot=-1",
+    "v=overview&o=constructor.toString.x.__proto__.y&given=x&vs=9.9.9.9",
+    "v=overview&o=entropy.given&given=99",
+    "v=overview&o=&vs=1.2.3",
+]
+
+
+def test_a_hostile_field_is_left_out(show: Any, it: View) -> None:
+    shown: Shown = show(it)
+    first = {}
+    for view in ("play", "walk", "overview"):
+        shown.tab.evaluate(f"location.hash = '#v={view}&w=10'")
+        shown.tab.wait_for_selector(f"section.view.{view}")
+        first[view] = settled(shown.tab)
+    for hostile in HOSTILE_FIELDS:
+        shown.tab.evaluate(f"location.hash = '#w=10&{hostile}'")
+        view = re.search(r"v=(\w+)", hostile)[1]  # type: ignore[index]
+        shown.tab.wait_for_selector(f"section.view.{view}")
+        assert settled(shown.tab) == first[view], hostile
+
+
+def test_a_field_that_fits_is_taken_beside_one_that_does_not(show: Any, it: View) -> None:
+    shown: Shown = show(it)
+    shown.tab.evaluate("location.hash = '#v=play&w=10&sim=nothing&x=20&out=3.99'")
+    shown.tab.wait_for_selector("section.view.play")
+    assert shown.ask("[page.play.similarity, page.play.power, page.play.forbidden]") == ["scaled", 2, [3]]
+    shown.tab.evaluate("location.hash = '#v=overview&w=10&o=nothing.given.row.sink.nothing&given=4'")
+    shown.tab.wait_for_selector("section.view.overview")
+    assert shown.ask("[page.overview.by, page.overview.sort, page.overview.target, page.overview.x]") == ["entropy", "given", 4, "sink"]  # fmt: skip
+
+
 def test_the_way_back_leads_through_the_views(show: Any, it: View) -> None:
     shown = show(it)
     shown.view("walk")

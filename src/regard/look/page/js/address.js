@@ -1,10 +1,12 @@
 // The state of the page as the fragment of its address: a link, a reload and the history lead to the same picture.
 // It holds places and numbers alone, no text of the subject.
 
+import { range, SIMILARITIES } from "./numbers.js";
+
 const headPlace = (head) => `${head.place}.${head.head}`;
 
 export function addressOf(page) {
-  const { state: { view, stack, word, chosen, hide, merge, fit, pair }, book, long: map, overview: atlas } = page;
+  const { state: { view, stack, word, chosen, hide, merge, fit, pair, all }, book, long: map } = page;
   const at = book?.stacks[stack], round = (...x) => x.map(Math.round).join(".");
   const fields = {
     v: view, s: stack && !at.window ? stack : null, win: at?.window ? [at.base.n, ...at.window].join(".") : null,
@@ -13,13 +15,27 @@ export function addressOf(page) {
     z: view === "long" && map?.view ? round(map.view.i0, map.view.i1, map.view.j0, map.view.j1) : null,
     c: view === "story" && page.story ? Math.round(100 * page.story.at) : null,
     m: view === "long" && ["mean", "beyond"].includes(map?.mode) ? map.mode : null,
-    o: view === "overview" && atlas ? [atlas.by, atlas.sort, atlas.mode].join(".") : null,
+    marks: view === "long" && map?.marks === false ? 0 : null, all: all || page.compare?.all ? 1 : null,
+    ...(OWN[view] && page[view] ? OWN[view](page[view]) : null),
   };
   return `#${Object.entries(fields).filter(([, x]) => x !== null).map(([key, x]) => `${key}=${x}`).join("&")}`;
 }
 
-const naturals = (text) => { const all = (text ?? "").split(".").map(Number);
-  return all.every((n) => Number.isInteger(n) && n >= 0) ? all : []; };
+// What was chosen within one view; what is as it was at first is left out.
+const OWN = {
+  play: ({ similarity, power, causal, window, width, recorded, forbidden, order }) => ({
+    sim: similarity === "scaled" ? null : similarity, x: Math.round(10 * power) || null, causal: causal ? 1 : null,
+    near: window ? width : null, mask: recorded ? null : 0, out: forbidden.join(".") || null,
+    order: order.some((n, at) => n !== at) ? order.join(".") : null,
+  }),
+  walk: ({ source, q, k, v, cell }) => ({ from: source === "words" ? source : null, dot: cell,
+    on: source === "words" && (q || k || v) ? [q && "q", k && "k", v && "v"].filter(Boolean).join("") : null }),
+  overview: ({ by, sort, mode, x, y, target, at, other }) => ({ o: [by, sort, mode, x, y].join("."),
+    given: sort === "given" ? target : null,
+    vs: at && other ? [at.row, at.head, other.row, other.head].join(".") : null }),
+};
+
+const naturals = (text) => (/^\d+(\.\d+)*$/.test(text ?? "") ? text.split(".").map(Number) : []);
 
 // Set the state by an address; whatever in it does not fit this page is left out.
 export function readAddress(page, hash) {
@@ -28,6 +44,7 @@ export function readAddress(page, hash) {
   if (page.header.kind === "comparison" && fields.has("w")) {
     const { heads, groups } = page.header, pair = indexOrFirst(fields.get("p"), heads.length);
     Object.assign(state, { pair, hover: null, word: indexOrFirst(fields.get("w"), groups[heads[pair].group].rows.labels.length) });
+    page.compare = { all: fields.has("all"), cell: null };
   }
   if (!book || !fields.has("w")) return;
   const stack = windowOf(page, fields) ?? book.stacks[indexOrFirst(fields.get("s"), book.stacks.length)];
@@ -36,13 +53,42 @@ export function readAddress(page, hash) {
   if (word !== state.word) state.target = null;
   Object.assign(state, { stack: stack.n, word, hover: null, cell: null, chosen: heads.length
     ? heads.map((head) => head.id) : null,
-    hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") ? fields.get("fit") !== "0" : Boolean(stack.cols.patches) });
+    all: fields.has("all"), hide: fields.has("hide"), merge: fields.has("merge"), fit: fields.has("fit") ? fields.get("fit") !== "0" : Boolean(stack.cols.patches) });
   if (stack.long) readMap(page, stack, fields);
   const at = Number(fields.get("c") ?? NaN) / 100;
   if (at > 0) page.story = { ...page.story, at, playing: null };
-  const [by, sort, mode] = (fields.get("o") ?? "").split(".");
-  if (page.header.metrics[by] && ["layer", "metric", "tie"].includes(sort)) page.wantedAtlas = { by, sort,
-    mode: mode === "row" ? "row" : "pattern" };
+  if (state.view === "play") page.play = labOf(stack, fields);
+  if (state.view === "walk") page.walk = walkOf(stack, fields);
+  if (fields.has("o")) page.wantedAtlas = atlasOf(stack, fields);
+}
+
+// The Lab by an address, or as it is at first.
+export function labOf({ same, rows, cols }, fields = new URLSearchParams()) {
+  const sim = fields.get("sim") ?? "", power = Number(fields.get("x") ?? 0) / 10, near = naturals(fields.get("near"))[0];
+  const order = naturals(fields.get("order")), all = range(rows.length);
+  return {
+    similarity: Object.hasOwn(SIMILARITIES, sim) ? sim : "scaled", power: Math.abs(power) <= 5 ? power : 0,
+    causal: same && fields.has("causal"), window: same && near !== undefined, width: near ?? 2,
+    recorded: fields.get("mask") !== "0",
+    forbidden: [...new Set(naturals(fields.get("out")))].filter((j) => j < cols.length),
+    order: same && order.length === all.length && all.every((n) => order.includes(n)) ? order : all,
+  };
+}
+
+// Walk by an address, or as it is at first.
+export function walkOf({ cols }, fields = new URLSearchParams()) {
+  const words = fields.get("from") === "words", [cell] = naturals(fields.get("dot"));
+  const on = (name) => words && (fields.get("on") ?? "").includes(name);
+  return { source: words ? "words" : "head", q: on("q"), k: on("k"), v: on("v"), cell: cell < cols.length ? cell : null };
+}
+
+// What an address says of the atlas; names of numbers that the page does not have are left out there.
+function atlasOf({ long, heads, cols }, fields) {
+  const [by, sort, mode, x, y] = fields.get("o").split("."), [target] = naturals(fields.get("given"));
+  const [row, head, row2, head2] = naturals(fields.get("vs")), given = !long && heads.length && target < cols.length;
+  return { by, x, y, mode: mode === "row" ? "row" : "pattern", target: given ? target : null,
+    sort: ["metric", "tie", given && "given"].includes(sort) ? sort : "layer",
+    ...(head2 === undefined ? { other: null } : { at: { row, head }, other: { row: row2, head: head2 } }) };
 }
 
 const indexOrFirst = (text, length) => { const n = Number(text ?? 0); return Number.isInteger(n) && n >= 0 && n < length
@@ -64,5 +110,5 @@ function readMap(page, { rows, cols }, fields) {
   const [i0, i1, j0, j1] = naturals(fields.get("z")), fits = i0 < i1 && i1 <= rows.length && j0 < j1
     && j1 <= cols.length;
   page.wantedMap = { view: fits ? { i0, i1, j0, j1 } : null, mode: ["mean",
-    "beyond"].includes(fields.get("m")) ? fields.get("m") : "max" };
+    "beyond"].includes(fields.get("m")) ? fields.get("m") : "max", marks: fields.get("marks") !== "0" };
 }

@@ -202,7 +202,7 @@ function pairCells(page, own) {
     onkeydown: (event) => key(event, n),
   }, picture(pair), el("span", { text: `${pair.brief} ${pair.js === null ? "NaN" : fixed(pair.js, 2)}` }))),
   ...(pairs.length > shown.length ? [el("button", { class: "chip quiet", "data-key": "pairs-all", text: `all ${pairs.length}`,
-    onclick: () => { own.all = true; page.keepingFocus(() => page.refresh()); } })] : [])];
+    onclick: () => { own.all = true; page.keepingFocus(() => page.refresh()); page.writeAddress(); } })] : [])];
 }
 
 function compareTable(page) {

@@ -52,7 +52,7 @@ function mapControls(page, own, map, reading, draw) {
       ["beyond", "what exceeds its place"]], own.mode,
       (mode) => { own.mode = mode; map().request(); page.writeAddress(); }),
     fitChoice(page),
-    tick("mark the strongest", "marks", own.marks, (on) => { own.marks = on; map().request(); }),
+    tick("mark the strongest", "marks", own.marks, (on) => { own.marks = on; map().request(); page.writeAddress(); }),
     el("label", { class: "field" }, el("span", { text: "find" }), find),
     reading.button,
   ];

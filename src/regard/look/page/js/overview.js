@@ -15,11 +15,14 @@ const METRICS = {
 
 export function overview(page, box) {
   const have = Object.keys(METRICS).filter((by) => page.header.metrics[by].some(Boolean)), heads = everyHead(page);
-  const own = (page.overview ??= { by: have[0], x: have[0], y: have[1] ?? have[0], at: null, other: null, sort: "layer",
+  const first = { by: have[0], x: have[0], y: have[1] ?? have[0] };
+  const own = (page.overview ??= { ...first, at: null, other: null, sort: "layer",
     mode: "pattern", target: null, pictures: new Map(), clicked: null });
   Object.assign(own, page.wantedAtlas);
   page.wantedAtlas = null;
-  own.at = own.at && heads.find((one) => one.row === own.at.row && one.head === own.at.head);
+  for (const name of Object.keys(first)) if (!have.includes(own[name])) own[name] = first[name];
+  for (const name of ["at", "other"]) own[name] = heads.find((one) => one.row === own[name]?.row && one.head === own[name].head) ?? null;
+  if (own.target >= page.stack.cols.length) own.target = 0; // of a longer sentence
   const message = el("p", { class: "hint" }), cells = el("div", { class: "scroll" }), plot = el("div",
     { class: "plot" }),
     peek = el("div", { class: "peek" }), bar = el("div", { class: "controls" });
@@ -32,7 +35,7 @@ export function overview(page, box) {
       if (twice) act.open(one);
       else if (one.held) addToTray(page, one.held);
     },
-    compare: (one) => { own.other = own.other === one || own.at === one ? null : one; act.look(own.at ?? one); },
+    compare: (one) => { own.other = own.other === one || own.at === one ? null : one; act.look(own.at ?? own.first); page.writeAddress(); },
     open: (one) => { if (one.held) openHeads(page, page.state.chosen?.includes(one.held.id) ? page.state.chosen
       : [one.held.id]); },
   };
@@ -42,12 +45,12 @@ export function overview(page, box) {
     message.textContent = own.sort === "metric" || own.sort === "layer" ? METRICS[own.by] : "";
     cells.replaceChildren(grid(page, own, heads, act));
     plot.replaceChildren(...(have.length > 1 ? [scatter(page, own, heads, act)] : []));
-    const first = sorted(heads, { ...own, sort: "metric" }, (one) => one.value(own.by))[0];
-    act.look(own.at ?? first);
+    own.first = sorted(heads, { ...own, sort: "metric" }, (one) => one.value(own.by))[0]; // until one is pointed at
+    peek.replaceChildren(...peekAt(page, own, own.at ?? own.first, have));
   });
   const axes = have.length > 1 ? el("div", { class: "controls" }, ...["x", "y"].map((name) =>
     choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name],
-      (by) => { own[name] = by; update(); }))) : "";
+      (by) => { own[name] = by; update(); page.writeAddress(); }))) : "";
   box.append(bar, message, el("div", { class: "columns" }, cells, peek), axes, plot,
     behind("Every head", () => [["layer", "head", ...have],
       heads.map((one) => [`${one.index} ${one.layer}`, String(one.head), ...have.map((by) => one.value(by) ?? "–")])]));
@@ -103,7 +106,7 @@ function peekAt(page, own, one, have) {
     one.held && el("button", { class: "chip", "data-key": "open-head", text: "open this head",
       onclick: () => openHeads(page, [one.held.id]) }),
     other && el("button", { class: "chip quiet", "data-key": "no-compare", text: "do not compare",
-      onclick: () => { own.other = null; page.refresh(); } })].filter(Boolean);
+      onclick: () => { own.other = null; page.refresh(); page.writeAddress(); } })].filter(Boolean);
 }
 
 function picture(page, one) {

@@ -132,9 +132,9 @@ export class Page {
     // The word that was asked for is that of the first lit word alone.
     if ("word" in changes && changes.word !== this.state.word) this.state.target = null;
     Object.assign(this.state, changes);
-    this.writeAddress();
     const redraw = ["stack", "hide", "merge", "theme"].some((name) => name in changes);
     this.keepingFocus(() => (redraw ? this.draw() : this.refresh?.()));
+    this.writeAddress();
   }
   get link() { return location.href.split("#")[0] + addressOf(this); }
   writeAddress(push) {
@@ -143,6 +143,11 @@ export class Page {
       const address = addressOf(this);
       if (this.ready && location.hash !== address) history[push ? "pushState" : "replaceState"](null, "", address);
     } catch { /* no address */ }
+  }
+  // Once nothing has changed for a moment: browsers refuse the many addresses of a slider.
+  writeSoon() {
+    clearTimeout(this.writing);
+    this.writing = setTimeout(() => this.writeAddress(), 150);
   }
   // A control that is drawn anew keeps the focus; where it is gone, as "none" once no head is chosen, the nearest control
   // before it takes the focus, else the one after it: on the body the next Tab would begin at the top of the page.

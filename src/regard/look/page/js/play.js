@@ -4,16 +4,16 @@ import { brief, clamp, dot, entropy, fixed, largest, mix, near, range, SIMILARIT
 import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { legend } from "./square.js";
+import { labOf } from "./address.js";
 
 export function play(page, box) {
   const t = page.stack.rows.length;
-  const own = (page.play ??= { similarity: "scaled", power: 0, causal: false, window: false, width: 2,
-    recorded: true, forbidden: [] });
-  own.order = own.order?.length === t ? own.order : range(t);
+  const own = (page.play ??= labOf(page.stack));
+  own.order = own.order.length === t ? own.order : range(t);
   own.forbidden = own.forbidden.filter((j) => j < page.stack.cols.length);
   const picks = el("span", { class: "picks" }), scale = el("output", {}), result = el("div", { class: "plays" });
   const map = el("div", { class: "map" }), values = el("div", { class: "outputs" });
-  const again = (change) => { Object.assign(own, change); update(); };
+  const again = (change) => { Object.assign(own, change); update(); page.writeSoon(); };
   const curves = saturation((power) => { slider.value = power; again({ power }); });
   const bars = playBars(page, own, (forbidden) => page.keepingFocus(() => again({ forbidden })));
   const update = () => {
@@ -64,7 +64,7 @@ function playControls(page, box, own, picks, scale, again) {
   const width = el("input", {
     type: "number", min: 0, max: rows.length, value: own.width, "data-key": "width",
       "aria-label": "words to either side",
-    oninput: (e) => again({ width: Math.max(0, Number(e.target.value) || 0) }),
+    oninput: (e) => again({ width: Math.max(0, Math.floor(Number(e.target.value)) || 0) }),
   });
   const similarities = Object.entries(SIMILARITIES).map(([id, s]) => [id, `${s.name}: ${s.formula}`]);
   const button = (key, text, cls, order) => el("button", { class: cls, "data-key": key, text,

@@ -3,17 +3,19 @@
 import { dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { el, shade, strip, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
+import { walkOf } from "./address.js";
 
 export function walk(page, box) {
   const embedded = page.header.embedded?.stack === page.state.stack ? page.header.embedded : null;
-  const own = (page.walk ??= { source: "head", q: false, k: false, v: false, cell: null });
+  const own = (page.walk ??= walkOf(page.stack));
   if (!embedded) own.source = "head";
+  if (own.cell >= page.stack.cols.length) own.cell = null; // of a longer sentence
   const bar = el("div", { class: "controls" });
   const message = el("p", { class: "message" });
   const grid = el("div", { class: "scroll" });
   const cells = el("div", { class: "cells", "aria-live": "polite" });
   box.append(bar, message, grid, cells);
-  const again = (change) => { Object.assign(own, change); page.keepingFocus(() => page.refresh()); };
+  const again = (change) => { Object.assign(own, change); page.keepingFocus(() => page.refresh()); page.writeAddress(); };
   return () => {
     const i = page.state.word;
     const steps = own.source === "head" ? stepsOfHead(page.head, i) : stepsOfWords(page, embedded, own, i);
