@@ -120,6 +120,143 @@ def test_a_part_that_runs_in_another_thread_is_recorded():
     assert_right(seen.layers, [net[1]], x)
 
 
+class Methods(nn.Module):
+    """A model without a forward, whose methods attend with its parameters: no hook is called in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(8, 24, generator=torch.Generator().manual_seed(0)))
+
+    def fused(self, x):
+        return nn.functional.scaled_dot_product_attention(*self.project(x))
+
+    def written_out(self, x):
+        q, k, v = self.project(x)
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+    def project(self, x):
+        return (x @ self.qkv).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+
+
+def in_a_thread(function):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join(WAIT)
+    return result[0]
+
+
+@pytest.fixture
+def older_pool():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result(WAIT)
+        yield pool
+
+
+@pytest.mark.parametrize("method", ["fused", "written_out"])
+@pytest.mark.parametrize("where", ["a thread", "a pool", "a pool that is older than the block"])
+def test_a_method_that_attends_itself_is_recorded(method, where, older_pool):
+    net, x = Methods(), sequence(5)
+    work = without_grad(getattr(net, method), x)
+    expected = work()
+    with regard.record(net) as seen:
+        if where == "a thread":
+            y = in_a_thread(work)
+        elif where == "a pool":
+            (y,) = in_threads(work)
+        else:
+            y = older_pool.submit(work).result(WAIT)
+    assert torch.equal(y, expected)
+    assert seen.refused == []
+    q, k, _ = net.project(x)
+    expected = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    torch.testing.assert_close(seen[0].dense(), expected.detach())
+
+
+def test_methods_of_two_threads_at_once_are_not_mixed():
+    net, both = Methods(), threading.Barrier(2, timeout=WAIT)
+    inputs = sequence(5, seed=1), sequence(7, seed=2)
+
+    def twice(x):
+        net.fused(x)
+        both.wait()
+        net.written_out(x)
+
+    with regard.record(net) as seen:
+        in_threads(*(without_grad(twice, x) for x in inputs))
+    assert seen.refused == []
+    assert sorted(layer.shape[-1] for one in seen.passes for layer in one.layers) == [5, 5, 7, 7]
+
+
+def test_a_function_that_is_no_method_of_the_model_is_not_recorded():
+    net, other, x = Methods(), Methods(), sequence(5)
+    with regard.record(net) as seen:
+        in_threads(without_grad(other.fused, x), without_grad(lambda: (x @ x.mT).softmax(-1) @ x))
+    assert seen.refused == []
+    assert seen.passes == []
+
+
+def test_a_method_that_outlives_the_block_is_named():
+    inside, ended = threading.Event(), threading.Event()
+
+    class Waits(Methods):
+        def slow(self, x):
+            self.fused(x)
+            inside.set()
+            assert ended.wait(WAIT)
+
+    net = Waits()
+    thread = threading.Thread(target=net.slow, args=(sequence(5),))
+    recording = regard.record(net)
+    seen = recording.__enter__()
+    thread.start()
+    assert inside.wait(WAIT)
+    with pytest.warns(RefusedWarning, match="another thread.*join"):
+        recording.__exit__(None, None, None)
+    ended.set()
+    thread.join(WAIT)
+    assert seen.passes == []
+
+
+def test_a_worker_that_waits_for_work_is_no_running_model():
+    net, ended = Methods(), threading.Event()
+    done = threading.Event()
+
+    def worker(model, x):
+        model.fused(x)
+        done.set()
+        assert ended.wait(WAIT)
+
+    thread = threading.Thread(target=worker, args=(net, sequence(5)))
+    with regard.record(net) as seen:
+        thread.start()
+        assert done.wait(WAIT)
+    ended.set()
+    thread.join(WAIT)
+    assert seen.refused == []
+    assert len(seen.layers) == 1
+
+
+def test_profilers_and_pools_are_as_before():
+    submit, calls = ThreadPoolExecutor.submit, []
+
+    def profiler(frame, event, arg):
+        calls.append(event)
+
+    threading.setprofile(profiler)
+    try:
+        with regard.record(Methods()):
+            in_a_thread(int)
+        assert threading.getprofile() is profiler
+    finally:
+        threading.setprofile(None)
+    assert calls
+    with regard.record(Methods()), regard.record(Methods()):
+        assert threading.getprofile() is not None
+    assert threading.getprofile() is None
+    assert ThreadPoolExecutor.submit is submit
+
+
 def test_the_fast_path_of_one_layer_is_recorded_in_another_thread():
     layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), sequence(5)
     with torch.no_grad():
@@ -186,10 +323,16 @@ def test_an_exception_in_another_thread_leaves_nothing_on():
     def work():
         with pytest.raises(ZeroDivisionError):
             net(x)
+
+    def left():
+        x @ x.mT  # a thread that is older than the end of the block notices it at its next operator
         return tap.listeners(), torch._C._dispatch_tls_is_dispatch_key_included(tap._key(tap.RECORD_KEY))
 
-    with regard.record(net) as seen:
-        assert in_threads(work) == [([], False)]
+    with ThreadPoolExecutor(1) as older, ThreadPoolExecutor(1) as newer:
+        older.submit(int).result(WAIT)
+        with regard.record(net) as seen:
+            newer.submit(work).result(WAIT)
+        assert newer.submit(left).result(WAIT) == older.submit(left).result(WAIT) == ([], False)
     assert [layer.name for layer in seen.layers] == ["0"]
 
 

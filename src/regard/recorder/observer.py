@@ -21,8 +21,8 @@ from torch import nn
 from ..core.torch_state import in_backward
 from .calls import Overwritten
 from .first_rank import is_first_rank
-from .hooks import seams, tap, transformers
-from .hooks.call_site import CAPTURED
+from .hooks import other_threads, seams, tap, transformers
+from .hooks.call_site import CAPTURED, runs_method
 from .hooks.model_hooks import ModelHooks
 from .kv_cache import CannotStitch
 from .layer import Layer
@@ -156,6 +156,8 @@ class Observer:
         self.hooks.attach(self._recorder_here)
         if not self.hooks.is_fully_compiled():
             tap.activate(own)
+            if self.shared.names is not None:
+                other_threads.install(self.hooks)
         return self.seen
 
     def __exit__(
@@ -164,8 +166,8 @@ class Observer:
         try:
             tap.deactivate(self._threads[self._thread])
             with self.shared.lock, tap.suspended(), torch.set_grad_enabled(self.shared.grad):
-                for thread in list(self._threads.values()):
-                    if thread.inside:
+                for ident, thread in list(self._threads.items()):
+                    if thread.inside or (thread.in_pass and runs_method(ident, self.shared.names)):
                         self.shared.refuse("", STILL_RUNNING)
                     else:
                         thread.end_pass()
@@ -262,6 +264,7 @@ class Observer:
 def _undo(hooks: ModelHooks) -> None:
     """Leave the model and transformers as they were before the block."""
     hooks.detach()
+    other_threads.uninstall(hooks)
     transformers.uninstall(hooks)
 
 

@@ -1,8 +1,9 @@
 """The listener of one thread in a recording: it gathers attention calls into passes and saves what was requested.
 
-The thread that opens the block has one for as long as the block is open. Another thread has one too, active while a
-module of the model runs in it: streamed generation and pools of workers are recorded, and two threads that run the
-model at once fill passes of their own. What all of them share is in `SharedRecording`, changed under its lock.
+The thread that opens the block has one for as long as the block is open. Another thread has one too, active from its
+start on, or, where it is older than the block, while a module of the model or work of a pool runs in it: streamed
+generation and pools of workers are recorded, and two threads that run the model at once fill passes of their own. What
+all of them share is in `SharedRecording`, changed under its lock.
 """
 
 from __future__ import annotations
@@ -69,11 +70,12 @@ class ThreadRecorder:
     wants_scores = False
 
     def __init__(self, shared: SharedRecording, guest: bool) -> None:
-        self.shared, self.guest = shared, guest  # guest: active only while a module of the model runs
+        self.shared, self.guest = shared, guest  # guest: of another thread than the block's
         self.wants_ids, self.wants_values, self.wants_grad = shared.ids, shared.values, shared.grad
         self.eager = EagerTracker(by_name=shared.names is not None)
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self.inside = 0  # nesting of the model's modules, in a guest
+        self.requests = 0  # in a guest: how many functions ask that it is active outside of modules too
         self.depth = 0  # nesting of the model's own forward
         self.axes: tuple[int, int] | None = None  # the first two axes of the running pass's input
         self._thread = threading.get_ident()
@@ -102,16 +104,41 @@ class ThreadRecorder:
         """A module of the model begins."""
         if self.guest:
             self.inside += 1
-            if self.inside == 1:
-                tap.activate(self)
+            self._switch()
 
     def leave(self) -> None:
         """It ends."""
         if self.guest and self.inside:
             self.inside -= 1
-            if self.inside == 0:
-                self.eager.clear()
-                tap.deactivate(self)
+            self._switch()
+
+    def start_over(self) -> None:
+        """A thread begins; the one that had its id before has ended."""
+        self.end_pass()
+        self.inside = self.requests = self.depth = 0
+        self._last = None
+
+    def keep(self, on: bool) -> None:
+        """Be active outside of modules too; or, once for each time that was asked, no longer."""
+        if self.guest:
+            self.requests = max(0, self.requests + (1 if on else -1))
+            self._switch()
+
+    def _switch(self) -> None:
+        """Be active while a module runs or a function asks for it."""
+        wanted = self.inside + self.requests > 0
+        if wanted == any(listener is self for listener in tap.listeners()):
+            return
+        if wanted:
+            tap.activate(self)
+        else:
+            self.eager.clear()
+            tap.deactivate(self)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a guest has a pass that has attended, and may go on."""
+        return self.guest and self._pass is not None and bool(self._pass.count)
 
     def pause(self, on: bool) -> None:
         """Before and after code that torch.compile made."""
@@ -124,6 +151,9 @@ class ThreadRecorder:
         return not self.guest and (names is None or id(model) in names)
 
     def call_site(self, frame: FrameType) -> CallSite | None:
+        # A thread with a block of its own for this model is not recorded twice.
+        if self.guest and any(other.covers(self.shared.hooks.model) for other in tap.listeners()):
+            return None
         return calling_module(frame, self.shared.names)
 
     def batch_size(self, rows: int) -> int | None:

@@ -6,6 +6,7 @@ Reading the stack leaves the model untouched, and costs only where attention run
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ __all__ = [
     "module_stack",
     "original_module",
     "runs_code_of",
+    "runs_method",
     "shared_axis_reason",
     "split_heads",
 ]
@@ -147,6 +149,15 @@ def runs_code_of(frames: list[FrameType], module: str) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def runs_method(thread: int, names: dict[int, str] | None) -> bool:
+    """Whether a thread runs a method of one of the model's modules now; a function that holds the model is none."""
+    frame = sys._current_frames().get(thread)
+    return names is not None and any(
+        id(module) in names and getattr(getattr(type(module), at.f_code.co_name, None), "__code__", None) is at.f_code
+        for at, module in _modules(frame)
+    )
 
 
 def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:

@@ -109,6 +109,12 @@ class RunsHere(Protocol):
     def pause(self, on: bool) -> None:
         """Compiled code begins, or has ended."""
 
+    def start_over(self) -> None:
+        """Another thread begins, perhaps with the id of one that ended."""
+
+    def keep(self, on: bool) -> None:
+        """Hear the thread outside of modules too; or, once for each time that was asked, no longer."""
+
 
 class ModelHooks:
     """The hooks of one recording on one model."""
@@ -196,6 +202,21 @@ class ModelHooks:
     def _leave(self, *_: Any) -> None:
         if threading.get_ident() != self._owner and (thread := self._thread()) is not None:
             thread.leave()
+
+    # What runs in other threads outside of modules; see `other_threads.Owner`.
+
+    def thread_begins(self) -> None:
+        if (thread := self._thread()) is not None:
+            thread.start_over()
+            thread.keep(True)
+
+    def work_begins(self) -> None:
+        if threading.get_ident() != self._owner and (thread := self._thread()) is not None:
+            thread.keep(True)
+
+    def work_ends(self) -> None:
+        if threading.get_ident() != self._owner and (thread := self._thread()) is not None:
+            thread.keep(False)
 
     # Attention that is not intercepted.
 
