@@ -1,5 +1,7 @@
 """A model that runs in other threads than the one that opened the block: recorded as anywhere, and never mixed up."""
 
+import functools
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +11,7 @@ from torch import nn
 
 import regard
 from regard.recorder import RefusedWarning
-from regard.recorder.hooks import tap
+from regard.recorder.hooks import other_threads, tap
 from support.toy_models import Attention
 
 WAIT = 120  # seconds after which a test that would hang fails
@@ -255,6 +257,42 @@ def test_profilers_and_pools_are_as_before():
         assert threading.getprofile() is not None
     assert threading.getprofile() is None
     assert ThreadPoolExecutor.submit is submit
+
+
+def test_a_wrapper_of_submit_that_came_meanwhile_stays(monkeypatch):
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", ThreadPoolExecutor.submit)
+    calls = []
+    with regard.record(Methods()):
+        inner = ThreadPoolExecutor.submit
+
+        @functools.wraps(inner)
+        def wrapper(pool, fn, /, *args, **kwargs):
+            calls.append(fn)
+            return inner(pool, fn, *args, **kwargs)
+
+        ThreadPoolExecutor.submit = wrapper
+    assert ThreadPoolExecutor.submit is wrapper
+    for _ in range(2):
+        with regard.record(Methods()), ThreadPoolExecutor(1) as pool:
+            assert pool.submit(int).result(WAIT) == 0
+        assert ThreadPoolExecutor.submit is wrapper
+    assert len(calls) == 2
+
+
+def test_a_recording_that_is_freed_while_another_begins_does_not_block():
+    """Freeing it may come in between, wherever memory is allocated."""
+    done = threading.Event()
+
+    def work():
+        with other_threads._lock:
+            recording = regard.record(Methods())
+            recording.__enter__()
+            del recording
+            gc.collect()
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    assert done.wait(WAIT)
 
 
 def test_the_fast_path_of_one_layer_is_recorded_in_another_thread():

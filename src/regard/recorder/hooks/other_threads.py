@@ -31,39 +31,43 @@ class Owner(Protocol):
         """It has ended."""
 
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a recording that is freed while its thread is in here calls `uninstall` in between
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()  # weak: a recording that Ctrl-C ended leaves with its object
-_before: list[Any] = []  # the profile function of new threads, and `submit`, as they were
+_before: list[Any] = []  # the profile function of new threads, and `submit`, as they were; and `submit` as it is now
 
 
 def install(owner: Owner) -> None:
     """Tell the owner of every thread that starts, and of work in pools, until `uninstall`."""
     with _lock:
-        _owners.add(owner)
         if not _before:
-            _before[:] = threading.getprofile(), ThreadPoolExecutor.submit
+            submit = ThreadPoolExecutor.submit
+            _before[:] = threading.getprofile(), submit, _submit(submit)
+        if not _owners:
             threading.setprofile(_on_first_event)
-            ThreadPoolExecutor.submit = _submit(ThreadPoolExecutor.submit)  # type: ignore[method-assign]
+            ThreadPoolExecutor.submit = _before[2]  # type: ignore[method-assign]
+        _owners.add(owner)
 
 
 def uninstall(owner: Owner) -> None:
-    """Undo `install`; what a profiler has set meanwhile stays."""
+    """Undo `install`; what others have set meanwhile stays."""
     with _lock:
         _owners.discard(owner)
         if _owners or not _before:
             return
-        profile, submit = _before
-        _before.clear()
+        profile, submit, ours = _before
         if threading.getprofile() is _on_first_event:
             threading.setprofile(profile)
-        if hasattr(ThreadPoolExecutor.submit, "regard_original"):
+        if ThreadPoolExecutor.submit is ours:
             ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        _before.clear()
 
 
 def _on_first_event(frame: Any, event: str, arg: Any) -> None:
-    profile = _before[0] if _before else None
+    with _lock:
+        owners = list(_owners)
+        profile = _before[0] if _before else threading.getprofile()
     sys.setprofile(profile)
-    for owner in list(_owners):
+    for owner in owners:
         owner.thread_begins()
     if profile is not None:
         profile(frame, event, arg)
@@ -74,12 +78,12 @@ def _submit(own: Callable[..., Any]) -> Callable[..., Any]:
     def submit(pool: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return own(pool, _run_work, fn, *args, **kwargs)
 
-    submit.regard_original = own  # type: ignore[attr-defined]
     return submit
 
 
 def _run_work(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    owners = list(_owners)
+    with _lock:
+        owners = list(_owners)
     for owner in owners:
         owner.work_begins()
     try:
