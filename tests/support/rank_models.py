@@ -52,10 +52,21 @@ def gradients(group: Any, rank: int, world: int, how: str, kind: str) -> dict[st
     got.sin().mean().backward()
     pairs = {"output": (got.detach(), want.detach().chunk(world)[rank])}
     names = dict(single.named_parameters())
+    added_up = _times_added_up(group, world) if how == "fsdp" else 1.0
     for name, p in model.named_parameters():
-        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        grad = p.grad.full_tensor() / added_up if hasattr(p.grad, "full_tensor") else p.grad
         pairs[name] = (grad, names[name.removeprefix("module.")].grad)
     return pairs
+
+
+def _times_added_up(group: Any, world: int) -> float:
+    """1 where FSDP2 averages gradients over ranks; PyTorch 2.8 adds them up on gloo."""
+    from torch.distributed.fsdp import fully_shard
+
+    layer = nn.Linear(2, 2, bias=False)
+    fully_shard(layer, mesh=mesh_of(group, world))
+    layer(torch.ones(1, 2)).sum().backward()
+    return layer.weight.grad.full_tensor().mean().item()
 
 
 def recorded(group: Any, rank: int, world: int, how: str, folder: str) -> dict[str, Any]:

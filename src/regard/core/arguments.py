@@ -91,7 +91,7 @@ def segment_flags(segments: Any, n: int, tokens: Tokens | None, q: Tensor, what:
             raise ValueError(f"segment_mass({what}): one segment a position, ({n},); got {tuple(segments.shape)}.")
         count = int(segments.max()) + 1 if n else 0
         return (torch.arange(max(count, 0), device=q.device)[:, None] == segments.to(q.device)).to(upcast(q[..., :0]))
-    if not isinstance(segments, list | tuple) or not segments:
+    if not isinstance(segments, (list, tuple)) or not segments:
         raise TypeError(
             f"segment_mass({what}) takes an int tensor with the segment of each position, or a list of segments; "
             f"got {type(segments).__name__}."

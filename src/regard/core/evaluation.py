@@ -17,7 +17,7 @@ from ..engines.replay import is_replayed_device, replay_or_record
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
-from .indexing import Pick, Tokens, as_index, indices, runs
+from .indexing import Pick, Tokens, as_index, indices, is_whole_axis, runs
 from .problem import Factors, Problem
 from .pytree import flatten, replace_fields
 from .result_cache import ResultCache, check_fits
@@ -249,7 +249,7 @@ class LazyMatrix:
         if engine.plain:
             request = Request(("weights",), rows=indices(rows, self.device), cols=indices(cols, self.device))
             w = engine.compute(problem, request, request.names, {})["weights"]
-        elif cols == range(self._sizes[1]):
+        elif is_whole_axis(cols, self._sizes[1]):
             block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
             # All keys of a row are here: it is normalised by its own scores.
             w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])

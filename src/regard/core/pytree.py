@@ -88,7 +88,7 @@ def _without_ints(spec: Any, ints: list[Any]) -> Any:
     if isinstance(spec, (int, SymInt)) and not isinstance(spec, bool):
         ints.append(spec)
         return ("int", len(ints) - 1)
-    if isinstance(spec, SymFloat):
+    if isinstance(spec, (float, SymFloat)):
         return float(spec)
     if type(spec) is not tuple or spec[0] == "tensor":
         return spec

@@ -74,7 +74,7 @@ class HeadReduction(RowQuestions):
 
     def _row_source(self, batch: torch.Size) -> RowSource:
         heads = self._weights._row_source(batch)
-        assert isinstance(heads, ScoreRows | DenseRows)
+        assert isinstance(heads, (ScoreRows, DenseRows))
         return HeadRows(heads, self._size, self._shares)
 
     def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:

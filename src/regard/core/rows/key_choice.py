@@ -37,7 +37,7 @@ class KeyChoice(RowQuestions):
 
     def _row_source(self, batch: torch.Size) -> RowSource:
         rows = self._matrix._row_source(batch)
-        assert isinstance(rows, ScoreRows | DenseRows | HeadRows)
+        assert isinstance(rows, (ScoreRows, DenseRows, HeadRows))
         return ChosenRows(rows, self._keys)
 
     def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:

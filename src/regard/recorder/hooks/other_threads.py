@@ -62,7 +62,7 @@ def uninstall(owner: Owner) -> None:
         _before.clear()
 
 
-def _on_first_event(frame: Any, event: str, arg: Any) -> None:
+def _on_first_event(frame: Any, event: Any, arg: Any) -> None:
     with _lock:
         owners = list(_owners)
         profile = _before[0] if _before else threading.getprofile()
