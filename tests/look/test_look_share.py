@@ -129,8 +129,8 @@ HOSTILE_FIELDS = [
     "v=play&order=" + "1." * 9000,
     "v=walk&from=head&on=qkv&dot=99",
     "v=walk&from=nowhere&on=<script>&dot=-1",
-    "v=overview&o=constructor.toString.x.__proto__.y&given=x&vs=9.9.9.9",
-    "v=overview&o=entropy.given&given=99",
+    "v=overview&o=constructor.toString.x.__proto__.y&to=x&vs=9.9.9.9",
+    "v=overview&o=entropy.given&to=99",
     "v=overview&o=&vs=1.2.3",
 ]
 
@@ -154,7 +154,7 @@ def test_a_field_that_fits_is_taken_beside_one_that_does_not(show: Any, it: View
     shown.tab.evaluate("location.hash = '#v=play&w=10&sim=nothing&x=20&out=3.99'")
     shown.tab.wait_for_selector("section.view.play")
     assert shown.ask("[page.play.similarity, page.play.power, page.play.forbidden]") == ["scaled", 2, [3]]
-    shown.tab.evaluate("location.hash = '#v=overview&w=10&o=nothing.given.row.sink.nothing&given=4'")
+    shown.tab.evaluate("location.hash = '#v=overview&w=10&o=nothing.given.row.sink.nothing&to=4'")
     shown.tab.wait_for_selector("section.view.overview")
     assert shown.ask("[page.overview.by, page.overview.sort, page.overview.target, page.overview.x]") == ["entropy", "given", 4, "sink"]  # fmt: skip
 

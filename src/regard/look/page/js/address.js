@@ -31,7 +31,7 @@ const OWN = {
   walk: ({ source, q, k, v, cell }) => ({ from: source === "words" ? source : null, dot: cell,
     on: source === "words" && (q || k || v) ? [q && "q", k && "k", v && "v"].filter(Boolean).join("") : null }),
   overview: ({ by, sort, mode, x, y, target, at, other }) => ({ o: [by, sort, mode, x, y].join("."),
-    given: sort === "given" ? target : null,
+    to: sort === "given" ? target : null,
     vs: at && other ? [at.row, at.head, other.row, other.head].join(".") : null }),
 };
 
@@ -84,10 +84,10 @@ export function walkOf({ cols }, fields = new URLSearchParams()) {
 
 // What an address says of the atlas; names of numbers that the page does not have are left out there.
 function atlasOf({ long, heads, cols }, fields) {
-  const [by, sort, mode, x, y] = fields.get("o").split("."), [target] = naturals(fields.get("given"));
-  const [row, head, row2, head2] = naturals(fields.get("vs")), given = !long && heads.length && target < cols.length;
-  return { by, x, y, mode: mode === "row" ? "row" : "pattern", target: given ? target : null,
-    sort: ["metric", "tie", given && "given"].includes(sort) ? sort : "layer",
+  const [by, sort, mode, x, y] = fields.get("o").split("."), [target] = naturals(fields.get("to"));
+  const [row, head, row2, head2] = naturals(fields.get("vs")), fits = !long && heads.length && target < cols.length;
+  return { by, x, y, mode: mode === "row" ? "row" : "pattern", target: fits ? target : null,
+    sort: ["metric", "tie", fits && "given"].includes(sort) ? sort : "layer",
     ...(head2 === undefined ? { other: null } : { at: { row, head }, other: { row: row2, head: head2 } }) };
 }
 
