@@ -19,7 +19,7 @@ from regard.look.compare import HeadChanges
 from regard.look.svg import svg
 from regard.recorder.calls import SavedCall
 from regard.recorder.recording import Layer, Pass
-from support.opened_page import number
+from support.opened_page import Shown, number
 
 TIRED = ["[CLS]", "it", "was", "too", "tired", "[SEP]"]
 WIDE = ["[CLS]", "it", "was", "far", "too", "wide", "[SEP]"]
@@ -257,3 +257,19 @@ def test_the_command_compares_recordings_and_texts(
     assert page.stat().st_size < 500_000
     assert main(["look", str(a), str(b), "--head", "3"]) == 2
     assert "--head is for one input" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_neither_names_nor_captions_of_a_comparison_are_cut_off(show: Any, width: int) -> None:
+    names = ("all-MiniLM-L6-v2 before training", "all-MiniLM-L6-v2 after fine-tuning on pairs")
+    both = (regard.weights(randn(3, 6, 8, seed=n)).label(["the", "cat", "sat", "on", "the", "mat"]) for n in (1, 2))
+    shown: Shown = show(regard.compare(*both, names=names).show(), width=width)
+    cut = """[...document.querySelectorAll('h1, .hero .who, .hero .side-of, figcaption, .keys span')].filter((x) =>
+        x.scrollWidth > x.clientWidth + 1 && getComputedStyle(x).display !== 'inline' || x.scrollHeight > x.clientHeight + 1
+        && getComputedStyle(x).display !== 'inline').map((x) => x.innerText)"""
+    assert shown.tab.evaluate(cut) == []
+    assert all(name in shown.text(".hero") for name in names)
+    places = shown.tab.evaluate(
+        "[...document.querySelectorAll('.three')].slice(0, 2).map((x) => x.getBoundingClientRect().top)"
+    )
+    assert places[0] == pytest.approx(places[1], abs=1), "patterns stand side by side under captions of any length"

@@ -212,3 +212,15 @@ def test_the_page_of_a_corpus_shows_every_head_and_letters_that_can_be_read(
             "the picture comes first"
         )
     tab.close()
+
+
+def test_the_sentence_above_is_read_in_full_on_a_phone(show: Any, it: View) -> None:
+    shown = show(it, width=390)
+    assert (
+        shown.tab.evaluate(
+            "(() => { const x = document.querySelector('h1'); return x.scrollHeight - x.clientHeight; })()"
+        )
+        <= 1
+    )
+    share, theme = (shown.tab.locator(f'[data-key="{key}"]').bounding_box() for key in ("share", "theme"))
+    assert share["x"] + share["width"] <= theme["x"] <= 390 - theme["width"]

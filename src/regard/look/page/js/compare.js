@@ -66,8 +66,8 @@ export function compare(page, box) {
 function headlineOf(page, pair, i, own, bar) {
   const { names } = page.header, size = (j) => { const x = Math.abs(pair.change(i, j)); return Number.isNaN(x) ? -1 : x; };
   const [row, j] = own.cell ?? [i, largest(range(pair.cols).map(size))], by = pair.change(row, j);
-  const part = (side) => [el("i", { class: "dot", style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: names[side] }), " ",
-    el("b", { text: Number.isNaN(pair.at(side, row, j)) ? "has no such word" : fixed(pair.at(side, row, j), 2) })];
+  const part = (side) => el("span", { class: "side-of" }, el("i", { class: "dot", style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: names[side] }), " ",
+    el("b", { text: Number.isNaN(pair.at(side, row, j)) ? "has no such word" : fixed(pair.at(side, row, j), 2) }));
   bar.replaceChildren(el("i"), el("span", { class: "tie" }, word(pair.numbered("rows", row)), el("span", { class: "arrow", text: " → " }),
     word(pair.numbered("cols", j)), " ", el("b", { class: "weight", "data-read": "change",
       text: Number.isNaN(by) ? "–" : `${by > 0 ? "+" : ""}${fixed(by, 2)}` })),
