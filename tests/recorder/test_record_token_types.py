@@ -23,3 +23,12 @@ def test_str_turns_ids_into_tokens():
     with torch.no_grad(), regard.record(MODEL, tokens=str) as seen:
         MODEL(IDS)
     assert list(seen[0, 0].tokens[0]) == ["3", "1", "3"]
+
+
+@pytest.mark.parametrize("text", ["a b a", b"a b a", bytearray(b"x")])
+def test_a_text_as_tokens_is_refused_with_the_call_that_works(text):
+    with (
+        pytest.raises(TypeError, match=rf"got {type(text).__name__}\..*tokens=text\.split\(\)"),
+        regard.record(MODEL, tokens=text),
+    ):
+        MODEL(IDS)

@@ -65,6 +65,11 @@ def label(layers: list[Any], embedded: list[EmbeddedIds], tokens: TokensLike | N
     """
     if tokens is None or not layers:
         return
+    if isinstance(tokens, str | bytes | bytearray):
+        raise TypeError(
+            f"tokens must be a tokenizer, a list of tokens or a function id -> text; got {type(tokens).__name__}. "
+            "A text is not split here: pass its tokens, such as tokens=text.split()."
+        )
     if isinstance(tokens, list | tuple):
         for token in tokens:
             if not isinstance(token, str | list | tuple):
