@@ -178,6 +178,10 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
         W = regard.weights(q, mesh=Shards(group, timeout=60, **placed), **options)
         if difference == "another row":
             _ = W[..., rank, 0]
+        elif difference == "a row that is not there":
+            _ = W[..., 99 if odd else 1, 0]
+        elif difference == "another head":
+            _ = W[1 if odd else 0].lse()
         elif difference in ("no number of keys", "an unknown statistic"):
             _ = W.topk(0 if odd else 2) if difference == "no number of keys" else W.see("lsee" if odd else "lse")
         else:

@@ -296,6 +296,16 @@ class LazyMatrix:
         missing = len(self._factors.batch) + 3 - v.ndim
         return v.reshape(*[1] * missing, *v.shape) if missing > 0 else v
 
+    def _broadcast_vectors(self, u: Any) -> Tensor:
+        """Vectors of W.mT @ u with all axes, (*batch, query heads, i, e)."""
+        rows, heads = self._broadcast_values(u, self._lengths[0], "vectors"), self._factors.heads
+        rows = rows.expand(*rows.shape[:-3], heads, -1, -1) if rows.shape[-3] == 1 else rows
+        if rows.shape[-3] != heads:
+            raise ValueError(
+                f"u has {rows.shape[-3]} heads and the weights {heads}: W.mT @ u takes one u a query head."
+            )
+        return rows
+
     def _batch_with(self, request: Request) -> torch.Size:
         own = self._factors.batch
         others = [t.shape[:-3] for t in (request.v, request.u) if t is not None and t.shape[:-3] != own]
@@ -331,12 +341,7 @@ class Transposed:
     def __matmul__(self, u: Tensor) -> Tensor:
         w = self.mT
         vector = isinstance(u, Tensor) and u.ndim == 1
-        rows = w._broadcast_values(u.unsqueeze(-1) if vector else u, w._lengths[0], "vectors")
-        rows = rows.expand(*rows.shape[:-3], w._factors.heads, -1, -1) if rows.shape[-3] == 1 else rows
-        if rows.shape[-3] != w._factors.heads:
-            raise ValueError(
-                f"u has {rows.shape[-3]} heads and the weights {w._factors.heads}: W.mT @ u takes one u a query head."
-            )
+        rows = w._broadcast_vectors(u.unsqueeze(-1) if vector else u)
         z = w._ask(Request(("z",), u=rows))["z"].to(rows.dtype)
         return z.squeeze(-1) if vector else z
 

@@ -179,7 +179,7 @@ class Weights(ArrayProtocol, Relations):
     def __rmatmul__(self, u: Tensor) -> Tensor:
         if not isinstance(u, Tensor):
             return NotImplemented
-        u = readable(u, "u")
+        u = self._checked(lambda: readable(u, "u"))
         transposed = Transposed(self)
         return transposed.__matmul__(u) if u.ndim == 1 else transposed.__matmul__(u.mT).mT
 

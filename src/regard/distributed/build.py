@@ -143,7 +143,8 @@ def _plan(ranks: Ranks, records: list[dict[str, Any]], shards: Shards, q: Tensor
     rows, keys = splits
     per_key = math.prod((*k.shape[:-2], k.shape[-1])) * k.element_size()
     small = per_key * keys.length <= GATHERED_BYTES
-    return Plan(ranks, rows, keys, keys.pieces(), shards.exchange == "gather" or (shards.exchange == "auto" and small))
+    gather = shards.exchange == "gather" or (shards.exchange == "auto" and small)
+    return Plan(ranks, rows, keys, keys.pieces(), gather, ranks.next_matrix())
 
 
 def local_factors(

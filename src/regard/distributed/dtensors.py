@@ -6,9 +6,9 @@ is split over its mesh axis, in the split that `distribute_tensor` makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.api import check_tensors
 from ..core.evaluation import Transposed
-from ..core.indexing import Pick
+from ..core.indexing import Pick, expand, pick_axes
 from ..core.problem import Factors
 from ..core.pytree import flatten, unflatten
 from ..core.results import Peak, Statistics, TopK
@@ -27,6 +27,8 @@ from .shards import Shards
 from .transport import Ranks
 
 __all__ = ["DTensorWeights", "dtensor_weights"]
+
+X = TypeVar("X")
 
 #: Statistics with one number for every key, and those with none for rows; all others have rows.
 OF_KEYS, OF_NEITHER = ("received",), ("pool",)
@@ -99,6 +101,13 @@ class DTensorWeights(Weights):
 
     def _explain(self, request: Any) -> str:
         return self._local._explain(request)
+
+    def _checked(self, check: Callable[[], X]) -> X:
+        return self._local._checked(check)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._checked(lambda: pick_axes(expand(key, self.shape), self.shape, self._tokens))
+        return super().__getitem__(key)
 
     def _local_factors(self) -> Factors:
         raise NotImplementedError(

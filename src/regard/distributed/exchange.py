@@ -36,6 +36,7 @@ class Plan:
     keys: Split
     pieces: list[list[Piece]]
     gather: bool
+    number: int  # of the matrix in its process group: the same on every rank that makes the same calls
 
 
 @dataclass(frozen=True)

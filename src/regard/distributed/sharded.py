@@ -8,10 +8,9 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.indexing import Tokens
+from ..core.indexing import Pick, Tokens, expand, pick_axes
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
-from ..core.result_cache import check_fits
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
 from ..core.torch_state import in_functorch, is_tracing, without_autocast
 from ..core.types import EngineName
@@ -22,7 +21,7 @@ from .exchange import Plan
 from .handshake import agree, describe
 from .pairs import hidden_from_all, visible_span
 from .passes import Job, compute, vjp
-from .transport import Ranks
+from .transport import RankError, Ranks
 
 __all__ = ["ShardedWeights", "engine_of", "nan_error"]
 
@@ -51,8 +50,10 @@ class ShardedWeights(Weights):
         plan: Plan,
         one_head: bool,
         tokens: tuple[Tokens | None, Tokens | None] = (None, None),
+        selected: str = "all",
     ) -> None:
         self._plan = plan
+        self._selected = selected  # batch and heads: ranks that ask different ones would mix their keys
         self._wants: list[tuple[int, int]] | None = None
         super().__init__(factors, engine, one_head=one_head, tokens=tokens)
 
@@ -66,7 +67,13 @@ class ShardedWeights(Weights):
         return self._plan.rows.count(rank), self._plan.keys.count(rank)
 
     def _with(self, factors: Factors, **changes: Any) -> Self:
-        return super()._with(factors, **{"plan": self._plan, **changes})
+        return super()._with(factors, **{"plan": self._plan, "selected": self._selected, **changes})
+
+    def _select(self, picks: list[Pick]) -> Self:
+        chosen = super()._select(picks)
+        if chosen is self:
+            return self
+        return chosen._with(chosen._factors, selected=f"{self._selected}{picks}")
 
     def __repr__(self) -> str:
         ranks = self._plan.ranks
@@ -95,14 +102,27 @@ class ShardedWeights(Weights):
 
     # Requests.
 
+    def __getitem__(self, key: Any) -> Any:
+        self._checked(lambda: pick_axes(expand(key, self.shape), self.shape, self._tokens))
+        return super().__getitem__(key)
+
     def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
         return self._checked(lambda: super(ShardedWeights, self)._broadcast_values(v, length, what))
+
+    def _broadcast_vectors(self, u: Any) -> Tensor:
+        return self._checked(lambda: super(ShardedWeights, self)._broadcast_vectors(u))
+
+    def _ask(self, request: Request) -> Results:
+        self._checked(lambda: self._batch_with(request))
+        return super()._ask(request)
 
     def _checked(self, check: Callable[[], X]) -> X:
         """Arguments that do not fit on this rank are an error of all ranks."""
         try:
             return check()
-        except (TypeError, ValueError) as error:
+        except RankError:  # of a check inside this one
+            raise
+        except Exception as error:
             with self._plan.ranks.together("this request"):
                 agree(self._plan.ranks, "this request", {}, error)
             raise
@@ -142,6 +162,9 @@ class ShardedWeights(Weights):
         plan, what = self._plan, _call_name(request)
         with plan.ranks.together(what):
             record = {
+                "matrix, by its number": plan.number,
+                "dtype": str(factors.q.dtype),
+                "batch and heads": self._selected,
                 "request": _described(request),
                 "indexed rows": indexed,
                 "cached results": sorted(cached),
@@ -161,8 +184,7 @@ class ShardedWeights(Weights):
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         """The weights at these rows and columns, (*batch, h, i, j), on every rank: the rows' owners compute them."""
-        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
-        check_fits(cells * self.dtype.itemsize, self.device)
+        self._checked(lambda: self._check_fits(rows, cols))
         place, at, spans = _chosen_rows(self._plan, rows)
         index = torch.tensor(at, dtype=torch.int64, device=self.device)
         factors = self._factors.folded()

@@ -76,6 +76,7 @@ class _GroupHealth:
 
     group: Any
     error: RankError | None = None
+    matrices: int = 0
 
 
 _HEALTH: dict[str, _GroupHealth] = {}
@@ -112,6 +113,11 @@ class Ranks:
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself: not all of them talk to rank 0 first."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    def next_matrix(self) -> int:
+        """How many matrices were made in this process group, the one that is being made included."""
+        self._health.matrices += 1
+        return self._health.matrices
 
     # Messages.
 
