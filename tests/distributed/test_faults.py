@@ -67,6 +67,7 @@ DISAGREEMENTS = [
     ("no number of keys", "rank 1 of 3 cannot take part in this request: ValueError: topk(k) needs a whole number of at least 1"),
     ("an unknown statistic", "rank 1 of 3 cannot take part in this request: ValueError: unknown statistic 'lsee'"),
     ("a row that is not there", "rank 1 of 3 cannot take part in this request: IndexError: index 99 is out of range"),
+    ("a score that is not there", "rank 1 of 3 cannot take part in this request: IndexError: index 99 is out of range"),
     ("another head", "all ranks must have the same batch and heads in this request; rank 1 of 3 has 'all[1]'"),
     ("another row", "all ranks must have the same indexed rows in this request; rank"),
 ]  # fmt: skip

@@ -117,6 +117,12 @@ def test_functions_of_positions_are_called_with_global_ones(ranks) -> None:
             torch.testing.assert_close(got, want)
 
 
+def test_scores_are_those_of_one_process(ranks) -> None:
+    for pairs in ranks.run(2, "support.rank_cases.scores_of_cells"):
+        for got, want in pairs:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_a_pooled_map_alone_reads_no_rows_and_keys_of_other_ranks(ranks) -> None:
     for pairs in ranks.run(2, "support.rank_cases.pooled_alone"):
         for got, want in pairs:

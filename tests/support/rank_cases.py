@@ -180,6 +180,8 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
             _ = W[..., rank, 0]
         elif difference == "a row that is not there":
             _ = W[..., 99 if odd else 1, 0]
+        elif difference == "a score that is not there":
+            _ = W.scores[..., 99 if odd else 1, 0]
         elif difference == "another head":
             _ = W[1 if odd else 0].lse()
         elif difference in ("no number of keys", "an unknown statistic"):
@@ -301,6 +303,22 @@ def functions_of_positions(group: Any, rank: int, world: int) -> list[tuple[Tens
         W = regard.weights(own, score=score, mask=mask, mesh=Shards(group, timeout=100))
         pairs.append((W.dense(), regard.weights(x, score=score, mask=mask).dense()))
     return pairs
+
+
+def scores_of_cells(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
+    """Scores before softmax and their gradients, over ranks and in one process; positions in zig-zag."""
+    x = torch.randn(2, 5 * world, 3, dtype=torch.float64)
+    own, index = zigzag(5 * world, world)[rank], index_of(zigzag(5 * world, world)[rank])
+    options: dict[str, Any] = {"score": regard.ScaledDot().alibi(torch.tensor([0.5, 0.2])), "mask": regard.causal()}
+    here, everywhere = x[:, index].requires_grad_(), x.clone().requires_grad_()
+    S = regard.weights(here, mesh=Shards(group, own, timeout=100), **options).scores
+    alone = regard.weights(everywhere, **options).scores
+    assert S.shape == alone.shape
+    S[..., 3:, 2].exp().sum().backward()
+    alone[..., 3:, 2].exp().sum().backward()
+    pairs = [(S.dense(), alone.dense()), (S.row(4), alone.row(4)), (S[1, 3:, [0, 2]], alone[1, 3:, [0, 2]])]
+    pairs += [(S.float().column(1).double(), alone.column(1)), (S[1].detach().dense(), alone[1].dense())]
+    return [(a.detach(), b.detach()) for a, b in (*pairs, (here.grad, everywhere.grad[:, index]))]
 
 
 def pooled_alone(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:

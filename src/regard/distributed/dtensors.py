@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.api import check_tensors
+from ..core.array_protocol import Scores
 from ..core.evaluation import Transposed
 from ..core.indexing import Pick, expand, pick_axes
 from ..core.problem import Factors
@@ -139,6 +140,21 @@ class DTensorWeights(Weights):
             else:
                 fields[name] = self._layout.wrap(value, length)
         return Statistics(**fields)
+
+    @property
+    def scores(self) -> Scores:
+        """Not of DTensors yet.
+
+        Raises:
+            NotImplementedError: Always; the message says what to do.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).scores.shape  # of tensors; full_tensor() makes them of DTensors
+            torch.Size([3, 3])
+        """
+        raise NotImplementedError(
+            "scores are not computed of DTensors yet; index the weights, or use full_tensor() of q and k first."
+        )
 
     @property
     def mT(self) -> Transposed:

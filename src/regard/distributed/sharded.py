@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.array_protocol import Scores
 from ..core.indexing import Pick, Tokens, expand, pick_axes
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
@@ -182,8 +183,24 @@ class ShardedWeights(Weights):
 
     # Blocks of weights.
 
+    @property
+    def scores(self) -> Scores:
+        """The scores before softmax, indexed as the weights are: the same on every rank.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).scores.shape  # over ranks: that of all of them together
+            torch.Size([3, 3])
+        """
+        return _ShardedScores(self)
+
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         """The weights at these rows and columns, (*batch, h, i, j), on every rank: the rows' owners compute them."""
+        return self._cells(rows, cols, lambda cells, norm: weights_from_norm(cells, norm, False)[0])
+
+    def _cells(
+        self, rows: list[int] | range, cols: list[int] | range, of_scores: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """A function of the scores at these rows and columns and of the rows' norm, on every rank."""
         self._checked(lambda: self._check_fits(rows, cols))
         place, at, spans = _chosen_rows(self._plan, rows)
         index = torch.tensor(at, dtype=torch.int64, device=self.device)
@@ -198,10 +215,35 @@ class ShardedWeights(Weights):
         wants = _wants_of(self._plan, chosen, spans)
         indexed = repr(rows) if isinstance(rows, range) else describe(torch.tensor(rows, dtype=torch.int64))
         results = self._run(chosen, request, spans, wants, {}, requires_grad, indexed)
-        w = weights_from_norm(results["cells"], results["norm"], False)[0]
+        w = of_scores(results["cells"], results["norm"])
         where = torch.tensor(place, dtype=torch.int64, device=self.device)
         everywhere = _OnEveryRank.apply(w, where, len(rows), self._plan.ranks)
         return everywhere.reshape(*self._factors.batch, *everywhere.shape[1:])
+
+
+class _ShardedScores(Scores):
+    """Scores of a matrix over ranks."""
+
+    def __init__(self, matrix: ShardedWeights) -> None:
+        super().__init__(matrix._factors, matrix._engine, one_head=matrix._one_head, tokens=matrix._tokens)
+        self._matrix = matrix
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._matrix._sizes
+
+    def _with(self, factors: Factors, **changes: Any) -> Self:
+        return type(self)(self._matrix._with(factors, **changes))
+
+    def _select(self, picks: list[Pick]) -> Self:
+        return type(self)(self._matrix._select(picks))
+
+    def __getitem__(self, key: Any) -> Any:
+        self._matrix._checked(lambda: pick_axes(expand(key, self.shape), self.shape, self._tokens))
+        return super().__getitem__(key)
+
+    def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
+        return self._matrix._cells(rows, cols, lambda cells, _: cells)
 
 
 def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[int], list[tuple[range, slice]]]:
