@@ -104,7 +104,7 @@ ARROWS: dict[str, set[str]] = {
         "core.types", "core.weights", "engines",
     },
     "distributed": {
-        "_lazy", "core.api", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.masks.intervals", "core.masks.kinds",
+        "_lazy", "core.api", "core.array_protocol", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.masks.intervals", "core.masks.kinds",
         "core.scores.modifiers", "core.online_softmax", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.scores.kinds", "core.stats", "core.torch_state", "core.types", "core.weights", "engines",
     },

@@ -244,8 +244,8 @@ class ArrayProtocol(LazyMatrix):
     def __getitem__(self, key: IndexLike) -> Tensor: ...
     def __getitem__(self, key: IndexLike) -> Self | Tensor:
         refuse_jit_trace()  # whose sizes are tensors
-        items = expand(key, self.shape)
-        picks = pick_axes(items, self.shape, self._tokens)
+        items = self._checked(lambda: expand(key, self.shape))
+        picks = self._checked(lambda: pick_axes(items, self.shape, self._tokens))
         chosen = self._select(picks[:-2])
         # Only `:` and `...` leave rows and columns alone, so that the type does not depend on lengths.
         if all(isinstance(item, slice) and item == slice(None) for item in items[-2:]):

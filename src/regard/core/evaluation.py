@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from .torch_state import as_size, is_tracing, without_autocast
 from .types import EngineName
 
 __all__ = ["LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
+
+X = TypeVar("X")
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -131,6 +133,10 @@ class LazyMatrix:
         return self._with(factors, one_head=self._one_head or isinstance(heads, int))
 
     # Requests.
+
+    def _checked(self, check: Callable[[], X]) -> X:
+        """The answer of a check of arguments, which may raise; over ranks its error is that of all of them."""
+        return check()
 
     def _request(self, statistics: list[str], inputs: dict[str, Any]) -> Request:
         """The request that the named statistics are computed from; `inputs` are its other fields."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, get_args
 
 from torch import Tensor
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..look.options import ViewChoices
 
 __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
-
-X = TypeVar("X")
 
 #: Statistics that `see` takes by name; topk, pool, mass and values are keywords.
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
@@ -377,10 +375,6 @@ class Weights(ArrayProtocol, Relations):
         """
         names = names or (() if any(x is not None for x in (topk, pool, mass, values)) else ("lse",))
         return self._explain(self._request(*self._requested(names, topk, pool, mass, values)))
-
-    def _checked(self, check: Callable[[], X]) -> X:
-        """The answer of a check of arguments, which may raise; over ranks its error is that of all of them."""
-        return check()
 
     def _requested(
         self, names: tuple[str, ...], topk: Any, pool: Any, mass: Any, values: Any

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..core.api import check_tensors
 from ..core.array_protocol import Scores
 from ..core.evaluation import Transposed
-from ..core.indexing import Pick, expand, pick_axes
+from ..core.indexing import Pick
 from ..core.problem import Factors
 from ..core.pytree import flatten, unflatten
 from ..core.results import Peak, Statistics, TopK
@@ -105,10 +105,6 @@ class DTensorWeights(Weights):
 
     def _checked(self, check: Callable[[], X]) -> X:
         return self._local._checked(check)
-
-    def __getitem__(self, key: Any) -> Any:
-        self._checked(lambda: pick_axes(expand(key, self.shape), self.shape, self._tokens))
-        return super().__getitem__(key)
 
     def _local_factors(self) -> Factors:
         raise NotImplementedError(

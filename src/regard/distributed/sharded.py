@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.array_protocol import Scores
-from ..core.indexing import Pick, Tokens, expand, pick_axes
+from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
@@ -102,10 +102,6 @@ class ShardedWeights(Weights):
         return replace_fields(self._factors, mask=None, score=replace_fields(self._factors.score, modifiers=()))
 
     # Requests.
-
-    def __getitem__(self, key: Any) -> Any:
-        self._checked(lambda: pick_axes(expand(key, self.shape), self.shape, self._tokens))
-        return super().__getitem__(key)
 
     def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
         return self._checked(lambda: super(ShardedWeights, self)._broadcast_values(v, length, what))
@@ -238,9 +234,8 @@ class _ShardedScores(Scores):
     def _select(self, picks: list[Pick]) -> Self:
         return type(self)(self._matrix._select(picks))
 
-    def __getitem__(self, key: Any) -> Any:
-        self._matrix._checked(lambda: pick_axes(expand(key, self.shape), self.shape, self._tokens))
-        return super().__getitem__(key)
+    def _checked(self, check: Callable[[], X]) -> X:
+        return self._matrix._checked(check)
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         return self._matrix._cells(rows, cols, lambda cells, _: cells)
