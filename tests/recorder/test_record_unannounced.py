@@ -209,6 +209,54 @@ def test_dropout_before_a_transpose(x):
     torch.testing.assert_close(seen[0].dense()[:, 0], scores(x).softmax(-2).mT)
 
 
+def rows_apart(x, w):
+    return torch.cat([w[:, :, :2] @ heads(x), w[:, :, 2:] @ heads(x)], 2)
+
+
+def rows_apart_dropped(x, w):
+    return torch.cat([torch.dropout(part, 0.1, False) @ heads(x) for part in (w[:, :, :2], w[:, :, 2:])], 2)
+
+
+def keys_apart(x, w):
+    return w[..., :2] @ heads(x)[..., :2, :] + w[..., 2:] @ heads(x)[..., 2:, :]
+
+
+def heads_apart(x, w):
+    return torch.stack([w[:, h] @ heads(x)[:, h] for h in range(2)], 1)
+
+
+def matrices_apart(x, w):
+    return torch.stack([torch.tensordot(w[b, h], heads(x)[b, h], 1) for b in range(B) for h in range(2)])
+
+
+PARTS = {
+    "rows": (rows_apart, lambda w: [w[:, :, :2], w[:, :, 2:]]),
+    "rows after dropout": (rows_apart_dropped, lambda w: [w[:, :, :2], w[:, :, 2:]]),
+    "keys": (keys_apart, lambda w: [w[..., :2], w[..., 2:]]),
+    "heads": (heads_apart, lambda w: [w[:, :1], w[:, 1:]]),
+    "matrices": (matrices_apart, lambda w: [w[b : b + 1, h : h + 1] for b in range(B) for h in range(2)]),
+    "the same part twice": (lambda x, w: w[:, :1] @ heads(x) + w[:, :1] @ heads(2 * x), lambda w: [w[:, :1]]),
+    "the whole twice": (lambda x, w: w @ heads(x) + w @ heads(2 * x), lambda w: [w]),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_every_part_of_a_softmax_that_meets_values_is_a_layer(case, x):
+    function, parts = PARTS[case]
+    seen = recorded(Calls(lambda x: function(x, scores(heads(x)).softmax(-1))), x)
+    assert seen.refused == []
+    for layer, w in zip(seen.layers, parts(scores(heads(x)).softmax(-1)), strict=True):
+        torch.testing.assert_close(layer.weights.dense(), w)
+
+
+def test_many_heads_in_a_loop_are_all_recorded(x):
+    """More products than operators after which a softmax that met nothing is given up."""
+    many = x.new_zeros(1, 64, N, 2)
+    seen = recorded(Calls(lambda _: torch.stack([w @ many[0, 0] for w in scores(many).softmax(-1)[0]])), x)
+    assert seen.refused == []
+    assert len(seen.layers) == 64
+
+
 def chosen_and_gathered(x):
     top, at = scores(x).topk(2, -1)
     values = x[torch.arange(B)[:, None, None], at]

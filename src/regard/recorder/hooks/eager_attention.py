@@ -443,14 +443,18 @@ def _finish(
     eager, site = listener.eager, softmax.site
     alias = softmax.aliases[storage_of(factor)]
     v_is_product = eager.is_product(v)
+    is_new = softmax.meet(_collapsed(factor))
     for other in eager.open:
-        if other.alias_of(factor) is not None:
+        if other.alias_of(factor) is not None and (other is not softmax or softmax.unmet <= 0):
             eager.close(other)
+    if not is_new:
+        return
     w = alias.clean.as_strided(used.shape, used.stride(), used.storage_offset()) if alias.dropped else used
     divided = alias.altered in (UNNORMALISED, POINTWISE) and _is_normalised(w)
     altered = None if divided else alias.altered
     reason = altered or _no_weights(softmax, v_is_product, w, alias)
     if reason is not None:
+        eager.close(softmax)
         listener.refuse(site.name, reason)
         return
     w = w if w.ndim > 1 else w.unsqueeze(0)

@@ -85,9 +85,11 @@ class OpenSoftmax:
     product: RecentProduct | None  # the product of two computed tensors that made its scores
     axis: int  # the axis it ran over, from the end
     scores: Tensor | None  # for a listener that wants them
+    unmet: int  # cells that have not met values yet: a loop over heads takes its weights part by part
     operators: int = 0  # operators since
     aliases: dict[int, Alias] = field(default_factory=dict)  # by storage
     weighted: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)  # w * v by storage: (w, v)
+    parts: set[Any] = field(default_factory=set)  # the views that have met values
     alive: list[Tensor] = field(default_factory=list)  # keeps the allocator from reusing these storages
 
     def add(self, out: Tensor, alias: Alias) -> None:
@@ -96,6 +98,16 @@ class OpenSoftmax:
 
     def alias_of(self, x: Any) -> Alias | None:
         return self.aliases.get(storage_of(x)) if isinstance(x, Tensor) else None
+
+    def meet(self, part: Tensor) -> bool:
+        """A view of its weights meets values; returns whether it does so for the first time."""
+        view = storage_of(part), part.storage_offset(), part.shape, part.stride()
+        if view in self.parts:
+            return False
+        self.parts.add(view)
+        self.unmet -= part.numel()
+        self.operators = 0
+        return True
 
 
 class RecentProduct(NamedTuple):
@@ -154,11 +166,11 @@ class EagerTracker:
     def start(self, w: Tensor, axis: int, site: CallSite, scores: Tensor | None, altered: str | None = None) -> None:
         """A softmax with output w over an axis, counted from the end."""
         if len(self.open) == MOST_OPEN:
-            self.open.pop(0)
+            self.close(next((softmax for softmax in self.open if softmax.parts), self.open[0]))
         product = self.product_of(w, axis, site)
         if product is not None and product.chosen:
             altered = CHOSEN
-        softmax = OpenSoftmax(site, product, axis, scores)
+        softmax = OpenSoftmax(site, product, axis, scores, w.numel())
         softmax.add(w, Alias(w, False, w.stride(axis), w.shape[axis], altered))
         self.open.append(softmax)
         tap.follow(True)
