@@ -106,6 +106,28 @@ def below_the_second_hidden(x):
     return w / w.sum(-1, keepdim=True)
 
 
+def lower_triangle(x):
+    w = scores(x).softmax(-1).tril()
+    return w / w.sum(-1, keepdim=True)
+
+
+def masked_exp(x):
+    w = torch.where(torch.ones(N, N).tril().bool(), (0.1 * scores(x)).exp(), 0.0)
+    return w / w.sum(-1, keepdim=True)
+
+
+def sparsemax(x):
+    s = scores(x)
+    ordered = s.sort(-1, descending=True).values
+    sums, count = ordered.cumsum(-1), torch.arange(1, N + 1)
+    support = (1 + count * ordered > sums).sum(-1, keepdim=True)
+    return (s - (sums.gather(-1, support - 1) - 1) / support).clamp(min=0)
+
+
+def scores_of(q, x):
+    return q @ x.mT
+
+
 RECORDED = {
     "softmax over the rows, transposed": (lambda x: scores(x).softmax(-2).mT @ x, lambda x: scores(x).softmax(-2).mT),
     "softmax over axis 1, einsum": (
@@ -154,6 +176,38 @@ RECORDED = {
     ),
     "top-k renormalised": (lambda x: largest_renormalised(x) @ x, largest_renormalised),
     "threshold renormalised": (lambda x: below_the_second_hidden(x) @ x, below_the_second_hidden),
+    "mean over heads": (
+        lambda x: scores(heads(x)).softmax(-1).mean(1, keepdim=True) @ heads(x),
+        lambda x: scores(heads(x)).softmax(-1).mean(1, keepdim=True),
+    ),
+    "mean over heads, without their axis": (
+        lambda x: scores(heads(x)).softmax(-1).mean(1) @ x,
+        lambda x: scores(heads(x)).softmax(-1).mean(1),
+    ),
+    "half the sum over heads": (
+        lambda x: (scores(heads(x)).softmax(-1).sum(1) / 2) @ x,
+        lambda x: scores(heads(x)).softmax(-1).mean(1),
+    ),
+    "clamped from above": (
+        lambda x: scores(x).softmax(-1).clamp(max=0.4) @ x,
+        lambda x: scores(x).softmax(-1).clamp(max=0.4),
+    ),
+    "lower triangle renormalised": (lambda x: lower_triangle(x) @ x, lower_triangle),
+    "masked exp over its sum": (lambda x: masked_exp(x) @ x, masked_exp),
+    "sparsemax": (lambda x: sparsemax(x) @ x, sparsemax),
+    "rows joined": (
+        lambda x: torch.cat([scores_of(q, x).softmax(-1) for q in x.split(2, 1)], 1) @ x,
+        lambda x: scores(x).softmax(-1),
+    ),
+    "rows joined one by one": (
+        lambda x: torch.cat([scores_of(q, x).softmax(-1) for q in x.split(1, 1)], 1) @ x,
+        lambda x: scores(x).softmax(-1),
+    ),
+    "heads stacked": (
+        lambda x: torch.stack([scores(h).softmax(-1) for h in heads(x).unbind(1)], 1) @ heads(x),
+        lambda x: scores(heads(x)).softmax(-1),
+    ),
+    "rows reversed": (lambda x: scores(x).softmax(-1).flip(1) @ x, lambda x: scores(x).softmax(-1).flip(1)),
     "one query": (
         lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None] @ x,
         lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None],
@@ -297,6 +351,19 @@ REFUSED = {
     "sigmoid, values on the left": (lambda x: (x.mT @ scores(x).sigmoid()).mT, "without a softmax"),
     "sigmoid by einsum": (lambda x: torch.einsum("bij,bjd->bid", torch.einsum("bid,bjd->bij", x, x).sigmoid(), x), "without a softmax"),
     "sigmoid, weighted sum": (lambda x: (scores(x).sigmoid()[..., None] * x[:, None]).sum(-2), "without a softmax"),
+    "clamped from below": (lambda x: scores(x).softmax(-1).clamp(min=0.3) @ x, "sum to more than 1"),
+    "clamped from below in place": (lambda x: scores(x).softmax(-1).clamp_(min=0.3) @ x, "sum to more than 1"),
+    "sum over heads": (lambda x: scores(heads(x)).softmax(-1).sum(1) @ x, "sum to more than 1"),
+    "larger of two": (lambda x: torch.maximum(scores(x).softmax(-1), scores(2 * x).softmax(-1)) @ x, "combined"),
+    "keys reversed": (lambda x: scores(x).softmax(-1).flip(-1) @ x.flip(1), "pass through flip"),
+    "keys reversed, values on the left": (lambda x: x.flip(1).mT @ scores(x).softmax(-1).flip(-1).mT, "pass through flip"),
+    "keys rolled": (lambda x: torch.roll(scores(x).softmax(-1), 1, -1) @ x, "pass through roll"),
+    "all axes rolled": (lambda x: torch.roll(scores(x).softmax(-1), 1) @ x, "pass through roll"),
+    "keys chosen": (lambda x: scores(x).softmax(-1).index_select(-1, torch.tensor([0, 2])) @ x[:, [0, 2]], "pass through index_select"),
+    "keys indexed": (lambda x: scores(x).softmax(-1)[..., [0, 2]] @ x[:, [0, 2]], "pass through index"),
+    "keys added": (lambda x: F.pad(scores(x).softmax(-1), (0, 1)) @ F.pad(x, (0, 0, 0, 1)), "pass through constant_pad_nd"),
+    "keys joined": (lambda x: (torch.cat([scores(x).softmax(-1), scores(2 * x).softmax(-1)], -1) / 2) @ torch.cat([x, x], 1), "pass through cat"),
+    "running sum": (lambda x: (scores(x).softmax(-1).cumsum(-1) / N) @ x, "pass through cumsum"),
     "sigmoid with dropout": (lambda x: torch.dropout(scores(x).sigmoid(), 0.1, False) @ x, "without a softmax"),
 }  # fmt: skip
 
@@ -344,6 +411,25 @@ def test_additive_attention_in_a_cell(summed, batch, length):
     assert [layer.name for layer in seen.layers] == ["step", "step"]
     for layer, w in zip(seen.layers, cell.weights, strict=True):
         torch.testing.assert_close(layer.weights.dense(), w[:, None])
+
+
+class TalkingHeads(nn.Module):
+    """A layer mixes the heads after softmax; class and name say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(2, 2)
+
+    def forward(self, x):
+        w = scores(heads(x)).softmax(-1)
+        return self.mix(w.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) @ heads(x)
+
+
+def test_talking_heads_are_named(x):
+    seen = recorded(TalkingHeads(), x)
+    assert len(seen) == 0
+    assert [name for name, _ in seen.refused] == ["step"]
+    assert "talking heads" in seen.refused[0][1]
 
 
 # No false alarms.

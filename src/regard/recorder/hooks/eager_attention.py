@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from ..calls import AttentionCall
-from . import tap
+from . import moved_weights, tap
 from .call_site import CAPTURED, CallSite, has_parameter_axis, looks_like_attention, shared_axis_reason, split_heads
+from .chunked_modules import CHUNKED, IN_CHUNKS
 from .einsum_equation import may_be_scores, spell_out
 from .product_factors import factors_of, is_computed, is_layer, is_parameter
 from .softmax_trail import (
@@ -33,25 +34,7 @@ from .softmax_trail import (
     storage_of,
 )
 
-__all__ = ["CHUNKED", "EagerTracker", "install"]
-
-#: Modules that attend within chunks or to samples: their softmax is over keys that are not the sequence's positions.
-CHUNKED = {
-    "BigBirdBlockSparseAttention",
-    "BigBirdPegasusBlockSparseAttention",
-    "LEDEncoderSelfAttention",
-    "LocalSelfAttention",
-    "LongT5LocalAttention",
-    "LongT5TransientGlobalAttention",
-    "LongformerSelfAttention",
-    "LSHSelfAttention",
-    "ProphetNetNgramSelfAttention",
-    "XLMProphetNetNgramSelfAttention",
-    "NystromformerSelfAttention",
-    "YosoSelfAttention",
-}
-
-IN_CHUNKS = "it attends to chunks, landmarks or samples, which are not positions of the sequence"
+__all__ = ["EagerTracker", "install"]
 
 #: Operators between a softmax and its product after which weights are still weights.
 KEEPS_WEIGHTS = (
@@ -61,19 +44,15 @@ KEEPS_WEIGHTS = (
 
 #: Operators that make other numbers of them, which are weights if rows still sum to at most 1.
 CHANGES_WEIGHTS = (
-    "div.Tensor",
-    "div_.Tensor",
-    "mul_.Tensor",
-    "pow.Tensor_Scalar",
-    "square",
-    "where.self",
-    "where.ScalarOther",
-    "scatter.src",
-    "scatter_.src",
-)
+    "div.Tensor", "div_.Tensor", "mul_.Tensor", "pow.Tensor_Scalar", "square", "sqrt", "abs", "round", "clamp_max",
+    "clamp_max_", "tril", "tril_", "triu", "triu_", "where.self", "where.ScalarOther", "scatter.src", "scatter_.src",
+    "masked_fill_.Scalar", "masked_fill_.Tensor", "masked_scatter", "index_fill.int_Scalar",
+)  # fmt: skip
 
 #: Operators that combine weights with something else.
-COMBINES_WEIGHTS = ("add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "rsub.Scalar", "rsub.Tensor")
+COMBINES_WEIGHTS = (
+    "add.Tensor", "sub.Tensor", "add_.Tensor", "sub_.Tensor", "rsub.Scalar", "rsub.Tensor", "maximum", "minimum",
+)  # fmt: skip
 
 
 def install() -> None:
@@ -87,6 +66,8 @@ def install() -> None:
         tap.intercept(name, on_exp)
     for name in ("sigmoid", "sigmoid_", "relu", "relu_", "silu", "silu_"):
         tap.intercept(name, on_pointwise, skip=_is_activation)
+    for name in ("clamp", "clamp_", "clamp_min", "clamp_min_"):
+        tap.intercept(name, on_clamp, skip=_is_far_from_weights)
     tap.intercept("topk", on_topk)
     for name in ("matmul", "mm", "mv", "matmul.out", "mm.out"):
         tap.intercept(name, on_product, skip=is_layer)
@@ -101,11 +82,12 @@ def install() -> None:
     for name in KEEPS_WEIGHTS:
         tap.intercept(name, OnElementwise(), tap.FOLLOW_KEY)
     for name in CHANGES_WEIGHTS:
-        tap.intercept(name, OnElementwise(changes=True), tap.FOLLOW_KEY)
+        tap.intercept(name, _changes_weights, tap.FOLLOW_KEY)
     for name in COMBINES_WEIGHTS:
         tap.intercept(name, on_combination, tap.FOLLOW_KEY)
     tap.intercept("dropout_", on_dropout_in_place, tap.FOLLOW_KEY)
     tap.intercept("sum.dim_IntList", on_sum, tap.FOLLOW_KEY)
+    moved_weights.install()
 
 
 # Where a trail begins.
@@ -160,6 +142,18 @@ def on_pointwise(listener: tap.Listener, call: dict[str, Any], out: Tensor, fram
     site = listener.call_site(frame)
     if site is not None and eager.product_of(out, -1, site) is eager.products[-1]:
         eager.start(out, -1, site, None, POINTWISE)
+
+
+def _is_far_from_weights(live: list[Any], args: tuple[Any, ...]) -> bool:
+    return _is_activation(live, args) and not any(listener.eager.open for listener in live)
+
+
+def on_clamp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """Weights that are clamped; or scores above a threshold, as in sparsemax, whose rows sum to 1."""
+    if listener.eager.softmax_of(call["self"]) is not None:
+        _changes_weights(listener, call, out, frame)
+    elif not isinstance(call["min"], Tensor) and call["min"] == 0 and call.get("max") is None:
+        on_pointwise(listener, call, out, frame)
 
 
 def on_topk(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
@@ -235,15 +229,17 @@ class OnElementwise:
         if operand is call.get("other") and "condition" not in call:  # something divided by weights
             return
         altered, axis_of_sum = alias.altered, axis_of_keys(operand, alias)
-        if altered is UNNORMALISED:
-            sums = call["other"]
-            thin = _thin_axes(sums) if isinstance(sums, Tensor) else []
+        if altered is UNNORMALISED and "condition" not in call and isinstance(call.get("other"), Tensor):
+            thin = _thin_axes(call["other"])
             axis_of_sum = next((axis for axis in reversed(thin) if operand.shape[axis] > 1), None)
             altered = None
         if axis_of_sum is None or result.shape != operand.shape:
             return
         stride, keys = result.stride(axis_of_sum), result.shape[axis_of_sum]
         softmax.add(result, Alias(result, False, stride, keys, altered, changed=True))
+
+
+_changes_weights = OnElementwise(changes=True)
 
 
 def _thin_axes(x: Tensor) -> list[int]:
@@ -267,7 +263,8 @@ def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, fr
             if axis is None or out.shape != operand.shape:
                 continue
             is_number = not isinstance(other, Tensor) or other.ndim == 0
-            altered = alias.altered if is_number else COMBINED
+            may_be_weights = alias.altered in (None, LOGARITHM, POINTWISE, UNNORMALISED)
+            altered = COMBINED if may_be_weights and not is_number else alias.altered
             softmax.add(out, Alias(out, False, out.stride(axis), out.shape[axis], altered, changed=True))
 
 
@@ -293,7 +290,10 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     if out.is_nested:
         return
     met = False
-    if (softmax := eager.softmax_of(left)) is not None and not is_parameter(right):
+    if (softmax := eager.softmax_of(left)) is not None and is_parameter(right):
+        if axis_of_keys(left, softmax.aliases[storage_of(left)]) not in (None, -1):
+            moved_weights.mark_as_unknown(softmax, out, "a layer over its heads (talking heads)")
+    elif softmax is not None:
         axis = axis_of_keys(left, softmax.aliases[storage_of(left)])
         met = _meet(listener, softmax, left, right, right_way=axis == -1, direct=True)
     elif (softmax := eager.softmax_of(right)) is not None and not is_parameter(left):
@@ -351,12 +351,18 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     _finish(listener, softmax, w.movedim(axis, -1), v if keys_first else None, w, v)
 
 
+_over_heads = moved_weights.OnReduced("sum")
+
+
 def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """(w * v).sum over the keys."""
     eager, x = listener.eager, call["self"]
     eager.count_operator()
     softmax = next((s for s in reversed(eager.open) if isinstance(x, Tensor) and storage_of(x) in s.weighted), None)
-    if softmax is None or call["keepdim"] or not call["dim"]:
+    if softmax is None:
+        _over_heads(listener, call, out, frame)
+        return
+    if call["keepdim"] or not call["dim"]:
         return
     w, v = softmax.weighted[storage_of(x)]
     w = _collapsed(w)
@@ -387,7 +393,7 @@ def _meet(
         return False
     if right_way:
         _finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
-    elif softmax.product is not None and alias.altered in (None, POINTWISE):
+    elif softmax.product is not None and alias.altered not in (CHOSEN, UNNORMALISED):
         listener.eager.close(softmax)
         other_axis = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
         listener.refuse(softmax.site.name, alias.altered or other_axis)
