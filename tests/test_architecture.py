@@ -58,8 +58,9 @@ ARROWS: dict[str, set[str]] = {
         "core.block", "core.masks.intervals", "core.masks.kinds", "core.online_softmax", "core.problem", "core.pytree",
         "core.scores.kinds", "core.stats", "core.torch_state",
     },
+    "core.distance_grads": {"core.problem", "core.pytree", "core.stats", "engines"},
     "core.autograd": {
-        "core.problem", "core.pytree", "core.scores.kinds", "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
+        "core.distance_grads", "core.problem", "core.pytree", "core.scores.kinds", "core.stats", "core.tensor_kinds", "core.torch_state", "engines",
     },
     "core.result_cache": {"core.stats", "core.torch_state"},
     "core.arguments": {"core.indexing", "core.scores.kinds", "core.stats", "core.tensor_kinds"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -94,6 +95,17 @@ NEAR_AND_FAR = {
     "grouped heads": (lambda r, d: (3 * r(4, 61, d), 3 * r(2, 131, d)), 0.2),
 }
 
+#: The same with all of them within a sigma.
+WITHIN_A_SIGMA = {
+    "within a sigma": (lambda r, d: (0.3 * r(2, 61, d) / d**0.5, 0.3 * r(2, 131, d) / d**0.5), 1.0),
+    "clusters within a sigma": (
+        lambda r, d: tuple(
+            ((0.3 * c)[:, torch.arange(n) % 2] + 0.001 * r(2, n, d)) / d**0.5 for c in [r(2, 2, d)] for n in (61, 131)
+        ),
+        1.0,
+    ),
+}
+
 
 def gaussian_errors(kind: str, size: int, dtype: torch.dtype, seed: int) -> dict[str, tuple[float, float]]:
     """Root mean square errors of the library and of plain PyTorch: differences, squared, added up, softmax."""
@@ -141,22 +153,60 @@ def test_gaussian_rows_sum_to_one_where_products_cancel() -> None:
     torch.testing.assert_close(W.received(), W.dense().sum(-2), atol=1e-5, rtol=1e-5)
 
 
+def gaussian_loss(s: Tensor, W: regard.Weights | None, v: Tensor, what: str) -> Tensor:
+    """One number for each question, from dense scores s or, if there is one, from a matrix."""
+    w = s.softmax(-1)
+    dense = {
+        "y": lambda: w @ v.repeat_interleave(len(w) // len(v), 0),
+        "lse": lambda: s.logsumexp(-1),
+        "entropy": lambda: s.logsumexp(-1) - (w * s).sum(-1),
+        "received": lambda: w.sum(-2),
+        "max_score": lambda: s.amax(-1),
+    }
+    x = dense[what]() if W is None else W @ v if what == "y" else getattr(W, what)()
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    return (x * weights.to(x.dtype)).sum()
+
+
+def gaussian_gradient_errors(kind: str, size: int, what: str, seed: int) -> dict[str, tuple[float, float, float]]:
+    """Root mean square errors of the library and of plain PyTorch, and of the gradients themselves."""
+    numbers, (make, sigma) = torch.Generator().manual_seed(seed), (NEAR_AND_FAR | WITHIN_A_SIGMA)[kind]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=numbers)
+
+    q, k = make(normal, size)
+    inputs = q, k, normal(*k.shape[:2], 3), normal(len(q), q.shape[1], k.shape[1])
+    grads = []
+    for dtype, ours in ((torch.float64, False), (torch.float32, True), (torch.float32, False)):
+        a, b, v, bias = tensors = [x.to(dtype).requires_grad_() for x in inputs]
+        s = Gaussian(sigma).similarity(a, b.repeat_interleave(len(a) // len(b), 0)) + bias
+        W = regard.weights(a, b, score=Gaussian(sigma).bias(bias)) if ours else None
+        loss = gaussian_loss(s.detach() if ours else s, W, v, what)
+        grads.append(torch.autograd.grad(loss, tensors, allow_unused=True))
+    return {
+        name: tuple(x.double().square().mean().sqrt().item() for x in (ours - exact, plain - exact, exact))
+        for name, exact, ours, plain in zip(("dq", "dk", "dv", "dbias"), *grads, strict=True)
+        if exact is not None
+    }
+
+
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
-def test_gaussian_gradients_where_products_cancel(compiled, monkeypatch) -> None:
+@pytest.mark.parametrize("what", ["y", "lse", "entropy", "received", "max_score"])
+@pytest.mark.parametrize("kind", NEAR_AND_FAR | WITHIN_A_SIGMA)
+def test_gaussian_gradients_are_at_most_twice_as_far_off_as_those_of_differences(
+    kind, what, compiled, monkeypatch
+) -> None:
+    """Over seeds and sizes together. Half an ulp of the gradients, 2⁻²⁴, is no error."""
     monkeypatch.setattr(numba, "enabled", compiled)
-    draws = torch.Generator().manual_seed(0)
-    q, k = NEAR_AND_FAR["in clusters"][0](lambda *shape: torch.randn(*shape, generator=draws), 5)
-    grads = {}
-    for dtype in (torch.float32, torch.float64):
-        x, y = (t.to(dtype).requires_grad_() for t in (q, k))
-        if dtype == torch.float64:
-            s = Gaussian(0.5).similarity(x, y)
-            entropy = s.logsumexp(-1) - (s.softmax(-1) * s).sum(-1)
-        else:
-            entropy = regard.weights(x, y, score=Gaussian(0.5)).entropy()
-        grads[dtype] = torch.autograd.grad(entropy.sum(), (x, y))
-    for ours, exact in zip(grads[torch.float32], grads[torch.float64], strict=True):
-        assert (ours - exact).norm() <= 1e-3 * exact.norm()
+    pooled: dict[str, list[float]] = {}
+    for seed, size in itertools.product(range(4), (2, 16, 64)):
+        for name, (ours, plain, exact) in gaussian_gradient_errors(kind, size, what, seed).items():
+            sums = pooled.setdefault(name, [0.0, 0.0])
+            sums[0] += ours**2
+            sums[1] += max(plain, 2**-24 * exact) ** 2
+    for name, (ours, plain) in pooled.items():
+        assert ours <= 4 * plain, f"{name}: {(ours / plain) ** 0.5:.3g} times as far off as plain PyTorch"
 
 
 def test_bilinear_is_q_w_k_for_sizes_that_differ() -> None:

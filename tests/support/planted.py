@@ -163,7 +163,8 @@ BUGS = [
     Bug("near keys are left to products that cancel", "core/scores/similarity.py", "near = (s > -NEAR * squared) &", "near = (s > 0 * squared) &", ("distances",)),
     Bug("numba: near keys are left to products that cancel", "engines/numba/kernels/row_ops.py", "limit = -near * squared", "limit = squared", ("distances",)),
     Bug("a Gaussian's origin is rounded", "core/scores/kinds.py", "torch.where((high - centre <= reach) & (centre - low <= reach), centre, 0)", "centre", ("distances",)),
-    Bug("a Gaussian without its key's length", "core/scores/kinds.py", "(Bias(row), Bias(key), *self.modifiers)", "(Bias(row), *self.modifiers)", ("scores",)),
+    Bug("a Gaussian without its key's length", "core/scores/similarity.py", "repeat_kv(key.unsqueeze(-2), q.shape[-3])", "repeat_kv(0 * key.unsqueeze(-2), q.shape[-3])", ("scores",)),
+    Bug("a Gaussian's gradient without that of its lengths", "core/scores/similarity.py", "return dq - 2 * self.distance_scale * q * row, dk", "return dq, dk", ("scores",)),
     Bug("a soft cap that forgets to multiply back", "core/scores/modifiers.py", "return self.cap * torch.tanh(s / self.cap)", "return torch.tanh(s / self.cap)", ("scores",)),
     Bug("alibi signed", "core/scores/modifiers.py", "(block.i - block.j).abs()\n", "(block.i - block.j)\n", ("scores",)),
     Bug("modifiers in the opposite order", "core/scores/base.py", "modifiers=(*self.modifiers, modifier))", "modifiers=(modifier, *self.modifiers))", ("scores",)),
@@ -192,7 +193,7 @@ BUGS = [
     Bug("cells: the cached norm is that of other rows", "core/evaluation.py", 'results["norm"][:, :, request.rows]', 'results["norm"][:, :, : len(rows)]', ("row weights",)),
     Bug("cells: a row of −inf is nan in its gradient", "core/stats.py", "p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)", "p = every.softmax(-1)", ("edges",)),
     Bug("cells: hidden ones are nan in a row that is nan", "core/stats.py", "p = every.softmax(-1).masked_fill_(hidden, 0)", "p = every.softmax(-1)", ("edges",)),
-    Bug("cells: their scores get no gradient", "core/autograd.py", 'more.append(cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))', "pass", ("gradients of cells",)),
+    Bug("cells: their scores get no gradient", "core/autograd.py", 'more.append(cell_grads(problem, request, results["cells"], grad_outputs["cells"]))', "pass", ("gradients of cells",)),
     Bug("cells: hidden ones get a gradient", "core/autograd.py", "bare_scores(block), g.masked_fill(hidden, 0)", "bare_scores(block), torch.ones_like(g)", ("gradients of cells",)),
     # core/autograd.py: the one backward.
     Bug("the gradient of the norm has the wrong sign", "core/autograd.py", "delta = delta - g[..., 0]", "delta = delta + g[..., 0]", ("gradients",)),

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..engines import Engine, FusedEngine, fused_engine, get_engine, resolve
 from ..engines.replay import is_constant, is_replayed_device, replay_or_record
-from ..engines.score_grad import ScoreGrad
+from ..engines.score_grad import InputGrads, ScoreGrad
+from .distance_grads import distances_cancel, in_float64
 from .problem import Problem, repeat_kv, strides_like
 from .pytree import flatten, replace_fields, split_ints, unflatten
 from .scores.kinds import upcast
@@ -109,28 +110,37 @@ def vjp(
     """Gradients of all tensors of (problem, request), in the order of `flatten`; None for those without."""
     visible, visible_request = problem.zero_invisible_keys(request)
     engine = resolve(engine, visible, visible_request)
-    gradient = _score_grad(visible, visible_request, engine, results, grad_outputs)
     _, tensors = flatten((problem, request))
     indices = request.keys, request.rows, request.cols
     count = len(tensors) - sum(x is not None for x in (request.v, request.u, *indices))
-    grads, dv, du = engine.backward(visible, visible_request, results["norm"], gradient, needs_input_grad[:count])
-    grads = list(grads)
-    more = [
-        gathered_grads(visible, _indices(visible, engine, results, index), grad_outputs[score])
-        for score, index in GATHERED
-        if score in grad_outputs
-    ]
-    if "cells" in grad_outputs:
-        more.append(cell_grads(visible, visible_request, results["cells"], grad_outputs["cells"]))
-    for addends in more:
-        for n, addend in enumerate(addends):
-            total = grads[n]
-            grads[n] = addend if total is None else total + addend
+    gradients = in_float64(_gradients) if distances_cancel(visible, engine) else _gradients
+    grads, dv, du = gradients(visible, visible_request, engine, results, grad_outputs, needs_input_grad[:count])
     of_request = ((request.v, dv), (request.u, du), *((x, None) for x in indices))
     grads += [g for t, g in of_request if t is not None]
     return [
         None if g is None or not t.is_floating_point() else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)
     ]
+
+
+def _gradients(
+    problem: Problem, request: Request, engine: FusedEngine, results: Results, grad_outputs: Results, needs: list[bool]
+) -> InputGrads:
+    """Gradients of the problem's tensors in their order, of v and of u, from those of all results."""
+    gradient = _score_grad(problem, request, engine, results, grad_outputs)
+    grads, dv, du = engine.backward(problem, request, results["norm"], gradient, needs)
+    grads = list(grads)
+    more = [
+        gathered_grads(problem, _indices(problem, engine, results, index), grad_outputs[score])
+        for score, index in GATHERED
+        if score in grad_outputs
+    ]
+    if "cells" in grad_outputs:
+        more.append(cell_grads(problem, request, results["cells"], grad_outputs["cells"]))
+    for addends in more:
+        for n, addend in enumerate(addends):
+            total = grads[n]
+            grads[n] = addend if total is None else total + addend
+    return InputGrads(grads, dv, du)
 
 
 def _indices(problem: Problem, engine: FusedEngine, results: Results, name: str) -> Tensor:

@@ -20,7 +20,7 @@ from .masks.intervals import Geometry, KeyIntervals
 from .masks.kinds import Mask
 from .masks.lowering import lower_to_intervals
 from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
-from .scores.kinds import Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
+from .scores.kinds import Bias, Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
 from .torch_state import in_functorch, is_tracing
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "repeat_kv",
     "strides_like",
     "sum_groups",
+    "to_float64",
     "zero_keys",
 ]
 
@@ -166,6 +167,14 @@ class Problem:
             mask=None,
         )
 
+    def in_float64(self) -> Problem:
+        """The same in float64, with the similarity's own modifiers computed anew."""
+        spec, tensors = flatten(self)
+        wide = unflatten(spec, [to_float64(t) for t in tensors])
+        own = self.similarity_kernel.own_biases(wide.q, wide.k)
+        modifiers = (*map(Bias, own), *wide.modifiers[len(own) :])
+        return self._with_intervals(replace_fields(wide, modifiers=modifiers, mask=self.mask))
+
     def narrow(self, start: int, stop: int) -> Problem:
         """The same problem for adjacent rows."""
         rows = slice(start, stop)
@@ -258,10 +267,13 @@ class Problem:
     def blanked(self, seen: Tensor) -> Problem:
         """The same with zeros for keys that are not `seen` (b|1, j)."""
         modifiers = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
-        blanked = replace_fields(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers)
+        return self._with_intervals(replace_fields(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers))
+
+    def _with_intervals(self, other: Problem) -> Problem:
+        """Another problem with the same mask, which need not compute the intervals again."""
         if not is_tracing() and "intervals" in vars(self):  # a cached property, with the same value
-            vars(blanked)["intervals"] = self.intervals
-        return blanked
+            vars(other)["intervals"] = self.intervals
+        return other
 
     def _all_finite(self, v: Tensor | None) -> bool:
         per_key = [t for t in flatten(self.modifiers)[1] if t.ndim == 4 and t.shape[-1] > 1]
@@ -285,6 +297,11 @@ def _visible_keys_op(tensors: list[Tensor], ints: list[int], spec: str) -> Tenso
 def _(tensors: list[Tensor], ints: list[int], spec: str) -> Tensor:
     problem = unflatten(ast.literal_eval(spec), tensors, ints)
     return problem.q.new_empty(problem.shape[0], problem.shape[3], dtype=torch.bool)
+
+
+def to_float64(x: Tensor) -> Tensor:
+    """The same numbers in float64, but for whole ones and bools."""
+    return x.double() if x.is_floating_point() else x
 
 
 def zero_keys(x: Tensor, seen: Tensor, axis: int) -> Tensor:

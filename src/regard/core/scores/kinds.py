@@ -189,11 +189,8 @@ class Gaussian(Score):
             # The three terms cancel badly far from the origin; distances do not change when it moves to the keys.
             centre = _exact_centre(k.detach())
             q, k = q - repeat_kv(centre, q.shape[-3]), k - centre
-        row = _squared_length(q).unsqueeze(-1) / (-2 * self.sigma**2)  # *batch h i 1
-        key = _squared_length(k).unsqueeze(-2) / (-2 * self.sigma**2)  # *batch g 1 j
-        key = repeat_kv(key, q.shape[-3])
         similarity = Distance(1 / self.sigma**2, 1 / (2 * self.sigma**2))
-        return Lowered(q, k, similarity, (Bias(row), Bias(key), *self.modifiers))
+        return Lowered(q, k, similarity, (*map(Bias, similarity.own_biases(q, k)), *self.modifiers))
 
 
 def _exact_centre(k: Tensor) -> Tensor:
@@ -208,11 +205,6 @@ def _exact_centre(k: Tensor) -> Tensor:
     low, high = k.amin(-2, keepdim=True), k.amax(-2, keepdim=True)
     reach = centre.abs() / 2
     return torch.where((high - centre <= reach) & (centre - low <= reach), centre, 0)
-
-
-def _squared_length(x: Tensor) -> Tensor:
-    """|x|², added up in float64: its error is that of every score of a row or a key."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square().to(upcast(x).dtype)
 
 
 @register_node(storable=True)

@@ -55,6 +55,14 @@ class SimilarityKernel:
         """
         return s
 
+    def own_biases(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of its own modifiers, from all queries and keys."""
+        return ()
+
+    def with_own_grads(self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of q and k, with those that reach them through its own biases."""
+        return dq, dk
+
     def numbers_per_cell(self, size: int) -> int:
         """How many numbers `pairwise` holds at once for each score, with queries of this size."""
         return 1
@@ -90,6 +98,15 @@ class Distance(Product):
     own_modifiers = 2
     distance_limits = (NEAR, SMALL_SCORE)
 
+    def own_biases(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        row, key = (_squared_length(x) * -self.distance_scale for x in (q, k))
+        return row.unsqueeze(-1), repeat_kv(key.unsqueeze(-2), q.shape[-3])  # *batch h i 1, *batch h 1 j
+
+    def with_own_grads(self, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, *own: Tensor) -> tuple[Tensor, Tensor]:
+        row, key = own
+        key = key.unflatten(-3, (k.shape[-3], -1)).sum(-3).mT if key.shape[-3] != k.shape[-3] else key.mT
+        return dq - 2 * self.distance_scale * q * row, dk - 2 * self.distance_scale * k * key
+
     def corrected(self, s: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if s.device.type != "cpu" or in_functorch() or is_tracing():
             return s
@@ -113,6 +130,12 @@ class Distance(Product):
         keys = repeat_kv(k, q.shape[1]).double()
         distances = torch.cdist(q.double(), keys, compute_mode="donot_use_mm_for_euclid_dist")
         return (0 - distances.square_() * self.distance_scale).to(q.dtype)
+
+
+def _squared_length(x: Tensor) -> Tensor:
+    """|x|², added up in float64: its error is that of every score of a row or a key."""
+    squared = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64).square()
+    return squared if x.dtype == torch.float64 else squared.float()
 
 
 @register_node

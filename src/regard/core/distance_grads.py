@@ -1,0 +1,52 @@
+"""Gradients of scores −c |q − k|² on a CPU.
+
+Engines compute such a score as a product and two biases, so that dq = 2c Σ_j ds (k − q) is the difference of two sums.
+Where queries are near their keys and far from the origin, it is small and both sums are large: in float32 little of it
+is left. In float64 all of it is, for four times the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..engines import FusedEngine
+from ..engines.score_grad import InputGrads
+from .problem import Problem, to_float64
+from .pytree import replace_fields, tree_map
+from .stats import Request, Results, required
+
+__all__ = ["distances_cancel", "in_float64"]
+
+#: Gradients of a problem's tensors, v and u, from an engine, results, the outputs' gradients, and who needs one.
+Gradients = Callable[[Problem, Request, FusedEngine, Results, Results, list[bool]], InputGrads]
+
+
+def distances_cancel(problem: Problem, engine: FusedEngine) -> bool:
+    """Whether scores are squared distances whose gradients the compute type, float32, does not hold."""
+    on_cpu = problem.q.device.type == "cpu" and not engine.keeps_grad_dtype
+    return on_cpu and bool(problem.similarity_kernel.distance_scale) and problem.compute_dtype == torch.float32
+
+
+def in_float64(gradients: Gradients) -> Gradients:
+    """The same gradients by way of float64, where the score's own biases get none: theirs is part of dq and dk."""
+
+    def widened(
+        problem: Problem,
+        request: Request,
+        engine: FusedEngine,
+        results: Results,
+        grad_outputs: Results,
+        needs: list[bool],
+    ) -> InputGrads:
+        wide, wide_request = problem.in_float64(), tree_map(request, to_float64)
+        indices = {name: x for name, x in results.items() if not x.is_floating_point()}
+        names = tuple(name for name in results if name not in indices)
+        computed = engine.compute(wide, replace_fields(wide_request, names=names), names, {})
+        incoming = {name: to_float64(g) for name, g in grad_outputs.items()}
+        grads, dv, du = gradients(wide, wide_request, engine, computed | indices, incoming, needs)
+        dq, dk = wide.similarity_kernel.with_own_grads(wide.q, wide.k, *map(required, grads[:4]))
+        return InputGrads([dq, dk, None, None, *grads[4:]], dv, du)
+
+    return widened
