@@ -17,7 +17,7 @@ from ..engines.replay import is_replayed_device, replay_or_record
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
-from .indexing import Pick, Tokens, as_index, indices, is_whole_axis, runs
+from .indexing import Pick, Tokens, as_index, indices, is_full_axis, runs
 from .problem import Factors, Problem
 from .pytree import flatten, replace_fields
 from .result_cache import ResultCache, check_fits
@@ -120,10 +120,8 @@ class LazyMatrix:
     def _select(self, picks: list[Pick]) -> Self:
         """Chosen sequences and heads: one pick for each axis before the last two."""
         factors, batch = self._factors, len(self._factors.batch)
-        if all(
-            isinstance(pick, range) and pick == range(n)
-            for pick, n in zip(picks, self.shape[: len(picks)], strict=True)
-        ):
+        axes = zip(picks, self.shape[: len(picks)], strict=True)
+        if all(not isinstance(pick, int) and is_full_axis(pick, n) for pick, n in axes):
             return self
         heads = picks[batch] if len(picks) > batch else None
         if heads is not None:
@@ -255,7 +253,7 @@ class LazyMatrix:
         if engine.plain:
             request = Request(("weights",), rows=indices(rows, self.device), cols=indices(cols, self.device))
             w = engine.compute(problem, request, request.names, {})["weights"]
-        elif is_whole_axis(cols, self._sizes[1]):
+        elif is_full_axis(cols, self._sizes[1]):
             block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
             # All keys of a row are here: it is normalised by its own scores.
             w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])

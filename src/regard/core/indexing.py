@@ -21,7 +21,7 @@ __all__ = [
     "as_index",
     "expand",
     "indices",
-    "is_whole_axis",
+    "is_full_axis",
     "parse",
     "pick_axes",
     "positions_of",
@@ -217,7 +217,7 @@ def positions_of(pick: Pick) -> list[int] | range:
     return range(pick, pick + 1) if isinstance(pick, int) else pick
 
 
-def is_whole_axis(positions: list[int] | range, size: int) -> bool:
+def is_full_axis(positions: list[int] | range, size: int) -> bool:
     """Whether these are all positions of an axis, in order. Dynamo cannot compare ranges before PyTorch 2.9."""
     return isinstance(positions, range) and (positions.start, positions.stop, positions.step) == (0, size, 1)
 
