@@ -90,6 +90,17 @@ def test_other_attributes_of_a_tensor_name_the_way_to_them(name: str) -> None:
         getattr(matrix(), name)
 
 
+def test_the_mean_is_that_of_heads_or_of_rows() -> None:
+    with pytest.raises(AttributeError, match=r"use W\.reduce_heads\(\"mean\"\).* or W\.received\(\) / i"):
+        matrix().mean  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["mean", "max", "sort"])
+def test_scores_are_not_pointed_to_statistics_of_weights(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"use W\.scores\.dense\(\)\.{name}, in quadratic memory"):
+        getattr(matrix().scores, name)
+
+
 def test_any_other_attribute_is_simply_missing() -> None:
     with pytest.raises(AttributeError, match=r"object has no attribute 'entrophy'$"):
         matrix().entrophy  # noqa: B018

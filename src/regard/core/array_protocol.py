@@ -32,6 +32,7 @@ __all__ = ["ArrayProtocol", "Scores"]
 _INSTEAD = {
     "argmax": "W.peak().indices",
     "max": "W.peak().values",
+    "mean": 'W.reduce_heads("mean"), the mean of heads, or W.received() / i, the mean of rows',
     "sort": "W.topk(k)",
     "sum": "W.received(), which sums over queries, or W.mass(keys), which sums over keys",
     "transpose": "W.mT",
@@ -219,7 +220,9 @@ class ArrayProtocol(LazyMatrix):
         kind = type(self).__name__
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-        instead = _INSTEAD.get(name, f"W.dense().{name}, in quadratic memory")
+        # The hints are of weights; the scores before softmax have no statistics.
+        matrix, hints = ("W", _INSTEAD) if self.multiplies else ("W.scores", {})
+        instead = hints.get(name, f"{matrix}.dense().{name}, in quadratic memory")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}, which is one of tensors: use {instead}.")
 
     # Indexing. Type checkers cannot know the shape: for them the axes are (b, h, i, j), and brackets that leave rows
