@@ -116,6 +116,7 @@ def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, po
     >>> torch.allclose(relevance, (W.dense() * (dy @ v.mT)).clamp(min=0), atol=1e-6)
     True
     """
+    weights._need_entire("gradient_relevance")
     batch, h = weights._factors.batch, weights._factors.heads
     i, j = weights.shape[-2:]
     if dy.shape[-2] != i or v.shape[-2] != j or x.shape[-2] != j or dy.shape[-1] != v.shape[-1]:
@@ -139,6 +140,7 @@ def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
     if not layers:
         raise ValueError("a rollout needs at least one layer.")
     for n, layer in enumerate(layers):
+        layer._need_entire("a rollout")
         t, first = layer.shape[-1], layers[0].shape
         if layer.ndim < 3 or (*layer.shape[:-3], *layer.shape[-2:]) != (*first[:-3], t, t) or first[-1] != t:
             raise ValueError(f"layer {n} of a rollout must be (..., h, t, t) as the others; got {tuple(layer.shape)}.")

@@ -44,6 +44,8 @@ def h2o(weights: Weights, mean: bool = True) -> Tensor:
     >>> regard.kv.h2o(regard.weights(torch.zeros(1, 2, 4), mask=regard.causal()))
     tensor([[0.7500, 0.5000]])
     """
+    if mean:
+        weights._need_entire("h2o(mean=True)")
     scores = weights.reduce_heads("mean", groups="kv").received()
     if not mean:
         return scores
@@ -130,6 +132,7 @@ def update(scores: Tensor, step: Weights) -> Tensor:
     >>> torch.allclose(regard.kv.update(before, W.rows(slice(8, 9))), regard.kv.h2o(W, mean=False), atol=1e-6)
     True
     """
+    step._need_entire("update")
     received = step.reduce_heads("mean", groups="kv").received()
     grown = received.shape[-1] - scores.shape[-1]
     if grown < 0:

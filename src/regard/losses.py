@@ -40,6 +40,7 @@ def entropy_floor(weights: Weights, floor: float) -> Tensor:
     >>> regard.losses.entropy_floor(regard.weights(torch.zeros(2, 4)), 1.0)  # entropy log 2 = 0.6931
     tensor(0.3069)
     """
+    weights._need_entire("entropy_floor")
     return _mean((floor - weights.entropy()).clamp(min=0))
 
 
@@ -61,6 +62,7 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     """
     if not threshold > 0:
         raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
+    weights._need_entire("clip_factors")
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)

@@ -93,6 +93,12 @@ def test_questions_about_complete_rows_are_refused(ranks) -> None:
         assert all("complete rows are not computed over ranks yet" in text for text in texts)
 
 
+def test_answers_about_all_rows_and_keys_are_refused_by_name(ranks) -> None:
+    for texts in ranks.run(2, "support.rank_cases.entire_matrices"):
+        assert len(texts) == 9, texts
+        assert all("takes all rows and keys, and this rank has some of them" in text for text in texts)
+
+
 def test_a_matrix_over_ranks_has_the_methods_of_any_other(ranks) -> None:
     for rank, seen in enumerate(ranks.run(2, "support.rank_cases.other_methods")):
         assert seen["shape"] == (2, 8, 8)

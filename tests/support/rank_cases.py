@@ -263,6 +263,29 @@ def complete_rows(group: Any, rank: int, world: int) -> list[str]:
     return texts
 
 
+def entire_matrices(group: Any, rank: int, world: int) -> list[str]:
+    """What is said of answers about all rows or keys, where some of them are on another rank."""
+    W = regard.weights(torch.randn(2, 4, 5), mask=regard.causal(), mesh=Shards(group, timeout=100))
+    texts = []
+    for ask in (
+        lambda: regard.losses.entropy_floor(W, 1.0),
+        lambda: regard.losses.clip_factors(W, 1.0),
+        lambda: regard.kv.h2o(W),
+        lambda: regard.kv.update(torch.zeros(2, 8), W),
+        lambda: regard.chains.rollout([W, W], torch.randn(4, 5)),
+        lambda: regard.chains.rollout_rows([W, W], [0]),
+        lambda: regard.chains.gradient_relevance(W, torch.randn(2, 8, 3), torch.randn(2, 8, 3), torch.eye(8)),
+        lambda: regard.walk(W, head=0),
+        lambda: str(W.show()),
+    ):
+        try:
+            ask()
+        except NotImplementedError as error:
+            texts.append(str(error))
+    assert W._repr_html_().count("<") < 5  # its description alone
+    return texts
+
+
 def other_methods(group: Any, rank: int, world: int) -> dict[str, Any]:
     """What is asked of a matrix beside its numbers; each rank has four of the positions."""
     q = torch.randn(2, 4, 5, requires_grad=True)

@@ -136,6 +136,9 @@ class LazyMatrix:
         """The answer of a check of arguments, which may raise; over ranks its error is that of all of them."""
         return check()
 
+    def _need_entire(self, what: str) -> None:
+        """Raises where other ranks have some rows or keys; `what` takes all of them, and begins the error."""
+
     def _request(self, statistics: list[str], inputs: dict[str, Any]) -> Request:
         """The request that the named statistics are computed from; `inputs` are its other fields."""
         if (v := inputs.get("v")) is not None:

@@ -106,6 +106,9 @@ class DTensorWeights(Weights):
     def _checked(self, check: Callable[[], X]) -> X:
         return self._local._checked(check)
 
+    def _need_entire(self, what: str) -> None:
+        self._local._need_entire(what)
+
     def _local_factors(self) -> Factors:
         raise NotImplementedError(
             "complete rows are not computed of DTensors yet; ask for statistics of `see`, or use full_tensor() first."

@@ -97,6 +97,13 @@ class ShardedWeights(Weights):
             "complete rows are not computed over ranks yet; ask for statistics of `see`, or gather q and k first."
         )
 
+    def _need_entire(self, what: str) -> None:
+        if self._plan.ranks.size > 1:
+            raise NotImplementedError(
+                f"{what} takes all rows and keys, and this rank has some of them; ask for statistics of `see` and "
+                "reduce them over ranks, or gather q and k first."
+            )
+
     def _position_free_factors(self) -> Factors:
         """Without what depends on global positions: for `explain` alone."""
         return replace_fields(self._factors, mask=None, score=replace_fields(self._factors.score, modifiers=()))

@@ -215,6 +215,7 @@ def _from_layer(layer: Layer, item: int) -> LayerView:
 
 
 def _from_weights(weights: Weights, item: int, values: Tensor | None) -> LayerView:
+    weights._need_entire("a picture")
     if 0 in weights.shape:
         raise ValueError(f"there is nothing to see in weights of shape {tuple(weights.shape)}.")
     weights = weights.detach()

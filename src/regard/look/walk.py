@@ -101,6 +101,7 @@ def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *,
         raise TypeError(
             f"walk(W, v, word): W must be a Weights, of regard.weights or of a recording, got {type(weights).__name__}."
         )
+    weights._need_entire("walk")
     weights, v = _one_head(weights.detach(), v, head)
     v = _values(weights, v)
     position = _position(weights, word)
