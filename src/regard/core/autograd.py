@@ -64,6 +64,7 @@ def compute_with_autograd(
     tracing = is_tracing()
     if not tracing:
         refuse_transforms((problem, request))
+        problem = problem.with_lowered_mask()
     if not requires_grad and not tracing and not is_replayed_device(problem.q):
         return without_autocast(problem.q, lambda: compute(problem, request, engine, cached, remember))
     spec, tensors = flatten((problem, request))

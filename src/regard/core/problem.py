@@ -18,7 +18,7 @@ from torch import Tensor
 from .block import MatrixBlock, PickedCells, take
 from .masks.intervals import Geometry, KeyIntervals
 from .masks.kinds import Mask
-from .masks.lowering import lower_to_intervals
+from .masks.lowering import lower_cells, lower_to_intervals
 from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
 from .scores.kinds import Bias, Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
 from .torch_state import in_functorch, is_tracing
@@ -153,6 +153,11 @@ class Problem:
         """For each row, intervals of keys that hold all that it sees."""
         layout = self.layout()
         return layout.everything() if self.mask is None else self.mask.intervals(layout)
+
+    def with_lowered_mask(self) -> Problem:
+        """The same, with intervals of a mask whose cells have to be evaluated, where few make a row."""
+        mask = None if self.mask is None else lower_cells(self.mask, self.layout())
+        return self if mask is self.mask else replace_fields(self, mask=mask)
 
     def block(self, rows: slice | Tensor, cols: slice | Tensor) -> MatrixBlock:
         return MatrixBlock(rows, cols, self.offset, self.q.device)

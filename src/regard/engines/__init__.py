@@ -122,5 +122,10 @@ def resolve(engine: FusedEngine, problem: Problem, request: Request) -> FusedEng
 
 
 def same_product(engine: FusedEngine, problem: Problem) -> bool:
-    """Whether `cells` are the very scores that this engine's norm of the same problem was computed from."""
+    """Whether `cells` are the very scores that this engine's norm of the same problem was computed from.
+
+    Not where the cells of a mask have to be evaluated: then the tiles depend on which rows are asked for.
+    """
+    if problem.mask is not None and problem.mask.dense_parts() is None:
+        return False
     return resolve(engine, problem, Request(("norm",))) is blockwise.ENGINE

@@ -22,7 +22,7 @@ def explain(engine: Engine, factors: Factors, request: Request) -> str:
             )
         )
     engine = fused_engine(engine)
-    problem = engine.prepare(factors)
+    problem = engine.prepare(factors).with_lowered_mask()
     chosen = resolve(engine, problem, request)
     if chosen is triton.ENGINE and (reason := triton.unsupported_reason(problem, request)) is not None:
         return f"engine: none. engine={engine.name!r} was chosen and cannot serve: {reason}"

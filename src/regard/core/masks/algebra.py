@@ -22,11 +22,15 @@ __all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask"]
 #: Rows and columns of a mask that are printed.
 CORNER = 32
 
+#: What a mask says of its cells beside `visible`.
+_ABOUT_CELLS = ["intervals", "visible_keys", "sees_all_keys", "sees_itself", "band", "dense_parts"]
+_ABOUT_CELLS += ["interval_source", "structured", "is_one_interval", "rows_alike"]
+
 
 class Mask:
     """Which query may see which key. Combine masks with ``& | ~``; `print` draws one.
 
-    A mask of your own is a subclass with `visible`, and with `intervals` where a row sees few intervals of keys.
+    A mask of your own is a subclass with `visible`, and with `intervals` and `interval_source` where these are exact.
 
     >>> print((regard.causal() & ~regard.window(0, 0)).draw(3, 3))  # the past without oneself
     · · ·
@@ -34,24 +38,25 @@ class Mask:
     ■ ■ ·
     """
 
-    #: Whether the mask compares positions, so that `align` matters when lengths differ.
-    positional: ClassVar[bool] = False
-    #: Whether the intervals of a mask that is broadcast to a matrix are exact.
-    structured: ClassVar[bool] = True
+    positional: ClassVar[bool] = False  #: Whether positions are compared, so that `align` matters if lengths differ.
     sees_itself: ClassVar[bool] = False  #: Whether every query sees the key at its own position.
     #: What exact intervals are computed from; None where they may be inexact.
     interval_source: ClassVar[Literal["positions", "tensors"] | None] = None
     #: Whether a row sees one interval and all of it, as far as is certain without reading tensors.
     is_one_interval: ClassVar[bool] = False
     rows_alike: ClassVar[bool] = False  #: Whether all rows see the same keys.
-    #: Whether the mask is a Python function, which has no tensor until its cells are evaluated.
-    is_function: ClassVar[bool] = False
+    is_function: ClassVar[bool] = False  #: Whether the mask is a Python function, without a tensor.
 
     def __init_subclass__(cls) -> None:
-        """A subclass that shows other cells is no band and has no bool tensors, unless it says so."""
-        for name in ("band", "dense_parts"):
-            if "visible" in vars(cls) and name not in vars(cls):
+        """A subclass that shows other cells inherits nothing that says which ones."""
+        for name in _ABOUT_CELLS if "visible" in vars(cls) else ():
+            if name not in vars(cls):
                 setattr(cls, name, getattr(Mask, name))
+
+    @property
+    def structured(self) -> bool:
+        """Whether the intervals of a mask that is broadcast to a matrix are exact."""
+        return self.interval_source is not None
 
     def visible(self, block: MatrixBlock) -> Tensor:
         """Which cells of a block are visible.
@@ -372,7 +377,7 @@ class And(Mask):
         return self.left.positional or self.right.positional
 
     @property
-    def structured(self) -> bool:  # type: ignore[override]
+    def structured(self) -> bool:
         return self.left.structured and self.right.structured
 
     @property
@@ -416,14 +421,12 @@ class Or(And):
     """Visible in one of the two."""
 
     sign = "|"
+    structured = And.structured
+    is_one_interval = False
 
     @property
     def sees_itself(self) -> bool:  # type: ignore[override]
         return self.left.sees_itself or self.right.sees_itself
-
-    @property
-    def is_one_interval(self) -> bool:  # type: ignore[override]
-        return False
 
     def visible(self, block: MatrixBlock) -> Tensor:
         return self.left.visible(block) | self.right.visible(block)
@@ -448,7 +451,7 @@ class Not(Mask):
         return self.of.positional
 
     @property
-    def structured(self) -> bool:  # type: ignore[override]
+    def structured(self) -> bool:
         return self.of.structured
 
     def masks(self) -> tuple[Mask, ...]:

@@ -188,7 +188,7 @@ class Documents(Mask):
         return self.contiguous is True
 
     @property
-    def structured(self) -> bool:  # type: ignore[override]
+    def structured(self) -> bool:
         """Whether every document is one run of keys."""
         return (
             self.key_ids is not None

@@ -1,25 +1,39 @@
-"""Masks from tensors, lowered for GPUs: intervals of every row, computed once and cached with the mask."""
+"""Masks lowered to the intervals of every row.
+
+Those of tensors are lowered for GPUs, computed once and cached with the mask; those of functions on a CPU, where their
+cells are evaluated once for a question: compiled tiles read intervals and flags, and call no function.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..block import MatrixBlock, take
 from ..pytree import flatten, register_node
-from ..torch_state import is_tracing
+from ..torch_state import in_functorch, is_tracing
 from .intervals import Geometry, KeyIntervals, cache_allowed, cached_on_mask, caches_on
-from .kinds import Mask
+from .kinds import Dense, Mask
 
-__all__ = ["IntervalMask", "lower_to_intervals"]
+__all__ = ["IntervalMask", "lower_cells", "lower_to_intervals"]
+
+#: Intervals a row up to which cells become intervals: kernels walk over those of a row.
+MAX_INTERVALS = 8
+#: Cells that are evaluated at once; as bools they fit a core's cache.
+STRIP_CELLS = 2**20
+#: Cells up to which they become flags where a row sees more intervals.
+MAX_FLAGS = 2**24
 
 
 @register_node
 class IntervalMask(Mask):
-    """A mask given by the intervals of every row: the lowered form of padding and documents."""
+    """A mask given by the intervals of every row: the lowered form of padding, documents and functions."""
 
+    structured = True
     lo: Tensor  # b|1 1 i r, int32
     hi: Tensor
     keys_seen: Tensor | None  # keys that some row sees, bool, b|1 1 1 j; None where that is all of them
@@ -73,14 +87,86 @@ def lower_to_intervals(mask: Mask, batch: torch.Size, folded: Mask, layout: Geom
     return folded if lowered is None else lowered
 
 
+def lower_cells(mask: Mask, layout: Geometry) -> Mask:
+    """The cells that a mask shows, as intervals or, of few cells, as flags; else the mask as it is.
+
+    Args:
+        mask: A mask broadcast to a matrix of one batch axis. What kernels can read is left as it is.
+        layout: Lengths and positions of the matrix.
+    """
+    readable = mask.dense_parts() is not None or layout.rows == 0
+    if readable or layout.device.type != "cpu" or is_tracing() or in_functorch():
+        return mask
+    intervals = _intervals_of_cells(mask, layout)
+    if intervals is None:
+        return _flags_of_cells(mask, layout) or mask
+    return _interval_mask(intervals, intervals.visible_keys(layout.keys), layout)
+
+
+def _flags_of_cells(mask: Mask, layout: Geometry) -> Mask | None:
+    """A bool tensor of all cells; None where these are too many."""
+    rows, keys = range(layout.rows), range(layout.keys)
+    if _cells(mask, layout, rows[:1], keys).shape[:2].numel() * len(rows) * len(keys) > MAX_FLAGS:
+        return None
+    return Dense(_cells(mask, layout, rows, keys).expand(-1, -1, len(rows), len(keys)).contiguous())
+
+
+def _cells(mask: Mask, layout: Geometry, rows: range, keys: range) -> Tensor:
+    """Whether each cell is visible, (b|1, h|1, i|1, j|1)."""
+    row_slice, key_slice = (slice(part.start, part.stop) for part in (rows, keys))
+    cells = mask.visible(MatrixBlock(row_slice, key_slice, layout.offset, layout.device))
+    return cells.reshape(*[1] * (4 - cells.ndim), *cells.shape)
+
+
+def _intervals_of_cells(mask: Mask, layout: Geometry) -> KeyIntervals | None:
+    """Exact intervals, from cells evaluated strip by strip; None where heads differ or a row sees too many."""
+    strips = []
+    for rows, keys in _strips(mask.intervals(layout), layout):
+        cells = _cells(mask, layout, rows, keys)
+        if cells.shape[1] > 1:
+            return None
+        framed = pad(cells[:, 0].expand(-1, len(rows), len(keys)), (1, 1))
+        # Visibility changes where an interval begins and where it ends, in turns.
+        changes = framed[..., 1:] != framed[..., :-1]
+        count = changes.sum(-1)  # b i
+        used = int(count.max()) if count.numel() else 0
+        if used > 2 * MAX_INTERVALS:
+            return None
+        place = count.new_zeros(*count.shape, used)  # b i 2r
+        place[torch.arange(used, device=layout.device) < count[..., None]] = changes.nonzero()[:, -1] + keys.start
+        strips.append(place)
+    most = max((strip.shape[-1] for strip in strips), default=0)
+    batch = max((len(strip) for strip in strips), default=1)
+    edges = torch.cat([pad(strip, (0, max(2, most) - strip.shape[-1])).expand(batch, -1, -1) for strip in strips], 1)
+    # An empty interval becomes end..end of the one before it, so that gaps stay right.
+    lo, hi = edges.cummax(-1).values.mT.unflatten(1, (-1, 2)).unbind(2)
+    return KeyIntervals(lo, hi, exact=True)
+
+
+def _strips(bounds: KeyIntervals, layout: Geometry) -> Iterator[tuple[range, range]]:
+    """Adjacent rows with the keys between the first and the last one that their intervals hold."""
+    lo, hi = bounds.lo, bounds.hi
+    lo = torch.where(lo < hi, lo, layout.keys).amin((0, 1))
+    hi = hi.amax((0, 1))
+    widest = int((hi - lo).clamp(min=0).max()) if layout.rows else 0
+    height = max(1, min(256, STRIP_CELLS // max(1, widest)))
+    for start in range(0, layout.rows, height):
+        stop = min(layout.rows, start + height)
+        first, last = int(lo[start:stop].min()), int(hi[start:stop].max())
+        yield range(start, stop), range(first, max(first, last))
+
+
 def _lower(mask: Mask, layout: Geometry) -> IntervalMask | None:
     intervals, seen = mask.intervals(layout), mask.visible_keys(layout)
     if not intervals.exact:
         return None
     if mask.sees_all_keys(layout):
-        seen = None
-    else:
-        seen = intervals.visible_keys(layout.keys) if seen is None else seen
+        return _interval_mask(intervals, None, layout)
+    return _interval_mask(intervals, intervals.visible_keys(layout.keys) if seen is None else seen, layout)
+
+
+def _interval_mask(intervals: KeyIntervals, seen: Tensor | None, layout: Geometry) -> IntervalMask:
+    if seen is not None:
         # One sync for all layers of a model: where all keys are seen, none has to be zeroed.
         seen = None if not is_tracing() and bool(seen.all()) else seen[:, None, None]
     lo, hi = (x.int().contiguous().mT[:, None] for x in (intervals.lo, intervals.hi))

@@ -106,7 +106,7 @@ def unsupported_reason(problem: Problem, kernel_ops: tuple[str, ...] = ("product
     if any(modifier.kernel_op is None for modifier in problem.modifiers):
         return "modify(f) is a Python function, and they take none"
     if problem.mask is not None and problem.mask.dense_parts() is None:
-        return "the mask has neither exact intervals nor a bool tensor"
+        return "the mask is neither a few intervals a row nor a bool tensor"
     if (runtime := load()) is None:
         return "numba is not installed, or this build of PyTorch lacks sgemm_, dgemm_ or GOMP_parallel"
     for modifier in problem.modifiers:
