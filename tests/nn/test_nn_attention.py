@@ -347,11 +347,13 @@ def test_a_filled_cache_is_given_no_other_memory():
     torch.testing.assert_close(layer(x[order], memory[order], cache=cache), want[order])
 
 
-@pytest.mark.parametrize("options", [{"key_size": 0}, {"key_size": -1}, {"value_size": 0}])
-def test_sizes_are_at_least_one(options):
-    for kind in (SelfAttention, CrossAttention):
-        with pytest.raises(ValueError, match="must be at least 1; got 16, "):
-            kind(16, 2, **options)
+@pytest.mark.parametrize("kind", [SelfAttention, CrossAttention])
+@pytest.mark.parametrize(("name", "size"), [("dim", 0), ("memory_dim", 0), ("key_size", -1), ("value_size", 0)])
+def test_sizes_are_at_least_one(kind, name, size):
+    if name == "memory_dim" and kind is SelfAttention:
+        return
+    with pytest.raises(ValueError, match=f"^{name} must be at least 1; got {size}."):
+        kind(**{"dim": 16, "heads": 2, name: size})
 
 
 def test_rotary_positions_want_even_heads_from_the_start():

@@ -30,7 +30,7 @@ class _Attention(nn.Module):
     """Shared by both layers: projections into heads, the score, and W_o."""
 
     def __init__(
-        self, dim: int, memory: int, heads: int, kv_heads: int | None, key_size: int | None, value_size: int | None,
+        self, dim: int, memory_dim: int, heads: int, kv_heads: int | None, key_size: int | None, value_size: int | None,
         score: LayerScore | None, bias: bool, output: bool, parameters: bool, attention_dropout: float,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -45,15 +45,15 @@ class _Attention(nn.Module):
                 raise ValueError(f"dim {dim} does not split into {heads} heads of one size: pass key_size=....")
             key_size = dim // heads
         value_size = key_size if value_size is None else value_size
-        if min(dim, memory, key_size, value_size) < 1:
-            raise ValueError(
-                f"dim, key_size and value_size must be at least 1; got {min(dim, memory)}, {key_size} and {value_size}."
-            )
+        sizes = {"dim": dim, "memory_dim": memory_dim, "key_size": key_size, "value_size": value_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1; got {size}.")
         self.dim, self.heads, self.kv_heads = dim, heads, kv_heads
         self.key_size, self.value_size = key_size, value_size
         self.query = nn.Linear(dim, heads * key_size, bias) if parameters else nn.Identity()
-        self.key = nn.Linear(memory, kv_heads * key_size, bias) if parameters else nn.Identity()
-        self.value = nn.Linear(memory, kv_heads * value_size, bias) if parameters else nn.Identity()
+        self.key = nn.Linear(memory_dim, kv_heads * key_size, bias) if parameters else nn.Identity()
+        self.value = nn.Linear(memory_dim, kv_heads * value_size, bias) if parameters else nn.Identity()
         self.output = nn.Linear(heads * value_size, dim, bias) if output and parameters else nn.Identity()
         # The basic form without W_q and W_k is defined with the unscaled product.
         self.score = as_score_module(score or ("scaled_dot" if parameters else "dot"), heads, key_size)
@@ -303,13 +303,13 @@ class CrossAttention(_Attention):
         key_size: int | None = None, value_size: int | None = None, score: LayerScore | None = None, bias: bool = False,
         output: bool = True, parameters: bool = True, attention_dropout: float = 0.0,
     ) -> None:  # fmt: skip
-        memory = dim if memory_dim is None else memory_dim
-        if not parameters and memory != dim:
-            raise ValueError(f"without parameters x and memory must have one size; got {dim} and {memory}.")
+        memory_dim = dim if memory_dim is None else memory_dim
+        if not parameters and memory_dim != dim:
+            raise ValueError(f"without parameters x and memory must have one size; got {dim} and {memory_dim}.")
         super().__init__(
-            dim, memory, heads, kv_heads, key_size, value_size, score, bias, output, parameters, attention_dropout
+            dim, memory_dim, heads, kv_heads, key_size, value_size, score, bias, output, parameters, attention_dropout
         )
-        self.memory_dim = memory
+        self.memory_dim = memory_dim
 
     def forward(
         self,
