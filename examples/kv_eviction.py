@@ -42,15 +42,15 @@ def trained(steps=220):
         num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for step in range(steps):
         text, digit = contexts(64, seed=step)
         twice = torch.cat([text, text[:, -1:]], 1)  # asked once and once more
         answers = model(twice).logits[:, -2:]
         loss = F.cross_entropy(answers.flatten(0, 1), digit.repeat_interleave(2))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return model.eval()
 
 

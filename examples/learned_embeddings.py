@@ -38,13 +38,13 @@ def train(steps, dim=12):
     table = nn.Embedding(len(WORDS), dim)
     nn.init.normal_(table.weight, std=0.5)
     attention = SelfAttention(dim, parameters=False)
-    optimiser = torch.optim.AdamW(table.parameters(), 0.03, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(table.parameters(), 0.03, weight_decay=0.1)
     for _ in range(steps):
         x, verbs = sentences(64)
         loss = nn.functional.cross_entropy(attention(table(x))[:, 2] @ table.weight.T, verbs)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return table.weight.detach(), loss.item()
 
 

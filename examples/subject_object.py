@@ -34,12 +34,12 @@ def train(basic, steps, dim=16):
         return torch.cat([free, free[CAT, None] + aside])  # a kitten is like a cat, whatever becomes of the cat
 
     learned = [free] if basic else [layer.query.weight, layer.key.weight]
-    optimiser = torch.optim.Adam(learned, 0.02)
+    optimizer = torch.optim.Adam(learned, 0.02)
     for _ in range(steps):
         loss = -layer.weights(vectors())[0].dense().gather(-1, GOAL[:, None]).log().mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     x = vectors().detach()
     return x, layer.weights(x)[0].detach().label(WORDS)
 

@@ -50,16 +50,16 @@ def train(clip, steps=80, limit=100.0, every=1):
     """Train with a learning rate that is too high; returns the largest score and the lowest entropy of every step."""
     torch.manual_seed(0)
     model = Model()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     history = []
     with regard.watch(model, every=every, explode=limit) as watching:
         for _ in range(steps):
             start = torch.randint(0, 16, (32, 1))
             text = (start + torch.arange(24) * 3) % 16
             loss = F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             if not watching.fresh:
                 continue
             history.append((max_of(watching, "max_score"), -max_of(watching, "entropy_share", sign=-1)))

@@ -35,16 +35,16 @@ def train(heads, steps):
     """Returns the loss of the last steps and the mean weights of every head, (heads, t, t)."""
     torch.manual_seed(0)
     model = Model(heads)
-    optimiser = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.0)
     losses = []
     for _ in range(steps):
         ids = torch.randint(SYMBOLS, (64, LENGTH))
         before, first = (answer[:, 2:].flatten(0, 1) for answer in model(ids))  # from where the two are different words
         wanted = ids[:, 1:-1].flatten(), ids[:, :1].expand(-1, LENGTH - 2).flatten()
         loss = nn.functional.cross_entropy(before, wanted[0]) + nn.functional.cross_entropy(first, wanted[1])
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
         weights = model.attention.weights(model.embed(torch.randint(SYMBOLS, (64, LENGTH)))).dense().mean(0)

@@ -331,12 +331,12 @@ def test_a_model_learns_what_only_attention_can():
     """Repeat what was said half a sequence ago: a word's neighbour tells nothing, looking back tells all."""
     torch.manual_seed(0)
     model = LanguageModel(16, dim=32, heads=2, layers=2, context=16)
-    optimiser = torch.optim.AdamW(model.parameters(), 5e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 5e-3)
     for _ in range(300):
         half = torch.randint(16, (32, 8))
         ids = torch.cat([half, half], 1)
         loss = nn.functional.cross_entropy(model(ids[:, :-1])[:, 8:].flatten(0, 1), ids[:, 9:].flatten())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert loss.item() < 0.1, "chance is 2.77"

@@ -192,12 +192,12 @@ def test_a_model_trains_on_its_own_entropy():
             model(text)
         return torch.stack([seen.entropy.mean() for seen in statistics.values()]).mean()
 
-    optimiser = torch.optim.Adam(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     before = entropy().item()
     for _ in range(10):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         entropy().backward()
-        optimiser.step()
+        optimizer.step()
     assert entropy().item() < before - 0.05
 
 
