@@ -11,22 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from .page.html import page_style, text_html
+from .page.html import HEAD, page_style, text_html
 
 if TYPE_CHECKING:
     from ..corpora.result import Corpus, CorpusDistance, CorpusExample, CorpusHead, CorpusPosition
 
 __all__ = ["corpus_page", "kind_of"]
 
-_PAGE = """\
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="referrer" content="no-referrer">
+_PAGE = (
+    HEAD
+    + """\
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -46,6 +40,7 @@ names the position that takes most of it. Choose a head for its numbers and exam
 </body>
 </html>
 """
+)
 
 _STYLE = """
 .grid { width: 100%; }

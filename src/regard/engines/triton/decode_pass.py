@@ -115,7 +115,7 @@ def forward(
             "k_desc": descriptors[0], "v_desc": descriptors[1], "k_layout": layouts[0], "v_layout": layouts[1], "TMA": tma,
             "q": tensor_arg(p.q), "k": tensor_arg(p.k), "v": p.unused if v is None else tensor_arg(v), "row_table": table,
             "keys": p.unused if keys is None else tensor_arg(keys), "scores": p.q if scores is None else scores, "SCALE_FOLDED": p.scale_folded,
-            "FP32_V": v is not None and v.dtype == torch.float32, "SHARED_KV": v is not None and _same(v, p.k), "SPLIT": splits > 1,
+            "FP32_V": v is not None and v.dtype == torch.float32, "SHARED_KV": p.values_are_keys(v), "SPLIT": splits > 1,
             "SCORES": store, "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "PACK": plan.pack,
             "BLOCK_D": padded_size(p.d, p.q), **common(), **p.common_args, **config.launch,
         }  # fmt: skip
@@ -147,10 +147,6 @@ def _common_args(
 def _merge_args(p: KernelInputs, common: dict[str, Any], splits: int) -> dict[str, Any]:
     splits_at_once = min(triton.next_power_of_2(splits), 32)
     return {"sizes": p.common_args["sizes"], "BLOCK_S": splits_at_once, "num_warps": 4, **common}
-
-
-def _same(v: Tensor, k: Tensor) -> bool:
-    return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
 
 
 def _split_plan(p: KernelInputs, v: Tensor | None, e: int) -> SplitPlan:

@@ -77,7 +77,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "out": Outputs(**rows), "tile_maxima": tile_maxima, "tiles_per_group": tiles_per_group, "groups": outputs["tile_maxima"].shape[2] if with_tile_maxima else 0,
             "keys": p.unused if keys is None else tensor_arg(keys), "sink": p.unused if problem.sink is None else tensor_arg(problem.sink),
             "row_table": table, "heads": p.b * p.h, "heads_per_group": p.heads_per_group(e), "TILE_MAXIMA": with_tile_maxima,
-            "SINK": problem.sink is not None, "SHARED_KV": v is not None and p.product and _same_tensor(v, p.k), **config.launch,
+            "SINK": problem.sink is not None, "SHARED_KV": p.product and p.values_are_keys(v), **config.launch,
         }  # fmt: skip
         if config.gluon and v is not None:
             args |= {"tile_counter": tile_counter, **{name: common_args[name] for name in GLUON_ARGS}}
@@ -113,14 +113,14 @@ def _forward_name(p: KernelInputs, names: tuple[str, ...], v: Tensor | None, e: 
         return "many_stats"
     if store or is_short(p, e):  # keys that end early in a tile of 64 take narrower ones
         return "narrow" if 0 < p.j % 64 <= 32 else "short"
-    return "shared_kv" if v is not None and e <= 128 and _same_tensor(v, p.k) else "forward"
+    return "shared_kv" if e <= 128 and p.values_are_keys(v) else "forward"
 
 
 def _forward_descriptors(
     p: KernelInputs, config: Config, v: Tensor | None, e: int
 ) -> tuple[bool, list[Any], list[TmaLayout]]:
     keys = p.k, (config.block_j, padded_size(p.d, p.q))
-    values = keys if v is None or _same_tensor(v, p.k) else (v, (config.block_j, padded_size(e, p.q)))
+    values = keys if v is None or p.values_are_keys(v) else (v, (config.block_j, padded_size(e, p.q)))
     return tma_descriptors(p, config, (p.q, (config.block_i, padded_size(p.d, p.q))), keys, values)
 
 
@@ -147,11 +147,6 @@ def _forward_ws_args(p: KernelInputs, config: Config, v: Tensor, y: Tensor, args
 def _counted(size: int, width: int) -> int:
     """Components of a tile that are multiplied: all of its width, but for 160 or 192 in a tile of 256 only three quarters."""
     return 192 if 128 < size <= 192 and width == 256 else width
-
-
-def _same_tensor(v: Tensor, k: Tensor) -> bool:
-    """Whether values and keys are the same memory: then it is read once."""
-    return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
 
 
 def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tensor | None, tiling: Tiling | None) -> dict[str, Tensor]:  # fmt: skip

@@ -144,6 +144,13 @@ class KernelInputs:
         launch(norm_kernel, self.scale_folded, [norm, out], lambda: (triton.cdiv(rows, 1024), arguments))
         return out
 
+    def values_are_keys(self, v: Tensor | None) -> bool:
+        """Whether values are the memory of the keys: then it is read once."""
+        if v is None:
+            return False
+        k = self.k
+        return v.data_ptr() == k.data_ptr() and v.shape == k.shape and v.stride() == k.stride() and v.dtype == k.dtype
+
     def heads_per_group(self, e: int) -> int:
         """Number of heads that are scheduled together, so that their keys and values fit the L2 cache."""
         if self.mask_format.kind == "none":

@@ -20,9 +20,10 @@ from importlib.resources import files
 
 from .format import Packed
 
-__all__ = ["frame", "html", "page_style", "served_policy", "shell", "text_html"]
+__all__ = ["HEAD", "frame", "html", "page_style", "served_policy", "shell", "text_html"]
 
-_PAGE = """\
+#: The first lines of every page; `policy` is all that it may run and load.
+HEAD = """\
 <!doctype html>
 <html lang="en">
 <head>
@@ -31,6 +32,11 @@ _PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta name="referrer" content="no-referrer">
+"""
+
+_PAGE = (
+    HEAD
+    + """\
 {look}<title>{title}</title>
 </head>
 <body>
@@ -42,6 +48,7 @@ _PAGE = """\
 {vectors}</body>
 </html>
 """
+)
 
 #: The data; and, after the script, which runs before they are read, megabytes of queries and keys of long inputs.
 _BLOCK = '<script type="application/octet-stream" id="regard-{}">{}</script>\n'
