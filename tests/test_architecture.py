@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
 import re
 import subprocess
 import sys
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard
 from support import planted
@@ -202,6 +206,12 @@ def test_the_arrows_run_one_way() -> None:
     assert above == set(ARROWS)
 
 
+def test_the_picture_of_the_modules_has_every_part() -> None:
+    picture = (PROJECT / "DESIGN.md").read_text().partition("## Modules\n```")[2].partition("```")[0]
+    shown = set(re.findall(r"\w+", picture))
+    assert {part.rpartition(".")[2] for part in ARROWS} - shown == {"__main__"}
+
+
 def test_every_part_has_its_arrows() -> None:
     assert {part_of(module_of(path)) for path in FILES} == set(ARROWS)
 
@@ -389,13 +399,48 @@ def test_every_module_has_at_most_500_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
 
 
-def test_no_class_name_stands_for_two_classes() -> None:
+#: A screen, and what kernels may take: they are compiled as one, and their state stays in registers.
+SCREEN, KERNEL = 60, 120
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_function_fits_a_screen(path: Path) -> None:
+    limit = KERNEL if {"kernels", "hopper"} & {*path.parts} else SCREEN
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+            assert (node.end_lineno or 0) - first.lineno < limit, f"{path.name}: {node.name}"
+
+
+def type_names(tree: ast.Module) -> Iterator[str]:
+    """Classes anywhere, and what a module calls a type: an alias, a Literal, a TypeVar."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+    for node in tree.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                yield name
+            case ast.Assign(targets=[ast.Name(id=name)]) if re.fullmatch(r"_?[A-Z][a-z]\w*", name):
+                yield name
+
+
+#: `learn.settings` repeats what `nn.positions` calls so: `regard learn --help` answers without PyTorch.
+REPEATED = {"PositionsName"}
+
+
+def test_no_name_stands_for_two_types() -> None:
+    """Nor do two that differ in a leading underscore."""
     homes: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+        for name in type_names(parsed(path)):
+            homes.setdefault(name.lstrip("_"), []).append(str(path.relative_to(ROOT)))
+    assert {name for name, paths in homes.items() if len(paths) > 1} == REPEATED
+
+
+def test_names_of_types_are_found() -> None:
+    source = "class A:\n    class _B: ...\nC: TypeAlias = int\nDe = Literal['x']\nF_G = 1\nHI = 2"
+    assert list(type_names(ast.parse(source))) == ["A", "_B", "C", "De"]
 
 
 #: Classes that others ask by methods and attributes, and the files that define them.
@@ -439,6 +484,71 @@ def test_masks_and_scores_are_asked_by_methods(path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_a_module_may_import_is_not_said_in_words(path: Path) -> None:
     assert "Imports " not in (ast.get_docstring(parsed(path)) or "")
+
+
+def prose(path: Path) -> Iterator[str]:
+    """Docstrings up to their sections, and comments, each as one line."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+            yield " ".join(re.split(r"\n+(?:Args|Attributes|Returns|Raises|Example)s?:\n|>>> ", text)[0].split())
+    lines = io.StringIO(path.read_text()).readline
+    yield from (token.string for token in tokenize.generate_tokens(lines) if token.type == tokenize.COMMENT)
+
+
+#: CONTRIBUTING, "Comments and docstrings": the subject comes first, and is none of these.
+NO_SUBJECT = re.compile(r"(?:^|^#:? |\. )What (?!to do )|\b(?i:whoever|nobody|somebody|someone|everybody)\b")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_subject_of_a_comment_says_what_it_is(path: Path) -> None:
+    assert not [text[:100] for text in prose(path) if NO_SUBJECT.search(text)]
+
+
+def test_empty_subjects_are_found() -> None:
+    for text in ("What a mask is, and how.", "#: What ranks agree on", "# Whoever reads it", "Sums. What is left"):
+        assert NO_SUBJECT.search(text), text
+    assert not NO_SUBJECT.search("What to do with a tensor; says what it is")
+
+
+#: Names in backticks that are of other libraries, of shells and of files beside the package.
+FOREIGN = re.compile(
+    r"\.md\b|bench/|attn_implementation|DynamicCache|TESTING_ONLY_|functionalize|dual_level|distribute_tensor|position_ids|"
+    r"save_pretrained|TransformerEncoder|\bpickle\b|ln_attn|UNSET|\bwc\b"
+)
+
+
+@functools.cache
+def words_of_the_package() -> frozenset[str]:
+    """Identifiers and short strings of all sources, names of their files, and PyTorch's own names."""
+    words = {*dir(torch), *dir(torch.Tensor)}
+    for path in (*ROOT.rglob("*.py"), *ROOT.rglob("*.js")):
+        words |= {path.stem, path.parent.name}
+        if path.suffix == ".js":
+            words |= set(re.findall(r"\w+", path.read_text()))
+            continue
+        words |= {part for name in identifiers(parsed(path)) for part in name.split(".")}
+        for node in ast.walk(parsed(path)):
+            match node:
+                case ast.Constant(value=str(text)) if len(text) < 40:
+                    words |= set(re.findall(r"\w+", text))
+                case ast.ImportFrom(module=str(name)):
+                    words |= set(name.split("."))
+    return frozenset(words)
+
+
+def stale(text: str) -> set[str]:
+    """Names in backticks that are nowhere in the package."""
+    spans = (span for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", text) if not FOREIGN.search(span))
+    return {name for span in spans for name in re.findall(r"[A-Za-z_]\w+", span)} - words_of_the_package()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_comment_names_what_is_there(path: Path) -> None:
+    assert not {name for text in prose(path) for name in stale(text)}
+
+
+def test_stale_names_are_found() -> None:
+    assert stale("`score_base` has what all share, `KeyIntervals.intersect` too") == {"score_base"}
 
 
 @pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)

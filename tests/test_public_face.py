@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -131,6 +132,20 @@ def test_no_public_signature_says_any() -> None:
             hints = dict(name.value.__annotations__)
         with_any |= {f"{name.name} {field}" for field, hint in hints.items() if says_any(hint)}
     assert with_any == set(ANY)
+
+
+def test_a_parameter_of_one_letter_is_one_of_the_vocabulary() -> None:
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    section = text.partition("## Vocabulary")[2].partition("\n## ")[0]
+    letters = set(re.findall(r"(?<=`)[a-z](?=`)", section))
+    used = {
+        parameter
+        for name in NAMES
+        if name.kind in ("function", "method")
+        for parameter in inspect.signature(name.value).parameters
+        if len(parameter) == 1
+    }
+    assert {"q", "k", "v"} <= used <= letters
 
 
 def test_words_of_signatures_are_those_of_the_tables() -> None:

@@ -98,7 +98,7 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
 
 
 def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
-    """What the queries that come later do look at: the bound that methods without foresight are judged by.
+    """The weights of the queries that come later: the bound that methods without foresight are judged by.
 
     Args:
         weights: Attention of the later queries over the cached keys, ``(..., h, i, j)``.

@@ -28,7 +28,7 @@ Relation: TypeAlias = Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "v
 
 
 def entropy_floor(weights: Weights, floor: float) -> Tensor:
-    """The mean over rows of what their entropy lacks to a floor: a brake on entropy collapse.
+    """The mean over rows of max(0, floor − entropy): a penalty against entropy collapse.
 
     Args:
         weights: Attention weights.

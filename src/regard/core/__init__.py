@@ -1,1 +1,1 @@
-"""What an attention matrix is: scores, masks, statistics, the lazy matrix and its autograd. No engine lives here."""
+"""The attention matrix: scores, masks, statistics, the lazy matrix and its autograd. No engine lives here."""

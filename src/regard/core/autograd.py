@@ -145,9 +145,9 @@ def _gradients(
 
 
 def _indices(problem: Problem, engine: FusedEngine, results: Results, name: str) -> Tensor:
-    """Where the scores are whose gradient arrived.
+    """Positions of the scores whose gradient arrived.
 
-    The forward of a maximum leaves its place out: it takes 5 % of a pass on a CPU, and is seldom needed.
+    The forward pass of a maximum omits them: they take 5 % of a pass on a CPU, and are seldom needed.
     """
     if (index := results.get(name)) is None:
         index = engine.compute(problem, Request((name,)), (name,), {})[name]
@@ -263,7 +263,7 @@ def _needed_in_backward(results: Results, grad_outputs: Results) -> Results:
 
 
 #: Gradients of the saved inputs, from those inputs, the results that backward reads, and the outputs' gradients.
-_InputGrads = Callable[[list[Tensor], Results, Results], Sequence[Tensor | None]]
+_NodeBackward = Callable[[list[Tensor], Results, Results], Sequence[Tensor | None]]
 
 
 def _save(ctx: Any, names: tuple[str, ...], tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -274,7 +274,7 @@ def _save(ctx: Any, names: tuple[str, ...], tensors: Sequence[Tensor], outputs: 
     ctx.set_materialize_grads(False)  # zeros for outputs without a gradient cost as much as real gradients
 
 
-def _backward(ctx: Any, grads: Sequence[Tensor | None], input_grads: _InputGrads) -> Sequence[Tensor | None]:
+def _backward(ctx: Any, grads: Sequence[Tensor | None], input_grads: _NodeBackward) -> Sequence[Tensor | None]:
     """The backward of both nodes."""
     if torch.is_grad_enabled():
         raise NotImplementedError(

@@ -50,7 +50,7 @@ _KINDS: dict[str, type] = {}
 class LazyMatrix:
     """Factors, an engine and the results that are still valid. No weight is stored."""
 
-    #: Whether results are cached, and with them what a pass has for nothing. `attend` asks once and needs neither.
+    #: Whether results are cached, together with a pass's free outputs. `attend` asks once and needs neither.
     _remembers = True
     #: Whether the matrix takes part in products with `@`.
     multiplies: ClassVar[bool] = False
@@ -216,7 +216,7 @@ class LazyMatrix:
         return results
 
     def _row_results(self) -> Results:
-        """What is cached of the pass over the keys."""
+        """Cached results of the pass over the keys."""
         return self._cache.get(self._leaves, Request(FREE_OUTPUTS))
 
     def _adopt(self, results: Results) -> None:

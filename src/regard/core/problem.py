@@ -173,7 +173,7 @@ class Problem:
         )
 
     def in_float64(self) -> Problem:
-        """The same in float64, with the similarity's own modifiers computed anew."""
+        """The same in float64, with the similarity's own modifiers computed in float64 too."""
         spec, tensors = flatten(self)
         wide = unflatten(spec, [to_float64(t) for t in tensors])
         own = self.similarity_kernel.own_biases(wide.q, wide.k)

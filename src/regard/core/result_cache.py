@@ -25,7 +25,7 @@ class ResultCache:
         self._results: dict[Any, tuple[Tensor, int]] = {}
 
     def __reduce__(self) -> tuple[type[ResultCache], tuple[()]]:
-        """Deep copies and pickles begin empty: copied factors count their changes anew."""
+        """Deep copies and pickles begin empty: the change counters of copied factors start at 0."""
         return ResultCache, ()
 
     def copy(self) -> ResultCache:

@@ -1,4 +1,4 @@
-"""What questions to a matrix return: typed, so that an editor completes the fields."""
+"""The results of questions to a matrix: typed, so that an editor completes the fields."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Peak(NamedTuple):
 
 @dataclass(init=False, repr=False, eq=False)
 class Statistics:
-    """What `Weights.see` computed. A field that was not requested raises AttributeError.
+    """The results of `Weights.see`. A field that was not requested raises AttributeError.
 
     Attributes:
         y: ``W @ values``, ``(..., h, i, e)``.

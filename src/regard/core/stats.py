@@ -51,7 +51,7 @@ SECOND_PASS = ("received", "pool", "z")
 # a thousandth of the weight.
 #: Outputs an engine may add for free (eager only; no gradient).
 OPTIONAL_OUTPUTS = ("topk_weights",)
-#: Row results of which an engine says (`Engine.free_outputs`) which ones its first pass has for nothing.
+#: Row results that a first pass may have at no cost; each engine says which (`Engine.free_outputs`).
 FREE_OUTPUTS = ("norm", "lse", "max_score", "entropy")
 #: Indices have no gradient.
 NOT_DIFFERENTIATED = ("argmax", "topk_indices")

@@ -40,7 +40,7 @@ KeyLike: TypeAlias = int | str | At
 #: Several keys: one of them, a slice, a list, int64 positions, or one bool a key.
 KeysLike: TypeAlias = KeyLike | slice | Sequence[KeyLike] | Tensor
 
-#: What stands in the brackets of `W[...]`, for one axis or as a tuple for several.
+#: The brackets of `W[...]`, for one axis or as a tuple for several.
 IndexLike: TypeAlias = KeysLike | EllipsisType | range | tuple[KeysLike | EllipsisType | range, ...]
 
 #: Segments of positions: the number of each position's segment, -1 for none, or a list of segments.

@@ -39,7 +39,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What one reading of all documents tells."""
+    """The results of one reading of all documents."""
 
     documents: int
     chunks: int

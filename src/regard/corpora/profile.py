@@ -1,4 +1,4 @@
-"""What a corpus run measures of one pass: every number of every head, by kernels or from a walk over complete rows.
+"""The numbers of one pass of a corpus run: every one of every head, by kernels or from a walk over complete rows.
 
 Rows are summed along diagonals: the weight at each signed distance is one vector a head, and the distance histogram,
 its moments and the weight on the previous position all follow from it.
@@ -120,7 +120,7 @@ def targets_of(ids: Tensor) -> Tensor:
 
 
 def on_host(profiles: Sequence[Profile]) -> list[Profile]:
-    """The same numbers on the host, by one copy: every copy waits for a GPU to finish what it was told before."""
+    """The same numbers on the host, by one copy: every copy waits until the GPU has finished its queue."""
     numbers = [x for profile in profiles for x in profile]
     flat = torch.cat([x.double().flatten() for x in numbers]).cpu()  # indices are exact in float64
     parts = iter(

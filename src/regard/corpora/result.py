@@ -183,7 +183,7 @@ class Corpus:
 
     @property
     def received(self) -> Table[CorpusPosition]:
-        """What keys receive, by their position in the sequence.
+        """The weight that keys receive, by their position in the sequence.
 
         Returns:
             `CorpusPosition` rows.

@@ -188,7 +188,7 @@ def _tally(reader: CorpusModel, chunk: Chunk, settings: dict[str, Any]) -> Tally
 
 
 class _MeasuredPass(NamedTuple):
-    """What is left of a pass of the model: a few numbers of every layer, where they were computed."""
+    """A few numbers of every layer of one pass, still on the device that computed them."""
 
     sequences: list[_Sequence]
     targets: Tensor

@@ -54,7 +54,7 @@ class LayerTally:
 
 @dataclass
 class Tally:
-    """What was counted and summed over some documents.
+    """The counts and sums over some documents.
 
     Attributes:
         examples: Ties that are stored of every head.
@@ -164,7 +164,7 @@ class Tally:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Tally:
-        """The inverse of `to_json`, also after a way through a file."""
+        """The inverse of `to_json`, also of values that a file has held."""
         tally = cls(**{name: value[name] for name in _COUNTS})
         for layer in value["layers"]:
             ties = [[_tie(tie) for tie in head] for head in layer["ties"]]

@@ -100,7 +100,7 @@ def _group_of(mesh: Any) -> Any:
 def _record(
     q: Any, k: Any, score: Any, mask: Any, align: Any, engine: EngineName, shards: Shards
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """What this rank tells the others about its inputs."""
+    """This rank's description of its inputs, for the others."""
     q, k = check_tensors(q=q, k=k)
     engine_of(engine)
     rows = None if shards.rows is None else runs_of(shards.rows, "Shards(rows)")

@@ -1,4 +1,4 @@
-"""What a matrix over ranks will take, before anything runs: operations, bytes, memory and time of every rank.
+"""The cost of a matrix over ranks, before anything runs: operations, bytes, memory and time of every rank.
 
 The formulas are those of the exchange: a rank receives the keys that its rows see and does not have, computes with one
 piece while the next one travels, and holds two pieces beside its own keys. Rates are measured ones.
@@ -107,7 +107,7 @@ class Trace(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """What each rank does, receives and holds: the largest of all ranks.
+    """The work, traffic and memory of each rank: the largest of all ranks.
 
     Attributes:
         mesh: The ranks.
@@ -259,21 +259,21 @@ class _Work:
         cuts = [rank * n // ranks for rank in range(ranks + 1)]
         return contiguous([stop - start for start, stop in pairwise(cuts)])
 
-    def _passes(self, b: int, h: int, g: int, d: int) -> list[_Pass]:
+    def _passes(self, b: int, h: int, g: int, d: int) -> list[_PassCost]:
         """For each pass: operations of a cell, bytes of a key that travels, of its returning sums, of a merged row."""
         key, wide = b * g * d * self.itemsize, b * g * d * 4
         of_keys = 2 if self.values else 1
         row = 3 * b * h * 4  # two numbers are read and one is written
         state = row * (d * self.values + 4)
-        passes = [_Pass(2.0 * d * of_keys, key * of_keys, 0, state, self.machine.forward)]
+        passes = [_PassCost(2.0 * d * of_keys, key * of_keys, 0, state, self.machine.forward)]
         if self.second_pass:
-            passes.append(_Pass(2.0 * d, key, b * h * 4, 0, self.machine.second_pass))
+            passes.append(_PassCost(2.0 * d, key, b * h * 4, 0, self.machine.second_pass))
         if self.backward:
             operations = 10.0 * d if self.values else 6.0 * d
-            passes.append(_Pass(operations, key * of_keys, wide * of_keys, row * d, self.machine.backward))
+            passes.append(_PassCost(operations, key * of_keys, wide * of_keys, row * d, self.machine.backward))
         return passes
 
-    def _trace(self, operations: float, one: _Pass, keys: int, rows: int) -> Trace:
+    def _trace(self, operations: float, one: _PassCost, keys: int, rows: int) -> Trace:
         """The own keys, then the pieces of others: what is computed with each, and what travels for it."""
         seconds = operations / one.rate
         piece = max(SHORTEST_PIECE, -(-rows // PIECES))
@@ -305,7 +305,9 @@ class _Work:
         return b * (inputs + results + most)
 
 
-class _Pass(NamedTuple):
+class _PassCost(NamedTuple):
+    """A pass over the keys: operations of a cell, bytes of a key and of its returning sums, and the rate."""
+
     operations: float
     key_bytes: int
     sum_bytes: int

@@ -37,7 +37,7 @@ OF_KEYS, OF_NEITHER = ("received",), ("pool",)
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """What each axis of a mesh splits: a batch axis (its number), "heads", "sequence", or None for nothing."""
+    """The axis that each axis of a mesh splits: a batch axis (its number), "heads", "sequence", or None for none."""
 
     mesh: Any
     roles: tuple[int | str | None, ...]
@@ -194,7 +194,7 @@ class _SharedParameter(torch.autograd.Function):
 
 
 def _roles(x: DTensor, name: str) -> tuple[int | str | None, ...]:
-    """What each axis of the mesh splits of a tensor (*batch, heads, length, size)."""
+    """The axis of a tensor (*batch, heads, length, size) that each axis of the mesh splits."""
     roles: list[int | str | None] = []
     for placement in x.placements:
         if isinstance(placement, Replicate):

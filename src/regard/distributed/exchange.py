@@ -87,7 +87,7 @@ def visit_keys(plan: Plan, wants: Wants, own: list[Tensor], visit: Visit, totals
 
 
 def _rounds(plan: Plan, wants: Wants) -> list[tuple[_Transfer | None, _Transfer | None]]:
-    """What this rank sends and receives, in the order that all ranks follow.
+    """This rank's sends and receives, in the order that all ranks follow.
 
     A round in which this rank does neither stays: keys are sent one round ahead of sums, so that leaving one out on one
     rank alone would change the order of its messages.

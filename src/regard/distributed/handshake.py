@@ -1,4 +1,4 @@
-"""What ranks must agree on before they exchange anything, and the error that names the rank that differs."""
+"""The agreement of all ranks before they exchange anything, and the error that names the rank that differs."""
 
 from __future__ import annotations
 

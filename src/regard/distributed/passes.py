@@ -61,7 +61,7 @@ def compute(job: Job, cached: Results) -> Results:
     return {name: results[name] for name in job.request.names}
 
 
-#: What an engine computes for a piece, beside the norm, so that `state_of` has what the results need.
+#: The results that an engine computes for a piece, beside the norm: `state_of` needs them for the results of all.
 _PARTS: dict[str, tuple[str, ...]] = {
     "lse": (),
     "norm": (),
@@ -225,7 +225,7 @@ def vjp(job: Job, results: Results, grad_outputs: Results, needs: list[bool]) ->
 
 
 def _score_grad(job: Job, results: Results, grads: Results) -> tuple[ScoreGrad, list[Tensor], Tensor | None]:
-    """The gradient of the scores as far as rows say it, the columns that travel with the keys, and the gradient of u.
+    """The row terms of the gradient of the scores, the columns that travel with the keys, and the gradient of u.
 
     `right` of the `ScoreGrad` is empty: it differs for every piece of keys.
     """
@@ -289,7 +289,7 @@ def _positions(spans: list[tuple[range, slice]], like: Tensor) -> Tensor:
 
 
 def _key_columns(job: Job, grads: Results, keys: range, v: Tensor | None, others: list[Tensor]) -> Tensor:
-    """What the rows' `left` is multiplied with at these keys, (b|1, h|g|1, j, e)."""
+    """The counterpart of the rows' `left` at these keys, (b|1, h|g|1, j, e)."""
     b, h = job.factors.q.shape[:2]
     parts = [] if v is None else [upcast(v)]
     if "mass" in grads:

@@ -35,7 +35,7 @@ ROWS, ROWS_GPU = 2**12, 2**15
 class ShardedWeights(Weights):
     """`Weights` of a sequence that is split over ranks: made by ``regard.weights(..., mesh=...)``.
 
-    `shape` and all positions are global. What is computed for rows stays with the rank of the rows, what is computed
+    `shape` and all positions are global. Results of rows stay with the rank of the rows, those
     for keys with that of the keys; pooled maps and indexed weights are the same on every rank. Every rank must make the
     same calls in the same order.
 

@@ -72,7 +72,7 @@ class Pending:
 
 @dataclass
 class _GroupHealth:
-    """What went wrong in a process group: after a failed exchange nothing in it can be matched any more."""
+    """The first failure of a process group: after a failed exchange nothing in it can be matched any more."""
 
     group: Any
     error: RankError | None = None
@@ -101,7 +101,7 @@ class Ranks:
         _HEALTH[group.group_name] = self._health
 
     def __deepcopy__(self, memo: Any) -> Ranks:
-        return self  # processes are not copied: a copy of a matrix speaks to the same ones
+        return self  # processes are not copied: a copy of a matrix uses the same ones
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -19,7 +19,7 @@ __all__ = ["ENGINES", "Engine", "FusedEngine", "fused_engine", "get_engine", "re
 
 
 class Engine(Protocol):
-    """What computes results. An engine takes the form of the matrix that its own `prepare` returns."""
+    """An engine computes results. It takes the form of the matrix that its own `prepare` returns."""
 
     name: str
     #: Whether results are plain PyTorch over `Factors`, which autograd and torch.func follow by themselves. Any other

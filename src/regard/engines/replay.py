@@ -39,7 +39,7 @@ MAX_TAPES, SEEN_ONCE, NOT_REPLAYABLE = 1024, "seen once", "not replayable"
 CONSTANTS = (type(None), bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
 TensorPlace = tuple[int, int]  # a tensor's number, and an offset in bytes
-Start = Callable[[list[int]], None]
+LaunchAt = Callable[[list[int]], None]
 _no_context = nullcontext()
 
 
@@ -102,7 +102,7 @@ def current_recorder() -> OpRecorder | None:
     return replay_state.recorder
 
 
-def record_launch(start: Start | None, tensors: list[Tensor | None]) -> None:
+def record_launch(start: LaunchAt | None, tensors: list[Tensor | None]) -> None:
     """Record a kernel launch on these tensors; `start` launches it at other addresses, None if that is impossible."""
     if (recorder := current_recorder()) is not None:
         recorder.launched(start, tensors)
@@ -139,7 +139,7 @@ class OpRecorder(TorchDispatchMode):
                 self._give_up()
         return out
 
-    def launched(self, start: Start | None, tensors: list[Tensor | None]) -> None:
+    def launched(self, start: LaunchAt | None, tensors: list[Tensor | None]) -> None:
         numbers = [self._number_of(x) if x is not None and x.numel() else None for x in tensors]
         if not self.replayable or start is None or -1 in numbers:
             self._give_up()
@@ -263,7 +263,7 @@ def _inductor_allocator(device_type: str) -> Callable[..., Tensor] | None:
 class LaunchStep:
     """A kernel launch."""
 
-    def __init__(self, start: Start, places: list[TensorPlace | None]) -> None:
+    def __init__(self, start: LaunchAt, places: list[TensorPlace | None]) -> None:
         self.start, self.places = start, places
         self.used = {place[0] for place in places if place is not None}
 

@@ -43,9 +43,9 @@ __all__ = [
     "encode_json",
     "exclusive_lock",
     "is_checkpoint",
-    "load_model",
     "read_history",
     "read_json",
+    "read_model",
     "read_settings",
     "read_tensors",
     "read_tokenizer",
@@ -66,7 +66,7 @@ SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS = (
 )  # fmt: skip
 FILES = SETTINGS, TOKENIZER, MODEL, LAST, HISTORY, PATTERNS, TOKENS
 
-#: Larger JSON files are none of ours.
+#: Larger JSON files were not written by regard.
 MAX_JSON_BYTES = 1 << 30
 
 
@@ -102,7 +102,7 @@ def encode_json(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Description:
-    """What `settings.json` holds beside the tokenizer's digest."""
+    """The fields of `settings.json` beside the tokenizer's digest."""
 
     kind: str
     settings: Settings
@@ -321,7 +321,7 @@ def read_tokenizer(folder: Path, kind: str) -> Any:
     return tokenizer
 
 
-def load_model(folder: Path, kind: str, settings: Settings, vocabulary: int) -> nn.Module:
+def read_model(folder: Path, kind: str, settings: Settings, vocabulary: int) -> nn.Module:
     """The best model of a run. Shapes are compared with the file before anything is allocated."""
     path = folder / MODEL
     tensors, _ = read_tensors(path)

@@ -27,7 +27,7 @@ class TextWindows:
 
     @property
     def ids(self) -> Tensor:
-        """The token ids. Those of a file are mapped anew: pages that were read before do not stay in memory."""
+        """The token ids. Those of a file are mapped again: pages that were read before do not stay in memory."""
         return self.read()
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:

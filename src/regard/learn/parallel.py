@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 __all__ = ["Replicas", "joined"]
 
-Part = TypeVar("Part")
+BatchPart = TypeVar("BatchPart")
 
 
 class Replicas:
@@ -43,7 +43,7 @@ class Replicas:
         devices = [self.device.index] if self.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
-    def own_parts(self, parts: list[tuple[Part, Any]]) -> list[tuple[Part, Any, bool]]:
+    def own_parts(self, parts: list[tuple[BatchPart, Any]]) -> list[tuple[BatchPart, Any, bool]]:
         """This process's parts of a batch: each with its weight in the backward, and whether gradients travel after it.
 
         DistributedDataParallel takes the mean over processes, so shares are multiplied by their number. All of them run

@@ -312,7 +312,7 @@ def open_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
         raise ValueError(f"{path} holds a run that has saved no model yet; continue it with --resume.")
     kind, settings, _ = checkpoint.read_settings(folder)
     tokenizer = checkpoint.read_tokenizer(folder, kind)
-    model = checkpoint.load_model(folder, kind, settings, tokenizer.get_vocab_size())
+    model = checkpoint.read_model(folder, kind, settings, tokenizer.get_vocab_size())
     return Trained(model.to(device).eval(), kind, settings, tokenizer)  # type: ignore[arg-type]  # by the kind
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import compare_command
-from .command_input import Input, cut_note, cut_of, read_input, read_text
+from .command_input import Input, cut_note, cut_of, read_input, text_of
 from .console import (
     HINT_LETTERS,
     colours,
@@ -291,7 +291,7 @@ def _walk_word_vectors(args: argparse.Namespace) -> tuple[Walk, str]:
     from .word_vectors import word_vectors
 
     on = _switched_on(args.projections)
-    text, recording = read_text(args)
+    text, recording = text_of(args)
     if recording is not None:
         raise ValueError("a recording holds no word embeddings: give the text itself.")
     with progress("opening the model"):

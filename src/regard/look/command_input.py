@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..recorder import Recording
     from .loading import LoadedModel
 
-__all__ = ["Input", "cut_note", "cut_of", "read_input", "read_text"]
+__all__ = ["Input", "cut_note", "cut_of", "read_input", "text_of"]
 
 
 @dataclass
@@ -49,7 +49,7 @@ def cut_of(args: argparse.Namespace, model: LoadedModel, text: str) -> tuple[int
 
 def read_input(args: argparse.Namespace) -> Input:
     """Load the recording that the arguments name, or run the model on their text."""
-    text, recording = read_text(args)
+    text, recording = text_of(args)
     if recording is not None:
         return Input(recording, args.text)
     from . import loading
@@ -61,7 +61,7 @@ def read_input(args: argparse.Namespace) -> Input:
         return Input(recording, model.name, text, model, cut_of(args, model, text))
 
 
-def read_text(args: argparse.Namespace) -> tuple[str, Recording | None]:
+def text_of(args: argparse.Namespace) -> tuple[str, Recording | None]:
     """The text of the arguments, read from the file or the pipe that they name; or a recording."""
     name = args.text
     if name == "-":

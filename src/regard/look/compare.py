@@ -1,8 +1,8 @@
 """Two recordings, or two matrices, head by head: how far apart their rows are, and which weight changed most.
 
 Rows are compared as distributions over the words of both texts: words that both have are one outcome, a word that only
-one of them has is an outcome which the other gives nothing. What a row gives to no word, to a sink or because it sees
-none, is one more. Where both texts are the same this is `Weights.js` and `Weights.total_variation`.
+one of them has is an outcome which the other gives nothing. The rest of a row is one more: a sink's share, or all of it
+where the row sees no word. Where both texts are the same this is `Weights.js` and `Weights.total_variation`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class HeadPair:
 
 
 class HeadChanges(Table[HeadChange]):
-    """What `regard.compare` returns: a table of pairs of heads, those that differ most first.
+    """The result of `regard.compare`: a table of pairs of heads, those that differ most first.
 
     Attributes:
         pairs: The same pairs with their weights aligned, in the same order.
@@ -349,7 +349,7 @@ def _word_rows(view: LayerView, rows: Alignment, cols: Alignment, side: int, pla
 
 
 def _outcomes(w: Tensor, cols: Alignment, side: int | None) -> Tensor:
-    """What rows give to every word of both texts, and to none of them, in float64, (..., places + 1).
+    """The weight of rows on every word of both texts, and on none of them, in float64, (..., places + 1).
 
     Args:
         w: Weights of the words of one side; of the words of both if `side` is None.

@@ -99,7 +99,7 @@ class DotHead:
             one = weights[[head]]
             factors = replace_fields(one._factors, q=changed.q.unsqueeze(0), k=changed.k.unsqueeze(0))
             return replace(changed, lse=one._with(factors).lse()[0].float().cpu())
-        # The sum of what a row has with the old lse says by how much the new one differs; a sink keeps its share.
+        # With the old lse a row, a sink's share included, sums to 1 + after − before: exp(new lse − old lse).
         lse = self.lse.clone()
         every = list(range(len(lse))) if rows is None else rows
         step = max(1, CELLS // self.k.shape[0])

@@ -83,7 +83,7 @@ def _show_run(args: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-#: What a folder may be, and what shows it. A folder of another kind gets a line here.
+#: Kinds of folders: a test for each, and the function that shows it. A folder of another kind gets a line here.
 _KINDS: tuple[tuple[Callable[[Path], bool], Callable[[argparse.Namespace, Path], int]], ...] = (
     (_is_corpus, _show_corpus),
     (_is_run, _show_run),

@@ -19,7 +19,7 @@ HistoryLike = (
     | Mapping[int, Mapping[str, float]]
 )
 
-#: What `regard.watch` measures of every head, and how it is titled.
+#: The numbers that `regard.watch` measures of every head, with their titles.
 MEASURES = {"entropy_share": "entropy, a share of the most it could be", "max_score": "largest score"}
 
 

@@ -40,7 +40,7 @@ __all__ = [
     "visible_cells",
 ]
 
-#: What can be looked at, a training history apart.
+#: Subjects of a view, a training history apart.
 Subject = Recording | Weights
 
 #: Cells h × i × j up to which the heads of a layer are ranked on all their weights.
@@ -63,7 +63,7 @@ class LayerView:
     maybe_weights: Weights | None  # h i j; None if only statistics were recorded
     values: Tensor | None = field(default=None, repr=False)  # g j e
     statistics: dict[str, Tensor] = field(default_factory=dict, repr=False)  # of a layer without weights, (b, h, i)
-    report: Report = field(default=lambda step, done: None, repr=False)  # hears how far long work is
+    report: Report = field(default=lambda step, done: None, repr=False)  # called with the progress of long work
     _maxima: Tensor | None = field(default=None, init=False, repr=False)  # largest weights of tiles, with the summary
 
     @property

@@ -1,4 +1,4 @@
-"""What a notebook shows of objects that are not views: small tables and pictures in plain HTML, without a script.
+"""A notebook's pictures of objects that are not views: small tables and pictures in plain HTML, without a script.
 
 They take the colours of the notebook: text is in its own colour, and weights are a blue of more or less opacity, which
 reads on light and on dark ground. Text of the subject is escaped.

@@ -56,7 +56,7 @@ class ViewChanges(ViewChoices, total=False):
 
 @dataclass(frozen=True)
 class ViewOptions:
-    """What a view begins with.
+    """The state that a view begins with.
 
     Args:
         word: The word to light: ``"it"``, ``"the:1"`` for the first of several, ``W.at("the", 1)``, or a position.

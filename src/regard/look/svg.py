@@ -43,10 +43,10 @@ from .text_layout import format_number
 from .token_groups import TokenGroups
 from .token_text import clip, numbered_texts, occurrence_suffix, printable
 
-__all__ = ["Part", "svg"]
+__all__ = ["PicturePart", "svg"]
 
 #: The parts of a picture: the sentence with its lines, or the matrix.
-Part = Literal["lines", "square"]
+PicturePart = Literal["lines", "square"]
 
 _GAP = 10.0
 _LINE = 640.0  # how wide a line of words may get
@@ -61,7 +61,7 @@ def svg(
     subject: Subject | HeadChanges | History,
     options: ViewOptions | None = None,
     *,
-    part: Part | None = None,
+    part: PicturePart | None = None,
     width: str | None = None,
     **changes: Any,
 ) -> str:
@@ -95,7 +95,7 @@ def svg(
 class _Picture:
     """The picture of one recording: the sentence, the square, or both."""
 
-    def __init__(self, subject: Subject, options: ViewOptions, part: Part | None, width: str | None) -> None:
+    def __init__(self, subject: Subject, options: ViewOptions, part: PicturePart | None, width: str | None) -> None:
         self.elements: list[str] = []
         self.sentences: list[str] = []  # of the description
         self.widest = page_units(width, _LINE + 2 * MARGIN) - 2 * MARGIN
@@ -126,7 +126,7 @@ class _Picture:
         return summary.notes, "Attention"
 
     def _spotlight(
-        self, subject: Subject, options: ViewOptions, word: str | int, part: Part | None
+        self, subject: Subject, options: ViewOptions, word: str | int, part: PicturePart | None
     ) -> tuple[list[str], str]:
         lit = spotlight(subject, word, target=options.target, **options.selection)
         if part != "square":

@@ -59,7 +59,7 @@ def draw_changes(changes: HeadChanges, options: ViewOptions, width: str | None) 
 
 
 def _sentence(changes: HeadChanges, pair: HeadPair, place: int) -> str:
-    """What the lit word gives to the word whose weight changed most, in either recording."""
+    """The weight of the lit word on the word where it changed most, in either recording."""
     rows = [pair.weights(side, [place])[0] for side in (0, 1)]
     a, b = (row.nan_to_num(nan=0.0) for row in rows)
     key = int((b - a).abs().argmax())

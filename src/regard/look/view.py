@@ -17,7 +17,7 @@ from .options import ViewChanges, ViewOptions
 from .token_text import printable
 
 if TYPE_CHECKING:
-    from .svg import Part
+    from .svg import PicturePart
 
 __all__ = ["View"]
 
@@ -43,7 +43,7 @@ class View:
 
     _report: Report = staticmethod(
         lambda step, done: None
-    )  # hears how far a file is; while `save` writes, the terminal
+    )  # called with the progress of a file; while `save` writes, the terminal
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class View:
         page = html(pack(self.subject, self.options, report=self._report))
         return frame(page) if fragment else page
 
-    def save(self, path: str | os.PathLike[str], *, part: Part | None = None, width: str | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], *, part: PicturePart | None = None, width: str | None = None) -> None:
         """Write one file.
 
         Args:

@@ -27,7 +27,7 @@ from .calls import SavedCall
 from .detached import RecordedWeights
 from .factor_check import check_factors, check_values, require
 from .file import BLANK, FORMAT, MAX_HEADER, NODES, TYPES, VERSION, RegardFileError, digest
-from .recording import STATISTICS, Layer, Pass, Recording
+from .recording import STORED_STATISTICS, Layer, Pass, Recording
 
 __all__ = ["load"]
 
@@ -213,7 +213,7 @@ def _statistics(described: Any, shape: tuple[int, ...], tensors: dict[str, Tenso
     b, h, i, j = shape
     statistics = {}
     for name, key in described.items():
-        require(name in STATISTICS, f"there is no statistic {name!r:.80}")
+        require(name in STORED_STATISTICS, f"there is no statistic {name!r:.80}")
         tensor = tensors[key]
         expected = (b, h, j if name == "received" else i)
         fits = tuple(tensor.shape) == expected and tensor.is_floating_point()

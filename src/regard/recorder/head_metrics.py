@@ -33,8 +33,8 @@ __all__ = [
     "Table",
     "find",
     "heads",
-    "overview",
     "rollout",
+    "summary",
 ]
 
 
@@ -311,7 +311,7 @@ def heads(layers: list[Any], by: HeadMeasure, item: int | None) -> Table[HeadVal
 
 
 @torch.no_grad()
-def overview(layers: list[Any]) -> Table[HeadSummary]:
+def summary(layers: list[Any]) -> Table[HeadSummary]:
     """A `HeadSummary` for every head, over all sequences without their padding rows."""
     rows = []
     for layer in layers:

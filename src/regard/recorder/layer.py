@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from .recording import Pass
 
-__all__ = ["STATISTICS", "Layer", "TokenLists", "row_statistics"]
+__all__ = ["STORED_STATISTICS", "Layer", "TokenLists", "row_statistics"]
 
 #: The statistics that keep="statistics" saves of every layer.
-STATISTICS: tuple[StatisticName, ...] = ("entropy", "max_score", "received", "lse")
+STORED_STATISTICS: tuple[StatisticName, ...] = ("entropy", "max_score", "received", "lse")
 
 #: The tokens of a batch: one list a sequence.
 TokenLists = list[list[str]]
@@ -249,6 +249,7 @@ class Layer:
 
 def row_statistics(weights: Weights) -> dict[str, Tensor]:
     """The statistics that keep="statistics" saves of a layer."""
-    names = [name for name in STATISTICS if not (get_engine(weights._engine).plain and name in ("max_score", "lse"))]
+    plain = get_engine(weights._engine).plain
+    names = [name for name in STORED_STATISTICS if not (plain and name in ("max_score", "lse"))]
     seen: Statistics = weights.see(*names)
     return {name: getattr(seen, name).clone() for name in names}

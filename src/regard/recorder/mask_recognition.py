@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.masks.kinds import Dense, Geometry, Mask, causal, padding, window
 from ..core.types import Align
 
-__all__ = ["ParsedMask", "RowIntervals", "as_mask", "intervals", "parse_mask", "recognise"]
+__all__ = ["ParsedMask", "RowIntervals", "intervals", "mask_of_cells", "parse_mask", "recognise"]
 
 
 @dataclass
@@ -110,7 +110,7 @@ def _same(guess: Mask | None, rows: RowIntervals, keys: int, offset: int) -> boo
     return bool((lo == rows.lo).all()) and bool((hi == rows.hi).all())
 
 
-def as_mask(cells: Tensor) -> tuple[Mask | None, Align | None]:
+def mask_of_cells(cells: Tensor) -> tuple[Mask | None, Align | None]:
     """A bool mask (b|1, h|1, i, j), True where visible, structured if possible, and its align."""
     if bool(cells.all()):
         return None, None
@@ -138,7 +138,7 @@ def parse_mask(mask_tensor: Tensor | None, causal_flag: bool, shape: tuple[int, 
     cells = cells.expand(*cells.shape[:2], i, j)
     if causal_flag:
         cells = cells & torch.ones(i, j, dtype=torch.bool, device=cells.device).tril()
-    mask, align = as_mask(cells)
+    mask, align = mask_of_cells(cells)
     return ParsedMask(mask, bias, align, uniform)
 
 

@@ -20,7 +20,7 @@ from ..core.weights import Weights
 from . import head_metrics
 from .calls import SavedCall
 from .head_metrics import HeadKey, HeadMeasure, HeadSummary, HeadValue, HeadWeight, Table
-from .layer import STATISTICS, Layer, TokenLists
+from .layer import STORED_STATISTICS, Layer, TokenLists
 
 if TYPE_CHECKING:
     import pandas
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ..look.options import ViewChoices
     from ..look.view import View
 
-__all__ = ["STATISTICS", "Layer", "LayerStack", "Pass", "Recording", "TokenLists"]
+__all__ = ["STORED_STATISTICS", "Layer", "LayerStack", "Pass", "Recording", "TokenLists"]
 
-#: What stands in the brackets of `seen[...]`: a layer, (layer, head) or (layer, head, sequence).
+#: The brackets of `seen[...]`: a layer, (layer, head) or (layer, head, sequence).
 LayerIndex: TypeAlias = int | str | tuple[int | str, int] | tuple[int | str, int, int]
 
 
@@ -203,7 +203,7 @@ class LayerStack:
             >>> [(row.layer, row.head) for row in seen.summary()]
             [(0, 0), (0, 1)]
         """
-        return head_metrics.overview(self.layers)
+        return head_metrics.summary(self.layers)
 
     def to_pandas(self) -> pandas.DataFrame:
         """`summary` as a pandas DataFrame.
@@ -274,7 +274,7 @@ class Pass(LayerStack):
 
 
 class Recording(LayerStack):
-    """What `regard.record` recorded and `regard.load` reads: passes of layers with their attention matrices.
+    """A recording, made by `regard.record` or read by `regard.load`: passes of layers with their attention matrices.
 
     | index | result |
     |---|---|

@@ -2,8 +2,8 @@
 
 The thread that opens the block has one for as long as the block is open. Another thread has one too, active from its
 start on, or, where it is older than the block, while a module of the model or work of a pool runs in it: streamed
-generation and pools of workers are recorded, and two threads that run the model at once fill passes of their own. What
-all of them share is in `SharedRecording`, changed under its lock.
+generation and pools of workers are recorded, and two threads that run the model at once fill passes of their own. Their
+common state is in `SharedRecording`, changed under its lock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["SharedRecording", "ThreadRecorder"]
 
 @dataclass
 class SharedRecording:
-    """What a block asks for, and what its threads have recorded so far."""
+    """The request of a block, and the calls that its threads have recorded so far."""
 
     hooks: ModelHooks
     names: dict[int, str] | None  # of the model's modules, by id; None: every module counts

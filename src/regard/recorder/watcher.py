@@ -124,7 +124,7 @@ class Watch:
         self.layers: dict[str, dict[str, Tensor]] = {}
         self.history: list[tuple[int, dict[str, float]]] = []
         self.refused: list[tuple[str, str]] = []
-        self._looks: dict[int, _Look] = {}  # by the id of the thread that the model runs in
+        self._looks: dict[int, _PassListener] = {}  # by the id of the thread that the model runs in
         self._lock = threading.RLock()
         self._warned: set[tuple[str, str]] = set()
         self._reports = is_first_rank(model)  # the other ranks of a wrapped model neither call back nor warn
@@ -216,7 +216,8 @@ class Watch:
             self.step += 1
             self.fresh = False
             if self.step % self.every == 0:
-                look = self._looks[threading.get_ident()] = _Look(self._names, self.step, first_axes(args, kwargs))
+                look = _PassListener(self._names, self.step, first_axes(args, kwargs))
+                self._looks[threading.get_ident()] = look
                 tap.activate(look)
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -271,7 +272,7 @@ class Watch:
             warnings.warn(f"not watched: {name or '(the model)'}: {reason}.", RefusedWarning, stacklevel=4)
 
 
-class _Look:
+class _PassListener:
     """The listener of one pass: reduces every call to two numbers a head."""
 
     wants_ids = wants_values = wants_grad = False

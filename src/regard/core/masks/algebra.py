@@ -1,4 +1,4 @@
-"""What a mask is, and how masks combine: `& | ~` over bool tensors, functions and the masks of `masks`."""
+"""The base of all masks, and how masks combine: `& | ~` over bool tensors, functions and the masks of `kinds`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Mask:
 
     positional: ClassVar[bool] = False  #: Whether positions are compared, so that `align` matters if lengths differ.
     sees_itself: ClassVar[bool] = False  #: Whether every query sees the key at its own position.
-    #: What exact intervals are computed from; None where they may be inexact.
+    #: The source of exact intervals; None where they may be inexact.
     interval_source: ClassVar[Literal["positions", "tensors"] | None] = None
     #: Whether a row sees one interval and all of it, as far as is certain without reading tensors.
     is_one_interval: ClassVar[bool] = False

@@ -193,7 +193,7 @@ class HeadReduction(RowQuestions):
         return TopK(values, keys)
 
     def received(self) -> Tensor:
-        """What each key receives from all rows, heads taken together.
+        """The weight that each key receives from all rows, heads taken together.
 
         Returns:
             ``(..., j)``.

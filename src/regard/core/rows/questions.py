@@ -22,7 +22,7 @@ from .comparison import Comparison
 from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .stats import ChosenKeys, DistanceBins, DistanceVariance
-from .strips import Question, walk
+from .strips import Question, walk_strips
 from .traced import answer, traced
 
 __all__ = ["RowQuestions", "induction_targets"]
@@ -64,7 +64,7 @@ class RowQuestions:
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
             plain = any(e.avoids_gpu_kernels and m._factors.q.is_cuda for e, m in zip(used, matrices, strict=True))
-            outputs = list(walk(sources, question)) if plain else _answer_by_kernels_or_strips(sources, question)
+            outputs = list(walk_strips(sources, question)) if plain else _answer_by_kernels_or_strips(sources, question)
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]

@@ -1,4 +1,4 @@
-"""Complete rows, a strip at a time: the walk behind every question that needs more than an online softmax.
+"""Complete rows, a strip at a time: `walk_strips` is behind every question that needs more than an online softmax.
 
 A question is a plain function of the log-weights of a strip, of one matrix or of several matrices side by side
 (`Question.of_strip`), and the results of strips are merged as the states of key blocks are: by sum, maximum or
@@ -20,7 +20,7 @@ from ..pytree import flatten, unflatten
 from ..torch_state import in_functorch, without_autocast
 from .sources import Part, RowSource, Strip
 
-__all__ = ["Merge", "Question", "joint_shape", "need_first_order", "walk"]
+__all__ = ["Merge", "Question", "joint_shape", "need_first_order", "walk_strips"]
 
 #: How many weights a strip may hold, all matrices together: a part of the cache of a CPU core; enough to fill a GPU.
 STRIP_NUMBERS = 2**19
@@ -56,7 +56,7 @@ class Question(Protocol):
         """The textbook: outputs from dense weights (b, h, i, j), with a sink's share as last column where it counts."""
 
 
-def walk(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]:
+def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]:
     """The outputs of a question to one or several matrices of equal lengths, with gradients in linear memory."""
     spec, tensors = flatten((tuple(sources), question))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

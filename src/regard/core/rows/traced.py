@@ -16,14 +16,14 @@ from torch import Tensor
 from ..pytree import flatten, split_ints, unflatten
 from .fused import fused
 from .sources import RowSource
-from .strips import Question, joint_shape, walk
+from .strips import Question, joint_shape, walk_strips
 
 __all__ = ["answer", "traced"]
 
 
 def answer(sources: Sequence[RowSource], question: Question) -> list[Tensor]:
     """The outputs of a question, by kernels where they serve."""
-    return fused(sources, question) or list(walk(sources, question))
+    return fused(sources, question) or list(walk_strips(sources, question))
 
 
 def traced(sources: Sequence[RowSource], question: Question) -> list[Tensor] | None:

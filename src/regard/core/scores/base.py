@@ -1,4 +1,4 @@
-"""What a score is: a similarity and its modifiers, which apply in the order they are written."""
+"""The base of all scores: a similarity and its modifiers, which apply in the order they are written."""
 
 from __future__ import annotations
 

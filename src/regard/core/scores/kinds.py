@@ -1,4 +1,4 @@
-"""Scores: how alike a query and a key are. Here are the similarities; `score_base` has what all scores share.
+"""Scores: how alike a query and a key are. Here are the similarities; `base` has what all scores share.
 
 Every score has two forms: `similarity` is the textbook's formula and defines what is right; `lower` returns what
 engines compute, since nearly every similarity is a dot product of something.
@@ -111,7 +111,7 @@ class ScaledDot(Score):
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """The type of queries and keys that a score computes anew from x.
+    """The type of queries and keys that a score computes from x.
 
     Computed in 16 bits they would be rounded twice. A CPU multiplies in float32 anyway; a GPU is fast in the type of x.
     """

@@ -165,7 +165,7 @@ class _Shifted:
         return self.function(s, i + self.start, j + self.start, *parameters)
 
 
-# What users pass to a score.
+# Users' arguments of a score.
 
 
 @dataclass(frozen=True, eq=False)

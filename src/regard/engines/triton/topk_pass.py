@@ -75,7 +75,7 @@ def _topk_args(p: KernelInputs, norm: Tensor | None, outputs: dict[str, Tensor])
 
 @dataclass(frozen=True)
 class CandidateBuffers:
-    """What the three kernels of `_by_candidates` share. A key of a row is a candidate if its score reaches the row's bound."""
+    """Buffers that the three kernels of `_by_candidates` share. A key of a row is a candidate if its score reaches the row's bound."""
 
     config: Config
     n: int

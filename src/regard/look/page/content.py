@@ -1,4 +1,4 @@
-"""What a page holds: the layers, the sequences they look at, and the heads that fit into its size."""
+"""The content of a page: the layers, the sequences they look at, and the heads that fit into its size."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ A page that was saved before:
 
 It listens on this machine alone, reads and never writes, and logs nothing. Ctrl-C ends it."""
 
-#: What a model is shown with until a sentence is typed.
+#: The sentence that a model is shown with until one is typed.
 SENTENCE = "The animal didn't cross the street because it was too tired"
 
 
@@ -119,7 +119,7 @@ def _open_source(
 
         with file_errors(args.source):
             page = path.read_text(encoding="utf-8", errors="replace")
-        served_policy(page)  # raises for a page of somebody else
+        served_policy(page)  # raises for a page that regard did not write
         return page, None
     from ...recorder import load
 

@@ -1,4 +1,4 @@
-"""What a server on loopback believes of a request: the rules that a page of another origin cannot satisfy.
+"""The checks of every request to a server on loopback: rules that a page of another origin cannot satisfy.
 
 Loopback alone is no boundary: any page in the user's browser may send requests to it, and a name that is rebound to
 127.0.0.1 may read the answers. So the Host must be one of ours, an Origin must be our own, and every request but the

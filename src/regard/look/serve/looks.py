@@ -1,4 +1,4 @@
-"""What a server shows: recordings that a worker makes ready one after the other, and the tiles of their heads."""
+"""The recordings of a server, that a worker makes ready one after the other, and the tiles of their heads."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ FIRST_LEVELS = (3, 4)
 #: Scores that are written out at a time; more on a GPU, where a launch costs more than its memory.
 CELLS, GPU_CELLS = 2**22, 2**28
 
-#: What a cell shows: its largest weight, or the share of a row that falls into it, on average.
+#: The number in a cell: its largest weight, or the share of a row that falls into it, on average.
 CellBy = Literal["max", "mean"]
 
 
@@ -208,7 +208,7 @@ def _pool(x: Tensor, words: int, by: Literal["max", "sum"]) -> Tensor:
 
 
 def _mean_of_rows(sums: Tensor, words: int, rows: int) -> Tensor:
-    """What a row gives the keys of a cell, on average; the last cells may have fewer rows."""
+    """The weight that a row gives the keys of a cell, on average; the last cells may have fewer rows."""
     tall = torch.full((len(sums), 1), float(words), device=sums.device)
     tall[-1] = rows - (len(sums) - 1) * words
     return sums / tall

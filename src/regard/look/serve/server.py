@@ -1,6 +1,6 @@
 """The server: four questions and one answer each, on loopback, read-only.
 
-It is the standard library's. What a framework would bring, routing and parsing of forms, is a table of 7 paths here,
+It is the standard library's. Routing and parsing of forms, which a framework would bring, are a table of 7 paths here,
 and its limits on time, size and connections would have to be set all the same.
 """
 
@@ -75,7 +75,7 @@ class PageServer(ThreadingHTTPServer):
         on_entry: Callable[[str], None] = lambda link: None,
     ) -> None:
         self.looks = Looks(device)  # before the port is taken: where that fails, the server is closed
-        super().__init__(("127.0.0.1", port), _Handler)
+        super().__init__(("127.0.0.1", port), _PageHandler)
         self.guard = Guard(self.server_address[1])
         self.on_entry, self.look_at = on_entry, look_at
         self.page = first if isinstance(first, str) else None
@@ -92,7 +92,7 @@ class PageServer(ThreadingHTTPServer):
             self._deadlines[connection] = time.monotonic() + seconds
 
     def service_actions(self) -> None:
-        """Close connections that are late, twice a second; a socket's own timeout begins anew with every byte."""
+        """Close connections that are late, twice a second; a socket's own timeout begins again with every byte."""
         now = time.monotonic()
         for connection, end in list(self._deadlines.items()):
             if end < now:
@@ -132,7 +132,7 @@ class PageServer(ThreadingHTTPServer):
         self.looks.close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = RECEIVE
     server: PageServer
@@ -330,14 +330,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 #: Of every path: who answers, and the fields it takes.
 _GET: dict[str, tuple[Callable[..., None], set[str]]] = {
-    "/": (_Handler._page, {"look"}),
-    "/data": (_Handler._data, {"look"}),
-    "/vectors": (_Handler._vectors, {"look"}),
-    "/tiles": (_Handler._arrays, {"look", "head", "by", "tile"}),
-    "/row": (_Handler._arrays, {"look", "head", "row"}),
-    "/window": (_Handler._arrays, {"look", "head", "rows", "cols"}),
+    "/": (_PageHandler._page, {"look"}),
+    "/data": (_PageHandler._data, {"look"}),
+    "/vectors": (_PageHandler._vectors, {"look"}),
+    "/tiles": (_PageHandler._arrays, {"look", "head", "by", "tile"}),
+    "/row": (_PageHandler._arrays, {"look", "head", "row"}),
+    "/window": (_PageHandler._arrays, {"look", "head", "rows", "cols"}),
 }
-_POST: dict[str, tuple[Callable[..., None], set[str]]] = {"/look": (_Handler._ask, set())}
+_POST: dict[str, tuple[Callable[..., None], set[str]]] = {"/look": (_PageHandler._ask, set())}
 
 
 def _fields(query: str) -> dict[str, list[str]]:

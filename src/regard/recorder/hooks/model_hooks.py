@@ -203,7 +203,7 @@ class ModelHooks:
         if threading.get_ident() != self._owner and (thread := self._thread()) is not None:
             thread.leave()
 
-    # What runs in other threads outside of modules; see `other_threads.Owner`.
+    # Functions in other threads, outside of modules; see `other_threads.Owner`.
 
     def thread_begins(self) -> None:
         if (thread := self._thread()) is not None:

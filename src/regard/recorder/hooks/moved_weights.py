@@ -1,7 +1,7 @@
 """Operators between a softmax and its values that reduce, join or move weights along an axis.
 
 Along another axis than that of the keys, what they give are weights still, as the model computed them: the mean over
-heads, or rows that are joined. Along the keys, nobody can say which position a weight belongs to afterwards: such
+heads, or rows that are joined. Along the keys, the position of a weight is unknown afterwards: such
 attention is named where it meets values.
 """
 

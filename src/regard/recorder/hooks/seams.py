@@ -30,7 +30,7 @@ from ...core.masks.kinds import causal as causal_mask
 from ...core.masks.kinds import padding, window
 from ...core.scores.kinds import repeat_kv
 from ..calls import AttentionCall
-from ..mask_recognition import ParsedMask, as_mask
+from ..mask_recognition import ParsedMask, mask_of_cells
 from . import eager_attention, regard_nn, tap
 from .call_site import shared_axis_reason, split_heads
 
@@ -242,7 +242,7 @@ def on_flex(listener: tap.Listener, call: dict[str, Any], out: Any, frame: Frame
             visible = ~hidden
             if bool((visible == visible[:, :1]).all()):
                 visible = visible[:, :1]
-            parsed.mask, parsed.align = as_mask(visible)
+            parsed.mask, parsed.align = mask_of_cells(visible)
         listener.attention(site, AttentionCall(q, k, v, scale=call["scale"], parsed_mask=parsed))
     else:
         empty = hidden.all(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What a listener remembers of attention that is written out: recent products, and softmaxes on their way to values.
+"""A listener's memory of attention that is written out: recent products, and softmaxes on their way to values.
 
 Tensors are known by their storage. Views share it, so transposes and reshapes need no interception; the axis of keys is
 the one with the stride of keys. A tensor on a trail is held until the trail ends, so that its storage is not reused.
@@ -141,7 +141,7 @@ class RecentProduct(NamedTuple):
 
 
 class EagerTracker:
-    """What one listener remembers: recent products and open softmaxes."""
+    """One listener's memory: recent products and open softmaxes."""
 
     def __init__(self, by_name: bool = True) -> None:
         self.products: deque[RecentProduct] = deque(maxlen=16)

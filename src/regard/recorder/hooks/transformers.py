@@ -1,6 +1,6 @@
 """transformers: interception of its flash and flex attention, and `attn_implementation="regard"`.
 
-Its sdpa and eager attention are intercepted like everybody's. Flash and flex run kernels that are no operators of
+Its sdpa and eager attention are intercepted as in any other model. Flash and flex run kernels that are no operators of
 PyTorch, so there the interface of transformers is the seam: while a recording is open, the entries of its table of
 attention functions are wrappers that call the original and, in a thread that records, report its arguments.
 `register()` adds `attn_implementation="regard"`: attention whose statistics are part of the graph, to train on.

@@ -188,7 +188,7 @@ def merge_kernel(
     split, out, sink, sizes, E: tl.constexpr, SINK: tl.constexpr, Y: tl.constexpr, STATS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The states of a row's shares merged, in the order of the shares, and all that the row tells."""
+    """The states of a row's shares merged, in the order of the shares, and the statistics of the row."""
     row = (tl.program_id(0) + tl.arange(0, 1)).to(tl.int64)
     i = (row % sizes.i).to(tl.int32)
     head = row // sizes.i
@@ -242,7 +242,7 @@ def merge_kernel(
 @triton.jit
 def received_kernel(scores, norm, mask, received, sizes, scale2, MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr,
                     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr):  # fmt: skip
-    """What BLOCK_J keys of one head receive from all rows; `norm` is (b, h, i, 2) without gaps."""
+    """The weight that BLOCK_J keys of one head receive from all rows; `norm` is (b, h, i, 2) without gaps."""
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     head = tl.program_id(0) // blocks
     b, h = head // sizes.h, head % sizes.h
