@@ -20,6 +20,7 @@ from .row_ops import (
     normalize_with_logs_,
     score_grad_,
     score_grad_with_entropy_,
+    tile_products,
     total,
     visible_keys,
     zero_,
@@ -64,7 +65,7 @@ def block_of_rows(T, scratch, item, chunk, b, g, h, i0, rows):
             cols = min(T.block_j, end - j0)
             keys = k + size * j0 * T.k_j
             values = right + size * j0 * T.right_j
-            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, keys, T.k_j, f32(0), scratch, T.block_j)
+            tile_products(T, scratch, b, h, i0, rows, j0, cols)
             product_nt(T, rows, cols, T.X, one, left, T.left_i, values, T.right_j, f32(0), grads, T.block_j)
             for r in range(rows):
                 a, z = max(lo[i0 + r] - j0, 0), min(hi[i0 + r] - j0, cols)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from numba import carray, njit
 
-from .intrinsics import atomic_next, f32, i64, longs_at, product_nt, reals, use_wide_vectors
+from .intrinsics import atomic_next, i64, longs_at, reals, use_wide_vectors
 from .params import modifiers_at
-from .row_ops import apply_modifiers_, visible_keys
+from .row_ops import apply_modifiers_, tile_products, visible_keys
 
 
 @njit
@@ -32,10 +32,7 @@ def cells(T):
 @njit
 def block_of_rows(T, scratch, head, i0, rows, chosen, end_chosen):
     """All tiles of a block of rows with chosen cells. `scratch`, this thread's memory, holds a tile of scores."""
-    size = T.itemsize
     b, h = head // T.H, head % T.H
-    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
     col_at = carray(longs_at(T.col_at), T.col_count)
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
@@ -44,7 +41,7 @@ def block_of_rows(T, scratch, head, i0, rows, chosen, end_chosen):
             here, stop = first_from(col_at, T.col_count, j0), first_from(col_at, T.col_count, j0 + cols)
             if here == stop:
                 continue
-            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
+            tile_products(T, scratch, b, h, i0, rows, j0, cols)
             copy_tile(T, scratch, b, h, i0, chosen, end_chosen, j0, cols, here, stop, lo, hi)
 
 

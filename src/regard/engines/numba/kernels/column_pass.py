@@ -9,9 +9,17 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import atomic_next, doubles_at, f32, i64, product_nt, product_tn, reals, use_wide_vectors
+from .intrinsics import atomic_next, doubles_at, f32, i64, product_tn, reals, use_wide_vectors
 from .params import modifiers_at
-from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, rows_of_item, visible_keys, zero_
+from .row_ops import (
+    apply_modifiers_,
+    norm_of,
+    normalize_and_accumulate_,
+    rows_of_item,
+    tile_products,
+    visible_keys,
+    zero_,
+)
 
 
 @njit
@@ -34,8 +42,6 @@ def block_of_rows(T, scratch, item, head, i0, rows):
     """All tiles of a block of rows. `scratch` (this thread's memory): a tile of scores, then sums of its columns."""
     size = T.itemsize
     b, h = head // T.H, head % T.H
-    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
     u = T.u + size * (b * T.u_b + h * T.u_h + i0 * T.u_i)
     z_sum = T.z + size * item * T.J * T.U
     for interval in range(T.n_intervals):
@@ -44,7 +50,7 @@ def block_of_rows(T, scratch, item, head, i0, rows):
             cols = min(T.block_j, end - j0)
             if j0 + cols <= T.key_from or j0 >= T.key_to:
                 continue
-            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
+            tile_products(T, scratch, b, h, i0, rows, j0, cols)
             add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi)
             if T.U > 0:
                 at = z_sum + size * j0 * T.U

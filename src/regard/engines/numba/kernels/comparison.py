@@ -25,12 +25,11 @@ from .intrinsics import (
     i64,
     log,
     product_nn,
-    product_nt,
     product_tn,
     use_wide_vectors,
 )
 from .params import JS, KL, OVERLAP, TOTAL_VARIATION, modifiers_at, params_at
-from .row_ops import apply_modifiers_, mul_, norm_of, row_max, total, visible_keys
+from .row_ops import apply_modifiers_, mul_, norm_of, row_max, tile_products, total, visible_keys
 
 INFINITY = f32(np.inf)
 
@@ -61,8 +60,8 @@ def merge_tiles(T, S, scratch, b, h, i0, rows):
     first, end = range_of_both(T, S, b, i0, rows)
     for j0 in range(first, end, T.block_j):
         cols = min(T.block_j, end - j0)
-        scores(T, scratch, b, h, i0, rows, j0, cols)
-        scores(S, scratch + tile, b, h, i0, rows, j0, cols)
+        tile_products(T, scratch, b, h, i0, rows, j0, cols)
+        tile_products(S, scratch + tile, b, h, i0, rows, j0, cols)
         for r in range(rows):
             at = scratch + 4 * r * T.block_j
             finish_scores(T, at, 0, cols, b, h, i0 + r, j0)
@@ -141,8 +140,8 @@ def add_terms(T, S, scratch, b, h, i0, rows):
     first, end = range_of_both(T, S, b, i0, rows)
     for j0 in range(first, end, T.block_j):
         cols = min(T.block_j, end - j0)
-        scores(T, scratch, b, h, i0, rows, j0, cols)
-        scores(S, scratch + tile, b, h, i0, rows, j0, cols)
+        tile_products(T, scratch, b, h, i0, rows, j0, cols)
+        tile_products(S, scratch + tile, b, h, i0, rows, j0, cols)
         for r in range(rows):
             a, a2, _, _ = terms(T, S, scratch, b, h, i0, r, j0, cols)
             delta[r] += total(a, cols)
@@ -176,8 +175,8 @@ def add_gradients(T, S, scratch, chunk, b, h, i0, rows):
     first, end = range_of_both(T, S, b, i0, rows)
     for j0 in range(first, end, T.block_j):
         cols = min(T.block_j, end - j0)
-        scores(T, scratch, b, h, i0, rows, j0, cols)
-        scores(S, scratch + tile, b, h, i0, rows, j0, cols)
+        tile_products(T, scratch, b, h, i0, rows, j0, cols)
+        tile_products(S, scratch + tile, b, h, i0, rows, j0, cols)
         for r in range(rows):
             a, a2, p, p2 = terms(T, S, scratch, b, h, i0, r, j0, cols)
             centre_(a, p, cols, g[r], delta[r])
@@ -217,15 +216,6 @@ def range_of_both(T, S, b, i0, rows):
         _, _, a, z = visible_keys(S, b, n, i0, rows)
         first, end = min(first, a), max(end, z)
     return first, end
-
-
-@njit
-def scores(P, target, b, h, i0, rows, j0, cols):
-    """The products of a tile of one matrix, whose heads may be one for all."""
-    own = h if P.H > 1 else 0
-    q = P.q + 4 * (b * P.q_b + own * P.q_h + i0 * P.q_i)
-    k = P.k + 4 * (b * P.k_b + own * P.G // P.H * P.k_h + j0 * P.k_j)
-    product_nt(P, rows, cols, P.D, P.scale, q, P.q_i, k, P.k_j, f32(0), target, P.block_j)
 
 
 @njit

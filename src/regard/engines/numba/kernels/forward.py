@@ -15,7 +15,6 @@ from .intrinsics import (
     f32,
     longs_at,
     product_nn,
-    product_nt,
     reals,
     use_wide_vectors,
 )
@@ -29,6 +28,7 @@ from .row_ops import (
     index_of,
     row_max,
     scale_,
+    tile_products,
     update_topk,
     visible_keys,
     zero_,
@@ -59,8 +59,6 @@ def rows_of_one_head(T, scratch, b, h, i0, rows):
     m[:] = NEGATIVE_INFINITY
     l[:] = f32(0)
     t[:] = f32(0)
-    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
     v = T.v + size * (b * T.v_b + h * T.V // T.H * T.v_h)
     out = (b * T.H + h) * T.I + i0  # where this block's answers stand
     y = T.y + size * out * T.E
@@ -69,7 +67,7 @@ def rows_of_one_head(T, scratch, b, h, i0, rows):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
             cols = min(T.block_j, end - j0)
-            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
+            tile_products(T, scratch, b, h, i0, rows, j0, cols)
             for r in range(rows):
                 a, z = max(lo[i0 + r] - j0, 0), min(hi[i0 + r] - j0, cols)
                 row = reals(T, scratch + size * r * T.block_j, T.block_j)

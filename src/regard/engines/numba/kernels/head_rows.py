@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .comparison import add_to_inputs, finish_scores, scores
+from .comparison import add_to_inputs, finish_scores
 from .intrinsics import (
     NEGATIVE_INFINITY,
     atomic_next,
@@ -25,7 +25,15 @@ from .intrinsics import (
     use_wide_vectors,
 )
 from .params import CROSS_ENTROPY, ENTROPY, modifiers_at, params_at
-from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, row_max, visible_keys, zero_
+from .row_ops import (
+    apply_modifiers_,
+    norm_of,
+    normalize_and_accumulate_,
+    row_max,
+    tile_products,
+    visible_keys,
+    zero_,
+)
 
 TINY = f32(1e-37)
 
@@ -84,9 +92,7 @@ def add_heads(T, scratch, b, o, i0, rows, j0, cols, lo, hi):
         factor = carray(floats_at(T.shares + 4 * (b * T.shares_b + h)), 1)[0]
         if factor == f32(0):
             continue
-        q = T.q + 4 * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-        k = T.k + 4 * (b * T.k_b + h * T.G // T.H * T.k_h + j0 * T.k_j)
-        product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k, T.k_j, f32(0), scratch + tile, T.block_j)
+        tile_products(T, scratch + tile, b, h, i0, rows, j0, cols)
         for r in range(rows):
             a, z = max(lo[i0 + r] - j0, 0), min(hi[i0 + r] - j0, cols)
             if a >= z:
@@ -105,7 +111,7 @@ def add_heads(T, scratch, b, o, i0, rows, j0, cols, lo, hi):
 def other_scores(S, target, buffer, b, o, i0, rows, j0, cols):
     """A tile of scores of the other matrix, −inf where hidden."""
     if S.index_heads == 0:
-        scores(S, target, b, o, i0, rows, j0, cols)
+        tile_products(S, target, b, o, i0, rows, j0, cols)
     else:
         relu_sums(S, target, buffer, b, i0, rows, j0, cols)
     for r in range(rows):

@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from .intrinsics import atomic_next, doubles_at, exp, f32, longs_at, product_nt, reals, use_wide_vectors
+from .intrinsics import atomic_next, doubles_at, exp, f32, longs_at, reals, use_wide_vectors
 from .params import modifiers_at
-from .row_ops import apply_modifiers_, index_of, norm_of, row_max, rows_of_item, visible_keys, zero_
+from .row_ops import apply_modifiers_, index_of, norm_of, row_max, rows_of_item, tile_products, visible_keys, zero_
 
 
 @njit
@@ -34,15 +34,12 @@ def profile(T):
 @njit
 def block_of_rows(T, scratch, item, head, i0, rows):
     """All tiles of a block of rows. `scratch`: a tile of scores, then sums of its columns and of its diagonals."""
-    size = T.itemsize
     b, h = head // T.H, head % T.H
-    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
         for j0 in range(first, end, T.block_j):
             cols = min(T.block_j, end - j0)
-            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
+            tile_products(T, scratch, b, h, i0, rows, j0, cols)
             add_tile(T, scratch, item, head, i0, rows, j0, cols, lo, hi)
 
 

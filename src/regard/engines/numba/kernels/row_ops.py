@@ -25,6 +25,7 @@ from .intrinsics import (
     max_lanes,
     nth_lane,
     ordered,
+    product_nt,
     reals,
     reals_at,
     store_lanes,
@@ -294,6 +295,15 @@ def visible_keys(T, b, interval, i0, rows):
         if lo[r] < hi[r]:
             first, end = min(first, lo[r]), max(end, hi[r])
     return lo, hi, first, end
+
+
+@njit
+def tile_products(T, target, b, h, i0, rows, j0, cols):
+    """The scaled products of a tile of queries and keys; a matrix of one head stands for all heads of another."""
+    size, own = T.itemsize, h if T.H > 1 else 0
+    q = T.q + size * (b * T.q_b + own * T.q_h + i0 * T.q_i)
+    k = T.k + size * (b * T.k_b + own * T.G // T.H * T.k_h + j0 * T.k_j)
+    product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k, T.k_j, f32(0), target, T.block_j)
 
 
 @njit

@@ -16,12 +16,11 @@ from .intrinsics import (
     exp,
     f32,
     longs_at,
-    product_nt,
     reals,
     use_wide_vectors,
 )
 from .params import POOL_LSE, POOL_MAX, modifiers_at
-from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, rows_of_item, visible_keys
+from .row_ops import apply_modifiers_, norm_of, normalize_and_accumulate_, rows_of_item, tile_products, visible_keys
 
 
 @njit
@@ -40,10 +39,7 @@ def tile_pool(T):
 @njit
 def pool_rows(T, scratch, item, head, i0, rows):
     """All tiles of a block of rows. `scratch`: a tile of scores, then maxima and sums of its columns."""
-    size = T.itemsize
     b, h = head // T.H, head % T.H
-    q = T.q + size * (b * T.q_b + h * T.q_h + i0 * T.q_i)
-    k = T.k + size * (b * T.k_b + h * T.G // T.H * T.k_h)
     row_tile = carray(longs_at(T.row_tile), T.I)
     for interval in range(T.n_intervals):
         lo, hi, first, end = visible_keys(T, b, interval, i0, rows)
@@ -51,7 +47,7 @@ def pool_rows(T, scratch, item, head, i0, rows):
             cols = min(T.block_j, end - j0)
             if j0 + cols <= T.key_from or j0 >= T.key_to:
                 continue
-            product_nt(T, rows, cols, T.D, T.scale, q, T.q_i, k + size * j0 * T.k_j, T.k_j, f32(0), scratch, T.block_j)
+            tile_products(T, scratch, b, h, i0, rows, j0, cols)
             r = 0
             while r < rows:
                 tile, start = row_tile[i0 + r], r
@@ -125,7 +121,7 @@ def add_exp_(sums, s, n, pivot):
 
 
 @njit
-def next_tile(T, j):
+def pooled_tile(T, j):
     """The pooled tile of key j, and the key after its last."""
     tile = carray(longs_at(T.key_tile), T.J)[j]
     return tile, carray(longs_at(T.key_edges), T.tile_cols + 1)[tile + 1]
@@ -136,7 +132,7 @@ def level_tiles(T, tiles, top, j0, cols):
     """Raise the maximum of every tile to that of its columns, and set these to it: what exp is centred on."""
     j, stop = max(j0, T.key_from), min(j0 + cols, T.key_to)
     while j < stop:
-        tile, edge = next_tile(T, j)
+        tile, edge = pooled_tile(T, j)
         end = min(stop, edge)
         new = tiles[tile, 0]
         for x in range(j - j0, end - j0):
@@ -153,7 +149,7 @@ def merge_columns(T, tiles, top, sums, j0, cols):
     """Merge the columns of a tile of scores into the pooled tiles."""
     j, stop = max(j0, T.key_from), min(j0 + cols, T.key_to)
     while j < stop:
-        tile, edge = next_tile(T, j)
+        tile, edge = pooled_tile(T, j)
         end = min(stop, edge)
         for x in range(j - j0, end - j0):
             if T.pool_by == POOL_MAX:
