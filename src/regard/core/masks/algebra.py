@@ -22,7 +22,7 @@ __all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask"]
 #: Rows and columns of a mask that are printed.
 CORNER = 32
 
-#: What a mask says of its cells beside `visible`.
+#: Attributes about the cells of a mask, beside `visible`.
 _ABOUT_CELLS = ["intervals", "visible_keys", "sees_all_keys", "sees_itself", "band", "dense_parts"]
 _ABOUT_CELLS += ["interval_source", "structured", "is_one_interval", "rows_alike"]
 
