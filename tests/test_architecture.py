@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "core.torch_state": set(),
     "core.tensor_kinds": {"core.pytree", "core.torch_state"},
     "core.block": set(),
+    "core.inherited": set(),
     "core.indexing": set(),
     "core.patches": set(),
     "core.broadcast": set(),
@@ -73,7 +74,7 @@ ARROWS: dict[str, set[str]] = {
         "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "engines",
     },
-    "core.array_protocol": {"core.evaluation", "core.indexing", "core.tensor_kinds", "core.torch_state", "core.types"},
+    "core.array_protocol": {"core.evaluation", "core.indexing", "core.inherited", "core.tensor_kinds", "core.torch_state", "core.types"},
     "core.rows.sources": {"core.block", "core.masks.intervals", "core.problem", "core.pytree", "core.scores.kinds"},
     "core.rows.strips": {"core.block", "core.masks.intervals", "core.pytree", "core.rows.sources", "core.torch_state"},
     "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips"},
@@ -89,7 +90,7 @@ ARROWS: dict[str, set[str]] = {
         "engines",
     },
     "core.rows.head_reduction": {
-        "core.arguments", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.stats", "core.scores.kinds",
+        "core.arguments", "core.inherited", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.stats", "core.scores.kinds",
         "core.rows.spans", "core.torch_state", "core.types",
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources"},
@@ -100,7 +101,7 @@ ARROWS: dict[str, set[str]] = {
         "core.evaluation", "core.problem", "core.rows.relations", "core.rows.sources", "core.stats", "core.torch_state", "engines",
     },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.patches", "core.problem", "core.rows.relations",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.inherited", "core.patches", "core.problem", "core.rows.relations",
         "core.result_cache", "core.results", "core.scores.kinds", "core.rows.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
         "core.types",
     },
@@ -114,7 +115,7 @@ ARROWS: dict[str, set[str]] = {
         "core.scores.kinds", "core.stats", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "recorder": {
-        "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.masks.kinds", "core.problem", "core.pytree",
+        "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.inherited", "core.masks.kinds", "core.problem", "core.pytree",
         "core.rows.questions", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "nn": {"_lazy", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},

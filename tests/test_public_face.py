@@ -113,6 +113,27 @@ def test_every_public_name_says_what_it_takes_and_returns(name: Name) -> None:
     assert not missing(name)
 
 
+def methods() -> Iterator[tuple[type, str, Any]]:
+    """Every public method of every public class, as the class has it."""
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for cls in filter(inspect.isclass, (getattr(module, name) for name in module.__all__)):
+            for name, value in inspect.getmembers_static(cls):
+                value = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                if inspect.isfunction(value) and not name.startswith("_") and value.__module__.startswith("regard."):
+                    yield cls, name, value
+
+
+def test_a_wrong_call_names_a_public_class() -> None:
+    public = {cls.__name__ for cls, _, _ in methods()}
+    strangers = {value.__qualname__ for _, _, value in methods() if value.__qualname__.partition(".")[0] not in public}
+    assert strangers <= {"_Attention.extra_repr", "Settings.json"}  # neither is called with arguments by a user
+    with pytest.raises(TypeError, match=r"^Weights\.cover\(\) missing 3"):
+        Weights.from_dense(torch.eye(2)).cover()  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^HeadReduction\.kl\(\) missing 1"):
+        Weights.from_dense(torch.ones(2, 1, 1)).reduce_heads().kl()  # type: ignore[call-arg]
+
+
 def test_the_walk_finds_the_public_names() -> None:
     walked = {name.name for name in NAMES}
     assert {"weights", "Weights.topk", "Score.bias", "Mask.draw", "SelfAttention.forward", "Trained.run"} <= walked

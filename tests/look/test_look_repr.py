@@ -102,3 +102,15 @@ def test_hostile_strings_stay_text(part: int) -> None:
     Checked(W._repr_html_())
     if part == 0:
         Checked(hostile_recording()._repr_html_())
+
+
+def test_wrong_options_of_a_view_say_what_there_is() -> None:
+    W = regard.weights(torch.eye(3))
+    with pytest.raises(TypeError, match=r"a view has no option 'heads'; its options are word, target, layer, head"):
+        W.show(heads=[0, 1])
+    with pytest.raises(
+        TypeError, match=r"word must be a token or its position; got Weights\. .*regard\.compare\(a, b\)"
+    ):
+        W.show(W)
+    with pytest.raises(TypeError, match=r"are ViewOptions; got Weights\. .*regard\.compare\(a, b\)"):
+        regard.look.View(W, W)

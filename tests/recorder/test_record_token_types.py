@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import regard
+from regard.recorder import RefusedWarning
 
 EMBED = torch.nn.Embedding(9, 8)
 LAYER = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
@@ -32,3 +33,33 @@ def test_a_text_as_tokens_is_refused_with_the_call_that_works(text):
         regard.record(MODEL, tokens=text),
     ):
         MODEL(IDS)
+
+
+@pytest.mark.parametrize("tokens", [IDS, 3, {"a", "b"}])
+def test_what_is_no_tokens_is_refused_before_the_model_runs(tokens):
+    with pytest.raises(TypeError, match=rf"got {type(tokens).__name__}\..*tokens=tokenizer"):
+        regard.record(MODEL, tokens=tokens)
+
+
+def test_a_tokenizer_without_ids_is_named():
+    recording = regard.record(LAYER, tokens=str)
+    seen = recording.__enter__()
+    LAYER(torch.randn(1, 3, 8))  # no embedding is called: nobody can know the ids
+    with pytest.warns(RefusedWarning, match="no embedding looked up ids.*pass the list"):
+        recording.__exit__(None, None, None)
+    assert [name for name, _ in seen.refused] == ["tokens"]
+
+
+@pytest.mark.filterwarnings("ignore:regard.record.model. recorded nothing")
+def test_a_recording_that_is_no_block_says_so():
+    recording = regard.record(MODEL)
+    for wrong in (lambda: recording(IDS), lambda: recording[0]):
+        with pytest.raises(TypeError, match=r"is a block: `with regard\.record\(model\) as seen:`"):
+            wrong()
+    with pytest.raises(AttributeError, match="is a block"):
+        recording.layers  # noqa: B018
+
+
+def test_a_callback_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match=r"called with \(numbers, step\); got int"):
+        regard.watch(MODEL, callback=3)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .evaluation import LazyMatrix, torch_function
 from .indexing import At, as_index, expand, pick_axes, positions_of, word_at
+from .inherited import named_by_class
 from .tensor_kinds import refuse_jit_trace
 from .torch_state import without_autocast
 from .types import IndexLike, KeyLike, ToLike
@@ -31,9 +32,13 @@ __all__ = ["ArrayProtocol", "Scores"]
 #: Methods of a tensor that a matrix answers in another way than by storing itself.
 _INSTEAD = {
     "argmax": "W.peak().indices",
+    "amax": "W.peak().values",
     "max": "W.peak().values",
     "mean": 'W.reduce_heads("mean"), the mean of heads, or W.received() / i, the mean of rows',
+    "argsort": "W.topk(k).indices",
+    "logsumexp": "W.lse(), of the scores",
     "sort": "W.topk(k)",
+    "topk": "W.topk(k)",
     "sum": "W.received(), which sums over queries, or W.mass(keys), which sums over keys",
     "transpose": "W.mT",
     "t": "W.mT",
@@ -214,7 +219,7 @@ class ArrayProtocol(LazyMatrix):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return torch_function(func, args, kwargs)
+        return torch_function(func, args, kwargs, _INSTEAD if cls.multiplies else {})
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
@@ -335,6 +340,7 @@ class ArrayProtocol(LazyMatrix):
         return block.squeeze(-3) if self._one_head else block
 
 
+@named_by_class
 class Scores(ArrayProtocol):
     """Scores ``(..., h, i, j)`` before softmax, with modifiers, −inf where the mask hides a key: `Weights.scores`.
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
@@ -360,7 +360,7 @@ class Transposed:
         return f"Transposed({self.mT!r})"
 
 
-def torch_function(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+def torch_function(func: Any, args: tuple[Any, ...], kwargs: Any, instead: Mapping[str, str] | None = None) -> Any:
     """A function of PyTorch, called with a lazy matrix: products are served, all others are refused by name."""
     name = func.__name__
     if torch.compiler.is_dynamo_compiling() and func is not torch.matmul:
@@ -377,8 +377,9 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
             return left.__matmul__(right)  # type: ignore[operator]
         if isinstance(right, LazyMatrix) and right.multiplies:
             return right.__rmatmul__(left)  # type: ignore[attr-defined]
+    way = (instead or {}).get(name, ".dense(), in quadratic memory")
     raise TypeError(
-        f"torch.{name} takes tensors, and a lazy matrix stores none. Use .dense(), in quadratic memory; W @ v, "
+        f"torch.{name} takes tensors, and a lazy matrix stores none. Use {way}; W @ v, "
         "W.mT @ u, u @ W and torch.matmul are served as they are."
     )
 

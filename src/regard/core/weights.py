@@ -12,6 +12,7 @@ from .arguments import as_tiling, as_tokens, at_least_one, chosen_keys
 from .array_protocol import ArrayProtocol, Scores
 from .evaluation import Transposed
 from .indexing import Tokens
+from .inherited import named_by_class
 from .patches import ImageLike, PatchTokens
 from .problem import from_weights
 from .result_cache import format_bytes
@@ -31,6 +32,7 @@ __all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
 
 
+@named_by_class
 class Weights(ArrayProtocol, Relations):
     """Attention weights ``(..., h, i, j)``, or ``(i, j)`` for one head; made by `regard.weights`.
 

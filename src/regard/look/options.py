@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..core.indexing import At
 from ..core.patches import ImageLike
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..learn.patterns import PatternLog
     from .word_vectors import WordVectors
 
-__all__ = ["Selection", "ViewChanges", "ViewChoices", "ViewOptions"]
+__all__ = ["Selection", "ViewChanges", "ViewChoices", "ViewOptions", "changed_options"]
 
 
 class Selection(TypedDict):
@@ -52,6 +52,9 @@ class ViewChanges(ViewChoices, total=False):
     """`ViewOptions` as keywords."""
 
     word: str | int | At | None
+
+
+_TWO = "Two recordings side by side: regard.compare(a, b).show()."
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class ViewOptions:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if not (self.word is None or isinstance(self.word, str | At) or hasattr(self.word, "__index__")):
+            raise TypeError(f"word must be a token or its position; got {type(self.word).__name__}. {_TWO}")
         if self.target is not None and self.word is None:
             raise ValueError("target=… needs word=…: it ranks the heads by the weight from one word to another.")
         if self.head is not None and not isinstance(self.head, int):
@@ -137,3 +142,13 @@ class ViewOptions:
             "hide_special": self.hide_special,
             "merge": self.merge,
         }
+
+
+def changed_options(options: ViewOptions | None, changes: Mapping[str, Any]) -> ViewOptions:
+    """`options` with single ones changed; by names that it has."""
+    if options is not None and not isinstance(options, ViewOptions):
+        raise TypeError(f"the options of a view are ViewOptions; got {type(options).__name__}. {_TWO}")
+    names = [field.name for field in fields(ViewOptions)]
+    if unknown := [name for name in changes if name not in names]:
+        raise TypeError(f"a view has no option {unknown[0]!r}; its options are {', '.join(names)}.")
+    return replace(options or ViewOptions(), **changes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from .compare import HeadChanges
 from .dot_head import max_map
 from .history import MEASURES, History, head_label, head_series, is_history
 from .layers import LayerView, Subject, visible_cells
-from .options import ViewOptions
+from .options import ViewOptions, changed_options
 from .spotlight import Spotlight, overview, spotlight
 from .svg_compare import draw_changes
 from .svg_elements import (
@@ -78,7 +78,7 @@ def svg(
         width: How wide the picture is, such as "3.3in"; lines are broken so that its letters are 7.5 points high.
         changes: Single options, by the names of `ViewOptions`.
     """
-    options = replace(options or ViewOptions(), **changes)
+    options = changed_options(options, changes)
     if part not in (None, "lines", "square"):
         raise ValueError(f'part must be "lines", the sentence, or "square", the matrix; got {part!r}.')
     if width is not None:

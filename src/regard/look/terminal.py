@@ -5,14 +5,13 @@ Without colour nothing is lost: the shade of a word is also a bar under it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ..learn.sparkline import LEVELS, sparkline
 from .compare import HeadChanges
 from .history import MEASURES, History, head_label, head_series, is_history
 from .layers import Subject
-from .options import ViewOptions
+from .options import ViewOptions, changed_options
 from .spotlight import Overview, Spotlight, WordTie, overview, spotlight
 from .terminal_compare import draw_changes
 from .text_layout import (
@@ -70,7 +69,7 @@ def draw(
         top: How many of the strongest words get a bar.
         changes: Single options, by the names of `ViewOptions`.
     """
-    options = replace(options or ViewOptions(), **changes)
+    options = changed_options(options, changes)
     if isinstance(subject, HeadChanges):
         return draw_changes(subject, width=width, colour=colour, top=top, word=options.word_name)
     if is_history(subject):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -13,7 +12,7 @@ from .compare import HeadChanges
 from .console import progress
 from .history import History, HistoryLike, as_history, is_history
 from .layers import Subject
-from .options import ViewChanges, ViewOptions
+from .options import ViewChanges, ViewOptions, changed_options
 from .token_text import printable
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class View:
             self.subject = cast(Subject | HeadChanges, subject)
         else:
             self.subject = as_history(subject)
-        self.options = replace(options or ViewOptions(), **changes)
+        self.options = changed_options(options, changes)
         if self.options.grid is not None:
             self.subject = self._patched(self.options.grid)
 

@@ -30,7 +30,7 @@ from .passes import Call, with_encoders
 from .recording import Pass, Recording
 from .spill import Spill
 from .thread_recorder import SharedRecording, ThreadRecorder
-from .tokens import TokensLike, label
+from .tokens import TokensLike, check_tokens, label
 
 __all__ = ["Observer", "RefusedWarning", "record"]
 
@@ -101,6 +101,7 @@ def record(
         )
     if keep not in ("factors", "statistics"):
         raise ValueError(f'keep is "factors" or "statistics"; got {keep!r}.')
+    check_tokens(tokens)
     if grad and path is not None:
         raise ValueError(
             "grad=True keeps tensors in the autograd graph, and a file has none; got path=. Drop one of them."
@@ -109,6 +110,9 @@ def record(
     if model is not None and only is not None:
         _check_names(only, model)
     return Observer(model, tokens, keep, values, _as_device(device, path), _as_path(path), only, bool(grad))
+
+
+_IS_A_BLOCK = "regard.record(model) is a block: `with regard.record(model) as seen:`, then ask `seen`."
 
 
 class Observer:
@@ -196,7 +200,13 @@ class Observer:
         return f"<regard.record, {state}>"
 
     def __getitem__(self, key: Any) -> Any:
-        raise TypeError("regard.record(model) is a block: `with regard.record(model) as seen:`, then ask `seen`.")
+        raise TypeError(_IS_A_BLOCK)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(_IS_A_BLOCK)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_IS_A_BLOCK if not name.startswith("_") else f"a recording's block has no {name!r}")
 
     def __del__(self) -> None:
         if not self._started:
@@ -245,7 +255,11 @@ class Observer:
         if missing and calls:
             self.shared.refuse("layers", f"layers {missing} were requested, and a pass has {calls} attention calls")
         layers = [layer for one in self.seen.passes for layer in one.layers]
-        if isinstance(self.source, list | tuple) and layers and all(x.tokens == (None, None) for x in layers):
+        if self.source is None or not layers or any(x.tokens != (None, None) for x in layers):
+            return
+        if not isinstance(self.source, list | tuple):
+            self.shared.refuse("tokens", "no embedding looked up ids of these lengths; pass the list of tokens instead")
+        else:
             sizes = sorted({(layer.shape[0], *layer.shape[2:]) for layer in layers})[:4]
             shapes = ", ".join(f"{b} × {i} × {j}" for b, i, j in sizes)
             self.shared.refuse(

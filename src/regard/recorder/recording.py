@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from torch import Tensor
 
+from ..core.inherited import named_by_class
 from ..core.masks.kinds import Mask
 from ..core.types import KeyLike
 from ..core.weights import Weights
@@ -242,6 +243,7 @@ class LayerStack:
         return import_module("regard.look").View(self._recording(), word=word, **options)
 
 
+@named_by_class
 @dataclass(repr=False)
 class Pass(LayerStack):
     """One forward pass, or all steps of one generation. It answers what a `Recording` does.
@@ -273,6 +275,7 @@ class Pass(LayerStack):
         return f"Pass({len(self.layers)} layers{steps})"
 
 
+@named_by_class
 class Recording(LayerStack):
     """A recording, made by `regard.record` or read by `regard.load`: passes of layers with their attention matrices.
 

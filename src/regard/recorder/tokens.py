@@ -13,7 +13,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["EmbeddedIds", "TokensLike", "label"]
+__all__ = ["EmbeddedIds", "TokensLike", "check_tokens", "label"]
+
+#: One of these methods makes a tokenizer.
+_TOKENIZERS = ("convert_ids_to_tokens", "id_to_token", "decode")
 
 
 class ConvertsIds(Protocol):
@@ -54,6 +57,30 @@ class EmbeddedIds:
     before: int | None = None  # tokens that came before, where a generation was cut back; None: all that did
 
 
+def check_tokens(tokens: Any) -> None:
+    """Refuse what is no `record(tokens=)`."""
+    if tokens is None:
+        return
+    if isinstance(tokens, list | tuple):
+        for token in tokens:
+            if not isinstance(token, str | list | tuple):
+                raise TypeError(
+                    f"tokens must be strings, or one list of strings for each sequence; got {type(token).__name__}. "
+                    "Ids become text by a tokenizer, tokens=tokenizer, or by a function, tokens=str."
+                )
+        return
+    text = isinstance(tokens, str | bytes | bytearray)
+    if text or not (callable(tokens) or any(hasattr(tokens, name) for name in _TOKENIZERS)):
+        way = (
+            "A text is not split here: pass its tokens, such as tokens=text.split()."
+            if text
+            else "Ids become text by a tokenizer, tokens=tokenizer, or by a function, tokens=str."
+        )
+        raise TypeError(
+            f"tokens must be a tokenizer, a list of tokens or a function id -> text; got {type(tokens).__name__}. {way}"
+        )
+
+
 def label(layers: list[Any], embedded: list[EmbeddedIds], tokens: TokensLike | None, model: Any) -> None:
     """Set the tokens of every layer's rows and columns, where they are known and fit its shape.
 
@@ -65,18 +92,7 @@ def label(layers: list[Any], embedded: list[EmbeddedIds], tokens: TokensLike | N
     """
     if tokens is None or not layers:
         return
-    if isinstance(tokens, str | bytes | bytearray):
-        raise TypeError(
-            f"tokens must be a tokenizer, a list of tokens or a function id -> text; got {type(tokens).__name__}. "
-            "A text is not split here: pass its tokens, such as tokens=text.split()."
-        )
     if isinstance(tokens, list | tuple):
-        for token in tokens:
-            if not isinstance(token, str | list | tuple):
-                raise TypeError(
-                    f"tokens must be strings, or one list of strings for each sequence; got {type(token).__name__}. "
-                    "Ids become text by a tokenizer, tokens=tokenizer, or by a function, tokens=str."
-                )
         for layer in layers:
             layer.tokens = tuple(_from_caller(tokens, layer, axis) for axis in (0, 1))
         return
@@ -176,11 +192,7 @@ def _texts(tokenizer: Any, ids: Tensor) -> list[list[str]]:
         return [[_clean(str(tokenizer.id_to_token(n))) for n in row] for row in ids.tolist()]
     if callable(tokenizer):
         return [[str(tokenizer(n)) for n in row] for row in ids.tolist()]
-    if hasattr(tokenizer, "decode"):
-        return [[str(tokenizer.decode([n])) for n in row] for row in ids.tolist()]
-    raise TypeError(
-        f"tokens must be a tokenizer, a list of tokens or a function id -> text; got {type(tokenizer).__name__}."
-    )
+    return [[str(tokenizer.decode([n])) for n in row] for row in ids.tolist()]
 
 
 def _clean(token: str) -> str:

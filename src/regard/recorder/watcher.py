@@ -110,6 +110,8 @@ class Watch:
             raise TypeError(f"watch(model) needs an nn.Module; got {type(model).__name__}.")
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"watch(every=...) needs a number of passes, at least 1; got {every!r}.")
+        if callback is not None and not callable(callback):
+            raise TypeError(f"watch(callback=...) is called with (numbers, step); got {type(callback).__name__}.")
         if isinstance(model, nn.TransformerEncoderLayer):
             raise ValueError(
                 "watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import as_values, at_least_one, chosen_keys
+from ..inherited import named_by_class
 from ..results import TopK
 from ..scores.kinds import upcast
 from ..torch_state import as_size, is_tracing
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["HeadReduction", "head_shares"]
 
 
+@named_by_class
 class HeadReduction(RowQuestions):
     """Heads reduced to one matrix ``(..., i, j)``, or to one a group; made by `Weights.reduce_heads`.
 

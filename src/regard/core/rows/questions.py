@@ -193,10 +193,13 @@ class RowQuestions:
                 [0.6667, 0.3333],
                 [0.6667, 0.3333]])
         """
+        return self._pool_blocks(rows, cols, by, "pool_blocks")
+
+    def _pool_blocks(self, rows: int, cols: int, by: PoolBy, what: str) -> Tensor:
         i, j = self.shape[-2:]
         edges = (
-            block_edges(at_least_one(rows, "pool_blocks(rows, ...)"), i),
-            block_edges(at_least_one(cols, "pool_blocks(..., cols)"), j),
+            block_edges(at_least_one(rows, f"{what}(rows=...)"), i),
+            block_edges(at_least_one(cols, f"{what}(cols=...)"), j),
         )
         return self._pool_tiles(*edges, by)
 
@@ -239,7 +242,7 @@ class RowQuestions:
         """
         if not 0 <= share <= 1:
             raise ValueError(f"cover(share) takes a share between 0 and 1; got {share!r}.")
-        return smallest_cover(self.pool_blocks(rows, cols), share)
+        return smallest_cover(self._pool_blocks(rows, cols, "sum", "cover"), share)
 
     def recall(self, mask: MaskLike, block: tuple[int, int] | None = None) -> Tensor:
         """The weight of every row that a mask would let through: what sparse attention retains.
@@ -365,7 +368,11 @@ class RowQuestions:
         >>> regard.weights(torch.zeros(3, 2), mask=regard.causal()).offset_mass(1)
         tensor([0.0000, 0.5000, 0.3333])
         """
-        at = self._positions("offset_mass") - operator.index(offset)
+        try:
+            steps = operator.index(offset)
+        except TypeError:
+            raise TypeError(f"offset_mass(offset) takes a whole number of positions; got {offset!r}.") from None
+        at = self._positions("offset_mass") - steps
         at = torch.where((at >= 0) & (at < self.shape[-1]), at, -1)
         return self.gather(at[:, None]).squeeze(-1)
 
