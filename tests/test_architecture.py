@@ -78,7 +78,7 @@ ARROWS: dict[str, set[str]] = {
     "core.rows.sources": {"core.block", "core.masks.intervals", "core.problem", "core.pytree", "core.scores.kinds"},
     "core.rows.strips": {"core.block", "core.masks.intervals", "core.pytree", "core.rows.sources", "core.torch_state"},
     "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips"},
-    "core.rows.spans": {"core.block", "core.masks.algebra", "core.pytree", "core.rows.sources", "core.rows.strips"},
+    "core.rows.spans": {"core.block", "core.masks.algebra", "core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
     "core.rows.stats": {"core.block", "core.pytree", "core.rows.sources", "core.stats", "core.rows.strips"},
     "core.rows.fused": {
         "core.rows.comparison", "core.problem", "core.pytree", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "engines",
@@ -86,7 +86,7 @@ ARROWS: dict[str, set[str]] = {
     "core.rows.traced": {"core.rows.fused", "core.pytree", "core.rows.sources", "core.rows.strips"},
     "core.rows.questions": {
         "core.arguments", "core.broadcast", "core.rows.comparison", "core.indexing", "core.masks.algebra", "core.problem",
-        "core.pytree", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
+        "core.pytree", "core.result_cache", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
         "engines",
     },
     "core.rows.head_reduction": {

@@ -183,6 +183,11 @@ def evict(cache: KVCache, scores: Sequence[Tensor | None], n: int) -> list[Tenso
     >>> layer.keys.shape, stay.shape
     (torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3]))
     """
+    if not hasattr(cache, "layers"):
+        raise TypeError(
+            f"evict(cache, ...) takes a cache of transformers, such as outputs.past_key_values of a model called with "
+            f"use_cache=True; got {type(cache).__name__}."
+        )
     layers: list[Any] = list(cache.layers)
     if len(layers) != len(scores):
         raise ValueError(

@@ -111,6 +111,14 @@ def distillation(
     """
     if not relations or not all(len(pair) == 2 and set(pair) <= {*"qkv"} for pair in relations):
         raise ValueError(f"distillation(relations=) takes pairs of the letters q, k and v; got {relations!r}.")
+    needed = max("qkv".index(letter) for pair in relations for letter in pair) + 1
+    for name, tensors in (("teacher", teacher), ("student", student)):
+        if not isinstance(tensors, Sequence) or isinstance(tensors, str) or len(tensors) < needed:
+            got = f"{len(tensors)} of them" if isinstance(tensors, Sequence) else type(tensors).__name__
+            raise TypeError(
+                f"distillation({name}=) takes a list of the tensors {', '.join('qkv'[:needed])}; got {got}. "
+                "Of two matrices, such as two recorded layers: teacher.kl(student).mean()."
+            )
     total = torch.zeros((), dtype=torch.float32, device=student[0].device)
     for pair in relations:
         first, second = ("qkv".index(letter) for letter in pair)

@@ -188,6 +188,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "labels are numbers": (lambda: weights(x(3, 2)).label(["a", 2, 3]), TypeError, ["row tokens must be a list of strings", "got int at position 1"]),
     # Weights written out.
     "dense would not fit": (lambda: weights(x(1, 1).expand(10_000_000, 1)).dense(), MemoryError, ["400 TB", "are free", "W.row(i)", "W.topk(k)"]),
+    "blocks would not fit": (lambda: weights(x(1, 1).expand(10_000_000, 1)).cover(0.9, 1, 1), MemoryError, ["400 TB", "are free", "W.topk(k)"]),
     "a block would not fit": (lambda: weights(x(1, 1).expand(10_000_000, 1))[:, ::2], MemoryError, ["200 TB", "W.pool(64, 64)"]),
     "given weights are a list": (lambda: Weights.from_dense([[1.0]]), TypeError, ["from_dense(w)", "got list"]),
     "given weights are integer": (lambda: Weights.from_dense(x(2, 2, dtype=torch.int64)), TypeError, ["from_dense(w)", "torch.int64"]),

@@ -190,6 +190,8 @@ def test_attention_over_what_stays_is_attention_without_the_rest() -> None:
 
 def test_errors_say_what_must_hold() -> None:
     W, _ = subject()
+    with pytest.raises(TypeError, match=r"outputs\.past_key_values.*use_cache=True; got NoneType"):
+        kv.evict(None, [], 3)
     with pytest.raises(ValueError, match="less than the 20 keys; got 20"):
         kv.snapkv(W, window=20)
     with pytest.raises(ValueError, match="must be odd; got 4"):

@@ -138,6 +138,14 @@ def kl(p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(p > 0, p * (torch.where(p > 0, p, 1).log() - torch.where(p > 0, log_q, 0)), 0).sum(-1)
 
 
+@pytest.mark.parametrize("teacher", [regard.weights(torch.eye(3)), [torch.eye(3)], torch.eye(3)])
+def test_a_teacher_that_is_no_list_of_tensors_is_refused(teacher: object) -> None:
+    with pytest.raises(
+        TypeError, match=r"distillation\(teacher=\) takes a list of the tensors q, k; got .*teacher\.kl\(student\)"
+    ):
+        losses.distillation(teacher, [torch.eye(3)] * 2)  # type: ignore[arg-type]
+
+
 def test_index_weights_are_softmax_of_the_index_scores() -> None:
     it = Index()
     torch.testing.assert_close(it.weights().dense().squeeze(1), it.scores().softmax(-1))

@@ -207,3 +207,10 @@ def test_errors_say_what_must_hold() -> None:
         W.segment_mass(torch.zeros(5, dtype=torch.int64))
     with pytest.raises(TypeError, match="list of segments; got str"):
         W.segment_mass("word")
+
+
+def test_a_cover_in_strips_is_the_cover(monkeypatch: pytest.MonkeyPatch) -> None:
+    W = regard.weights(torch.randn(2, 7, 4))
+    entire = W.cover(0.8, 1, 2)
+    monkeypatch.setattr("regard.core.rows.spans._SORTED_CELLS", 9)
+    assert torch.equal(W.cover(0.8, 1, 2), entire)

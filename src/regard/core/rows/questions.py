@@ -16,6 +16,7 @@ from ..indexing import Tokens
 from ..masks.algebra import Mask, as_mask
 from ..problem import Factors
 from ..pytree import replace_fields
+from ..result_cache import check_fits
 from ..torch_state import as_size, is_tracing, without_autocast
 from ..types import EngineName, MaskLike, SegmentsLike
 from .comparison import Comparison
@@ -26,6 +27,10 @@ from .strips import Question, walk_strips
 from .traced import answer, traced
 
 __all__ = ["RowQuestions", "induction_targets"]
+
+
+#: Tiles up to which nobody asks the system how much memory is free.
+_ASSUMED_TO_FIT = 2**26
 
 
 class RowQuestions:
@@ -87,7 +92,8 @@ class RowQuestions:
         ours, theirs = (1 if m._one_head else m.shape[-3] for m in (self, other))
         if ours != theirs and 1 not in (ours, theirs):
             raise ValueError(
-                f"{measure}(other) compares head by head: heads must be equal, or one; got {ours} and {theirs}."
+                f"{measure}(other) compares head by head: heads must be equal, or one; got {ours} and {theirs}. "
+                'Their means compare: W.reduce_heads("mean").'
             )
         for name in ("device", "dtype"):
             if (a := getattr(self, name)) != (b := getattr(other, name)):
@@ -216,6 +222,9 @@ class RowQuestions:
             raise ValueError(f"by must be {', '.join(map(repr, get_args(PoolBy)))}; got {by!r}.")
         if by == "lse" and _is_precomputed(self):
             raise ValueError("by='lse' needs scores, and weights that were passed to from_dense have none.")
+        cells = self.shape[:-2].numel() * (len(row_edges) - 1) * (len(col_edges) - 1)
+        if not is_tracing() and cells > _ASSUMED_TO_FIT:
+            check_fits(cells * self._factors.q.dtype.itemsize, self._factors.q.device)
         merge: Any = "sum" if by == "mean" else by
         (tiles,) = self._ask_rows(TilePool(row_edges, col_edges, merge))
         if by != "mean":

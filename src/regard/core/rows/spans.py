@@ -13,10 +13,14 @@ from torch import Tensor
 from ..block import MatrixBlock, take
 from ..masks.algebra import Mask
 from ..pytree import register_node
+from ..torch_state import is_tracing
 from .sources import Part, Strip, safe_lse
 from .strips import Merge
 
 __all__ = ["BlockMask", "CellMass", "PoolBy", "TilePool", "block_edges", "smallest_cover", "tile_edges"]
+
+#: Cells that are sorted at a time: a sort takes many times their memory.
+_SORTED_CELLS = 2**24
 
 PoolBy = Literal["sum", "mean", "max", "lse"]
 
@@ -146,6 +150,14 @@ def block_edges(size: int, n: int) -> tuple[int, ...]:
 
 def smallest_cover(mass: Tensor, share: float) -> Tensor:
     """For each row (..., n) the smallest set of entries that hold a share of its sum; ties to the lower index. Bool."""
+    if is_tracing() or mass.numel() <= _SORTED_CELLS:
+        return _smallest_cover(mass, share)
+    rows = mass.reshape(-1, mass.shape[-1])
+    parts = rows.split(max(1, _SORTED_CELLS // mass.shape[-1]))
+    return torch.cat([_smallest_cover(part, share) for part in parts]).view(mass.shape)
+
+
+def _smallest_cover(mass: Tensor, share: float) -> Tensor:
     value, index = mass.detach().double().sort(dim=-1, descending=True, stable=True)
     before = value.cumsum(-1) - value
     needed = (before < share * value.sum(-1, keepdim=True)) & (value > 0)
