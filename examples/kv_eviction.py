@@ -8,7 +8,7 @@ the KV cache are thrown away and it is asked once more. Which keys to keep is de
 
 Both need column sums of the attention matrix, which fused kernels do not give; here the model runs on its own ones.
 
-    pip install regard[record]
+    pip install ".[record]"
     python examples/kv_eviction.py
 """
 

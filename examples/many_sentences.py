@@ -5,7 +5,7 @@ with "too wide", where "it" is the street; with other animals, places, verbs and
 all-MiniLM-L6-v2 is asked how much of its look "it" gives to the animal and to the place, and the answers come with an
 interval: pairs are drawn again a thousand times, with replacement (the bootstrap).
 
-    pip install regard[look] matplotlib
+    pip install ".[look]" matplotlib
     python examples/many_sentences.py [folder for the plot and the figures] [number of sentences]
 """
 

