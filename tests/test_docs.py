@@ -217,6 +217,20 @@ def test_every_link_to_a_file_leads_somewhere(document):
             assert (path.parent / link.partition("#")[0]).exists(), f"{document}: {link}"
 
 
+def test_the_copy_button_takes_code_without_prompts_and_output(browser):
+    page = browser.new_page()
+    session = "&gt;&gt;&gt; def f(x):\n...     return x\n...\n&gt;&gt;&gt; f(3)\n3\n"
+    page.set_content(
+        "".join(f'<div class="highlight"><code>{text}</code></div>' for text in (session, "pip install .\n"))
+    )
+    page.add_style_tag(content="code { white-space: pre }")
+    page.add_script_tag(path=ROOT / "docs" / "copy.js")
+    copied = page.eval_on_selector_all("code", "codes => codes.map(code => code.dataset.copy ?? null)")
+    page.close()
+    assert copied == ["def f(x):\n    return x\n\nf(3)", None]
+    assert "extra_javascript: [copy.js]" in (ROOT / "mkdocs.yml").read_text()
+
+
 @pytest.mark.parametrize("document", ["CONTRIBUTING.md", "DESIGN.md"])
 def test_every_file_that_is_named_exists(document):
     folders = ("bench", "docs", "examples", "src", "tests")
