@@ -62,6 +62,8 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "engine is unknown": (lambda: weights(x(3, 2), engine="cuda"), ValueError, ["unknown engine 'cuda'", "'auto'", "'blockwise'", "'reference'"]),
     "attend's engine is unknown": (lambda: attend(x(3, 2), engine="flash"), ValueError, ["unknown engine 'flash'", "'blockwise'"]),
     "a keyword is unknown": (lambda: weights(x(3, 2), maks=causal()), TypeError, ["maks"]),
+    "a view's option is misspelt": (lambda: words().show("cat", hed=1), TypeError, ["a view has no option 'hed'", "Did you mean 'head'?"]),
+    "a view's option is unknown": (lambda: words().show("cat", colour="red"), TypeError, ["a view has no option 'colour'", "its options are word, target, layer"]),
     "attend's keyword is unknown": (lambda: attend(x(3, 2), is_causal=True), TypeError, ["is_causal"]),
     "align is unknown": (lambda: weights(x(3, 2), align="left"), ValueError, ['"start"', '"end"', "got 'left'"]),
     "align is missing for a mask": (lambda: weights(x(3, 2), x(5, 2), mask=causal()), ValueError, ["causal()", "q has 3 and k 5", 'align="start"', 'align="end"']),

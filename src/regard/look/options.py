@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..core.indexing import At
@@ -150,5 +151,7 @@ def changed_options(options: ViewOptions | None, changes: Mapping[str, Any]) -> 
         raise TypeError(f"the options of a view are ViewOptions; got {type(options).__name__}. {_TWO}")
     names = [field.name for field in fields(ViewOptions)]
     if unknown := [name for name in changes if name not in names]:
-        raise TypeError(f"a view has no option {unknown[0]!r}; its options are {', '.join(names)}.")
+        near = get_close_matches(unknown[0], names, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"a view has no option {unknown[0]!r}; its options are {', '.join(names)}.{meant}")
     return replace(options or ViewOptions(), **changes)
