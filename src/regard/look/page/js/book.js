@@ -7,7 +7,7 @@ export function openBook(header) {
   const sequences = header.sequences.map((s) => ({
     ...s, special: new Set(s.special), unknown: new Set(s.unknown), ...namesOf(s.tokens),
     picture: s.image === undefined ? null : { pixels: header.array(s.image), shape: header.shape(s.image) },
-    rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false, patches: s.tokens ? patchColumns(s) : 0,
+    rtl: s.tokens ? rightToLeft(s.tokens, s.special) : false, ...unitsOf(s.tokens ? patchColumns(s) : 0),
   }));
   const stacks = header.stacks.map((s, n) => ({ ...s, n, rows: sequences[s.rows], cols: sequences[s.cols],
     heads: [] }));
@@ -38,6 +38,9 @@ function rightToLeft(tokens, special) {
   }
   return false;
 }
+
+// What the positions of a sequence are called: patches of an image, or words.
+const unitsOf = (patches) => (patches ? { patches, unit: "patch", units: "patches" } : { patches, unit: "word", units: "words" });
 
 // How many patches an image has in a row, if the tokens are places of patches ("3,8"); 0 for words.
 function patchColumns({ tokens, special }) {
@@ -161,7 +164,7 @@ function reading(sequence, { hide, merge }) {
   const inside = new Set(merge ? [] : (words ?? []).flatMap(([a, b]) => range(b - a - 1).map((n) => a + 1 + n)));
   return { groups, at, labels, names: numbered(labels), hidden: range(length).filter(gone), rtl: sequence.rtl,
     special: groups.map(([a]) => special.has(a)), unknown: groups.map(([a]) => sequence.unknown.has(a)),
-    inside: groups.map(([a]) => inside.has(a)), patches: merge ? 0 : sequence.patches, picture: merge ? null : sequence.picture };
+    inside: groups.map(([a]) => inside.has(a)), unit: sequence.unit, units: sequence.units, patches: merge ? 0 : sequence.patches, picture: merge ? null : sequence.picture };
 }
 
 // Words that occur several times get a number, as a subscript: the₁, the₂.

@@ -22,22 +22,22 @@ export const fitChoice = (page) => tick("fit the colours to the largest weight",
   (fit) => page.set({ fit }));
 
 // A window shows a part of every row; how much of the lit one lies outside is said.
-function windowNote({ stack: { window: [i0, i1, j0, j1], base, same, heads }, state }) {
+function windowNote({ stack: { window: [i0, i1, j0, j1], rows, base, same, heads }, state }) {
   const shown = heads[0] ? heads[0].row(state.word).reduce((a, b) => a + b, 0) : 0;
   const span = (a, b) => `${count(a)}–${count(b - 1)}`;
-  return `Words ${span(i0, i1)}${same ? "" : ` looking at ${span(j0, j1)}`} of ${count(base.rows.length)}; `
-    + `${Math.round(100 * (1 - shown))} % of the lit word’s weight is outside.`;
+  return `${rows.unit === "patch" ? "Patches" : "Words"} ${span(i0, i1)}${same ? "" : ` looking at ${span(j0, j1)}`} of ${count(base.rows.length)}; `
+    + `${Math.round(100 * (1 - shown))} % of the lit ${rows.unit}’s weight is outside.`;
 }
 
 export function stackChoice(page) {
   const fits = page.book.stacks.filter((s) => VIEWS[page.state.view].stack?.(s) ?? true);
   if (fits.length < 2) return null;
   const name = (s) => {
-    if (s.window) return `a window of ${count(s.rows.length)} words`;
+    if (s.window) return `a window of ${count(s.rows.length)} ${s.rows.units}`;
     const names = s.heads.map((head) => head.layer.name);
     const first = (names[0] ?? "").split(".")[0] || "layers";
-    const [rows, cols] = [count(s.rows.length), count(s.cols.length)];
-    return `${first}: ${s.same ? `among ${rows} words` : `from ${rows} words to ${cols}`}`;
+    const [rows, cols] = [s.rows, s.cols].map(({ length, units }) => `${count(length)} ${units}`);
+    return `${first}: ${s.same ? `among ${rows}` : `from ${rows} to ${s.rows.unit === s.cols.unit ? count(s.cols.length) : cols}`}`;
   };
   return choice("sentence", "stack", fits.map((s) => [s.n, name(s)]), page.state.stack,
     (n) => page.setStack(Number(n)));
@@ -52,7 +52,7 @@ export function headChoice(page) {
 
 export function wordChoice(page) {
   const { rows } = page.stack;
-  return choice("word", "word", range(rows.length).map((n) => [n, repeated(rows, n)]), page.state.word,
+  return choice(rows.unit, "word", range(rows.length).map((n) => [n, repeated(rows, n)]), page.state.word,
     (n) => page.set({ word: Number(n), hover: null }));
 }
 

@@ -26,7 +26,8 @@ export function long(page, box) {
     if (!canRead(source, own.row)) own.row = canRead(source, page.state.word) ? page.state.word : source.rows[0];
     if (own.view && !(own.view.i1 <= head.i && own.view.j1 <= head.j)) own.view = null;
     bar.replaceChildren(...mapControls(page, own, () => shown, reading, draw).filter(Boolean));
-    message.replaceChildren(`${count(head.i)} words look at ${count(head.j)}`);
+    const { rows: asking, cols: asked } = head.stack;
+    message.replaceChildren(`${count(head.i)} ${asking.units} look at ${count(head.j)}${asking.unit === asked.unit ? "" : ` ${asked.units}`}`);
     shown = new MatrixMap(page, source, stage, message, (view) => { follow(view); page.writeAddress(); });
     shown.onrow = (i) => { if (canRead(source, i)) { own.row = i; exactRow(page, source, rows, own, shown); } };
     follow(shown.view);
@@ -43,8 +44,8 @@ const canRead = (source, row) => row !== null && (source.exact || source.promise
   : source.rows.includes(row));
 
 function mapControls(page, own, map, reading, draw) {
-  const find = el("input", { type: "search", "data-key": "find", "aria-label": "Find a word, or go to a row",
-    placeholder: "a word, or a row", onkeydown: (event) => { if (event.key === "Enter") goTo(page, own, map(),
+  const find = el("input", { type: "search", "data-key": "find", "aria-label": `Find a ${page.stack.rows.unit}, or go to a row`,
+    placeholder: `a ${page.stack.rows.unit}, or a row`, onkeydown: (event) => { if (event.key === "Enter") goTo(page, own, map(),
       event.target.value); } });
   return [
     stackChoice(page), headChoice(page),
@@ -66,7 +67,7 @@ function goTo(page, own, map, text) {
     const wanted = text.trim().toLowerCase();
     for (let n = 0; n < length && row < 0; n++) if (rows.label((from + n) % length).toLowerCase() === wanted) row = (from + n) % length;
   }
-  if (!(row >= 0 && row < length)) { map.readout.replaceChildren(`There is no ${/^\d/.test(text) ? "row" : "word"} “${text}”.`); return; }
+  if (!(row >= 0 && row < length)) { map.readout.replaceChildren(`There is no ${/^\d/.test(text) ? "row" : rows.unit} “${text}”.`); return; }
   fly(map, row, map.source.peakAt[row]);
 }
 
@@ -81,8 +82,8 @@ function fly(map, i, j) {
 // The words of a small window can be read: every view of short inputs shows them.
 // The button is as wide as the longer of its texts, so that zooming does not break the controls anew and move the map.
 function readButton(page, own) {
-  const ready = el("span", { text: "read these words" }),
-    not = el("span", { text: `zoom in to ${READABLE} words to read them` });
+  const { units } = page.stack.rows, ready = el("span", { text: `read these ${units}` }),
+    not = el("span", { text: `zoom in to ${READABLE} ${units} to read them` });
   const button = el("button", { class: "chip either", "data-key": "read" }, ready, not);
   const words = ({ i0, i1, j0, j1 }) => [Math.floor(i0), Math.ceil(i1), Math.floor(j0), Math.ceil(j1)];
   button.addEventListener("click", () => !button.disabled && page.openWindow(page.head,
@@ -102,7 +103,7 @@ function profiles(page, source, view) {
   const [down, across] = [span(view.i0, view.i1), span(view.j0, view.j1)];
   return [profile("entropy of every row", source.entropy, rows, down), profile("largest weight of every row",
     source.peak, rows, down),
-    profile("attention received by every word", source.received, cols, across)];
+    profile(`attention received by every ${cols.unit}`, source.received, cols, across)];
 }
 
 // Which of rows × cols cells of a canvas the pointer is over.
@@ -124,7 +125,7 @@ function profile(title, every, sequence, span = [0, every.length]) {
     average = sum(numbers) / n;
   const area = (y) => `M0 ${height}${y.map((v, b) => `L${x(b)} ${height - (v / most) * height}H${x(b + 1)}`).join("")}L${width} ${height}Z`;
   const message = `mean ${weightText(average)}, largest ${weightText(numbers[best])}`;
-  const where = to - from < every.length ? `, words ${count(from)}–${count(to - 1)}` : "";
+  const where = to - from < every.length ? `, ${sequence.units} ${count(from)}–${count(to - 1)}` : "";
   return el("figure", { class: "profile" }, el("figcaption", {}, title + where, el("span", { class: "who" },
     ` ${message} at `,
     word(named(sequence, from + best)))),
@@ -164,7 +165,7 @@ function windowTable(page, own) {
   const { i0, i1, j0, j1 } = own.view ?? complete(page.head), [a, b, c, d] = [Math.floor(i0), Math.ceil(i1),
     Math.floor(j0), Math.ceil(j1)];
   if (!source.exact || b - a > TABLE || d - c > TABLE) {
-    return [["row", "word", "key", "its word", "weight"], source.links(200).map((i) => [String(i), word(rows.label(i)),
+    return [["row", rows.unit, "key", `its ${cols.unit}`, "weight"], source.links(200).map((i) => [String(i), word(rows.label(i)),
       String(peakAt[i]),
       word(cols.label(peakAt[i])), peak[i]])];
   }
@@ -176,7 +177,7 @@ function windowTable(page, own) {
 
 function strongest(page, source, map) {
   const { rows, cols, same } = page.stack, { peak, peakAt } = source;
-  const caption = same ? "The largest weights between two words, one a row"
+  const caption = same ? `The largest weights between two ${rows.units}, one a row`
     : "The largest weights of the matrix, one a row";
   const link = (i) => el("button", { class: "plain", "data-key": `link-${i}`, title: "show it in the map",
     onclick: () => fly(map, i, peakAt[i]) }, word(named(rows, i)));

@@ -72,7 +72,7 @@ export class MatrixMap {
     const off = `weights from q and k of ${bits} bits, off by at most ${weightText(100 * error)} % of their value`;
     if (exact) return `${isExact ? "Exact" : "Not exact"}: ${off}. Colour: ${what}.`;
     const tiles = `${r} × ${c} stored tiles${this.isComplete ? "" : ", magnified"}. Colour: ${what}.`;
-    if (this.source.exact) return `${tiles} Zoom in to ${count(2048)} words for ${isExact ? "exact " : ""}weights.`;
+    if (this.source.exact) return `${tiles} Zoom in to ${count(2048)} ${this.head.stack.rows.units} for ${isExact ? "exact " : ""}weights.`;
     return `${tiles} ${this.source.why ? `No exact weights: ${this.source.why}.`
       : this.page.vectorsPending ? "" : "Queries and keys of this head are not in the page: show(layer=…, head=…) brings them."}`;
   }
@@ -145,7 +145,7 @@ export class MatrixMap {
     }
     const [a, b] = [Math.floor((row * r) / this.head.i), Math.floor((key * c) / this.head.j)];
     const { mode } = this.own, mean = mode === "mean", [first, second] = [spanText(a, r, this.head.i), spanText(b, c, this.head.j)];
-    this.readout.replaceChildren("words ", el("b", { text: first }), mean ? " give words " : " to words ", el("b",
+    this.readout.replaceChildren(`${rows.units} `, el("b", { text: first }), ` ${mean ? "give" : "to"} ${cols.units} `, el("b",
       { text: second }),
       { mean: " a share of ", max: ": at most ", beyond: ": beyond their places at most " }[mode], el("b",
         { "data-read": "tile", text: weightText(mean ? this.source.share(a, b) : mode === "beyond"
@@ -155,13 +155,13 @@ export class MatrixMap {
 }
 
 // What the cells are that a server computed, and what is still missing.
-function servedLevel({ failed, done, last, source: { server: { who } } }, level, missing, what) {
+function servedLevel({ failed, done, last, source: { server: { who }, head: { stack: { rows: { units } } } } }, level, missing, what) {
   if (failed) return `No tiles: ${failed}`;
   const size = 2 ** (last - level);
   if (missing && done !== null) return `The ${who} computes the first levels of the map: ${Math.round(100 * done)} %.`;
   if (missing) return `The ${who} computes …`;
   return size === 1 ? `Exact, computed by the ${who}. Colour: ${what}.`
-    : `Cells of ${count(size)} × ${count(size)} words, computed by the ${who}. Colour: ${what}.`;
+    : `Cells of ${count(size)} × ${count(size)} ${units}, computed by the ${who}. Colour: ${what}.`;
 }
 
 const spanText = (n, tiles, length) => `${count(Math.floor((n * length) / tiles))}–${count(Math.floor(((n + 1) * length) / tiles) - 1)}`;

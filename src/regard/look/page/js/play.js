@@ -14,7 +14,7 @@ export function play(page, box) {
   const picks = el("span", { class: "picks" }), scale = el("output", {}), result = el("div", { class: "plays" });
   const map = el("div", { class: "map" }), values = el("div", { class: "outputs" });
   const again = (change) => { Object.assign(own, change); update(); page.writeSoon(); };
-  const curves = saturation((power) => { slider.value = power; again({ power }); });
+  const curves = saturation(page.stack.cols, (power) => { slider.value = power; again({ power }); });
   const bars = playBars(page, own, (forbidden) => page.keepingFocus(() => again({ forbidden })));
   const update = () => {
     scale.textContent = `× ${fixed(2 ** own.power, 2)}`;
@@ -63,7 +63,7 @@ function playControls(page, box, own, picks, scale, again) {
   });
   const width = el("input", {
     type: "number", min: 0, max: rows.length, value: own.width, "data-key": "width",
-      "aria-label": "words to either side",
+      "aria-label": `${rows.units} to either side`,
     oninput: (e) => again({ width: Math.max(0, Math.floor(Number(e.target.value)) || 0) }),
   });
   const similarities = Object.entries(SIMILARITIES).map(([id, s]) => [id, `${s.name}: ${s.formula}`]);
@@ -79,7 +79,7 @@ function playControls(page, box, own, picks, scale, again) {
     el("div", { class: "controls" }, el("label", { class: "field wide" }, el("span", { text: "scale" }), slider, scale),
       places,
       masked && tick("the recorded mask", "recorded", own.recorded, (recorded) => again({ recorded })),
-      same && [button("shuffle", "shuffle the words", "chip", () => shuffled(rows.length)),
+      same && [button("shuffle", `shuffle the ${rows.units}`, "chip", () => shuffled(rows.length)),
         button("unshuffle", "put them back", "chip quiet", () => range(rows.length))]));
   return slider;
 }
@@ -144,7 +144,7 @@ function shuffled(t) {
 }
 
 // Peak and entropy of the row at every scale, and where the slider stands; a drag over the curves moves it.
-function saturation(slide) {
+function saturation({ unit }, slide) {
   const [width, height] = [300, 110], across = (p) => ((p + 5) / 10) * width, up = (share) => height - share * height;
   const text = (x, y, anchor, text) => svg("text", { class: "tiny", x, y, "text-anchor": anchor, text });
   const ticks = [0, 0.5, 1].flatMap((y) => [text(-6, up(y) + 4, "end", String(y)), svg("path", { class: "axis", d: `M-3 ${up(y)}H${width}` })]);
@@ -169,21 +169,21 @@ function saturation(slide) {
   let drawn = null;
   // The curves do not depend on the scale: they are computed anew only for another row or other rules.
   const draw = (now, { power }) => {
-    const w = now.w(now.place), most = Math.log(w.length) || 1, [peak, h, x] = [Math.max(...w), entropy(w), across(power)];
+    const w = now.w(now.place), most = Math.log(w.length), [peak, h, x] = [Math.max(...w), entropy(w), across(power)];
     if (drawn !== now.key) {
       const points = range(41).map((n) => { const p = -5 + n / 4, row = now.rowAt(p);
-        return [across(p), Math.max(...row), entropy(row) / most]; });
+        return [across(p), Math.max(...row), entropy(row) / (most || 1)]; });
       [peakLine, entropyLine].forEach((one, n) => one.setAttribute("points", points.map((p) => `${p[0]},${up(p[n + 1])}`).join(" ")));
       limit.textContent = ` of ${fixed(most, 2)} nats`;
       drawn = now.key;
     }
-    for (const [node, values] of [[mark, { x1: x, x2: x }], [peakPoint, { cx: x, cy: up(peak) }], [entropyPoint, { cx: x, cy: up(h / most) }]]) {
+    for (const [node, values] of [[mark, { x1: x, x2: x }], [peakPoint, { cx: x, cy: up(peak) }], [entropyPoint, { cx: x, cy: up(h / (most || 1)) }]]) {
       for (const [name, value] of Object.entries(values)) node.setAttribute(name, value);
     }
     peakText.textContent = fixed(peak, 3);
     entropyText.textContent = fixed(h, 3);
     plot.setAttribute("aria-label", `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`);
-    const summary = peak > 0.95 ? "saturated: nearly all on one word" : h > 0.95 * most ? "nearly uniform: every word alike" : "in between";
+    const summary = peak > 0.95 ? `saturated: nearly all on one ${unit}` : h > 0.95 * most ? `nearly uniform: every ${unit} alike` : "in between";
     caption.textContent = `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${summary}`;
   };
   return { node, draw };
@@ -207,16 +207,16 @@ function playBars(page, own, forbid) {
     lines = shown.map((j) => {
       const n = token(j), out = barred.has(n), row = lane("var(--accent)", 0, "", { "data-j": n }, ghost[n]);
       const name = el("button", { class: "plain", "data-key": `forbid-${n}`, "aria-pressed": String(out),
-        title: out ? "allow this word again" : "forbid this word", onclick: () => toggle(n) }, word(cols.name(n)));
+        title: out ? `allow this ${cols.unit} again` : `forbid this ${cols.unit}`, onclick: () => toggle(n) }, word(cols.name(n)));
       const item = el("li", { class: [same && j === now.place && "lit", out && "barred"].filter(Boolean).join(" ") }, name, lanes([row]));
       return { j, item, bar: row, number: row.querySelector("b"), ghost: ghost[n], out };
     });
     list.replaceChildren(...lines.map(({ item }) => item), axis);
-    caption.replaceChildren(word(rows.name(order[now.place])), " looks at; the frame is the recorded weight. Click a word to forbid it",
+    caption.replaceChildren(word(rows.name(order[now.place])), ` looks at; the frame is the recorded weight. Click a ${cols.unit} to forbid it`,
       page.head.layer.sink ? "; the rest goes to the sink" : "",
-      shown.length < all.length ? `; the ${shown.length} words with the largest recorded weights` : "");
+      shown.length < all.length ? `; the ${shown.length} ${cols.units} with the largest recorded weights` : "");
     const lost = own.forbidden.reduce((sum, n) => sum + ghost[n], 0), count = own.forbidden.length;
-    note.replaceChildren(count ? `${count} word${count > 1 ? "s" : ""} forbidden: ${fixed(lost, 3)} of the recorded row is shared by the others. ` : "",
+    note.replaceChildren(count ? `${count} ${count > 1 ? page.stack.cols.units : page.stack.cols.unit} forbidden: ${fixed(lost, 3)} of the recorded row is shared by the others. ` : "",
       count ? el("button", { class: "chip quiet", "data-key": "forbid-none", text: "allow all", onclick: () => forbid([]) }) : "");
   };
   const draw = (now) => {
@@ -234,18 +234,18 @@ function playBars(page, own, forbid) {
 
 function playMap(page, w) {
   const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.tint(shade(w[r][c], 1)));
-  return el("figure", {}, el("figcaption", { text: "all words at once" }), map, legend(page, 1));
+  return el("figure", {}, el("figcaption", { text: `all ${page.stack.rows.units} at once` }), map, legend(page, 1));
 }
 
 // Shuffle the words and the outputs are shuffled the same way, unless a mask tells places apart.
 function outputs(page, { all: { y }, straight, moved }, own) {
-  const few = 24, size = (row) => { let most = 0; for (const x of row) most = Math.max(most, Math.abs(x)); return most;
+  const { unit, units } = page.stack.rows, few = 24, size = (row) => { let most = 0; for (const x of row) most = Math.max(most, Math.abs(x)); return most;
     };
   const gap = Math.max(...y.map((row, n) => size(row.map((x, e) => x - straight(own.order[n])[e]))));
   const exact = gap <= 1e-5 * Math.max(...y.map((_, n) => size(straight(n))));
   const most = Math.max(...y.map((row) => size(row.slice(0, few))));
-  const summary = !moved ? "Shuffle the words: does each keep its output?"
-    : exact ? "Shuffled words, outputs shuffled the same way: every word keeps its output. Attention sees a set."
+  const summary = !moved ? `Shuffle the ${units}: does each keep its output?`
+    : exact ? `Shuffled ${units}, outputs shuffled the same way: every ${unit} keeps its output. Attention sees a set.`
       : `Now places matter: with this mask outputs change by up to ${fixed(gap, 2)}.`;
   const line = (row, n) => el("li", {}, word(page.stack.rows.name(own.order[n])), strip(row.slice(0, few), most,
     page.paint, "output"));

@@ -53,12 +53,12 @@ export function minimap(view, plane, { i, j }) {
 }
 
 // The way to where one is: all words, and ever smaller windows around the middle of this one.
-export function breadcrumb(view, { i, j }, go) {
+export function breadcrumb(view, { i, j, stack }, go) {
   const side = Math.max(view.i1 - view.i0, view.j1 - view.j0), total = Math.max(i, j);
   const sizes = [total, ...[65536, 8192, 1024, 128].filter((n) => n < total * 0.7 && n > side * 1.4), Math.round(side)]
     .filter((n, at, all) => n >= side - 1 && all.indexOf(n) === at);
   return sizes.flatMap((n, at) => [at ? el("span", { class: "arrow", text: " › " }) : null,
     el("button", { class: "crumb", "data-key": `crumb-${at}`, "aria-current": at === sizes.length - 1 ? "true"
       : undefined,
-      text: `${count(n)} words`, onclick: () => go(n) })]).filter(Boolean);
+      text: `${count(n)} ${stack.rows.units}`, onclick: () => go(n) })]).filter(Boolean);
 }

@@ -17,14 +17,14 @@ export function spotlight(page, box) {
   const queries = sentence(page, rows, true), keys = same ? queries : sentence(page, cols, false);
   const side = (text) => el("p", { class: "side", text });
   const stage = el("div", { class: `stage ${same ? "one" : "two"}` }, lines,
-    same ? queries : [side(`these ${rows.patches ? "patches" : "words"} look`), queries, keys, side(`at these${cols.patches ? " patches" : ""}`)]);
+    same ? queries : [side(`these ${rows.units} look`), queries, keys, side(`at these${cols.patches ? " patches" : ""}`)]);
   stage.classList.toggle("pictured", Boolean(rows.patches || cols.patches));
   const message = el("h2", {}), list = el("div", { class: "bars" });
   const chips = el("div", { class: "chips", role: "group", "aria-label": "Heads" });
   const scale = el("p", { class: "hint", "data-read": "fit" });
   box.append(hero, stage, el("div", { class: "controls" }, readingControls(page), cols.patches ? fitChoice(page) : null), scale, message,
-    ...(many ? [el("p", { class: "hint", text: HOW(cols.patches ? "patch" : "word") }), chips] : []), list,
-    behind("Weights of the lit word", () => spotlightTable(page)));
+    ...(many ? [el("p", { class: "hint", text: HOW(cols.unit) }), chips] : []), list,
+    behind(`Weights of the lit ${rows.unit}`, () => spotlightTable(page)));
   return () => {
     const place = (i) => Math.max(0, rows.at[i]), i = place(page.row);
     const sheets = page.heads.map((head) => head.sheet(page.state));
@@ -101,13 +101,13 @@ function bars(page, sheets, i) {
   const order = seen.sort((a, b) => most(b) - most(a)).slice(0, 6);
   const line = (j) => el("li", {}, word(cols.names[j]),
     lanes(sheets.map(({ w }, h) => lane(page.colour(h), w[i][j], brief(w[i][j])))));
-  return el("ol", { class: "best", "aria-label": "Words with the largest weights" }, order.map(line));
+  return el("ol", { class: "best", "aria-label": "The largest weights" }, order.map(line));
 }
 
 function spotlightTable(page) {
   const sheets = page.heads.map((head) => head.sheet(page.state));
   const { rows, cols } = sheets[0] ?? page.head.sheet(page.state), i = Math.max(0, rows.at[page.state.word]);
-  return [["word", ...page.heads.map((head) => head.name)],
+  return [[cols.unit, ...page.heads.map((head) => head.name)],
     cols.names.map((name, j) => [word(name),
       ...sheets.map((sheet) => (sheet.masked(i, j) ? "masked" : sheet.w[i][j]))])];
 }

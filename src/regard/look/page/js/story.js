@@ -97,9 +97,9 @@ export function story(page, box) {
 }
 
 // What the chapters draw: products of vectors, scores, weights.
-function storyTable({ names, alike, scores, w }) {
+function storyTable({ page, names, alike, scores, w }) {
   const columns = [["alike", alike], ["score", scores], ["weight", w]].filter(([, values]) => values);
-  return [["word", ...columns.map(([name]) => name)], names.map((name, n) => [word(name), ...columns.map(([, values]) => values[n])])];
+  return [[page.stack.cols.unit, ...columns.map(([name]) => name)], names.map((name, n) => [word(name), ...columns.map(([, values]) => values[n])])];
 }
 
 // The chapters one after the other, one a screen, without a script; printed, one a slide.

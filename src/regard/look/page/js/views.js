@@ -22,8 +22,8 @@ export const VIEWS = {
   spotlight: {
     name: "Spotlight", build: spotlight, stack: (s) => short(s) && s.same,
     look: (page) => (hasPatches(page) ? "Point at a patch, or click to keep it: the stronger the colour of another patch, the more it looks there."
-      : "Follow the lines from the lit word: the thicker, the more of it is made of that other word. "
-        + "Point at another word, or click to keep it lit."),
+      : (({ unit }) => `Follow the lines from the lit ${unit}: the thicker, the more of it is made of that other ${unit}. `
+        + `Point at another ${unit}, or click to keep it lit.`)(page.stack.rows)),
   },
   cross: {
     name: "Two sentences", build: spotlight, stack: (s) => short(s) && !s.same,
@@ -32,12 +32,12 @@ export const VIEWS = {
   },
   long: {
     name: "Map", build: long, stack: (s) => s.long && s.heads.length > 0,
-    look: "Zoom with the wheel, two fingers or + and −, drag to move. A strong column is a word everybody looks at, "
-      + "a strong diagonal is the neighbourhood; rings mark the strongest links.",
+    look: ({ stack: { rows, cols } }) => `Zoom with the wheel, two fingers or + and −, drag to move. A strong column is a ${cols.unit} `
+      + `that all ${rows.units} look at, a strong diagonal is the neighbourhood; rings mark the strongest links.`,
   },
   story: {
     name: "Story", build: story, stack: short,
-    look: "How attention comes about, chapter by chapter, on these words. The arrow keys lead forth and back, space plays it.",
+    look: ({ stack: { rows } }) => `How attention comes about, chapter by chapter, on these ${rows.units}. The arrow keys lead forth and back, space plays it.`,
   },
   walk: {
     name: "Walk", build: walk, stack: short,
@@ -45,13 +45,13 @@ export const VIEWS = {
   },
   play: {
     name: "Lab", build: play, stack: withVectors,
-    look: "Turn the scale up until one word takes everything, and down until all are alike; forbid a word with a click; "
-      + "then change the rules.",
+    look: ({ stack: { cols } }) => `Turn the scale up until one ${cols.unit} takes everything, and down until all are alike; `
+      + `forbid a ${cols.unit} with a click; then change the rules.`,
   },
   square: {
     name: "Square", build: square, stack: short,
-    look: "Each row is one word looking, each column one word looked at. "
-      + "A strong column is a word everybody looks at, a diagonal is a habit of place.",
+    look: ({ stack: { rows, cols } }) => `Each row is one ${rows.unit} looking, each column one ${cols.unit} looked at. `
+      + `A strong column is a ${cols.unit} that all ${rows.units} look at, a diagonal is a habit of place.`,
   },
   overview: {
     name: "Atlas", build: overview, when: (page) => page.book?.total > 1,
