@@ -96,6 +96,49 @@ def test_no_text_is_cut_off_or_lies_on_another(show: Any, it: View, width: int) 
             assert across <= 1 or down <= 2, (name, a, b)
 
 
+LONG = ["antidisestablishmentarianism", "mmmmmmmmmmmmmmmm", "w200", "w201", "w202", "w203", "w204", "w205", "w206"]
+
+
+@pytest.mark.parametrize("words", [LONG, [*LONG[2:], "w207", "w208"]], ids=["slanted", "upright"])
+def test_words_and_bars_of_a_small_screen_have_space(show: Any, words: list[str]) -> None:
+    numbers = torch.Generator().manual_seed(1)
+    q, k, v = (2 * torch.randn(2, 9, 16, generator=numbers) for _ in range(3))
+    q[:, 0], k[:, 3] = 3.0, -3.0  # the longest bar points down
+    view = regard.weights(q, k).label(words).show(words[0], values=v)
+    shown = show(view, width=390, reduced_motion="reduce").view("story")
+    chapters = shown.tab.locator('[data-key^="chapter-"]').count()
+    assert chapters == 9
+    for n in range(chapters):
+        shown.click(f"chapter-{n}")
+        scene = shown.tab.locator(".scene").bounding_box()
+        boxes = """(which) => [...document.querySelectorAll(`.scene ${which}`)].map((x) => { const b = x.getBoundingClientRect();
+               return [b.left, b.top, b.right, b.bottom]; })"""
+        for left, _, right, bottom in shown.tab.evaluate(boxes, "text.story-word"):
+            assert scene["x"] - 1 <= left, n
+            assert right <= scene["x"] + scene["width"] + 1, n
+            assert bottom <= scene["y"] + scene["height"] + 1, n
+        upright = shown.tab.evaluate(boxes, "text.story-word:not([transform])")
+        for a, b in itertools.pairwise(sorted(upright, key=lambda x: (round(x[1] / 9), x[0]))):
+            assert abs(a[1] - b[1]) > 9 or a[2] <= b[0], f"words of chapter {n + 1} lie on each other"
+        strips = shown.tab.evaluate(boxes, ".cellframe")
+        for text in shown.tab.evaluate(boxes, "text.tiny") if n in (0, 2) else []:
+            for strip in strips:
+                assert min(text[2], strip[2]) - max(text[0], strip[0]) <= 1 or text[3] <= strip[1] + 1, n
+
+
+def test_the_words_that_are_shown_are_those_that_it_says(show: Any) -> None:
+    words = [f"w{n}" for n in range(40)]
+    W = regard.weights(torch.randn(1, 40, 8, generator=torch.Generator().manual_seed(0))).label(words)
+    shown = show(W.show(20), reduced_motion="reduce", width=390).view("story")
+    assert "Shown are 9 of 40 words: “w20”, up to two after it, and those with the largest weights." in shown.text(
+        ".telling"
+    )
+    weights = W[0].row(20)
+    others = [n for n in weights.argsort(descending=True).tolist() if n not in (20, 21, 22)][:6]
+    drawn = shown.tab.locator(".scene .story-word").all_text_contents()
+    assert sorted(drawn) == sorted(f"w{n}" for n in (20, 21, 22, *others))
+
+
 def test_every_step_is_reversible_and_reached_by_keys(narrated: Shown) -> None:
     picture = "document.querySelector('.scene').innerHTML"
     narrated.tab.focus('[data-key="scene"]')

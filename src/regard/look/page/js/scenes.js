@@ -13,6 +13,8 @@ const tween = (a, b, t) => a + (b - a) * t;
 // When the n-th of so many things moves, if they move one after the other: 0 before, 1 after.
 const turnOf = (t, n, many) => eased(t * (many + 2) / 3 - n / 3);
 
+const SLANT = 0.56; // radians
+const LONGEST = 100; // of a slanted name, which would reach the end of the scene
 const clipped = (text) => (text.length > 30 ? `${text.slice(0, 29)}…` : text);
 
 // The numbers of the story: one word, the words it is shown with, and a head.
@@ -27,7 +29,7 @@ export function storyData(page) {
   const few = (x) => Array.from(x.slice(0, NUMBERS));
   const data = { page, i, keys, at: stack.same ? keys.indexOf(i) : -1, same: stack.same, names: keys.map((j) => stack.cols.name(j)), word: clipped(stack.rows.name(i)),
     head, w: keys.map((j) => row[j]), left: 1 - sum(keys.map((j) => row[j])), scores: pick(everyScore), everyScore, size: layer.d, v: v && keys.map((j) => few(v[j])),
-    y: v && few(mix(row, v)), visible: keys.map((j) => head.visible(i, j)) };
+    y: v && few(mix(row, v)), visible: keys.map((j) => head.visible(i, j)), unit: stack.cols.unit, units: stack.cols.units };
   if (embedded) {
     const width = page.header.shape(embedded.x)[1], flat = page.header.array(embedded.x), t = stack.rows.length;
     const vector = (n) => few(flat.subarray(n * width, (n + 1) * width)), products = page.header.array(embedded.dots);
@@ -35,7 +37,7 @@ export function storyData(page) {
   } else if (q) Object.assign(data, { x: keys.map((j) => few(k[j])), own: few(q[i]), everyAlike: raw, width: layer.d });
   data.alike = pick(data.everyAlike);
   if (q) Object.assign(data, { q: few(q[i]), k: keys.map((j) => few(k[j])) });
-  return data;
+  return layNames(data);
 }
 
 // Drawing.
@@ -45,15 +47,38 @@ const stepOf = (data) => (scene.width - 2 * EDGE) / data.keys.length;
 const tinyText = (x, y, text, props) => svg("text", { class: "tiny", x, y, "text-anchor": "middle", text, ...props });
 const cellOf = (x, y, width, height, fill, props) => svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), style: { fill }, ...props });
 
-// Whether words are too long to stand side by side.
-const isSlanted = (data) => Math.max(...data.names.map((name) => Math.min(11, name.length))) * 9.2 > stepOf(data);
+// How wide words are as the scene draws them, bold as the lit one.
+const canvas = globalThis.document?.createElement("canvas").getContext("2d");
+function widthOfWord(page, text) {
+  canvas.font = `700 17px ${page.serif ??= getComputedStyle(page.root).getPropertyValue("--serif")}`;
+  return canvas.measureText(text).width;
+}
+// The beginning of a word, at most eleven letters and as wide as the space there is.
+function beginning(page, name, space = Infinity) {
+  const letters = [...name];
+  for (let n = Math.min(11, letters.length); ; n--) {
+    const text = n === letters.length ? name : `${letters.slice(0, Math.max(1, n - 1)).join("")}…`;
+    if (n <= 2 || widthOfWord(page, text) <= space) return text;
+  }
+}
+// Names stand side by side, or slanted where they are too long: then those at the left end have less space.
+function layNames(data) {
+  const { page, names } = data, plain = names.map((name) => beginning(page, name));
+  data.slanted = Math.max(...plain.map((name) => widthOfWord(page, name))) + 5 > stepOf(data);
+  data.shortNames = data.slanted ? names.map((name, n) => beginning(page, name, Math.min(LONGEST, (placeOfWord(data, n) + 2) / Math.cos(SLANT)))) : plain;
+  return data;
+}
+// The middle of a text that stays within the scene.
+function within(data, x, text) {
+  const half = Math.min(scene.width, widthOfWord(data.page, text) + 4) / 2;
+  return clamp(x, half, scene.width - half);
+}
 
 // The words below; the lit one is framed, those that are hidden are pale.
 function wordsBelow(data, hidden = (_) => 0, y = FLOOR + 26) {
-  const slanted = isSlanted(data), clip = (text) => (text.length > 11 ? `${text.slice(0, 10)}…` : text);
-  return data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : ""}${hidden(n) > 0.5 ? " faint" : ""}`,
-    ...(slanted ? { transform: `translate(${placeOfWord(data, n) + 4} ${y}) rotate(-32)`, "text-anchor": "end" }
-      : { x: placeOfWord(data, n), y, "text-anchor": "middle" }), text: clip(name) }));
+  return data.shortNames.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : ""}${hidden(n) > 0.5 ? " faint" : ""}`,
+    ...(data.slanted ? { transform: `translate(${placeOfWord(data, n) + 4} ${y}) rotate(${(-180 * SLANT) / Math.PI})`, "text-anchor": "end" }
+      : { x: placeOfWord(data, n), y, "text-anchor": "middle" }), text: name }));
 }
 
 // A vector as a column of cells; its colours are those of all vectors of the scene.
@@ -77,24 +102,29 @@ function barsOf(data, values, { base, high, most, shown = (_) => 1, colour = "va
 }
 const baseline = (y) => svg("path", { class: "axis", d: `M${EDGE - 8} ${y}H${scene.width - EDGE + 8}` });
 const noteAt = (x, y, text, props) => svg("text", { class: "story-note", x, y, text, ...props });
-const largestOf = (values) => Math.max(1e-9, ...values.filter(Number.isFinite).map(Math.abs));
+// Where bars stand so that those above and below the line, with their numbers, share the height between two places.
+function standing(values, top, bottom) {
+  const finite = values.filter(Number.isFinite), up = Math.max(0, ...finite), down = Math.max(0, ...finite.map((x) => -x)), most = Math.max(1e-9, up + down);
+  const first = up ? top + 18 : top, last = down ? bottom - 18 : bottom;
+  return { base: first + ((last - first) * up) / most, high: last - first, most };
+}
 
 // 1 and 2: how alike two vectors are, and the scale.
 
 function alike(data, t) {
   const most = sizeOf([...data.x, data.own]), many = data.keys.length, at = clamp(t * 1.1, 0, 1) * (many - 1), strips = 266;
-  const passed = (n) => eased(t * 1.1 * (many - 1) - n + 1), tallest = largestOf(data.alike);
+  const passed = (n) => eased(t * 1.1 * (many - 1) - n + 1), place = standing(data.alike, 50, strips - 22);
   const probe = t < 0.97 ? [vectorColumn(data, data.own, placeOfWord(data, at) - 11, strips, most, { width: 11 }),
-    tinyText(placeOfWord(data, at) - 11, strips - 6, data.word)] : [];
-  return [baseline(190), barsOf(data, data.alike, { base: 190, high: 110, most: tallest, shown: passed }), wordsBelow(data),
+    tinyText(within(data, placeOfWord(data, at) - 11, data.word), strips - 6, data.word)] : [];
+  return [baseline(place.base), barsOf(data, data.alike, { ...place, shown: passed }), wordsBelow(data),
     data.x.map((x, n) => vectorColumn(data, x, placeOfWord(data, n) + (t < 0.97 ? 2 : 0), strips, most)), probe];
 }
 
 function scaleDown(data, t) {
   const factor = tween(1, 1 / Math.sqrt(data.width), eased(t)), values = data.alike.map((x) => x * factor), peak = Math.max(...softmax(data.everyAlike.map((x) => x * factor)));
-  const tallest = tween(largestOf(data.alike), largestOf(data.alike) / Math.sqrt(data.width), eased(t) * 0.75);
-  return [baseline(210), barsOf(data, values, { base: 210, high: 120, most: tallest, ghost: t > 0 && t < 1 ? data.alike : null }), wordsBelow(data),
-    noteAt(EDGE, 330, `÷ ${fixed(1 / factor, 2)}`), noteAt(EDGE + 110, 330, `softmax would give one word ${fixed(peak, 3)}`)];
+  const place = standing(data.alike, 56, 316), most = tween(place.most, place.most / Math.sqrt(data.width), eased(t) * 0.75);
+  return [baseline(place.base), barsOf(data, values, { ...place, most, ghost: t > 0 && t < 1 ? data.alike : null }), wordsBelow(data),
+    noteAt(EDGE, 330, `÷ ${fixed(1 / factor, 2)}`), noteAt(EDGE + 110, 330, `softmax would give one ${data.unit} ${fixed(peak, 3)}`)];
 }
 
 // 3: queries, keys and values.
@@ -103,10 +133,12 @@ function projections(data, t) {
   const s = eased(t), blend = (a, b) => a.map((x, n) => tween(x, b[n] ?? 0, s)), from = data.alike.map((x) => x / Math.sqrt(data.width));
   const most = tween(sizeOf([...data.x, data.own]), sizeOf([...data.k, data.q]), s), values = from.map((x, n) => tween(x, data.scores[n], s));
   const strips = data.x.map((x, n) => vectorColumn(data, blend(x, data.k[n]), placeOfWord(data, n), 266, most));
-  return [baseline(150), barsOf(data, values, { base: 150, high: 80, most: largestOf([...from, ...data.scores]) }), wordsBelow(data), strips,
+  const place = standing([...from, ...data.scores], 52, 250);
+  return [baseline(place.base), barsOf(data, values, place), wordsBelow(data), strips,
     data.v ? data.v.map((v, n) => vectorColumn(data, v, placeOfWord(data, n) + 12, 266, sizeOf(data.v), { width: 6, opacity: s })) : [],
     vectorColumn(data, blend(data.own, data.q), 14, 266, most, { width: 16 }),
-    tinyText(14, 258, s > 0.5 ? "q" : "x"), noteAt(EDGE, 22, s > 0.5 ? `below: k${data.v ? " (wide) and v (narrow)" : ""}; left: q of “${data.word}”` : "below: x of every word")];
+    tinyText(14, 258, s > 0.5 ? "q" : "x"), noteAt(EDGE, 20, s > 0.5 ? `below: k${data.v ? " (wide) and v (narrow)" : ""}` : `below: x of every ${data.unit}`),
+    s > 0.5 ? noteAt(EDGE, 41, `left: q of “${data.word}”`) : []];
 }
 
 // 4: exp, and the sum.
@@ -162,12 +194,16 @@ function masking(data, t) {
 
 function twoSentences(data, t) {
   const s = eased(t), y = 110, at = data.at >= 0 ? placeOfWord(data, data.at) : scene.width / 2;
-  return [data.same ? data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : " faint"}`, x: placeOfWord(data, n), y: y - 14,
-    "text-anchor": "middle", text: isSlanted(data) && n !== data.at ? "·" : name })) : svg("text", { class: "story-word lit", x: at, y: y - 14, "text-anchor": "middle", text: data.word }),
-  noteAt(EDGE, 60, "q comes from here"), noteAt(EDGE, 442, "k and v come from here"),
+  // Where names are slanted below, the others are dots above, but for those that the lit word covers.
+  const lit = data.at >= 0 ? beginning(data.page, data.names[data.at]) : "", middle = within(data, at, lit), half = widthOfWord(data.page, lit) / 2 + 6;
+  const covered = (n) => Math.abs(placeOfWord(data, n) - middle) < half;
+  const above = (name, n) => (!data.slanted || n === data.at ? beginning(data.page, name) : covered(n) ? "" : "·");
+  return [data.same ? data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : " faint"}`, x: within(data, placeOfWord(data, n), above(name, n)), y: y - 14,
+    "text-anchor": "middle", text: above(name, n) })) : svg("text", { class: "story-word lit", x: at, y: y - 14, "text-anchor": "middle", text: data.word }),
+  noteAt(EDGE, 60, "q comes from here"), noteAt(EDGE, 446, "k and v come from here"),
   data.w.map((w, n) => (w < 0.01 ? [] : svg("path", { class: "storyline", "stroke-width": 0.75 + 12 * w, opacity: 0.75 + 0.2 * w,
     "stroke-dasharray": "900", "stroke-dashoffset": 900 * (1 - s), d: `M${at} ${y}C${at} ${(y + FLOOR) / 2} ${placeOfWord(data, n)} ${(y + FLOOR) / 2} ${placeOfWord(data, n)} ${FLOOR}` }))),
-  data.w.map((w, n) => (w >= 0.045 ? tinyText(placeOfWord(data, n) + 16, FLOOR - 6, fixed(w, 2)) : [])), wordsBelow(data)];
+  data.w.map((w, n) => (w >= 0.045 ? tinyText(placeOfWord(data, n) + 4 + 6 * w, FLOOR - 6, fixed(w, 2), { "text-anchor": "start" }) : [])), wordsBelow(data)];
 }
 
 function longTexts(data, t) {
@@ -177,29 +213,32 @@ function longTexts(data, t) {
   const total = Math.round(tween(n, 100_000, s ** 3)), count = (x) => Math.round(x).toLocaleString("en");
   return [svg("rect", { class: "storyhatch", x: x0, y: top, width: side, height: side, fill: "url(#story-hatch)", opacity: s }), cells,
     svg("rect", { class: "cellframe", x: x0, y: top, width: side, height: side }),
-    noteAt(x0, top + side + 46, `${count(total)} words: ${count(total * total)} weights`),
+    noteAt(x0, top + side + 46, `${count(total)} ${data.units}: ${count(total * total)} weights`),
     ["q", "k"].map((name, m) => [cellOf(right + 40 * m, top, 22, side, paint.css(paint.tint(0.35))), tinyText(right + 11 + 40 * m, top + side + 18, name)]),
     [0, 1].map((m) => [cellOf(right + 90 + 26 * m, top, 8, side, "var(--h0)"), tinyText(right + 94 + 26 * m, top + side + 18, ["m", "l"][m])]),
     noteAt(right, top - 12, "stored: q, k and m, l"), noteAt(x0, top + side + 74, "any weight is exp(q·k·scale − m) / l")];
 }
 
 // The chapters in the order of the documents: what each shows, says, and needs.
-const listed = (data) => (data.keys.length < data.page.stack.cols.length ? ` Shown are ${data.keys.length} of ${data.page.stack.cols.length} words, those with the largest weights.` : "");
+const listed = ({ keys, same, word, units, page }) => (keys.length < page.stack.cols.length ? ` Shown are ${keys.length} of ${page.stack.cols.length} ${units}: `
+  + `${same ? `“${word}”, up to two after it, and ` : ""}those with the largest weights.` : "");
+const origin = ({ unit }) => (unit === "patch" ? "image" : "sentence");
 export const CHAPTERS = [
-  { name: "Alike", draw: alike, seconds: 4, when: (d) => d.alike, say: (d) => `How alike are “${d.word}” and every other word? Two vectors are multiplied number by number, and the `
+  { name: "Alike", draw: alike, seconds: 4, when: (d) => d.alike, say: (d) => `How alike are “${d.word}” and every ${d.same ? "other " : ""}${d.unit}? Two vectors are multiplied number by number, and the `
     + `products added: a dot product, of ${d.width} numbers each. The bars are these sums; of the vectors the first ${d.own.length} numbers are drawn.${listed(d)}` },
-  { name: "Scale", draw: scaleDown, when: (d) => d.alike, say: (d) => `Sums of ${d.width} products get larger the more products there are, and large scores leave everything to one word. Divided by √${d.width} = `
-    + `${fixed(Math.sqrt(d.width), 1)} they do not: softmax would give one word up to ${fixed(Math.max(...softmax(d.everyAlike)), 3)} before, ${fixed(Math.max(...softmax(d.everyAlike.map((x) => x / Math.sqrt(d.width)))), 3)} after.` },
-  { name: "Queries, keys, values", draw: projections, when: (d) => d.q && d.scores, say: (d) => "Vectors alone cannot tie words that are not alike. Three learned matrices make of every word a query, what "
+  { name: "Scale", draw: scaleDown, when: (d) => d.alike, say: (d) => `Sums of ${d.width} products get larger the more products there are, and large scores leave everything to one ${d.unit}. Divided by √${d.width} = `
+    + `${fixed(Math.sqrt(d.width), 1)} they do not: softmax would give one ${d.unit} up to ${fixed(Math.max(...softmax(d.everyAlike)), 3)} before, ${fixed(Math.max(...softmax(d.everyAlike.map((x) => x / Math.sqrt(d.width)))), 3)} after.` },
+  { name: "Queries, keys, values", draw: projections, when: (d) => d.q && d.scores, say: (d) => `Vectors alone cannot tie ${d.units} that are not alike. Three learned matrices make of every ${d.unit} a query, what `
     + `it looks for, a key, what it offers, and a value, what it gives. These are the queries and keys of ${d.head.name}, as recorded.` },
   { name: "Softmax", draw: normalise, when: (d) => d.scores, say: (d) => `Scores become weights: exp makes them positive, and the sum is divided out. “${d.word}” gives “${d.names[largest(d.w)]}” ${fixed(Math.max(...d.w), 3)}.` },
-  { name: "Mix", draw: mixing, when: (d) => d.v, say: (d) => `Every value is taken as much as its weight says, and all are added: that is the output of “${d.word}”. Words with small weights drown.` },
+  { name: "Mix", draw: mixing, when: (d) => d.v, say: (d) => `Every value is taken as much as its weight says, and all are added: that is the output of “${d.word}”. What has a small weight drowns.` },
   { name: "Many heads", draw: manyHeads, when: (d) => d.head.stack.heads.filter((one) => one.place === d.head.place).length > 1, say: (d) => `A layer does this several times side by side, with matrices of their own: its heads look at different `
-    + `words. The framed row is ${d.head.name}.` },
-  { name: "Mask", draw: masking, when: (d) => d.scores && d.same && d.keys.some((j) => j > d.i), say: (d) => `A model that writes must not look ahead: words after “${d.word}” get the score −∞, and the others share their weight. `
+    + `${d.units}. The framed row is ${d.head.name}.` },
+  { name: "Mask", draw: masking, when: (d) => d.scores && d.same && d.keys.some((j) => j > d.i), say: (d) => `A model that writes must not look ahead: ${d.units} after “${d.word}” get the score −∞, and the others share their weight. `
     + `${d.head.layer.mask_name ? `This head was recorded with ${d.head.layer.mask_name}.` : "This head looks in both directions; hidden here is what a causal mask would hide."}` },
-  { name: "Two sentences", draw: twoSentences, when: () => true, say: (d) => (d.same ? "The words that are looked at may be those of another sentence: a translator’s queries come from the sentence it writes, keys and values "
-    + "from the one it reads. The step is the same; the numbers are those of this sentence." : `Queries come from the sentence that is written, keys and values from the one that is read: “${d.word}” looks at “${d.names[largest(d.w)]}” with ${fixed(Math.max(...d.w), 3)}.`) },
-  { name: "Long", draw: longTexts, when: () => true, say: (d) => `Every word looks at every word: ${d.page.stack.rows.length} × ${d.page.stack.cols.length} weights here, ten billion at 100,000 words. Queries, keys and two numbers a row are enough to compute any of them when it is asked for. `
+  { name: "Two sentences", draw: twoSentences, when: () => true, say: (d) => (d.same ? "What is looked at may be another sentence: a translator’s queries come from the sentence it writes, keys and values "
+    + `from the one it reads. The step is the same; the numbers are those of this ${origin(d)}.`
+    : `Queries come from the ${origin(d.page.stack.rows)} above, keys and values from the ${origin(d)} below: “${d.word}” looks at “${d.names[largest(d.w)]}” with ${fixed(Math.max(...d.w), 3)}.`) },
+  { name: "Long", draw: longTexts, when: () => true, say: (d) => `Every ${d.page.stack.rows.unit} looks at every ${d.unit}: ${d.page.stack.rows.length} × ${d.page.stack.cols.length} weights here, ten billion at 100,000 ${d.units}. Queries, keys and two numbers a row are enough to compute any of them when it is asked for. `
     + `And this was ${d.head.name}, which you were looking at.` },
 ];
