@@ -1,5 +1,5 @@
 // Lines from the lit word to the words it looks at. No line passes through a word: within a line of text they are arcs,
-// to another line of text they run between the lines and along the margin.
+// to another line of text they run between the lines and along the margin; between two sentences they pass behind words.
 
 import { clamp } from "./numbers.js";
 import { svg } from "./elements.js";

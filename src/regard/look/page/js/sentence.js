@@ -21,7 +21,7 @@ export function sentence(page, read, asks) {
   return el("div", {
     class: `sentence${read.patches ? " patches" : words.length > 40 ? " many" : ""}`, role: asks ? "listbox" : "list",
     dir: read.rtl ? "rtl" : "ltr", style: { "--patches": read.patches },
-    "aria-label": asks ? "Words; the arrow keys move the light" : "Words that are looked at",
+    "aria-label": `${read.unit === "patch" ? "Patches" : "Words"}${asks ? "; the arrow keys move the light" : " that are looked at"}`,
   }, words, read.patches && read.picture ? imageBelow(read) : null);
 }
 
@@ -75,7 +75,9 @@ export function light(page, queries, keys, sheets, i) {
     const band = (w, h) => `color-mix(in srgb, ${page.colour(h)} ${share(w)}%, transparent) ${part * h}% ${part * (h + 1)}%`;
     node.classList.toggle("shaded", weights.some((w) => share(w) > 15)); // paler text can be read up to there
     node.classList.toggle("unseen", sheets.length > 0 && sheets.every((sheet) => sheet.masked(i, n)));
-    const ground = weights.length ? `linear-gradient(${weights.map(band).join(", ")})` : "none";
+    // Lines between two sentences pass behind their words.
+    const behind = queries === keys || patches ? "" : ", var(--paper)";
+    const ground = weights.length ? `linear-gradient(${weights.map(band).join(", ")})${behind}` : "none";
     node.querySelector(".token").style.setProperty("background", ground);
     [".up", ".down"].forEach((side, h) => {
       const number = (m) => el("span", { style: { color: page.colour(m) } }, lettered && el("sup",

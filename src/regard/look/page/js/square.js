@@ -37,12 +37,13 @@ function matrix(page, stage, sheet) {
       cols.labels.length];
   const [left, top, right] = [widthOf(rows.names), widthOf(cols.names), 78];
   const tall = Math.max(360, innerHeight - top - 120);
-  const cell = clamp(Math.min(stage.clientWidth - left - right, Math.max(tall, 24 * m)) / n, 1, 56), [width,
-    height] = [cell * n, cell * m];
+  const cell = clamp(Math.min(stage.clientWidth - left - right, Math.max(tall, 24 * m)) / n, 1, 56);
+  // Of few rows and many columns, the rows are as high as their names.
+  const rise = m < n ? Math.max(cell, Math.min(20, tall / m)) : cell, [width, height] = [cell * n, rise * m];
   const canvas = heat(m, n, (i, j) => paint.tint(shade(w[i][j], most)));
   for (const [name, size] of Object.entries({ left, top, width, height })) canvas.style.setProperty(name, `${size}px`);
-  const place = { left, top, cell, width, height };
-  const [rowNames, colNames] = [names(rows.names, place, false), names(cols.names, place, true)];
+  const place = { left, top, cell, rise, width, height };
+  const [rowNames, colNames] = [names(rows.names, place, rise, false), names(cols.names, place, cell, true)];
   const [across, down] = [svg("rect", { class: "marker" }), svg("rect", { class: "marker" })];
   const over = svg("svg", {
     width: left + width + right, height: top + height + 6, tabindex: 0, "data-key": "matrix", role: "img",
@@ -53,7 +54,7 @@ function matrix(page, stage, sheet) {
   stage.replaceChildren(canvas, over, legend(page, most, fit ? "fitted: " : ""));
   const frame = (node, sizes) => { for (const [key, value] of Object.entries(sizes)) node.setAttribute(key, value); };
   const mark = (i, j) => {
-    frame(across, { x: left, y: top + i * cell, width, height: cell });
+    frame(across, { x: left, y: top + i * rise, width, height: rise });
     frame(down, { x: left + (j ?? 0) * cell, y: top, width: j === null ? 0 : cell, height });
     rowNames.forEach((node, r) => node && node.classList.toggle("on", r === i));
     colNames.forEach((node, c) => node && node.classList.toggle("on", c === j));
@@ -62,7 +63,7 @@ function matrix(page, stage, sheet) {
 }
 
 // Cells that the mask forbids are hatched: they are not the same as a weight of 0. One path for all of them.
-function hatch(sheet, { left, top, cell }) {
+function hatch(sheet, { left, top, cell, rise }) {
   const { rows, cols } = sheet, runs = [];
   if (!sheet.head.layer.mask_name) return [];
   rows.groups.forEach((_, i) => {
@@ -70,7 +71,7 @@ function hatch(sheet, { left, top, cell }) {
       const masked = j < cols.groups.length && sheet.masked(i, j);
       if (masked && from < 0) from = j;
       if (!masked && from >= 0) {
-        runs.push(`M${left + from * cell} ${top + i * cell}h${(j - from) * cell}v${cell}h${(from - j) * cell}z`);
+        runs.push(`M${left + from * cell} ${top + i * rise}h${(j - from) * cell}v${rise}h${(from - j) * cell}z`);
         from = -1;
       }
     }
@@ -90,35 +91,35 @@ function widthOf(labels) {
 }
 
 // Names beside the rows or above the columns; where cells are small, every so many.
-function names(labels, { left, top, cell }, upright) {
-  const step = Math.max(1, Math.ceil(11 / cell));
+function names(labels, { left, top }, size, upright) {
+  const step = Math.max(1, Math.ceil(11 / size));
   return labels.map((text, n) => {
     if (n % step) return null;
-    const middle = (n + 0.5) * cell;
+    const middle = (n + 0.5) * size;
     const where = upright ? { transform: `translate(${left + middle} ${top - 8}) rotate(-90)` } : { x: left - 8,
       y: top + middle, "text-anchor": "end" };
     return svg("text", { class: "name", "dominant-baseline": "central", ...where, text: axisName(text) });
   });
 }
 
-function rowSums(w, { left, top, cell, width }) {
-  const x = left + width + 8, step = Math.max(1, Math.ceil(11 / cell));
-  const bar = (total, i) => svg("rect", { class: "sum", x, y: top + (i + 0.2) * cell, height: Math.max(1, 0.6 * cell),
+function rowSums(w, { left, top, rise, width }) {
+  const x = left + width + 8, step = Math.max(1, Math.ceil(11 / rise));
+  const bar = (total, i) => svg("rect", { class: "sum", x, y: top + (i + 0.2) * rise, height: Math.max(1, 0.6 * rise),
     width: 26 * Math.min(1, total || 0) });
-  const number = (total, i) => svg("text", { class: "tiny", x: x + 30, y: top + (i + 0.5) * cell,
+  const number = (total, i) => svg("text", { class: "tiny", x: x + 30, y: top + (i + 0.5) * rise,
     "dominant-baseline": "central", text: fixed(total, 2) });
   return [svg("text", { class: "tiny", x, y: top - 8, text: "row sums" }),
-    w.map((row, i) => (i % step ? null : svg("g", {}, bar(sum(row), i), cell > 9 && number(sum(row), i))))];
+    w.map((row, i) => (i % step ? null : svg("g", {}, bar(sum(row), i), rise > 9 && number(sum(row), i))))];
 }
 
 export const ARROWS = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] };
 
 // Pointer and arrow keys choose a cell; a click lights its row.
-function pointAt(page, over, { rows, cols }, { left, top, cell }) {
+function pointAt(page, over, { rows, cols }, { left, top, cell, rise }) {
   const [m, n] = [rows.labels.length, cols.labels.length];
   const at = (event) => {
     const box = over.getBoundingClientRect();
-    const [i, j] = [Math.floor((event.clientY - box.top - top) / cell),
+    const [i, j] = [Math.floor((event.clientY - box.top - top) / rise),
       Math.floor((event.clientX - box.left - left) / cell)];
     return i >= 0 && i < m && j >= 0 && j < n ? [i, j] : null;
   };
