@@ -81,12 +81,25 @@ def test_a_click_adds_a_head_and_the_tray_goes_through_all_views(show: Any, it: 
     assert shown.ask("page.state.view") == "spotlight"
 
 
+def middle_of(shown: Shown, key: str) -> tuple[float, float]:
+    shown.tab.locator(f'[data-key="{key}"]').scroll_into_view_if_needed()
+    box = shown.tab.locator(f'[data-key="{key}"]').bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
 def test_shift_and_click_compare_two_heads(show: Any, it: View) -> None:
     seen, _ = minilm()
     shown = show(it).view("overview")
-    shown.tab.hover('[data-key="head-2-1"]')
-    shown.tab.locator('[data-key="head-3-1"]').dispatch_event("click", {"shiftKey": True})
-    assert shown.texts(".peek b") == ["layer 2, head 1", "layer 3, head 1"]
+    mouse, keys = shown.tab.mouse, shown.tab.keyboard
+    for key in ("head-4-4", "head-3-2", "head-3-1"):  # the way to a head leads over others
+        mouse.move(*middle_of(shown, key))
+    keys.down("Shift")
+    mouse.down()
+    mouse.up()
+    keys.up("Shift")
+    assert shown.texts(".peek b") == ["layer 2, head 1", "layer 3, head 1"], "with the first head of the tray"
+    mouse.move(*middle_of(shown, "head-0-0"))
+    assert shown.texts(".peek b") == ["layer 2, head 1", "layer 3, head 1"], "they stay in sight"
     difference = seen[2, 1].dense() - seen[3, 1].dense()
     i, j = divmod(int(difference.abs().argmax()), 15)
     words = seen.layers[0].weights.tokens[0]
@@ -100,6 +113,31 @@ def test_shift_and_click_compare_two_heads(show: Any, it: View) -> None:
     assert int(red[difference < -0.3].min()) > 0 > int(red[difference > 0.3].max()), "orange and blue"
     shown.click("no-compare")
     assert len(shown.texts(".peek b")) == 1
+
+
+def test_keys_and_fingers_compare_two_heads(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    shown.tab.focus('[data-key="head-4-4"]')
+    shown.tab.keyboard.press("Shift+Enter")
+    assert shown.texts(".peek b") == ["layer 2, head 1", "layer 4, head 4"]
+    assert shown.tab.evaluate("document.activeElement.dataset.key") == "head-4-4"
+    shown.click("open-head")
+    assert [re.search(r"layer \d+, head \d+", text).group() for text in shown.texts(".hero .who")] == [
+        "layer 2, head 1",
+        "layer 4, head 4",
+    ]
+    phone = show(it, width=390, height=844, has_touch=True, is_mobile=True, name="phone.html").view("overview")
+    for key in ("head-1-5", "head-3-1", "compare"):
+        phone.tab.tap(f'[data-key="{key}"]')
+    assert phone.texts(".peek b") == ["layer 1, head 5", "layer 3, head 1"]
+    assert phone.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_atlas_says_what_its_colours_and_bars_are(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    assert shown.text(".columns .legend").split() == ["0", "1"]
+    shown.choose("cells", "row")
+    assert "the root of the weight" in shown.text(".columns .hint")
 
 
 def test_keys_reach_every_head_and_enter_opens_it(show: Any, it: View) -> None:

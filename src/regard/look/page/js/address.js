@@ -30,9 +30,9 @@ const OWN = {
   }),
   walk: ({ source, q, k, v, cell }) => ({ from: source === "words" ? source : null, dot: cell,
     on: source === "words" && (q || k || v) ? [q && "q", k && "k", v && "v"].filter(Boolean).join("") : null }),
-  overview: ({ by, sort, mode, x, y, target, at, other }) => ({ o: [by, sort, mode, x, y].join("."),
+  overview: ({ by, sort, mode, x, y, target, pair }) => ({ o: [by, sort, mode, x, y].join("."),
     to: sort === "given" ? target : null,
-    vs: at && other ? [at.row, at.head, other.row, other.head].join(".") : null }),
+    vs: pair ? pair.map((one) => `${one.row}.${one.head}`).join(".") : null }),
 };
 
 const naturals = (text) => (/^\d+(\.\d+)*$/.test(text ?? "") ? text.split(".").map(Number) : []);
@@ -88,7 +88,7 @@ function atlasOf({ long, heads, cols }, fields) {
   const [row, head, row2, head2] = naturals(fields.get("vs")), fits = !long && heads.length && target < cols.length;
   return { by, x, y, mode: mode === "row" ? "row" : "pattern", target: fits ? target : null,
     sort: ["metric", "tie", fits && "given"].includes(sort) ? sort : "layer",
-    ...(head2 === undefined ? { other: null } : { at: { row, head }, other: { row: row2, head: head2 } }) };
+    pair: head2 === undefined ? null : [{ row, head }, { row: row2, head: head2 }] };
 }
 
 const indexOrFirst = (text, length) => { const n = Number(text ?? 0); return Number.isInteger(n) && n >= 0 && n < length

@@ -4,30 +4,34 @@ import { fixed, near, range } from "./numbers.js";
 import { behind, choice, el, heat, shade, svg, word } from "./elements.js";
 import { everyHead, grid, pattern, sorted } from "./atlas.js";
 import { wordChoice } from "./controls.js";
+import { legend } from "./square.js";
 
 const METRICS = {
-  entropy: "How spread out a head looks, in nats: 0 is one word, large is everywhere.",
-  mean_distance: "How far away a head looks, in words, the sink left out.",
-  sink: "The share of its weight that a head puts on the word all heads give most to: attention parked, not used.",
-  previous: "The mean weight on the word before.",
-  induction: "The mean weight on what followed the same word earlier: a head that continues what it saw.",
+  entropy: ({ unit }) => `How spread out a head looks, in nats: 0 is one ${unit}, large is everywhere.`,
+  mean_distance: ({ units }) => `How far away a head looks, in ${units}, the sink left out.`,
+  sink: ({ unit }) => `The share of its weight that a head puts on the ${unit} all heads give most to: attention parked, not used.`,
+  previous: ({ unit }) => `The mean weight on the ${unit} before.`,
+  induction: ({ unit }) => `The mean weight on what followed the same ${unit} earlier: a head that continues what it saw.`,
 };
 
 export function overview(page, box) {
   const have = Object.keys(METRICS).filter((by) => page.header.metrics[by].some(Boolean)), heads = everyHead(page);
   const first = { by: have[0], x: have[0], y: have[1] ?? have[0] };
-  const own = (page.overview ??= { ...first, at: null, other: null, sort: "layer",
+  const own = (page.overview ??= { ...first, at: null, pair: null, sort: "layer",
     mode: "pattern", target: null, pictures: new Map(), clicked: null });
   Object.assign(own, page.wantedAtlas);
   page.wantedAtlas = null;
   for (const name of Object.keys(first)) if (!have.includes(own[name])) own[name] = first[name];
-  for (const name of ["at", "other"]) own[name] = heads.find((one) => one.row === own[name]?.row && one.head === own[name].head) ?? null;
+  const again = (place) => heads.find((one) => one.row === place?.row && one.head === place.head) ?? null, pair = own.pair?.map(again);
+  Object.assign(own, { at: again(own.at), pair: pair?.every(Boolean) ? pair : null });
   if (own.target >= page.stack.cols.length) own.target = 0; // of a longer sentence
-  const message = el("p", { class: "hint" }), cells = el("div", { class: "scroll" }), plot = el("div",
+  const message = el("p", { class: "hint" }), scale = el("div", {}), cells = el("div", { class: "scroll" }), plot = el("div",
     { class: "plot" }),
     peek = el("div", { class: "peek" }), bar = el("div", { class: "controls" });
   const act = {
-    look: (one) => { own.at = one; peek.replaceChildren(...peekAt(page, own, one, have)); },
+    // Two heads that are compared stay in sight, whatever is pointed at.
+    look: (one) => { own.at = one; if (!own.pair) act.peek(); },
+    peek: () => page.keepingFocus(() => peek.replaceChildren(...peekAt(page, own, own.at ?? own.first, have, act))),
     add: (one) => {
       // A second click soon after opens; the cells are drawn anew in between, so that no double click reaches one.
       const twice = own.clicked?.one === one && performance.now() - own.clicked.at < 400;
@@ -35,41 +39,48 @@ export function overview(page, box) {
       if (twice) act.open(one);
       else if (one.held) addToTray(page, one.held);
     },
-    compare: (one) => { own.other = own.other === one || own.at === one ? null : one; act.look(own.at ?? own.first); page.writeAddress(); },
+    // With the first of the heads that all views show; none is compared with itself.
+    compare: (one) => {
+      const first = heads.find(({ held }) => held === page.head);
+      own.pair = !one || one === first || !one.held || own.pair?.[1] === one ? null : [first, one];
+      act.peek();
+      page.writeAddress();
+    },
     open: (one) => { if (one.held) openHeads(page, page.state.chosen?.includes(one.held.id) ? page.state.chosen
       : [one.held.id]); },
   };
   const update = () => page.keepingFocus(() => {
     own.across = Math.max(1, Math.floor((cells.clientWidth + 6) / 86));
     bar.replaceChildren(...atlasControls(page, own, have, update).filter(Boolean));
-    message.textContent = own.sort === "metric" || own.sort === "layer" ? METRICS[own.by] : "";
+    scale.replaceChildren(scaleOf(page, own));
+    message.textContent = own.sort === "metric" || own.sort === "layer" ? METRICS[own.by](page.stack.cols) : "";
     cells.replaceChildren(grid(page, own, heads, act));
     plot.replaceChildren(...(have.length > 1 ? [scatter(page, own, heads, act)] : []));
     own.first = sorted(heads, { ...own, sort: "metric" }, (one) => one.value(own.by))[0]; // until one is pointed at
-    peek.replaceChildren(...peekAt(page, own, own.at ?? own.first, have));
+    act.peek();
   });
   const axes = have.length > 1 ? el("div", { class: "controls" }, ...["x", "y"].map((name) =>
     choice(name === "x" ? "across" : "up", `axis-${name}`, have.map((by) => [by, by]), own[name],
       (by) => { own[name] = by; update(); page.writeAddress(); }))) : "";
-  box.append(bar, message, el("div", { class: "columns" }, cells, peek), axes, plot,
+  box.append(bar, message, el("div", { class: "columns" }, el("div", {}, cells, scale), peek), axes, plot,
     behind("Every head", () => [["layer", "head", ...have],
       heads.map((one) => [`${one.index} ${one.layer}`, String(one.head), ...have.map((by) => one.value(by) ?? "–")])]));
   return () => update();
 }
 
 function atlasControls(page, own, have, update) {
-  const short = !page.stack.long && page.stack.heads.length > 0, { cols } = page.stack;
+  const short = !page.stack.long && page.stack.heads.length > 0, { rows, cols } = page.stack;
   const set = (changes) => { Object.assign(own, changes); update(); page.writeAddress(); };
-  const orders = [["layer", "layer and head"], ["metric", "the number"], ["tie", "how they tie the word"],
-    ...(short ? [["given", "what the word gives to"]] : [])];
+  const orders = [["layer", "layer and head"], ["metric", "the number"], ["tie", `how they tie the ${rows.unit}`],
+    ...(short ? [["given", `what the ${rows.unit} gives to`]] : [])];
   const tray = page.state.chosen ?? [];
   return [
     choice("number", "metric", have.map((by) => [by, by]), own.by, (by) => set({ by })),
     choice("sort by", "sort", orders, own.sort, (sort) => set({ sort, target: own.target ?? 0 })),
-    short && own.sort === "given" && choice("another word", "given", range(cols.length).map((n) => [n, cols.name(n)]),
+    short && own.sort === "given" && choice(`another ${cols.unit}`, "given", range(cols.length).map((n) => [n, cols.name(n)]),
       own.target ?? 0,
       (n) => set({ target: Number(n) })),
-    short && choice("a cell shows", "cells", [["pattern", "the pattern"], ["row", "the row of the word"]], own.mode,
+    short && choice("a cell shows", "cells", [["pattern", "the pattern"], ["row", `the row of the ${rows.unit}`]], own.mode,
       (mode) => set({ mode })),
     short && (own.mode === "row" || own.sort === "tie" || own.sort === "given") && wordChoice(page),
     tray.length > 0 && el("button", { class: "chip", "data-key": "open-tray",
@@ -93,20 +104,27 @@ function openHeads(page, ids) {
   page.choose(ids.map((id) => page.book.heads[id]), head.stack.long ? "long" : head.stack.same ? "spotlight" : "cross");
 }
 
-// A head closer, or, with another one, both of them and their difference.
-function peekAt(page, own, one, have) {
-  const other = own.other && own.other !== one ? own.other : null;
+// What the colours of the cells say, or the height of their bars.
+function scaleOf(page, { mode }) {
+  if (mode !== "row" || page.stack.long) return legend(page, 1);
+  return el("p", { class: "hint", text: page.stack.cols.patches ? "Colours are fitted to the largest weight of a patch in each row."
+    : "A bar is as high as the root of its weight; a full one is 1." });
+}
+
+// A head closer, or both heads that are compared and their difference.
+function peekAt(page, own, pointed, have, act) {
+  const [one, other] = own.pair ?? [pointed, null], { head } = page, comparable = one.held && one.held !== head;
   const number = (by) => [el("dt", { text: by }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
     (x.value(by) === null ? "–" : fixed(x.value(by), 2))).join(" and ") })];
-  const hint = one.held ? "Click adds a head to those that are shown, shift-click compares with this one, Enter opens it."
-    : "This page does not hold its weights.";
+  const hint = other ? `Shift-click compares another head with ${head.name}.`
+    : one.held ? `Click adds a head to those that are shown, shift-click compares it with ${head.name}, Enter opens it.` : "This page does not hold its weights.";
   return [el("p", {}, el("b", { text: one.name }), other && [" and ", el("b", { text: other.name })]),
     el("dl", {}, have.map(number)), other ? difference(page, one, other) : picture(page, one),
     el("p", { class: "hint", text: hint }),
-    one.held && el("button", { class: "chip", "data-key": "open-head", text: "open this head",
-      onclick: () => openHeads(page, [one.held.id]) }),
-    other && el("button", { class: "chip quiet", "data-key": "no-compare", text: "do not compare",
-      onclick: () => { own.other = null; page.refresh(); page.writeAddress(); } })].filter(Boolean);
+    el("div", { class: "chips" }, one.held && el("button", { class: "chip", "data-key": "open-head", text: other ? "open both" : "open this head",
+      onclick: () => openHeads(page, [one, other].filter((x) => x?.held?.stack === one.held.stack).map((x) => x.held.id)) }),
+    !other && comparable && el("button", { class: "chip", "data-key": "compare", text: `compare with ${head.name}`, onclick: () => act.compare(one) }),
+    other && el("button", { class: "chip quiet", "data-key": "no-compare", text: "do not compare", onclick: () => act.compare(null) }))];
 }
 
 function picture(page, one) {
@@ -119,7 +137,7 @@ function picture(page, one) {
 function difference(page, one, other) {
   const [a, b] = [one.held, other.held], { paint } = page;
   if (!a || !b || a.stack !== b.stack) return el("p", { class: "hint",
-    text: "Only heads of the same words can be compared." });
+    text: `Only heads of the same ${page.stack.rows.units} can be compared.` });
   const long = a.stack.long, [m, n] = long ? a.stored.tiles : [a.i, a.j];
   const at = (head, i, j) => (long ? head.stored.most(i, j) : head.at(i, j));
   let most = { by: 0 };
