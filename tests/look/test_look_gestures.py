@@ -389,6 +389,47 @@ def test_the_modules_of_the_script_import_what_they_use(browser: Any, it: View, 
     tab.close()
 
 
+# What is lit goes along.
+
+
+def test_a_word_stays_lit_where_another_view_has_the_same_sentence(show: Any) -> None:
+    shown = show(translation().show("Haus"))
+    shown.click("word-3")
+    shown.view("spotlight")
+    assert shown.text(".word.lit .token") == "sehr", "in the attention of the decoder to itself"
+    shown.click("word-1")
+    shown.view("cross")
+    assert shown.text(".word.lit .token") == "Haus"
+
+
+def test_word_and_head_go_into_a_window_and_back_to_the_map(show: Any) -> None:
+    shown = show(regard.weights(torch.randn(3, 400, 8)).show(123))
+    shown.ask(
+        "new Promise((done) => { const look = () => page.vectorsPending ? setTimeout(look, 20) : done(); look(); })"
+    )
+    shown.choose("head", 1)
+    shown.view("spotlight")
+    assert shown.ask("[page.head.head, page.state.word + page.stack.window[0]]") == [1, 123]
+    shown.click("word-60")
+    at = shown.ask("60 + page.stack.window[0]")
+    shown.view("long")
+    assert shown.ask("[page.head.head, page.state.word, page.long.row]") == [1, at, at]
+
+
+def test_lines_between_two_sentences_pass_behind_their_words(show: Any) -> None:
+    shown = show(translation().show("Haus"), width=390)
+    grounds = """[...document.querySelectorAll('.stage .token')].map((x) => getComputedStyle(x).backgroundColor)"""
+    paper = shown.tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert set(shown.tab.evaluate(grounds)) == {paper}
+    order = """[...document.querySelectorAll('.stage > .lines, .stage > .sentence')].map((x) => x.classList[0])"""
+    assert shown.tab.evaluate(order) == ["lines", "sentence", "sentence"], "words are drawn after lines"
+
+
+def test_one_word_has_an_entropy_of_at_most_zero(show: Any) -> None:
+    shown = show(regard.weights(torch.randn(1, 4)).label(["hello"]).show()).view("play")
+    assert shown.text(".saturation .pairs").split() == ["peak", "1.000", "entropy", "0.000", "of", "0.00", "nats"]
+
+
 # Long inputs.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -148,3 +149,39 @@ def test_a_page_of_patches_speaks_of_patches(show: Any) -> None:
     assert both.text("#tab-cross") == "Text and image"
     assert both.texts(".side") == ["these words look", "at these patches"]
     assert both.tab.locator(".image").bounding_box()["width"] >= 240, "a grid of few patches is not a stamp"
+
+
+def test_no_view_of_patches_calls_them_words(show: Any) -> None:
+    values = randn(2, 7, 4)
+    view = regard.weights(randn(2, 7, 4)).label(grid=(2, 3), image=picture()).show("1,1", values=values)
+    long = regard.weights(randn(1, 401, 4)).label(grid=(20, 20)).show("3,3")
+    for shown in (show(view, reduced_motion="reduce"), show(long, name="long.html", reduced_motion="reduce")):
+        shown.ask(
+            "new Promise((done) => { const look = () => page.vectorsPending ? setTimeout(look, 20) : done(); look(); })"
+        )
+        for name in shown.ask("page.views.map(([id]) => id)"):
+            shown.view(name)
+            if name == "overview":
+                shown.choose("sort", "tie")
+            for n in range(shown.tab.locator('[data-key^="chapter-"]').count()):
+                shown.click(f"chapter-{n}")
+                assert not re.search(r"\bwords?\b", shown.text(".tale"), re.I), (name, n)
+            page = shown.tab.evaluate(
+                "document.querySelector('#regard').innerText + [...document.querySelectorAll('#regard *')].map((x) =>"
+                " [x.getAttribute('aria-label'), x.getAttribute('title'), x.getAttribute('placeholder')].join(' ')).join(' ')"
+            )
+            assert not re.search(r".{0,40}\bwords?\b.{0,40}", page, re.I), (
+                name,
+                re.findall(r".{0,40}\bwords?\b.{0,40}", page, re.I),
+            )
+
+
+def test_a_square_of_few_rows_and_many_patches_can_be_read(show: Any) -> None:
+    words = regard.weights(randn(4, 8), randn(197, 8)).label(list("abcd"), grid=(14, 14))
+    shown = show(words.show("b"), width=390).view("square")
+    canvas = shown.tab.locator(".matrix > canvas").bounding_box()
+    assert canvas["height"] >= 4 * 14
+    names = shown.tab.locator(".matrix text.name")
+    assert names.all_text_contents()[:4] == list("abcd")
+    shown.tab.mouse.move(canvas["x"] + 3, canvas["y"] + canvas["height"] * 0.9)
+    assert shown.ask("page.state.cell[0]") == 3, "the pointer reads the row it is over"

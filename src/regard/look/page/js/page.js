@@ -164,17 +164,15 @@ export class Page {
     this.colours = null;
     this.keepingFocus(() => this.draw());
   }
-  // Another stack: the word and the heads start anew there.
+  // Another stack: the word goes along where it has the same sentence, the heads where it has the same ones.
   setStack(n) {
-    const stack = this.book.stacks[n];
-    const i = stack.rows === this.stack.rows ? this.state.word : telling(stack);
-    this.set({ stack: n, word: i, hover: null, chosen: null, layer: null });
+    this.set({ stack: n, ...carried(this, this.book.stacks[n]), hover: null, layer: null });
   }
   choose(heads, view) {
     const [head] = heads;
     this.state.chosen = heads.map((one) => one.id);
     if (head.stack.n !== this.state.stack) Object.assign(this.state,
-      { stack: head.stack.n, word: telling(head.stack), target: null });
+      { stack: head.stack.n, word: carried(this, head.stack).word, target: null });
     this.open(view);
     this.main.querySelector('[tabindex="0"], select, button')?.focus({ preventScroll: true });
   }
@@ -203,7 +201,7 @@ export class Page {
         ...this.heads.map((one) => one.id).filter((id) => id !== head.id)] }) },
       el("i", { class: "dot", text: LETTERS[n] }), head.name);
     this.tray.replaceChildren(el("span", { class: "who", text: this.state.chosen ? "heads"
-      : `best heads for the ${this.stack.rows.patches ? "patch" : "word"}` }), ...this.heads.map(chip),
+      : `best heads for the ${this.stack.rows.unit}` }), ...this.heads.map(chip),
       ...(this.state.chosen ? [el("button", { class: "pill quiet", "data-key": "tray-auto", text: "the best again",
         onclick: () => this.set({ chosen: null, layer: null }) })] : []));
   }
@@ -239,11 +237,9 @@ export class Page {
     this.state.view = id;
     const view = VIEWS[id];
     if (view.stack && !view.stack(this.stack)) {
-      const n = this.book.stacks.findIndex(view.stack), { window } = this.book.stacks[n];
-      const row = window ? (this.long?.row ?? this.state.word) - window[0] : -1;
-      const word = row >= 0 && row < this.book.stacks[n].rows.length ? row : telling(this.book.stacks[n]);
-      Object.assign(this.state, { stack: n, word, chosen: null, hover: null,
-        layer: null, target: null });
+      const fits = this.book.stacks.filter(view.stack), stack = fits.find((one) => sameRows(one, this.stack)) ?? fits[0];
+      Object.assign(this.state, { ...carried(this, stack), stack: stack.n, hover: null, layer: null, target: null, cell: null });
+      if (stack.long && this.long) Object.assign(this.long, { head: this.head.id, row: this.state.word });
     }
     this.select(id);
     this.draw();
@@ -275,6 +271,18 @@ async function textAtEnd(id) {
     await new Promise((done) => { document.addEventListener("readystatechange", done, { once: true }); });
   }
   return document.getElementById(id).textContent;
+}
+
+// A window of a long input has the sentence and the heads of its base.
+const sameRows = (a, b) => (a.base ?? a).rows === (b.base ?? b).rows;
+const rootOf = (head) => head.base ?? head;
+
+// The word that is lit and the heads that were chosen, in another stack.
+function carried({ book, stack, state, long }, to) {
+  const shown = stack.long ? long?.row ?? state.word : state.word, word = shown + (stack.window?.[0] ?? 0) - (to.window?.[0] ?? 0);
+  const roots = (state.chosen ?? []).map((id) => rootOf(book.heads[id]));
+  const chosen = roots.map((root) => to.heads.find((head) => rootOf(head) === root)).filter(Boolean).map((head) => head.id);
+  return { word: sameRows(stack, to) && word >= 0 && word < to.rows.length ? word : telling(to), chosen: chosen.length ? chosen : null };
 }
 
 // The row of a stack that some head ties most clearly.
