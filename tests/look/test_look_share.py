@@ -113,8 +113,8 @@ def test_a_link_holds_all_that_was_chosen(show: Any, it: View, name: str) -> Non
 
 def test_a_link_holds_two_heads_that_are_compared(show: Any, it: View) -> None:
     shown: Shown = show(it).view("overview")
-    shown.tab.hover('[data-key="head-1-2"]')
-    shown.tab.locator('[data-key="head-3-1"]').dispatch_event("click", {"shiftKey": True})
+    shown.click("head-1-2")
+    shown.tab.locator('[data-key="head-3-1"]').click(modifiers=["Shift"])
     peek = shown.text(".peek")
     assert "layer 1, head 2 and layer 3, head 1" in peek
     shown.tab.goto("about:blank")
@@ -246,6 +246,30 @@ def test_every_view_is_saved_as_a_picture(show: Any, it: View, tmp_path: Path, v
     assert len(texts(root)) > 10
     text = ElementTree.tostring(root, encoding="unicode")
     assert not re.search(r"var\(|color-mix|http://(?!www\.w3\.org)|<script|onload", text), "a picture of its own"
+
+
+def test_a_picture_cuts_words_where_the_page_does(show: Any, tmp_path: Path) -> None:
+    words = ["a", "antidisestablishmentarianismically", "x" * 200, "😀", "end"]
+    shown = show(regard.weights(2 * torch.randn(5, 8)).label(words).show(1))
+    written = texts(ElementTree.fromstring(saved(shown, "save-svg", tmp_path).read_text(encoding="utf-8")))
+    for word in words[1:3]:
+        drawn = [text for text in written if text.endswith("…") and word.startswith(text[:-1])]
+        assert drawn, word
+        assert min(map(len, drawn)) < 20, "as narrow as in the sentence"
+        assert written.count(word) <= 1, "only the heading has it complete"
+    assert "😀" in written
+    assert "end" in written
+
+
+def test_the_steps_of_a_walk_are_saved_as_a_table(show: Any, tmp_path: Path) -> None:
+    x = torch.randn(4, 8)
+    W = regard.weights(x, mask=regard.causal()).label(["the", "cat", "sat", "down"])
+    shown = show(W.show("sat")).view("walk")
+    rows = list(csv.reader(io.StringIO(saved(shown, "save-csv", tmp_path).read_text(encoding="utf-8-sig"))))
+    assert rows[0] == ["word", "q·k", "scaled ÷ √8", "masked", "weight"]
+    assert [float(row[1]) for row in rows[1:]] == pytest.approx((x[2] @ x.T).tolist(), rel=1e-3, abs=1e-3)
+    assert [float(row[4]) for row in rows[1:]] == pytest.approx(W.row("sat").tolist(), abs=1e-3)
+    assert rows[4][3] == "-Infinity"
 
 
 def test_the_png_is_twice_as_large(show: Any, it: View, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 const NAMESPACE = "http://www.w3.org/2000/svg";
 // A document of its own: what is drawn there loads nothing, and no policy has to allow it.
 const SHEET = globalThis.document?.implementation.createDocument(NAMESPACE, "svg", null);
-const LEFT_OUT = ".controls, .behind, .hint, .quiet, .map-below .crumbs, .hidden, select, input, [hidden]";
+const LEFT_OUT = ".controls, .behind, .hint, .quiet, .map-below .crumbs, .peek .chips, .hidden, select, input, [hidden]";
 // What of a computed style an element of a drawing needs when the style sheet is gone.
 const DRAWN = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "opacity",
   "font-family",
@@ -99,15 +99,32 @@ function drawFrame(style, box, pen) {
   if (sides.every((width) => width > 0)) stroke(style.borderTopColor, sides[0], -sides[0] / 2);
 }
 
-// A text line by line, as it is broken on the screen.
+// Where a text that is too long ends with "…" on the screen; null where it is shown to its end.
+function cutOf(node, size) {
+  for (let one = node.parentElement; one; one = one.parentElement) {
+    const { textOverflow, overflowX } = getComputedStyle(one);
+    if (textOverflow !== "ellipsis" || overflowX === "visible") continue;
+    if (one.scrollWidth <= one.clientWidth) return null;
+    const { left, right } = one.getBoundingClientRect();
+    return { left: left - 1, right: right + 1, dots: size };
+  }
+  return null;
+}
+
+// A text line by line, as it is broken and cut on the screen.
 function drawText(node, pen) {
   if (!node.data.trim()) return;
-  const style = getComputedStyle(node.parentElement), range = document.createRange(), lines = [];
+  const style = getComputedStyle(node.parentElement), range = document.createRange(), lines = [], end = cutOf(node, parseFloat(style.fontSize));
+  const boxOf = (n) => { range.setStart(node, n); range.setEnd(node, n + 1); return range.getClientRects()[0]; };
+  const outside = (box, space) => box.right > end.right - space || box.left < end.left + (style.direction === "rtl" ? space : 0);
+  const cut = end && Array.from(node.data, (_, n) => boxOf(n)).some((box) => box && outside(box, 0));
   for (let n = 0; n < node.data.length; n++) {
-    range.setStart(node, n);
-    range.setEnd(node, n + 1);
-    const box = range.getClientRects()[0];
+    const box = boxOf(n);
     if (!box || !box.width) continue;
+    if (cut && outside(box, end.dots)) {
+      if (lines.length) lines.at(-1).text += "…";
+      break;
+    }
     const line = lines.at(-1);
     if (line && Math.abs(line.box.top - box.top) < 2) { line.text += node.data[n]; line.left = Math.min(line.left,
       box.left); line.right = Math.max(line.right, box.right); }

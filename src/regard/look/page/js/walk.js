@@ -1,7 +1,7 @@
 // Walk: the six steps of attention for one word.
 
 import { dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
-import { el, shade, strip, tick, word } from "./elements.js";
+import { behind, el, shade, strip, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { walkOf } from "./address.js";
 
@@ -14,11 +14,12 @@ export function walk(page, box) {
   const message = el("p", { class: "message" });
   const grid = el("div", { class: "scroll" });
   const cells = el("div", { class: "cells", "aria-live": "polite" });
-  box.append(bar, message, grid, cells);
+  let steps = null;
+  box.append(bar, message, grid, cells, behind("The steps", () => walkTable(page, steps)));
   const again = (change) => { Object.assign(own, change); page.keepingFocus(() => page.refresh()); page.writeAddress(); };
   return () => {
     const i = page.state.word;
-    const steps = own.source === "head" ? stepsOfHead(page.head, i) : stepsOfWords(page, embedded, own, i);
+    steps = own.source === "head" ? stepsOfHead(page.head, i) : stepsOfWords(page, embedded, own, i);
     bar.replaceChildren(...walkControls(page, own, embedded, again));
     message.textContent = steps.message;
     grid.replaceChildren(stepTable(page, steps, i, own.cell, (j) => again({ cell: own.cell === j ? null : j })));
@@ -27,6 +28,12 @@ export function walk(page, box) {
     own.shown = shown;
     cells.replaceChildren(...dotProduct(page, steps, i, own.cell));
   };
+}
+
+// A line for every word that is looked at; what the page does not hold is left out.
+function walkTable(page, { what, scaleText, raw, s, masked, hidden, w }) {
+  const { cols } = page.stack, columns = [[what, raw], [`scaled ${scaleText}`, s], ["masked", hidden ? masked : null], ["weight", w]].filter(([, x]) => x);
+  return [[cols.unit, ...columns.map(([name]) => name)], range(cols.length).map((j) => [word(cols.name(j)), ...columns.map(([, x]) => x[j])])];
 }
 
 // The table of a long sentence begins where most of the weight is, unless that is seen from its beginning.
@@ -172,7 +179,7 @@ function stepsToOutput(page, steps, t) {
   const have = steps.v[0].length, shown = have < steps.values ? `first ${have} of ${steps.values}` : steps.values;
   const first = steps.y.slice(0, 6).map((x) => fixed(x, 2)).join(", ");
   const output = el("td", { colspan: t, class: "y" }, el("div", {}, strip(steps.y.slice(0, few), peak(steps.y), paint, "the output"),
-    el("span", { class: "vector", text: `y = [${first}${steps.values > 6 ? ", …" : ""}]  (${shown} coordinates)` })));
+    el("span", { class: "vector", text: `y\u00a0=\u00a0[${first}${steps.values > 6 ? ", …" : ""}]  (${shown} coordinates)` })));
   return [stepLine("5", "weight × value", `${t}×${steps.values}`, steps.v.map(weighted)),
     stepLine("6", "sum: the output y", `1×${steps.values}`, output)];
 }
