@@ -44,15 +44,13 @@ def h2o(weights: Weights, mean: bool = True) -> Tensor:
     >>> regard.kv.h2o(regard.weights(torch.zeros(1, 2, 4), mask=regard.causal()))
     tensor([[0.7500, 0.5000]])
     """
-    if mean:
-        weights._need_entire("h2o(mean=True)")
     scores = weights.reduce_heads("mean", groups="kv").received()
     if not mean:
         return scores
     rows = weights.shape[-2]
-    at = weights._positions("h2o")
-    later = rows - torch.searchsorted(at, torch.arange(weights.shape[-1], device=at.device))
-    return scores / later.clamp(min=1)
+    weights._need_positions("h2o")
+    before = (weights._keys_here - weights._factors.query_offset).clamp(0, rows)
+    return scores / (rows - before).clamp(min=1)
 
 
 def tova(weights: Weights) -> Tensor:
@@ -87,6 +85,7 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     >>> regard.kv.snapkv(W, window=8, kernel=3).shape
     torch.Size([4, 40])
     """
+    weights._need_entire("snapkv")
     i, j = weights.shape[-2:]
     if at_least_one(window, "snapkv(window=)") > i or window >= j:
         raise ValueError(f"snapkv(window=) must be at most the {i} queries and less than the {j} keys; got {window}.")
@@ -110,7 +109,7 @@ def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
     >>> regard.kv.oracle(regard.weights(torch.zeros(1, 3, 4)), by="max")
     tensor([[0.3333, 0.3333, 0.3333]])
     """
-    if by == "sum":
+    if by == "sum":  # over ranks: of this rank's keys
         return weights.reduce_heads("mean", groups="kv").received()
     if by != "max":
         raise ValueError(f"oracle(by=) must be 'sum' or 'max'; got {by!r}.")

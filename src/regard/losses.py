@@ -40,8 +40,8 @@ def entropy_floor(weights: Weights, floor: float) -> Tensor:
     >>> regard.losses.entropy_floor(regard.weights(torch.zeros(2, 4)), 1.0)  # entropy log 2 = 0.6931
     tensor(0.3069)
     """
-    weights._need_entire("entropy_floor")
-    return _mean((floor - weights.entropy()).clamp(min=0))
+    lacking = (floor - weights.entropy()).clamp(min=0).sum()
+    return weights._over_ranks(lacking, "entropy_floor") / max(1, weights.shape[:-1].numel())
 
 
 def clip_factors(weights: Weights, threshold: float) -> Tensor:
@@ -62,9 +62,9 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     """
     if not threshold > 0:
         raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
-    weights._need_entire("clip_factors")
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
+    largest = weights._over_ranks(largest, "clip_factors", "max")
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
 
 
@@ -84,7 +84,8 @@ def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:
     """
     log_mass = weights.log_mass(cells)
     sees = log_mass.detach() > -torch.inf
-    return -torch.where(sees, log_mass, 0).sum() / sees.sum().clamp(min=1)
+    total = weights._over_ranks(torch.where(sees, log_mass, 0).sum(), "alignment")
+    return -total / weights._over_ranks(sees.sum(), "alignment").clamp(min=1)
 
 
 def distillation(

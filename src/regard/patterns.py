@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .core.pytree import replace_fields
-from .core.rows.questions import induction_targets
+from .core.rows.stats import induction_targets
 from .core.scores.kinds import Dot
 from .core.weights import Weights
 
@@ -125,9 +125,9 @@ def _shares(weights: Weights, tokens: Tensor | Sequence[int | str] | None) -> tu
     close = [n for n, kind in enumerate(kinds) if kind in ("itself", "previous", "next") or kind in _near_names()]
     close += range(len(kinds), targets.shape[-1])
     parts = [
-        _mean(mass[..., : len(kinds)], there[..., : len(kinds)]),
-        _mean(mass[..., close].sum(-1, keepdim=True), rows.unsqueeze(-1)),
-        _mean((entropy / most.clamp(min=0.5)).unsqueeze(-1), rows.unsqueeze(-1)),
+        _mean(weights, mass[..., : len(kinds)], there[..., : len(kinds)]),
+        _mean(weights, mass[..., close].sum(-1, keepdim=True), rows.unsqueeze(-1)),
+        _mean(weights, (entropy / most.clamp(min=0.5)).unsqueeze(-1), rows.unsqueeze(-1)),
     ]
     shares = torch.cat(parts, -1)  # ... h kinds
     shares = shares if not weights._one_head else shares.unsqueeze(-2)
@@ -145,10 +145,11 @@ def _largest_entropy(weights: Weights) -> Tensor:
     return weights._with(zeros).lse()
 
 
-def _mean(x: Tensor, counts: Tensor) -> Tensor:
+def _mean(weights: Weights, x: Tensor, counts: Tensor) -> Tensor:
     """The mean over rows that count, (..., i, n) to (..., n)."""
     counts = counts.expand(x.shape)
-    return torch.where(counts, x, 0).sum(-2) / counts.sum(-2).clamp(min=1)
+    total, rows = torch.where(counts, x, 0).sum(-2), counts.sum(-2)
+    return weights._over_ranks(total, "classify") / weights._over_ranks(rows, "classify").clamp(min=1)
 
 
 def _name(kinds: tuple[str, ...], shares: Tensor, threshold: float) -> str:

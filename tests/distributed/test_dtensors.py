@@ -39,13 +39,39 @@ def test_results_and_gradients_are_those_of_one_process(ranks, world, how, shape
 
 
 @pytest.mark.parametrize(
+    ("world", "how"),
+    [(2, "heads"), (3, "sequence"), (4, "batch twice"), (4, "heads and sequence")],
+)
+def test_questions_about_rows_are_answered_in_the_same_placements(ranks, world, how) -> None:
+    for pairs in ranks.run(world, "support.rank_dtensors.questions", how):
+        for name, (got, want) in pairs.items():
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize(
     ("world", "what", "error", "text"),
     [
         (3, "another split", "RankError", "rank 0 of 3"),
         (2, "heads without their keys", "ValueError", "separate heads from their keys"),
         (2, "sharded sizes", "ValueError", "must be sharded on batch, heads or length"),
-        (2, "plain values", "TypeError", "values must be a DTensor"),
+        (2, "plain values", "RankError", "TypeError: values must be a DTensor"),
         (2, "one of a sharded batch", "NotImplementedError", "batch and heads are sharded"),
+        (
+            2,
+            "values of one rank",
+            "RankError",
+            "rank 1 of 2 cannot take part in this request: TypeError: values must be",
+        ),
+        (
+            2,
+            "vectors of one rank",
+            "RankError",
+            "rank 1 of 2 cannot take part in this request: TypeError: vectors must",
+        ),
+        (2, "keys of one rank", "RankError", "rank 1 of 2 cannot take part in weights(): TypeError: q and k must both"),
+        (2, "a mask that is a DTensor", "RankError", "a tensor of score or mask must be a dense tensor"),
+        (2, "heads together", "NotImplementedError", "heads of DTensors are not taken together yet"),
+        (2, "rows of a sharded sequence", "NotImplementedError", "not in the split of a DTensor"),
     ],
 )
 def test_other_placements_are_refused_on_every_rank(ranks, world, what, error, text) -> None:

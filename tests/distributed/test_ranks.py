@@ -87,15 +87,9 @@ def test_gradients_over_two_ranks_are_finite_differences(ranks, name) -> None:
     assert all(ranks.run(2, "support.rank_cases.gradcheck", name))
 
 
-def test_questions_about_complete_rows_are_refused(ranks) -> None:
-    for texts in ranks.run(2, "support.rank_cases.complete_rows"):
-        assert len(texts) == 5, texts
-        assert all("complete rows are not computed over ranks yet" in text for text in texts)
-
-
 def test_answers_about_all_rows_and_keys_are_refused_by_name(ranks) -> None:
     for texts in ranks.run(2, "support.rank_cases.entire_matrices"):
-        assert len(texts) == 9, texts
+        assert len(texts) == 7, texts
         assert all("takes all rows and keys, and this rank has some of them" in text for text in texts)
 
 

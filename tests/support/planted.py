@@ -275,7 +275,7 @@ BUGS = [
     Bug("distances: a bin holds its upper edge", "core/rows/stats.py", "(distances >= a) & (distances < z)", "(distances > a) & (distances <= z)", ("row statistics",)),
     Bug("patterns: the induction target is the token itself", "core/rows/questions.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
     # kv.py and losses.py.
-    Bug("kv: every key was seen by all rows", "kv.py", "return scores / later.clamp(min=1)", "return scores / rows", ("kv",)),
+    Bug("kv: every key was seen by all rows", "kv.py", "return scores / (rows - before).clamp(min=1)", "return scores / rows", ("kv",)),
     Bug("kv: SnapKV smooths with a shifted window", "kv.py", "padding=kernel // 2)", "padding=kernel // 2).roll(1, -1)", ("kv",)),
     Bug("kv: TOVA may drop the last key", "kv.py", "scores = _with_largest_at_the_end(row, 1)", "scores = row", ("kv",)),
     Bug("kv: keys stay in the order of their scores", "kv.py", ".indices.sort(dim=-1).values", ".indices", ("kv",)),
@@ -284,7 +284,7 @@ BUGS = [
     Bug("kv: the oracle looks at the mean of heads by their maximum", "kv.py", 'weights.reduce_heads("max", groups="kv").pool_blocks(', 'weights.reduce_heads("mean", groups="kv").pool_blocks(', ("kv",)),
     Bug("kv: a window's layer is evicted", "kv.py", 'and kind.__name__ != "DynamicLayer":', 'and kind.__name__ == "none":', ("kv",)),
     Bug("rows: positions begin at 0 again", "core/rows/relations.py", "factors.offset + chosen.start", "factors.offset", ("kv",)),
-    Bug("losses: rows without a cell count", "losses.py", ".sum() / sees.sum().clamp(min=1)", ".mean()", ("losses",)),
+    Bug("losses: rows without a cell count", "losses.py", "return -total / weights._over_ranks(sees.sum(), \"alignment\").clamp(min=1)", "return -total / sees.numel()", ("losses",)),
     Bug("losses: a factor above 1", "losses.py", "torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)", "threshold / largest", ("losses",)),
     Bug("losses: the indexer forgets its ReLU", "core/scores/similarity.py", "torch.relu(x @ k.mT)", "(x @ k.mT)", ("losses",)),
     Bug("losses: the teacher gets the gradient of distillation", "losses.py", "of_teacher.detach().kl(of_student)", "of_teacher.kl(of_student)", ("losses",)),

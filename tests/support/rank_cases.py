@@ -170,6 +170,12 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
             placed["rows"] = [4.0, 5.0, 6.0, 7.5]
         elif difference == "a device without numbers":
             q = q.to("meta")
+        elif difference == "values of another type":
+            v = v.double()
+        elif difference == "values of another size":
+            v = v[..., :3]
+        elif difference == "no values":
+            v = None
         elif difference == "fewer values":
             v = v[:, :3]
         elif difference == "a mask of its own rows":
@@ -186,6 +192,8 @@ def disagree(group: Any, rank: int, world: int, difference: str) -> str:
             _ = W[1 if odd else 0].lse()
         elif difference in ("no number of keys", "an unknown statistic"):
             _ = W.topk(0 if odd else 2) if difference == "no number of keys" else W.see("lsee" if odd else "lse")
+        elif difference == "another statistic":
+            _ = W.entropy() if odd else W.received()
         else:
             _ = W.lse() if odd and difference == "another request" else W @ v
         return "no error"
@@ -245,32 +253,12 @@ def gradcheck(group: Any, rank: int, world: int, name: str) -> bool:
     return torch.autograd.gradcheck(answer, (q, k, v, slopes))
 
 
-def complete_rows(group: Any, rank: int, world: int) -> list[str]:
-    """What is said of questions that need complete rows, where some of the keys are on another rank."""
-    W = regard.weights(torch.randn(2, 4, 5), mask=regard.causal(), mesh=Shards(group, timeout=100))
-    texts = []
-    for ask in (
-        lambda: W.kl(W),
-        lambda: W.rows(slice(0, 2)),
-        lambda: W.reduce_heads("mean").entropy(),
-        lambda: W.pool(2, 2, by="max"),
-        W.distance_variance,
-    ):
-        try:
-            ask()
-        except NotImplementedError as error:
-            texts.append(str(error))
-    return texts
-
-
 def entire_matrices(group: Any, rank: int, world: int) -> list[str]:
     """What is said of answers about all rows or keys, where some of them are on another rank."""
     W = regard.weights(torch.randn(2, 4, 5), mask=regard.causal(), mesh=Shards(group, timeout=100))
     texts = []
     for ask in (
-        lambda: regard.losses.entropy_floor(W, 1.0),
-        lambda: regard.losses.clip_factors(W, 1.0),
-        lambda: regard.kv.h2o(W),
+        lambda: regard.kv.snapkv(W, 2),
         lambda: regard.kv.update(torch.zeros(2, 8), W),
         lambda: regard.chains.rollout([W, W], torch.randn(4, 5)),
         lambda: regard.chains.rollout_rows([W, W], [0]),

@@ -60,6 +60,33 @@ def answers(group: Any, rank: int, world: int, how: str, shape: tuple[int, ...])
     return pairs | {"gradient of slopes": (shared.grad, slopes.grad)}
 
 
+def questions(group: Any, rank: int, world: int, how: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """For every question about rows, its gradient and two losses: those of DTensors, gathered, and of one process."""
+    mesh = square_mesh() if world == 4 else mesh_of(group, world)
+    placements = {"batch twice": [Shard(0), Shard(0)], "heads and sequence": [Shard(1), Shard(2)]}.get(how)
+    placements = placements or PLACEMENTS[how]
+    torch.manual_seed(7)
+    full = [torch.randn(5, 4, 9, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    parts = [distribute_tensor(t.detach().clone(), mesh, placements).requires_grad_() for t in full]
+    results = []
+    for q, k in (parts, full):
+        W, other = regard.weights(q, k, mask=regard.causal()), regard.weights(k, mask=regard.causal())
+        results.append({
+            "kl": W.kl(other), "offset": W.offset_mass(1), "histogram": W.distance_histogram([0, 1, 4]),
+            "variance": W.distance_variance(), "induction": W.induction_mass([n % 3 for n in range(9)]),
+            "segments": W.segment_mass([slice(0, 3), [4]]), "of rows": W.segment_mass([[0]], rows=[slice(1, 8)]),
+            "pool": W.pool(2, 3, by="max"), "blocks": W.pool_blocks(4, 4, by="lse"), "cover": W.cover(0.7, 3, 3),
+            "floor": regard.losses.entropy_floor(W, 3.0), "clip": regard.losses.clip_factors(W, 0.1),
+            "u @ W": q.mT @ W,
+        })  # fmt: skip
+        loss = sum(torch.where(t == -torch.inf, 0, t).sin().sum() for t in results[-1].values() if t.requires_grad)
+        loss.backward()
+    got, want = results
+    assert all(isinstance(t, DTensor) for t in got.values())
+    pairs = {name: (t.full_tensor().detach(), want[name].detach()) for name, t in got.items()}
+    return pairs | {f"gradient {n}": (t.grad.full_tensor(), full[n].grad) for n, t in enumerate(parts)}
+
+
 def refused(group: Any, rank: int, world: int, what: str) -> tuple[str, str]:
     """The name and the text of the error."""
     mesh = mesh_of(group, world)
@@ -74,6 +101,23 @@ def refused(group: Any, rank: int, world: int, what: str) -> tuple[str, str]:
             regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(3)])).entropy()
         elif what == "plain values":
             regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(2)])) @ torch.randn(1, 2, 5, 4)
+        elif what in ("values of one rank", "vectors of one rank", "keys of one rank"):
+            full = torch.randn(1, 2, 5, 4)
+            q = distribute_tensor(full, mesh, [Shard(2)])
+            odd = full if rank == 1 else q
+            if what == "keys of one rank":
+                regard.weights(q, odd)
+            else:
+                W = regard.weights(q)
+                _ = W @ odd if what == "values of one rank" else W.mT @ odd
+        elif what == "a mask that is a DTensor":
+            cells = torch.ones(5, 5, dtype=torch.bool)
+            mask = distribute_tensor(cells, mesh, [Replicate()])
+            regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(2)]), mask=mask)
+        elif what == "heads together":
+            regard.kv.h2o(regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(1)])))
+        elif what == "rows of a sharded sequence":
+            regard.weights(distribute_tensor(torch.randn(1, 2, 5, 4), mesh, [Shard(2)])).rows(slice(0, 2))
         elif what == "one of a sharded batch":
             regard.weights(distribute_tensor(torch.randn(4, 2, 5, 4), mesh, [Shard(0)]))[0]
     except (RankError, ValueError, TypeError, NotImplementedError) as error:

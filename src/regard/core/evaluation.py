@@ -136,8 +136,18 @@ class LazyMatrix:
         """The answer of a check of arguments, which may raise; over ranks its error is that of all of them."""
         return check()
 
+    @property
+    def _entire(self) -> bool:
+        """Whether all of the matrix is here; of a matrix over ranks others may have some."""
+        return True
+
     def _need_entire(self, what: str) -> None:
-        """Raises where other ranks have some rows or keys; `what` takes all of them, and begins the error."""
+        """Raises where other ranks have a part of the matrix; `what` takes all of it, and begins the error."""
+        if not self._entire:
+            raise NotImplementedError(
+                f"{what} takes all rows and keys, and this rank has some of them; ask for statistics of `see` and "
+                "reduce them over ranks, or gather q and k first."
+            )
 
     def _request(self, statistics: list[str], inputs: dict[str, Any]) -> Request:
         """The request that the named statistics are computed from; `inputs` are its other fields."""

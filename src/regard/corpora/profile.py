@@ -15,10 +15,9 @@ from torch.nn import functional
 
 from ..core.pytree import register_node
 from ..core.rows.head_profile import head_profile
-from ..core.rows.questions import induction_targets
 from ..core.rows.sources import Part, Strip
-from ..core.rows.stats import ChosenKeys, RowEntropy
-from ..core.rows.strips import Merge
+from ..core.rows.stats import ChosenKeys, RowEntropy, induction_targets
+from ..core.rows.strips import Merge, OfParts
 from ..core.stats import Results, entropy
 from ..core.weights import Weights
 
@@ -47,6 +46,7 @@ class HeadProfile:
     merges: ClassVar[tuple[Merge, ...]] = ("sum",) * 8
     counts_sink: ClassVar[bool] = True
     of_scores: ClassVar[bool] = False
+    of_parts: ClassVar[OfParts] = None
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         b, h, i, j = shape

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +21,12 @@ from ..core.indexing import Pick
 from ..core.problem import Factors
 from ..core.pytree import flatten, unflatten
 from ..core.results import Peak, Statistics, TopK
-from ..core.types import EngineName
+from ..core.rows.head_reduction import HeadReduction
+from ..core.rows.spans import PoolBy
+from ..core.types import EngineName, SegmentsLike
 from ..core.weights import Weights
 from .build import Parts, local_factors, shard_weights
+from .handshake import checked_together
 from .shards import Shards
 from .transport import Ranks
 
@@ -106,13 +109,137 @@ class DTensorWeights(Weights):
     def _checked(self, check: Callable[[], X]) -> X:
         return self._local._checked(check)
 
-    def _need_entire(self, what: str) -> None:
-        self._local._need_entire(what)
+    @property
+    def _entire(self) -> bool:
+        return all(role is None for role in self._layout.roles)
+
+    # Questions about rows: those without tensors of their own are asked of the part that is here.
 
     def _local_factors(self) -> Factors:
         raise NotImplementedError(
-            "complete rows are not computed of DTensors yet; ask for statistics of `see`, or use full_tensor() first."
+            "this question is not answered of DTensors yet; ask for statistics of `see`, pass q.to_local() with mesh=, "
+            "or use full_tensor() first."
         )
+
+    def _of_rows(self, local: Tensor) -> DTensor:
+        return self._layout.wrap(local, self._sizes[0])
+
+    def _compare(self, measure: str, other: Any) -> Tensor:
+        def check() -> Weights:
+            if not isinstance(other, DTensorWeights):
+                raise TypeError(f"{measure}(other): both matrices must be of DTensors; got {type(other).__name__}.")
+            if other._layout != self._layout:
+                raise ValueError(
+                    f"{measure}(other): both matrices must be sharded alike; got {self._layout} and {other._layout}. "
+                    "Use redistribute(...) of queries and keys."
+                )
+            return other._local
+
+        return self._of_rows(self._local._compare(measure, self._checked(check)))
+
+    def offset_mass(self, offset: int) -> Tensor:
+        """As `Weights.offset_mass`.
+
+        Example:
+            >>> regard.weights(torch.zeros(2, 2)).offset_mass(0)
+            tensor([0.5000, 0.5000])
+        """
+        return self._of_rows(self._local.offset_mass(offset))
+
+    def induction_mass(self, tokens: Tensor | Sequence[int | str]) -> Tensor:
+        """As `Weights.induction_mass`.
+
+        Example:
+            >>> regard.weights(torch.zeros(2, 2)).induction_mass(["a", "a"])
+            tensor([0.0000, 0.5000])
+        """
+        return self._of_rows(self._local.induction_mass(tokens))
+
+    def distance_variance(self) -> Tensor:
+        """As `Weights.distance_variance`.
+
+        Example:
+            >>> regard.weights(torch.zeros(2, 2)).distance_variance()
+            tensor([0.2500, 0.2500])
+        """
+        return self._of_rows(self._local.distance_variance())
+
+    def distance_histogram(self, edges: Sequence[int] | Tensor) -> Tensor:
+        """As `Weights.distance_histogram`.
+
+        Example:
+            >>> regard.weights(torch.zeros(2, 2)).distance_histogram([0, 1])
+            tensor([[0.5000],
+                    [0.5000]])
+        """
+        return self._of_rows(self._local.distance_histogram(edges))
+
+    def segment_mass(
+        self, keys: SegmentsLike, rows: SegmentsLike | None = None, by: Literal["sum", "mean"] = "sum"
+    ) -> Tensor:
+        """As `Weights.segment_mass`; segments of rows are the same on every rank.
+
+        Example:
+            >>> regard.weights(torch.zeros(2, 2)).segment_mass([[0]])
+            tensor([[0.5000],
+                    [0.5000]])
+        """
+        return self._layout.wrap(self._local.segment_mass(keys, rows, by), self._sizes[0] if rows is None else None)
+
+    def pool_blocks(self, rows: int, cols: int, by: PoolBy = "sum") -> Tensor:
+        """As `Weights.pool_blocks`; the same on every rank along the sequence's axis.
+
+        Example:
+            >>> regard.weights(torch.zeros(2, 2)).pool_blocks(2, 1)
+            tensor([[1., 1.]])
+        """
+        return self._layout.wrap(self._local.pool_blocks(rows, cols, by), None)
+
+    def _pool_by(self, pool: tuple[int, int, slice, slice], by: str) -> Tensor:
+        return self._layout.wrap(self._local._pool_by(pool, by), None)
+
+    def cover(self, share: float, rows: int, cols: int) -> Tensor:
+        """As `Weights.cover`; the same on every rank along the sequence's axis.
+
+        Example:
+            >>> regard.weights(torch.zeros(2, 2)).cover(0.5, 2, 1)
+            tensor([[ True, False]])
+        """
+        return self._layout.wrap(self._local.cover(share, rows, cols), None)
+
+    def rows(self, part: slice) -> Self:
+        """As `Weights.rows`, of a sequence that is not sharded.
+
+        Raises:
+            NotImplementedError: The rows would not be in the split of `distribute_tensor`.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).rows(slice(0, 2)).shape
+            torch.Size([2, 3])
+        """
+        if "sequence" in self._layout.roles:
+            raise NotImplementedError(
+                "rows of a sharded sequence are not in the split of a DTensor; pass q.to_local() with mesh=."
+            )
+        return type(self)(self._local.rows(part), self._layout)
+
+    def reduce_heads(self, *_: Any, **__: Any) -> HeadReduction:
+        """Not of DTensors yet.
+
+        Raises:
+            NotImplementedError: Always; the message says what to do.
+
+        Example:
+            >>> regard.weights(torch.zeros(4, 2, 2)).reduce_heads().shape  # of tensors
+            torch.Size([2, 2])
+        """
+        raise NotImplementedError(
+            "heads of DTensors are not taken together yet; pass q.to_local() with mesh=, or use full_tensor() first."
+        )
+
+    def _over_ranks(self, own: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
+        assert isinstance(own, DTensor)
+        return own.redistribute(placements=[Replicate() if p.is_partial() else p for p in own.placements])
 
     def _select(self, picks: list[Pick]) -> Self:
         if all(isinstance(pick, range) and pick == range(n) for pick, n in zip(picks, self.shape, strict=False)):
@@ -127,8 +254,8 @@ class DTensorWeights(Weights):
         return type(self)(local, MeshLayout(self._layout.mesh, self._layout.roles, batch, heads))
 
     def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
-        if inputs.get("v") is not None:
-            inputs = {**inputs, "v": self._layout.unwrap(inputs["v"], "values")}
+        if (v := inputs.get("v")) is not None:
+            inputs = {**inputs, "v": self._checked(lambda: self._layout.unwrap(v, "values"))}
         local = self._local._statistics(statistics, inputs)
         i, j = self._sizes
         fields: dict[str, Any] = {}
@@ -155,6 +282,9 @@ class DTensorWeights(Weights):
             "scores are not computed of DTensors yet; index the weights, or use full_tensor() of q and k first."
         )
 
+    def __rmatmul__(self, u: Tensor) -> Tensor:
+        return _TransposedDTensor(self).__matmul__(u.mT).mT if isinstance(u, Tensor) else NotImplemented
+
     @property
     def mT(self) -> Transposed:
         """The transposed matrix, for ``W.mT @ u`` with a DTensor u.
@@ -176,7 +306,8 @@ class DTensorWeights(Weights):
 class _TransposedDTensor(Transposed):
     def __matmul__(self, u: Tensor) -> Tensor:
         w: Any = self.mT
-        return w._layout.wrap(w._local.mT @ w._layout.unwrap(u, "vectors"), w._sizes[1])
+        local = w._checked(lambda: w._layout.unwrap(u, "vectors"))
+        return w._layout.wrap(w._local.mT @ local, w._sizes[1])
 
 
 class _SharedParameter(torch.autograd.Function):
@@ -207,8 +338,9 @@ def _roles(x: DTensor, name: str) -> tuple[int | str | None, ...]:
                 f"{name} must be sharded on batch, heads or length, or replicated; got {placement}. "
                 f"Use {name}.redistribute(...)."
             )
-    if roles.count("sequence") > 1:
-        raise ValueError(f"the length of {name} must be sharded over one axis of the mesh; got {list(x.placements)}.")
+    for role, what in (("sequence", "the length"), ("heads", "the heads")):
+        if roles.count(role) > 1:
+            raise ValueError(f"{what} of {name} must be sharded over one axis of the mesh; got {list(x.placements)}.")
     return tuple(roles)
 
 
@@ -227,22 +359,21 @@ def dtensor_weights(
         ValueError: They are not sharded alike, or in a way that splits no batch, heads or length.
         RankError: A rank's part of the sequence is not that of `distribute_tensor`; the same on every rank.
     """
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, DTensor):
-            raise TypeError(f"q and k must both be DTensors or both plain; {name} is a {type(x).__name__}.")
+    if not isinstance(q, DTensor):
+        raise TypeError(f"q and k must both be DTensors or both plain; q is a {type(q).__name__}.")
     options = mesh if isinstance(mesh, Shards) else Shards(mesh)
     roles = _roles(q, "q")
-    if q.device_mesh != k.device_mesh or roles != _roles(k, "k") or q.ndim != k.ndim:
-        raise ValueError(
-            f"q and k must be sharded alike; got {list(q.placements)} and {list(k.placements)}. "
-            "Use k.redistribute(placements=q.placements)."
-        )
-    one_head = q.ndim == 2
-    if q.shape[:-3] != k.shape[:-3]:
-        raise ValueError(f"q and k must have the same batch axes; got {tuple(q.shape)} and {tuple(k.shape)}.")
-    layout = MeshLayout(q.device_mesh, roles, tuple(q.shape[:-3]), None if one_head else q.shape[-3])
-    parts = _parts(q, k, roles)
-    local_q, local_k = check_tensors(q=q.to_local(), k=k.to_local())
+    layout = MeshLayout(q.device_mesh, roles, tuple(q.shape[:-3]), None if q.ndim == 2 else q.shape[-3])
+
+    def check() -> tuple[Parts, list[Tensor]]:
+        _need_alike(q, k, roles)
+        return _parts(q, k, roles), check_tensors(q=q.to_local(), k=k.to_local())
+
+    if "sequence" in roles:  # a rank that raises alone would be waited for
+        ranks = Ranks(q.device_mesh.get_group(roles.index("sequence")), float(options.timeout))
+        parts, (local_q, local_k) = checked_together(ranks, "weights()", check)
+    else:
+        parts, (local_q, local_k) = check()
     coordinate = q.device_mesh.get_coordinate() or ()
     for axis, role in enumerate(roles):
         if role is not None and role != "sequence" and not isinstance(score, str):
@@ -250,7 +381,7 @@ def dtensor_weights(
             score = _with_summed_gradients(score, ranks)
     if "sequence" not in roles:
         factors = local_factors(local_q, local_k, q.shape[-2], k.shape[-2], score, mask, align, parts)
-        return DTensorWeights(Weights(factors, engine, one_head=one_head), layout)
+        return DTensorWeights(Weights(factors, engine, one_head=q.ndim == 2), layout)
     axis = roles.index("sequence")
     rows, keys = (_share(x.shape[-2], q.device_mesh.size(axis), coordinate[axis]) for x in (q, k))
     group = q.device_mesh.get_group(axis)
@@ -259,6 +390,18 @@ def dtensor_weights(
         local_q, local_k, score=score, mask=mask, align=align, engine=engine, mesh=shards, parts=parts
     )
     return DTensorWeights(local, layout)
+
+
+def _need_alike(q: DTensor, k: Any, roles: tuple[int | str | None, ...]) -> None:
+    if not isinstance(k, DTensor):
+        raise TypeError(f"q and k must both be DTensors or both plain; k is a {type(k).__name__}.")
+    if q.device_mesh != k.device_mesh or roles != _roles(k, "k") or q.ndim != k.ndim:
+        raise ValueError(
+            f"q and k must be sharded alike; got {list(q.placements)} and {list(k.placements)}. "
+            "Use k.redistribute(placements=q.placements)."
+        )
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"q and k must have the same batch axes; got {tuple(q.shape)} and {tuple(k.shape)}.")
 
 
 def _parts(q: DTensor, k: DTensor, roles: Sequence[int | str | None]) -> Parts:
@@ -281,7 +424,9 @@ def _parts(q: DTensor, k: DTensor, roles: Sequence[int | str | None]) -> Parts:
                     )
             heads = _share(h, n, rank)
         elif role != "sequence" and role is not None:
-            batch[int(role)] = _share(q.shape[int(role)], n, rank)
+            before = batch.get(int(role), range(q.shape[int(role)]))  # of an earlier axis that splits it as well
+            share = _share(len(before), n, rank)
+            batch[int(role)] = before[share.start : share.stop]
     return Parts(tuple(q.shape[:-3]), (q.shape[-3], k.shape[-3]) if q.ndim > 2 else (1, 1), batch, heads)
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..core.tensor_kinds import readable
 from .transport import RankError, Ranks
 
-__all__ = ["agree", "describe"]
+__all__ = ["agree", "checked_together", "describe"]
+
+X = TypeVar("X")
 
 
 def agree(ranks: Ranks, what: str, own: dict[str, Any], error: Exception | None = None) -> list[dict[str, Any]]:
@@ -48,6 +52,18 @@ def agree(ranks: Ranks, what: str, own: dict[str, Any], error: Exception | None 
     return records
 
 
+def checked_together(ranks: Ranks, what: str, check: Callable[[], X]) -> X:
+    """The answer of a check on this rank; what it raises is an error of all ranks, at their next agreement."""
+    try:
+        return check()
+    except RankError:  # of a check inside this one
+        raise
+    except Exception as error:
+        with ranks.together(what):
+            agree(ranks, what, {}, error)
+        raise
+
+
 def _shared(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name[0] != "_"}
 
@@ -55,6 +71,7 @@ def _shared(record: dict[str, Any]) -> dict[str, Any]:
 def describe(node: Any) -> str:
     """A text that tells two masks or scores apart, their tensors and functions included."""
     if isinstance(node, Tensor):
+        node = readable(node, "a tensor of score or mask")
         return f"{str(node.dtype).removeprefix('torch.')}{list(node.shape)} with checksum {_checksum(node):016x}"
     if isinstance(node, (tuple, list)):
         return f"({', '.join(map(describe, node))})"

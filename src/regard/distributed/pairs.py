@@ -5,6 +5,8 @@ Positions are global: the mask and the modifiers of scores are cut to the rectan
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,9 @@ from ..core.problem import Factors, Problem
 from ..core.pytree import replace_fields
 from ..core.scores.kinds import Product
 from ..core.stats import Request, Results, Tiling
+from .exchange import Plan
 
-__all__ = ["cut", "hidden_from_all", "local_tiling", "state_of", "visible_span"]
+__all__ = ["by_piece", "cut", "hidden_from_all", "local_tiling", "state_of", "visible_span", "wants_of"]
 
 
 def cut(factors: Factors, rows: range, keys: range, q: Tensor, k: Tensor) -> Factors:
@@ -45,6 +48,23 @@ def visible_span(factors: Factors, rows: range, start: int, stop: int) -> tuple[
     if not bool(some.any()):
         return start, start
     return start + int(intervals.lo[some].min()), start + int(intervals.hi[some].max())
+
+
+def wants_of(plan: Plan, factors: Factors, spans: list[tuple[range, slice]]) -> list[tuple[int, int]]:
+    """For every piece of every rank the keys that these rows may see."""
+    wants = []
+    for pieces in plan.pieces:
+        for piece in pieces:
+            seen = [visible_span(factors, rows, piece.start, piece.stop) for rows, _ in spans]
+            seen = [(first, end) for first, end in seen if first < end]
+            wants.append((min(s for s, _ in seen), max(e for _, e in seen)) if seen else (piece.start, piece.start))
+    return wants
+
+
+def by_piece(plan: Plan, wants: list[Any]) -> list[list[tuple[int, int]]]:
+    """The keys that a rank needs, for every piece of every rank, from its list of all."""
+    rest = iter(wants)
+    return [[tuple(next(rest)) for _ in pieces] for pieces in plan.pieces]  # type: ignore[misc]
 
 
 def hidden_from_all(factors: Factors, rows: int, keys: range) -> Tensor | None:

@@ -25,7 +25,7 @@ from ..engines.score_grad import ScoreGrad
 from .exchange import Plan, Wants, visit_keys
 from .pairs import cut, local_tiling, state_of, visible_span
 
-__all__ = ["Job", "compute", "vjp"]
+__all__ = ["Job", "compute", "pull_back", "vjp"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +201,7 @@ def vjp(job: Job, results: Results, grad_outputs: Results, needs: list[bool]) ->
             local = _rows_of(gradient, at, key_columns[:, :, where])
             values = None if v is None else v[:, :, where]
             of_problem, of_values = _piece_grads(job, problem, seen, at, values, local, results, grads)
-            pulled = _pull_back(flatten(problem)[1], of_problem, leaves)
+            pulled = pull_back(flatten(problem)[1], of_problem, leaves)
             for total, g in zip([dq[:, :, at], sums[0][:, :, where], *of_score], pulled, strict=True):
                 if g is not None:
                     total += g
@@ -362,7 +362,7 @@ def _detached(tree: Any) -> tuple[Any, list[Tensor]]:
     return spec, [t.detach() for t in tensors]
 
 
-def _pull_back(outputs: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
+def pull_back(outputs: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
     """Gradients of the leaves that a problem was lowered from, from those of its tensors."""
     pulled: list[Tensor | None] = [None] * len(leaves)
     through = []

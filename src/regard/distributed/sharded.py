@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +14,10 @@ from ..core.array_protocol import Scores
 from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
+from ..core.rows.relations import row_range
+from ..core.rows.sources import RowSource
+from ..core.rows.stats import DistanceVariance
+from ..core.rows.strips import Question
 from ..core.stats import NOT_DIFFERENTIATED, Request, Results
 from ..core.torch_state import in_functorch, is_tracing, without_autocast
 from ..core.types import EngineName
@@ -19,10 +25,12 @@ from ..core.weights import Weights
 from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
 from .exchange import Plan
-from .handshake import agree, describe
-from .pairs import hidden_from_all, visible_span
+from .handshake import agree, checked_together, describe
+from .pairs import by_piece, hidden_from_all, wants_of
 from .passes import Job, compute, vjp
-from .transport import RankError, Ranks
+from .questions import ShardedRows, answer
+from .shards import Split
+from .transport import Ranks
 
 __all__ = ["ShardedWeights", "engine_of", "nan_error"]
 
@@ -94,19 +102,64 @@ class ShardedWeights(Weights):
 
     def _local_factors(self) -> Factors:
         raise NotImplementedError(
-            "complete rows are not computed over ranks yet; ask for statistics of `see`, or gather q and k first."
+            'dense weights are not computed over ranks; use an engine other than "reference" for both matrices.'
         )
 
-    def _need_entire(self, what: str) -> None:
-        if self._plan.ranks.size > 1:
-            raise NotImplementedError(
-                f"{what} takes all rows and keys, and this rank has some of them; ask for statistics of `see` and "
-                "reduce them over ranks, or gather q and k first."
-            )
+    @property
+    def _entire(self) -> bool:
+        return self._plan.ranks.size == 1
 
     def _position_free_factors(self) -> Factors:
         """Without what depends on global positions: for `explain` alone."""
         return replace_fields(self._factors, mask=None, score=replace_fields(self._factors.score, modifiers=()))
+
+    # Questions about rows.
+
+    def _row_source(self, batch: torch.Size) -> RowSource:
+        return ShardedRows(self, batch)  # type: ignore[return-value]
+
+    def _answer_rows(self, sources: list[RowSource], question: Question, plain: bool) -> list[Tensor]:
+        return answer(sources, question)
+
+    @property
+    def _rows_here(self) -> Tensor:
+        return _positions(self._plan.rows.spans(self._plan.ranks.rank), self.device)
+
+    @property
+    def _keys_here(self) -> Tensor:
+        return _positions(self._plan.keys.spans(self._plan.ranks.rank), self.device)
+
+    def _distance_variance(self) -> DistanceVariance:
+        mean = self.mean_distance().reshape(self._factors.batch.numel(), self._factors.heads, -1)
+        return DistanceVariance(self._factors.query_offset, mean)
+
+    def _over_ranks(self, own: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
+        return _Reduced.apply(own, self._plan.ranks, what, by)
+
+    def rows(self, part: slice) -> Self:
+        """As `Weights.rows`: every rank has those of the rows that are its own.
+
+        Example:
+            >>> regard.weights(torch.eye(3)).rows(slice(0, 2)).shape
+            torch.Size([2, 3])
+        """
+        start, stop = self._checked(lambda: row_range(part, self._sizes[0]))
+        plan, rank = self._plan, self._plan.ranks.rank
+        at = [n for run, place in plan.rows.spans(rank) for n in range(place.start, place.stop)
+              if start <= run.start + n - place.start < stop]  # fmt: skip
+        runs = [[inside for run in own if (inside := _shifted(run, start, stop))] for own in plan.rows.runs]
+        factors, chosen, keys = self._factors, slice(start, stop), slice(0, self._sizes[1])
+        q = factors.q.index_select(-2, torch.tensor(at, dtype=torch.int64, device=self.device))
+        return self._with(
+            Factors(
+                q, factors.k, factors.score.crop(chosen, keys),
+                None if factors.mask is None else factors.mask.crop(chosen, keys),
+                None if factors.offset is None else factors.offset + start,
+            ),
+            plan=replace(plan, rows=Split(runs, "rows")),
+            selected=f"{self._selected}.rows({start}:{stop})",
+            tokens=(None if (words := self._tokens[0]) is None else Tokens(words.words[chosen]), self._tokens[1]),
+        )  # fmt: skip
 
     # Requests.
 
@@ -122,14 +175,7 @@ class ShardedWeights(Weights):
 
     def _checked(self, check: Callable[[], X]) -> X:
         """Arguments that do not fit on this rank are an error of all ranks."""
-        try:
-            return check()
-        except RankError:  # of a check inside this one
-            raise
-        except Exception as error:
-            with self._plan.ranks.together("this request"):
-                agree(self._plan.ranks, "this request", {}, error)
-            raise
+        return checked_together(self._plan.ranks, "this request", check)
 
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
@@ -142,7 +188,7 @@ class ShardedWeights(Weights):
         spans = _row_blocks(self._plan.rows.spans(self._plan.ranks.rank), at_once)
         folded = factors.folded()
         if self._wants is None:
-            self._wants = _wants_of(self._plan, folded, spans)
+            self._wants = wants_of(self._plan, folded, spans)
         results = self._run(folded, request, spans, self._wants, cached, requires_grad)
         if use_cache:
             self._cache.put(self._leaves, request, results)
@@ -169,14 +215,14 @@ class ShardedWeights(Weights):
                 "matrix, by its number": plan.number,
                 "dtype": str(factors.q.dtype),
                 "batch and heads": self._selected,
-                "request": _described(request),
+                **_described(request),
                 "indexed rows": indexed,
                 "cached results": sorted(cached),
                 "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
                 "_wants": wants,
             }
             records = agree(plan.ranks, "this request", record, nan_error(plan, factors, v=request.v, u=request.u))
-            of_ranks = [_by_rank(plan, record["_wants"]) for record in records]
+            of_ranks = [by_piece(plan, record["_wants"]) for record in records]
             job = Job(plan, of_ranks, spans, engine_of(self._engine), factors, request)
             if not requires_grad:
                 return without_autocast(factors.q, lambda: compute(job, cached))
@@ -215,13 +261,28 @@ class ShardedWeights(Weights):
             cols=torch.tensor(list(cols), dtype=torch.int64, device=self.device),
         )
         requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self._leaves)
-        wants = _wants_of(self._plan, chosen, spans)
+        wants = wants_of(self._plan, chosen, spans)
         indexed = repr(rows) if isinstance(rows, range) else describe(torch.tensor(rows, dtype=torch.int64))
         results = self._run(chosen, request, spans, wants, {}, requires_grad, indexed)
         w = of_scores(results["cells"], results["norm"])
         where = torch.tensor(place, dtype=torch.int64, device=self.device)
         everywhere = _OnEveryRank.apply(w, where, len(rows), self._plan.ranks)
         return everywhere.reshape(*self._factors.batch, *everywhere.shape[1:])
+
+
+def _agreed(method: Callable[..., X]) -> Callable[..., X]:
+    """The method of one process, whose errors on one rank are those of all ranks."""
+
+    @functools.wraps(method)
+    def checked(self: ShardedWeights, *args: Any, **kwargs: Any) -> X:
+        return self._checked(lambda: method(self, *args, **kwargs))
+
+    return checked
+
+
+for _name in ("_compare", "_pool_by", "cover", "distance_histogram", "distance_variance", "gather", "induction_mass",
+              "log_mass", "offset_mass", "pool_blocks", "recall", "reduce_heads", "segment_mass"):  # fmt: skip
+    setattr(ShardedWeights, _name, _agreed(getattr(Weights, _name)))
 
 
 class _ShardedScores(Scores):
@@ -266,6 +327,15 @@ def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[i
         else:
             spans.append((range(position, position + 1), slice(n, n + 1)))
     return place, index, spans
+
+
+def _positions(spans: list[tuple[range, slice]], device: torch.device) -> Tensor:
+    return torch.tensor([n for run, _ in spans for n in run], dtype=torch.int64, device=device)
+
+
+def _shifted(run: range, start: int, stop: int) -> range:
+    """The part of a run between two positions, counted from the first of them."""
+    return range(max(run.start, start) - start, max(min(run.stop, stop) - start, max(run.start, start) - start))
 
 
 def _row_blocks(spans: list[tuple[range, slice]], at_once: int) -> list[tuple[range, slice]]:
@@ -333,6 +403,20 @@ class _OnEveryRank(torch.autograd.Function):
         return g[:, :, place], None, None, None
 
 
+class _Reduced(torch.autograd.Function):
+    """A sum or maximum over ranks of what each has of its own rows: the same on every rank, and so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, ranks: Ranks, what: str, by: str) -> Tensor:
+        with ranks.together(what):
+            agree(ranks, what, {"shape": list(own.shape), "dtype": str(own.dtype), "reduction": by})
+            return ranks.sum(own) if by == "sum" else torch.stack(ranks.gather(own)).amax(0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        return g, None, None, None
+
+
 def engine_of(name: str) -> FusedEngine:
     """The engine that computes pieces of keys; one that holds all weights is refused."""
     engine = get_engine(name)
@@ -345,27 +429,23 @@ def _call_name(request: Request) -> str:
     return "indexing" if request.rows is not None else f"a request for {', '.join(request.names)}"
 
 
-def _described(request: Request) -> str:
+def _described(request: Request) -> dict[str, Any]:
     """Everything about a request that ranks share: v and u without their lengths."""
-    shared = [request.names, request.topk, request.tiling and tuple(vars(request.tiling).values())]
-    local = [t is not None and [str(t.dtype), list(t.shape[:2]), t.shape[-1]] for t in (request.v, request.u)]
-    return f"{shared} {local} {describe((request.keys, request.cols))}"
 
+    def outer(t: Tensor | None) -> str:
+        if t is None:
+            return "none"
+        return f"{str(t.dtype).removeprefix('torch.')}, batch and heads {list(t.shape[:2])}, size {t.shape[-1]}"
 
-def _wants_of(plan: Plan, factors: Factors, spans: list[tuple[range, slice]]) -> list[tuple[int, int]]:
-    """For every piece of every rank the keys that these rows may see."""
-    wants = []
-    for pieces in plan.pieces:
-        for piece in pieces:
-            seen = [visible_span(factors, rows, piece.start, piece.stop) for rows, _ in spans]
-            seen = [(first, end) for first, end in seen if first < end]
-            wants.append((min(s for s, _ in seen), max(e for _, e in seen)) if seen else (piece.start, piece.start))
-    return wants
-
-
-def _by_rank(plan: Plan, wants: list[Any]) -> list[list[tuple[int, int]]]:
-    rest = iter(wants)
-    return [[tuple(next(rest)) for _ in pieces] for pieces in plan.pieces]  # type: ignore[misc]
+    return {
+        "values": outer(request.v),
+        "vectors": outer(request.u),
+        "results": list(request.names),
+        "number of largest weights": request.topk,
+        "tiles": None if request.tiling is None else list(vars(request.tiling).values()),
+        "chosen keys": describe(request.keys),
+        "columns": describe(request.cols),
+    }
 
 
 def nan_error(plan: Plan, factors: Factors, **tensors: Tensor | None) -> ValueError | None:

@@ -174,11 +174,16 @@ class Ranks:
         self.wait(self.post([(p, own) for p in self.others], [(p, texts[p]) for p in self.others]))
         return [bytes(t.tolist()).decode() for t in texts]
 
-    def sum(self, own: Tensor) -> Tensor:
-        """The sum over all ranks, in the order of the ranks: bit-equal on all of them."""
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """A tensor of every rank, all of one shape, in the order of the ranks."""
         parts = [own if p == self.rank else torch.empty_like(own, memory_format=torch.contiguous_format)
                  for p in range(self.size)]  # fmt: skip
         self.wait(self.post([(p, own) for p in self.others], [(p, parts[p]) for p in self.others]))
+        return parts
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum over all ranks, in the order of the ranks: bit-equal on all of them."""
+        parts = self.gather(own)
         total = parts[0].clone()
         for part in parts[1:]:
             total += part

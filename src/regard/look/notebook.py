@@ -40,7 +40,7 @@ _PADDING = "padding:2px 8px"  # of a cell: some notebooks give none
 def weights_html(weights: Weights) -> str:
     """The description of a `Weights` and, where that costs little, the pattern of its first heads."""
     text = _line(repr(weights))
-    if not 0 < weights.shape.numel() <= WEIGHTS or weights._lengths != weights._sizes:  # others are on other ranks
+    if not 0 < weights.shape.numel() <= WEIGHTS or not weights._entire:
         return text
     view = all_layers(weights)[0]
     heads = list(range(min(HEADS, view.heads)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..chains import rollout_rows
-from ..core.rows.questions import induction_targets
+from ..core.rows.stats import induction_targets
 from ..core.weights import Weights
 from .calls import LayerKind
 from .slicing import row_mean

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..pytree import register_node
 from .sources import Part, Strip
-from .strips import Merge
+from .strips import Merge, OfParts
 
 __all__ = ["MEASURES", "Comparison"]
 
@@ -116,6 +116,7 @@ class Comparison:
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = True
     of_scores: ClassVar[bool] = False
+    of_parts: ClassVar[OfParts] = "rows"
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         return [like.new_zeros(shape[:3])]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,10 @@ from ..scores.kinds import upcast
 from ..torch_state import as_size, is_tracing
 from ..types import KeyLike, KeysLike
 from .questions import RowQuestions
-from .sources import DenseRows, HeadRows, RowSource, ScoreRows
+from .sources import HeadRows, RowSource
 from .spans import PoolBy
 from .stats import ColumnSum, LargestWeights, RowEntropy, RowProduct
+from .strips import Question
 
 if TYPE_CHECKING:
     from .relations import Relations
@@ -76,8 +77,21 @@ class HeadReduction(RowQuestions):
 
     def _row_source(self, batch: torch.Size) -> RowSource:
         heads = self._weights._row_source(batch)
-        assert isinstance(heads, (ScoreRows, DenseRows))
-        return HeadRows(heads, self._size, self._shares)
+        return HeadRows(heads, self._size, self._shares)  # type: ignore[arg-type]  # no heads of heads are made
+
+    def _answer_rows(self, sources: list[RowSource], question: Question, plain: bool) -> list[Tensor]:
+        return self._weights._answer_rows(sources, question, plain)
+
+    @property
+    def _rows_here(self) -> Tensor:
+        return self._weights._rows_here
+
+    @property
+    def _keys_here(self) -> Tensor:
+        return self._weights._keys_here
+
+    def _over_ranks(self, own: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
+        return self._weights._over_ranks(own, what, by)
 
     def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
         if scores:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .questions import RowQuestions
-from .sources import ChosenRows, DenseRows, HeadRows, RowSource, ScoreRows
+from .sources import ChosenRows, RowSource
+from .strips import Question
 
 __all__ = ["KeyChoice"]
 
@@ -37,8 +38,10 @@ class KeyChoice(RowQuestions):
 
     def _row_source(self, batch: torch.Size) -> RowSource:
         rows = self._matrix._row_source(batch)
-        assert isinstance(rows, (ScoreRows, DenseRows, HeadRows))
-        return ChosenRows(rows, self._keys)
+        return ChosenRows(rows, self._keys)  # type: ignore[arg-type]  # no choice of a choice is made
+
+    def _answer_rows(self, sources: list[RowSource], question: Question, plain: bool) -> list[Tensor]:
+        return self._matrix._answer_rows(sources, question, plain)
 
     def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
         w, _ = self._matrix._dense_rows(batch, scores)

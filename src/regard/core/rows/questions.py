@@ -22,11 +22,11 @@ from ..types import EngineName, MaskLike, SegmentsLike
 from .comparison import Comparison
 from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
-from .stats import ChosenKeys, DistanceBins, DistanceVariance
+from .stats import ChosenKeys, DistanceBins, DistanceVariance, induction_targets
 from .strips import Question, walk_strips
 from .traced import answer, traced
 
-__all__ = ["RowQuestions", "induction_targets"]
+__all__ = ["RowQuestions"]
 
 
 #: Tiles up to which nobody asks the system how much memory is free.
@@ -69,10 +69,31 @@ class RowQuestions:
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
             plain = any(e.avoids_gpu_kernels and m._factors.q.is_cuda for e, m in zip(used, matrices, strict=True))
-            outputs = list(walk_strips(sources, question)) if plain else _answer_by_kernels_or_strips(sources, question)
+            outputs = self._answer_rows(sources, question, plain)
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
         return [x.squeeze(len(batch)) if one_head else x for x in unfolded]
+
+    def _answer_rows(self, sources: list[RowSource], question: Question, plain: bool) -> list[Tensor]:
+        """The outputs, with one batch axis; `plain`: by no kernels."""
+        if plain:
+            return list(walk_strips(sources, question))
+        traced_outputs = traced(sources, question) if is_tracing() else None
+        return answer(sources, question) if traced_outputs is None else traced_outputs
+
+    @property
+    def _rows_here(self) -> Tensor:
+        """Which rows outputs have, (i,): all, or those of one rank."""
+        return torch.arange(self.shape[-2], device=self._factors.q.device)
+
+    @property
+    def _keys_here(self) -> Tensor:
+        """Which keys outputs have, (j,): likewise."""
+        return torch.arange(self.shape[-1], device=self._factors.q.device)
+
+    def _over_ranks(self, own: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
+        """A sum or maximum over these rows, over all rows: other ranks may have some; `what` takes it."""
+        return own
 
     def rows(self, part: slice) -> RowQuestions:
         """The same matrix for adjacent rows alone."""
@@ -333,12 +354,14 @@ class RowQuestions:
             raise ValueError(f"segment_mass(by=) must be 'sum' or 'mean'; got {by!r}.")
         i, j = self.shape[-2:]
         flags = segment_flags(keys, j, self._tokens[1], self._factors.q, "keys")
-        mass: Tensor = self.__matmul__(flags.mT)  # type: ignore[operator]  # Dynamo cannot follow @
+        of_keys = flags.index_select(1, self._keys_here)
+        mass: Tensor = self.__matmul__(of_keys.mT)  # type: ignore[operator]  # Dynamo cannot follow @
         if rows is None:
             return mass
         flags = segment_flags(rows, i, self._tokens[0], self._factors.q, "rows")
         shares = flags if by == "sum" else flags / flags.sum(-1, keepdim=True).clamp(min=1)
-        return without_autocast(mass, lambda: shares @ mass)
+        of_rows = shares.index_select(1, self._rows_here)
+        return self._over_ranks(without_autocast(mass, lambda: of_rows @ mass), "segment_mass")
 
     def gather(self, keys: Tensor) -> Tensor:
         """The weights of every row at keys of its own.
@@ -354,7 +377,7 @@ class RowQuestions:
                 [0.5000],
                 [0.0000]])
         """
-        outer, (i, j) = (*self._factors.batch, self._row_heads), self.shape[-2:]
+        outer, (i, j) = (*self._factors.batch, self._row_heads), (len(self._rows_here), self.shape[-1])
         if not isinstance(keys, Tensor) or keys.is_floating_point() or keys.ndim < 2 or keys.shape[-2] != i:
             got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__
             raise ValueError(f"gather(keys) takes key positions ({i}, n), a row of them for each query; got {got}.")
@@ -410,7 +433,10 @@ class RowQuestions:
         tensor([0.0000, 0.2500, 0.6667])
         """
         self._positions("distance_variance")
-        return self._ask_rows(DistanceVariance(self._factors.query_offset))[0]
+        return self._ask_rows(self._distance_variance())[0]
+
+    def _distance_variance(self) -> DistanceVariance:
+        return DistanceVariance(self._factors.query_offset)
 
     def distance_histogram(self, edges: Sequence[int] | Tensor) -> Tensor:
         """The weight of every row by distance.
@@ -436,13 +462,7 @@ class RowQuestions:
             raise ValueError(
                 f'{what} compares positions of queries and keys: pass align="start" or "end" to weights().'
             )
-        return torch.arange(self.shape[-2], device=self._factors.q.device) + self._factors.offset
-
-
-def _answer_by_kernels_or_strips(sources: list[RowSource], question: Question) -> list[Tensor]:
-    if is_tracing() and (outputs := traced(sources, question)) is not None:
-        return outputs
-    return answer(sources, question)
+        return self._rows_here + self._factors.offset
 
 
 def _is_precomputed(matrix: RowQuestions) -> bool:
@@ -469,17 +489,3 @@ def _dense_matrices(matrices: list[RowQuestions], batch: torch.Size, question: Q
     return [
         torch.cat([w, (torch.zeros_like(w[..., 0]) if sink is None else sink).unsqueeze(-1)], -1) for w, sink in pairs
     ]
-
-
-def induction_targets(tokens: Tensor | Sequence[Any], rows: Tensor) -> Tensor:
-    """For the query at each key position of `rows` the key after the last earlier occurrence of its token, or −1."""
-    last: dict[Any, int] = {}
-    targets = []
-    for at, token in enumerate(tokens.tolist() if isinstance(tokens, Tensor) else tokens):
-        targets.append(last[token] + 1 if token in last else -1)
-        last[token] = at
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(targets):
-        raise ValueError(
-            f"induction_mass(tokens) needs a token at the position of each query; got {len(targets)} tokens."
-        )
-    return torch.tensor(targets, dtype=torch.int64, device=rows.device)[rows]

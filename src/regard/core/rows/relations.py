@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from .head_reduction import HeadReduction, head_shares
 from .questions import RowQuestions
 from .sources import DenseRows, RowSource, ScoreRows
 
-__all__ = ["Relations"]
+__all__ = ["Relations", "row_range"]
 
 
 class Relations(LazyMatrix, RowQuestions):
@@ -42,7 +42,7 @@ class Relations(LazyMatrix, RowQuestions):
         head = () if self._one_head else (factors.heads,)
         if tuple(self.shape) != (*factors.batch, *head, factors.q.shape[-2], factors.k.shape[-2]):
             raise NotImplementedError(
-                "complete rows are not computed over ranks yet; ask for statistics of `see`, or gather q and k first."
+                "complete rows are not computed over ranks; ask for statistics of `see`, or gather q and k first."
             )
         return factors
 
@@ -59,11 +59,8 @@ class Relations(LazyMatrix, RowQuestions):
         >>> W.rows(slice(-2, None)).received()
         tensor([0.3667, 0.3667, 0.3667, 0.3667, 0.3667, 0.1667])
         """
-        i, j = self._sizes
-        if not isinstance(part, slice) or part.step not in (None, 1):
-            raise ValueError(f"rows(part) takes a slice without step; got {part!r}.")
-        start, stop, _ = slice_bounds(part, i)
-        chosen, keys, factors = slice(start, max(start, stop)), slice(0, j), self._local_factors()
+        start, stop = row_range(part, self._sizes[0])
+        chosen, keys, factors = slice(start, stop), slice(0, self._sizes[1]), self._local_factors()
         return self._with(
             Factors(
                 factors.q[..., chosen, :], factors.k, factors.score.crop(chosen, keys),
@@ -117,6 +114,14 @@ class Relations(LazyMatrix, RowQuestions):
             raise ValueError(f"reduce_heads(groups=) must divide the {n} heads; got {groups}.")
         shares = None if by == "max" and weights is None else head_shares(by, weights, n, count, self._factors.q)
         return HeadReduction(chosen, n // count, shares, one_head=groups is None)
+
+
+def row_range(part: Any, n: int) -> tuple[int, int]:
+    """First and end of the rows that a slice without a step picks."""
+    if not isinstance(part, slice) or part.step not in (None, 1):
+        raise ValueError(f"rows(part) takes a slice without step; got {part!r}.")
+    start, stop, _ = slice_bounds(part, n)
+    return start, max(start, stop)
 
 
 def _head_numbers(heads: Sequence[int], count: int) -> list[int]:

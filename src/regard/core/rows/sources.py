@@ -19,7 +19,7 @@ from ..problem import Problem
 from ..pytree import register_node, replace_fields, tree_map
 from ..scores.kinds import upcast
 
-__all__ = ["ChosenRows", "DenseRows", "HeadRows", "Part", "RowSource", "ScoreRows", "Strip", "safe_lse"]
+__all__ = ["ChosenRows", "DenseRows", "FinishedRows", "HeadRows", "Part", "RowSource", "ScoreRows", "Strip", "safe_lse"]
 
 S = TypeVar("S", bound="RowSource")
 
@@ -31,9 +31,13 @@ class Part:
     batch: slice
     heads: slice
     block: MatrixBlock
+    #: Where its rows lie in tensors that have the rows of one rank; None: at their positions.
+    at: slice | None = None
 
     @property
     def rows(self) -> slice:
+        if self.at is not None:
+            return self.at
         assert isinstance(self.block.rows, slice)
         return self.block.rows
 
@@ -93,6 +97,22 @@ class _ScoreStrip(Strip):
     @cached_property
     def log_sink(self) -> Tensor | None:  # type: ignore[override]
         return None if self._sink is None else (self._sink - self._pivot) - self._l.log()
+
+    @property
+    def scores(self) -> Tensor:
+        return self._s
+
+
+class _FinishedStrip(Strip):
+    """Some keys of rows, normalised by the maximum and the sum over all keys."""
+
+    def __init__(self, s: Tensor, norm: Tensor, sink: Tensor | None) -> None:
+        m, l = norm.unsqueeze(-2).unbind(-1)  # b h i 1
+        pivot, l = torch.where(m == -torch.inf, 0, m), torch.where(l == 0, 1, l)
+        self._s = s
+        self.log_w = s - pivot - l.log()
+        self.w = (s - pivot).exp() / l
+        self.log_sink = None if sink is None else upcast(sink) - pivot - l.log()
 
     @property
     def scores(self) -> Tensor:
@@ -255,11 +275,27 @@ class ScoreRows:
         )
 
     def strip(self, part: Part, visible: Tensor | None) -> Strip:
+        return _ScoreStrip(self._scores(part, visible), self.problem.sink)
+
+    def _scores(self, part: Part, visible: Tensor | None) -> Tensor:
         # Positions are this matrix's own: another one of the walk may be aligned otherwise.
         s = self.problem.bare_scores(self.problem.block(part.rows, part.cols))
-        if visible is not None:
-            s = s.masked_fill(~_pick(visible, part.batch, part.heads), -torch.inf)
-        return _ScoreStrip(s, self.problem.sink)
+        return s if visible is None else s.masked_fill(~_pick(visible, part.batch, part.heads), -torch.inf)
+
+
+@register_node
+class FinishedRows(ScoreRows):
+    """Some keys of rows; their `norm` is that of all keys, those of other problems and a sink included."""
+
+    def cut(self, part: Part) -> FinishedRows:
+        heads = part.heads if self.problem.q.shape[1] > 1 else slice(0, 1)
+        assert self.norm is not None
+        norm = take(_pick(self.norm, part.batch, heads), 2, part.rows)
+        return FinishedRows(ScoreRows.cut(self, part).problem, norm)
+
+    def strip(self, part: Part, visible: Tensor | None) -> Strip:
+        assert self.norm is not None
+        return _FinishedStrip(self._scores(part, visible), self.norm, self.problem.sink)
 
 
 @register_node

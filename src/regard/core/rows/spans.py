@@ -15,7 +15,7 @@ from ..masks.algebra import Mask
 from ..pytree import register_node
 from ..torch_state import is_tracing
 from .sources import Part, Strip, safe_lse
-from .strips import Merge
+from .strips import Merge, OfParts
 
 __all__ = ["BlockMask", "CellMass", "PoolBy", "TilePool", "block_edges", "smallest_cover", "tile_edges"]
 
@@ -45,12 +45,16 @@ class CellMass:
     mask: Mask
     log: bool
     offset: int
-    merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = False
     of_scores: ClassVar[bool] = False
+    of_parts: ClassVar[OfParts] = "rows"
+
+    @property
+    def merges(self) -> tuple[Merge, ...]:
+        return ("lse" if self.log else "sum",)
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
-        return [like.new_zeros(shape[:3])]
+        return [like.new_full(shape[:3], -torch.inf if self.log else 0.0)]
 
     def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
         (strip,) = strips
@@ -86,6 +90,7 @@ class TilePool:
     col_edges: tuple[int, ...]
     by: Merge
     counts_sink: ClassVar[bool] = False
+    of_parts: ClassVar[OfParts] = "tiles"
 
     @property
     def merges(self) -> tuple[Merge, ...]:
@@ -103,7 +108,8 @@ class TilePool:
         (strip,) = strips
         x = strip.scores if self.of_scores else strip.w
         by_col, cols = self._reduced(x, -1, self.col_edges, part.cols)
-        tiles, rows = self._reduced(by_col, -2, self.row_edges, part.rows)
+        assert isinstance(part.block.rows, slice)
+        tiles, rows = self._reduced(by_col, -2, self.row_edges, part.block.rows)
         return [(tiles, part.index(rows, cols))]
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:

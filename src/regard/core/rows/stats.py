@@ -5,6 +5,7 @@ Statistics that `Weights.see` names are in `stats`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from ..block import MatrixBlock, take
 from ..pytree import register_node
 from ..stats import distance, entropy, stable_topk
 from .sources import Part, Strip
-from .strips import Merge
+from .strips import Merge, OfParts
 
 __all__ = [
     "ChosenKeys",
@@ -25,6 +26,7 @@ __all__ = [
     "LargestWeights",
     "RowEntropy",
     "RowProduct",
+    "induction_targets",
 ]
 
 
@@ -37,6 +39,7 @@ class CompleteRowStatistic:
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = False
     of_scores: ClassVar[bool] = False
+    of_parts: ClassVar[OfParts] = None
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -57,6 +60,7 @@ class RowEntropy(CompleteRowStatistic):
     """−Σ w log w; a sink's share counts as one more outcome."""
 
     counts_sink: ClassVar[bool] = True
+    of_parts: ClassVar[OfParts] = "rows"
 
     def of_rows(self, strip: Strip, part: Part) -> Tensor:
         rows = _entropy(strip.w, strip.log_w)
@@ -106,6 +110,7 @@ class ChosenKeys(CompleteRowStatistic):
     """The weights of every row at keys of its own, (b, h, i, n); 0 at key −1."""
 
     keys: Tensor  # b|1 h|1 i n
+    of_parts: ClassVar[OfParts] = "rows"
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -184,12 +189,18 @@ class ColumnSum(CompleteRowStatistic):
 
 @register_node
 class DistanceVariance(CompleteRowStatistic):
-    """Σ_j w_ij (|i − j| − mean distance)²."""
+    """Σ_j w_ij (|i − j| − mean distance)²; `mean` is that distance, if it need not be computed."""
 
     offset: int
+    mean: Tensor | None = None  # b h i
+
+    @property
+    def of_parts(self) -> OfParts:  # type: ignore[override]
+        return None if self.mean is None else "rows"
 
     def of_rows(self, strip: Strip, part: Part) -> Tensor:
-        return _variance(strip.w, _distance(part.block))
+        mean = None if self.mean is None else self.mean[part.index(part.rows)].unsqueeze(-1)
+        return _variance(strip.w, _distance(part.block), mean)
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         (w,) = matrices
@@ -200,8 +211,8 @@ def _distance(block: MatrixBlock) -> Tensor:
     return (block.i - block.j).abs()
 
 
-def _variance(w: Tensor, distances: Tensor) -> Tensor:
-    mean = (w * distances).sum(-1, keepdim=True)
+def _variance(w: Tensor, distances: Tensor, mean: Tensor | None = None) -> Tensor:
+    mean = (w * distances).sum(-1, keepdim=True) if mean is None else mean
     return (w * (distances - mean) ** 2).sum(-1)
 
 
@@ -211,6 +222,7 @@ class DistanceBins(CompleteRowStatistic):
 
     edges: Tensor  # bins + 1
     offset: int
+    of_parts: ClassVar[OfParts] = "rows"
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -226,3 +238,17 @@ class DistanceBins(CompleteRowStatistic):
     def _binned(self, w: Tensor, distances: Tensor) -> Tensor:
         inside = [(distances >= a) & (distances < z) for a, z in zip(self.edges[:-1], self.edges[1:], strict=True)]
         return torch.stack([(w * cells).sum(-1) for cells in inside], -1)
+
+
+def induction_targets(tokens: Tensor | Sequence[Any], rows: Tensor) -> Tensor:
+    """For the query at each key position of `rows` the key after the last earlier occurrence of its token, or −1."""
+    last: dict[Any, int] = {}
+    targets = []
+    for at, token in enumerate(tokens.tolist() if isinstance(tokens, Tensor) else tokens):
+        targets.append(last[token] + 1 if token in last else -1)
+        last[token] = at
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(targets):
+        raise ValueError(
+            f"induction_mass(tokens) needs a token at the position of each query; got {len(targets)} tokens."
+        )
+    return torch.tensor(targets, dtype=torch.int64, device=rows.device)[rows]

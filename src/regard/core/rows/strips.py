@@ -8,7 +8,7 @@ and the results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,7 +20,17 @@ from ..pytree import flatten, unflatten
 from ..torch_state import in_functorch, without_autocast
 from .sources import Part, RowSource, Strip
 
-__all__ = ["Merge", "Question", "joint_shape", "need_first_order", "walk_strips"]
+__all__ = [
+    "Merge",
+    "OfParts",
+    "Question",
+    "add_grads",
+    "add_strips",
+    "joint_shape",
+    "need_first_order",
+    "unowned",
+    "walk_strips",
+]
 
 #: How many weights a strip may hold, all matrices together: a part of the cache of a CPU core; enough to fill a GPU.
 STRIP_NUMBERS = 2**19
@@ -29,6 +39,9 @@ STRIP_NUMBERS_GPU = 2**26
 FEWEST_ROWS, TALLEST_MASKED = 64, 256
 
 Merge = Literal["sum", "max", "lse"]
+#: What there is an output for, where it is the merge of those of parts of each row's keys, weighed by all of them; None
+#: where it takes complete rows.
+OfParts = Literal["rows", "tiles"] | None
 
 
 class Question(Protocol):
@@ -45,6 +58,10 @@ class Question(Protocol):
     @property
     def of_scores(self) -> bool:
         """Whether dense scores are asked for in the place of weights."""
+
+    @property
+    def of_parts(self) -> OfParts:
+        """What its outputs are for, if parts of the keys answer it one by one."""
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         """The results before any strip; shape is (b, h, i, j) of all sources broadcast."""
@@ -72,14 +89,45 @@ def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tenso
 def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs, and for each output that is a maximum the number of the strip that holds it."""
     totals = question.totals(joint_shape(sources), sources[0].like)
-    owners = [
+    owners = unowned(question, totals)
+    add_strips(sources, question, totals, owners)
+    return totals, owners
+
+
+def unowned(question: Question, totals: list[Tensor]) -> list[Tensor | None]:
+    """For each total that is a maximum the number of the strip that holds it: none yet."""
+    return [
         torch.full(x.shape, -1, dtype=torch.int32, device=x.device) if merge == "max" else None
         for x, merge in zip(totals, question.merges, strict=True)
     ]
-    for n, (part, visible) in enumerate(_parts(sources)):
+
+
+def _as_it_is(part: Part) -> Part:
+    return part
+
+
+def add_strips(
+    sources: list[RowSource], question: Question, totals: list[Tensor], owners: list[Tensor | None],
+    place: Callable[[Part], Part] = _as_it_is, first: int = 0,
+) -> int:  # fmt: skip
+    """Merge the values of all strips into the totals, in place.
+
+    Args:
+        sources: The matrices, or the same rectangle of all of them.
+        question: What is to be answered.
+        totals: Those of the question.
+        owners: As of `unowned`.
+        place: Where a part of the sources lies for the question, if they are a rectangle of its matrices.
+        first: The number of the first strip.
+
+    Returns:
+        The number after that of the last strip.
+    """
+    n = first - 1
+    for n, (part, visible) in enumerate(_parts(sources), first):
         strips = [source.cut(part).strip(part, v) for source, v in zip(sources, visible, strict=True)]
         for (value, where), total, owner, merge in zip(
-            question.of_strip(strips, part), totals, owners, question.merges, strict=True
+            question.of_strip(strips, place(part)), totals, owners, question.merges, strict=True
         ):
             so_far = total[where]
             if owner is not None:
@@ -88,7 +136,7 @@ def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor]
                 total[where] = torch.where(larger, value, so_far)
             else:
                 total[where] = torch.logaddexp(so_far, value) if merge == "lse" else so_far + value
-    return totals, owners
+    return n + 1
 
 
 def _backward(
@@ -101,11 +149,22 @@ def _backward(
     spec, tensors = flatten((tuple(sources), question))
     zeros = [torch.zeros_like(t, dtype=_wide(t)) if n else t.new_zeros(()).expand(t.shape)
              for t, n in zip(tensors, needs, strict=True)]  # fmt: skip
-    grads_of_sources, grads_of_question = unflatten(spec, zeros)
-    for n, (part, visible) in enumerate(_parts(sources)):
+    add_grads(sources, question, outputs, owners, grads, needs, unflatten(spec, zeros))
+    return [z.to(t.dtype) if n else None for z, t, n in zip(zeros, tensors, needs, strict=True)]
+
+
+def add_grads(
+    sources: list[RowSource], question: Question, outputs: list[Tensor], owners: list[Tensor | None],
+    grads: list[Tensor | None], needs: list[bool], totals: tuple[tuple[RowSource, ...], Question],
+    place: Callable[[Part], Part] = _as_it_is, first: int = 0,
+) -> int:  # fmt: skip
+    """Add the gradients of all strips into `totals`, a tree like (sources, question); otherwise as `add_strips`."""
+    grads_of_sources, grads_of_question = totals
+    n = first - 1
+    for n, (part, visible) in enumerate(_parts(sources), first):
         local_spec, local = flatten((tuple(source.cut(part) for source in sources), question))
         grads_of_part = flatten((tuple(source.cut(part) for source in grads_of_sources), grads_of_question))[1]
-        wanted = [t.detach().to(z.dtype) for t, z, need in zip(local, zeros, needs, strict=True) if need]
+        wanted = [t.detach().to(_wide(t)) for t, need in zip(local, needs, strict=True) if need]
         places: list[tuple[Any, ...]] = []
 
         def values_of(*floats: Tensor, part: Part = part, visible: Any = visible, local: Any = (local_spec, local),
@@ -113,7 +172,7 @@ def _backward(
             rest = iter(floats)
             tree = unflatten(local[0], [next(rest) if need else t for t, need in zip(local[1], needs, strict=True)])
             strips = [source.strip(part, v) for source, v in zip(tree[0], visible, strict=True)]
-            values = tree[1].of_strip(strips, part)
+            values = tree[1].of_strip(strips, place(part))
             places.extend(where for _, where in values)
             return tuple(value for (value, _), g in zip(values, grads, strict=True) if g is not None)
 
@@ -127,7 +186,7 @@ def _backward(
         )
         for g, z in zip(vjp(seeds), [z for z, need in zip(grads_of_part, needs, strict=True) if need], strict=True):
             z += g
-    return [z.to(t.dtype) if n else None for z, t, n in zip(zeros, tensors, needs, strict=True)]
+    return n + 1
 
 
 def _wide(t: Tensor) -> torch.dtype:
