@@ -47,8 +47,10 @@ def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:
                 os.chmod(partial, mode)
             os.fsync(file.fileno())
         os.replace(partial, target)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:  # of a full disk
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
         raise
     _sync_folder(target.parent)
 

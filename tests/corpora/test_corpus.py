@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
@@ -380,6 +381,29 @@ def test_a_rank_may_begin_long_after_the_other(model, texts, tmp_path, monkeypat
     children = [start_child(functools.partial(one_rank, rank)) for rank in range(2)]
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"run.json", "corpus.json"}
+
+
+def test_documents_without_tokens_count_as_documents(model, monkeypatch):
+    monkeypatch.setattr(reading, "CHUNK_DOCUMENTS", 1)  # a chunk of its own
+
+    def letters(text: str) -> list[int]:
+        return [1 + ord(letter) % 9 for letter in text if letter.isalpha()]
+
+    seen = regard.corpus(model, ["...", "abcabc"], tokenizer=letters)
+    assert (seen.documents, seen.sequences, seen.tokens) == (2, 1, 6)
+    assert [tuple(row)[3:] for row in seen.heads] == [
+        tuple(row)[3:] for row in regard.corpus(model, ["abcabc"], tokenizer=letters).heads
+    ]
+
+
+def test_a_full_disk_is_said_with_the_file(model, texts, tmp_path, monkeypatch):
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("regard._io.os.fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*run\.json"):
+        regard.corpus(model, texts, tmp_path / "run")
+    assert list((tmp_path / "run").glob("*.json")) == []
 
 
 def test_dropout_and_the_training_flag_change_nothing(texts):

@@ -122,5 +122,14 @@ def test_mistakes_are_named() -> None:
         regard.cost((1, 1, 1, 8, 2), 1, mask=regard.padding(torch.tensor([3])))
     with pytest.raises(ValueError, match="must divide batch and key heads"):
         regard.cost((1, 8, 2, 100, 8), (1, 4, 1))
+    for shape in ((1, 4, 4, 8), (0, 4, 4, 8, 4), (1, 4, 4, 8.0, 4), (1, 4, 0, 8, 4), (1, 4, 4, -1, 4), "shape"):
+        with pytest.raises(ValueError, match=r"\(batch, query heads, key heads, length, size\)"):
+            regard.cost(shape, 2)
+    with pytest.raises(ValueError, match="key heads must divide the query heads; got 3 and 4"):
+        regard.cost((1, 4, 3, 8, 4), 2)
+    with pytest.raises(ValueError, match=r"ranks >= 1; got 2\.5"):
+        regard.cost((1, 4, 4, 8, 4), 2.5)
+    with pytest.raises(ValueError, match=r"cost\(machine=\) must be .* or a Machine; got 'laptop'"):
+        regard.cost((1, 4, 4, 8, 4), 2, machine="laptop")
     with pytest.raises(ValueError, match="ranks >= 1; got 0"):
         regard.cost((1, 8, 2, 100, 8), 0)

@@ -10,7 +10,13 @@ from support.rank_questions import QUESTIONS
 
 @pytest.mark.parametrize(
     ("world", "kind", "split"),
-    [(2, "no mask", "zigzag"), (2, "padding", "zigzag"), (3, "sinks", "zigzag"), (3, "padding", "one rank has all")],
+    [
+        (2, "no mask", "zigzag"),
+        (2, "padding", "zigzag"),
+        (2, "bilinear", "zigzag"),
+        (3, "sinks", "zigzag"),
+        (3, "padding", "one rank has all"),
+    ],
 )
 def test_answers_and_gradients_are_those_of_one_process(ranks, world, kind, split) -> None:
     for pairs in ranks.run(world, "support.rank_questions.answers", kind, list(QUESTIONS), split):

@@ -56,9 +56,11 @@ QUESTIONS = {
 
 
 def matrices(kind: str, tensors: list[Tensor], **options: Any) -> tuple[regard.Weights, regard.Weights]:
-    """Two matrices of (x, k, y, sink, slopes); `kind` says with which masks and scores."""
-    x, k, y, sink, slopes = tensors
+    """Two matrices of (x, k, y, sink, slopes, weight); `kind` says with which masks and scores."""
+    x, k, y, sink, slopes, weight = tensors
     scores = [regard.ScaledDot(), regard.ScaledDot()]
+    if kind == "bilinear":
+        scores[0] = regard.Bilinear(weight)
     if kind == "sinks":
         scores = [score.sink(sink) for score in scores]
     masks: list[Any] = [regard.causal(), regard.causal()]
@@ -76,7 +78,7 @@ def answers(
     """For every question and every gradient of it: its name, this rank's, and the same part of one process's."""
     shards.SHORTEST_PIECE = 2
     torch.manual_seed(1)
-    shapes = (2, 4, LENGTH, 6), (2, 2, LENGTH, 6), (2, 4, LENGTH, 3), (4,), (4,)
+    shapes = (2, 4, LENGTH, 6), (2, 2, LENGTH, 6), (2, 4, LENGTH, 3), (4,), (4,), (6, 6)
     full = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
     runs = zigzag(LENGTH, world) if split == "zigzag" else [[range(LENGTH)], *([] for _ in range(world - 1))]
     here = index_of(runs[rank])
@@ -84,7 +86,7 @@ def answers(
     for name in names:
         ask, results = QUESTIONS[name], []
         for alone in (True, False):
-            leaves = [t.clone() if alone or t.ndim == 1 else t[:, :, here] for t in full]
+            leaves = [t.clone() if alone or t.ndim < 4 else t[:, :, here] for t in full]
             leaves = [t.requires_grad_() for t in leaves]
             options = {} if alone else {"mesh": Shards(group, runs[rank], timeout=100)}
             results.append((ask.of(*matrices(kind, leaves, **options)), leaves))
@@ -102,7 +104,7 @@ def answers(
         for n, (mine, all_of_it) in enumerate(zip(own, of_all, strict=True)):
             assert (mine.grad is None) == (all_of_it.grad is None), f"gradient {n} of {name}"
             if mine.grad is not None:
-                grad = all_of_it.grad if mine.ndim == 1 else all_of_it.grad[:, :, here]
+                grad = all_of_it.grad if mine.ndim < 4 else all_of_it.grad[:, :, here]
                 pairs.append((f"gradient {n} of {name}", mine.grad, grad))
     return pairs
 

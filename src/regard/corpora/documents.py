@@ -126,7 +126,7 @@ def _checked(item: Any, n: int) -> Any:
     if isinstance(item, str):
         return item
     ids = item.tolist() if hasattr(item, "tolist") else item
-    if isinstance(ids, list | tuple) and all(isinstance(token, int) for token in ids):
+    if isinstance(ids, list | tuple) and all(type(token) is int for token in ids):
         return ids
     raise TypeError(
         f"data must be a path, a list of texts or a list of lists of token ids; got item {n}: {item!r:.60}."

@@ -122,6 +122,8 @@ def targets_of(ids: Tensor) -> Tensor:
 def on_host(profiles: Sequence[Profile]) -> list[Profile]:
     """The same numbers on the host, by one copy: every copy waits until the GPU has finished its queue."""
     numbers = [x for profile in profiles for x in profile]
+    if not numbers:  # no document of a chunk has a token
+        return []
     flat = torch.cat([x.double().flatten() for x in numbers]).cpu()  # indices are exact in float64
     parts = iter(
         part.reshape(x.shape).to(x.dtype)

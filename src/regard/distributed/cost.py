@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.masks.kinds import Mask
 from .shards import PIECES, SHORTEST_PIECE, contiguous, zigzag
@@ -192,7 +192,10 @@ def cost(
     band = (None, None) if mask is None else mask.band()
     if band is None:
         raise ValueError(f"cost(mask=) must be causal(), window() or both; got {mask!r:.80}.")
+    if isinstance(machine, str) and machine not in MACHINES:
+        raise ValueError(f"cost(machine=) must be {', '.join(map(repr, MACHINES))} or a Machine; got {machine!r}.")
     rates = MACHINES[machine] if isinstance(machine, str) else machine
+    _check_shape(shape)
     candidates = [Mesh(*mesh)] if isinstance(mesh, tuple) else _meshes(shape, mesh)
     work = _Work(shape, band, values, second_pass, backward, topk, itemsize, rates)
     costs = [work.cost(one) for one in candidates]
@@ -202,11 +205,23 @@ def cost(
     return best or min(costs, key=lambda one: one.memory)
 
 
+def _check_shape(shape: Any) -> None:
+    """Raise ValueError unless a shape is (batch, query heads, key heads, length, size)."""
+    whole_numbers = isinstance(shape, (tuple, list)) and all(type(n) is int for n in shape)
+    if not whole_numbers or len(shape) != 5 or min(shape) < 0 or 0 in (*shape[:3], shape[4]):
+        raise ValueError(
+            "cost(shape) takes whole numbers (batch, query heads, key heads, length, size), all but the length at "
+            f"least 1; got {shape!r:.80}."
+        )
+    if shape[1] % shape[2]:
+        raise ValueError(f"cost(shape): key heads must divide the query heads; got {shape[2]} and {shape[1]}.")
+
+
 def _meshes(shape: tuple[int, int, int, int, int], ranks: int) -> list[Mesh]:
     """All meshes of so many ranks that divide batch and key heads."""
     b, _, g, _, _ = shape
-    if ranks < 1:
-        raise ValueError(f"cost(mesh=) must be ranks >= 1; got {ranks}.")
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"cost(mesh=) must be ranks >= 1; got {ranks!r}.")
     pairs = [(x, y) for x in range(1, min(b, ranks) + 1) for y in range(1, min(g, ranks) + 1) if b % x == g % y == 0]
     return [Mesh(x, y, ranks // (x * y)) for x, y in pairs if ranks % (x * y) == 0]
 

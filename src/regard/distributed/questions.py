@@ -306,17 +306,16 @@ def _backward(
     factors, norms, question = unflatten(spec, tensors)
     totals = [_zeros(t) if t.is_floating_point() else t for t in tensors]
     of_factors, of_norms, of_question = unflatten(spec, totals)
-    learned = unflatten(
-        spec, [torch.tensor(need and t.is_floating_point()) for need, t in zip(needs, tensors, strict=True)]
-    )
-    needed = [bool(t) for t in flatten(learned[2])[1]]
+    of_floats = iter(need and t.is_floating_point() for need, t in zip(needs, tensors, strict=True))
+    learned = [[next(of_floats) for _ in flatten(f)[1]][2:] for f in factors]  # but queries and keys
+    needed = list(of_floats)[len(norms) :]
     number = 0
 
     def visit_rectangle(rows: range, at: slice, keys: range, blocks: list[Tensor], sums: list[Tensor]) -> None:
         nonlocal number
         pieces = [
-            _Piece(job, n, (f, t, l), rows, at, keys, k)
-            for n, (f, t, l, k) in enumerate(zip(factors, of_factors, learned[0], blocks, strict=True))
+            _Piece((f, total), learn, rows, at, keys, k)
+            for f, total, learn, k in zip(factors, of_factors, learned, blocks, strict=True)
         ]
         sources = [_source(job, n, p.problem, norms[n][:, :, at]) for n, p in enumerate(pieces)]
         tree_spec, tree = flatten((tuple(sources), question))
@@ -347,9 +346,9 @@ def _backward(
         empty = [k[:, :, where] for k in own]
         visit_rectangle(rows, at, nothing, empty, [_zeros(k) for k in empty])
     visit_keys(job.plan, job.wants, own, visit, [f.k for f in of_factors])
-    for f, need in zip(of_factors, learned[0], strict=True):
-        for total, learn in zip(flatten(f.score)[1], flatten(need.score)[1], strict=True):
-            if bool(learn):  # every rank has the parameters of the score, and gets all of their gradient
+    for f, learned_here in zip(of_factors, learned, strict=True):
+        for total, learn in zip(flatten(f.score)[1], learned_here, strict=False):
+            if learn:  # every rank has the parameters of the score, and gets all of their gradient
                 total.copy_(job.plan.ranks.sum(total))
     return [
         g.to(t.dtype) if need and t.is_floating_point() else None
@@ -361,13 +360,12 @@ class _Piece:
     """One matrix in one rectangle: its problem, lowered from leaves, and the totals that their gradients belong to."""
 
     def __init__(
-        self, job: _Job, n: int, trees: tuple[Factors, Factors, Factors], rows: range, at: slice, keys: range, k: Tensor
+        self, trees: tuple[Factors, Factors], learned: list[bool], rows: range, at: slice, keys: range, k: Tensor
     ) -> None:
-        factors, totals, learned = trees
+        factors, totals = trees
         score_spec, score_tensors = flatten(factors.score)
-        wanted = [bool(t) for t in flatten(learned.score)[1]]
         self.leaves = [t.detach().requires_grad_() for t in (factors.q[:, :, at], k)]
-        self.leaves += [t.detach().requires_grad_() if w else t for t, w in zip(score_tensors, wanted, strict=True)]
+        self.leaves += [t.detach().requires_grad_() if w else t for t, w in zip(score_tensors, learned, strict=False)]
         with torch.enable_grad():
             score = unflatten(score_spec, self.leaves[2:])
             lowered = _problem(replace_fields(factors, score=score), rows, keys, *self.leaves[:2])
