@@ -207,8 +207,8 @@ def cost(
 
 def _check_shape(shape: Any) -> None:
     """Raise ValueError unless a shape is (batch, query heads, key heads, length, size)."""
-    whole_numbers = isinstance(shape, (tuple, list)) and all(type(n) is int for n in shape)
-    if not whole_numbers or len(shape) != 5 or min(shape) < 0 or 0 in (*shape[:3], shape[4]):
+    integers = isinstance(shape, (tuple, list)) and all(type(n) is int for n in shape)
+    if not integers or len(shape) != 5 or min(shape) < 0 or 0 in (*shape[:3], shape[4]):
         raise ValueError(
             "cost(shape) takes whole numbers (batch, query heads, key heads, length, size), all but the length at "
             f"least 1; got {shape!r:.80}."
