@@ -467,3 +467,11 @@ def test_a_run_with_muon_learns_and_is_resumed_with_the_same_bits(text, tmp_path
     lm(text, tmp_path / "b", progress=Interrupt(4), **options)
     lm(text, tmp_path / "b", resume=True)
     same_files(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_folder_to_start_from_that_is_not_there_is_named(text, tmp_path, capsys):
+    assert cli.main(["learn", "lm", str(text), "--from", "nofolder", "--out", str(tmp_path / "run")]) == 2
+    assert (
+        "--from takes a folder with a GPT-2 that save_pretrained wrote; there is no folder nofolder."
+        in capsys.readouterr().err
+    )

@@ -38,6 +38,8 @@ def read_pretrained(folder: str | os.PathLike[str], overrides: dict[str, Any]) -
     Raises:
         ValueError: The folder holds no GPT-2 or no tokenizer, or a setting contradicts the model.
     """
+    if not Path(folder).is_dir():
+        raise ValueError(f"--from takes a folder with a GPT-2 that save_pretrained wrote; there is no folder {folder}.")
     model = from_pretrained(folder)
     if not isinstance(model, LanguageModel):
         raise ValueError(
