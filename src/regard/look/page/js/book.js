@@ -40,7 +40,7 @@ function rightToLeft(tokens, special) {
 }
 
 // What the positions of a sequence are called: patches of an image, or words.
-const unitsOf = (patches) => (patches ? { patches, unit: "patch", units: "patches" } : { patches, unit: "word", units: "words" });
+const unitsOf = (patches) => ({ patches, unit: patches ? "patch" : "word", units: patches ? "patches" : "words" });
 
 // How many patches an image has in a row, if the tokens are places of patches ("3,8"); 0 for words.
 function patchColumns({ tokens, special }) {

@@ -26,8 +26,8 @@ export function long(page, box) {
     if (!canRead(source, own.row)) own.row = canRead(source, page.state.word) ? page.state.word : source.rows[0];
     if (own.view && !(own.view.i1 <= head.i && own.view.j1 <= head.j)) own.view = null;
     bar.replaceChildren(...mapControls(page, own, () => shown, reading, draw).filter(Boolean));
-    const { rows: asking, cols: asked } = head.stack;
-    message.replaceChildren(`${count(head.i)} ${asking.units} look at ${count(head.j)}${asking.unit === asked.unit ? "" : ` ${asked.units}`}`);
+    const { rows: { units }, cols } = head.stack;
+    message.replaceChildren(`${count(head.i)} ${units} look at ${count(head.j)}${units === cols.units ? "" : ` ${cols.units}`}`);
     shown = new MatrixMap(page, source, stage, message, (view) => { follow(view); page.writeAddress(); });
     shown.onrow = (i) => { if (canRead(source, i)) { own.row = i; exactRow(page, source, rows, own, shown); } };
     follow(shown.view);

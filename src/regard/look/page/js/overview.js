@@ -107,8 +107,8 @@ function openHeads(page, ids) {
 // What the colours of the cells say, or the height of their bars.
 function scaleOf(page, { mode }) {
   if (mode !== "row" || page.stack.long) return legend(page, 1);
-  return el("p", { class: "hint", text: page.stack.cols.patches ? "Colours are fitted to the largest weight of a patch in each row."
-    : "A bar is as high as the root of its weight; a full one is 1." });
+  return el("p", { class: "hint", text: page.stack.cols.patches ? "Colours are fitted to each row."
+    : "Bars are as high as the root of the weight." });
 }
 
 // A head closer, or both heads that are compared and their difference.
@@ -116,8 +116,7 @@ function peekAt(page, own, pointed, have, act) {
   const [one, other] = own.pair ?? [pointed, null], { head } = page, comparable = one.held && one.held !== head;
   const number = (by) => [el("dt", { text: by }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
     (x.value(by) === null ? "–" : fixed(x.value(by), 2))).join(" and ") })];
-  const hint = other ? `Shift-click compares another head with ${head.name}.`
-    : one.held ? `Click adds a head to those that are shown, shift-click compares it with ${head.name}, Enter opens it.` : "This page does not hold its weights.";
+  const hint = one.held ? `Click adds it to the heads that are shown, shift-click compares it with ${head.name}, Enter opens it.` : "This page does not hold its weights.";
   return [el("p", {}, el("b", { text: one.name }), other && [" and ", el("b", { text: other.name })]),
     el("dl", {}, have.map(number)), other ? difference(page, one, other) : picture(page, one),
     el("p", { class: "hint", text: hint }),

@@ -195,9 +195,9 @@ function masking(data, t) {
 function twoSentences(data, t) {
   const s = eased(t), y = 110, at = data.at >= 0 ? placeOfWord(data, data.at) : scene.width / 2;
   // Where names are slanted below, the others are dots above, but for those that the lit word covers.
-  const lit = data.at >= 0 ? beginning(data.page, data.names[data.at]) : "", middle = within(data, at, lit), half = widthOfWord(data.page, lit) / 2 + 6;
-  const covered = (n) => Math.abs(placeOfWord(data, n) - middle) < half;
-  const above = (name, n) => (!data.slanted || n === data.at ? beginning(data.page, name) : covered(n) ? "" : "·");
+  const lit = beginning(data.page, data.word), half = widthOfWord(data.page, lit) / 2 + 6;
+  const above = (name, n) => (!data.slanted || n === data.at ? beginning(data.page, name)
+    : Math.abs(placeOfWord(data, n) - within(data, at, lit)) < half ? "" : "·");
   return [data.same ? data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : " faint"}`, x: within(data, placeOfWord(data, n), above(name, n)), y: y - 14,
     "text-anchor": "middle", text: above(name, n) })) : svg("text", { class: "story-word lit", x: at, y: y - 14, "text-anchor": "middle", text: data.word }),
   noteAt(EDGE, 60, "q comes from here"), noteAt(EDGE, 446, "k and v come from here"),

@@ -21,7 +21,7 @@ export function sentence(page, read, asks) {
   return el("div", {
     class: `sentence${read.patches ? " patches" : words.length > 40 ? " many" : ""}`, role: asks ? "listbox" : "list",
     dir: read.rtl ? "rtl" : "ltr", style: { "--patches": read.patches },
-    "aria-label": `${read.unit === "patch" ? "Patches" : "Words"}${asks ? "; the arrow keys move the light" : " that are looked at"}`,
+    "aria-label": `${read.units}${asks ? "; the arrow keys move the light" : " that are looked at"}`,
   }, words, read.patches && read.picture ? imageBelow(read) : null);
 }
 

@@ -106,7 +106,7 @@ function cutOf(node, size) {
     if (textOverflow !== "ellipsis" || overflowX === "visible") continue;
     if (one.scrollWidth <= one.clientWidth) return null;
     const { left, right } = one.getBoundingClientRect();
-    return { left: left - 1, right: right + 1, dots: size };
+    return { left, right, size };
   }
   return null;
 }
@@ -116,12 +116,12 @@ function drawText(node, pen) {
   if (!node.data.trim()) return;
   const style = getComputedStyle(node.parentElement), range = document.createRange(), lines = [], end = cutOf(node, parseFloat(style.fontSize));
   const boxOf = (n) => { range.setStart(node, n); range.setEnd(node, n + 1); return range.getClientRects()[0]; };
-  const outside = (box, space) => box.right > end.right - space || box.left < end.left + (style.direction === "rtl" ? space : 0);
+  const outside = (box, space) => box.right > end.right + 1 - space || box.left < end.left - 1 + (style.direction === "rtl" ? space : 0);
   const cut = end && Array.from(node.data, (_, n) => boxOf(n)).some((box) => box && outside(box, 0));
   for (let n = 0; n < node.data.length; n++) {
     const box = boxOf(n);
     if (!box || !box.width) continue;
-    if (cut && outside(box, end.dots)) {
+    if (cut && outside(box, end.size)) {
       if (lines.length) lines.at(-1).text += "…";
       break;
     }
