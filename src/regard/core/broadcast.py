@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MatrixShape", "check_broadcast", "per_cell", "per_head", "repeat_kv", "with_leading_axes"]
+__all__ = [
+    "MatrixShape",
+    "check_broadcast",
+    "per_cell",
+    "per_head",
+    "refuse_flags_of_sequences",
+    "repeat_kv",
+    "with_leading_axes",
+]
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,19 @@ def check_broadcast(shape: Sequence[int], onto: Sequence[int], what: str, axes: 
     )  # `a in (1, b)` fails for a SymInt
     if not fits:
         raise ValueError(f"{what} of shape {shape} does not broadcast to {onto}: {axes} is needed.")
+
+
+def refuse_flags_of_sequences(shape: Sequence[int], full: tuple[int, ...]) -> None:
+    """Raise ValueError for flags of every sequence that lack the axis of heads: one a key, or one a query and key."""
+    shape = tuple(shape)
+    if len(full) != 4 or len(shape) >= 4 or shape not in ((full[0], full[3]), (full[0], full[2], full[3])):
+        return
+    if not all(a in (1, b) for a, b in zip(shape, full[4 - len(shape) :], strict=True)):
+        index, meaning = ("[:, None, None, :]", "key") if len(shape) == 2 else ("[:, None]", "query and key")
+        raise ValueError(
+            f"mask of shape {shape} has one flag a {meaning} of every sequence, and (..., h, i, j) = {full} is "
+            f"needed: pass mask{index}" + (", or padding(lengths)." if len(shape) == 2 else ".")
+        )
 
 
 def with_leading_axes(tensor: Tensor, batch_axes: int) -> Tensor:

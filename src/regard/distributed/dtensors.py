@@ -137,13 +137,9 @@ class DTensorWeights(Weights):
 
         return self._of_rows(self._local._compare(measure, self._checked(check)))
 
-    def offset_mass(self, offset: int) -> Tensor:
-        """As `Weights.offset_mass`.
+    # Per row, with the rows; rows taken together and tiles are the same on every rank along the sequence's axis.
 
-        Example:
-            >>> regard.weights(torch.zeros(2, 2)).offset_mass(0)
-            tensor([0.5000, 0.5000])
-        """
+    def offset_mass(self, offset: int) -> Tensor:
         return self._of_rows(self._local.offset_mass(offset))
 
     def induction_mass(self, tokens: Tensor | Sequence[int | str]) -> Tensor:
@@ -156,83 +152,40 @@ class DTensorWeights(Weights):
         return self._of_rows(self._local.induction_mass(tokens))
 
     def distance_variance(self) -> Tensor:
-        """As `Weights.distance_variance`.
-
-        Example:
-            >>> regard.weights(torch.zeros(2, 2)).distance_variance()
-            tensor([0.2500, 0.2500])
-        """
         return self._of_rows(self._local.distance_variance())
 
     def distance_histogram(self, edges: Sequence[int] | Tensor) -> Tensor:
-        """As `Weights.distance_histogram`.
-
-        Example:
-            >>> regard.weights(torch.zeros(2, 2)).distance_histogram([0, 1])
-            tensor([[0.5000],
-                    [0.5000]])
-        """
         return self._of_rows(self._local.distance_histogram(edges))
 
     def segment_mass(
         self, keys: SegmentsLike, rows: SegmentsLike | None = None, by: Literal["sum", "mean"] = "sum"
     ) -> Tensor:
-        """As `Weights.segment_mass`; segments of rows are the same on every rank.
-
-        Example:
-            >>> regard.weights(torch.zeros(2, 2)).segment_mass([[0]])
-            tensor([[0.5000],
-                    [0.5000]])
-        """
         return self._layout.wrap(self._local.segment_mass(keys, rows, by), self._sizes[0] if rows is None else None)
 
     def pool_blocks(self, rows: int, cols: int, by: PoolBy = "sum") -> Tensor:
-        """As `Weights.pool_blocks`; the same on every rank along the sequence's axis.
-
-        Example:
-            >>> regard.weights(torch.zeros(2, 2)).pool_blocks(2, 1)
-            tensor([[1., 1.]])
-        """
         return self._layout.wrap(self._local.pool_blocks(rows, cols, by), None)
 
     def _pool_by(self, pool: tuple[int, int, slice, slice], by: str) -> Tensor:
         return self._layout.wrap(self._local._pool_by(pool, by), None)
 
     def cover(self, share: float, rows: int, cols: int) -> Tensor:
-        """As `Weights.cover`; the same on every rank along the sequence's axis.
-
-        Example:
-            >>> regard.weights(torch.zeros(2, 2)).cover(0.5, 2, 1)
-            tensor([[ True, False]])
-        """
         return self._layout.wrap(self._local.cover(share, rows, cols), None)
 
     def rows(self, part: slice) -> Self:
-        """As `Weights.rows`, of a sequence that is not sharded.
-
-        Raises:
-            NotImplementedError: The rows would not be in the split of `distribute_tensor`.
-
-        Example:
-            >>> regard.weights(torch.eye(3)).rows(slice(0, 2)).shape
-            torch.Size([2, 3])
-        """
         if "sequence" in self._layout.roles:
             raise NotImplementedError(
                 "rows of a sharded sequence are not in the split of a DTensor; pass q.to_local() with mesh=."
             )
         return type(self)(self._local.rows(part), self._layout)
 
-    def reduce_heads(self, *_: Any, **__: Any) -> HeadReduction:
-        """Not of DTensors yet.
-
-        Raises:
-            NotImplementedError: Always; the message says what to do.
-
-        Example:
-            >>> regard.weights(torch.zeros(4, 2, 2)).reduce_heads().shape  # of tensors
-            torch.Size([2, 2])
-        """
+    def reduce_heads(
+        self,
+        by: Literal["mean", "sum", "max"] = "mean",
+        *,
+        heads: Sequence[int] | None = None,
+        groups: int | Literal["kv"] | None = None,
+        weights: Tensor | None = None,
+    ) -> HeadReduction:
         raise NotImplementedError(
             "heads of DTensors are not taken together yet; pass q.to_local() with mesh=, or use full_tensor() first."
         )

@@ -137,12 +137,7 @@ class ShardedWeights(Weights):
         return _Reduced.apply(own, self._plan.ranks, what, by)
 
     def rows(self, part: slice) -> Self:
-        """As `Weights.rows`: every rank has those of the rows that are its own.
-
-        Example:
-            >>> regard.weights(torch.eye(3)).rows(slice(0, 2)).shape
-            torch.Size([2, 3])
-        """
+        # Every rank has those of the rows that are its own.
         start, stop = self._checked(lambda: row_range(part, self._sizes[0]))
         plan, rank = self._plan, self._plan.ranks.rank
         at = [n for run, place in plan.rows.spans(rank) for n in range(place.start, place.stop)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..block import MatrixBlock, shifted, take
-from ..broadcast import MatrixShape, per_cell
+from ..broadcast import MatrixShape, per_cell, refuse_flags_of_sequences
 from ..pytree import flatten, register_node, replace_fields, tree_map
 from ..stored import check_broadcasts, require
 from ..tensor_kinds import readable
@@ -55,7 +55,11 @@ class Mask:
 
     @property
     def structured(self) -> bool:
-        """Whether the intervals of a mask that is broadcast to a matrix are exact."""
+        """Whether the intervals of a mask that is broadcast to a matrix are exact.
+
+        >>> regard.causal().structured
+        True
+        """
         return self.interval_source is not None
 
     def visible(self, block: MatrixBlock) -> Tensor:
@@ -297,15 +301,7 @@ class Dense(Mask):
     structured = False
 
     def broadcast_to(self, matrix: MatrixShape) -> Mask:
-        shape, full = tuple(self.cells.shape), matrix.full
-        if len(full) > len(shape) and len(full) == 4 and shape in ((full[0], full[3]), (full[0], full[2], full[3])):
-            fits = all(a in (1, b) for a, b in zip(shape, full[4 - len(shape) :], strict=True))
-            if not fits:  # one row of flags, or one matrix of them, a sequence
-                index, meaning = ("[:, None, None, :]", "key") if len(shape) == 2 else ("[:, None]", "query and key")
-                raise ValueError(
-                    f"mask of shape {shape} has one flag a {meaning} of every sequence, and (..., h, i, j) = {full} is "
-                    f"needed: pass mask{index}" + (", or padding(lengths)." if len(shape) == 2 else ".")
-                )
+        refuse_flags_of_sequences(self.cells.shape, matrix.full)
         return Dense(per_cell(self.cells, matrix, "mask"))
 
     def dense_parts(self) -> list[Tensor] | None:
