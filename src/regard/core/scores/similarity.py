@@ -17,8 +17,6 @@ __all__ = ["Distance", "Function", "Product", "ReluSum", "SimilarityKernel", "Ta
 
 #: |q − k|² as a share of |q|² below which |q|² + |k|² − 2 q·k has lost a bit or more.
 NEAR = 0.5
-#: A score |q|² · distance_scale below which that is a rounding error of weights anyway.
-SMALL_SCORE = 1.0
 #: The share of such cells from which on all cells of a tile are computed from differences.
 MANY = 1 / 16
 
@@ -34,8 +32,8 @@ class SimilarityKernel:
     own_modifiers: ClassVar[int] = 0
     #: The factor of squared distances that products and these modifiers make up; 0 where there are none.
     distance_scale: float = 0.0
-    #: The numbers NEAR and SMALL_SCORE of `Distance`, for kernels.
-    distance_limits: ClassVar[tuple[float, float]] = (0.0, 0.0)
+    #: The number NEAR of `Distance`, for kernels.
+    distance_near: ClassVar[float] = 0.0
 
     def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
         """Scores (..., i, j) of q (..., i, d) and k (..., j, d)."""
@@ -96,7 +94,7 @@ class Distance(Product):
 
     distance_scale: float
     own_modifiers = 2
-    distance_limits = (NEAR, SMALL_SCORE)
+    distance_near = NEAR
 
     def own_biases(self, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         row, key = (_squared_length(x) * -self.distance_scale for x in (q, k))
@@ -112,7 +110,7 @@ class Distance(Product):
             return s
         with torch.no_grad():
             squared = q.square().sum(-1, keepdim=True) * self.distance_scale  # b h i 1
-            near = (s > -NEAR * squared) & (squared > SMALL_SCORE)
+            near = (s > -NEAR * squared) & (squared > 0)
             if not (count := int(near.count_nonzero())):
                 return s
             if count < MANY * near.numel() and k.ndim == 4:

@@ -133,6 +133,9 @@ def serves_backward(problem: Problem, needs: list[bool]) -> bool:
     return not_additive <= 1 and serves(problem)
 
 
+#: Size of vectors up to which differences for all keys at once take less time than the search for near ones.
+SHORT = 4
+
 #: Multiply-adds below which waking a second thread costs more than it saves.
 SMALL = 2_000_000
 
@@ -203,19 +206,27 @@ class KernelCall:
                 tensor = modifier.operand.to(self.dtype)
                 at = self.address_of(tensor), *_strides(tensor)
             rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant, *no_keys))
-        if (kernel := problem.similarity_kernel).distance_scale:
-            q = [self.fields[name] for name in ("q", "q_b", "q_h", "q_i")]
-            k = [self.fields[name] for name in ("k", "k_b", "k_h")]
-            group = max(1, problem.q.shape[1] // max(1, problem.k.shape[1]))
-            sizes = (group, problem.q.shape[3], *kernel.distance_limits)
-            row = (kernels.DISTANCE, *q, self.fields["k_j"], kernel.distance_scale, *k, *sizes)
-            rows.insert(kernel.own_modifiers, row)
+        if problem.similarity_kernel.distance_scale:
+            products, own = problem.q.shape[3] > SHORT, problem.similarity_kernel.own_modifiers
+            rows[own if products else 0 : own] = [self._distances(problem)]
         for cells in (problem.mask and problem.mask.dense_parts()) or []:
             rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, *no_keys))
         if rows:
             table = kernels.modifier_table(rows)
             self.alive.append(table)
             self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
+
+    def _distances(self, problem: Problem) -> tuple[Any, ...]:
+        """The row of the table by which scores become differences, where products of q and k would cancel."""
+        kernel, (g, size) = problem.similarity_kernel, problem.k.shape[1::2]
+        q = [self.fields[name] for name in ("q", "q_b", "q_h", "q_i")]
+        k_j, k = self.fields["k_j"], [*(self.fields[name] for name in ("k", "k_b", "k_h")), 0]
+        if size <= SHORT:
+            keys = self.k.mT.contiguous()
+            k_j, k = 1, [self.address_of(keys), *_strides(keys)[:2], keys.shape[3]]
+        group = max(1, problem.q.shape[1] // max(1, g))
+        scale, near = kernel.distance_scale, kernel.distance_near
+        return (self.runtime.kernels.DISTANCE, *q, k_j, scale, *k, group, size, near)
 
     def record_address(self) -> int:
         """The address of the params record, for the kernel of another call that reads this matrix too."""

@@ -72,13 +72,14 @@ POOL_BY = {"sum": POOL_SUM, "max": POOL_MAX, "lse": POOL_LSE}
 _MODIFIER = np.dtype(
     [(name, "i8") for name in ("kind", "at", "b", "h", "i", "j")]
     + [("cap", "f8")]
-    + [(name, "i8") for name in ("k", "k_b", "k_h", "group", "size")]
-    + [("near", "f8"), ("small", "f8")]
+    + [(name, "i8") for name in ("k", "k_b", "k_h", "k_d", "group", "size")]
+    + [("near", "f8")]
 )
 
 #: One modifier: its kind, the address of its tensor and strides over (b, h, i, j) in elements; cap for SOFTCAP. Of
 #: DISTANCE the tensor is q, `j` the stride of k and `cap` the factor of distances. Then come other strides of k, the
-#: number of heads that share keys, the size of vectors, and the limits of `core.scores.similarity.Distance`.
+#: number of heads that share keys, the size of vectors, and NEAR of `core.scores.similarity`. Of short vectors all
+#: cells are differences: `j` is 1, and `k_d` the stride of the components of k; of others it is 0.
 MODIFIER = from_dtype(_MODIFIER)
 
 modifiers_at = pointer_to(MODIFIER)

@@ -216,12 +216,24 @@ def squared_distance(q, k, size):
     return total
 
 
+@njit(fastmath={"contract"})
+def distances_(s, n, q, keys, stride, size, scale):
+    """Scores −scale·|q − k|² of short vectors, all keys at once; `stride` is that of the components of keys."""
+    use_wide_vectors()
+    for d in range(size):
+        k, x = key_at(s, keys, d * stride, n), q[d]
+        for j in range(n):
+            s[j] = (x - k[j]) * (x - k[j]) + (s[j] if d > 0 else f32(0))
+    for j in range(n):
+        s[j] = f32(0) - scale * s[j]  # not −0
+
+
 @njit
-def correct_distances_(s, n, q, keys, stride, size, scale, near, small):
+def correct_distances_(s, n, q, keys, stride, size, scale, near):
     """Scores −scale·|q − k|² that were made of products: where these cancel, as `similarity.Distance` says."""
     squared = scale * dot(q, size, q)
     limit = -near * squared
-    if not squared > small:
+    if not squared > f32(0):
         return
     full_lanes = n // LANES * LANES
     for start in range(0, full_lanes, LANES):
@@ -237,7 +249,7 @@ def correct_distances_(s, n, q, keys, stride, size, scale, near, small):
 
 @njit
 def key_at(s, keys, offset, size):
-    """The vector at an offset from an address, of numbers like those of s."""
+    """`size` numbers like those of s, at an offset from an address."""
     return carray(reals_at(s.dtype.type(0), keys + s.itemsize * offset), size)
 
 
@@ -266,8 +278,11 @@ def apply_modifiers_(s, slope, n, modifiers, count, b, h, i, position, first):
         elif kind == DISTANCE:
             keys = modifier.k + size * (b * modifier.k_b + h // modifier.group * modifier.k_h + first * modifier.j)
             q = carray(reals_at(real, at), modifier.size)
-            near, small = s.dtype.type(modifier.near), s.dtype.type(modifier.small)
-            correct_distances_(s, n, q, keys, modifier.j, modifier.size, s.dtype.type(modifier.cap), near, small)
+            scale, near = s.dtype.type(modifier.cap), s.dtype.type(modifier.near)
+            if modifier.k_d > 0:
+                distances_(s, n, q, keys, modifier.k_d, modifier.size, scale)
+            else:
+                correct_distances_(s, n, q, keys, modifier.j, modifier.size, scale, near)
         else:
             cells = modifier.at + b * modifier.b + h * modifier.h + i * modifier.i + first * modifier.j
             if modifier.j == 1:
