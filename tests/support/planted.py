@@ -221,7 +221,7 @@ BUGS = [
     Bug("layouts: an operator returns another one than its fake", "core/autograd.py", "return _empty_in_layout(x, result.shape, result.dtype).copy_(result)", "return result", ("layouts",)),
     # core/rows/strips.py and core/rows/comparison.py: complete rows, and two matrices side by side.
     Bug("strips: a row with no key pivots on −inf", "core/rows/sources.py", "self._pivot = torch.where(m == -torch.inf, 0, m)", "self._pivot = m", ("comparison",)),
-    Bug("strips: the sink takes no weight", "core/rows/sources.py", "l = l + (self._sink - self._pivot).exp()", "pass", ("comparison",)),
+    Bug("strips: the sink takes no weight", "core/rows/sources.py", "l = l + self._sink_above.exp()", "pass", ("comparison",)),
     Bug("strips: heads look at the keys of another group", "core/rows/sources.py", "of_keys = slice(heads.start // per_key_head, -(-heads.stop // per_key_head))", "of_keys = slice(heads.start % g, heads.start % g + max(1, (heads.stop - heads.start) // per_key_head))", ("comparison",)),
     Bug("strips: the second matrix takes positions of the first", "core/rows/sources.py", "s = self.problem.bare_scores(self.problem.block(part.rows, part.cols))", "s = self.problem.bare_scores(part.block)", ("comparison",)),
     Bug("strips: keys that only the second matrix sees are left out", "core/rows/strips.py", "torch.stack([z for _, z in hulls]).amax(0)", "hulls[0][1]", ("comparison",)),

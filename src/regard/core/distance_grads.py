@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from ..engines import FusedEngine
 from ..engines.score_grad import InputGrads
 from .problem import Problem, to_float64
@@ -24,9 +22,8 @@ Gradients = Callable[[Problem, Request, FusedEngine, Results, Results, list[bool
 
 
 def distances_cancel(problem: Problem, engine: FusedEngine) -> bool:
-    """Whether scores are squared distances whose gradients the compute type, float32, does not hold."""
-    on_cpu = problem.q.device.type == "cpu" and not engine.keeps_grad_dtype
-    return on_cpu and bool(problem.similarity_kernel.distance_scale) and problem.compute_dtype == torch.float32
+    """Whether this engine's gradients of a problem need `in_float64`."""
+    return problem.distances_cancel and not engine.keeps_grad_dtype
 
 
 def in_float64(gradients: Gradients) -> Gradients:

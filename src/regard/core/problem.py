@@ -145,6 +145,12 @@ class Problem:
         """The dtype that scores and statistics are computed in."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
+    @property
+    def distances_cancel(self) -> bool:
+        """Whether scores are squared distances whose gradients the compute type, float32, does not hold; on a CPU."""
+        squared = bool(self.similarity_kernel.distance_scale)
+        return squared and self.q.device.type == "cpu" and self.compute_dtype == torch.float32
+
     def layout(self) -> Geometry:
         return Geometry(self.shape[2], self.shape[3], self.offset, self.q.device)
 

@@ -27,8 +27,8 @@ class _Pair:
         self.p, self.q = p.w, q.w
         self.log_p, self.log_q = p.log_w, q.log_w
         if p.log_sink is not None or q.log_sink is not None:
-            self.log_p, self.log_q = _with_sink(p), _with_sink(q)
-            self.p, self.q = self.log_p.exp(), self.log_q.exp()
+            self.log_p, self.log_q = (_with_sink(x.log_w, x.log_sink, -math.inf) for x in (p, q))
+            self.p, self.q = (_with_sink(x.w, x.sink, 0) for x in (p, q))
         log_p, log_q = self.log_p.detach(), self.log_q.detach()
         self.both = self.forbidden = None
         # Where nothing is hidden four passes over the strip are saved; on a GPU reading that would sync.
@@ -51,10 +51,9 @@ class _Pair:
         return self.where_both(self.log_p - self.log_q, 0)
 
 
-def _with_sink(strip: Strip) -> Tensor:
-    log_w = strip.log_w
-    share = log_w.new_full((*log_w.shape[:3], 1), -torch.inf) if strip.log_sink is None else strip.log_sink
-    return torch.cat([log_w, share.expand(*log_w.shape[:3], 1)], -1)
+def _with_sink(keys: Tensor, sink: Tensor | None, without: float) -> Tensor:
+    """What keys have, and a sink as one more; `without` one, this number."""
+    return torch.cat([keys, keys.new_full((*keys.shape[:3], 1), without) if sink is None else sink], -1)
 
 
 def _cross_entropy(x: _Pair) -> Tensor:

@@ -16,10 +16,21 @@ from torch import Tensor
 from ..block import MatrixBlock, take
 from ..masks.intervals import KeyIntervals
 from ..problem import Problem
-from ..pytree import register_node, replace_fields, tree_map
+from ..pytree import flatten, register_node, replace_fields, tree_map
 from ..scores.kinds import upcast
 
-__all__ = ["ChosenRows", "DenseRows", "FinishedRows", "HeadRows", "Part", "RowSource", "ScoreRows", "Strip", "safe_lse"]
+__all__ = [
+    "ChosenRows",
+    "DenseRows",
+    "FinishedRows",
+    "HeadRows",
+    "Part",
+    "RowSource",
+    "ScoreRows",
+    "Strip",
+    "safe_lse",
+    "with_exact_distances",
+]
 
 S = TypeVar("S", bound="RowSource")
 
@@ -56,7 +67,8 @@ class Strip:
 
     w: Tensor
     log_w: Tensor
-    log_sink: Tensor | None = None  # b h i 1 : log of the share that a sink takes
+    sink: Tensor | None = None  # b h i 1 : the share that a sink takes
+    log_sink: Tensor | None = None
 
     @property
     def scores(self) -> Tensor:
@@ -69,11 +81,13 @@ class _ScoreStrip(Strip):
     def __init__(self, s: Tensor, sink: Tensor | None) -> None:
         self._s = s
         m = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.detach().new_full((*s.shape[:3], 1), -torch.inf)
-        self._sink = None if sink is None else upcast(sink)
-        if self._sink is not None:
-            m = torch.maximum(m, self._sink.detach())
+        # One sink a row: its gradient is the difference of two paths, which must meet before rows are added up.
+        sink = None if sink is None else upcast(sink).expand(*s.shape[:3], 1)
+        if sink is not None:
+            m = torch.maximum(m, sink.detach())
         self._pivot = torch.where(m == -torch.inf, 0, m)  # −inf − −inf is nan
         self._above = s - self._pivot
+        self._sink_above = None if sink is None else sink - self._pivot
 
     @cached_property
     def _exp(self) -> Tensor:
@@ -82,8 +96,8 @@ class _ScoreStrip(Strip):
     @cached_property
     def _l(self) -> Tensor:
         l = self._exp.sum(-1, keepdim=True)
-        if self._sink is not None:
-            l = l + (self._sink - self._pivot).exp()
+        if self._sink_above is not None:
+            l = l + self._sink_above.exp()
         return torch.where(l == 0, 1, l)  # a row with no key
 
     @cached_property
@@ -95,8 +109,12 @@ class _ScoreStrip(Strip):
         return self._above - self._l.log()
 
     @cached_property
+    def sink(self) -> Tensor | None:  # type: ignore[override]
+        return None if self._sink_above is None else self._sink_above.exp() / self._l
+
+    @cached_property
     def log_sink(self) -> Tensor | None:  # type: ignore[override]
-        return None if self._sink is None else (self._sink - self._pivot) - self._l.log()
+        return None if self._sink_above is None else self._sink_above - self._l.log()
 
     @property
     def scores(self) -> Tensor:
@@ -140,10 +158,17 @@ class _HeadStrip(Strip):
     def _groups(self, x: Tensor) -> Tensor:
         return x.unflatten(1, (-1, self._size))  # b g n i j
 
+    def _joined(self, weights: Tensor) -> Tensor:
+        w = self._groups(weights)
+        return w.amax(2) if self._shares is None else (w * self._groups(self._shares)).sum(2)
+
     @cached_property
     def w(self) -> Tensor:  # type: ignore[override]
-        w = self._groups(self._heads.w)
-        return w.amax(2) if self._shares is None else (w * self._groups(self._shares)).sum(2)
+        return self._joined(self._heads.w)
+
+    @cached_property
+    def sink(self) -> Tensor | None:  # type: ignore[override]
+        return None if self._heads.sink is None else self._joined(self._heads.sink)
 
     def _log(self, log_w: Tensor) -> Tensor:
         x = self._groups(log_w)
@@ -418,6 +443,18 @@ class ChosenRows:
         inside = torch.where((keys >= cols.start) & (keys < cols.stop), keys - cols.start, n)
         cells = torch.zeros(*keys.shape[:3], n + 1, dtype=torch.bool, device=keys.device)
         return cells.scatter(-1, inside, True)[..., :n]
+
+
+def with_exact_distances(source: S) -> S:
+    """The same, in float64 if its scores are distances whose gradients are wanted and cancel: see `distance_grads`."""
+    if isinstance(source, HeadRows):
+        return replace_fields(source, heads=with_exact_distances(source.heads))
+    if isinstance(source, ChosenRows):
+        return replace_fields(source, rows=with_exact_distances(source.rows))
+    if not isinstance(source, ScoreRows) or not source.problem.distances_cancel:
+        return source
+    constant = not any(t.requires_grad for t in flatten(source.problem)[1])
+    return source if constant else replace_fields(source, problem=source.problem.in_float64(), norm=None)
 
 
 def _pick(t: Tensor, batch: slice, heads: slice) -> Tensor:

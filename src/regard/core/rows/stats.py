@@ -64,7 +64,7 @@ class RowEntropy(CompleteRowStatistic):
 
     def of_rows(self, strip: Strip, part: Part) -> Tensor:
         rows = _entropy(strip.w, strip.log_w)
-        return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)
+        return rows if strip.sink is None or strip.log_sink is None else rows + _entropy(strip.sink, strip.log_sink)
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         return [entropy(matrices[0])]

@@ -18,7 +18,7 @@ from ..block import MatrixBlock
 from ..masks.intervals import KeyIntervals
 from ..pytree import flatten, unflatten
 from ..torch_state import in_functorch, without_autocast
-from .sources import Part, RowSource, Strip
+from .sources import Part, RowSource, Strip, with_exact_distances
 
 __all__ = [
     "Merge",
@@ -75,6 +75,9 @@ class Question(Protocol):
 
 def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]:
     """The outputs of a question to one or several matrices of equal lengths, with gradients in linear memory."""
+    dtype = sources[0].like.dtype
+    if torch.is_grad_enabled():
+        sources = [with_exact_distances(source) for source in sources]
     spec, tensors = flatten((tuple(sources), question))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if in_functorch():
@@ -82,7 +85,7 @@ def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tenso
                 "torch.func cannot follow a walk over strips, which has a backward of its own. "
                 'engine="reference" is plain PyTorch, in quadratic memory; or use torch.autograd.grad.'
             )
-        return _WalkNode.apply(spec, *tensors)
+        return tuple(x.to(dtype) if x.is_floating_point() else x for x in _WalkNode.apply(spec, *tensors))
     return without_autocast(tensors[0], lambda: tuple(_forward(list(sources), question)[0]))
 
 
