@@ -130,7 +130,9 @@ class _FinishedStrip(Strip):
         self._s = s
         self.log_w = s - pivot - l.log()
         self.w = (s - pivot).exp() / l
-        self.log_sink = None if sink is None else upcast(sink) - pivot - l.log()
+        if sink is not None:
+            above = upcast(sink) - pivot
+            self.sink, self.log_sink = above.exp() / l, above - l.log()
 
     @property
     def scores(self) -> Tensor:
