@@ -58,7 +58,7 @@ function beginning(page, name, space = Infinity) {
   const letters = [...name];
   for (let n = Math.min(11, letters.length); ; n--) {
     const text = n === letters.length ? name : `${letters.slice(0, Math.max(1, n - 1)).join("")}…`;
-    if (n <= 2 || widthOfWord(page, text) <= space) return text;
+    if (n <= 2 || space === Infinity || widthOfWord(page, text) <= space) return text;
   }
 }
 // Names stand side by side, or slanted where they are too long: then those at the left end have less space.
@@ -195,10 +195,9 @@ function masking(data, t) {
 function twoSentences(data, t) {
   const s = eased(t), y = 110, at = data.at >= 0 ? placeOfWord(data, data.at) : scene.width / 2;
   // Where names are slanted below, the others are dots above, but for those that the lit word covers.
-  const lit = beginning(data.page, data.word), half = widthOfWord(data.page, lit) / 2 + 6;
-  const above = (name, n) => (!data.slanted || n === data.at ? beginning(data.page, name)
-    : Math.abs(placeOfWord(data, n) - within(data, at, lit)) < half ? "" : "·");
-  return [data.same ? data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : " faint"}`, x: within(data, placeOfWord(data, n), above(name, n)), y: y - 14,
+  const lit = beginning(data.page, data.word), half = widthOfWord(data.page, lit) / 2 + 6, middle = within(data, at, lit);
+  const above = (name, n) => (!data.slanted || n === data.at ? beginning(data.page, name) : Math.abs(placeOfWord(data, n) - middle) < half ? "" : "·");
+  return [data.same ? data.names.map((name, n) => svg("text", { class: `story-word${n === data.at ? " lit" : " faint"}`, x: n === data.at ? middle : placeOfWord(data, n), y: y - 14,
     "text-anchor": "middle", text: above(name, n) })) : svg("text", { class: "story-word lit", x: at, y: y - 14, "text-anchor": "middle", text: data.word }),
   noteAt(EDGE, 60, "q comes from here"), noteAt(EDGE, 446, "k and v come from here"),
   data.w.map((w, n) => (w < 0.01 ? [] : svg("path", { class: "storyline", "stroke-width": 0.75 + 12 * w, opacity: 0.75 + 0.2 * w,
