@@ -117,14 +117,14 @@ ARROWS: dict[str, set[str]] = {
     },
     "recorder": {
         "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.inherited", "core.masks.kinds", "core.problem", "core.pytree",
-        "core.rows.questions", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
+        "core.rows.stats", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "nn": {"_lazy", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"_lazy", "recorder"},
     "chains": {"core.rows.stats", "core.scores.kinds", "core.weights"},
     "kv": {"core.arguments", "core.weights"},
-    "patterns": {"core.pytree", "core.rows.questions", "core.scores.kinds", "core.weights"},
+    "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.weights"},
     "losses": {
         "core.api", "core.rows.key_choice", "core.rows.questions", "core.scores.kinds", "core.types", "core.weights",
     },

@@ -268,12 +268,12 @@ BUGS = [
     # core/rows/stats.py and core/rows/head_reduction.py: heads together, distances, patterns.
     Bug("heads: the log of a mean is that of the sum", "core/rows/sources.py", "x.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log()", "x.masked_fill(~counts, -torch.inf)", ("row statistics",)),
     Bug("heads: a mean over all groups", "core/rows/head_reduction.py", ".sum(-1, keepdim=True)).flatten()", ".sum()).flatten()", ("row statistics",)),
-    Bug("heads: the entropy leaves the sink out", "core/rows/stats.py", "return rows if strip.log_sink is None else rows + _entropy(strip.log_sink.exp(), strip.log_sink)", "return rows", ("row statistics",)),
+    Bug("heads: the entropy leaves the sink out", "core/rows/stats.py", "return rows if strip.sink is None or strip.log_sink is None else rows + _entropy(strip.sink, strip.log_sink)", "return rows", ("row statistics",)),
     Bug("heads: keys of the largest count from the strip", "core/rows/stats.py", "keys + torch.where(keys < 0, 0, part.cols.start)", "keys", ("row statistics",)),
     Bug("gather: a key outside the strip is its first", "core/rows/stats.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),
     Bug("distances: the variance forgets its mean", "core/rows/stats.py", "return (w * (distances - mean) ** 2).sum(-1)", "return (w * distances ** 2).sum(-1)", ("row statistics",)),
     Bug("distances: a bin holds its upper edge", "core/rows/stats.py", "(distances >= a) & (distances < z)", "(distances > a) & (distances <= z)", ("row statistics",)),
-    Bug("patterns: the induction target is the token itself", "core/rows/questions.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
+    Bug("patterns: the induction target is the token itself", "core/rows/stats.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
     # kv.py and losses.py.
     Bug("kv: every key was seen by all rows", "kv.py", "return scores / (rows - before).clamp(min=1)", "return scores / rows", ("kv",)),
     Bug("kv: SnapKV smooths with a shifted window", "kv.py", "padding=kernel // 2)", "padding=kernel // 2).roll(1, -1)", ("kv",)),

@@ -15,7 +15,7 @@ def named_by_class(cls: C) -> C:
     """`cls` with its own copies of the public methods that it inherits from this package.
 
     Python's errors about missing and unexpected arguments name the class in which a method was written, such as
-    ``RowQuestions``, which nobody who has a `Weights` knows.
+    ``RowQuestions``, and users have a `Weights`.
     """
     for name, value in inspect.getmembers_static(cls, inspect.isfunction):
         if not name.startswith("_") and name not in vars(cls) and value.__module__.startswith("regard."):

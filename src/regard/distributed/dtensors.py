@@ -143,12 +143,6 @@ class DTensorWeights(Weights):
         return self._of_rows(self._local.offset_mass(offset))
 
     def induction_mass(self, tokens: Tensor | Sequence[int | str]) -> Tensor:
-        """As `Weights.induction_mass`.
-
-        Example:
-            >>> regard.weights(torch.zeros(2, 2)).induction_mass(["a", "a"])
-            tensor([0.0000, 0.5000])
-        """
         return self._of_rows(self._local.induction_mass(tokens))
 
     def distance_variance(self) -> Tensor:

@@ -1,7 +1,8 @@
 """Questions about rows over ranks: every piece of keys answers for its part, weighed by the norm of complete rows.
 
 The norm is a request of its own, with its own gradient; a question is one more exchange of keys, and its gradient
-another. What takes a complete row at once (the largest keys of heads together, a choice of keys) is refused by name.
+another. Questions that take a complete row at once (the largest keys of heads together, a choice of keys) are refused
+by name.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ShardedRows:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Job:
+class _RowsJob:
     """A question to matrices that are sharded alike."""
 
     plan: Plan
@@ -117,19 +118,19 @@ def answer(sources: list[RowSource], question: Question) -> list[Tensor]:
         of_ranks = [by_piece(plan, record["_wants"]) for record in records]
         shapes = [(f.q.shape[0], f.heads // (1 if n is None else n[0])) for f, n in zip(factors, heads, strict=True)]
         b, h = torch.broadcast_shapes(*shapes)
-        job = _Job(plan, of_ranks, spans, question, list(heads), (b, h, factors[0].q.shape[2], plan.keys.length))
+        job = _RowsJob(plan, of_ranks, spans, question, list(heads), (b, h, factors[0].q.shape[2], plan.keys.length))
         if requires_grad:
             return list(_QuestionNode.apply(job, spec, *tensors))
         return without_autocast(tensors[0], lambda: _forward(job, factors, norms)[0])
 
 
 def _name(question: Question) -> str:
-    """What users call it."""
+    """The name that users know."""
     return str(getattr(question, "measure", None) or _NAMES.get(kind := type(question).__name__, kind))
 
 
 def _described(question: Any) -> str:
-    """What ranks share of a question: all but tensors that have a row for each of their own rows."""
+    """The part of a question that ranks share: all but tensors that have a row for each of their own rows."""
     fields = {name: getattr(question, name) for name in question.parts}
     shared = {name: describe(field) for name, field in fields.items() if name not in OF_ROWS_HERE}
     sizes = [field.shape[-1] for name, field in fields.items() if name == "keys"]
@@ -170,7 +171,7 @@ def _hull(seen: tuple[tuple[int, int], ...]) -> tuple[int, int]:
 # Rectangles.
 
 
-def _rectangles(job: _Job, factors: list[Factors], keys: range) -> Iterator[tuple[range, slice, range, slice]]:
+def _rectangles(job: _RowsJob, factors: list[Factors], keys: range) -> Iterator[tuple[range, slice, range, slice]]:
     """For each run of rows that sees some of these keys in any matrix: its rows, their place, these keys, theirs."""
     for rows, at in job.spans:
         spans = tuple(visible_span(f, rows, keys.start, keys.stop) for f in factors)
@@ -179,7 +180,7 @@ def _rectangles(job: _Job, factors: list[Factors], keys: range) -> Iterator[tupl
             yield rows, at, range(first, end), slice(first - keys.start, end - keys.start)
 
 
-def _sink_rectangles(job: _Job, factors: list[Factors]) -> Iterator[tuple[range, slice, range, slice]]:
+def _sink_rectangles(job: _RowsJob, factors: list[Factors]) -> Iterator[tuple[range, slice, range, slice]]:
     """The rows without any keys, where their sinks count as outcomes."""
     if job.question.counts_sink and any(f.score.sink_logits is not None for f in factors):
         for rows, at in job.spans:
@@ -194,13 +195,13 @@ def _problem(factors: Factors, rows: range, keys: range, q: Tensor, k: Tensor) -
     return replace_fields(cut(replace_fields(factors, mask=None), rows, keys, q, k).problem(), sink=sink)
 
 
-def _source(job: _Job, n: int, problem: Any, norm: Tensor) -> RowSource:
+def _source(job: _RowsJob, n: int, problem: Any, norm: Tensor) -> RowSource:
     visible = problem.zero_invisible_keys(Request(("norm",)))[0]
     finished, heads = FinishedRows(visible, norm), job.heads[n]
     return finished if heads is None else HeadRows(finished, *heads)
 
 
-def _placed(job: _Job, rows: range, at: slice, keys: range, offset: int) -> Callable[[Part], Part]:
+def _placed(job: _RowsJob, rows: range, at: slice, keys: range, offset: int) -> Callable[[Part], Part]:
     """Where a part of a rectangle lies: rows and keys at global positions, rows at their place on this rank too."""
 
     def place(part: Part) -> Part:
@@ -217,7 +218,7 @@ def _placed(job: _Job, rows: range, at: slice, keys: range, offset: int) -> Call
 # Forward.
 
 
-def _forward(job: _Job, factors: list[Factors], norms: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+def _forward(job: _RowsJob, factors: list[Factors], norms: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs, and for maxima the number of the strip that holds them, −1 where another rank has it."""
     question = job.question
     totals = question.totals(job.shape, upcast(factors[0].q[..., :0, :0]))
@@ -268,7 +269,7 @@ class _QuestionNode(torch.autograd.Function):
     """The autograd node of a question over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, spec: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, job: _RowsJob, spec: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         factors, norms, _ = unflatten(spec, list(tensors))
         outputs, owners = without_autocast(tensors[0], lambda: _forward(job, list(factors), list(norms)))
         ctx.job, ctx.spec, ctx.count = job, spec, len(tensors)
@@ -299,7 +300,7 @@ class _QuestionNode(torch.autograd.Function):
 
 
 def _backward(
-    job: _Job, spec: Any, tensors: list[Tensor], outputs: list[Tensor], owners: list[Tensor | None],
+    job: _RowsJob, spec: Any, tensors: list[Tensor], outputs: list[Tensor], owners: list[Tensor | None],
     grads: list[Tensor | None], needs: list[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Gradients of all tensors of (factors, norms, question)."""
@@ -314,7 +315,7 @@ def _backward(
     def visit_rectangle(rows: range, at: slice, keys: range, blocks: list[Tensor], sums: list[Tensor]) -> None:
         nonlocal number
         pieces = [
-            _Piece((f, total), learn, rows, at, keys, k)
+            _RectangleBackward((f, total), learn, rows, at, keys, k)
             for f, total, learn, k in zip(factors, of_factors, learned, blocks, strict=True)
         ]
         sources = [_source(job, n, p.problem, norms[n][:, :, at]) for n, p in enumerate(pieces)]
@@ -356,7 +357,7 @@ def _backward(
     ]
 
 
-class _Piece:
+class _RectangleBackward:
     """One matrix in one rectangle: its problem, lowered from leaves, and the totals that their gradients belong to."""
 
     def __init__(

@@ -52,7 +52,7 @@ class _Pair:
 
 
 def _with_sink(keys: Tensor, sink: Tensor | None, without: float) -> Tensor:
-    """What keys have, and a sink as one more; `without` one, this number."""
+    """Numbers of keys, and that of a sink as one more; `without` one, this number."""
     return torch.cat([keys, keys.new_full((*keys.shape[:3], 1), without) if sink is None else sink], -1)
 
 

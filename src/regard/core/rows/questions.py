@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -29,7 +30,7 @@ from .traced import answer, traced
 __all__ = ["RowQuestions"]
 
 
-#: Tiles up to which nobody asks the system how much memory is free.
+#: Tiles up to which free memory is not looked up.
 _ASSUMED_TO_FIT = 2**26
 
 
@@ -243,7 +244,7 @@ class RowQuestions:
             raise ValueError(f"by must be {', '.join(map(repr, get_args(PoolBy)))}; got {by!r}.")
         if by == "lse" and _is_precomputed(self):
             raise ValueError("by='lse' needs scores, and weights that were passed to from_dense have none.")
-        cells = self.shape[:-2].numel() * (len(row_edges) - 1) * (len(col_edges) - 1)
+        cells = math.prod(self.shape[:-2]) * (len(row_edges) - 1) * (len(col_edges) - 1)
         if not is_tracing() and cells > _ASSUMED_TO_FIT:
             check_fits(cells * self._factors.q.dtype.itemsize, self._factors.q.device)
         merge: Any = "sum" if by == "mean" else by

@@ -39,8 +39,8 @@ STRIP_NUMBERS_GPU = 2**26
 FEWEST_ROWS, TALLEST_MASKED = 64, 256
 
 Merge = Literal["sum", "max", "lse"]
-#: What there is an output for, where it is the merge of those of parts of each row's keys, weighed by all of them; None
-#: where it takes complete rows.
+#: Whether outputs are of rows or tiles, where they are the merge of those of parts of each row's keys, weighed by all
+#: keys; None where they take complete rows.
 OfParts = Literal["rows", "tiles"] | None
 
 
@@ -61,7 +61,7 @@ class Question(Protocol):
 
     @property
     def of_parts(self) -> OfParts:
-        """What its outputs are for, if parts of the keys answer it one by one."""
+        """Whether outputs are of rows or tiles, if parts of the keys answer it one by one."""
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         """The results before any strip; shape is (b, h, i, j) of all sources broadcast."""
