@@ -284,7 +284,7 @@ class _PassListener:
         self.names, self.step, self.axes = names, step, axes
         self.layers: dict[str, dict[str, Tensor]] = {}
         self.refused: list[tuple[str, str]] = []
-        self.eager = EagerTracker()
+        self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
 
     def covers(self, model: nn.Module | None) -> bool:
         return False

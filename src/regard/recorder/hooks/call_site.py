@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,8 +25,6 @@ __all__ = [
     "original_module",
     "runs_code_of",
     "runs_method",
-    "shared_axis_reason",
-    "split_heads",
 ]
 
 #: Names of modules whose keys come from another sequence than their queries.
@@ -51,8 +48,6 @@ _NEVER_ATTENTION = re.compile(
 
 #: Names that models use for an attention module, whatever its class.
 _ATTENTION_NAME = re.compile(r"(^|[._])(attn|attention)\d?$", re.I)
-
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
 
 CAPTURED = "captured by torch.compile, which fuses its attention away; record the module it was made from"
 
@@ -215,49 +210,3 @@ def has_parameter_axis(site: CallSite, size: int) -> bool:
     """Whether a parameter of the module, or of a module around it on the stack, has an axis of that size."""
     modules = [site.module, *(module for _, module in _modules(site.frames[-1].f_back if site.frames else None))]
     return any(size in p.shape for module in modules[:2] if module is not None for p in module.parameters())
-
-
-def _heads_of(module: nn.Module | None) -> int | None:
-    """The number of heads a module or its config names."""
-    for source in (module, getattr(module, "config", None)):
-        for name in _HEADS:
-            count = getattr(source, name, None)
-            if isinstance(count, int) and count > 0:
-                return count
-    return None
-
-
-def _batch_first_owner(module: Any) -> bool:
-    """Whether the module's library puts batch before heads where the two share an axis."""
-    return type(module).__module__.split(".")[0] in ("torch", "transformers", "diffusers")
-
-
-def shared_axis_reason(site: CallSite) -> str:
-    """The reason of a refusal where `split_heads` cannot tell batch and heads apart."""
-    if site.hides_modules:  # a compiled graph flattens axes on its own
-        return CAPTURED
-    if site.module is None:
-        return (
-            "it has one axis before (length, size), and no module says whether that is the batch or the heads; shape "
-            "it (batch, heads, length, size), or record the module that calls it"
-        )
-    return (
-        "batch and heads share one axis and nothing says in which order; record one sequence at a time, "
-        "or shape it (batch, heads, length, size)"
-    )
-
-
-def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:
-    """(n, i, d) with batch and heads in one axis to (b, h, i, d); None where the order is ambiguous."""
-    if x.ndim == 2:
-        return x[None, None]
-    if x.ndim != 3:
-        return x
-    heads = _heads_of(module)
-    if x.shape[0] == 1 or heads == 1 or (heads is None and batch == x.shape[0]):
-        return x.unsqueeze(1)
-    if heads == x.shape[0] and (batch == 1 or (batch is None and _batch_first_owner(module))):
-        return x[None]  # without a batch size, n = heads may also be n sequences of one head
-    if heads and x.shape[0] % heads == 0 and _batch_first_owner(module):
-        return x.unflatten(0, (-1, heads))
-    return None

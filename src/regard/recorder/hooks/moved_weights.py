@@ -14,36 +14,32 @@ from typing import Any
 from torch import Tensor
 
 from . import tap
-from .softmax_trail import Alias, OpenSoftmax, axis_of_keys, storage_of
+from .softmax_trail import Alias, OpenSoftmax, axes_of_keys, axis_of_keys, storage_of
 
-__all__ = ["OnJoined", "OnMoved", "OnReduced", "install", "mark_as_unknown"]
+__all__ = ["BY_NAME", "OnJoined", "OnMoved", "OnReduced", "install", "mark_as_unknown"]
 
 
 def install() -> None:
     """Intercept these operators while a softmax is open."""
-    for name in ("mean.dim", "amax", "amin", "max.dim", "min.dim"):
+    for name in ("amax", "amin", "max.dim", "min.dim"):
         tap.intercept(name, OnReduced(name), tap.FOLLOW_KEY)
-    for name in ("cat", "concat", "stack"):
-        tap.intercept(name, OnJoined(name), tap.FOLLOW_KEY)
     for name in ("flip", "roll"):
         tap.intercept(name, OnMoved(name, lambda call: call["dims"]), tap.FOLLOW_KEY)
-    for name in ("index_select", "gather", "repeat_interleave.self_int", "cumsum", "cumprod", "sort"):
+    for name in ("index_select", "repeat_interleave.self_int", "cumsum", "cumprod", "sort"):
         tap.intercept(name, OnMoved(name, lambda call: [call["dim"]]), tap.FOLLOW_KEY)
-    for name in ("index.Tensor", "lerp.Scalar", "lerp.Tensor", "constant_pad_nd", "convolution", "repeat", "addcmul"):
-        tap.intercept(name, OnMoved(name, lambda call: []), tap.FOLLOW_KEY)
 
 
 def mark_as_unknown(softmax: OpenSoftmax, result: Tensor, operator: str) -> None:
     """The result is made of weights, and no longer weights whose keys are known."""
     reason = f"its weights pass through {operator} before they meet the values, after which their keys are not known"
     keys = result.shape[-1] if result.ndim else 1
-    softmax.add(result, Alias(result, False, result.stride(-1) if result.ndim else 1, keys, reason, changed=True))
+    softmax.add(result, Alias(None, result.stride(-1) if result.ndim else 1, keys, reason, changed=True))
 
 
 def _carry_on(softmax: OpenSoftmax, operand: Tensor, result: Tensor, axis: int) -> None:
     """The result holds weights as well, with the keys along an axis from the end."""
     altered = softmax.aliases[storage_of(operand)].altered
-    softmax.add(result, Alias(result, False, result.stride(axis), result.shape[axis], altered, changed=True))
+    softmax.add(result, Alias(None, result.stride(axis), result.shape[axis], altered, changed=True))
 
 
 class OnMoved:
@@ -79,6 +75,8 @@ class OnReduced:
         if (softmax := listener.eager.softmax_of(w)) is None:
             return
         alias = softmax.aliases[storage_of(w)]
+        if len(axes_of_keys(w, alias)) > 1:  # exp before its axis is certain: this is the sum that divides it
+            return
         axis = axis_of_keys(w, alias)
         dims = call["dim"] if isinstance(call["dim"], list | tuple) else [call["dim"]]
         reduced = [dim % w.ndim - w.ndim for dim in dims if dim is not None]
@@ -111,3 +109,10 @@ class OnJoined:
                 mark_as_unknown(softmax, out, self.operator)
             else:
                 _carry_on(softmax, w, out, axis)
+
+
+#: What operators that may give scores as well mean for weights, by their names.
+BY_NAME: dict[str, tap.Handler] = {
+    "mean.dim": OnReduced("mean"),
+    **{name: OnJoined(name) for name in ("cat", "concat", "stack")},
+}

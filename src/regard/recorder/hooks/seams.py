@@ -32,7 +32,7 @@ from ...core.scores.kinds import repeat_kv
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask, mask_of_cells
 from . import eager_attention, regard_nn, tap
-from .call_site import shared_axis_reason, split_heads
+from .layout import heads_come_first, shared_axis_reason, split_heads
 
 __all__ = ["flash_like", "install"]
 
@@ -66,23 +66,37 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
     site = listener.call_site(frame)
     if site is None:
         return
-    # Under autocast the operator casts first, to the type of its output.
-    q, k = q.to(out.dtype), k.to(out.dtype)
-    mask = call["attn_mask"]
-    batch = listener.batch_size(q.shape[-2])
-    q4, k4, v4 = (split_heads(x, site.module, batch) for x in (q, k, v))
-    if q4 is None or k4 is None or v4 is None:
-        listener.refuse_at(frame, shared_axis_reason(site))
-        return
-    if mask is not None and q.ndim == 3 and mask.ndim == 3:
-        mask = split_heads(mask, site.module, batch) if mask.shape[0] > 1 else mask[None]
-    k4, v4 = _without_repeats(k4, v4, q4, site.module)
-    if (mask is not None and mask.ndim > 4) or q4.ndim > 4:
+    if q.ndim > 4 or out.ndim > 4:
         listener.refuse_at(
-            frame, f"scaled_dot_product_attention was called with {q.ndim} axes; (batch, heads, length, size) is read"
+            frame, f"scaled_dot_product_attention was called with {out.ndim} axes; (batch, heads, length, size) is read"
         )
         return
+    # Under autocast the operator casts first, to the type of its output.
+    q, k = q.to(out.dtype), k.to(out.dtype)
+    mask, batch = call["attn_mask"], listener.batch_size(q.shape[-2])
+    q, k, v, mask = _broadcast(q, k, v, mask, out)
+    swapped = heads_come_first(q, site.module, batch) if q.ndim == 4 else False
+    if swapped:
+        q, k, v, mask = (None if x is None else x.transpose(0, 1) for x in (q, k, v, mask))
+    q4, k4, v4 = (split_heads(x, site.module, batch) for x in (q, k, v))
+    if swapped is None or q4 is None or k4 is None or v4 is None:
+        listener.refuse_at(frame, shared_axis_reason(site))
+        return
+    if mask is not None and q.ndim == 3:
+        mask = split_heads(mask, site.module, batch) if mask.shape[0] > 1 else mask[None]
+    k4, v4 = _without_repeats(k4, v4, q4, site.module)
     listener.attention(site, AttentionCall(q4, k4, v4, scale=call["scale"], mask=mask, is_causal=call["is_causal"]))
+
+
+def _broadcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor) -> tuple[Any, ...]:
+    """The operands with the axes of the output: any of them may lack a batch or heads that another has."""
+    batch, heads = out.shape[:1], out.shape[1:-2]
+    q, k, v = (x.reshape(*[1] * (out.ndim - x.ndim), *x.shape) for x in (q, k, v))
+    q = q.expand(*batch, *heads, *q.shape[-2:])
+    k, v = (x.expand(*batch, *x.shape[1:]) if out.ndim > 2 else x for x in (k, v))
+    if mask is not None:
+        mask = mask.reshape(*[1] * (out.ndim - mask.ndim), *mask.shape)
+    return q, k, v, mask
 
 
 def _without_repeats(k: Tensor, v: Tensor, q: Tensor, module: Any) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,8 @@ __all__ = [
     "guarded",
     "intercept",
     "intercept_higher_order",
+    "intercept_others",
+    "is_readable",
     "is_suspended",
     "listeners",
     "suspended",
@@ -84,6 +86,9 @@ class Listener(Protocol):
 
 #: A handler of an intercepted operator: (listener, arguments by name, output, the caller's frame).
 Handler = Callable[[Any, dict[str, Any], Any, FrameType], None]
+
+#: A handler of any other operator: (listener, operator, arguments, output, the caller's frame).
+OtherHandler = Callable[[Any, Any, tuple[Any, ...], Any, FrameType], None]
 
 #: Whether a call can be nothing to any listener, by its positional arguments: then it is not reported.
 Skip = Callable[[list[Any], tuple[Any, ...]], bool]
@@ -224,9 +229,58 @@ def intercept_higher_order(op: Any, names: tuple[str, ...], handler: Handler) ->
             _registered.add((RECORD_KEY, op.name()))
 
 
+def intercept_others(handler: OtherHandler, key: str) -> None:
+    """Register a handler for all operators without one of their own, but for views and for those made of others."""
+    if (key, "*") in _registered:
+        return
+    with _lock:
+        if (key, "*") in _registered:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        _libraries.append(library)
+        for name in torch._C._dispatch_get_all_op_names():
+            if name.startswith("aten::") and (key, name) not in _registered and _is_transparent(name):
+                library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, key)
+        others = torch.library.Library("_", "IMPL")
+        others.fallback(_other_kernel(handler), key)
+        _libraries.append(others)
+        _pass_through_higher_order(_key(key))
+        _registered.update({(key, "*"), (key, "_")})
+
+
+def _is_transparent(name: str) -> bool:
+    """Whether an operator gives a view of its first argument, or consists of operators that are intercepted."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        return True
+    packet, _, overload = name.partition(".")
+    arguments = torch._C._get_schema(packet, overload).arguments
+    alias = arguments[0].alias_info if arguments else None
+    return alias is not None and not alias.is_write
+
+
+def _other_kernel(handler: OtherHandler) -> Callable[..., Any]:
+    def kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
+            out = op(*args, **kwargs)
+        live = [listener for listener in listeners() if listener.eager.open]
+        if live and not in_backward() and not in_jit_trace():
+            frame = sys._getframe(1)
+            for listener in live:
+                with guarded(listener, frame):
+                    handler(listener, op, (*args, *kwargs.values()), out, frame)
+        return out
+
+    return kernel
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether a tensor holds plain numbers in memory of its own."""
+    return _unsupported_tensor([x]) is None and x.layout == torch.strided and not x.is_nested
+
+
 def _pass_through(key: str) -> None:
-    """Let every operator without a handler ignore the key."""
-    if (key, "_") in _registered:
+    """Let every operator without a handler ignore the key, until `intercept_others` gives them one."""
+    if (key, "_") in _registered or key == FOLLOW_KEY:
         return
     library = torch.library.Library("_", "IMPL")
     library.fallback(torch.library.fallthrough_kernel, key)
@@ -260,7 +314,8 @@ def _kernel(
         if not (live := listeners()):
             _retain(live)  # a block that Ctrl-C ended left the key behind
         elif not (skip is not None and skip(live, args)) and not in_backward():
-            call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+            call = {**dict(zip(names, args, strict=False)), **kwargs}
+            call |= {name: value for name, value in defaults.items() if name not in call}
             _report(live, handler, call, out, sys._getframe(1), attends)
         return out
 

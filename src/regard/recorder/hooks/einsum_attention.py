@@ -1,0 +1,72 @@
+"""Products that an einsum computes: of queries and keys, and of weights with values, in whatever order of axes."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from . import tap
+from .einsum_equation import may_be_scores, own_axes, sorted_axes, spell_out
+from .meeting import finish, is_attention
+from .product_factors import is_computed
+from .softmax_trail import OpenSoftmax, axes_of_keys, storage_of
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Intercept einsum."""
+    tap.intercept("einsum", on_einsum)
+
+
+def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    eager = listener.eager
+    operands, equation = call["tensors"], call["equation"].replace(" ", "")
+    eager.count_operator()
+    sides, _, result = spell_out(equation, operands).partition("->")
+    letters = sides.split(",")
+    weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
+    if weighted:
+        w, softmax = weighted[0]
+        if is_attention(listener, softmax, softmax.aliases[storage_of(w)], w, operands[-1], direct=True):
+            _on_values(listener, softmax, w, operands, letters, result, equation)
+        return
+    computed = len(operands) == 2 and all(is_computed(x) for x in operands)
+    scores = computed and may_be_scores(operands, letters, result)
+    if scores and (site := listener.call_site(frame)) is not None:
+        ends = own_axes(operands, letters, result)
+        eager.add_product(out, site.name, flat=all(x.ndim <= 2 for x in operands), ends=ends)
+
+
+def _on_values(
+    listener: tap.Listener,
+    softmax: OpenSoftmax,
+    w: Tensor,
+    operands: list[Tensor],
+    letters: list[str],
+    result: str,
+    equation: str,
+) -> None:
+    """Weights w meet the other operand: their axes are put in order (batch, heads, queries, keys)."""
+    alias = softmax.aliases[storage_of(w)]
+    reason, order = None, None
+    if len(operands) != 2 or any("." in side or len(set(side)) < len(side) for side in letters):
+        reason = f"its weights enter einsum({equation!r}), which is not read"
+    else:
+        here = 0 if operands[0] is w else 1
+        mine, others, v = letters[here], letters[1 - here], operands[1 - here]
+        summed = [n for n in axes_of_keys(w, alias) if mine[n] in others and mine[n] not in result]
+        if not summed:  # the sum must run over the keys
+            reason = f"its weights enter einsum({equation!r}), which does not sum over the axis of softmax"
+        elif (order := sorted_axes(mine, others, result, mine[summed[0]], w.shape)) is None:
+            reason = f"its weights enter einsum({equation!r}), whose batch, heads and queries cannot be told apart"
+    if reason is not None or order is None:
+        listener.eager.close(softmax)
+        listener.refuse(softmax.site.name, reason or "")
+        return
+    used = w.permute([mine.index(letter) for letter in order.axes])
+    used = used if order.has_rows else used.unsqueeze(-2)
+    values = v.permute([others.index(letter) for letter in order.of_values])
+    finish(listener, softmax, used, values if values.ndim == used.ndim else None, w, values)

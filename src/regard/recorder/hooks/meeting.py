@@ -1,0 +1,152 @@
+"""Where weights meet their values: whether this is attention, in which layout, and what is reported."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..calls import AttentionCall
+from . import tap
+from .call_site import has_parameter_axis, looks_like_attention
+from .layout import heads_come_first, shared_axis_reason, split_heads
+from .softmax_trail import (
+    CHOSEN,
+    DIVIDED,
+    LOGARITHM,
+    POINTWISE,
+    UNNORMALISED,
+    Alias,
+    OpenSoftmax,
+    axis_of_keys,
+    before_dropout,
+    storage_of,
+)
+
+__all__ = ["collapsed", "finish", "is_attention", "meet"]
+
+
+def collapsed(x: Tensor) -> Tensor:
+    """x with one number along each of its expanded axes."""
+    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+
+
+def meet(
+    listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, v: Tensor, *, right_way: bool, direct: bool
+) -> bool:
+    """Weights meet something in a product: used (…, i, j) and v (…, j, e) if the sum runs over the axis of softmax.
+
+    Returns:
+        Whether this is attention, recorded or refused.
+    """
+    alias = softmax.aliases[storage_of(used)]
+    if not is_attention(listener, softmax, alias, used, v, direct):
+        return False
+    if used.ndim > 1:  # weights without an axis for the batch stand for all of it
+        used = used[(None,) * (v.ndim - used.ndim)]
+    if right_way:
+        finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
+    elif softmax.product is not None and alias.altered not in (CHOSEN, DIVIDED, UNNORMALISED):
+        listener.eager.close(softmax)
+        other_axis = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
+        listener.refuse(softmax.site.name, alias.altered or other_axis)
+    return True
+
+
+def is_attention(
+    listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, used: Tensor, v: Tensor, direct: bool
+) -> bool:
+    """Whether a softmax that meets something is one over keys, or linear attention, which is refused later on.
+
+    Args:
+        listener: The listener.
+        softmax: The softmax.
+        alias: The tensor on its trail that meets the values.
+        used: The same.
+        v: The values.
+        direct: Whether the weights are the left factor of a product, as attention is mostly written.
+    """
+    if alias.altered is LOGARITHM or (alias.altered is UNNORMALISED and softmax.product is None):
+        return False
+    if softmax.product is not None and not (softmax.product.flat and (used.ndim > 2 or v.ndim > 2)):
+        return True
+    module = softmax.site.module
+    usual = direct and softmax.axis == -1 and used.ndim > 2 and v.ndim > 2
+    if usual and ((module is not None and looks_like_attention(module)) or listener.eager.is_product(v)):
+        return True
+    return _pools_a_sequence(listener, softmax, alias, used, v)
+
+
+def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, used: Tensor, v: Tensor) -> bool:
+    """Whether a softmax without a product of queries and keys weighs the positions of each sequence.
+
+    Additive attention scores positions by a small network. A router's softmax, and that of a mixture, runs over the
+    outputs of a layer instead: a parameter has an axis of that size, and it is the last axis.
+    """
+    axis = axis_of_keys(used, alias)
+    if axis is None or not 2 < used.ndim <= 4 or v.ndim < 3 or v.shape[-1] < 2 or used.shape[0] != v.shape[0]:
+        return False
+    if used.shape[0] != listener.batch_size(used.shape[-2]) or softmax.site.module is None:
+        return False
+    if (
+        used.numel() != used.shape[0] * used.shape[axis]
+    ):  # several rows: linear attention sums keys by feature like this
+        return False
+    return softmax.axis != -1 or not has_parameter_axis(softmax.site, used.shape[axis])
+
+
+def finish(
+    listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, values: Tensor | None, factor: Tensor, v: Tensor
+) -> None:
+    """Report the weights `used` (…, i, j), if weights they are; `factor` and v are the operands that met."""
+    eager, site = listener.eager, softmax.site
+    alias = softmax.aliases[storage_of(factor)]
+    v_is_product = eager.is_product(v)
+    is_new = softmax.meet(collapsed(factor))
+    for other in eager.open:
+        if other.alias_of(factor) is not None and (other is not softmax or softmax.unmet <= 0):
+            eager.close(other)
+    if not is_new:
+        return
+    w = before_dropout(used, alias)
+    divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and _is_normalised(w)
+    altered = None if divided else alias.altered
+    reason = altered or _no_weights(softmax, v_is_product, w, alias)
+    if reason is not None:
+        eager.close(softmax)
+        listener.refuse(site.name, reason)
+        return
+    w = w if w.ndim > 1 else w.unsqueeze(0)
+    batch = listener.batch_size(w.shape[-2])
+    s = softmax.scores if softmax.scores is not None and softmax.scores.shape[:-1] == w.shape[:-1] else None
+    if s is not None:
+        s = s[..., : w.shape[-1]]  # without the column of a sink
+    swapped: bool | None = False
+    if w.ndim == 4:
+        has_both = v.ndim >= 4 and all(of_v >= of_w for of_v, of_w in zip(v.shape[:2], w.shape[:2], strict=True))
+        swapped = heads_come_first(v if has_both else w, site.module, batch, as_projected=has_both)
+    if swapped:
+        w = w.transpose(0, 1)
+        s, values = (x if x is None or x.ndim < 4 else x.transpose(0, 1) for x in (s, values))
+    w4 = split_heads(w, site.module, batch)
+    if w4 is None or swapped is None:
+        listener.refuse(site.name, shared_axis_reason(site))
+        return
+    call = AttentionCall(v=None if values is None else split_heads(values, site.module, batch), w=w4)
+    call.s = None if s is None else split_heads(s, site.module, batch)
+    listener.attention(site, call)
+
+
+def _is_normalised(w: Tensor) -> bool:
+    """Whether rows sum to 1, or to 0 where all is masked: exp(s − logsumexp(s)) is divided by its sum before exp."""
+    sums = w.float().sum(-1)
+    return bool((((sums - 1).abs() < 0.01) | (w == 0).all(-1)).all() and (w >= 0).all() and (w > 0).any())
+
+
+def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alias) -> str | None:
+    """The reason why a softmax gives no weights over keys; None if it does."""
+    if softmax.product is None and v_is_product:
+        return "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
+    if w.ndim > 4:
+        return f"its weights have {w.ndim} axes; (batch, heads, queries, keys) is read"
+    if alias.changed and (bool((w < 0).any()) or bool((w.sum(-1) > 1.01).any())):
+        return "its softmax is changed before it meets the values: some rows are negative or sum to more than 1"
+    return None

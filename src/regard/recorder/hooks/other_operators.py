@@ -1,0 +1,68 @@
+"""Operators between a softmax and its values that nobody wrote a rule for: whatever they make of weights is named.
+
+Every operator passes here while a softmax is open, but for those with a rule of their own and views, which share the
+storage. What an operator makes of weights is not the weights any more, and is refused by the operator's name where it
+meets values; an operator that takes weights and values at once is named itself, unless the weights met values as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import tap
+from .moved_weights import mark_as_unknown
+from .product_factors import is_computed
+from .softmax_trail import LOGARITHM, POINTWISE, OpenSoftmax, axis_of_keys, storage_of
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Intercept every operator without a rule while a softmax is open; last of all, when the others have theirs."""
+    tap.intercept_others(on_other, tap.FOLLOW_KEY)
+
+
+def on_other(listener: tap.Listener, op: Any, operands: tuple[Any, ...], out: Any, frame: FrameType) -> None:
+    eager, tensors = listener.eager, list(_tensors(operands))
+    w, softmax = next(((x, one) for x in tensors if (one := eager.softmax_of(x)) is not None), (None, None))
+    name = op.name().removeprefix("aten::").partition(".")[0]
+    if (
+        w is None
+        or softmax is None
+        or torch.Tag.inplace_view in op.tags
+        or name.startswith("new_")
+        or name.endswith("_like")
+    ):
+        return  # it reads the shape alone
+    axis = axis_of_keys(w, softmax.aliases[storage_of(w)])
+    others = [x for x in tensors if x is not w]
+    if any(_may_be_values(x, w, softmax) for x in others):
+        softmax.strayed = softmax.strayed or name
+    for result in _tensors((out,)):
+        if result.ndim >= w.ndim and (axis is None or result.shape[axis] > 1):  # else it is a sum or maximum over keys
+            mark_as_unknown(softmax, result, name)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors among arguments, those in lists included, whose storage can be read."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, Tensor) and tap.is_readable(value):
+            yield value
+
+
+def _may_be_values(x: Tensor, w: Tensor, softmax: OpenSoftmax) -> bool:
+    """Whether an operand beside weights may be values: it has their keys, and features of its own."""
+    alias = softmax.aliases[storage_of(w)]
+    if softmax.product is None or alias.altered in (LOGARITHM, POINTWISE) or not is_computed(x) or x.ndim < 2:
+        return False
+    axis = axis_of_keys(w, alias)
+    keys = alias.keys if axis is None else w.shape[axis]
+    same = len(x.shape) <= w.ndim and all(a in (1, b) for a, b in zip(x.shape[::-1], w.shape[::-1], strict=False))
+    return keys in x.shape and not same

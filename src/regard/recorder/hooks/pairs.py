@@ -1,0 +1,100 @@
+"""Scores that no product of matrices computes: sums over features, sums of two sequences, and heads joined.
+
+`(q[:, None] * k).sum(-1)`, a distance, or additive attention's `v · tanh(q + k)` pairs two sequences by broadcasting.
+What such a sum gives may be scores; whether it is, its softmax and what that meets will say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from . import tap
+from .softmax_trail import RecentProduct
+
+__all__ = ["SUMS", "install", "joins", "on_joined", "on_outer_sum", "on_sum", "pairs", "sums_features"]
+
+#: Operators that sum over features, in their own way.
+SUMS = ("sum.dim_IntList", "mean.dim", "linalg_vector_norm")
+
+
+def install(follow: dict[str, Callable[..., None]]) -> None:
+    """Intercept these operators; while a softmax is open, `follow` has what they mean for its weights, by name."""
+    for names, begins, handler in (
+        (SUMS, sums_features, on_sum),
+        (("add.Tensor",), pairs, on_outer_sum),
+        (("cat", "concat", "stack"), joins, on_joined),
+    ):
+        for name in names:
+            tap.intercept(name, _both(follow.get(name), begins, handler), skip=_unless(begins))
+
+
+def _unless(begins: Callable[..., bool]) -> tap.Skip:
+    """The rule that skips an operator while no softmax is open, unless it may give scores."""
+
+    def skip(live: list[Any], args: tuple[Any, ...]) -> bool:
+        return not any(listener.eager.open for listener in live) and not begins(live, args)
+
+    return skip
+
+
+def _both(follow: tap.Handler | None, begins: Callable[..., bool], handler: tap.Handler) -> tap.Handler:
+    def on_operator(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
+        if follow is not None and listener.eager.open:
+            follow(listener, call, out, frame)
+        if begins([listener], tuple(call.values())):
+            handler(listener, call, out, frame)
+
+    return on_operator
+
+
+def sums_features(live: list[Any], args: tuple[Any, ...]) -> bool:
+    """Whether a sum, by its arguments, may give scores: over one axis of three or more, which it removes."""
+    x, dims, keepdim = args[0], next((a for a in args[1:] if isinstance(a, list)), None), any(a is True for a in args)
+    return x.ndim > 2 and x.is_floating_point() and dims is not None and len(dims) == 1 and not keepdim
+
+
+def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """A sum over features: a product of queries and keys by broadcasting, or a distance."""
+    if listener.eager.softmax_of(call["self"]) is None and (site := listener.call_site(frame)) is not None:
+        listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=tuple(out.shape))
+
+
+def pairs(live: list[Any], args: tuple[Any, ...]) -> bool:
+    """Whether two operands have an axis each that the other lacks, by which they are broadcast."""
+    x, y = args[:2]
+    if not isinstance(y, Tensor) or x.ndim != y.ndim or x.ndim < 2:
+        return False
+    lacks = [(a == 1 < b) - (b == 1 < a) for a, b in zip(x.shape, y.shape, strict=True)]
+    return 1 in lacks and -1 in lacks and x.is_floating_point() and y.is_floating_point()
+
+
+def on_outer_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """The sum of two sequences, which is scores itself or gives them when a layer weighs its features."""
+    if (site := listener.call_site(frame)) is None:
+        return
+    ends = tuple(
+        max(a, b) for a, b in zip(call["self"].shape, call["other"].shape, strict=True) if a != b and 1 in (a, b)
+    )
+    listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=ends)
+    if out.ndim > 2 and call["self"].shape[-1] == call["other"].shape[-1]:
+        listener.eager.add_product(out[..., 0], site.name, flat=out.ndim <= 3, ends=ends)
+
+
+def joins(live: list[Any], args: tuple[Any, ...]) -> bool:
+    """Whether tensors that are joined may be scores of heads, or of chunks of rows, which were computed one by one."""
+    tensors = args[0]
+    shape = tensors[0].shape if tensors else None
+    return len(tensors) > 1 and any(product.shape == shape for listener in live for product in listener.eager.products)
+
+
+def on_joined(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """Scores that were computed one by one, joined."""
+    if (site := listener.call_site(frame)) is not None:
+        parts: list[RecentProduct] = [p for p in listener.eager.products if p.shape == call["tensors"][0].shape]
+        if parts:
+            ends = (*parts[-1].ends, out.shape[call["dim"]])
+            listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=ends)
