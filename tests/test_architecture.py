@@ -36,6 +36,7 @@ ARROWS: dict[str, set[str]] = {
     "core.block": set(),
     "core.inherited": set(),
     "core.indexing": set(),
+    "core.operators": set(),
     "core.patches": set(),
     "core.broadcast": set(),
     "core.stored": set(),
@@ -49,7 +50,7 @@ ARROWS: dict[str, set[str]] = {
     "core.masks.call_hints": set(),
     "core.masks.algebra": {"core.masks.call_hints", "core.block", "core.broadcast", "core.masks.intervals", "core.pytree", "core.stored", "core.tensor_kinds"},
     "core.masks.kinds": {
-        "core.block", "core.broadcast", "core.masks.intervals", "core.masks.algebra", "core.masks.call_hints", "core.pytree", "core.stored",
+        "core.block", "core.broadcast", "core.indexing", "core.masks.intervals", "core.masks.algebra", "core.masks.call_hints", "core.pytree", "core.stored",
         "core.tensor_kinds", "core.torch_state",
     },
     "core.masks.lowering": {"core.block", "core.masks.intervals", "core.masks.kinds", "core.pytree", "core.torch_state"},
@@ -71,13 +72,13 @@ ARROWS: dict[str, set[str]] = {
     "core.arguments": {"core.indexing", "core.scores.kinds", "core.stats", "core.tensor_kinds"},
     "core.results": set(),
     "core.evaluation": {
-        "core.arguments", "core.autograd", "core.indexing", "core.problem", "core.pytree", "core.result_cache", "core.results",
+        "core.arguments", "core.autograd", "core.indexing", "core.operators", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.inherited", "core.tensor_kinds", "core.torch_state", "core.types"},
     "core.rows.sources": {"core.block", "core.masks.intervals", "core.problem", "core.pytree", "core.scores.kinds"},
     "core.rows.strips": {"core.block", "core.masks.intervals", "core.pytree", "core.rows.sources", "core.torch_state"},
-    "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips"},
+    "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
     "core.rows.spans": {"core.block", "core.masks.algebra", "core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
     "core.rows.stats": {"core.block", "core.pytree", "core.rows.sources", "core.stats", "core.rows.strips"},
     "core.rows.fused": {
@@ -85,12 +86,12 @@ ARROWS: dict[str, set[str]] = {
     },
     "core.rows.traced": {"core.rows.fused", "core.pytree", "core.rows.sources", "core.rows.strips"},
     "core.rows.questions": {
-        "core.arguments", "core.broadcast", "core.rows.comparison", "core.indexing", "core.masks.algebra", "core.problem",
+        "core.arguments", "core.broadcast", "core.rows.comparison", "core.indexing", "core.masks.algebra", "core.operators", "core.problem",
         "core.pytree", "core.result_cache", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
         "engines",
     },
     "core.rows.head_reduction": {
-        "core.arguments", "core.inherited", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.stats", "core.scores.kinds",
+        "core.arguments", "core.broadcast", "core.inherited", "core.results", "core.rows.questions", "core.rows.sources", "core.rows.stats", "core.scores.kinds",
         "core.rows.spans", "core.rows.strips", "core.torch_state", "core.types",
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},

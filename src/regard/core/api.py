@@ -117,6 +117,7 @@ def attend(
         return _over_ranks(q, k, score, mask, align, engine, mesh) @ _first_of(v, k, q)
     k = q if k is None else k
     v = k if v is None else v
+    _check_align(align)
     if engine == "auto" and (y := _try_sdpa(q, k, v, score, mask)) is not None:
         return y
     q, k, v = check_tensors(q=q, k=k, v=v)
@@ -235,7 +236,10 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
     offset = _offset(i, j, align, score, mask)
     q, k = (x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:]) for x in (q, k))
     matrix = MatrixShape((*batch, h, i, j), 0 if offset is None else offset, q.device)
-    return Factors(q, k, score.broadcast_to(matrix), None if mask is None else mask.broadcast_to(matrix), offset)
+    factors = Factors(q, k, score.broadcast_to(matrix), None if mask is None else mask.broadcast_to(matrix), offset)
+    if not is_tracing() and not in_functorch():
+        score.check_functions(q, k)
+    return factors
 
 
 # Checks.
@@ -296,13 +300,17 @@ def _check_heads(q: Tensor, k: Tensor) -> None:
         raise ValueError(f"q has {h} heads and k has {g}; heads of q must be a multiple of heads of k. {hint}")
 
 
-def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int | None:
-    """The key position of query 0; None where lengths differ and it is not needed."""
+def _check_align(align: Any) -> None:
     if align not in (None, "start", "end"):
         raise ValueError(
             'align must be "start" (query 0 stands at key 0) or "end" (the last query stands at the last key); '
             f"got {align!r}."
         )
+
+
+def _offset(i: int, j: int, align: Any, score: Score, mask: Mask | None) -> int | None:
+    """The key position of query 0; None where lengths differ and it is not needed."""
+    _check_align(align)
     if align == "end":
         return j - i
     if align == "start" or i == j:

@@ -5,12 +5,13 @@ Each error says what must hold, what it got and what to do.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .indexing import Tokens, as_index, parse, positions_of, slice_bounds
+from .indexing import Tokens, as_index, as_int, parse, positions_of, slice_bounds
 from .scores.kinds import upcast
 from .stats import Tiling
 from .tensor_kinds import readable
@@ -18,17 +19,23 @@ from .tensor_kinds import readable
 __all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys", "segment_flags"]
 
 
+#: Numbers of positions in segments, where a segment's number is far beyond the count of positions: most of 1 GB.
+MOST_FLAGS = 2**28
+
+
 def at_least_one(n: Any, what: str) -> int:
     """A whole number of at least 1."""
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+    if (count := as_int(n)) is None or count < 1:
         raise ValueError(f"{what} needs a whole number of at least 1; got {n!r}.")
-    return n
+    return count
 
 
 def as_tokens(words: Any, n: int, axis: str) -> Tokens:
     """One token for each of n positions."""
     if isinstance(words, str):
         raise TypeError(f"{axis} tokens must be a list of strings, one a position; got the string {words!r:.40}.")
+    if not isinstance(words, Collection):
+        raise TypeError(f"{axis} tokens must be a list of strings, one a position; got {type(words).__name__}.")
     for at, word in enumerate(words):
         if not isinstance(word, str):
             kind = type(word).__name__
@@ -90,6 +97,11 @@ def segment_flags(segments: Any, n: int, tokens: Tokens | None, q: Tensor, what:
         if segments.shape != (n,):
             raise ValueError(f"segment_mass({what}): one segment a position, ({n},); got {tuple(segments.shape)}.")
         count = int(segments.max()) + 1 if n else 0
+        if count * n > MOST_FLAGS:
+            raise ValueError(
+                f"segment_mass({what}): segments are numbered from 0 without gaps, -1 is none; got number {count - 1} "
+                f"of {n} positions. Number them with segments.unique(return_inverse=True)[1]."
+            )
         return (torch.arange(max(count, 0), device=q.device)[:, None] == segments.to(q.device)).to(upcast(q[..., :0]))
     if not isinstance(segments, (list, tuple)) or not segments:
         raise TypeError(

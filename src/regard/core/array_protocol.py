@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .evaluation import LazyMatrix, torch_function
-from .indexing import At, as_index, expand, pick_axes, positions_of, word_at
+from .indexing import At, as_index, as_int, expand, pick_axes, positions_of, word_at
 from .inherited import named_by_class
 from .tensor_kinds import refuse_jit_trace
 from .torch_state import without_autocast
@@ -71,7 +71,11 @@ class ArrayProtocol(LazyMatrix):
         >>> regard.weights(torch.randn(2, 8, 5, 4)).size(-1)
         5
         """
-        return self.shape if dim is None else self.shape[dim]
+        if dim is None:
+            return self.shape
+        if (axis := as_int(dim)) is None or not -self.ndim <= axis < self.ndim:
+            raise IndexError(f"size(dim) takes one of the {self.ndim} axes {tuple(self.shape)}; got {dim!r}.")
+        return self.shape[axis]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -107,7 +111,13 @@ class ArrayProtocol(LazyMatrix):
         >>> regard.weights(torch.eye(2)).to(torch.float64).dtype
         torch.float64
         """
-        return self._with(self._factors.map(lambda t: _to(t, *args, **kwargs)))
+        moved = self._with(self._factors.map(lambda t: _to(t, *args, **kwargs)))
+        if not moved._factors.q.is_floating_point():
+            raise TypeError(
+                f"queries and keys are floating-point tensors; got .to({moved._factors.q.dtype}). Convert what is "
+                "computed from them: W.dense().to(...)."
+            )
+        return moved
 
     def half(self) -> Self:
         """The same from queries and keys in float16; statistics of float16 inputs are float32.

@@ -18,6 +18,7 @@ from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
 from .indexing import Pick, Tokens, as_index, indices, is_full_axis, runs
+from .operators import NotElementwise
 from .problem import Factors, Problem
 from .pytree import flatten, replace_fields
 from .result_cache import ResultCache, check_fits
@@ -47,7 +48,7 @@ _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
 _KINDS: dict[str, type] = {}
 
 
-class LazyMatrix:
+class LazyMatrix(NotElementwise):
     """Factors, an engine and the results that are still valid. No weight is stored."""
 
     #: Whether results are cached, together with a pass's free outputs. `attend` asks once and needs neither.
@@ -305,7 +306,7 @@ class LazyMatrix:
     def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
         """Values with all axes, (*batch, heads, length, e)."""
         v = as_values(v, length, what, self)
-        if self._factors.heads % v.shape[-3]:
+        if v.shape[-3] == 0 or self._factors.heads % v.shape[-3]:
             raise ValueError(
                 f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide "
                 "those of the weights. If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."

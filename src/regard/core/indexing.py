@@ -19,6 +19,7 @@ __all__ = [
     "Pick",
     "Tokens",
     "as_index",
+    "as_int",
     "expand",
     "indices",
     "is_full_axis",
@@ -91,9 +92,9 @@ def word_at(word: Any, nth: Any) -> At:
     """One of several equal tokens; raises TypeError or ValueError unless `nth` counts from 1."""
     if not isinstance(word, str):
         raise TypeError(f"at(word, nth): the word must be a string; got {type(word).__name__}.")
-    if not isinstance(nth, int) or isinstance(nth, bool) or nth < 1:
+    if (count := as_int(nth)) is None or count < 1:
         raise ValueError(f"at(word, nth): occurrences are counted from 1; got {nth!r}.")
-    return At(word, nth)
+    return At(word, count)
 
 
 def parse(key: Any, shape: Sequence[int], tokens: tuple[Tokens | None, Tokens | None]) -> list[Pick]:
@@ -198,12 +199,21 @@ def _one(item: Any, axis: int, size: int, tokens: Tokens | None, from_end: int) 
     return position
 
 
-def _number(item: Any, axis: int, size: int) -> int:
+def as_int(value: Any) -> int | None:
+    """A user's number as an int, of NumPy or a tensor too; None for a bool, an int to Python, and any other."""
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    if isinstance(value, Tensor) and (value.dtype == torch.bool or value.is_meta):
+        return None
     try:
-        n = operator.index(item)
+        return operator.index(value)
     except TypeError:
-        n = None
-    if n is None or isinstance(item, bool):  # bool is an int: flags would be read as positions 0 and 1
+        return None
+
+
+def _number(item: Any, axis: int, size: int) -> int:
+    n = as_int(item)
+    if n is None:
         raise IndexError(
             f"axis {axis}: an index is an int, a slice, a word or a list of ints; got {type(item).__name__}."
         )

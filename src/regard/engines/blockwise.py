@@ -176,7 +176,7 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
 
             s, vjp = torch.func.vjp(scores, *inputs)[:2]
             if compiled:  # one ulp of a large score would take the weights out of their norm
-                s = numba.cells(problem, _cells_of(rows, cols))
+                s = numba.cells(problem, _cells_of(rows, cols, s.device))
             else:
                 if problem.similarity_kernel.distance_scale and not in_functorch():  # which `vjp` leaves uncorrected
                     s = problem.at(block).bare_scores(block)
@@ -200,9 +200,9 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     return InputGrads(list(totals), dv, du)
 
 
-def _cells_of(rows: slice, cols: slice) -> Request:
+def _cells_of(rows: slice, cols: slice, device: torch.device) -> Request:
     """The request for all scores of a tile."""
-    i, j = (torch.arange(part.start, part.stop) for part in (rows, cols))
+    i, j = (torch.arange(part.start, part.stop, device=device) for part in (rows, cols))
     return Request(("cells",), rows=i, cols=j)
 
 

@@ -14,7 +14,7 @@ from ..broadcast import MatrixShape, per_cell, refuse_flags_of_sequences
 from ..pytree import flatten, register_node, replace_fields, tree_map
 from ..stored import check_broadcasts, require
 from ..tensor_kinds import readable
-from .call_hints import mask_call
+from .call_hints import cells_of_function, mask_call
 from .intervals import Geometry, KeyIntervals
 
 __all__ = ["And", "Dense", "Mask", "Not", "Or", "Predicate", "as_mask"]
@@ -254,6 +254,9 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
+    def __bool__(self) -> bool:
+        raise TypeError(f"{self!r} is neither true nor false: combine masks with & | ~ (not and, or, not).")
+
     def draw(self, i: int | None = None, j: int | None = None, align: Literal["start", "end"] = "start") -> str:
         """The mask as text: ■ visible, · hidden; of a batch the first sequence.
 
@@ -347,14 +350,8 @@ class Predicate(Mask):
     is_function = True
 
     def visible(self, block: MatrixBlock) -> Tensor:
-        cells = self.function(block.i, block.j)
-        if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
-            got = f"dtype {cells.dtype}" if isinstance(cells, Tensor) else type(cells).__name__
-            raise TypeError(
-                f"a mask function must return a bool tensor of visible cells; got {got}. "
-                "Write a comparison, for example lambda i, j: j <= i."
-            )
-        return cells
+        i, j = block.i, block.j
+        return cells_of_function(self.function(i, j), (i.shape[0], j.shape[1]))
 
 
 @register_node(storable=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..block import MatrixBlock, take
 from ..broadcast import MatrixShape, check_broadcast, with_leading_axes
+from ..indexing import as_int
 from ..pytree import flatten, register_node
 from ..stored import check_broadcasts, is_int64, require
 from ..tensor_kinds import readable
@@ -45,7 +46,7 @@ __all__ = [
     "window",
 ]
 
-#: The widest window of a file.
+#: No window of a mask or of a file reaches so far; no two positions are so far apart.
 MAX_STORED_WINDOW = 2**31
 
 
@@ -236,7 +237,7 @@ class Documents(Mask):
             runs = (keys.diff(dim=1) != 0).sum(1) + (1 if j else 0)
             require(all(int(n) == len(row.unique()) for n, row in zip(runs, keys, strict=True)), "documents have gaps")
         if self.same_sequence:
-            at = torch.arange(i) + offset
+            at = torch.arange(i, device="cpu") + offset
             inside = (at >= 0) & (at < j)
             rows = self.ids.flatten(1)[:, inside]
             require(bool((rows == keys[:, at[inside]]).all()), "documents of queries and keys differ")
@@ -310,13 +311,15 @@ def window(before: int, after: int) -> Mask:
     · ■ ■ ·
     · · ■ ■
     """
+    sides = []
     for name, value in (("before", before), ("after", after)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if (count := as_int(value)) is None or count < 0:
             raise ValueError(
                 f"window({name}=...) counts the keys {name} a position and must be an int >= 0; got {value!r}. "
                 "window(0, 0) shows a query only itself."
             )
-    return Window(before, after)
+        sides.append(min(count, MAX_STORED_WINDOW - 1))  # beyond int64 no distance could be compared with it
+    return Window(*sides)
 
 
 @makes_mask("padding(lengths)")
@@ -359,6 +362,8 @@ def documents(ids: Tensor | Sequence[int], key_ids: Tensor | Sequence[int] | Non
     · · ■
     """
     numbers = _as_integers(ids, "documents(ids)")
+    if numbers.ndim == 0:
+        raise ValueError(f"documents(ids) needs one id a position; got the number {ids!r}. Use a list of ids.")
     keys = None if key_ids is None else _as_integers(key_ids, "documents(key_ids)")
     return Documents(numbers, keys, _contiguous(numbers if keys is None else keys))
 
@@ -373,7 +378,16 @@ def _contiguous(ids: Tensor) -> bool | None:
 
 def _as_integers(values: Any, name: str) -> Tensor:
     # A list or an array is copied: its owner may change it.
-    tensor = readable(values, name) if isinstance(values, Tensor) else torch.tensor(values)
+    if isinstance(values, Tensor):
+        tensor = readable(values, name)
+    else:
+        try:
+            tensor = torch.tensor(values, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            got = type(values).__name__
+            raise TypeError(f"{name} must be whole numbers, in a tensor or a list; got {got} {values!r:.40}.") from None
+        if tensor.numel() == 0:  # of an empty list, which has no type
+            tensor = tensor.long()
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} must be whole numbers; got dtype {tensor.dtype}. Convert with .long().")
     return tensor.long()

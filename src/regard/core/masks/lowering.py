@@ -98,9 +98,10 @@ def lower_cells(mask: Mask, layout: Geometry) -> Mask:
     if readable or layout.device.type != "cpu" or is_tracing() or in_functorch():
         return mask
     intervals = _intervals_of_cells(mask, layout)
-    if intervals is None:
-        return _flags_of_cells(mask, layout) or mask
-    return _interval_mask(intervals, intervals.visible_keys(layout.keys), layout)
+    if intervals is not None:
+        return _interval_mask(intervals, intervals.visible_keys(layout.keys), layout)
+    flags = _flags_of_cells(mask, layout)
+    return mask if flags is None else flags
 
 
 def _flags_of_cells(mask: Mask, layout: Geometry) -> Mask | None:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..pytree import register_node
+from ..torch_state import as_size
 from .sources import Part, Strip
 from .strips import Merge, OfParts
 
-__all__ = ["MEASURES", "Comparison"]
+__all__ = ["MEASURES", "Comparison", "joint_batch"]
 
 
 class _Pair:
@@ -127,3 +128,15 @@ class Comparison:
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         _, of_weights = MEASURES[self.measure]
         return [of_weights(*torch.broadcast_tensors(*matrices))]
+
+
+def joint_batch(batches: list[torch.Size]) -> torch.Size:
+    """The batch axes of several matrices, broadcast."""
+    if all(batch == batches[0] for batch in batches):
+        return batches[0]
+    try:
+        return as_size(torch.broadcast_shapes(*batches))
+    except RuntimeError:
+        raise ValueError(
+            f"batch axes {[tuple(batch) for batch in batches]} of the matrices do not broadcast."
+        ) from None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..arguments import as_values, at_least_one, chosen_keys
+from ..broadcast import check_broadcast
 from ..inherited import named_by_class
 from ..results import TopK
 from ..scores.kinds import upcast
@@ -129,6 +131,13 @@ class HeadReduction(RowQuestions):
             return self.dense()
         return self._grouped(self._weights[(..., *key)])  # type: ignore[index]
 
+    def __iter__(self) -> Iterator[Tensor]:
+        raise TypeError("heads taken together are not iterated: R.row(i) is one row, R.dense() all of them.")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.dense().numpy(force=True)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
     def _grouped(self, x: Tensor) -> Tensor:
         axis = len(self._factors.batch)
         x = self._reduced(x, axis)
@@ -175,9 +184,11 @@ class HeadReduction(RowQuestions):
         return self._grouped(self._weights._block(*map(range, self._weights._sizes)))
 
     def __matmul__(self, v: Tensor) -> Tensor:
-        j = self.shape[-1]
-        v = as_values(v.unsqueeze(-1) if (vector := v.ndim == 1) else v, j, "values", self)
+        j, vector = self.shape[-1], isinstance(v, Tensor) and v.ndim == 1
+        v = as_values(v.unsqueeze(-1) if vector else v, j, "values", self)
         batch, outer = self._factors.batch, (self._row_heads, *v.shape[-2:])
+        axes = f"values (..., {j}, e), with one head or a head for each matrix,"
+        check_broadcast(v.shape[:-2], (*batch, self._row_heads), "values", axes)
         v = v.expand(*batch, *outer).reshape(batch.numel(), *outer)
         (y,) = self._ask_rows(RowProduct(v))
         return y.squeeze(-1) if vector else y
@@ -264,6 +275,11 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
     if weights is None:
         weights = torch.ones(heads, dtype=upcast(q[..., :0]).dtype, device=q.device)
+    elif not isinstance(weights, Tensor):
+        got = type(weights).__name__
+        raise TypeError(
+            f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
+        )
     elif weights.shape != (heads,) or not (is_tracing() or bool((weights >= 0).all())):  # a graph reads no number back
         raise ValueError(f"reduce_heads(weights=) takes a number >= 0 for each of {heads} heads; got {weights}.")
     shares = upcast(weights).to(q.device)
@@ -271,6 +287,6 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         shares = (shares.unflatten(0, (groups, -1)) / shares.unflatten(0, (groups, -1)).sum(-1, keepdim=True)).flatten()
         if not is_tracing() and bool(shares.isnan().any()):
             raise ValueError(
-                f"reduce_heads('mean', weights=) divides by their sum, which must not be 0; got {weights}."
+                f"reduce_heads('mean', weights=) divides by their sum, which must be finite and not 0; got {weights}."
             )
     return shares.reshape(1, heads, 1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -12,15 +11,16 @@ from torch import Tensor
 
 from ...engines import get_engine
 from ..arguments import as_tiling, at_least_one, segment_flags
-from ..broadcast import MatrixShape, per_cell
-from ..indexing import Tokens
+from ..broadcast import MatrixShape, check_broadcast, per_cell
+from ..indexing import Tokens, as_int
 from ..masks.algebra import Mask, as_mask
+from ..operators import NotElementwise
 from ..problem import Factors
 from ..pytree import replace_fields
 from ..result_cache import check_fits
-from ..torch_state import as_size, is_tracing, without_autocast
+from ..torch_state import is_tracing, without_autocast
 from ..types import EngineName, MaskLike, SegmentsLike
-from .comparison import Comparison
+from .comparison import Comparison, joint_batch
 from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .stats import ChosenKeys, DistanceBins, DistanceVariance, induction_targets
@@ -33,8 +33,11 @@ __all__ = ["RowQuestions"]
 #: Tiles up to which free memory is not looked up.
 _ASSUMED_TO_FIT = 2**26
 
+#: No key stands so far from a query; positions minus this are an int64.
+FARTHEST = 2**62
 
-class RowQuestions:
+
+class RowQuestions(NotElementwise):
     """Methods of a matrix whose complete rows can be computed, a strip at a time."""
 
     _factors: Factors
@@ -63,7 +66,7 @@ class RowQuestions:
     def _ask_rows(self, question: Question, *others: RowQuestions) -> list[Tensor]:
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]
-        batch = _joint_batch(matrices)
+        batch = joint_batch([matrix._factors.batch for matrix in matrices])
         used = [get_engine(matrix._engine) for matrix in matrices]
         if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(used, matrices, strict=True)):
             outputs = question.of_dense(_dense_matrices(matrices, batch, question))
@@ -271,7 +274,7 @@ class RowQuestions:
         >>> W.cover(0.8, rows=1, cols=1)
         tensor([[False,  True,  True]])
         """
-        if not 0 <= share <= 1:
+        if not isinstance(share, (int, float, Tensor)) or not 0 <= share <= 1:
             raise ValueError(f"cover(share) takes a share between 0 and 1; got {share!r}.")
         return smallest_cover(self._pool_blocks(rows, cols, "sum", "cover"), share)
 
@@ -321,6 +324,8 @@ class RowQuestions:
                 raise ValueError(f"{what}: {cells!r} depends on positions: pass align= to weights().")
             cells = cells.broadcast_to(MatrixShape((*outer, i, j), offset, self._factors.q.device))
         else:
+            if not isinstance(block, (tuple, list)) or len(block) != 2:
+                raise ValueError(f"{what}(block=(rows, cols)) takes the two sizes of a block; got {block!r}.")
             rows, cols = (at_least_one(n, f"{what}(block=(rows, cols))") for n in block)
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
                 got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
@@ -379,9 +384,18 @@ class RowQuestions:
                 [0.0000]])
         """
         outer, (i, j) = (*self._factors.batch, self._row_heads), (len(self._rows_here), self.shape[-1])
-        if not isinstance(keys, Tensor) or keys.is_floating_point() or keys.ndim < 2 or keys.shape[-2] != i:
+        if not isinstance(keys, Tensor) or keys.ndim < 2 or keys.shape[-2] != i:
             got = tuple(keys.shape) if isinstance(keys, Tensor) else type(keys).__name__
-            raise ValueError(f"gather(keys) takes key positions ({i}, n), a row of them for each query; got {got}.")
+            raise ValueError(
+                f"gather(keys) takes a tensor of key positions ({i}, n), a row of them for each query; got {got}."
+            )
+        if keys.is_floating_point() or keys.is_complex() or keys.dtype == torch.bool:
+            raise TypeError(
+                f"gather(keys) takes whole numbers, the positions of keys; got {keys.dtype}. "
+                "For one flag a cell: W.recall(flags)."
+            )
+        check_broadcast(keys.shape[:-1], (*outer, i), "gather(keys)", f"(..., h, {i}) before the last axis")
+        keys = keys.long()
         if not is_tracing() and keys.numel() and (int(keys.max()) >= j or int(keys.min()) < -1):
             raise IndexError(
                 f"gather(keys): positions are -1 (none) to {j - 1}; got {int(keys.min())} to {int(keys.max())}."
@@ -401,11 +415,9 @@ class RowQuestions:
         >>> regard.weights(torch.zeros(3, 2), mask=regard.causal()).offset_mass(1)
         tensor([0.0000, 0.5000, 0.3333])
         """
-        try:
-            steps = operator.index(offset)
-        except TypeError:
-            raise TypeError(f"offset_mass(offset) takes a whole number of positions; got {offset!r}.") from None
-        at = self._positions("offset_mass") - steps
+        if (before := as_int(offset)) is None:
+            raise ValueError(f"offset_mass(offset) takes a whole number of positions; got {offset!r}.")
+        at = self._positions("offset_mass") - max(min(before, FARTHEST), -FARTHEST)
         at = torch.where((at >= 0) & (at < self.shape[-1]), at, -1)
         return self.gather(at[:, None]).squeeze(-1)
 
@@ -452,7 +464,11 @@ class RowQuestions:
         tensor([0.2500, 0.2500, 0.5000])
         """
         self._positions("distance_histogram")
-        bounds = torch.as_tensor(edges, device=self._factors.q.device)
+        try:
+            bounds = torch.as_tensor(edges, device=self._factors.q.device)
+        except (TypeError, ValueError, RuntimeError):
+            bounds = torch.empty(0, device=self._factors.q.device)
+        bounds = bounds if bounds.is_floating_point() else bounds.long()  # unsigned ones have no differences
         if bounds.ndim != 1 or len(bounds) < 2 or not (is_tracing() or bool((bounds.diff() > 0).all())):
             raise ValueError(f"distance_histogram(edges) takes at least two ascending distances; got {edges}.")
         return self._ask_rows(DistanceBins(bounds, self._factors.query_offset))[0]
@@ -470,23 +486,11 @@ def _is_precomputed(matrix: RowQuestions) -> bool:
     return matrix._factors.score.precomputed is not None
 
 
-def _joint_batch(matrices: list[RowQuestions]) -> torch.Size:
-    batches = [matrix._factors.batch for matrix in matrices]
-    if all(batch == batches[0] for batch in batches):
-        return batches[0]
-    try:
-        return as_size(torch.broadcast_shapes(*batches))
-    except RuntimeError:
-        raise ValueError(
-            f"batch axes {[tuple(batch) for batch in batches]} of the matrices do not broadcast."
-        ) from None
-
-
 def _dense_matrices(matrices: list[RowQuestions], batch: torch.Size, question: Question) -> list[Tensor]:
     """Dense weights of all matrices; where one of them has a sink that counts, its share is the last column."""
     pairs = [matrix._dense_rows(batch, question.of_scores) for matrix in matrices]
     if not question.counts_sink or all(sink is None for _, sink in pairs):
         return [w for w, _ in pairs]
     return [
-        torch.cat([w, (torch.zeros_like(w[..., 0]) if sink is None else sink).unsqueeze(-1)], -1) for w, sink in pairs
+        torch.cat([w, (w.new_zeros(w.shape[:-1]) if sink is None else sink).unsqueeze(-1)], -1) for w, sink in pairs
     ]

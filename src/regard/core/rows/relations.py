@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...engines.reference import dense
 from ..evaluation import LazyMatrix
-from ..indexing import Tokens, slice_bounds
+from ..indexing import Tokens, as_int, slice_bounds
 from ..problem import Factors
 from ..stats import Request
 from .head_reduction import HeadReduction, head_shares
@@ -110,10 +110,10 @@ class Relations(LazyMatrix, RowQuestions):
                 _need_shared_keys(heads, self._factors.heads, groups)
         count = 1 if groups is None else groups
         n = chosen._factors.heads
-        if count < 1 or n % count:
-            raise ValueError(f"reduce_heads(groups=) must divide the {n} heads; got {groups}.")
-        shares = None if by == "max" and weights is None else head_shares(by, weights, n, count, self._factors.q)
-        return HeadReduction(chosen, n // count, shares, one_head=groups is None)
+        if (number := as_int(count)) is None or number < 1 or n % number:
+            raise ValueError(f"reduce_heads(groups=) must divide the {n} heads, or be 'kv'; got {groups!r}.")
+        shares = None if by == "max" and weights is None else head_shares(by, weights, n, number, self._factors.q)
+        return HeadReduction(chosen, n // number, shares, one_head=groups is None)
 
 
 def row_range(part: Any, n: int) -> tuple[int, int]:
@@ -125,9 +125,11 @@ def row_range(part: Any, n: int) -> tuple[int, int]:
 
 
 def _head_numbers(heads: Sequence[int], count: int) -> list[int]:
-    if not heads or not all(-count <= head < count for head in heads):
-        raise IndexError(f"reduce_heads(heads=) takes numbers of some of {count} heads; got {list(heads)}.")
-    return [head % count for head in heads]
+    listed = heads.tolist() if isinstance(heads, Tensor) else list(heads) if isinstance(heads, Iterable) else []
+    numbers = [number for head in listed if (number := as_int(head)) is not None and -count <= number < count]
+    if not numbers or len(numbers) < len(listed):
+        raise IndexError(f"reduce_heads(heads=) takes a list of numbers of some of {count} heads; got {heads!r}.")
+    return [number % count for number in numbers]
 
 
 def _need_shared_keys(heads: Sequence[int], count: int, key_heads: int) -> None:

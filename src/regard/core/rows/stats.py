@@ -5,7 +5,7 @@ Statistics that `Weights.see` names are in `stats`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -242,9 +242,12 @@ class DistanceBins(CompleteRowStatistic):
 
 def induction_targets(tokens: Tensor | Sequence[Any], rows: Tensor) -> Tensor:
     """For the query at each key position of `rows` the key after the last earlier occurrence of its token, or −1."""
+    tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    if not isinstance(tokens, Collection) or not all(isinstance(token, Hashable) for token in tokens):
+        raise TypeError("induction_mass(tokens) takes one token a key: a list of strings or ids, or a tensor (j,).")
     last: dict[Any, int] = {}
     targets = []
-    for at, token in enumerate(tokens.tolist() if isinstance(tokens, Tensor) else tokens):
+    for at, token in enumerate(tokens):
         targets.append(last[token] + 1 if token in last else -1)
         last[token] = at
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(targets):

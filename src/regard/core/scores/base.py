@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..broadcast import MatrixShape, per_head
 from ..pytree import register_node, replace_fields
 from ..stored import check_broadcasts, require
-from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_floats, open_function
+from .modifiers import LARGEST, Alibi, Bias, Modifier, Modify, Softcap, need_floats, open_function
 from .similarity import SimilarityKernel
 
 __all__ = ["FormulaSteps", "Lowered", "Score", "upcast"]
@@ -154,6 +154,21 @@ class Score:
                 f"a {type(self).__name__} score needs them equal.{hint}"
             )
 
+    def check_functions(self, q: Tensor, k: Tensor) -> None:
+        """Check that no function of a user loses a gradient or changes what it is passed.
+
+        Args:
+            q: Queries ``(..., h, i, d)``.
+            k: Keys ``(..., g, j, d′)``.
+
+        Raises:
+            ValueError: A function captures a tensor that needs gradients, or changes queries or keys in place.
+
+        >>> regard.Dot().check_functions(torch.zeros(1, 2, 4), torch.zeros(1, 3, 4))
+        """
+        for modifier in self.modifiers:
+            modifier.check_function(q.shape[-3], upcast(q[..., :0, :]))
+
     def broadcast_to(self, matrix: MatrixShape) -> Self:
         """The same for one matrix.
 
@@ -254,7 +269,7 @@ class Score:
         >>> regard.weights(100 * torch.eye(2), score=regard.Dot().softcap(5.0)).max_score()
         tensor([5., 5.])
         """
-        if not isinstance(cap, (int, float)) or not 0 < cap < math.inf:
+        if not isinstance(cap, (int, float, numbers.Real)) or not 0 < cap <= LARGEST:
             raise ValueError(f"softcap(cap) needs a finite cap > 0; got {cap!r}. Leave it out for no cap.")
         return self._then(Softcap(float(cap)))
 

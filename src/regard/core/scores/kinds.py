@@ -18,7 +18,18 @@ from ..broadcast import MatrixShape, repeat_kv, with_leading_axes
 from ..pytree import register_node, replace_fields
 from ..stored import check_finite, check_floats, check_parameter, check_positive, require
 from .base import FormulaSteps, Lowered, Score, upcast
-from .modifiers import Alibi, Bias, Modifier, Modify, Softcap, need_axes, need_finite, need_floats, open_function
+from .modifiers import (
+    Alibi,
+    Bias,
+    Modifier,
+    Modify,
+    Softcap,
+    need_axes,
+    need_finite,
+    need_floats,
+    open_function,
+    refuse_captures,
+)
 from .similarity import Distance, Function, Product, ReluSum, SimilarityKernel, TanhSum
 
 __all__ = [
@@ -83,7 +94,7 @@ class ScaledDot(Score):
 
     def __post_init__(self) -> None:
         if self.scale is not None:
-            need_finite(self.scale, "ScaledDot(scale)")
+            object.__setattr__(self, "scale", need_finite(self.scale, "ScaledDot(scale)"))
 
     def check_stored(self, q: Tensor, k: Tensor) -> None:
         super().check_stored(q, k)
@@ -133,7 +144,7 @@ class Cosine(Score):
     transforms_keys = True
 
     def __post_init__(self) -> None:
-        need_finite(self.scale, "Cosine(scale)")
+        object.__setattr__(self, "scale", need_finite(self.scale, "Cosine(scale)"))
 
     def check_stored(self, q: Tensor, k: Tensor) -> None:
         super().check_stored(q, k)
@@ -166,10 +177,11 @@ class Gaussian(Score):
     transforms_keys = True
 
     def __post_init__(self) -> None:
-        need_finite(self.sigma, "Gaussian(sigma)")
-        if not self.sigma > 0:
+        object.__setattr__(self, "sigma", need_finite(self.sigma, "Gaussian(sigma)"))
+        if not 1e-18 <= self.sigma <= 1e18:  # float32 holds 1/sigma²
             raise ValueError(
-                f"Gaussian(sigma) needs sigma > 0, the distance at which alikeness fades; got {self.sigma}."
+                f"Gaussian(sigma) needs sigma > 0, the distance at which alikeness fades, from 1e-18 to 1e18; "
+                f"got {self.sigma}."
             )
 
     def check_stored(self, q: Tensor, k: Tensor) -> None:
@@ -340,6 +352,19 @@ class Similarity(Score):
         function, parameters = open_function(self.function, self.parameters, "Similarity")
         object.__setattr__(self, "function", function)
         object.__setattr__(self, "parameters", parameters)
+
+    def check_functions(self, q: Tensor, k: Tensor) -> None:
+        super().check_functions(q, k)
+        if 0 in (*q.shape, *k.shape):
+            return
+        # One query and key of every sequence and head, in memory of their own.
+        cell = [upcast(x[..., :1, :].detach().reshape(-1, x.shape[-3], 1, x.shape[-1])).clone() for x in (q, k)]
+        cell[1] = repeat_kv(cell[1], q.shape[-3])
+        refuse_captures(self.function, tuple(cell), self.parameters, "Similarity")
+        if any(not x.is_inference() and x._version for x in cell):
+            raise ValueError(
+                "a similarity f(q, k) must not change q or k in place: they are yours. Write q * x, not q.mul_(x)."
+            )
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return Function(self.function, self.parameters).pairwise(q, k)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import dis
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
@@ -17,7 +18,10 @@ from ..pytree import register_node, tree_map
 from ..stored import check_broadcasts, check_positive
 from ..tensor_kinds import readable
 
-__all__ = ["Alibi", "Bias", "Modifier", "Modify", "Softcap", "need_axes", "need_finite", "need_floats", "open_function"]
+__all__ = [
+    "Alibi", "Bias", "Modifier", "Modify", "Softcap", "described", "need_axes", "need_finite", "need_floats",
+    "open_function", "refuse_captures",
+]  # fmt: skip
 
 
 class Modifier:
@@ -46,6 +50,9 @@ class Modifier:
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         """The scores (b, h, i, j) of a block, modified; this modifier's tensors are cut to the block already."""
         raise NotImplementedError
+
+    def check_function(self, heads: int, like: Tensor) -> None:
+        """Raise ValueError where a function of the user would lose a gradient; `like` has the dtype of scores."""
 
     def broadcast_to(self, matrix: MatrixShape) -> Modifier:
         """The same for one matrix: tensors checked, and with the axes (*batch|1, h|1, i|1, j|1)."""
@@ -146,12 +153,16 @@ class Modify(Modifier):
 
     def apply(self, s: Tensor, block: MatrixBlock | PickedCells) -> Tensor:
         changed = self.function(s, block.i, block.j, *self.parameters)
-        if not isinstance(changed, Tensor) or changed.shape != s.shape:
-            got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+        if not isinstance(changed, Tensor) or changed.shape != s.shape or not changed.is_floating_point():
             raise ValueError(
-                f"modify(f): f(s, i, j) must return scores of the shape of s, {tuple(s.shape)}; got {got}."
+                f"modify(f): f(s, i, j) must return scores of the shape of s, {tuple(s.shape)}, in floating point; "
+                f"got {described(changed)}."
             )
         return changed
+
+    def check_function(self, heads: int, like: Tensor) -> None:
+        position = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
+        refuse_captures(self.function, (like.new_zeros(1, heads, 1, 1), position, position), self.parameters, "modify")
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,6 +179,31 @@ class _Shifted:
 # Users' arguments of a score.
 
 
+def described(result: Any) -> str:
+    """What a user's function returned, for a message."""
+    return f"{tuple(result.shape)} of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
+
+
+def refuse_captures(
+    function: Callable[..., Tensor], block: tuple[Tensor, ...], parameters: tuple[Any, ...], what: str
+) -> None:
+    """Raise ValueError where a user's function reaches a tensor with gradients that is no parameter of it.
+
+    It is called with one cell, and nothing that it was passed needs a gradient: what it returns must need none.
+    """
+    fixed = [p.detach() if isinstance(p, Tensor) else p for p in parameters]
+    with torch.random.fork_rng([x.device for x in block[:1] if x.is_cuda]):
+        try:
+            result = function(*block, *fixed)
+        except Exception:  # which it may raise, or not, for a block
+            return
+    if isinstance(result, Tensor) and result.requires_grad:
+        raise ValueError(
+            f"{what}: the function captures a tensor or module which needs gradients; they would be lost. "
+            + _PASS_ON.format(what)
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class _ModuleCall:
     """A module as a function of its inputs and its parameters."""
@@ -180,20 +216,24 @@ class _ModuleCall:
         return torch.func.functional_call(self.module, dict(zip(self.names, parameters, strict=True)), inputs)
 
 
+#: What to do with a tensor that a function captures.
+_PASS_ON = "Pass such tensors on: {0}(f, tensor) calls f(..., tensor). A module can be passed as it is."
+
+
 def open_function(
-    function: Any, parameters: tuple[Tensor, ...], what: str
+    function: Any, parameters: tuple[Tensor, ...] | Tensor, what: str
 ) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
     """A user's function and its parameters, where every tensor with a gradient is a parameter and none is captured."""
     if not callable(function):
         raise TypeError(f"{what}: a function was expected; got {type(function).__name__}.")
-    parameters = tuple(parameters)
+    parameters = (parameters,) if isinstance(parameters, Tensor) else tuple(parameters)
     if isinstance(function, nn.Module) and not parameters:
         named = dict(function.named_parameters())
         return _ModuleCall(function, tuple(named)), tuple(named.values())
     if captured := _captured(function):
         raise ValueError(
             f"{what}: the function captures {captured}, which needs gradients; they would be lost. "
-            f"Pass such tensors on: {what}(f, tensor) calls f(..., tensor). A module can be passed as it is."
+            + _PASS_ON.format(what)
         )
     return function, parameters
 
@@ -205,7 +245,8 @@ def _captured(function: Any) -> str | None:
     code = function.__code__
     cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     reached: list[tuple[str, Any]] = [(name, _content(cell)) for name, cell in cells]
-    reached += [(name, function.__globals__[name]) for name in code.co_names if name in function.__globals__]
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}  # not attributes
+    reached += [(name, function.__globals__[name]) for name in names if name in function.__globals__]
     for name, value in reached:
         if isinstance(value, Tensor) and value.requires_grad:
             return f"the tensor {name!r}"
@@ -221,10 +262,16 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def need_finite(value: Any, name: str) -> None:
-    """Raise ValueError unless a user's number is finite."""
-    if not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
-        raise ValueError(f"{name} must be a finite number; got {value!r}.")
+#: The largest number that scores are computed with: float32 holds no larger one.
+LARGEST = float(torch.finfo(torch.float32).max)
+
+
+def need_finite(value: Any, name: str) -> float:
+    """A user's number, which float32 must hold."""
+    if not isinstance(value, (int, float, numbers.Real)) or not abs(value) <= LARGEST:  # type: ignore[operator]
+        hint = " Use .item(); a learned factor multiplies q." if isinstance(value, Tensor) else ""
+        raise ValueError(f"{name} must be a finite number of float32; got {value!r}.{hint}")
+    return value if type(value) is int else float(value)
 
 
 def need_floats(tensor: Any, name: str) -> Tensor:

@@ -179,10 +179,11 @@ class Function(SimilarityKernel):
     def pairwise(self, q: Tensor, k: Tensor) -> Tensor:
         s = self.function(q, k, *self.parameters)
         shape = (*q.shape[:-1], k.shape[-2])
-        if not isinstance(s, Tensor) or s.shape != shape:
-            got = tuple(s.shape) if isinstance(s, Tensor) else type(s).__name__
+        if not isinstance(s, Tensor) or s.shape != shape or not s.is_floating_point():
+            got = f"{tuple(s.shape)} of {s.dtype}" if isinstance(s, Tensor) else type(s).__name__
             raise ValueError(
-                f"a similarity f(q, k) must return scores {shape} for q {tuple(q.shape)} and k {tuple(k.shape)}; "
-                f"got {got}. The dot product, for example, is lambda q, k: q @ k.mT."
+                f"a similarity f(q, k) must return scores {shape} of floating point for "
+                f"q {tuple(q.shape)} and k {tuple(k.shape)}; got {got}. "
+                "The dot product, for example, is lambda q, k: q @ k.mT."
             )
         return s

@@ -209,7 +209,7 @@ class KernelCall:
         if problem.similarity_kernel.distance_scale:
             products, own = problem.q.shape[3] > SHORT, problem.similarity_kernel.own_modifiers
             rows[own if products else 0 : own] = [self._distances(problem)]
-        for cells in (problem.mask and problem.mask.dense_parts()) or []:
+        for cells in [] if problem.mask is None else problem.mask.dense_parts() or []:
             rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, *no_keys))
         if rows:
             table = kernels.modifier_table(rows)
@@ -238,9 +238,9 @@ class KernelCall:
         """Run the kernel over `items` on PyTorch's threads; `scratch` is the bytes of scratch memory per thread."""
         threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
         scratch = (scratch + 127) // 64 * 64
-        counters = torch.zeros(8, dtype=torch.int64)
+        counters = torch.zeros(8, dtype=torch.int64, device="cpu")
         self.set(counter=self.address_of(counters), scratch_size=scratch)
-        self.set(scratch=self.address_of(torch.empty(threads * scratch, dtype=torch.uint8)))
+        self.set(scratch=self.address_of(torch.empty(threads * scratch, dtype=torch.uint8, device="cpu")))
         compiled = self.runtime.kernels.kernel(kernel, self.dtype.itemsize)
         record = self.runtime.kernels.params_record(self.fields)
         if threads > 1:
@@ -269,23 +269,23 @@ def forward(problem: Problem, request: Request) -> Results:
     b, h, i, _ = problem.shape
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
-    outputs = {"norm": call.out("norm", torch.empty(b, h, i, 2, dtype=call.dtype))}
+    outputs = {"norm": call.out("norm", torch.empty(b, h, i, 2, dtype=call.dtype, device="cpu"))}
     if request.wants("y"):
         assert request.v is not None
         v = call.rows("v", request.v, "bhj")
         call.set(V=v.shape[1], E=v.shape[3])
-        outputs["y"] = call.out("y", torch.empty(b, h, i, v.shape[3], dtype=call.dtype))
+        outputs["y"] = call.out("y", torch.empty(b, h, i, v.shape[3], dtype=call.dtype, device="cpu"))
     for name in call.runtime.kernels.ROW_STATISTICS:
         if request.wants(name):
-            outputs[name] = call.out(name, torch.zeros(b, h, i, dtype=call.dtype))
+            outputs[name] = call.out(name, torch.zeros(b, h, i, dtype=call.dtype, device="cpu"))
     if request.wants("mass"):
         call.out("keys", required(request.keys).to(call.dtype).contiguous())
     if request.wants("argmax"):
-        outputs["argmax"] = call.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64))
+        outputs["argmax"] = call.out("argmax", torch.full((b, h, i), -1, dtype=torch.int64, device="cpu"))
     if request.wants("topk_scores", "topk_indices"):
         shape = (b, h, i, request.topk)
-        outputs["topk_scores"] = call.out("topk_scores", torch.full(shape, -torch.inf, dtype=call.dtype))
-        outputs["topk_indices"] = call.out("topk_indices", torch.full(shape, -1, dtype=torch.int64))
+        outputs["topk_scores"] = call.out("topk_scores", torch.full(shape, -torch.inf, dtype=call.dtype, device="cpu"))
+        outputs["topk_indices"] = call.out("topk_indices", torch.full(shape, -1, dtype=torch.int64, device="cpu"))
         call.set(topk=request.topk)
     if problem.sink is not None:
         sink = problem.sink.to(call.dtype)
@@ -325,17 +325,19 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
     call.work = b * h * (row_to - row_from) * (key_to - key_from) * problem.q.shape[3]
     outputs = {}
     if request.wants("received"):
-        outputs["received"] = call.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64))
+        outputs["received"] = call.out("received", torch.zeros(chunks, b, h, j, dtype=torch.float64, device="cpu"))
     if request.wants("pool"):
         tiling = request.tiling
         assert tiling is not None
-        outputs["pool"] = call.out("pool", torch.zeros(chunks, b, h, tiling.rows, tiling.cols, dtype=torch.float64))
+        outputs["pool"] = call.out(
+            "pool", torch.zeros(chunks, b, h, tiling.rows, tiling.cols, dtype=torch.float64, device="cpu")
+        )
         call.set(tile_rows=tiling.rows, tile_cols=tiling.cols, i0=tiling.i0, i1=tiling.i1, j0=tiling.j0, j1=tiling.j1)
     if request.wants("z"):
         assert request.u is not None
         u = call.rows("u", request.u, "bhi")
         call.set(U=u.shape[3])
-        outputs["z"] = call.out("z", torch.zeros(chunks, b, h, j, u.shape[3], dtype=call.dtype))
+        outputs["z"] = call.out("z", torch.zeros(chunks, b, h, j, u.shape[3], dtype=call.dtype, device="cpu"))
     call.run("column_pass", b * h * chunks, call.dtype.itemsize * block_j * (block_i + 1))
     return {name: _sum_chunks(x).to(call.dtype) for name, x in outputs.items()}
 
@@ -348,7 +350,7 @@ def cells(problem: Problem, request: Request) -> Tensor:
     block_i, block_j = _tile_size(problem)
     call = KernelCall(problem, block_i, block_j)
     shape = (b, h, len(request.rows), len(request.cols))
-    outputs = call.out("cells", torch.full(shape, -torch.inf, dtype=call.dtype))
+    outputs = call.out("cells", torch.full(shape, -torch.inf, dtype=call.dtype, device="cpu"))
     for name, positions in (("row", request.rows), ("col", request.cols)):
         ordered, place = positions.sort()
         call.out(f"{name}_at", ordered)
@@ -384,17 +386,17 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
         call.out("d_entropy", gradient.d_entropy.to(call.dtype).contiguous())
     if gradient.d_distance is not None:
         call.out("d_distance", gradient.d_distance.to(call.dtype).contiguous())
-    dq = call.out("dq", torch.zeros(b, h, i, d, dtype=call.dtype))
-    dk = call.out("dk", torch.zeros(chunks, b, heads, j, d, dtype=call.dtype))
+    dq = call.out("dq", torch.zeros(b, h, i, d, dtype=call.dtype, device="cpu"))
+    dk = call.out("dk", torch.zeros(chunks, b, heads, j, d, dtype=call.dtype, device="cpu"))
     dv = None
     if v is not None and dy is not None:
         call.rows("dy", dy, "bhi")
         call.set(E=v.shape[3])
-        dv = call.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3], dtype=call.dtype))
+        dv = call.out("dv", torch.zeros(chunks, b, heads, j, v.shape[3], dtype=call.dtype, device="cpu"))
     biases = [m.operand for m in problem.modifiers if m.kernel_op in ("bias", "bias_rows", "bias_keys")]
     if biases:
-        drow = call.out("drow", torch.zeros(b, h, i, dtype=call.dtype))
-        dkey = call.out("dkey", torch.zeros(chunks, b, h, j, dtype=call.dtype))
+        drow = call.out("drow", torch.zeros(b, h, i, dtype=call.dtype, device="cpu"))
+        dkey = call.out("dkey", torch.zeros(chunks, b, h, j, dtype=call.dtype, device="cpu"))
     call.run("backward", b * heads * chunks, call.dtype.itemsize * block_j * (2 * block_i + 2))
     outputs: list[Tensor | None] = [dq, _sum_chunks(dk)]
     for tensor in flatten(problem)[1][2:]:

@@ -55,14 +55,14 @@ def forward_pass(problems: tuple[Problem, Problem], measure: str) -> tuple[Tenso
     """The measure of every row (b, h, i), the norms of both matrices, and the row sums that centre their gradients."""
     pair = _PairCall(problems, measure)
     b, h, i = pair.rows
-    norms = [call.out("norm", torch.empty(b, h, i, 2)) for call in pair.calls]
-    value = pair.calls[0].out("value", torch.empty(b, h, i))
+    norms = [call.out("norm", torch.empty(b, h, i, 2, dtype=torch.float32, device="cpu")) for call in pair.calls]
+    value = pair.calls[0].out("value", torch.empty(b, h, i, dtype=torch.float32, device="cpu"))
     pair.run_rows("compare")
     if measure in MERGING:
         sees = norms[0][..., 1] != 0
         return value, norms, [value.masked_fill(value == math.inf, 0), -sees.float()]
     # Norms from these very tiles: that of another product is an ulp off, which large scores turn into wrong digits.
-    deltas = [call.out("delta", torch.zeros(b, h, i)) for call in pair.calls]
+    deltas = [call.out("delta", torch.zeros(b, h, i, dtype=torch.float32, device="cpu")) for call in pair.calls]
     pair.run_rows("compare_finished")
     value = deltas[0] + deltas[1]
     return value.clamp(min=0) if measure == "js" else value, norms, deltas
@@ -86,8 +86,8 @@ def backward(
         if not need:
             outputs.append(None)
             continue
-        dq = call.out("dq", torch.zeros(problem.q.shape))
-        dk = call.out("dk", torch.zeros(chunks, *problem.k.shape))
+        dq = call.out("dq", torch.zeros(problem.q.shape, dtype=torch.float32, device="cpu"))
+        dk = call.out("dk", torch.zeros(chunks, *problem.k.shape, dtype=torch.float32, device="cpu"))
         outputs.append((dq, dk))
     pair.run("compare_backward", b * groups * chunks)
     return [x if x is None else (x[0], _sum_chunks(x[1])) for x in outputs]

@@ -72,9 +72,11 @@ def forward_pass(
         norm = forward(problem, Request(("norm",)))["norm"]
     call = HeadCall(problem, norm, shares, heads, other, measure, divided)
     b, _, i = call.rows
-    value = call.call.out("value", torch.empty(call.rows))
-    sums = call.call.out("delta", torch.empty(call.rows))
-    other_norm = norm if other is None else call.other.out("norm", torch.empty(*call.rows, 2))
+    value = call.call.out("value", torch.empty(call.rows, dtype=torch.float32, device="cpu"))
+    sums = call.call.out("delta", torch.empty(call.rows, dtype=torch.float32, device="cpu"))
+    other_norm = (
+        norm if other is None else call.other.out("norm", torch.empty(*call.rows, 2, dtype=torch.float32, device="cpu"))
+    )
     call.run("head_rows", b * heads * -(-i // call.block_i))
     return value, [norm, other_norm, sums]
 
@@ -92,7 +94,7 @@ def backward(
     groups = other.k.shape[1] if other.shape[1] == heads else 1
     chunks = max(1, min(-(-i // call.block_i), CHUNKS * torch.get_num_threads() // (b * groups)))
     call.call.set(chunks=chunks, groups=groups)
-    dq = call.other.out("dq", torch.zeros(other.q.shape))
-    dk = call.other.out("dk", torch.zeros(chunks, *other.k.shape))
+    dq = call.other.out("dq", torch.zeros(other.q.shape, dtype=torch.float32, device="cpu"))
+    dk = call.other.out("dk", torch.zeros(chunks, *other.k.shape, dtype=torch.float32, device="cpu"))
     call.run("head_rows_backward", b * groups * chunks)
     return dq, _sum_chunks(dk)

@@ -34,8 +34,8 @@ def pooled(
     call.set(tile_rows=shape[2], tile_cols=shape[3], pool_by=call.runtime.kernels.POOL_BY[by])
     call.out("row_tile", _tile_of_each(row_edges, i))
     call.out("key_tile", _tile_of_each(key_edges, j))
-    call.out("key_edges", torch.tensor(key_edges))
-    tiles = torch.zeros(chunks, *shape, 2, dtype=torch.float64)  # maximum and sum
+    call.out("key_edges", torch.tensor(key_edges, device="cpu"))
+    tiles = torch.zeros(chunks, *shape, 2, dtype=torch.float64, device="cpu")  # maximum and sum
     if by == "lse":
         tiles[..., 0] = -torch.inf
     call.out("tiles", tiles)
@@ -51,6 +51,6 @@ def pooled(
 
 def _tile_of_each(edges: tuple[int, ...], n: int) -> Tensor:
     """The tile of every position, −1 outside the edges."""
-    tiles = torch.full((n,), -1)
-    tiles[edges[0] : edges[-1]] = torch.repeat_interleave(torch.tensor(edges).diff())
+    tiles = torch.full((n,), -1, device="cpu")
+    tiles[edges[0] : edges[-1]] = torch.repeat_interleave(torch.tensor(edges, device="cpu").diff())
     return tiles

@@ -142,7 +142,12 @@ def flash_like(
         part = window(before if before >= 0 else unlimited, 0 if causal else after if after >= 0 else unlimited)
         mask = part if mask is None else mask & part
     return AttentionCall(
-        q, k, v, scale=scale, softcap=softcap or None, parsed_mask=ParsedMask(mask, None, "end" if mask else None)
+        q,
+        k,
+        v,
+        scale=scale,
+        softcap=softcap or None,
+        parsed_mask=ParsedMask(mask, None, None if mask is None else "end"),
     )
 
 

@@ -182,7 +182,7 @@ def finish_rows(T, S, out, rows, state):
     value = carray(floats_at(T.value + 4 * out), rows)
     if T.measure == ENTROPY:
         for r in range(rows):
-            value[r] = max(state[r, 2], f32(0))
+            value[r] = state[r, 2]
         return
     norm, sums = carray(floats_at(S.norm + 8 * out), (rows, 2)), carray(floats_at(T.delta + 4 * out), rows)
     for r in range(rows):
