@@ -111,7 +111,7 @@ def test_shift_and_click_compare_two_heads(show: Any, it: View) -> None:
     )
     red = torch.tensor(colours).reshape(15, 15)
     assert int(red[difference < -0.3].min()) > 0 > int(red[difference > 0.3].max()), "orange and blue"
-    shown.click("no-compare")
+    shown.click("compare")
     assert len(shown.texts(".peek b")) == 1
 
 

@@ -52,7 +52,9 @@ def test_every_control_keeps_the_focus(show: Any, name: str) -> None:
                 shown.tab.keyboard.press("Escape")
                 shown.tab.locator(f'[data-key="{key}"]').evaluate("(x) => x.dispatchEvent(new Event('change'))")
             shown.tab.wait_for_timeout(20)
-            assert shown.tab.evaluate(ACTIVE) == key, f"{key} of {view}"
+            stays = shown.tab.locator(f'[data-key="{key}"]').count()
+            focused = shown.tab.evaluate(ACTIVE)
+            assert focused == key if stays else focused != "BODY", f"{key} of {view}"
             used += 1
     assert used >= {"training": 2, "comparison": 6}.get(name, 40)
 

@@ -89,7 +89,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Shown]]:
 
     yield open_
     for shown, url in opened:
-        assert shown.wrong == []
+        assert shown.wrong == [], shown.wrong
         local = {one for one in shown.requests if one.startswith("blob:")}  # pictures that the page drew itself
         assert set(shown.requests) - local == {url}, "a page asks for nothing but itself"
         assert shown.tab.evaluate("window.bad") is None

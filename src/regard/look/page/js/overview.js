@@ -5,6 +5,7 @@ import { behind, choice, el, heat, shade, svg, word } from "./elements.js";
 import { everyHead, grid, pattern, sorted } from "./atlas.js";
 import { wordChoice } from "./controls.js";
 import { legend } from "./square.js";
+import { rootOf } from "./window.js";
 
 const METRICS = {
   entropy: ({ unit }) => `How spread out a head looks, in nats: 0 is one ${unit}, large is everywhere.`,
@@ -41,7 +42,7 @@ export function overview(page, box) {
     },
     // With the first of the heads that all views show; none is compared with itself.
     compare: (one) => {
-      const first = heads.find(({ held }) => held === page.head);
+      const first = heads.find(({ held }) => held === rootOf(page.head));
       own.pair = !one || one === first || !one.held || own.pair?.[1] === one ? null : [first, one];
       act.peek();
       page.writeAddress();
@@ -113,7 +114,7 @@ function scaleOf(page, { mode }) {
 
 // A head closer, or both heads that are compared and their difference.
 function peekAt(page, own, pointed, have, act) {
-  const [one, other] = own.pair ?? [pointed, null], { head } = page, comparable = one.held && one.held !== head;
+  const [one, other] = own.pair ?? [pointed, null], { head } = page, comparable = one.held && one.held !== rootOf(head);
   const number = (by) => [el("dt", { text: by }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
     (x.value(by) === null ? "–" : fixed(x.value(by), 2))).join(" and ") })];
   const hint = one.held ? `Click adds it to the heads that are shown, shift-click compares it with ${head.name}, Enter opens it.` : "This page does not hold its weights.";
@@ -123,7 +124,7 @@ function peekAt(page, own, pointed, have, act) {
     el("div", { class: "chips" }, one.held && el("button", { class: "chip", "data-key": "open-head", text: other ? "open both" : "open this head",
       onclick: () => openHeads(page, [one, other].filter((x) => x?.held?.stack === one.held.stack).map((x) => x.held.id)) }),
     !other && comparable && el("button", { class: "chip", "data-key": "compare", text: `compare with ${head.name}`, onclick: () => act.compare(one) }),
-    other && el("button", { class: "chip quiet", "data-key": "no-compare", text: "do not compare", onclick: () => act.compare(null) }))];
+    other && el("button", { class: "chip quiet", "data-key": "compare", text: "do not compare", onclick: () => act.compare(null) }))];
 }
 
 function picture(page, one) {

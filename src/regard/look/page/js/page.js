@@ -8,7 +8,7 @@ import { readBlock } from "./data.js";
 import { Exact } from "./exact.js";
 import { addressOf, readAddress } from "./address.js";
 import { shareMenu } from "./share.js";
-import { windowStack } from "./window.js";
+import { rootOf, windowStack } from "./window.js";
 import { typing } from "./served.js";
 import { VIEWS } from "./views.js";
 
@@ -275,7 +275,6 @@ async function textAtEnd(id) {
 
 // A window of a long input has the sentence and the heads of its base.
 const sameRows = (a, b) => (a.base ?? a).rows === (b.base ?? b).rows;
-const rootOf = (head) => head.base ?? head;
 
 // The word that is lit and the heads that were chosen, in another stack.
 function carried({ book, stack, state, long }, to) {

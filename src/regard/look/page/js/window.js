@@ -6,6 +6,9 @@ import { range } from "./numbers.js";
 // What computes the weights of a window: queries and keys in the page, or a window that the server has sent.
 const exactOf = (head) => head.stored.exact ?? head.stored.window;
 
+// The head of the long input that a head of a window is a part of.
+export const rootOf = (head) => head.base ?? head;
+
 class WindowHead extends Head {
   constructor(base, stack, id, [i0, j0]) {
     const exact = exactOf(base);
