@@ -182,7 +182,7 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "a word for a head": (lambda: weights(x(4, 3, 2)).label(list("abc"))["a", :, :], IndexError, ["words name rows and columns"]),
     "labels are too few": (lambda: weights(x(3, 2)).label(["a", "b"]), ValueError, ["3 row positions need one token each", "got 2 row tokens"]),
     "column labels are too many": (lambda: weights(x(3, 2)).label(list("abc"), list("abcd")), ValueError, ["3 column positions need one token each", "got 4 column tokens"]),
-    "an offset that is a word": (lambda: weights(x(3, 2)).offset_mass("a"), TypeError, ["offset_mass(offset) takes a whole number", "got 'a'"]),
+    "an offset that is a word": (lambda: weights(x(3, 2)).offset_mass("a"), ValueError, ["offset_mass(offset) takes a whole number", "got 'a'"]),
     "a cover of blocks of no rows": (lambda: weights(x(3, 2)).cover(0.9, 0, 1), ValueError, ["cover(rows=...)", "got 0"]),
     "a function of tensors that has a counterpart": (lambda: torch.topk(weights(x(3, 2)), 2), TypeError, ["torch.topk takes tensors", "Use W.topk(k)"]),
     "one list for two lengths": (lambda: weights(x(3, 2), x(5, 2)).label(list("abc")), ValueError, ["3 rows and 5 columns", "label(row_tokens, column_tokens)"]),

@@ -136,7 +136,7 @@ def test_chosen_heads_that_share_keys_are_groups() -> None:
     for heads in ([6], [-7], []):
         with pytest.raises(IndexError, match="some of 6 heads"):
             W.reduce_heads("mean", heads=heads)
-    with pytest.raises(ValueError, match="which must not be 0"):
+    with pytest.raises(ValueError, match="which must be finite and not 0"):
         W.reduce_heads("mean", groups=3, weights=torch.tensor([1.0, 1, 0, 0, 1, 1]))
 
 
@@ -175,7 +175,7 @@ def test_finite_differences_agree(strips: None) -> None:
 
 def test_errors_say_what_must_hold() -> None:
     W = regard.weights(torch.randn(4, 5, 3), torch.randn(4, 7, 3))
-    with pytest.raises(ValueError, match="must divide the 4 heads; got 3"):
+    with pytest.raises(ValueError, match="must divide the 4 heads, or be 'kv'; got 3"):
         W.reduce_heads("mean", groups=3)
     with pytest.raises(ValueError, match="'mean', 'sum' or 'max'; got 'min'"):
         W.reduce_heads("min")

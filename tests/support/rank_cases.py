@@ -343,7 +343,7 @@ def pooled_alone(group: Any, rank: int, world: int) -> list[tuple[Tensor, Tensor
 
 
 def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> int:
-    """Bytes that this rank receives for one request, in the split that the cost model assumes."""
+    """Bytes that this rank receives for one request beside the handshakes, in the split that the cost model assumes."""
     from distributed.test_cost import MASKS
 
     shards.SHORTEST_PIECE, sharded.ROWS = 16, 2**15
@@ -351,7 +351,18 @@ def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> i
     rows = zigzag(n, world)[rank] if mask == "causal" else [range(rank * n // world, (rank + 1) * n // world)]
     q, k, v = (torch.randn(2, h, sum(map(len, rows)), 8, requires_grad=what == "backward") for h in (4, 2, 2))
     W = regard.weights(q, k, mask=MASKS[mask], mesh=Shards(group, rows, timeout=100))
-    before = W._plan.ranks.bytes_received
+    ranks, handshakes = W._plan.ranks, 0
+    gather_text = ranks.gather_text
+
+    def counted(text: str) -> list[str]:
+        nonlocal handshakes
+        before = ranks.bytes_received
+        texts = gather_text(text)
+        handshakes += ranks.bytes_received - before
+        return texts
+
+    ranks.gather_text = counted
+    before = ranks.bytes_received
     if what == "statistics":
         W.entropy()
     elif what == "second pass":
@@ -360,7 +371,7 @@ def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> i
         W @ v
     else:
         (W @ v).sum().backward()
-    return W._plan.ranks.bytes_received - before
+    return ranks.bytes_received - before - handshakes
 
 
 def tensor_bytes(group: Any, rank: int, world: int, mask: str, what: str, piece: int = 4096) -> int:

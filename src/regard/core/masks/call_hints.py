@@ -32,7 +32,7 @@ def mask_call(function: Callable[..., Any]) -> str | None:
 
 
 def cells_of_function(cells: Any, block: tuple[int, int]) -> Tensor:
-    """What a user's mask function returned for a block of rows and keys, checked."""
+    """The cells that a user's mask function returned for a block of rows and keys, checked."""
     if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
         got = f"dtype {cells.dtype}" if isinstance(cells, Tensor) else type(cells).__name__
         raise TypeError(

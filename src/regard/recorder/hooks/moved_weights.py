@@ -111,7 +111,7 @@ class OnJoined:
                 _carry_on(softmax, w, out, axis)
 
 
-#: What operators that may give scores as well mean for weights, by their names.
+#: Handlers of operators that may give scores as well, by the operators' names.
 BY_NAME: dict[str, tap.Handler] = {
     "mean.dim": OnReduced("mean"),
     **{name: OnJoined(name) for name in ("cat", "concat", "stack")},

@@ -1,7 +1,7 @@
 """Scores that no product of matrices computes: sums over features, sums of two sequences, and heads joined.
 
 `(q[:, None] * k).sum(-1)`, a distance, or additive attention's `v · tanh(q + k)` pairs two sequences by broadcasting.
-What such a sum gives may be scores; whether it is, its softmax and what that meets will say.
+Such a sum may be scores: its softmax, and what the softmax meets, decide.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ __all__ = [
     "axes_of_keys",
     "axis_of_keys",
     "before_dropout",
-    "laid_out_like",
     "storage_of",
+    "with_strides_of",
 ]
 
 #: The number of operators after which an open softmax is given up: the product with the values comes soon. That of a
@@ -97,7 +97,7 @@ def before_dropout(x: Tensor, alias: Alias) -> Tensor:
     return x if clean is None else clean.as_strided(x.shape, x.stride(), clean.storage_offset() + x.storage_offset())
 
 
-def laid_out_like(result: Tensor, x: Tensor) -> Tensor:
+def with_strides_of(result: Tensor, x: Tensor) -> Tensor:
     """x with the strides of a result that an operator made of it; a copy if it has others."""
     if x.stride() == result.stride():
         return x

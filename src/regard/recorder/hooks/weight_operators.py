@@ -20,8 +20,8 @@ from .softmax_trail import (
     OpenSoftmax,
     axis_of_keys,
     before_dropout,
-    laid_out_like,
     storage_of,
+    with_strides_of,
 )
 
 __all__ = ["OnElementwise", "changes_weights", "install", "on_combination"]
@@ -99,7 +99,7 @@ class OnElementwise:
                 clean = (
                     clean.masked_fill(call["mask"], call["value"]) if "mask" in call else clean * cast(Tensor, other)
                 )
-            clean = laid_out_like(result, clean.expand(result.shape))
+            clean = with_strides_of(result, clean.expand(result.shape))
         changed = alias.changed or self.scales  # by a gate or a mask; or by what makes rows sum to more than 1
         stride, keys = result.stride(axis), result.shape[axis]
         softmax.add(result, alias._replace(clean=clean, key_stride=stride, keys=keys, changed=changed))
