@@ -106,6 +106,8 @@ _thread = _Thread()
 _lock = threading.Lock()
 _libraries: list[Any] = []  # a registration lasts as long as its library object
 _registered: set[tuple[str, str]] = set()
+_other_libraries: dict[str, Any] = {}  # of the operators without a handler of their own, by namespace
+_known_others: set[str] = set()  # the operators that `intercept_others` has seen
 
 
 @functools.cache
@@ -205,12 +207,7 @@ def intercept(
         if (key, f"{namespace}::{name}") in _registered:  # by another thread, meanwhile
             return
         _pass_through(key)
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(torch.ops, namespace), packet, None)
-        if operator is None:  # an operator of another version of PyTorch
-            return
-        op = getattr(operator, overload or "default", None)
-        if op is None:
+        if (op := _operator(namespace, name)) is None:
             return
         library = torch.library.Library(namespace, "IMPL")
         library.impl(name, _kernel(op, op._schema, handler, attends=attends, skip=skip), key)
@@ -230,36 +227,44 @@ def intercept_higher_order(op: Any, names: tuple[str, ...], handler: Handler) ->
 
 
 def intercept_others(handler: OtherHandler, key: str) -> None:
-    """Register a handler for all operators without one of their own, but for views and for those made of others."""
-    if (key, "*") in _registered:
-        return
+    """Register a handler for all operators without one of their own, but for views and for those made of others.
+
+    Each by its name: a kernel in Python that serves all operators raises under a dispatch mode (a FLOP counter, fake
+    tensors while torch.compile traces) and for tensor subclasses, since PyTorch looks such kernels up by name there.
+    Operators that were defined since are registered the next time.
+    """
+    every = set(torch._C._dispatch_get_all_op_names())
     with _lock:
-        if (key, "*") in _registered:
-            return
-        library = torch.library.Library("aten", "IMPL")
-        _libraries.append(library)
-        for name in torch._C._dispatch_get_all_op_names():
-            if name.startswith("aten::") and (key, name) not in _registered and _is_transparent(name):
-                library.impl(name.removeprefix("aten::"), torch.library.fallthrough_kernel, key)
-        others = torch.library.Library("_", "IMPL")
-        others.fallback(_other_kernel(handler), key)
-        _libraries.append(others)
-        _pass_through_higher_order(_key(key))
-        _registered.update({(key, "*"), (key, "_")})
+        _pass_through(key)
+        for full_name in sorted(every - _known_others):
+            _known_others.add(full_name)
+            namespace, _, name = full_name.partition("::")
+            op = None if (key, full_name) in _registered else _operator(namespace, name)
+            if op is None or not _is_followed(op):
+                continue
+            if namespace not in _other_libraries:
+                _other_libraries[namespace] = torch.library.Library(namespace, "IMPL")
+            _other_libraries[namespace].impl(name, _other_kernel(op, handler), key)
 
 
-def _is_transparent(name: str) -> bool:
-    """Whether an operator gives a view of its first argument, or consists of operators that are intercepted."""
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
-        return True
+def _operator(namespace: str, name: str) -> Any:
+    """An operator by its name; None for one of another version of PyTorch."""
     packet, _, overload = name.partition(".")
-    arguments = torch._C._get_schema(packet, overload).arguments
+    return getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+
+
+def _is_followed(op: Any) -> bool:
+    """Whether an operator takes tensors, and is neither a view of the first nor made of others that are intercepted."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+        return False
+    arguments = op._schema.arguments
     alias = arguments[0].alias_info if arguments else None
-    return alias is not None and not alias.is_write
+    is_view = alias is not None and not alias.is_write
+    return not is_view and any("Tensor" in str(argument.type) for argument in arguments)
 
 
-def _other_kernel(handler: OtherHandler) -> Callable[..., Any]:
-    def kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+def _other_kernel(op: Any, handler: OtherHandler) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
         live = [listener for listener in listeners() if listener.eager.open]
@@ -279,8 +284,8 @@ def is_readable(x: Tensor) -> bool:
 
 
 def _pass_through(key: str) -> None:
-    """Let every operator without a handler ignore the key, until `intercept_others` gives them one."""
-    if (key, "_") in _registered or key == FOLLOW_KEY:
+    """Let every operator without a handler ignore the key."""
+    if (key, "_") in _registered:
         return
     library = torch.library.Library("_", "IMPL")
     library.fallback(torch.library.fallthrough_kernel, key)
