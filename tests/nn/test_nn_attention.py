@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 import regard
-from regard.nn import Cache, CrossAttention, Learned, Probe, Rotary, SelfAttention, Sinusoidal
+from regard.nn import (
+    Block,
+    Cache,
+    CrossAttention,
+    LanguageModel,
+    Learned,
+    Probe,
+    Rotary,
+    SelfAttention,
+    Sinusoidal,
+)
 
 B, T, DIM, H = 3, 7, 20, 5  # 20 = 5 heads of 4
 
@@ -428,3 +438,22 @@ def test_rotations_follow_the_layer_and_stay_wide():
     assert layer.to("meta").positions.table.device.type == "meta"
     with pytest.raises(ValueError, match="must be even"):
         Rotary().rotate(torch.randn(1, 2, 3, dtype=torch.float64))
+
+
+def test_a_layer_called_as_pytorch_calls_its_own_says_what_it_takes() -> None:
+    """`mha(x, x, x)`, `layer(x, mask)` and `model(ids, mask)` of others put something else into our third argument."""
+    x, mask = torch.randn(2, 5, 16), torch.ones(2, 5, dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"cache must be a Cache\(\); got Tensor.*called with x"):
+        SelfAttention(16, heads=4)(x, None, x)
+    with pytest.raises(TypeError, match=r"cache must be a Cache\(\); got bool"):
+        CrossAttention(16, heads=4)(x, x, cache=True)
+    with pytest.raises(TypeError, match=r"what model\.cache\(\) returned; got Tensor. A mask is passed as mask="):
+        LanguageModel(50, dim=16, heads=2, layers=1)(torch.zeros(2, 5, dtype=torch.int64), mask)
+
+
+@pytest.mark.parametrize("name", ["memory", "memory_mask"])
+def test_a_block_without_cross_attention_refuses_a_memory(name: str) -> None:
+    """`nn.TransformerEncoderLayer` takes a mask in the place of our memory, where it would be ignored in silence."""
+    block, x = Block(16, heads=4), torch.randn(2, 5, 16)
+    with pytest.raises(ValueError, match=r"cross-attention, and this block has none.*passed as mask="):
+        block(x, **{name: regard.causal()})

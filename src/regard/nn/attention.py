@@ -16,7 +16,7 @@ from ..core.api import attend, weights
 from ..core.masks.kinds import Mask, as_mask, causal
 from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
-from .cache import Cache
+from .cache import Cache, check_cache
 from .dropout import attend_with_dropout, check_dropout
 from .options import LayerScore, SeeOptions
 from .positions import PositionsLike, Rotary, as_positions
@@ -225,6 +225,7 @@ class SelfAttention(_Attention):
     def _qkv(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x; keys and values of the cache followed by those of x."""
         _check_input(x, self.dim, "x")
+        check_cache(cache)
         start = 0 if cache is None else len(cache)
         if self.positions is not None:
             x = self.positions.add_to(x, start)
@@ -397,6 +398,7 @@ class CrossAttention(_Attention):
 
     def _qkv(self, x: Tensor, memory: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         _check_input(x, self.dim, "x")
+        check_cache(cache)
         q = self._split_heads(self.query(x), self.heads)
         if cache is not None and cache.k is not None and cache.v is not None:
             _check_memory(cache, memory)

@@ -136,11 +136,19 @@ class Block(nn.Module):
         Returns:
             Output ``(..., t, dim)``.
 
+        Raises:
+            ValueError: A memory or its mask was passed to a block without cross-attention.
+
         Example:
             >>> block = Block(16, heads=4, cross=True)
             >>> block(torch.randn(2, 5, 16), torch.randn(2, 9, 16)).shape
             torch.Size([2, 5, 16])
         """
+        if self.cross is None and (memory is not None or memory_mask is not None):
+            raise ValueError(
+                "memory and memory_mask are for cross-attention, and this block has none: build it with cross=True. "
+                "A mask of self-attention is passed as mask=."
+            )
         own, other = (None, None) if cache is None else (cache[0], cache[-1])
         x = self._branch(x, self.attention_norm, lambda h: self.attention(h, mask, own, probe))
         if (cross := self.cross) is not None and self.cross_norm is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "check_cache", "check_caches"]
 
 
 class Cache:
@@ -80,3 +82,20 @@ class Cache:
             self.k, self.v = self.k.index_select(0, sequences), self.v.index_select(0, sequences)
         if self.memory is not None:
             self.memory = self.memory.index_select(0, sequences)
+
+
+def check_cache(cache: Any) -> None:
+    """Refuse another object in the place of a layer's cache: `nn.MultiheadAttention` is called with (x, x, x)."""
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache must be a Cache(); got {type(cache).__name__}. A layer is called with x, or with x and memory: "
+            "it makes queries, keys and values itself."
+        )
+
+
+def check_caches(cache: Any) -> None:
+    """Refuse another object in the place of a model's caches: models of transformers take a mask there."""
+    if cache is not None and not isinstance(cache, list):
+        raise TypeError(
+            f"cache must be what model.cache() returned; got {type(cache).__name__}. A mask is passed as mask=."
+        )

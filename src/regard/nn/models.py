@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..core.masks.kinds import Mask, padding
 from ..core.types import MaskLike
 from .block import Block
-from .cache import Cache
+from .cache import Cache, check_caches
 from .encoder_decoder import Decoder, Encoder
 from .options import BlockOptions, ModelOptions
 from .positions import Learned, Positions, PositionsLike, Rotary, as_positions
@@ -107,6 +107,7 @@ class LanguageModel(nn.Module):
             >>> LanguageModel(65, dim=16)(torch.randint(65, (3, 10)), mask=regard.window(4, 0)).shape
             torch.Size([3, 10, 65])
         """
+        check_caches(cache)
         start = 0 if cache is None else len(cache[0][0])
         return self.embedding.logits(self.body(self.embedding(ids, start), mask, cache, probe))
 
