@@ -113,6 +113,8 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "mask is a number": (lambda: weights(x(3, 2), mask=1), TypeError, ["mask must be causal()", "got int"]),
     "mask is a name": (lambda: weights(x(3, 2), mask="causal"), TypeError, ["mask must be causal()", "got str"]),
     "mask is of floats": (lambda: weights(x(3, 2), mask=x(3, 3)), TypeError, ["a mask tensor must be bool", "torch.float32", ".bias(tensor)"]),
+    "mask is of flags 0 and 1": (lambda: weights(x(3, 2), mask=x(3, 3, dtype=torch.int64)), TypeError, ["a mask tensor must be bool", "torch.int64", "mask.bool()", "padding(lengths)"]),
+    "mask is a list": (lambda: weights(x(3, 2), mask=[3, 2]), TypeError, ["mask must be causal()", "got list", "torch.as_tensor(mask)", "padding(lengths)"]),
     "mask has one axis": (lambda: weights(x(3, 2), mask=x(3, dtype=torch.bool)), ValueError, ["(..., i, j)", "shape (3,)", "mask[None, :]"]),
     "mask does not broadcast": (lambda: weights(x(3, 2), mask=x(3, 5, dtype=torch.bool)), ValueError, ["mask of shape (3, 5)", "(1, 3, 3)"]),
     "mask is elsewhere": (lambda: weights(x(3, 2), mask=x(3, 3, dtype=torch.bool).to(META)), ValueError, ["mask is on meta", ".to(device)"]),
@@ -147,6 +149,9 @@ ROWS: dict[str, tuple[Callable[[], object], type[Exception], list[str]]] = {
     "mass of flags that do not fit": (lambda: weights(x(3, 2)).mass(x(4, dtype=torch.bool)), ValueError, ["one flag a key", "(3,)", "got (4,)"]),
     "mass of a word without labels": (lambda: weights(x(3, 2)).mass("cat"), (KeyError, IndexError), ["label"]),
     "seen was not asked": (lambda: weights(x(3, 2)).see("lse").entropy, AttributeError, ["'entropy' was not requested", "see('entropy')"]),
+    "seen has no values": (lambda: weights(x(3, 2)).see("lse").y, AttributeError, ["'y' was not requested", "see(values=v)"]),
+    "seen has no topk": (lambda: weights(x(3, 2)).see("lse").topk, AttributeError, ["'topk' was not requested", "see(topk=k)"]),
+    "seen knows no such name": (lambda: weights(x(3, 2)).see("lse").entropi, AttributeError, ["no statistic is called 'entropi'", "here are lse"]),
     # Products.
     "values are a list": (lambda: weights(x(3, 2)) @ [1, 2, 3], TypeError, ["values must be a floating-point tensor", "got list"]),
     "values are integer": (lambda: weights(x(3, 2)) @ x(3, 2, dtype=torch.int64), TypeError, ["values must be", "torch.int64"]),

@@ -46,6 +46,10 @@ class Peak(NamedTuple):
     indices: Tensor
 
 
+#: Results that `Weights.see` takes a keyword for; the others are requested by their name.
+_KEYWORDS = {"y": "values=v", "topk": "topk=k", "pool": "pool=(rows, cols)", "mass": "mass=keys"}
+
+
 @dataclass(init=False, repr=False, eq=False)
 class Statistics:
     """The results of `Weights.see`. A field that was not requested raises AttributeError.
@@ -88,8 +92,11 @@ class Statistics:
     if not TYPE_CHECKING:  # hidden from type checkers, which then report a misspelt field
 
         def __getattr__(self, name: str) -> Any:
+            if name not in Statistics.__annotations__:
+                raise AttributeError(f"no statistic is called {name!r}; here are {', '.join(self.__dict__)}.")
+            call = _KEYWORDS.get(name, repr(name))
             raise AttributeError(
-                f"{name!r} was not requested; here are {', '.join(self.__dict__)}. Request it: see({name!r})."
+                f"{name!r} was not requested; here are {', '.join(self.__dict__)}. Request it: see({call})."
             )
 
     def __repr__(self) -> str:

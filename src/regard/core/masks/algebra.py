@@ -472,9 +472,11 @@ def as_mask(mask: Any) -> Mask:
     if isinstance(mask, Tensor):
         mask = readable(mask, "mask")
         if mask.dtype != torch.bool:
+            added = "For numbers that are added to the scores use score=ScaledDot().bias(tensor)."
+            whole = "For flags of 0 and 1 pass mask.bool(), for lengths padding(lengths)."
             raise TypeError(
                 f"a mask tensor must be bool, True where a key is visible; got dtype {mask.dtype}. "
-                "For numbers that are added to the scores use score=ScaledDot().bias(tensor)."
+                f"{added if mask.is_floating_point() else whole}"
             )
         if mask.ndim < 2:
             raise ValueError(
@@ -486,7 +488,8 @@ def as_mask(mask: Any) -> Mask:
         if (call := mask_call(mask)) is not None:
             raise TypeError(f"mask must be a mask, and regard.{mask.__name__} is the function that makes one: {call}.")
         return Predicate(mask)
+    flags = isinstance(mask, list | tuple) or hasattr(mask, "__array__")
     raise TypeError(
         "mask must be causal(), window(), padding(), documents(), a bool tensor or a function of (i, j); "
-        f"got {type(mask).__name__}."
+        f"got {type(mask).__name__}.{' Use torch.as_tensor(mask), or padding(lengths).' if flags else ''}"
     )
