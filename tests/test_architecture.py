@@ -113,7 +113,7 @@ ARROWS: dict[str, set[str]] = {
     "distributed": {
         "_lazy", "core.api", "core.array_protocol", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.masks.intervals", "core.masks.kinds",
         "core.scores.modifiers", "core.online_softmax", "core.problem", "core.pytree", "core.result_cache", "core.results",
-        "core.rows.head_reduction", "core.rows.relations", "core.rows.sources", "core.rows.spans", "core.rows.stats",
+        "core.rows.head_reduction", "core.rows.questions", "core.rows.relations", "core.rows.sources", "core.rows.spans", "core.rows.stats",
         "core.rows.strips", "core.scores.kinds", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "recorder": {

@@ -43,6 +43,8 @@ class HeadProfile:
     """
 
     targets: Tensor  # b 1 i 1 : a key for each row, or −1
+    name: ClassVar[str] = "a profile of heads"
+    row_fields: ClassVar[tuple[str, ...]] = ("targets",)
     merges: ClassVar[tuple[Merge, ...]] = ("sum",) * 8
     counts_sink: ClassVar[bool] = True
     of_scores: ClassVar[bool] = False

@@ -5,6 +5,7 @@ Positions are global: the mask and the modifiers of scores are cut to the rectan
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..core.scores.kinds import Product
 from ..core.stats import Request, Results, Tiling
 from .exchange import Plan
 
-__all__ = ["by_piece", "cut", "hidden_from_all", "local_tiling", "state_of", "visible_span", "wants_of"]
+__all__ = ["by_piece", "cut", "hidden_from_all", "hull", "local_tiling", "state_of", "visible_span", "wants_of"]
 
 
 def cut(factors: Factors, rows: range, keys: range, q: Tensor, k: Tensor) -> Factors:
@@ -52,13 +53,17 @@ def visible_span(factors: Factors, rows: range, start: int, stop: int) -> tuple[
 
 def wants_of(plan: Plan, factors: Factors, spans: list[tuple[range, slice]]) -> list[tuple[int, int]]:
     """For every piece of every rank the keys that these rows may see."""
-    wants = []
-    for pieces in plan.pieces:
-        for piece in pieces:
-            seen = [visible_span(factors, rows, piece.start, piece.stop) for rows, _ in spans]
-            seen = [(first, end) for first, end in seen if first < end]
-            wants.append((min(s for s, _ in seen), max(e for _, e in seen)) if seen else (piece.start, piece.start))
-    return wants
+    return [
+        hull((visible_span(factors, rows, piece.start, piece.stop) for rows, _ in spans), piece.start)
+        for pieces in plan.pieces
+        for piece in pieces
+    ]
+
+
+def hull(spans: Iterable[tuple[int, int]], start: int) -> tuple[int, int]:
+    """The smallest range that holds these ranges of keys; (start, start) if all are empty."""
+    some = [(first, end) for first, end in spans if first < end]
+    return (min(first for first, _ in some), max(end for _, end in some)) if some else (start, start)
 
 
 def by_piece(plan: Plan, wants: list[Any]) -> list[list[tuple[int, int]]]:

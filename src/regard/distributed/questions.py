@@ -24,7 +24,7 @@ from ..core.stats import Request
 from ..core.torch_state import without_autocast
 from .exchange import Plan, Wants, visit_keys
 from .handshake import agree, describe
-from .pairs import by_piece, cut, visible_span, wants_of
+from .pairs import by_piece, cut, hull, visible_span, wants_of
 from .passes import pull_back
 from .transport import Ranks
 
@@ -32,16 +32,6 @@ if TYPE_CHECKING:
     from .sharded import ShardedWeights
 
 __all__ = ["ShardedRows", "answer"]
-
-#: Fields of questions that have a part for the rows of a rank.
-OF_ROWS_HERE = ("keys", "mean")
-
-_NAMES = {
-    "CellMass": "recall or log_mass", "ChosenKeys": "gather", "ColumnSum": "received of a maximum of heads",
-    "DistanceBins": "distance_histogram", "DistanceVariance": "distance_variance", "HeadProfile": "a profile of heads",
-    "GradientProduct": "gradient_relevance", "LargestWeights": "topk of heads together",
-    "RowEntropy": "entropy of heads together", "RowProduct": "a product of heads together", "TilePool": "pool",
-}  # fmt: skip
 
 Spans = list[tuple[range, slice]]
 
@@ -93,17 +83,19 @@ def answer(sources: list[RowSource], question: Question) -> list[Tensor]:
     plan = rows[0].matrix._plan
     if question.of_parts is None:
         raise NotImplementedError(
-            f"{_name(question)} takes complete rows, and keys are split over ranks; ask for each head by itself, or "
+            f"{question.name} takes complete rows, and keys are split over ranks; ask for each head by itself, or "
             "gather q and k first."
         )
     for other in rows[1:]:
         _need_alike(plan, other.matrix._plan)
     factors, norms = [source.factors() for source in rows], [source.norm() for source in rows]
     spans = plan.rows.spans(plan.ranks.rank)
-    wants = [_hull(spans_of) for spans_of in zip(*(wants_of(plan, f, spans) for f in factors), strict=True)]
+    wants = [
+        hull(spans_of, spans_of[0][0]) for spans_of in zip(*(wants_of(plan, f, spans) for f in factors), strict=True)
+    ]
     spec, tensors = flatten((tuple(factors), tuple(norms), question))
     requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    what = f"a question for {_name(question)}"
+    what = f"a question for {question.name}"
     with plan.ranks.together(what):
         record = {
             "matrices, by their numbers": [source.matrix._plan.number for source in rows],
@@ -124,16 +116,11 @@ def answer(sources: list[RowSource], question: Question) -> list[Tensor]:
         return without_autocast(tensors[0], lambda: _forward(job, factors, norms)[0])
 
 
-def _name(question: Question) -> str:
-    """The name that users know."""
-    return str(getattr(question, "measure", None) or _NAMES.get(kind := type(question).__name__, kind))
-
-
 def _described(question: Any) -> str:
     """The part of a question that ranks share: all but tensors that have a row for each of their own rows."""
-    fields = {name: getattr(question, name) for name in question.parts}
-    shared = {name: describe(field) for name, field in fields.items() if name not in OF_ROWS_HERE}
-    sizes = [field.shape[-1] for name, field in fields.items() if name == "keys"]
+    own = question.row_fields
+    shared = {name: describe(getattr(question, name)) for name in question.parts if name not in own}
+    sizes = [list(getattr(question, name).shape[3:]) for name in own]
     return f"{type(question).__name__} {shared} {sizes}"
 
 
@@ -162,20 +149,13 @@ def _need_alike(plan: Plan, other: Plan) -> None:
         )
 
 
-def _hull(seen: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """The range of keys that holds those that rows see in any of the matrices."""
-    some = [(first, end) for first, end in seen if first < end]
-    return (min(first for first, _ in some), max(end for _, end in some)) if some else seen[0]
-
-
 # Rectangles.
 
 
 def _rectangles(job: _RowsJob, factors: list[Factors], keys: range) -> Iterator[tuple[range, slice, range, slice]]:
     """For each run of rows that sees some of these keys in any matrix: its rows, their place, these keys, theirs."""
     for rows, at in job.spans:
-        spans = tuple(visible_span(f, rows, keys.start, keys.stop) for f in factors)
-        first, end = _hull(spans)
+        first, end = hull((visible_span(f, rows, keys.start, keys.stop) for f in factors), keys.start)
         if first < end:
             yield rows, at, range(first, end), slice(first - keys.start, end - keys.start)
 
@@ -285,7 +265,7 @@ class _QuestionNode(torch.autograd.Function):
         tensors, outputs = saved[: ctx.count], saved[ctx.count : ctx.count + len(grads)]
         of_maxima = iter(saved[ctx.count + len(grads) :])
         owners = [next(of_maxima) if has else None for has in ctx.has_owner]
-        ranks, what = ctx.job.plan.ranks, f"the backward pass of {_name(ctx.job.question)}"
+        ranks, what = ctx.job.plan.ranks, f"the backward pass of {ctx.job.question.name}"
         with ranks.together(what):
             agree(ranks, what, {})
             # A row that sees what the other forbids is inf, and has no gradient in any of its parts.

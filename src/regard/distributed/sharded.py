@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar
@@ -14,6 +15,7 @@ from ..core.array_protocol import Scores
 from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
+from ..core.rows.questions import RowQuestions
 from ..core.rows.relations import row_range
 from ..core.rows.sources import RowSource
 from ..core.rows.stats import DistanceVariance
@@ -275,8 +277,10 @@ def _agreed(method: Callable[..., X]) -> Callable[..., X]:
     return checked
 
 
-for _name in ("_compare", "_pool_by", "cover", "distance_histogram", "distance_variance", "gather", "induction_mass",
-              "log_mass", "offset_mass", "pool_blocks", "recall", "reduce_heads", "segment_mass"):  # fmt: skip
+for _name, _ in inspect.getmembers(RowQuestions, inspect.isfunction):
+    if _name != "rows" and not _name.startswith("_"):
+        setattr(ShardedWeights, _name, _agreed(getattr(Weights, _name)))
+for _name in ("_pool_by", "reduce_heads"):
     setattr(ShardedWeights, _name, _agreed(getattr(Weights, _name)))
 
 
@@ -399,13 +403,17 @@ class _OnEveryRank(torch.autograd.Function):
 
 
 class _Reduced(torch.autograd.Function):
-    """A sum or maximum over ranks of what each has of its own rows: the same on every rank, and so is its gradient."""
+    """A sum or maximum over the rows of all ranks, the same on each: so is a sum's gradient; a maximum has none."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: Ranks, what: str, by: str) -> Tensor:
         with ranks.together(what):
             agree(ranks, what, {"shape": list(own.shape), "dtype": str(own.dtype), "reduction": by})
-            return ranks.sum(own) if by == "sum" else torch.stack(ranks.gather(own)).amax(0)
+            if by == "sum":
+                return ranks.sum(own)
+            largest = torch.stack(ranks.gather(own)).amax(0)
+            ctx.mark_non_differentiable(largest)
+            return largest
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

@@ -113,10 +113,15 @@ class Comparison:
     """One measure of every row of two matrices, (b, h, i)."""
 
     measure: str
+    row_fields: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = True
     of_scores: ClassVar[bool] = False
     of_parts: ClassVar[OfParts] = "rows"
+
+    @property
+    def name(self) -> str:
+        return self.measure
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         return [like.new_zeros(shape[:3])]

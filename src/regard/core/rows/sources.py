@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ __all__ = [
     "ScoreRows",
     "Strip",
     "safe_lse",
-    "with_exact_distances",
 ]
 
 S = TypeVar("S", bound="RowSource")
@@ -233,6 +232,9 @@ class RowSource(Protocol):
     def numbers_per_cell(self) -> int:
         """Numbers that computing one cell of the result takes."""
 
+    def with_exact_distances(self: S) -> S:
+        """The same, in float64 if scores are distances whose gradients are wanted and cancel: see `distance_grads`."""
+
     def key_intervals(self) -> KeyIntervals | None:
         """Intervals that hold all that each row sees; None where that is everything."""
 
@@ -268,6 +270,10 @@ class ScoreRows:
     @property
     def numbers_per_cell(self) -> int:
         return self.problem.similarity_kernel.numbers_per_cell(self.problem.q.shape[-1])
+
+    def with_exact_distances(self) -> Self:
+        wanted = self.problem.distances_cancel and any(t.requires_grad for t in flatten(self.problem)[1])
+        return replace_fields(self, problem=self.problem.in_float64(), norm=None) if wanted else self
 
     def key_intervals(self) -> KeyIntervals | None:
         return None if self.problem.mask is None else self.problem.intervals
@@ -345,6 +351,9 @@ class DenseRows:
     def numbers_per_cell(self) -> int:
         return 1
 
+    def with_exact_distances(self) -> DenseRows:
+        return self
+
     def key_intervals(self) -> KeyIntervals | None:
         return None
 
@@ -382,6 +391,9 @@ class HeadRows:
     @property
     def numbers_per_cell(self) -> int:
         return self.size * self.heads.numbers_per_cell
+
+    def with_exact_distances(self) -> HeadRows:
+        return replace_fields(self, heads=self.heads.with_exact_distances())
 
     def key_intervals(self) -> KeyIntervals | None:
         return self.heads.key_intervals()
@@ -425,6 +437,9 @@ class ChosenRows:
     def numbers_per_cell(self) -> int:
         return self.rows.numbers_per_cell
 
+    def with_exact_distances(self) -> ChosenRows:
+        return replace_fields(self, rows=self.rows.with_exact_distances())
+
     def key_intervals(self) -> KeyIntervals | None:
         return self.rows.key_intervals()
 
@@ -445,18 +460,6 @@ class ChosenRows:
         inside = torch.where((keys >= cols.start) & (keys < cols.stop), keys - cols.start, n)
         cells = torch.zeros(*keys.shape[:3], n + 1, dtype=torch.bool, device=keys.device)
         return cells.scatter(-1, inside, True)[..., :n]
-
-
-def with_exact_distances(source: S) -> S:
-    """The same, in float64 if its scores are distances whose gradients are wanted and cancel: see `distance_grads`."""
-    if isinstance(source, HeadRows):
-        return replace_fields(source, heads=with_exact_distances(source.heads))
-    if isinstance(source, ChosenRows):
-        return replace_fields(source, rows=with_exact_distances(source.rows))
-    if not isinstance(source, ScoreRows) or not source.problem.distances_cancel:
-        return source
-    constant = not any(t.requires_grad for t in flatten(source.problem)[1])
-    return source if constant else replace_fields(source, problem=source.problem.in_float64(), norm=None)
 
 
 def _pick(t: Tensor, batch: slice, heads: slice) -> Tensor:

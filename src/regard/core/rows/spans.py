@@ -45,9 +45,14 @@ class CellMass:
     mask: Mask
     log: bool
     offset: int
+    row_fields: ClassVar[tuple[str, ...]] = ()
     counts_sink: ClassVar[bool] = False
     of_scores: ClassVar[bool] = False
     of_parts: ClassVar[OfParts] = "rows"
+
+    @property
+    def name(self) -> str:
+        return "log_mass" if self.log else "recall"
 
     @property
     def merges(self) -> tuple[Merge, ...]:
@@ -89,6 +94,8 @@ class TilePool:
     row_edges: tuple[int, ...]
     col_edges: tuple[int, ...]
     by: Merge
+    name: ClassVar[str] = "pool"
+    row_fields: ClassVar[tuple[str, ...]] = ()
     counts_sink: ClassVar[bool] = False
     of_parts: ClassVar[OfParts] = "tiles"
 

@@ -36,6 +36,8 @@ class CompleteRowStatistic:
     A statistic whose blocks can be merged is a row statistic (`core/stats.py`), which all engines compute in one pass.
     """
 
+    name: ClassVar[str]
+    row_fields: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = False
     of_scores: ClassVar[bool] = False
@@ -59,6 +61,7 @@ class CompleteRowStatistic:
 class RowEntropy(CompleteRowStatistic):
     """−Σ w log w; a sink's share counts as one more outcome."""
 
+    name: ClassVar[str] = "entropy of heads together"
     counts_sink: ClassVar[bool] = True
     of_parts: ClassVar[OfParts] = "rows"
 
@@ -78,6 +81,7 @@ def _entropy(w: Tensor, log_w: Tensor) -> Tensor:
 class LargestWeights(CompleteRowStatistic):
     """The k largest weights of every row and their keys, (b, h, i, k) each."""
 
+    name: ClassVar[str] = "topk of heads together"
     k: int
     merges: ClassVar[tuple[Merge, ...]] = ("sum", "sum")
 
@@ -109,6 +113,8 @@ def _gathered(w: Tensor, keys: Tensor) -> Tensor:
 class ChosenKeys(CompleteRowStatistic):
     """The weights of every row at keys of its own, (b, h, i, n); 0 at key −1."""
 
+    name: ClassVar[str] = "gather"
+    row_fields: ClassVar[tuple[str, ...]] = ("keys",)
     keys: Tensor  # b|1 h|1 i n
     of_parts: ClassVar[OfParts] = "rows"
 
@@ -130,6 +136,7 @@ class ChosenKeys(CompleteRowStatistic):
 class RowProduct(CompleteRowStatistic):
     """W v of matrices that no engine multiplies: (b, h, i, e)."""
 
+    name: ClassVar[str] = "a product of heads together"
     v: Tensor  # b|1 h|1 j e
 
     @property
@@ -148,6 +155,7 @@ class RowProduct(CompleteRowStatistic):
 class GradientProduct(CompleteRowStatistic):
     """(W ∘ dy vᵀ) x, or of its positive cells: (b, h, i, c)."""
 
+    name: ClassVar[str] = "gradient_relevance"
     dy: Tensor  # b h|1 i e
     v: Tensor  # b h|1 j e
     x: Tensor  # b h|1 j c
@@ -176,6 +184,8 @@ class GradientProduct(CompleteRowStatistic):
 class ColumnSum(CompleteRowStatistic):
     """Σ_i w_ij, (b, h, j)."""
 
+    name: ClassVar[str] = "received of a maximum of heads"
+
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         b, h, _, j = shape
         return [like.new_zeros(b, h, j)]
@@ -191,6 +201,8 @@ class ColumnSum(CompleteRowStatistic):
 class DistanceVariance(CompleteRowStatistic):
     """Σ_j w_ij (|i − j| − mean distance)²; `mean` is that distance, if it need not be computed."""
 
+    name: ClassVar[str] = "distance_variance"
+    row_fields: ClassVar[tuple[str, ...]] = ("mean",)
     offset: int
     mean: Tensor | None = None  # b h i
 
@@ -220,6 +232,7 @@ def _variance(w: Tensor, distances: Tensor, mean: Tensor | None = None) -> Tenso
 class DistanceBins(CompleteRowStatistic):
     """The weight of every row by distance, (b, h, i, bins): bin n holds edges[n] ≤ |i − j| < edges[n + 1]."""
 
+    name: ClassVar[str] = "distance_histogram"
     edges: Tensor  # bins + 1
     offset: int
     of_parts: ClassVar[OfParts] = "rows"

@@ -18,7 +18,7 @@ from ..block import MatrixBlock
 from ..masks.intervals import KeyIntervals
 from ..pytree import flatten, unflatten
 from ..torch_state import in_functorch, without_autocast
-from .sources import Part, RowSource, Strip, with_exact_distances
+from .sources import Part, RowSource, Strip
 
 __all__ = [
     "Merge",
@@ -46,6 +46,14 @@ OfParts = Literal["rows", "tiles"] | None
 
 class Question(Protocol):
     """A statistic of complete rows, as a node of a pytree: tensors in it get gradients."""
+
+    @property
+    def name(self) -> str:
+        """The name that users know it by, for errors."""
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        """Fields whose tensors (b, h, i, ...) have a row for each row of the matrix: a rank has those of its own."""
 
     @property
     def merges(self) -> tuple[Merge, ...]:
@@ -77,7 +85,7 @@ def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tenso
     """The outputs of a question to one or several matrices of equal lengths, with gradients in linear memory."""
     dtype = sources[0].like.dtype
     if torch.is_grad_enabled():
-        sources = [with_exact_distances(source) for source in sources]
+        sources = [source.with_exact_distances() for source in sources]
     spec, tensors = flatten((tuple(sources), question))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if in_functorch():
