@@ -88,6 +88,13 @@ def test_every_way_to_call_sdpa_is_recorded(route, x):
     close(seen[0].dense(), by_hand(x, x, **arguments))
 
 
+@pytest.mark.parametrize("mask", [None, odd])
+def test_one_head_of_one_sequence_needs_no_other_axes(mask, x):
+    q, k = x[0, 0], x[0, 1]
+    seen = seen_in(lambda q: F.scaled_dot_product_attention(q, k, k, attn_mask=mask), q)
+    close(seen[0].dense(), by_hand(q, k, mask).expand(1, 1, T, T))
+
+
 def test_grouped_heads_keep_their_few_keys(x):
     k = torch.randn(B, 1, T, D)
     seen = seen_in(lambda q: F.scaled_dot_product_attention(q, k, k, enable_gqa=True), x)
