@@ -1,4 +1,4 @@
-"""Functions that users pass as a mask: those that make masks, passed without brackets, and what others return."""
+"""Functions that users pass as a mask: those that make masks, passed without brackets, and the cells of others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def mask_call(function: Callable[..., Any]) -> str | None:
 
 
 def cells_of_function(cells: Any, block: tuple[int, int]) -> Tensor:
-    """The cells that a user's mask function returned for a block of rows and keys, checked."""
+    """Check the cells that a user's mask function returned for a block of rows and keys, and return them."""
     if not isinstance(cells, Tensor) or cells.dtype != torch.bool:
         got = f"dtype {cells.dtype}" if isinstance(cells, Tensor) else type(cells).__name__
         raise TypeError(

@@ -180,7 +180,7 @@ class _Shifted:
 
 
 def described(result: Any) -> str:
-    """The result of a user's function in words, for a message."""
+    """The result of a user's function in a few words, for a message."""
     return f"{tuple(result.shape)} of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
 
 

@@ -111,7 +111,7 @@ class OnJoined:
                 _carry_on(softmax, w, out, axis)
 
 
-#: Handlers of operators that may give scores as well, by the operators' names.
+#: Handlers, by name, of operators that may also give scores: `pairs` registers them.
 BY_NAME: dict[str, tap.Handler] = {
     "mean.dim": OnReduced("mean"),
     **{name: OnJoined(name) for name in ("cat", "concat", "stack")},

@@ -1,8 +1,8 @@
-"""Operators between a softmax and its values that have no rule of their own: whatever they make of weights is named.
+"""Operators between a softmax and its values that have no rule: weights that pass through one are refused by its name.
 
 Every operator passes here while a softmax is open, but for those with a rule of their own and views, which share the
-storage. The result of an operator on weights is not the weights any more, and is refused by the operator's name where
-it meets values; an operator that takes weights and values at once is named itself, unless the weights met values too.
+storage. Its result is not the weights any more, and is refused by the operator's name where it
+meets values; an operator that takes weights and values at once is named itself, unless the weights met values as well.
 """
 
 from __future__ import annotations

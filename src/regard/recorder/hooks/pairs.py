@@ -1,7 +1,7 @@
 """Scores that no product of matrices computes: sums over features, sums of two sequences, and heads joined.
 
 `(q[:, None] * k).sum(-1)`, a distance, or additive attention's `v · tanh(q + k)` pairs two sequences by broadcasting.
-Such a sum may be scores: its softmax, and what the softmax meets, decide.
+The result may be scores: the softmax over it, and the product which that enters, decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUMS = ("sum.dim_IntList", "mean.dim", "linalg_vector_norm")
 
 
 def install(follow: dict[str, Callable[..., None]]) -> None:
-    """Intercept these operators; while a softmax is open, `follow` has what they mean for its weights, by name."""
+    """Intercept these operators; while a softmax is open, `follow` has their handlers of weights, by name."""
     for names, begins, handler in (
         (SUMS, sums_features, on_sum),
         (("add.Tensor",), pairs, on_outer_sum),
