@@ -19,7 +19,7 @@ from .tensor_kinds import readable
 __all__ = ["as_tiling", "as_tokens", "as_values", "at_least_one", "chosen_keys", "segment_flags"]
 
 
-#: Numbers of positions in segments, where a segment's number is far beyond the count of positions: most of 1 GB.
+#: The most flags, segments × positions: 1 GB in float32. One segment with a huge number would make as many rows.
 MOST_FLAGS = 2**28
 
 

@@ -1,7 +1,7 @@
 """Sums of non-negative numbers without rounding: any split and any order of the terms gives the same bits.
 
 A float64 is cut into digits of base 2³², from 2⁻⁹⁶ upwards, and digits are added as integers. Digits of a term below
-2⁻⁹⁶ is cut off, term by term, which depends on no other term.
+2⁻⁹⁶ are cut off, whatever the other terms are.
 """
 
 from __future__ import annotations

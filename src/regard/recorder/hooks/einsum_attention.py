@@ -51,20 +51,21 @@ def _on_values(
 ) -> None:
     """Weights w meet the other operand: their axes are put in order (batch, heads, queries, keys)."""
     alias = softmax.aliases[storage_of(w)]
-    reason, order = None, None
+    order = None
     if len(operands) != 2 or any("." in side or len(set(side)) < len(side) for side in letters):
-        reason = f"its weights enter einsum({equation!r}), which is not read"
+        reason = "which is not read"
     else:
-        here = 0 if operands[0] is w else 1
-        mine, others, v = letters[here], letters[1 - here], operands[1 - here]
+        at = 0 if operands[0] is w else 1
+        mine, others, v = letters[at], letters[1 - at], operands[1 - at]
         summed = [n for n in axes_of_keys(w, alias) if mine[n] in others and mine[n] not in result]
-        if not summed:  # the sum must run over the keys
-            reason = f"its weights enter einsum({equation!r}), which does not sum over the axis of softmax"
-        elif (order := sorted_axes(mine, others, result, mine[summed[0]], w.shape)) is None:
-            reason = f"its weights enter einsum({equation!r}), whose batch, heads and queries cannot be told apart"
-    if reason is not None or order is None:
+        if summed:  # the sum must run over the keys
+            order = sorted_axes(mine, others, result, mine[summed[0]], w.shape)
+            reason = "whose batch, heads and queries cannot be told apart"
+        else:
+            reason = "which does not sum over the axis of softmax"
+    if order is None:
         listener.eager.close(softmax)
-        listener.refuse(softmax.site.name, reason or "")
+        listener.refuse(softmax.site.name, f"its weights enter einsum({equation!r}), {reason}")
         return
     used = w.permute([mine.index(letter) for letter in order.axes])
     used = used if order.has_rows else used.unsqueeze(-2)

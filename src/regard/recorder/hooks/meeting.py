@@ -86,9 +86,7 @@ def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias
         return False
     if used.shape[0] != listener.batch_size(used.shape[-2]) or softmax.site.module is None:
         return False
-    if (
-        used.numel() != used.shape[0] * used.shape[axis]
-    ):  # several rows: linear attention sums keys by feature like this
+    if used.numel() != used.shape[0] * used.shape[axis]:  # several rows, as linear attention sums keys by feature
         return False
     return softmax.axis != -1 or not has_parameter_axis(softmax.site, used.shape[axis])
 
@@ -96,7 +94,16 @@ def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias
 def finish(
     listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, values: Tensor | None, factor: Tensor, v: Tensor
 ) -> None:
-    """Report the weights `used` (…, i, j), if weights they are; `factor` and v are the operands that met."""
+    """Record `used` (…, i, j), or refuse the layer where these are no weights over keys.
+
+    Args:
+        listener: The listener.
+        softmax: The softmax that they come from.
+        used: The weights, their axes in order.
+        values: The values (…, j, e); None where the model does not say which axis is which.
+        factor: The operand of the product that held the weights.
+        v: Its other operand.
+    """
     eager, site = listener.eager, softmax.site
     alias = softmax.aliases[storage_of(factor)]
     v_is_product = eager.is_product(v)
