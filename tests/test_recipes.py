@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING, followed: a toy score, mask, modifier and row statistic in a copy of the package.
+"""The recipes of CONTRIBUTING, followed: a toy score, mask, modifier, question and statistic in a copy of the package.
 
 Each toy is a few edits of as many files as its recipe says. One process then uses all of them as users do: through every
 engine that takes them, with gradients, in a layer, a recording and its file, and in `regard.walk`.
@@ -112,6 +112,29 @@ class Square(Modifier):
 '''),
 ]  # fmt: skip
 
+QUESTION = [
+    Edit("core/rows/stats.py", "@register_node\nclass DistanceBins(CompleteRowStatistic):", '''@register_node
+class EffectiveKeys(CompleteRowStatistic):
+    """1 / Σ_j w_ij², (b, h, i)."""
+
+    name: ClassVar[str] = "effective_keys"
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        return 1 / strip.w.square().sum(-1)
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        return [1 / matrices[0].square().sum(-1)]
+
+
+'''),
+    Edit("core/rows/questions.py", "from .stats import ", "EffectiveKeys, ", after=True),
+    Edit("core/rows/questions.py", "    def distance_histogram(", '''    def effective_keys(self) -> Tensor:
+        """The number of keys among which equal weights would have this sum of squares."""
+        return self._ask_rows(EffectiveKeys())[0]
+
+'''),
+]  # fmt: skip
+
 STATISTIC = [
     Edit("core/stats.py", '    "mass",\n', '    "mean_offset",\n'),
     Edit("core/stats.py", '        "mass": lambda: w @ required',
@@ -148,7 +171,10 @@ STATISTIC = [
 '''),
 ]  # fmt: skip
 
-RECIPES = {"A score": SCORE, "A mask": MASK, "A modifier of scores": MODIFIER, "A row statistic": STATISTIC}
+RECIPES = {
+    "A score": SCORE, "A mask": MASK, "A modifier of scores": MODIFIER, "A question about complete rows": QUESTION,
+    "A row statistic": STATISTIC,
+}  # fmt: skip
 
 USE = '''
 import torch
@@ -215,6 +241,10 @@ close(agree(dense, q, k, score=regard.Dot().square()), by_hand(s * s.abs()))
 falls_back(entropy, score=regard.Dot().square())
 agree(entropy, q, k, score=regard.ScaledDot().square().softcap(2.0), mask=regard.causal())
 
+# The question: of single heads and of heads together.
+close(agree(lambda W: W.effective_keys(), q, k), 1 / by_hand(s / 2).square().sum(-1))
+agree(lambda W: W.reduce_heads().effective_keys(), q, k, mask=regard.window(2, 1))
+
 # The row statistic: with gradients, beside others.
 close(agree(lambda W: W.mean_offset(), q, k), (by_hand(s / 2) * offsets).sum(-1))
 agree(lambda W: W.see("mean_offset", "entropy", "received", topk=2).mean_offset, q, k, mask=regard.window(2, 1))
@@ -275,7 +305,13 @@ def test_kernel_files_of_a_recipe_are_those_that_have_the_others(recipe, example
 
 
 def test_recipes_are_short():
-    limits = {"A score": 2, "A mask": 2, "A modifier of scores": 6, "A row statistic": 10}
+    limits = {
+        "A score": 2,
+        "A mask": 2,
+        "A modifier of scores": 6,
+        "A question about complete rows": 2,
+        "A row statistic": 10,
+    }
     assert {recipe: documented(recipe)[1] <= limit for recipe, limit in limits.items()} == dict.fromkeys(limits, True)
 
 
