@@ -473,10 +473,10 @@ def as_mask(mask: Any) -> Mask:
         mask = readable(mask, "mask")
         if mask.dtype != torch.bool:
             added = "For numbers that are added to the scores use score=ScaledDot().bias(tensor)."
-            whole = "For flags of 0 and 1 pass mask.bool(), for lengths padding(lengths)."
+            integers = "For flags of 0 and 1 pass mask.bool(), for lengths padding(lengths)."
             raise TypeError(
                 f"a mask tensor must be bool, True where a key is visible; got dtype {mask.dtype}. "
-                f"{added if mask.is_floating_point() else whole}"
+                f"{added if mask.is_floating_point() else integers}"
             )
         if mask.ndim < 2:
             raise ValueError(

@@ -107,7 +107,7 @@ _lock = threading.Lock()
 _libraries: list[Any] = []  # a registration lasts as long as its library object
 _registered: set[tuple[str, str]] = set()
 _other_libraries: dict[str, Any] = {}  # of the operators without a handler of their own, by namespace
-_known_others: set[str] = set()  # the operators that `intercept_others` has seen
+_other_operators: set[str] = set()  # the operators that `intercept_others` has seen
 
 
 @functools.cache
@@ -236,8 +236,8 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
     every = set(torch._C._dispatch_get_all_op_names())
     with _lock:
         _pass_through(key)
-        for full_name in sorted(every - _known_others):
-            _known_others.add(full_name)
+        for full_name in sorted(every - _other_operators):
+            _other_operators.add(full_name)
             namespace, _, name = full_name.partition("::")
             op = None if (key, full_name) in _registered else _operator(namespace, name)
             if op is None or not _is_followed(op):
