@@ -108,6 +108,7 @@ _libraries: list[Any] = []  # a registration lasts as long as its library object
 _registered: set[tuple[str, str]] = set()
 _other_libraries: dict[str, Any] = {}  # of the operators without a handler of their own, by namespace
 _other_operators: set[str] = set()  # the operators that `intercept_others` has seen
+_definitions: tuple[int, int] | None = None  # how many there were then
 
 
 @functools.cache
@@ -233,6 +234,10 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
     tensors while torch.compile traces) and for tensor subclasses, since PyTorch looks such kernels up by name there.
     Operators that were defined since are registered the next time.
     """
+    global _definitions
+    definitions = _count_definitions()
+    if definitions is not None and definitions == _definitions:
+        return  # to list some thousand names takes longer than a small model
     every = set(torch._C._dispatch_get_all_op_names())
     with _lock:
         _pass_through(key)
@@ -245,6 +250,13 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
             if namespace not in _other_libraries:
                 _other_libraries[namespace] = torch.library.Library(namespace, "IMPL")
             _other_libraries[namespace].impl(name, _other_kernel(op, handler), key)
+        _definitions = definitions
+
+
+def _count_definitions() -> tuple[int, int] | None:
+    """Two numbers that grow with every new operator: of extensions, which are modules, and of definitions in Python."""
+    definitions = getattr(torch.library, "_defs", None)
+    return None if definitions is None else (len(sys.modules), len(definitions))
 
 
 def _operator(namespace: str, name: str) -> Any:
