@@ -214,6 +214,90 @@ def test_additive_attention_of_every_pair():
     torch.testing.assert_close(seen.layers[0].weights.dense()[:, 0], module.weights(q, k))
 
 
+class AdditiveExpanded(Additive):
+    """The same with both sequences expanded before they are added."""
+
+    def weights(self, q, k):
+        i, j = q.shape[1], k.shape[1]
+        pairs = q[:, :, None].expand(-1, -1, j, -1) + k[:, None].expand(-1, i, -1, -1)
+        return self.score(torch.tanh(pairs)).squeeze(-1).softmax(-1)
+
+
+def test_additive_attention_of_expanded_pairs():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 4)
+    seen = recorded(module := AdditiveExpanded(), q, k, v)
+    assert seen.refused == []
+    torch.testing.assert_close(seen.layers[0].weights.dense()[:, 0], module.weights(q, k))
+
+
+class LearnedQueries(nn.Module):
+    """Three queries that are parameters, on (b, n, 8)."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.queries, self.scores = nn.Parameter(torch.randn(3, 8)), scores
+
+    def weights(self, x):
+        return self.scores(self.queries, x).softmax(-1)
+
+    def forward(self, x):
+        return self.weights(x) @ x
+
+
+LEARNED = {
+    "product": lambda q, x: q @ x.mT,
+    "expanded": lambda q, x: torch.bmm(q.expand(len(x), -1, -1), x.mT),
+    "einsum": lambda q, x: torch.einsum("id,bjd->bij", q, x),
+}
+
+
+@pytest.mark.parametrize("way", LEARNED)
+def test_queries_that_are_parameters(way):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    seen = recorded(module := LearnedQueries(LEARNED[way]), x)
+    assert seen.refused == []
+    torch.testing.assert_close(seen.layers[0].weights.dense()[:, 0], module.weights(x))
+
+
+class Pooled(nn.Module):
+    """One weight for each position, and their sum by an einsum."""
+
+    def __init__(self, equation):
+        super().__init__()
+        self.score, self.equation = nn.Linear(8, 1), equation
+
+    def weights(self, x):
+        return self.score(torch.tanh(x)).squeeze(-1).softmax(-1)
+
+    def forward(self, x):
+        w = self.weights(x)
+        return torch.einsum(self.equation, *((w, x) if self.equation.startswith("bn,") else (x, w)))
+
+
+@pytest.mark.parametrize("equation", ["bn,bnd->bd", "bnd,bn->bd"])
+def test_a_sequence_pooled_by_einsum(equation):
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    seen = recorded(module := Pooled(equation), x)
+    assert seen.refused == []
+    torch.testing.assert_close(seen.layers[0].weights.dense()[:, 0, 0], module.weights(x))
+
+
+def test_as_many_heads_as_sequences_one_sequence_at_a_time():
+    """(h, n, d) of each sequence in turn, in a batch of h: these are not h sequences of one head."""
+    x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(0))
+
+    def attend(x):
+        rows = (one.view(5, 4, 2).transpose(0, 1) for one in x)
+        return torch.stack([F.scaled_dot_product_attention(one, one, one) for one in rows])
+
+    seen = recorded(Calls(attend), x)
+    assert all(layer.shape == (1, 4, 5, 5) for layer in seen.layers)
+    assert len(seen.layers) == 4 or [name for name, _ in seen.refused] == ["step"]
+
+
 def exp_of(s, axis):
     e = s.exp()
     return e / e.sum(axis, keepdim=True)
@@ -353,6 +437,16 @@ def contrastive(x):
     )
 
 
+def transport(x):
+    """Optimal transport between two sets of points, by Sinkhorn's iterations: a plan that meets no values."""
+    s = torch.einsum("bid,bjd->bij", x, x.flip(1))
+    u, v = torch.zeros(s.shape[:2]), torch.zeros(s.shape[:2])
+    for _ in range(3):
+        u = -(s + v[:, None]).logsumexp(2)
+        v = -(s + u[:, :, None]).logsumexp(1)
+    return (s + u[:, :, None] + v[:, None]).exp()
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -388,6 +482,7 @@ class Feedforward(nn.Module):
 QUIET = {
     "similarities": lambda: Calls(similarity_statistics),
     "contrastive loss": lambda: Calls(contrastive),
+    "optimal transport": lambda: Calls(transport),
     "experts": Experts,
     "pairs": PairFeatures,
     "feedforward": Feedforward,

@@ -18,7 +18,7 @@ from . import einsum_attention, moved_weights, other_operators, pairs, tap, weig
 from .call_site import CAPTURED, CallSite
 from .chunked_modules import CHUNKED, IN_CHUNKS
 from .meeting import collapsed, finish, is_attention, meet
-from .product_factors import factors_of, is_computed, is_layer, is_parameter
+from .product_factors import factors_of, has_learned_queries, is_computed, is_layer, is_parameter
 from .softmax_trail import (
     CHOSEN,
     LOGARITHM,
@@ -185,11 +185,14 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
         axes, one_row = axes_of_keys(right, softmax.aliases[storage_of(right)]), right.ndim == 1
         used, v = right if one_row else right.mT, left.mT if left.ndim > 1 else left
         met = meet(listener, softmax, used, v, right_way=(-1 if one_row else -2) in axes, direct=False)
+    learned = has_learned_queries(left, right)
     computed = is_computed(left) and is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
-    if not met and computed and (site := listener.call_site(frame)) is not None and not _is_cast_layer(right, site):
-        if site.compiled and left.ndim > 2 and _is_around_fused_softmax(eager, left, right, site):
-            listener.refuse(site.name, CAPTURED)
-        eager.add_product(out, site.name, flat=left.ndim <= 2)
+    if met or not (learned or computed) or (site := listener.call_site(frame)) is None or _is_cast_layer(right, site):
+        return
+    if site.compiled and left.ndim > 2 and _is_around_fused_softmax(eager, left, right, site):
+        listener.refuse(site.name, CAPTURED)
+    ends = out.shape[-1:] if learned else out.shape[-2:]  # a softmax over the queries is that of a layer
+    eager.add_product(out, site.name, flat=not learned and left.ndim <= 2, ends=tuple(ends))
 
 
 def _is_cast_layer(right: Tensor, site: CallSite) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import tap
 from .einsum_equation import may_be_scores, own_axes, sorted_axes, spell_out
 from .meeting import finish, is_attention
-from .product_factors import is_computed
+from .product_factors import has_learned_queries, is_computed
 from .softmax_trail import OpenSoftmax, axes_of_keys, storage_of
 
 __all__ = ["install"]
@@ -30,13 +30,16 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
     if weighted:
         w, softmax = weighted[0]
-        if is_attention(listener, softmax, softmax.aliases[storage_of(w)], w, operands[-1], direct=True):
+        v = next((x for x in reversed(operands) if x is not w), w)
+        if is_attention(listener, softmax, softmax.aliases[storage_of(w)], w, v, direct=True):
             _on_values(listener, softmax, w, operands, letters, result, equation)
         return
-    computed = len(operands) == 2 and all(is_computed(x) for x in operands)
-    scores = computed and may_be_scores(operands, letters, result)
+    if len(operands) != 2:
+        return
+    learned = "." not in sides and has_learned_queries(*operands)
+    scores = learned or (all(is_computed(x) for x in operands) and may_be_scores(operands, letters, result))
     if scores and (site := listener.call_site(frame)) is not None:
-        ends = own_axes(operands, letters, result)
+        ends = own_axes(operands, letters, result, of_left=not learned)
         eager.add_product(out, site.name, flat=all(x.ndim <= 2 for x in operands), ends=ends)
 
 

@@ -27,8 +27,15 @@ def may_be_scores(operands: list[Tensor], letters: list[str], result: str) -> bo
     return bool(set(letters[0]) & set(letters[1]) & set(result))
 
 
-def own_axes(operands: list[Tensor], letters: list[str], result: str) -> tuple[int, ...]:
-    """The sizes of the axes of the result that one of two operands alone has; of all of them with "..." in between."""
+def own_axes(operands: list[Tensor], letters: list[str], result: str, of_left: bool = True) -> tuple[int, ...]:
+    """The sizes of the axes of the result that one of two operands alone has; of all of them with "..." in between.
+
+    Args:
+        operands: The two.
+        letters: Their axes.
+        result: The axes of the result.
+        of_left: Whether axes of the left operand count.
+    """
     if "." in "".join(letters):
         return tuple(size for x in operands for size in x.shape)
     left, right = letters
@@ -36,7 +43,7 @@ def own_axes(operands: list[Tensor], letters: list[str], result: str) -> tuple[i
         x.shape[mine.index(letter)]
         for x, mine, others in zip(operands, (left, right), (right, left), strict=True)
         for letter in mine
-        if letter in result and letter not in others
+        if letter in result and letter not in others and (of_left or mine is right)
     )
 
 

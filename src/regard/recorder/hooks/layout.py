@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .call_site import CAPTURED, CallSite
 
-__all__ = ["heads_come_first", "shared_axis_reason", "split_heads"]
+__all__ = ["heads_come_first", "may_be_heads_of_one", "shared_axis_reason", "split_heads"]
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
 
@@ -71,6 +71,14 @@ def shared_axis_reason(site: CallSite) -> str:
         "batch and heads share one axis, or stand in either order, and nothing says which is which; record one "
         "sequence at a time, or shape it (batch, heads, length, size)"
     )
+
+
+def may_be_heads_of_one(*operands: Tensor) -> bool:
+    """Whether the first axis of all of (n, i, d) lies inside the positions, as the heads of one sequence do.
+
+    So do the sequences of a batch where the model has its sequence axis first.
+    """
+    return all(x.ndim == 3 and min(x.shape[:2]) > 1 and 0 < x.stride(0) < x.stride(1) for x in operands)
 
 
 def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:

@@ -81,6 +81,8 @@ def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias
     Additive attention scores positions by a small network. A router's softmax, and that of a mixture, runs over the
     outputs of a layer instead: a parameter has an axis of that size, and it is the last axis.
     """
+    if used.ndim == 2 and v.ndim == 3:  # (b, j) in an einsum
+        used = used.unsqueeze(1)
     axis = axis_of_keys(used, alias)
     if axis is None or not 2 < used.ndim <= 4 or v.ndim < 3 or v.shape[-1] < 2 or used.shape[0] != v.shape[0]:
         return False

@@ -40,10 +40,13 @@ def on_other(listener: tap.Listener, op: Any, operands: tuple[Any, ...], out: An
     ):
         return  # it reads the shape alone
     axis = axis_of_keys(w, softmax.aliases[storage_of(w)])
-    others = [x for x in tensors if x is not w]
+    results = list(_tensors((out,)))
+    if isinstance(out, Tensor) and not results and out.ndim >= w.ndim:  # sparse, say
+        softmax.strayed = softmax.strayed or name
+    others = [x for x in tensors if x is not w and not any(x is result for result in results)]  # out= is no operand
     if any(_may_be_values(x, w, softmax) for x in others):
         softmax.strayed = softmax.strayed or name
-    for result in _tensors((out,)):
+    for result in results:
         if result.ndim >= w.ndim and (axis is None or result.shape[axis] > 1):  # else it is a sum or maximum over keys
             mark_as_unknown(softmax, result, name)
 

@@ -68,17 +68,21 @@ def pairs(live: list[Any], args: tuple[Any, ...]) -> bool:
     x, y = args[:2]
     if not isinstance(y, Tensor) or x.ndim != y.ndim or x.ndim < 2:
         return False
-    lacks = [(a == 1 < b) - (b == 1 < a) for a, b in zip(x.shape, y.shape, strict=True)]
+    lacks = [(a == 1 < b) - (b == 1 < a) for a, b in zip(_own_shape(x), _own_shape(y), strict=True)]
     return 1 in lacks and -1 in lacks and x.is_floating_point() and y.is_floating_point()
+
+
+def _own_shape(x: Tensor) -> tuple[int, ...]:
+    """The shape before axes were expanded."""
+    return tuple(1 if step == 0 else size for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def on_outer_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """The sum of two sequences, which is scores itself or gives them when a layer weighs its features."""
     if (site := listener.call_site(frame)) is None:
         return
-    ends = tuple(
-        max(a, b) for a, b in zip(call["self"].shape, call["other"].shape, strict=True) if a != b and 1 in (a, b)
-    )
+    own = zip(_own_shape(call["self"]), _own_shape(call["other"]), strict=True)
+    ends = tuple(max(a, b) for a, b in own if a != b and 1 in (a, b))
     listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=ends)
     if out.ndim > 2 and call["self"].shape[-1] == call["other"].shape[-1]:
         listener.eager.add_product(out[..., 0], site.name, flat=out.ndim <= 3, ends=ends)

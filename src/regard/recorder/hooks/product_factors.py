@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["factors_of", "is_computed", "is_layer", "is_parameter"]
+__all__ = ["factors_of", "has_learned_queries", "is_computed", "is_layer", "is_parameter"]
 
 
 def factors_of(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,14 @@ def is_layer(live: list[Any], factors: tuple[Any, ...]) -> bool:
     for listener in live:
         if listener.eager.open:
             return False
-    return len(factors) > 1 and (is_parameter(factors[1]) or is_parameter(factors[0]))
+    if len(factors) < 2 or has_learned_queries(*factors[:2]):
+        return False
+    return is_parameter(factors[1]) or is_parameter(factors[0])
+
+
+def has_learned_queries(left: Tensor, right: Tensor) -> bool:
+    """Whether a parameter stands where queries do, before keys of a batch; a layer has its parameter behind."""
+    return right.ndim > 2 and left.ndim > 1 and is_parameter(left) and is_computed(right)
 
 
 def is_parameter(x: Tensor) -> bool:

@@ -32,7 +32,7 @@ from ...core.scores.kinds import repeat_kv
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask, mask_of_cells
 from . import eager_attention, regard_nn, tap
-from .layout import heads_come_first, shared_axis_reason, split_heads
+from .layout import heads_come_first, may_be_heads_of_one, shared_axis_reason, split_heads
 
 __all__ = ["flash_like", "install"]
 
@@ -75,6 +75,8 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
     q, k = q.to(out.dtype), k.to(out.dtype)
     mask, batch = call["attn_mask"], listener.batch_size(q.shape[-2])
     q, k, v, mask = _broadcast(q, k, v, mask, out)
+    if batch != 1 and may_be_heads_of_one(q, k, v):
+        batch = None  # as many heads as the pass has sequences are no reason to take them for these
     swapped = heads_come_first(q, site.module, batch) if q.ndim == 4 else False
     if swapped:
         q, k, v, mask = (None if x is None else x.transpose(0, 1) for x in (q, k, v, mask))
