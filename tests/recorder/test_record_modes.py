@@ -1,8 +1,10 @@
-"""Dispatch modes and tensor subclasses between a softmax and its values: the model runs, and is recorded all the same.
+"""Dispatch modes, and tensors that cannot be read, beside attention: the model runs, and is recorded all the same.
 
 While weights wait for their values, every operator is intercepted. What else runs there (a FLOP counter, a compiler's
-fake tensors, a tensor subclass) must not notice.
+fake tensors, a tensor subclass, nested and sparse tensors) must not notice, and is no attention.
 """
+
+import warnings
 
 import pytest
 import torch
@@ -99,3 +101,74 @@ def test_an_operator_that_was_defined_after_the_first_recording_is_named():
         net[0].forward = lambda x: torch.ops.regard_tests_later.weighted_sum((x @ x.mT).softmax(-1), x)
         with pytest.warns(RefusedWarning, match="regard_tests_later::weighted_sum"), regard.record(net):
             net(x)
+
+
+# Tensors that cannot be read, and operators that are no attention.
+
+
+def nested(x):
+    return torch.nested.nested_tensor([x[0], x[1, :2]])
+
+
+def jagged(x):
+    return torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
+
+
+UNREADABLE = {
+    "nested, added": lambda x: nested(x) + nested(x),
+    "nested, joined": lambda x: torch.cat([nested(x), nested(x)]),
+    "nested, activated": lambda x: torch.nn.functional.gelu(nested(x).relu()),
+    "nested, projected": lambda x: torch.nn.functional.linear(nested(x), torch.ones(3, 8)),
+    "jagged, projected": lambda x: torch.nn.functional.linear(jagged(x), torch.ones(3, 8)).exp().sum(-1),
+    "jagged, averaged": lambda x: (jagged(x) + 1).mean(1),
+    "sparse, added": lambda x: x.to_sparse() + x.to_sparse(),
+    "sparse, summed": lambda x: x.to_sparse().sum(-1),
+    "sparse, times dense": lambda x: x[0].to_sparse_csr() @ x[0].mT,
+    "sparse rows, added": lambda x: x[0].to_sparse_csr() + x[0].to_sparse_csr(),
+    "several layers by vmap": lambda x: torch.vmap(torch.nn.functional.linear, (None, 0))(x, torch.ones(2, 3, 8)).exp(),
+    "products by vmap": lambda x: torch.vmap(lambda t: t @ t.mT)(x).exp(),
+    "a Jacobian": lambda x: torch.vmap(torch.func.jacrev(lambda t: (t * t).sum()))(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore:(Sparse CSR|The PyTorch API of nested)")
+@pytest.mark.parametrize("attends", [False, True])
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_tensors_that_cannot_be_read_are_no_attention(name, attends):
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    other = UNREADABLE[name]
+    net = Between(other) if attends else nn.Sequential(Between(other))
+    if not attends:
+        net[0].forward = lambda x: (other(x), x)[1]
+    with torch.no_grad(), regard.record(net) as seen:
+        net(x)
+    assert seen.refused == []
+    assert len(seen) == attends
+
+
+LOST = {
+    "values inside vmap": lambda x: torch.vmap(torch.matmul)((x @ x.mT).softmax(-1), x),
+    "all inside vmap": lambda x: torch.vmap(lambda t: (t @ t.mT).softmax(-1) @ t)(x),
+    "sparse weights": lambda x: torch.sparse.mm((x[0] @ x[0].mT).softmax(-1).to_sparse(), x[0]),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_weights_that_cannot_be_read_are_named(name):
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(Between(None))
+    net[0].forward = LOST[name]
+    with warnings.catch_warnings(), torch.no_grad(), regard.record(net) as seen:
+        warnings.simplefilter("ignore", RefusedWarning)
+        net(x)
+    assert len(seen.refused) == 1
+    assert len(seen) == 0
+
+
+def test_scores_by_vmap_are_followed():
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    net = nn.Sequential(Between(None))
+    net[0].forward = lambda x: torch.vmap(lambda t: t @ t.mT)(x).softmax(-1) @ x
+    with torch.no_grad(), regard.record(net) as seen:
+        net(x)
+    torch.testing.assert_close(seen[0].dense()[:, 0], (x @ x.mT).softmax(-1))

@@ -55,9 +55,9 @@ def install() -> None:
         tap.intercept(name, on_clamp, skip=_is_far_from_weights)
     tap.intercept("topk", on_topk)
     for name in ("matmul", "mm", "mv", "matmul.out", "mm.out"):
-        tap.intercept(name, on_product, skip=is_layer)
+        tap.intercept(name, on_product, skip=is_layer, multiplies=True)
     for name in ("bmm", "baddbmm", "bmm.out", "baddbmm.out"):
-        tap.intercept(name, on_product)
+        tap.intercept(name, on_product, multiplies=True)
     for name in ("addmm", "addmm.out"):  # every nn.Linear is one: intercepted only where weights may meet values
         tap.intercept(name, on_product, tap.FOLLOW_KEY)
     tap.intercept("cdist", on_distances)

@@ -13,7 +13,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -107,7 +107,7 @@ _lock = threading.Lock()
 _libraries: list[Any] = []  # a registration lasts as long as its library object
 _registered: set[tuple[str, str]] = set()
 _other_libraries: dict[str, Any] = {}  # of the operators without a handler of their own, by namespace
-_other_operators: set[str] = set()  # the operators that `intercept_others` has seen
+_visited_operators: set[str] = set()  # the operators that `intercept_others` has seen
 _definitions: tuple[int, int] | None = None  # how many there were then
 
 
@@ -191,6 +191,7 @@ def intercept(
     namespace: str = "aten",
     attends: bool = False,
     skip: Skip | None = None,
+    multiplies: bool = False,
 ) -> None:
     """Register a handler for an operator, once per operator.
 
@@ -201,6 +202,7 @@ def intercept(
         namespace: The library of the operator.
         attends: Whether a compiler that traces it traces attention; that of a product is no sign of it.
         skip: Which calls are not reported: for operators that a model calls far more often than attention.
+        multiplies: Whether its result may be scores where it cannot be read, as inside `torch.vmap`.
     """
     if (key, f"{namespace}::{name}") in _registered:
         return
@@ -211,7 +213,7 @@ def intercept(
         if (op := _operator(namespace, name)) is None:
             return
         library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, _kernel(op, op._schema, handler, attends=attends, skip=skip), key)
+        library.impl(name, _kernel(op, op._schema, handler, (), attends, skip, multiplies), key)
         _libraries.append(library)
         _registered.add((key, f"{namespace}::{name}"))
 
@@ -241,8 +243,8 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
     every = set(torch._C._dispatch_get_all_op_names())
     with _lock:
         _pass_through(key)
-        for full_name in sorted(every - _other_operators):
-            _other_operators.add(full_name)
+        for full_name in sorted(every - _visited_operators):
+            _visited_operators.add(full_name)
             namespace, _, name = full_name.partition("::")
             op = None if (key, full_name) in _registered else _operator(namespace, name)
             if op is None or not _is_followed(op):
@@ -292,7 +294,7 @@ def _other_kernel(op: Any, handler: OtherHandler) -> Callable[..., Any]:
 
 def is_readable(x: Tensor) -> bool:
     """Whether a tensor holds plain numbers in memory of its own."""
-    return _unsupported_tensor([x]) is None and x.layout == torch.strided and not x.is_nested
+    return _unreadable_kind([x]) is None
 
 
 def _pass_through(key: str) -> None:
@@ -319,7 +321,13 @@ def _pass_through_higher_order(key: Any) -> None:
 
 
 def _kernel(
-    op: Any, schema: Any, handler: Handler, names: tuple[str, ...] = (), attends: bool = False, skip: Skip | None = None
+    op: Any,
+    schema: Any,
+    handler: Handler,
+    names: tuple[str, ...] = (),
+    attends: bool = False,
+    skip: Skip | None = None,
+    multiplies: bool = False,
 ) -> Callable[..., Any]:
     names = tuple(argument.name for argument in schema.arguments) if schema else names
     defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
@@ -330,46 +338,82 @@ def _kernel(
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
         if not (live := listeners()):
             _retain(live)  # a block that Ctrl-C ended left the key behind
-        elif not (skip is not None and skip(live, args)) and not in_backward():
+        elif not in_backward():
+            unreadable = _unreadable_kind((*args, *kwargs.values(), out), nested=not attends)
+            if skip is not None and unreadable is None and skip(live, args):
+                return out
             call = {**dict(zip(names, args, strict=False)), **kwargs}
             call |= {name: value for name, value in defaults.items() if name not in call}
-            _report(live, handler, call, out, sys._getframe(1), attends)
+            if attends or (unreadable is None and not in_jit_trace()):
+                _report(live, handler, call, out, sys._getframe(1), unreadable)
+            else:
+                _pass_by(live, call, out, sys._getframe(1), unreadable, multiplies)
         return out
 
     return kernel
 
 
-def _report(live: list[Any], handler: Handler, call: dict[str, Any], out: Any, frame: FrameType, attends: bool) -> None:
-    unsupported = _unsupported_tensor([*call.values(), out])
-    if unsupported == "meta":  # nothing is computed
+def _report(
+    live: list[Any], handler: Handler, call: dict[str, Any], out: Any, frame: FrameType, unreadable: str | None
+) -> None:
+    if unreadable == "meta":  # nothing is computed
         return
     for listener in live:
-        if unsupported == "FakeTensor":
-            if attends:
-                listener.compiling(frame)
-            continue
-        if in_jit_trace():  # shapes are tensors of the trace there
+        if unreadable == "FakeTensor":
+            listener.compiling(frame)
+        elif in_jit_trace():  # shapes are tensors of the trace there
             listener.refuse_at(
                 frame, "it was called by torch.jit.trace; record a call of the model, or of the traced one"
             )
-            continue
-        if unsupported:
-            listener.refuse_at(frame, f"its tensors are {unsupported}, which cannot be read here")
-            continue
+        elif unreadable:
+            listener.refuse_at(frame, f"its tensors are {unreadable}, which cannot be read here")
+        else:
+            with guarded(listener, frame):
+                handler(listener, call, out, frame)
+
+
+def _pass_by(
+    live: list[Any], call: dict[str, Any], out: Any, frame: FrameType, unreadable: str | None, multiplies: bool
+) -> None:
+    """An operator that is no sign of attention takes tensors that cannot be read: named if weights are among them.
+
+    A product may be scores, of which a softmax follows elsewhere: `torch.vmap(lambda q, k: q @ k.T)(q, k).softmax(-1)`.
+    """
+    if unreadable in (None, "meta", "FakeTensor"):
+        return
+    for listener in live:
         with guarded(listener, frame):
-            handler(listener, call, out, frame)
+            inner = [x for value in call.values() if (x := _memory_of(value)) is not None]
+            if any(listener.eager.softmax_of(x) is not None for x in inner):
+                listener.refuse_at(frame, f"its weights are {unreadable}, which cannot be read here")
+                continue
+            product = _memory_of(out) if multiplies and out.ndim > 1 else None
+            if product is not None and (site := listener.call_site(frame)) is not None:
+                listener.eager.add_product(product, site.name, flat=False, ends=tuple(out.shape[-2:]))
 
 
-def _unsupported_tensor(values: list[Any]) -> str | None:
-    """The kind of a tensor that holds no plain numbers; None when all do."""
+def _memory_of(x: Any) -> Tensor | None:
+    """The tensor of plain numbers that x holds; None if there is none."""
+    while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    is_plain = isinstance(x, Tensor) and not torch._C._dispatch_keys(x).has(_key("Python"))
+    return x if is_plain and x.layout == torch.strided and not x.is_nested and not x.is_meta else None
+
+
+def _unreadable_kind(values: Iterable[Any], nested: bool = True) -> str | None:
+    """The kind of a tensor that holds no plain numbers, in lists as well; None when all do."""
     for value in values:
-        if not isinstance(value, Tensor):
-            continue
-        if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
-            name = type(value).__name__
-            return "FakeTensor" if name in ("FakeTensor", "FunctionalTensor", "ProxyTensor") else name
-        if torch._C._functorch.is_functorch_wrapped_tensor(value):
-            return "wrapped by torch.func"
-        if value.device.type == "meta":
-            return "meta"
+        if isinstance(value, list | tuple):
+            if (kind := _unreadable_kind(value, nested)) is not None:
+                return kind
+        elif isinstance(value, Tensor):
+            if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+                name = type(value).__name__
+                return "FakeTensor" if name in ("FakeTensor", "FunctionalTensor", "ProxyTensor") else name
+            if torch._C._functorch.is_functorch_wrapped_tensor(value):
+                return "wrapped by torch.func"
+            if value.device.type == "meta":
+                return "meta"
+            if nested and (value.layout is not torch.strided or value.is_nested):
+                return "nested" if value.is_nested else "sparse"
     return None
