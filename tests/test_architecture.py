@@ -53,10 +53,11 @@ ARROWS: dict[str, set[str]] = {
         "core.block", "core.broadcast", "core.indexing", "core.masks.intervals", "core.masks.algebra", "core.masks.call_hints", "core.pytree", "core.stored",
         "core.tensor_kinds", "core.torch_state",
     },
+    "core.masks.selection": {"core.block", "core.masks.algebra", "core.pytree"},
     "core.masks.lowering": {"core.block", "core.masks.intervals", "core.masks.kinds", "core.pytree", "core.torch_state"},
     "core.types": {"core.indexing", "core.masks.kinds", "core.results", "core.scores.kinds"},
     "core.problem": {
-        "core.block", "core.masks.intervals", "core.masks.lowering", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.torch_state",
+        "core.block", "core.masks.intervals", "core.masks.lowering", "core.masks.kinds", "core.masks.selection", "core.pytree", "core.scores.kinds", "core.torch_state",
     },
     "core.stats": {"core.problem", "core.pytree", "core.torch_state"},
     "core.online_softmax": {"core.block", "core.problem", "core.stats"},

@@ -6,6 +6,8 @@ finite differences by `gradcheck`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -396,6 +398,24 @@ def test_detach_cuts_off_the_graph_and_keeps_the_numbers(engine: str) -> None:
     W = regard.weights(x, engine=engine)
     assert not W.detach().entropy().requires_grad
     torch.testing.assert_close(W.detach().entropy(), W.entropy().detach(), **TIGHT)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda p: regard.Similarity(lambda q, k, p: p * (q @ k.mT), (p,)),
+        lambda p: regard.ScaledDot().modify(lambda s, i, j, p: p * s, p),
+        lambda p: regard.ScaledDot().bias(p.expand(5, 5)),
+    ],
+    ids=["function", "modify", "bias"],
+)
+def test_parameters_of_functions_are_detached_and_moved_like_other_tensors(
+    score: Callable[[Tensor], regard.Score], engine: str
+) -> None:
+    W = regard.weights(draw(5, 3), score=score(draw(1, grad=True)), engine=engine)
+    assert W.entropy().requires_grad
+    assert not W.detach().entropy().requires_grad
+    assert {t.device.type for t in W.to("meta")._factors.tensors()} == {"meta"}
 
 
 def test_the_checker_of_this_file_can_fail() -> None:

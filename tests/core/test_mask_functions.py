@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -148,3 +150,58 @@ def test_a_mask_of_ones_own_needs_visible_alone(mask: Mask) -> None:
         assert torch.allclose(getattr(W, name)(), getattr(truth, name)(), rtol=1e-9, atol=1e-12), name
     assert torch.allclose(W.dense(), truth.dense(), rtol=1e-9, atol=1e-12)
     assert torch.allclose(W @ q, truth @ q, rtol=1e-9, atol=1e-12)
+
+
+class Reach(Mask):
+    """A band whose width is another one in every head."""
+
+    def __init__(self, widths: Tensor) -> None:
+        self.widths = widths.reshape(-1, 1, 1)
+
+    def visible(self, block: MatrixBlock) -> Tensor:
+        return (block.i - block.j).abs() < self.widths
+
+
+WIDTHS, LENGTHS = torch.tensor([1, 3, 4, 6]), torch.tensor([2, 5, 1, 3, 6, 4]).reshape(6, 1, 1, 1)
+
+OF_HEADS_AND_SEQUENCES = {
+    "heads": lambda i, j: (i - j).abs() < WIDTHS[:, None, None],
+    "sequences": lambda i, j: j < LENGTHS,
+    "both": lambda i, j: (j < LENGTHS) & ((i - j).abs() < WIDTHS[:, None, None]),
+    "beside others": regard.causal() & ~(regard.window(1, 0) & (lambda i, j: j < LENGTHS)),
+    "ones own": Reach(WIDTHS),
+}
+
+
+@pytest.mark.parametrize(
+    "index",
+    [(1,), (slice(1, 2),), (1, 2, 3), (1, [2, 0], slice(1, 3)), (..., [3, 1], slice(None), slice(None))],
+    ids=str,
+)
+@pytest.mark.parametrize("name", OF_HEADS_AND_SEQUENCES)
+def test_cells_follow_a_selection_of_heads_and_sequences(name: str, index: tuple) -> None:
+    q = torch.randn(2, 3, 4, 6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    W = regard.weights(q, mask=OF_HEADS_AND_SEQUENCES[name])
+    chosen, dense = W[index], W.dense()[index]
+    assert torch.allclose(chosen.dense(), dense, rtol=1e-12, atol=1e-15)
+    assert torch.allclose(chosen.received(), dense.sum(-2), rtol=1e-12, atol=1e-15)
+    part = chosen.rows(slice(2, 5))
+    assert torch.allclose(part.recall(regard.causal()), (part.dense() * dense.new_ones(6, 6).tril()[2:5]).sum(-1))
+    assert torch.allclose(chosen[..., 2:5, :], part.dense(), rtol=1e-12, atol=1e-15)
+    if chosen.ndim > 2:
+        first, mean = W[index][..., :1, :, :], chosen.reduce_heads("mean", heads=[0])
+        assert torch.allclose(first.dense().squeeze(-3), mean.dense(), rtol=1e-12, atol=1e-15)
+
+
+def test_cells_of_sequences_serve_values_of_a_larger_batch() -> None:
+    q, v = torch.randn(6, 4, 6, 5), torch.randn(2, 6, 4, 6, 3)
+    W = regard.weights(q, mask=OF_HEADS_AND_SEQUENCES["both"])
+    assert torch.allclose(W @ v, W.dense() @ v, atol=1e-6)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("mask", [Reach(WIDTHS), regard.causal() & Reach(WIDTHS), CausalButFirst()], ids=repr)
+def test_a_mask_of_ones_own_is_copied_with_its_attributes(mask: Mask, copied: Callable[..., regard.Weights]) -> None:
+    W = regard.weights(torch.randn(4, 6, 5), mask=mask)
+    assert torch.equal(copied(W).dense(), W.dense())
+    assert torch.equal(copied(W[1]).dense(), W[1].dense())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import regard
+import regard.chains
 from support.judge import MASKS, SCORES, Sizes, Truth, draw, named
 
 N = Sizes(b=2, h=4, g=2, i=5, j=7, d=3, c=3, e=3)
@@ -220,3 +221,11 @@ def test_matrices_without_rows_or_keys_answer_with_nothing(i: int, j: int) -> No
 def test_the_largest_in_a_window_name_their_keys(strips: None) -> None:
     W = regard.weights(draw(3, 6, 4), mask=regard.window(1, 0))  # the strip of a late row begins at a late key
     assert torch.equal(W.reduce_heads("mean").topk(1).indices.squeeze(-1), W.dense().mean(0).argmax(-1))
+
+
+def test_one_key_that_no_row_of_a_strip_sees_adds_nothing() -> None:
+    q, v = torch.randn(2, 3, 4), torch.randn(1, 5)
+    W = regard.weights(q, torch.randn(2, 1, 4), mask=regard.padding(0))
+    assert torch.equal(W.reduce_heads("mean") @ v, torch.zeros(3, 5))
+    dy = torch.randn(2, 3, 5)
+    assert torch.equal(regard.chains.gradient_relevance(W, dy, v[None], torch.ones(1, 2)), torch.zeros(2, 3, 2))

@@ -111,7 +111,9 @@ class ArrayProtocol(LazyMatrix):
         >>> regard.weights(torch.eye(2)).to(torch.float64).dtype
         torch.float64
         """
-        moved = self._with(self._factors.map(lambda t: _to(t, *args, **kwargs)))
+        factors = self._factors.map(lambda t: _to(t, *args, **kwargs))
+        # Parameters of functions keep their type, which their function expects.
+        moved = self._with(factors.map_all(lambda t: t.to(factors.q.device)))
         if not moved._factors.q.is_floating_point():
             raise TypeError(
                 f"queries and keys are floating-point tensors; got .to({moved._factors.q.dtype}). Convert what is "
@@ -197,7 +199,7 @@ class ArrayProtocol(LazyMatrix):
         >>> regard.weights(torch.eye(2, requires_grad=True)).detach().entropy().requires_grad
         False
         """
-        return self._with(self._factors.map(Tensor.detach))
+        return self._with(self._factors.map_all(Tensor.detach))
 
     def numpy(self) -> np.ndarray:
         """All of it as a NumPy array on the CPU, in quadratic memory: `dense` without autograd.

@@ -19,6 +19,7 @@ from .block import MatrixBlock, PickedCells, take
 from .masks.intervals import Geometry, KeyIntervals
 from .masks.kinds import Mask
 from .masks.lowering import lower_cells, lower_to_intervals
+from .masks.selection import follow_selection
 from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
 from .scores.kinds import Bias, Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
 from .torch_state import in_functorch, is_tracing
@@ -66,12 +67,24 @@ class Factors:
         """One change to every tensor but the parameters of users' functions, whose axes are their own."""
         return tree_map(self, change)
 
+    def map_all(self, change: Callable[[Tensor], Tensor]) -> Factors:
+        """One change that keeps axes, to every tensor."""
+        spec, tensors = flatten(self)
+        return unflatten(spec, [change(t) for t in tensors])
+
+    def _with_selectable_mask(self) -> Factors:
+        """The same, whose mask follows a selection of sequences and heads."""
+        if self.mask is None:
+            return self
+        mask = follow_selection(self.mask, self.batch, self.heads, self.q.device)
+        return self if mask is self.mask else replace_fields(self, mask=mask)
+
     def expanded(self, batch: torch.Size) -> Factors:
         """Over a larger batch that this one broadcasts to."""
         if batch == self.batch:
             return self
         own = self.q.ndim - 3
-        wider = self.map(lambda t: t.reshape(*[1] * (len(batch) - own), *t.shape))
+        wider = self._with_selectable_mask().map(lambda t: t.reshape(*[1] * (len(batch) - own), *t.shape))
         return replace_fields(
             wider, q=wider.q.expand(*batch, *self.q.shape[-3:]), k=wider.k.expand(*batch, *self.k.shape[-3:])
         )
@@ -83,7 +96,8 @@ class Factors:
     def pick(self, axis: int, where: int | range | list[int]) -> Factors:
         """Chosen positions of one batch or head axis; an int drops a batch axis."""
         q, k = (_pick(t, axis, where, broadcasts=False) for t in (self.q, self.k))
-        return replace_fields(self.map(lambda t: _pick(t, axis, where)), q=q, k=k)
+        others = self._with_selectable_mask().map(lambda t: _pick(t, axis, where))
+        return replace_fields(others, q=q, k=k)
 
     def pick_heads(self, heads: int | range | list[int]) -> Factors:
         """Chosen query heads, each with the keys it looks at; the head axis stays."""
@@ -93,7 +107,8 @@ class Factors:
         if per_key_head > 1 or k.shape[-3] > 1:
             k = _pick(k, k.ndim - 3, [head // per_key_head for head in chosen])
         # The keys have heads of their own, and may have fewer: they do not follow the others.
-        others = replace_fields(self, k=self.k[..., :1, :, :]).map(lambda t: _pick(t, t.ndim - 3, chosen))
+        factors = self._with_selectable_mask()
+        others = replace_fields(factors, k=self.k[..., :1, :, :]).map(lambda t: _pick(t, t.ndim - 3, chosen))
         return replace_fields(others, q=_pick(self.q, self.q.ndim - 3, chosen, broadcasts=False), k=k)
 
     def problem(self) -> Problem:

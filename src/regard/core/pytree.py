@@ -12,7 +12,7 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 from torch import SymFloat, SymInt, Tensor
 
-__all__ = ["STORABLE", "flatten", "register_node", "replace_fields", "split_ints", "tree_map", "unflatten"]
+__all__ = ["STORABLE", "flatten", "is_node", "register_node", "replace_fields", "split_ints", "tree_map", "unflatten"]
 
 T = TypeVar("T")
 
@@ -53,6 +53,11 @@ def _register(cls: type[T], storable: bool) -> type[T]:
     if storable:
         STORABLE[cls.__name__] = cls
     return cls
+
+
+def is_node(value: Any) -> bool:
+    """Whether a value is a node of a tree; a class that a user derives from one is none."""
+    return _NODES.get(type(value).__name__) is type(value)
 
 
 def flatten(value: Any) -> tuple[Any, list[Tensor]]:

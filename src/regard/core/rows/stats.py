@@ -144,11 +144,16 @@ class RowProduct(CompleteRowStatistic):
         return (self.v.shape[-1],)
 
     def of_rows(self, strip: Strip, part: Part) -> Tensor:
-        v = take(take(take(self.v, 0, part.batch), 1, part.heads), 2, part.cols)
+        v = _at(take(take(self.v, 0, part.batch), 1, part.heads), part.cols)
         return strip.w @ v.to(strip.w.dtype)
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         return [matrices[0] @ self.v.to(matrices[0].dtype)]
+
+
+def _at(x: Tensor, where: slice) -> Tensor:
+    """Some rows of x (b, h, n, e), which `take` would not cut where there is one: a strip may see no key."""
+    return x.narrow(2, where.start, where.stop - where.start)
 
 
 @register_node
@@ -167,7 +172,7 @@ class GradientProduct(CompleteRowStatistic):
 
     def of_rows(self, strip: Strip, part: Part) -> Tensor:
         dy, v, x = (
-            take(take(take(t, 0, part.batch), 1, part.heads), 2, where)
+            _at(take(take(t, 0, part.batch), 1, part.heads), where)
             for t, where in ((self.dy, part.rows), (self.v, part.cols), (self.x, part.cols))
         )
         return self._product(strip.w, dy, v, x)
