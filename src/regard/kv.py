@@ -109,11 +109,15 @@ def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
     >>> regard.kv.oracle(regard.weights(torch.zeros(1, 3, 4)), by="max")
     tensor([[0.3333, 0.3333, 0.3333]])
     """
+    weights._checked(lambda: _need_sum_or_max(by))
     if by == "sum":  # over ranks: of this rank's keys
         return weights.reduce_heads("mean", groups="kv").received()
-    if by != "max":
-        raise ValueError(f"oracle(by=) must be 'sum' or 'max'; got {by!r}.")
     return weights.reduce_heads("max", groups="kv").pool_blocks(weights.shape[-2], 1, by="max").squeeze(-2)
+
+
+def _need_sum_or_max(by: str) -> None:
+    if by not in ("sum", "max"):
+        raise ValueError(f"oracle(by=) must be 'sum' or 'max'; got {by!r}.")
 
 
 def update(scores: Tensor, step: Weights) -> Tensor:

@@ -41,7 +41,7 @@ def entropy_floor(weights: Weights, floor: float) -> Tensor:
     tensor(0.3069)
     """
     lacking = (floor - weights.entropy()).clamp(min=0).sum()
-    return weights._over_ranks(lacking, "entropy_floor") / max(1, weights.shape[:-1].numel())
+    return weights._over_ranks(lacking, f"entropy_floor(floor={floor})") / max(1, weights.shape[:-1].numel())
 
 
 def clip_factors(weights: Weights, threshold: float) -> Tensor:
@@ -60,12 +60,16 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     >>> regard.losses.clip_factors(W, 50.0)
     tensor(0.5000)
     """
-    if not threshold > 0:
-        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
+    weights._checked(lambda: _need_positive(threshold))
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     largest = weights._over_ranks(largest, "clip_factors", "max")
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
+
+
+def _need_positive(threshold: float) -> None:
+    if not threshold > 0:
+        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
 
 
 def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.tensor_kinds import readable
 from .transport import RankError, Ranks
 
-__all__ = ["agree", "checked_together", "describe"]
+__all__ = ["agree", "backward_call", "checked_together", "describe", "needed_by_any"]
 
 X = TypeVar("X")
 
@@ -23,20 +23,22 @@ def agree(ranks: Ranks, what: str, own: dict[str, Any], error: Exception | None 
 
     Args:
         ranks: Those that must agree.
-        what: The call, for the error.
+        what: The call: the same on every rank, and part of the error.
         own: This rank's record. Names that begin with ``_`` may differ between ranks.
         error: What is wrong on this rank already.
 
     Raises:
         RankError: A rank has an error, or its record differs from that of rank 0; the same on every rank.
     """
-    own = dict(own)
+    own = {"call": what, **own}
     if error is not None:
-        own = {"_error": f"{type(error).__name__}: {error}"}
+        own = {"call": what, "_error": f"{type(error).__name__}: {error}"}
     records = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
     for rank, record in enumerate(records):
         if "_error" in record:
-            raise RankError(f"rank {rank} of {ranks.size} cannot take part in {what}: {record['_error']}", (rank,))
+            raise RankError(
+                f"rank {rank} of {ranks.size} cannot take part in {record['call']}: {record['_error']}", (rank,)
+            )
     differing = [rank for rank, record in enumerate(records) if _shared(record) != _shared(records[0])]
     if differing:
         # Where most ranks differ from rank 0, rank 0 is the odd one.
@@ -44,9 +46,16 @@ def agree(ranks: Ranks, what: str, own: dict[str, Any], error: Exception | None 
         other = differing[0] if rank == 0 else 0
         name = next(n for n in {**records[rank], **records[other]} if n[0] != "_"
                     and records[rank].get(n) != records[other].get(n))  # fmt: skip
+        one, two = records[rank].get(name), records[other].get(name)
+        if name == "call":
+            raise RankError(
+                f"all ranks must make the same calls in the same order; rank {rank} of {ranks.size} is at {one} and "
+                f"rank {other} at {two}.",
+                (rank,),
+            )
         raise RankError(
-            f"all ranks must have the same {name} in {what}; rank {rank} of {ranks.size} has "
-            f"{records[rank].get(name)!r} and rank {other} {records[other].get(name)!r}.",
+            f"all ranks must have the same {name} in {what}; rank {rank} of {ranks.size} has {one!r} and rank {other} "
+            f"{two!r}.",
             (rank,),
         )
     return records
@@ -62,6 +71,16 @@ def checked_together(ranks: Ranks, what: str, check: Callable[[], X]) -> X:
         with ranks.together(what):
             agree(ranks, what, {}, error)
         raise
+
+
+def backward_call(ranks: Ranks, what: str) -> str:
+    """The name of the backward pass of a call that is being made: its number tells it from that of an equal call."""
+    return f"the backward pass of {what} (number {ranks.next_node()})"
+
+
+def needed_by_any(records: list[dict[str, Any]]) -> list[bool]:
+    """Which tensors get a gradient: of parameters that ranks share, those that any rank wants, since all add theirs."""
+    return [any(of_ranks) for of_ranks in zip(*(record["_needs"] for record in records), strict=True)]
 
 
 def _shared(record: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..core.scores.kinds import upcast
 from ..core.stats import Request
 from ..core.torch_state import without_autocast
 from .exchange import Plan, Wants, visit_keys
-from .handshake import agree, describe
+from .handshake import agree, backward_call, describe, needed_by_any
 from .pairs import by_piece, cut, hull, visible_span, wants_of
 from .passes import pull_back
 from .transport import Ranks
@@ -31,7 +31,7 @@ from .transport import Ranks
 if TYPE_CHECKING:
     from .sharded import ShardedWeights
 
-__all__ = ["ShardedRows", "answer"]
+__all__ = ["ShardedRows", "answer", "refuse_complete_rows"]
 
 Spans = list[tuple[range, slice]]
 
@@ -82,10 +82,7 @@ def answer(sources: list[RowSource], question: Question) -> list[Tensor]:
     rows, heads = zip(*map(_unwrapped, sources), strict=True)
     plan = rows[0].matrix._plan
     if question.of_parts is None:
-        raise NotImplementedError(
-            f"{question.name} takes complete rows, and keys are split over ranks; ask for each head by itself, or "
-            "gather q and k first."
-        )
+        refuse_complete_rows(question.name)
     for other in rows[1:]:
         _need_alike(plan, other.matrix._plan)
     factors, norms = [source.factors() for source in rows], [source.norm() for source in rows]
@@ -114,6 +111,14 @@ def answer(sources: list[RowSource], question: Question) -> list[Tensor]:
         if requires_grad:
             return list(_QuestionNode.apply(job, spec, *tensors))
         return without_autocast(tensors[0], lambda: _forward(job, factors, norms)[0])
+
+
+def refuse_complete_rows(what: str) -> NoReturn:
+    """Raise NotImplementedError: no rank has all keys of a row."""
+    raise NotImplementedError(
+        f"{what} takes complete rows, and keys are split over ranks; ask for each head by itself, or gather q and k "
+        "first."
+    )
 
 
 def _described(question: Any) -> str:
@@ -253,6 +258,7 @@ class _QuestionNode(torch.autograd.Function):
         factors, norms, _ = unflatten(spec, list(tensors))
         outputs, owners = without_autocast(tensors[0], lambda: _forward(job, list(factors), list(norms)))
         ctx.job, ctx.spec, ctx.count = job, spec, len(tensors)
+        ctx.call = backward_call(job.plan.ranks, f"a question for {job.question.name}")
         ctx.has_owner = [owner is not None for owner in owners]
         ctx.save_for_backward(*tensors, *outputs, *(owner for owner in owners if owner is not None))
         return tuple(outputs)
@@ -265,14 +271,13 @@ class _QuestionNode(torch.autograd.Function):
         tensors, outputs = saved[: ctx.count], saved[ctx.count : ctx.count + len(grads)]
         of_maxima = iter(saved[ctx.count + len(grads) :])
         owners = [next(of_maxima) if has else None for has in ctx.has_owner]
-        ranks, what = ctx.job.plan.ranks, f"the backward pass of {ctx.job.question.name}"
-        with ranks.together(what):
-            agree(ranks, what, {})
+        ranks = ctx.job.plan.ranks
+        with ranks.together(ctx.call):
+            needs = needed_by_any(agree(ranks, ctx.call, {"_needs": ctx.needs_input_grad[2:]}))
             # A row that sees what the other forbids is inf, and has no gradient in any of its parts.
             finite: list[Tensor | None] = [
                 g.masked_fill(x == torch.inf, 0) for g, x in zip(grads, outputs, strict=True)
             ]
-            needs = list(ctx.needs_input_grad[2:])
             of_inputs = without_autocast(
                 tensors[0], lambda: _backward(ctx.job, ctx.spec, tensors, outputs, owners, finite, needs)
             )

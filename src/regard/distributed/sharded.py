@@ -15,6 +15,7 @@ from ..core.array_protocol import Scores
 from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
+from ..core.rows.head_reduction import HeadReduction
 from ..core.rows.questions import RowQuestions
 from ..core.rows.relations import row_range
 from ..core.rows.sources import RowSource
@@ -27,10 +28,10 @@ from ..core.weights import Weights
 from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
 from .exchange import Plan
-from .handshake import agree, checked_together, describe
+from .handshake import agree, backward_call, checked_together, describe, needed_by_any
 from .pairs import by_piece, hidden_from_all, wants_of
 from .passes import Job, compute, vjp
-from .questions import ShardedRows, answer
+from .questions import ShardedRows, answer, refuse_complete_rows
 from .shards import Split
 from .transport import Ranks
 
@@ -241,12 +242,12 @@ class ShardedWeights(Weights):
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         """The weights at these rows and columns, (*batch, h, i, j), on every rank: the rows' owners compute them."""
-        return self._cells(rows, cols, lambda cells, norm: weights_from_norm(cells, norm, False)[0])
+        return self._cells("weights", rows, cols, lambda cells, norm: weights_from_norm(cells, norm, False)[0])
 
     def _cells(
-        self, rows: list[int] | range, cols: list[int] | range, of_scores: Callable[[Tensor, Tensor], Tensor]
+        self, what: str, rows: list[int] | range, cols: list[int] | range, of_scores: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """A function of the scores at these rows and columns and of the rows' norm, on every rank."""
+        """A function of the scores at these rows and columns and of the rows' norm, on every rank; `what` it gives."""
         self._checked(lambda: self._check_fits(rows, cols))
         place, at, spans = _chosen_rows(self._plan, rows)
         index = torch.tensor(at, dtype=torch.int64, device=self.device)
@@ -260,28 +261,43 @@ class ShardedWeights(Weights):
         requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self._leaves)
         wants = wants_of(self._plan, chosen, spans)
         indexed = repr(rows) if isinstance(rows, range) else describe(torch.tensor(rows, dtype=torch.int64))
-        results = self._run(chosen, request, spans, wants, {}, requires_grad, indexed)
+        results = self._run(chosen, request, spans, wants, {}, requires_grad, f"{what} of {indexed}")
         w = of_scores(results["cells"], results["norm"])
         where = torch.tensor(place, dtype=torch.int64, device=self.device)
         everywhere = _OnEveryRank.apply(w, where, len(rows), self._plan.ranks)
         return everywhere.reshape(*self._factors.batch, *everywhere.shape[1:])
 
 
+class _ShardedHeads(HeadReduction):
+    """Heads of a matrix over ranks, taken together."""
+
+    _weights: ShardedWeights
+
+    def _checked(self, check: Callable[[], X]) -> X:
+        return self._weights._checked(check)
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        refuse_complete_rows("a product of heads together")
+
+
+ShardedWeights._heads_together = _ShardedHeads
+
+
 def _agreed(method: Callable[..., X]) -> Callable[..., X]:
     """The method of one process, whose errors on one rank are those of all ranks."""
 
     @functools.wraps(method)
-    def checked(self: ShardedWeights, *args: Any, **kwargs: Any) -> X:
+    def checked(self: ShardedWeights | _ShardedHeads, *args: Any, **kwargs: Any) -> X:
         return self._checked(lambda: method(self, *args, **kwargs))
 
     return checked
 
 
-for _name, _ in inspect.getmembers(RowQuestions, inspect.isfunction):
-    if _name != "rows" and not _name.startswith("_"):
-        setattr(ShardedWeights, _name, _agreed(getattr(Weights, _name)))
-for _name in ("_pool_by", "reduce_heads"):
-    setattr(ShardedWeights, _name, _agreed(getattr(Weights, _name)))
+_ROW_QUESTIONS = ("_pool_by", *(name for name, _ in inspect.getmembers(RowQuestions, inspect.isfunction)
+                                if name != "rows" and not name.startswith("_")))  # fmt: skip
+for _kind, _own in ((Weights, ("label", "reduce_heads", "to")), (HeadReduction, ("__getitem__", "entropy", "mass"))):
+    for _name in (*_ROW_QUESTIONS, *_own):
+        setattr(ShardedWeights if _kind is Weights else _ShardedHeads, _name, _agreed(getattr(_kind, _name)))
 
 
 class _ShardedScores(Scores):
@@ -305,7 +321,7 @@ class _ShardedScores(Scores):
         return self._matrix._checked(check)
 
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
-        return self._matrix._cells(rows, cols, lambda cells, _: cells)
+        return self._matrix._cells("scores", rows, cols, lambda cells, _: cells)
 
 
 def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[int], list[tuple[range, slice]]]:
@@ -356,6 +372,7 @@ class _ShardedNode(torch.autograd.Function):
         outputs = tuple(results[n].detach() if n in cached else results[n] for n in names)
         ctx.plan, ctx.wants, ctx.spans, ctx.engine = job.plan, job.wants, job.spans, job.engine
         ctx.spec, ctx.names = spec, names
+        ctx.call = backward_call(job.plan.ranks, _call_name(job.request))
         ctx.save_for_backward(*tensors, *outputs)
         ctx.mark_non_differentiable(*(x for x, n in zip(outputs, names, strict=True) if n in NOT_DIFFERENTIATED))
         ctx.set_materialize_grads(False)
@@ -370,14 +387,14 @@ class _ShardedNode(torch.autograd.Function):
         results = dict(zip(ctx.names, outputs, strict=True))
         incoming = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         ranks = ctx.plan.ranks
-        with ranks.together("the backward pass"):
-            records = agree(ranks, "the backward pass", {"_names": sorted(incoming)})
+        with ranks.together(ctx.call):
+            records = agree(ranks, ctx.call, {"_names": sorted(incoming), "_needs": ctx.needs_input_grad[3:]})
             # A rank whose loss leaves a result out takes part with zeros.
             used = {name for record in records for name in record["_names"]}
             incoming |= {n: torch.zeros_like(results[n]) for n in ctx.names if n in used and n not in incoming}
             factors, request = unflatten(ctx.spec, tensors)
             job = Job(ctx.plan, ctx.wants, ctx.spans, ctx.engine, factors, request)
-            needs = list(ctx.needs_input_grad[3:])
+            needs = needed_by_any(records)
             of_inputs = without_autocast(factors.q, lambda: vjp(job, results, incoming, needs))
         return None, None, None, *of_inputs
 

@@ -77,6 +77,7 @@ class _GroupHealth:
     group: Any
     error: RankError | None = None
     matrices: int = 0
+    nodes: int = 0
 
 
 _HEALTH: dict[str, _GroupHealth] = {}
@@ -118,6 +119,11 @@ class Ranks:
         """How many matrices were made in this process group, the one that is being made included."""
         self._health.matrices += 1
         return self._health.matrices
+
+    def next_node(self) -> int:
+        """How many autograd nodes were made in this process group, the one that is being made included."""
+        self._health.nodes += 1
+        return self._health.nodes
 
     # Messages.
 

@@ -121,7 +121,7 @@ class HeadReduction(RowQuestions):
         >>> regard.weights(torch.zeros(4, 2, 3)).reduce_heads("sum").rows(slice(-1, None)).received()
         tensor([2., 2.])
         """
-        return HeadReduction(self._weights.rows(part), self._size, self._shares, one_head=self._one_head)
+        return type(self)(self._weights.rows(part), self._size, self._shares, one_head=self._one_head)
 
     def __getitem__(self, key: tuple[KeysLike, KeysLike]) -> Tensor:
         """Cells of rows and columns: ``R[3, "it"]``, ``R[:, 2]``, ``R[5:8, :]``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ __all__ = ["Relations", "row_range"]
 
 class Relations(LazyMatrix, RowQuestions):
     """`RowQuestions` of factors."""
+
+    _heads_together: ClassVar[type[HeadReduction]] = HeadReduction
 
     def _row_source(self, batch: torch.Size) -> RowSource:
         factors = self._local_factors().expanded(batch)
@@ -113,7 +115,7 @@ class Relations(LazyMatrix, RowQuestions):
         if (number := as_int(count)) is None or number < 1 or n % number:
             raise ValueError(f"reduce_heads(groups=) must divide the {n} heads, or be 'kv'; got {groups!r}.")
         shares = None if by == "max" and weights is None else head_shares(by, weights, n, number, self._factors.q)
-        return HeadReduction(chosen, n // number, shares, one_head=groups is None)
+        return self._heads_together(chosen, n // number, shares, one_head=groups is None)
 
 
 def row_range(part: Any, n: int) -> tuple[int, int]:

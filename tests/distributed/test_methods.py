@@ -1,0 +1,39 @@
+"""Every public method of a matrix over ranks answers or is refused by name, and a wrong call of one ends on all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.rank_methods import TABLES, WRONG, public
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_public_method_answers_as_one_process_or_is_refused_by_name(ranks, kind) -> None:
+    table, owner, _ = TABLES[kind]
+    assert set(table) == public(owner), "a new method is entered in support/rank_methods.py"
+    for answered in ranks.run(3, "support.rank_methods.answers", kind):
+        for name, got, want in answered:
+            if isinstance(want, torch.Tensor) and isinstance(got, torch.Tensor):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+            else:
+                assert got == want, name
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_one_wrong_call_of_one_rank_is_told_to_all(ranks, what) -> None:
+    errors = ranks.run(3, "support.rank_methods.error_of_wrong_call", what)
+    assert len(set(errors)) == 1, errors
+    assert WRONG[what][2] in errors[0], errors
+
+
+@pytest.mark.parametrize("what", ["a result is left out", "another order"])
+def test_backward_passes_of_different_results_are_told_apart(ranks, what) -> None:
+    errors = ranks.run(3, "support.rank_methods.backward", what)
+    assert len(set(errors)) == 1, errors
+    assert "all ranks must make the same calls in the same order; rank 1 of 3 is at the backward pass of" in errors[0]
+
+
+@pytest.mark.parametrize("what", ["one learns", "one asks"])
+def test_a_parameter_gets_its_gradient_where_one_rank_wants_it(ranks, what) -> None:
+    assert ranks.run(3, "support.rank_methods.backward", what) == ["equal"] * 3
