@@ -174,17 +174,21 @@ def text_html(text: str) -> str:
 
 @functools.cache
 def _file(name: str) -> str:
-    """A file of this folder, without indentation and without comments that have a line to themselves."""
+    """A file of this folder, without indentation and without comments: those of lines, and those that end a line."""
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
-    lines = (line.strip() for line in text.splitlines())
+    lines = (re.sub(r" // [^\"'`]*$", "", line.strip()) for line in text.splitlines())
     return "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
 
 
 @functools.cache
 def _script() -> str:
-    """The modules as one: without imports and exports, since the names of all modules differ."""
+    """The modules as one: without imports and exports, since the names of all modules differ.
+
+    Lines that end with a comma are joined with the next one: fewer kinds of endings pack better.
+    """
     script = "\n".join(_file(f"js/{name}.js") for name in _MODULES)
-    return re.sub(r"^import \{[^}]*\} from [^\n]*\n|^export ", "", script, flags=re.M)
+    script = re.sub(r"^import \{[^}]*\} from [^\n]*\n|^export ", "", script, flags=re.M)
+    return script.replace(",\n", ", ")
 
 
 def _hash(text: str) -> str:
