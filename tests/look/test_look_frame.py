@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import re
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from regard.look.svg import svg
 from regard.look.svg_elements import HUES, SIGNED, TINTS
 from regard.look.terminal import draw
 from regard.look.token_text import bare, resolve, unknown_text, unknown_token
+from support.opened_page import number
 from support.page_probe import CAT, history
 
 FOX = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -163,7 +165,7 @@ def test_weights_have_one_scale_unless_another_is_chosen(show: Any) -> None:
 def test_the_walk_begins_with_the_head_of_the_spotlight_and_at_its_strongest_word(show: Any, it: View) -> None:
     shown = show(it).view("walk")
     assert "layer 2, head 1" in shown.text(".message")
-    weights = [float(x) for x in shown.texts(".steps .w")]
+    weights = [number(x) for x in shown.texts(".steps .w")]
     assert max(weights) == pytest.approx(0.694, abs=1e-3)
     widths = shown.tab.evaluate(
         "[...document.querySelectorAll('.steps tbody tr:nth-child(2) .score')].map((x) => x.getBoundingClientRect().width)"
@@ -204,6 +206,21 @@ def test_no_handler_takes_long_at_three_hundred_tokens(show: Any) -> None:
     shown.ask("timer('cell', (n) => page.set({cell: [n, 2 * n]}))")
     slow = {name: round(took) for name, took in shown.tab.evaluate("window.took") if took > 50}
     assert not slow
+
+
+def test_the_lab_tells_masked_words_from_weights_of_zero(show: Any) -> None:
+    """A row that sees three words is uniform at a third each: the most its entropy can be is log 3, not that of all words."""
+    W = regard.weights(randn(6, 8), mask=regard.causal()).label(list("abcdef"))
+    shown = show(W.show(2)).view("play")
+    assert shown.texts(".bars .lane b")[3:] == ["masked"] * 3
+    assert "masked" not in shown.texts(".bars .lane b")[:3]
+    assert f"of {math.log(3):.2f} nats" in shown.text(".saturation .pairs")
+    shown.ask("document.querySelector('[data-key=power]').value = -5")
+    shown.tab.dispatch_event('[data-key="power"]', "input")
+    assert "nearly uniform" in shown.text(".saturation figcaption")
+    shown.click("recorded")
+    assert "masked" not in shown.texts(".bars .lane b")
+    assert f"of {math.log(6):.2f} nats" in shown.text(".saturation .pairs")
 
 
 def test_training_has_names_a_legend_and_the_curves_of_the_run(show: Any) -> None:

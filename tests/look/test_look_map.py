@@ -341,7 +341,7 @@ def test_a_window_of_a_long_text_is_read_like_a_short_one(show: Any, middle: tup
     assert shown.texts("[role=tab]")[:4] == ["Map", "Spotlight", "Story", "Walk"]
     shown.view("spotlight")
     assert shown.text(".word.lit .token") == "recall"
-    assert "100 % of the lit word’s weight is outside" in shown.text(".controls")
+    assert shown.text("[data-read=window]").endswith("of 1,500; 100 % of the weight of recall is outside.")
     shown.view("long")
     shown.ask("page.long.view = {i0: 1150, i1: 1250, j0: 300, j1: 400}, page.refresh()")
     shown.click("read")
@@ -352,10 +352,39 @@ def test_a_window_of_a_long_text_is_read_like_a_short_one(show: Any, middle: tup
     row = shown.ask("[...page.head.row(7)]")
     torch.testing.assert_close(torch.tensor(row), dense[1157, 300:400], rtol=1e-3, atol=1e-7)
     shown.view("walk")
-    weights = [number(t) for t in shown.texts(".steps .w")]
+    weights = [0.0 if t == "<0.001" else number(t) for t in shown.texts(".steps .w")]
     assert weights == pytest.approx(dense[1157, 300:400].tolist(), abs=6e-4)
     shown.view("square")
     assert shown.tab.locator(".matrix canvas").count() >= 1
+
+
+def test_what_lies_outside_of_a_window_is_that_of_the_word_and_the_head_that_are_shown(show: Any) -> None:
+    x = torch.randn(3, 500, 8, generator=torch.Generator().manual_seed(6))
+    W = regard.weights(1.5 * x, x.flip(0))
+    shown = ready(show(W.show(250)))
+    for view in ("spotlight", "story", "walk", "play", "square"):
+        shown.view(view)
+        for head, word in ((2, 10), (0, 10), (1, 60)):
+            shown.ask(f"page.set({{ chosen: [page.stack.heads[{head}].id], word: {word}, hover: null }})")
+            first, last, *_ = shown.ask("page.stack.window")
+            outside = 1 - float(W[head].row(first + word)[first:last].sum())
+            note = re.search(
+                r"; (\d+) % of the weight of (\d+) in head (\d+) is outside", shown.text("[data-read=window]")
+            )
+            assert note, shown.text("[data-read=window]")
+            assert float(note[1]) == pytest.approx(100 * outside, abs=0.51)
+            assert (note[2], note[3]) == (str(first + word), str(head))
+    shown.view("play")
+    assert "words of the window share the whole row" in shown.text(".bars figcaption")
+    shown.view("long")
+    assert shown.tab.locator("[data-read=window]").count() == 0
+
+
+def test_the_first_window_holds_the_word_that_the_row_looks_at_most(show: Any) -> None:
+    shown = ready(show(needle(1500, 700, 820).show("recall"))).view("spotlight")
+    assert re.sub(r"\s+", " ", shown.text(".hero")) == "recall → needle 1.00"
+    first, last, *_ = shown.ask("page.stack.window")
+    assert last - first <= 300
 
 
 def test_the_page_of_a_long_input_is_as_large_as_its_vectors(show: Any, haystack: View, tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_weights_that_are_not_numbers_are_shown_as_such(word):
 
 
 def test_of_a_batch_it_is_said_which_sequence_is_shown():
-    assert "Sequence 1 of a batch of 2." in svg(regard.weights(torch.randn(2, 3, 4, 8)), item=1)
+    assert "Sequence 1, counted from 0, of a batch of 2." in svg(regard.weights(torch.randn(2, 3, 4, 8)), item=1)
 
 
 def test_a_training_that_diverged_is_shown():

@@ -142,7 +142,7 @@ def test_a_long_input_is_never_written_out():
 def test_a_batch_shows_the_sequence_that_was_asked_for():
     x = torch.randn(2, 1, 3, 5, 4)
     for item in (0, 1):
-        alone = f"Sequence {item} of a batch of 2.\n\n{draw(regard.weights(x[item, 0]), word=0)}"
+        alone = f"Sequence {item}, counted from 0, of a batch of 2.\n\n{draw(regard.weights(x[item, 0]), word=0)}"
         assert draw(regard.weights(x), word=0, item=item) == alone
         assert str(regard.weights(x).show(0, item=item)) == alone
     with pytest.raises(IndexError, match="item must be one of 2 sequences, got 2"):
@@ -226,7 +226,7 @@ def test_a_training_that_diverged_is_shown():
 def test_of_a_batch_it_is_said_which_sequence_is_shown():
     weights = regard.weights(torch.randn(2, 3, 4, 8))
     for word in (None, 0):
-        assert "Sequence 1 of a batch of 2." in draw(weights, word=word, item=1)
+        assert "Sequence 1, counted from 0, of a batch of 2." in draw(weights, word=word, item=1)
         assert "batch" not in draw(weights[0], word=word)
 
 

@@ -261,7 +261,7 @@ def batch_note(subject: Subject, item: int) -> list[str]:
         batch = subject.shape[:-3].numel()
     else:
         batch = max((layer.shape[0] for layer in subject.layers), default=1)
-    return [f"Sequence {item % batch} of a batch of {batch}."] if batch > 1 else []
+    return [f"Sequence {item % batch}, counted from 0, of a batch of {batch}."] if batch > 1 else []
 
 
 def unknown_note(layers: list[LayerView]) -> list[str]:

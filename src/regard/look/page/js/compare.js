@@ -3,6 +3,7 @@
 import { clamp, edge, fixed, largest, range, weightText } from "./numbers.js";
 import { behind, el, heat, lane, lanes, shade, word } from "./elements.js";
 import { numbered } from "./book.js";
+import { apart } from "./sentence.js";
 import { ARROWS, legend } from "./square.js";
 
 const HEADS = 36; // pairs of heads that are drawn before all of them are asked for
@@ -110,9 +111,11 @@ function lightWords(page, pair, i, box) {
     node.setAttribute("tabindex", n === i ? "0" : "-1");
     const colour = page.colour(by < 0 ? 0 : 1);
     node.querySelector(".token").style.setProperty("background", `color-mix(in srgb, ${colour} ${share}%, transparent)`);
-    node.querySelector(".up").replaceChildren(...(Math.abs(by) >= 0.045 ? [el("span", { style: { color: colour },
-      text: `${by > 0 ? "+" : ""}${fixed(by, 2)}` })] : []));
+    const mark = node.querySelector(".up");
+    mark.setAttribute("data-by", String(Math.abs(by)));
+    mark.replaceChildren(...(Math.abs(by) >= 0.045 ? [el("span", { style: { color: colour }, text: `${by > 0 ? "+" : ""}${fixed(by, 2)}` })] : []));
   });
+  apart(box.firstChild);
 }
 
 function compareBars(page, pair, i) {

@@ -1,7 +1,7 @@
 // Controls that several views share: what is read, which words, which head.
 
-import { count, range } from "./numbers.js";
-import { choice, el, tick } from "./elements.js";
+import { count, range, sum } from "./numbers.js";
+import { choice, el, tick, word } from "./elements.js";
 import { VIEWS } from "./views.js";
 
 export function readingControls(page) {
@@ -11,7 +11,6 @@ export function readingControls(page) {
     stackChoice(page),
     special ? tick("hide special tokens", "hide", page.state.hide, (hide) => page.set({ hide })) : null,
     merged ? tick("merge pieces to words", "merge", page.state.merge, (merge) => page.set({ merge })) : null,
-    page.stack.window ? el("span", { class: "hint", text: windowNote(page) }) : null,
     page.state.hide && special
       ? el("span", { class: "warn", text: "renormalised: the hidden tokens’ share is spread over the rest" }) : null,
   ];
@@ -21,12 +20,11 @@ export function readingControls(page) {
 export const fitChoice = (page) => tick("fit the colours to the largest weight", "fit", page.state.fit,
   (fit) => page.set({ fit }));
 
-// A window shows a part of every row; how much of the lit one lies outside is said.
-function windowNote({ stack: { window: [i0, i1, j0, j1], rows, base, same, heads }, state }) {
-  const shown = heads[0] ? heads[0].row(state.word).reduce((a, b) => a + b, 0) : 0;
+// A window shows a part of every row; how much of the chosen one lies outside, in the first head that is shown, is said.
+export function windowNote({ stack: { window: [i0, i1, j0, j1], rows, base, same, heads }, state, head }) {
   const span = (a, b) => `${count(a)}–${count(b - 1)}`;
-  return `${rows.unit === "patch" ? "Patches" : "Words"} ${span(i0, i1)}${same ? "" : ` looking at ${span(j0, j1)}`} of ${count(base.rows.length)}; `
-    + `${Math.round(100 * (1 - shown))} % of the lit ${rows.unit}’s weight is outside.`;
+  return [`${rows.unit === "patch" ? "Patches" : "Words"} ${span(i0, i1)}${same ? "" : ` looking at ${span(j0, j1)}`} of ${count(base.rows.length)}; `
+    + `${Math.round(100 * (1 - sum(head.row(state.word))))} % of the weight of `, word(rows.name(state.word)), `${heads.length > 1 ? ` in ${head.name}` : ""} is outside.`];
 }
 
 export function stackChoice(page) {

@@ -30,13 +30,13 @@ export function drawLines(lines, stage, queries, keys, sheets, i) {
   lines.replaceChildren(...drawn);
 }
 
-// How far an arc above a line of text, or below it, may reach before it meets the words of the next line.
+// How far an arc above a line of text, or below it, may reach before it meets the words of the next line, or the end of the sentence.
 function space(sentence, node) {
   const inner = (one) => one.querySelector(".token").getBoundingClientRect(), own = inner(node);
   const others = [...sentence.children].map(inner).filter((box) => box.bottom <= own.top || box.top >= own.bottom);
-  const box = node.getBoundingClientRect();
-  const above = Math.min(...others.filter((x) => x.bottom <= own.top).map((x) => box.top - x.bottom));
-  const below = Math.min(...others.filter((x) => x.top >= own.bottom).map((x) => x.top - box.bottom));
+  const box = node.getBoundingClientRect(), { top, bottom } = sentence.getBoundingClientRect();
+  const above = Math.min(box.top - top, ...others.filter((x) => x.bottom <= own.top).map((x) => box.top - x.bottom));
+  const below = Math.min(bottom - box.bottom, ...others.filter((x) => x.top >= own.bottom).map((x) => x.top - box.bottom));
   return [above, below];
 }
 

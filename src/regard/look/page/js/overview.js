@@ -8,7 +8,7 @@ import { legend } from "./square.js";
 import { rootOf } from "./window.js";
 
 const METRICS = {
-  entropy: ({ unit }) => `How spread out a head looks, in nats: 0 is one ${unit}, large is everywhere.`,
+  entropy: ({ unit }) => `How spread out a head looks, in nats: 0 is one ${unit}, large is everywhere. The fullest bar is the sharpest head.`,
   mean_distance: ({ units }) => `How far away a head looks, in ${units}, the sink left out.`,
   sink: ({ unit }) => `The share of its weight that a head puts on the ${unit} all heads give most to: attention parked, not used.`,
   previous: ({ unit }) => `The mean weight on the ${unit} before.`,

@@ -10,6 +10,7 @@ import { addressOf, readAddress } from "./address.js";
 import { shareMenu } from "./share.js";
 import { rootOf, windowStack } from "./window.js";
 import { typing } from "./served.js";
+import { windowNote } from "./controls.js";
 import { VIEWS } from "./views.js";
 
 export class Page {
@@ -63,9 +64,12 @@ export class Page {
     for (const [spec, head] of exact) head.stored.exact = new Exact(spec, buffer, head.i, head.j);
     done();
     this.vectorsPending = false;
-    const { head } = this, at = this.state.word, from = Math.max(0, Math.min(at - 40, head.i - 80));
+    const { head } = this, at = this.state.word;
     if (this.stack.long && head.stored.exact && this.stack.same) {
-      this.addWindow(this.stack, [from, Math.min(head.i, from + 80), from, Math.min(head.j, from + 80)]);
+      // The words around the lit one, and the one that it looks at most, where that is near.
+      const most = head.stored.peakAt[at], key = Math.abs(most - at) < 150 ? most : at, size = Math.max(80, Math.abs(key - at) + 20);
+      const from = Math.max(0, Math.min(Math.floor((at + key - size) / 2), head.i - size)), to = Math.min(head.i, from + size);
+      this.addWindow(this.stack, [from, to, from, to]);
     }
     if (location.hash.includes("win=")) readAddress(this, location.hash);
     this.keepingFocus(() => { this.frame(); this.select(this.state.view); this.draw(); });
@@ -255,12 +259,12 @@ export class Page {
     this.main.setAttribute("aria-labelledby", `tab-${id}`);
   }
   draw() {
-    const view = VIEWS[this.state.view];
+    const view = VIEWS[this.state.view], part = view.stack && this.stack.window, note = el("p", { class: "hint", "data-read": "window" });
     const box = el("section", { class: `view ${this.state.view}` });
-    this.main.replaceChildren(el("p", { class: "look", text: typeof view.look === "function" ? view.look(this) : view.look }), box);
-    const update = view.build(this, box) ?? null;
-    this.refresh = update && ((...how) => { if (this.book) this.showTray(); update(...how); });
-    if (this.book) this.showTray();
+    this.main.replaceChildren(el("p", { class: "look", text: typeof view.look === "function" ? view.look(this) : view.look }), part ? note : "", box);
+    const update = view.build(this, box) ?? null, frame = () => { if (this.book) this.showTray(); if (part) note.replaceChildren(...windowNote(this)); };
+    this.refresh = update && ((...how) => { frame(); update(...how); });
+    frame();
     update?.();
   }
 }

@@ -169,7 +169,7 @@ function saturation({ unit }, slide) {
   let drawn = null;
   // The curves do not depend on the scale: they are computed anew only for another row or other rules.
   const draw = (now, { power }) => {
-    const w = now.w(now.place), most = Math.log(w.length), [peak, h, x] = [Math.max(...w), entropy(w), across(power)];
+    const w = now.w(now.place), seen = now.scores(now.place).filter((s) => s > -Infinity).length, most = Math.log(seen || 1), [peak, h, x] = [Math.max(...w), entropy(w), across(power)];
     if (drawn !== now.key) {
       const points = range(41).map((n) => { const p = -5 + n / 4, row = now.rowAt(p);
         return [across(p), Math.max(...row), entropy(row) / (most || 1)]; });
@@ -183,7 +183,7 @@ function saturation({ unit }, slide) {
     peakText.textContent = fixed(peak, 3);
     entropyText.textContent = fixed(h, 3);
     plot.setAttribute("aria-label", `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`);
-    const summary = peak > 0.95 ? `saturated: nearly all on one ${unit}` : h > 0.95 * most ? `nearly uniform: every ${unit} alike` : "in between";
+    const summary = peak > 0.95 ? `saturated: nearly all on one ${unit}` : h > 0.95 * most ? `nearly uniform: every ${unit} that it sees alike` : "in between";
     caption.textContent = `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${summary}`;
   };
   return { node, draw };
@@ -213,19 +213,20 @@ function playBars(page, own, forbid) {
     });
     list.replaceChildren(...lines.map(({ item }) => item), axis);
     caption.replaceChildren(word(rows.name(order[now.place])), ` looks at; the frame is the recorded weight. Click a ${cols.unit} to forbid it`,
-      page.head.layer.sink ? "; the rest goes to the sink" : "",
+      page.head.layer.sink ? "; the rest goes to the sink" : "", page.stack.window ? `; here the ${cols.units} of the window share the whole row` : "",
       shown.length < all.length ? `; the ${shown.length} ${cols.units} with the largest recorded weights` : "");
     const lost = own.forbidden.reduce((sum, n) => sum + ghost[n], 0), count = own.forbidden.length;
     note.replaceChildren(count ? `${count} ${count > 1 ? page.stack.cols.units : page.stack.cols.unit} forbidden: ${fixed(lost, 3)} of the recorded row is shared by the others. ` : "",
       count ? el("button", { class: "chip quiet", "data-key": "forbid-none", text: "allow all", onclick: () => forbid([]) }) : "");
   };
   const draw = (now) => {
-    const w = now.w(now.place), key = `${page.head.id} ${own.order} ${now.place} ${own.forbidden}`;
+    const w = now.w(now.place), scores = now.scores(now.place), key = `${page.head.id} ${own.order} ${now.place} ${own.forbidden}`;
     if (builtKey !== key) { build(now); builtKey = key; }
-    for (const { j, bar, number, ghost, out } of lines) {
-      const by = w[j] - ghost;
+    for (const { j, item, bar, number, ghost, out } of lines) {
+      const by = w[j] - ghost, masked = !out && scores[j] === -Infinity;
+      item.classList.toggle("unseen", masked);
       bar.style.setProperty("--w", `${100 * w[j]}%`);
-      number.textContent = out ? "forbidden" : brief(w[j]);
+      number.textContent = out ? "forbidden" : masked ? "masked" : brief(w[j]);
       bar.title = `${by > 0 ? "+" : ""}${fixed(by, 3)} against the recorded weight`;
     }
   };

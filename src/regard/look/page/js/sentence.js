@@ -83,7 +83,21 @@ export function light(page, queries, keys, sheets, i) {
       const number = (m) => el("span", { style: { color: page.colour(m) } }, lettered && el("sup",
         { text: LETTERS[m] }),
         fixed(weights[m], 2));
-      node.querySelector(side).replaceChildren(...[h, h + 2].filter((m) => weights[m] >= 0.045).map(number));
+      const own = [h, h + 2].filter((m) => weights[m] >= 0.045), mark = node.querySelector(side);
+      mark.replaceChildren(...own.map(number));
+      mark.setAttribute("data-by", String(Math.max(0, ...own.map((m) => weights[m]))));
     });
   });
+  if (!patches) apart(keys);
+}
+
+// Numbers of neighbouring pieces of a word would lie on each other: the smaller one gives way. Hiding it moves nothing.
+export function apart(words) {
+  const marks = [...words.querySelectorAll("[data-by]")].filter((one) => one.textContent).map((one) => ({ one, by: Number(one.getAttribute("data-by")), box: one.getBoundingClientRect() }));
+  const visible = [], meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  for (const { one, box } of marks.sort((a, b) => b.by - a.by)) {
+    const clash = visible.some((other) => meet(box, other));
+    one.style.visibility = clash ? "hidden" : "";
+    if (!clash) visible.push(box);
+  }
 }

@@ -1,6 +1,6 @@
 // Walk: the six steps of attention for one word.
 
-import { dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
+import { brief, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { behind, el, shade, strip, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { walkOf } from "./address.js";
@@ -150,7 +150,7 @@ function stepsToWeights(page, steps, t, picked, onpick) {
   const weight = (w, j) => {
     const colour = paint.tint(shade(w, 1));
     return el("td", { class: "w", "data-j": j, style: { background: paint.css(colour), color: paint.ink(colour) },
-      text: fixed(w, 3) });
+      text: brief(w) });
   };
   const total = sum(steps.w), lines = [];
   if (steps.raw) {
