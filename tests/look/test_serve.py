@@ -573,12 +573,13 @@ def test_a_mistake_is_one_line(
     assert MISTAKES[arguments] in line
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.html"
-    View(regard.weights(torch.eye(3))).save(page)
+def test_a_port_that_is_taken_is_named_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("regard.look.serve.command._open_source", lambda _: pytest.fail("the model was loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert main(["serve", str(page), "--port", str(port)]) == 2
+        assert main(["serve", "--port", str(port)]) == 2
     assert f"--port {port} cannot be taken" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,8 @@ def _open_server(args: argparse.Namespace) -> PageServer:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device:
         torch.empty(0, device=device)  # raises now for an unknown one
+    with _port_errors(args.port):  # now, and not once a large model is loaded
+        socket.create_server(("127.0.0.1", args.port)).close()
     first, look_at = _open_source(args)
     news = lambda link: print_news(f"opened. The next link: {link}")  # noqa: E731
     with _port_errors(args.port):
