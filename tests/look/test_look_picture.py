@@ -14,7 +14,7 @@ from regard.look import token_text
 from regard.look.svg import svg
 from regard.look.svg_elements import HUES, tint_fill
 from support.look_subjects import HISTORY, TOKENS, WIDE, fake_recording
-from support.page_probe import HOSTILE
+from support.page_probe import HOSTILE, translation
 
 NAME = "{http://www.w3.org/2000/svg}"
 
@@ -224,3 +224,19 @@ def test_a_browser_draws_it_inside_its_frame_and_runs_nothing(browser, tmp_path)
             assert right <= frame[2] + 1
             assert bottom <= frame[3] + 1
     assert [url for url in requests if not url.startswith("file:")] == []
+
+
+@pytest.mark.parametrize("width", [None, "2in"])
+@pytest.mark.parametrize("word", ["das", "Haus", "klein"])
+def test_lines_between_two_sentences_end_above_the_numbers(word, width):
+    root = read(svg(translation(), word=word, part="lines", width=width))
+    numbers = [x for x in root.iter(f"{NAME}text") if re.fullmatch(r"0\.\d\d", x.text) and x.get("fill") == HUES[0]]
+    ends = [tuple(map(float, re.findall(r"[\d.]+", x.get("d"))[-2:])) for x in root.iter(f"{NAME}path")]
+    assert len(numbers) >= 3
+    assert ends
+    for text in numbers:
+        x, baseline = float(text.get("x")), float(text.get("y"))
+        assert text.get("text-anchor") == "middle"
+        for at, end in ends:
+            assert not (abs(at - x) < 12 and baseline - 7 < end < baseline + 4), "a line ends in the number"
+            assert end < baseline - 7 or end > baseline + 13

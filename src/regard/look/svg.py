@@ -184,7 +184,7 @@ class _Arcs:
             names = {place: _label(lit.rows.labels[place]) for place in looking}
             rows = _flow_words(names, top + LETTERS, 24, line)
             self._words(names, rows, lit.position)
-            top, over = max(box.y for box in rows.values()), 34
+            top, over = max(box.y for box in rows.values()) + 12, 46
         boxes = _flow_words(keys, top + self.reach, over, line)
         start = boxes.get(lit.position) if lit.same else rows[lit.position]
         self.margin = max([box.x + box.width for box in boxes.values()], default=MARGIN) + 12
@@ -238,7 +238,8 @@ class _Arcs:
             else:
                 self.elements.append(_drop(start, box, n, weight))
             if weight >= 0.1:
-                numbers.append(_beside(start, box, y - 9 if up else y + 16, weight, hue))
+                number_of = _beside if self.lit.same else _over
+                numbers.append(number_of(start, box, y - 9 if up else y + 16, weight, hue))
         self.elements += numbers
 
     def _words(self, names: dict[int, str], boxes: dict[int, _Box], lit: int | None) -> None:
@@ -299,6 +300,11 @@ def _beside(start: _Box, end: _Box, y: float, weight: float, hue: str) -> str:
     return text_element(x, y, f"{weight:.2f}", 9.5, hue, anchor, halo=True)
 
 
+def _over(_: _Box, end: _Box, y: float, weight: float, hue: str) -> str:
+    """The number of a line between two sentences: over the word, or under it, where no line of either head passes."""
+    return text_element(end.middle, y, f"{weight:.2f}", 9.5, hue, "middle", halo=True)
+
+
 def _around(start: _Box, end: _Box, up: bool, weight: float, hue: str, right: float) -> str:
     """A line to another line of words: beside its own line, along the margin, and beside the other; through no word."""
     y0, y1 = (box.y + (-LETTERS - 7 if up else 12) for box in (start, end))
@@ -314,7 +320,7 @@ def _around(start: _Box, end: _Box, up: bool, weight: float, hue: str, right: fl
 
 def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
     """A line down from the lit word to a word of the other sentence; the lines of the second head are dashed."""
-    y0, y1 = start.y + 7, end.y - LETTERS - 7
+    y0, y1 = start.y + 7, end.y - LETTERS - 18  # the numbers of the first head stand below
     x0, x1, half = start.middle, end.middle + 6 * n - 3, (y0 + y1) / 2
     dash = f' stroke-dasharray="{4 + 5 * weight:.1f} {3 + 3 * weight:.1f}"' if n else ""
     curve = f"M{x0:.1f} {y0:.1f}C{x0:.1f} {half:.1f} {x1:.1f} {half:.1f} {x1:.1f} {y1:.1f}"
