@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard.distributed.handshake import describe
 
 q, v = torch.randn(2, 4, 5, 8), torch.randn(5, 3)
 W = regard.weights(q, mask=regard.causal())
@@ -237,11 +238,18 @@ def test_defaults_of_pytorch_do_not_reach_kernels(answer: Callable[[Any], Tensor
     torch.testing.assert_close(elsewhere, want)
 
 
-def test_tensors_of_kernels_say_their_device() -> None:
-    """A default device or type of PyTorch would be that of memory whose address a kernel takes."""
+def test_a_default_device_does_not_reach_the_checksums_of_ranks() -> None:
+    want = describe(v)
+    with torch.device("meta"):
+        assert describe(v) == want
+
+
+def test_tensors_say_their_device() -> None:
+    """A default device of PyTorch would be that of memory whose address a kernel takes, or that is compared with a CPU's."""
     factories = {"zeros", "ones", "empty", "full", "arange", "tensor"}
     unplaced = []
-    for file in sorted((Path(regard.__file__).parent / "engines").rglob("*.py")):
+    folders = [Path(regard.__file__).parent / name for name in ("core", "engines", "distributed", "corpora")]
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
         for call in ast.walk(ast.parse(file.read_text())):
             if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
                 continue

@@ -58,4 +58,4 @@ def as_integers(digits: Tensor) -> list[int]:
 def from_integers(sums: list[int], shape: tuple[int, ...]) -> Tensor:
     """The digits of integer multiples of 1 / UNIT, ``(*shape, DIGITS)``."""
     rows = [[(x >> (BITS * n)) & (2**BITS - 1) for n in range(DIGITS - 1)] + [x >> (BITS * (DIGITS - 1))] for x in sums]
-    return torch.tensor(rows, dtype=torch.int64).reshape(*shape, DIGITS)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(*shape, DIGITS)

@@ -92,7 +92,7 @@ def _loaded(model: str | Path | None) -> CorpusModel:
         loaded.model,
         loaded.limit,
         lambda text: loaded._ids(text)[0].tolist(),
-        lambda ids: loaded.tokens(torch.tensor([ids])),
+        lambda ids: loaded.tokens(torch.tensor([ids], device="cpu")),
     )
 
 

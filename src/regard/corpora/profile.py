@@ -117,7 +117,7 @@ class Profile(NamedTuple):
 
 def targets_of(ids: Tensor) -> Tensor:
     """The induction target of every row of sequences (b, t), which are on the host: (b, 1, t, 1)."""
-    rows = torch.arange(ids.shape[1])
+    rows = torch.arange(ids.shape[1], device="cpu")
     return torch.stack([induction_targets(line, rows) for line in ids])[:, None, :, None]
 
 

@@ -198,7 +198,7 @@ class _MeasuredPass(NamedTuple):
 
 def _measure(tally: Tally, reader: CorpusModel, sequences: list[_Sequence]) -> _MeasuredPass:
     """Run the model over sequences of equal length. Nothing is read from a device: it never waits for the host."""
-    ids = torch.tensor([sequence.ids for sequence in sequences])
+    ids = torch.tensor([sequence.ids for sequence in sequences], device="cpu")
     device, length = device_of(reader.module), ids.shape[1]
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RefusedWarning)  # named in the result

@@ -49,7 +49,8 @@ class LayerTally:
 
     @classmethod
     def empty(cls, name: str, heads: int) -> LayerTally:
-        return cls(name, torch.zeros(heads, COLUMNS, exact.DIGITS, dtype=torch.int64), [[] for _ in range(heads)])
+        digits = torch.zeros(heads, COLUMNS, exact.DIGITS, dtype=torch.int64, device="cpu")
+        return cls(name, digits, [[] for _ in range(heads)])
 
 
 @dataclass

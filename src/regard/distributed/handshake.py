@@ -106,7 +106,7 @@ def _checksum(t: Tensor) -> int:
     """A number that depends on every byte of a tensor and on its place."""
     flat = t.detach().contiguous().view(-1).view(torch.uint8).cpu()
     words = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
-    place = torch.arange(1, words.numel() + 1)
+    place = torch.arange(1, words.numel() + 1, device="cpu")
     # Products wrap around; an odd factor loses no bit.
     mixed = (words ^ (words >> 29)) * (place * 2654435761 * 2 + 1)
     return int(mixed.sum()) & (2**64 - 1)

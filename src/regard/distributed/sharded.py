@@ -260,7 +260,9 @@ class ShardedWeights(Weights):
         )
         requires_grad = torch.is_grad_enabled() and any(t.requires_grad for t in self._leaves)
         wants = wants_of(self._plan, chosen, spans)
-        indexed = repr(rows) if isinstance(rows, range) else describe(torch.tensor(rows, dtype=torch.int64))
+        indexed = (
+            repr(rows) if isinstance(rows, range) else describe(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        )
         results = self._run(chosen, request, spans, wants, {}, requires_grad, f"{what} of {indexed}")
         w = of_scores(results["cells"], results["norm"])
         where = torch.tensor(place, dtype=torch.int64, device=self.device)
