@@ -447,6 +447,13 @@ def test_lines_objects_files_and_lists_are_the_same_documents(model, tmp_path):
         ("other.jsonl", b'{"body": "a"}', "an object with a text under 'text'; got 'body'"),
         ("list.jsonl", b"[1]", "an object with a text under 'text'; got list"),
         ("number.jsonl", b'{"text": 3}', "an object with a text under 'text'"),
+        (
+            "half.jsonl",
+            b'{"text": "a"}\n{"text": "b\\ud83d"}',
+            r"line 2 of half.jsonl must be Unicode text; its character 1 is '\\ud83d'",
+        ),
+        ("all.json", b'[{"text": "a"}]', "got a file that ends in .json. Unpack or convert it"),
+        ("packed.txt.gz", b"\x1f\x8b\x08", "got a file that ends in .gz. Unpack or convert it"),
     ],
 )
 def test_mistakes_in_files_are_named(model, tmp_path, name, content, message):
@@ -464,6 +471,9 @@ def test_mistakes_in_arguments_are_named(model, texts, tmp_path):
         regard.corpus(model, ["a text"])
     with pytest.raises(TypeError, match=r"got item 1: 1\.5"):
         regard.corpus(model, ["a", 1.5])
+    for data, kind in ((None, "NoneType"), ({"a": "text"}, "dict"), (b"text", "bytes")):
+        with pytest.raises(TypeError, match=f"data must be a path, a list of texts .*; got {kind}"):
+            regard.corpus(model, data, tokenizer=letters)
     with pytest.raises(ValueError, match=r"must hold \.txt files"):
         regard.corpus(model, tmp_path)
     with pytest.raises(ValueError, match="has no attention that can be counted"):

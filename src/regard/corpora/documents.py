@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 from .._io import decode
 
 __all__ = ["Chunk", "Document", "DocumentReader", "Survey", "open_documents", "survey"]
+
+#: Endings of files whose lines are no documents.
+_OTHER_FORMATS = (".json", ".gz", ".bz2", ".xz", ".zst", ".zip", ".parquet", ".arrow")
 
 #: A chunk ends with the document that brings it to this many letters (or token ids), or to this many documents.
 CHUNK_SIZE, CHUNK_DOCUMENTS = 2**16, 256
@@ -87,8 +90,12 @@ def open_documents(
     Raises:
         FileNotFoundError: There is no such file or folder.
         TypeError: A list holds something else.
-        ValueError: The folder has no .txt file.
+        ValueError: The folder has no .txt file, or the file is of another kind.
     """
+    if isinstance(data, Mapping | bytes) or not isinstance(data, str | os.PathLike | Iterable):
+        raise TypeError(
+            f"data must be a path, a list of texts or a list of lists of token ids; got {type(data).__name__}."
+        )
     if not isinstance(data, str | os.PathLike):
         items = [_checked(item, n) for n, item in enumerate(data)]
         return DocumentReader("a list", lambda: ((f"item {n}", item) for n, item in enumerate(items)))
@@ -101,6 +108,11 @@ def open_documents(
     if not path.is_file():
         raise FileNotFoundError(
             f"{path} must be a text file, a .jsonl file or a folder of .txt files; it does not exist."
+        )
+    if path.suffix.lower() in _OTHER_FORMATS:
+        raise ValueError(
+            f"{path} must be a text file with a document a line, or a .jsonl file with an object a line; got a file "
+            f"that ends in {path.suffix}. Unpack or convert it, or name it .jsonl if that is what it holds."
         )
     if path.suffix.lower() == ".jsonl":
         return DocumentReader(path.name, lambda: _objects(path, field))
@@ -115,11 +127,24 @@ def survey(documents: DocumentReader) -> Survey:
         count += len(chunk.documents)
         for document in chunk.documents:
             content = document.content
-            data = content.encode() if isinstance(content, str) else json.dumps(list(content)).encode()
+            data = (
+                _encoded(document, documents.name) if isinstance(content, str) else json.dumps(list(content)).encode()
+            )
             digest.update(len(data).to_bytes(8, "little") + data)
     if not count:
         raise ValueError(f"{documents.name} must hold at least one document; all of it is blank.")
     return Survey(count, chunks, digest.hexdigest(), (CHUNK_SIZE, CHUNK_DOCUMENTS))
+
+
+def _encoded(document: Document, name: str) -> bytes:
+    assert isinstance(document.content, str)
+    try:
+        return document.content.encode()
+    except UnicodeEncodeError as error:  # of a \\ud83d without its other half in JSON, where a text was cut
+        raise ValueError(
+            f"{document.source} of {name} must be Unicode text; its character {error.start} is "
+            f"{document.content[error.start]!a}, half of a pair. Leave it out."
+        ) from None
 
 
 def _checked(item: Any, n: int) -> Any:
