@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
+from regard.engines import numba
 from support.judge import SMOOTH, Sizes, draw, library_answers, library_answers_at_once
 
 TIGHT = {"rtol": 2**10 * 2**-53, "atol": 2**10 * 2**-53}
@@ -610,6 +611,8 @@ sys.exit(max(map(abs, codes)))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forked_child_computes_as_its_parent_did(threads: int) -> None:
+    if threads > 1 and numba.load() is None:
+        pytest.skip("PyTorch's own operators wait for ever in a child whose parent used several threads")
     code = FORKED.replace("torch.manual_seed(0)", f"torch.manual_seed(0); torch.set_num_threads({threads})")
     done = subprocess.run([sys.executable, "-c", code], timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

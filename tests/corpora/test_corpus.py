@@ -61,6 +61,8 @@ def dense_numbers(w: torch.Tensor, ids: list[int]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("mask", [None, regard.causal(), regard.window(3, 1), regard.causal() & regard.window(2, 0)])
 @pytest.mark.parametrize("strip", [16, 2**19, None], ids=["low strips", "strips", "kernels"])
 def test_every_sum_is_that_of_the_dense_weights(mask, strip, monkeypatch):
+    if strip is None and numba.load() is None:
+        pytest.skip("needs the compiled tiles")
     monkeypatch.setattr(strips, "STRIP_NUMBERS", strip)
     monkeypatch.setattr(numba, "enabled", strip is None)
     torch.manual_seed(0)

@@ -377,7 +377,7 @@ def _pass_by(
 ) -> None:
     """An operator that is no sign of attention takes tensors that cannot be read: named if weights are among them.
 
-    A product may be scores, of which a softmax follows elsewhere: `torch.vmap(lambda q, k: q @ k.T)(q, k).softmax(-1)`.
+    A product may be scores, of which a softmax follows elsewhere: `torch.vmap(torch.mm)(q, k).softmax(-1)`.
     """
     if unreadable in (None, "meta", "FakeTensor"):
         return
