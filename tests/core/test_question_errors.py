@@ -95,6 +95,10 @@ QUESTIONS: dict[str, tuple[Ask, Callable[[Outcomes, Outcomes], Tensor]]] = {
     "lse": (
         lambda A, B: A.pool_blocks(ROWS, KEYS, by="lse"), lambda x, y: x.s.flatten(-2).logsumexp(-1)[..., None, None],
     ),
+    "dense": (lambda A, B: A.dense(), lambda x, y: x.w),
+    "row": (lambda A, B: A.row(2), lambda x, y: x.w[..., 2, :]),
+    "rows of heads": (lambda A, B: A.reduce_heads("mean", groups=2)[1:8, :], lambda x, y: heads(x.w)[..., 1:8, :]),
+    "scores": (lambda A, B: A.scores.dense().masked_fill(~VISIBLE, 0), lambda x, y: x.s.masked_fill(~VISIBLE, 0)),
 }  # fmt: skip
 
 

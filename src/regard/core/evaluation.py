@@ -269,8 +269,9 @@ class LazyMatrix(NotElementwise):
             w = engine.compute(problem, request, request.names, {})["weights"]
         elif is_full_axis(cols, self._sizes[1]):
             block = problem.block(as_index(rows, self.device), as_index(cols, self.device))
+            exact = problem.with_exact_distances()
             # All keys of a row are here: it is normalised by its own scores.
-            w = without_autocast(problem.q, lambda: softmax(problem.scores(block), problem.sink)[0])
+            w = without_autocast(problem.q, lambda: softmax(exact.scores(block), exact.sink)[0].to(self.dtype))
         else:
             parts = list(self._blocks_of_runs(problem, engines.fused_engine(engine), rows, cols))
             empty = problem.q.new_zeros(*problem.shape[:2], 0, len(cols), dtype=problem.compute_dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..block import MatrixBlock, take
 from ..masks.intervals import KeyIntervals
 from ..problem import Problem
-from ..pytree import flatten, register_node, replace_fields, tree_map
+from ..pytree import register_node, replace_fields, tree_map
 from ..scores.kinds import upcast
 
 __all__ = [
@@ -233,7 +233,7 @@ class RowSource(Protocol):
         """Numbers that computing one cell of the result takes."""
 
     def with_exact_distances(self: S) -> S:
-        """The same, in float64 if scores are distances whose gradients are wanted and cancel: see `distance_grads`."""
+        """The same, with the problems of `Problem.with_exact_distances`."""
 
     def key_intervals(self) -> KeyIntervals | None:
         """Intervals that hold all that each row sees; None where that is everything."""
@@ -272,8 +272,8 @@ class ScoreRows:
         return self.problem.similarity_kernel.numbers_per_cell(self.problem.q.shape[-1])
 
     def with_exact_distances(self) -> Self:
-        wanted = self.problem.distances_cancel and any(t.requires_grad for t in flatten(self.problem)[1])
-        return replace_fields(self, problem=self.problem.in_float64(), norm=None) if wanted else self
+        problem = self.problem.with_exact_distances()
+        return self if problem is self.problem else replace_fields(self, problem=problem, norm=None)
 
     def key_intervals(self) -> KeyIntervals | None:
         return None if self.problem.mask is None else self.problem.intervals

@@ -84,8 +84,7 @@ class Question(Protocol):
 def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]:
     """The outputs of a question to one or several matrices of equal lengths, with gradients in linear memory."""
     dtype = sources[0].like.dtype
-    if torch.is_grad_enabled():
-        sources = [source.with_exact_distances() for source in sources]
+    sources = [source.with_exact_distances() for source in sources]
     spec, tensors = flatten((tuple(sources), question))
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if in_functorch():
