@@ -202,7 +202,7 @@ class Problem:
         return self._with_intervals(replace_fields(wide, modifiers=modifiers, mask=self.mask))
 
     def with_exact_distances(self) -> Problem:
-        """The same, in float64 if its scores are distances whose gradients are wanted and cancel: see `distance_grads`."""
+        """The same, in float64 if its scores are distances with gradients, which cancel: see `distance_grads`."""
         if not self.distances_cancel or not torch.is_grad_enabled():
             return self
         return self.in_float64() if any(t.requires_grad for t in flatten(self)[1]) else self
