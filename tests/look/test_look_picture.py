@@ -240,3 +240,10 @@ def test_lines_between_two_sentences_end_above_the_numbers(word, width):
         for at, end in ends:
             assert not (abs(at - x) < 12 and baseline - 7 < end < baseline + 4), "a line ends in the number"
             assert end < baseline - 7 or end > baseline + 13
+
+
+def test_words_from_right_to_left_do_not_turn_the_legend():
+    """Without an isolate the weight would stand between the quotation marks of the word before it."""
+    picture = svg(regard.weights(torch.eye(3)).label(["the", "שלום", "cat"]), word="שלום", part="lines")
+    (legend,) = [text for text in texts(read(picture)) if "→" in text]
+    assert legend.count("“\N{FIRST STRONG ISOLATE}שלום\N{POP DIRECTIONAL ISOLATE}”") >= 1

@@ -214,3 +214,23 @@ def test_it_works_for_matrices_of_every_kind(show: Any) -> None:
             assert drawn == pytest.approx([weights[int(name[1:])] for name in names], abs=5.1e-3)
         assert shown.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert "NaN" not in shown.text(".tale")
+
+
+def test_words_from_right_to_left_do_not_turn_the_sentence_around_them(show: Any) -> None:
+    """Where letters stand on the screen: the quotation marks enclose the word, and the weight comes after both."""
+    x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1))
+    shown = show(regard.weights(x).label(["the", "שלום", "עולם", "cat"]).show("שלום"), reduced_motion="reduce").view(
+        "story"
+    )
+    shown.tab.locator("[data-key^=chapter-]", has_text="Softmax").click()
+    places = shown.tab.evaluate(
+        """() => { const node = document.querySelector('.telling').firstChild, text = node.data, part = document.createRange();
+             const at = (n) => { part.setStart(node, n); part.setEnd(node, n + 1); const b = part.getBoundingClientRect(); return [b.left + b.width / 2, b.top]; };
+             const end = text.lastIndexOf('”'), from = text.lastIndexOf('“');
+             return { quotes: [at(from), at(end)], word: [...text.slice(from + 1, end)].map((_, n) => at(from + 1 + n)),
+               weight: at(text.lastIndexOf('.') - 1) }; }"""
+    )
+    (left, line), (right, other) = places["quotes"]
+    assert line == other
+    assert left < right < places["weight"][0] or places["weight"][1] > line
+    assert all(left <= x <= right for x, y in places["word"] if y == line)

@@ -8,7 +8,6 @@ and its matrix as the largest weights of tiles, never as i × j weights. Cells t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,9 +38,9 @@ from .svg_elements import (
     text_width,
     tint_fill,
 )
-from .text_layout import format_number
+from .text_layout import format_number, quoted_label
 from .token_groups import TokenGroups
-from .token_text import clip, numbered_texts, occurrence_suffix, printable
+from .token_text import clip, numbered_texts, printable
 
 __all__ = ["PicturePart", "svg"]
 
@@ -199,13 +198,13 @@ class _Arcs:
     def _legend(self, top: float) -> None:
         for n, (tie, hidden) in enumerate(zip(self.lit.heads, self.lit.hidden, strict=True)):
             place = self.lit.layers[tie.layer].head_name(tie.head)
-            text = f"{place}{': ' if place else ''}“{_numbered(self.lit.rows.labels, self.lit.position)}”"
+            text = f"{place}{': ' if place else ''}{quoted_label(self.lit.rows.labels, self.lit.position)}"
             if self.lit.next_word is not None:
-                text += f", writing “{_numbered(self.lit.rows.labels, self.lit.position + 1)}”"
+                text += f", writing {quoted_label(self.lit.rows.labels, self.lit.position + 1)}"
             if (key := self.lit.headline_key(n)) is None:
                 text += " looks at nothing"
             else:
-                text += f" → “{_numbered(self.lit.cols.labels, key)}” {format_number(self.lit.weights[n][key])}"
+                text += f" → {quoted_label(self.lit.cols.labels, key)} {format_number(self.lit.weights[n][key])}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
             y = top + 18 * n + 9
@@ -254,10 +253,6 @@ class _Arcs:
 
 def _label(token: str) -> str:
     return clip(printable(token), 24)
-
-
-def _numbered(labels: Sequence[str], place: int) -> str:
-    return _label(labels[place]) + occurrence_suffix(labels, place)
 
 
 def _flow_words(names: dict[int, str], first: float, step: float, line: float) -> dict[int, _Box]:

@@ -27,7 +27,7 @@ export function namesOf(tokens) {
   return { label: (n) => (tokens ? tokens[n] : String(n)), name: (n) => (tokens ? (names ??= numbered(tokens))[n] : String(n)) };
 }
 
-const RIGHT_TO_LEFT = /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
+export const RIGHT_TO_LEFT = /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/u;
 
 // The direction of a text is that of its first strong letter.
 function rightToLeft(tokens, special) {

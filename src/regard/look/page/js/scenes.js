@@ -3,6 +3,7 @@
 
 import { clamp, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { shade, svg } from "./elements.js";
+import { RIGHT_TO_LEFT } from "./book.js";
 
 export const SCENE_HEIGHT = 450;
 // How wide the scene is drawn, and how many words fit: fewer on a small screen, so that they can be read.
@@ -15,6 +16,8 @@ const turnOf = (t, n, many) => eased(t * (many + 2) / 3 - n / 3);
 
 const SLANT = 0.56; // radians
 const LONGEST = 100; // of a slanted name, which would reach the end of the scene
+// A word from right to left inside of a sentence: isolated, so that it does not turn what stands around it.
+const isolated = (text) => (RIGHT_TO_LEFT.test(text) ? `\u2068${text}\u2069` : text);
 const clipped = (text) => (text.length > 30 ? `${text.slice(0, 29)}…` : text);
 
 // The numbers of the story: one word, the words it is shown with, and a head.
@@ -27,7 +30,7 @@ export function storyData(page) {
   const pick = (x) => x && keys.map((j) => x[j]), raw = q && all.map((j) => dot(q[i], k[j]));
   const everyScore = stored ? all.map((j) => stored[i * head.j + j]) : raw?.map((x) => x * (layer.scale ?? 1));
   const few = (x) => Array.from(x.slice(0, NUMBERS));
-  const data = { page, i, keys, at: stack.same ? keys.indexOf(i) : -1, same: stack.same, names: keys.map((j) => stack.cols.name(j)), word: clipped(stack.rows.name(i)),
+  const data = { page, i, keys, at: stack.same ? keys.indexOf(i) : -1, same: stack.same, names: keys.map((j) => isolated(stack.cols.name(j))), word: isolated(clipped(stack.rows.name(i))),
     head, w: keys.map((j) => row[j]), left: 1 - sum(keys.map((j) => row[j])), scores: pick(everyScore), everyScore, size: layer.d, v: v && keys.map((j) => few(v[j])),
     y: v && few(mix(row, v)), visible: keys.map((j) => head.visible(i, j)), unit: stack.cols.unit, units: stack.cols.units };
   if (embedded) {
