@@ -15,7 +15,7 @@ from regard.look import View
 from regard.look.page import content
 from regard.look.ranking import beyond_habit
 from regard.look.token_groups import group_tokens
-from support.opened_page import Shown, number, numbered
+from support.opened_page import Shown, number, numbered, weight
 from support.page_probe import HOSTILE, SUBJECTS, Read, history, hostile_recording, minilm, translation
 
 IT, ANIMAL, CROSS = 10, 2, 6
@@ -188,7 +188,7 @@ def test_the_walk_is_that_of_regard_walk(show: Any) -> None:
     steps = regard.walk(W, y, "down")
     rows = [shown.tab.locator(f".steps tbody tr:nth-child({n}) td").all_inner_texts() for n in range(1, 8)]
     for row, want, digits in ((1, steps.product, 2), (2, steps.scaled, 2), (3, steps.masked, 2), (4, steps.weights, 3)):
-        assert [number(t) for t in rows[row]] == pytest.approx(want.tolist(), abs=0.51 * 10**-digits)
+        assert [weight(t) for t in rows[row]] == pytest.approx(want.tolist(), abs=0.51 * 10**-digits)
     shown_y = [number(t) for t in re.findall(r"[−\d.]+(?=[,\]])", rows[6][0])]
     assert shown_y == pytest.approx(steps.y.tolist(), abs=5.1e-3)
     shapes = shown.texts(".steps .shape")
@@ -221,7 +221,7 @@ def test_the_walk_of_word_vectors_switches_projections_on(show: Any, it: View, o
     raw = q[IT] @ k.T
     scale = 384**-0.5 if on else 1.0
     products, softmax = (
-        [number(t) for t in shown.tab.locator(f".steps tbody tr:nth-child({n}) td").all_inner_texts()] for n in (2, 5)
+        [weight(t) for t in shown.tab.locator(f".steps tbody tr:nth-child({n}) td").all_inner_texts()] for n in (2, 5)
     )
     assert products == pytest.approx(raw.tolist(), abs=5.1e-3)
     assert softmax == pytest.approx((raw * scale).softmax(-1).tolist(), abs=5.1e-4)
@@ -231,7 +231,7 @@ def test_the_walk_of_word_vectors_switches_projections_on(show: Any, it: View, o
     assert shown_y == pytest.approx(y[:6].tolist(), abs=5.1e-3)
     shown.click("walk-head")
     seen, _ = minilm()
-    weights = [number(t) for t in shown.tab.locator(".steps .w").all_inner_texts()]
+    weights = [weight(t) for t in shown.tab.locator(".steps .w").all_inner_texts()]
     assert weights == pytest.approx(seen[2, 1].row(IT).tolist(), abs=5.1e-4)
 
 

@@ -21,7 +21,7 @@ from regard.look.svg import svg
 from regard.look.svg_elements import HUES, SIGNED, TINTS
 from regard.look.terminal import draw
 from regard.look.token_text import bare, resolve, unknown_text, unknown_token
-from support.opened_page import number
+from support.opened_page import weight
 from support.page_probe import CAT, history
 
 FOX = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog"]
@@ -165,7 +165,7 @@ def test_weights_have_one_scale_unless_another_is_chosen(show: Any) -> None:
 def test_the_walk_begins_with_the_head_of_the_spotlight_and_at_its_strongest_word(show: Any, it: View) -> None:
     shown = show(it).view("walk")
     assert "layer 2, head 1" in shown.text(".message")
-    weights = [number(x) for x in shown.texts(".steps .w")]
+    weights = [weight(x) for x in shown.texts(".steps .w")]
     assert max(weights) == pytest.approx(0.694, abs=1e-3)
     widths = shown.tab.evaluate(
         "[...document.querySelectorAll('.steps tbody tr:nth-child(2) .score')].map((x) => x.getBoundingClientRect().width)"

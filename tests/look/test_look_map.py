@@ -13,7 +13,7 @@ import regard
 from regard.look import View
 from regard.look.dot_head import DotHead, max_map, why_not_exact
 from regard.look.page import exact
-from support.opened_page import Once, Shown, number
+from support.opened_page import Once, Shown, number, weight
 from support.page_probe import Read
 
 ROW, KEY = 18_000, 12_345
@@ -352,7 +352,7 @@ def test_a_window_of_a_long_text_is_read_like_a_short_one(show: Any, middle: tup
     row = shown.ask("[...page.head.row(7)]")
     torch.testing.assert_close(torch.tensor(row), dense[1157, 300:400], rtol=1e-3, atol=1e-7)
     shown.view("walk")
-    weights = [0.0 if t == "<0.001" else number(t) for t in shown.texts(".steps .w")]
+    weights = [weight(t) for t in shown.texts(".steps .w")]
     assert weights == pytest.approx(dense[1157, 300:400].tolist(), abs=6e-4)
     shown.view("square")
     assert shown.tab.locator(".matrix canvas").count() >= 1

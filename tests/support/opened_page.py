@@ -18,7 +18,7 @@ from support.page_probe import minilm
 if TYPE_CHECKING:
     from regard.look.serve.server import PageServer
 
-__all__ = ["Once", "Shown", "it", "number", "numbered", "running", "show"]
+__all__ = ["Once", "Shown", "it", "number", "numbered", "running", "show", "weight"]
 
 
 class Shown:
@@ -115,6 +115,11 @@ def it() -> View:
 
 def number(text: str) -> float:
     return float(text.replace("−", "-").replace("∞", "inf").replace("<", "").replace(",", ""))
+
+
+def weight(text: str) -> float:
+    """A weight as pictures write it; "<0.001" is one that would be rounded to 0.000."""
+    return 2.5e-4 if text == "<0.001" else number(text)
 
 
 def numbered(tokens: Sequence[str]) -> list[str]:
