@@ -507,6 +507,17 @@ def test_training_shows_every_head_over_the_steps(show: Any) -> None:
     assert len(shown.opened_table()) == 20
 
 
+def test_training_shows_its_numbers_on_a_phone(show: Any) -> None:
+    """The name of a layer is as long as a line there, and what stands behind it is cut off."""
+    name = "model.encoder.blocks.0.attention"
+    rows = [(step, {f"{name}/{what}/0": 0.5 for what in ("entropy_share", "max_score")}) for step in (0, 1_000_000)]
+    shown = show(View(rows), width=390)
+    for what in ("entropy_share", "max_score"):
+        place = shown.tab.locator(f'[data-read="{what}"]').bounding_box()
+        assert place["x"] >= 0
+        assert place["x"] + place["width"] <= 390
+
+
 # Light and dark, keys, small screens, those who do not see.
 
 

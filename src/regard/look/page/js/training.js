@@ -11,12 +11,14 @@ const STRIPS = {
   max_score: ["largest score", "A row that grows strong to the right is a head whose scores explode."],
 };
 
+const CURVES = new Map([["val_loss", "validation loss"], ["lr", "learning rate"]]);
+
 export function training(page, box) {
   page.looked ??= {};
   const { steps, curves } = page.header;
   for (const [name, values] of curves) {
     const numbers = page.header.array(values), finite = numbers.filter(Number.isFinite);
-    box.append(el("figure", { class: "train" }, el("h2", { text: name }),
+    box.append(el("figure", { class: "train" }, el("h2", { text: CURVES.get(name) ?? name }),
       lineOf(page, steps, numbers, least(finite), -least(finite.map((x) => -x)))));
   }
   for (const [title, text] of page.header.texts)
@@ -39,8 +41,9 @@ function trainingStrip(page, { what, heads, values }) {
   const look = (h, c) => {
     page.looked[what] = h;
     menu.querySelector("select").value = h;
-    message.replaceChildren(el("bdi", { text: heads[h][0] }), ` head ${heads[h][1]}, step ${count(steps[c])} `,
-      el("b", { "data-read": what, text: fixed(numbers[h * n + c], 3) }));
+    // The number stands first: on a phone the name of a layer leaves no space behind it.
+    message.replaceChildren(el("b", { class: "first", "data-read": what, text: fixed(numbers[h * n + c], 3) }),
+      el("bdi", { text: heads[h][0] }), ` head ${heads[h][1]}, step ${count(steps[c])}`);
     curve.replaceChildren(lineOf(page, steps, numbers.subarray(h * n, (h + 1) * n), low, high));
   };
   const menu = choice("head", `train-${what}`, heads.map(([layer, head], h) => [h, `${short_(layer)} · ${head}`]), 0,
