@@ -497,6 +497,8 @@ def test_a_folder_holds_one_run(model, texts, tmp_path):
     (tmp_path / "other" / "thesis.txt").write_text("")
     with pytest.raises(ValueError, match="must be empty or hold a corpus run"):
         run(model, texts, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"thesis.txt is a file, and --out names the folder of a run"):
+        run(model, texts, tmp_path / "other" / "thesis.txt")
 
 
 def test_a_damaged_file_is_refused(model, texts, tmp_path):

@@ -584,6 +584,9 @@ MISTAKES = {
     "binary file": (["look", "binary.txt"], "binary.txt is not UTF-8 text: byte 0 cannot be read"),
     "null bytes": (["look", "null.txt"], "there is a null byte at 1"),
     "foreign recording": (["look", "foreign.regard"], "foreign.regard"),
+    "page for a text": (["look", "page.html"], "page.html is a page: open it in a browser, or with regard serve page.html"),
+    "no such page": (["look", "nothing.html"], "there is no file nothing.html"),
+    "nearest of one": (["look", SENTENCE, "--nearest"], "--nearest compares two: pass a second text or recording"),
     "recording and model": (["look", "foreign.regard", "--model", "x"], "a recording is looked at without a model"),
     "layer out of range": (["look", SENTENCE, "--layer", "6"], "layer must be 0 to 5 or a name such as encoder.layer.0.attention.self, got 6"),
     "layer by a wrong name": (["look", SENTENCE, "--layer", "x"], "layer must be 0 to 5 or a name such as encoder.layer.0.attention.self, got x"),
@@ -615,6 +618,7 @@ def test_a_mistake_is_one_line(run, name, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
     (tmp_path / "null.txt").write_bytes(b"a\0b")
+    (tmp_path / "page.html").write_bytes(b"<!doctype html>\n<p>the cat sat")
     (tmp_path / "foreign.regard").write_bytes(b"not a recording at all")
     if "saved.regard" in MISTAKES[name][0]:
         opened(None).look_at("the cat sat").save("saved.regard")

@@ -1,6 +1,7 @@
 """Models of transformers in our own layers: equal outputs for random configs and for a real model, refusals by name."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,6 +149,7 @@ REFUSED = {
     "no transformers model": (lambda: nn.Linear(2, 2), r"got Linear.*regard.record"),
     "an option": (lambda: gpt2(0, scale_attn_by_inverse_layer_idx=True), r"scale_attn_by_inverse_layer_idx=False.*got True"),
     "a decoder": (lambda: bert(0, is_decoder=True), r"is_decoder=False.*got True"),
+    "a folder without a model": (lambda: Path(__file__).parent, r"that save_pretrained of transformers wrote; in '.*' there is no config\.json"),
     "no folder": (lambda: "bert-base-uncased", r"'bert-base-uncased' is no folder"),
 }  # fmt: skip
 

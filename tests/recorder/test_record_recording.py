@@ -68,6 +68,16 @@ def test_an_empty_recording_says_what_to_do():
         seen[0]
 
 
+def test_a_recording_that_is_asked_inside_its_block_says_when_to_ask():
+    model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(1, 3, 8)
+    with torch.no_grad(), regard.record(model) as seen:
+        model(x, x, x)
+        with pytest.raises(IndexError, match="and ask after its end"):
+            seen[0]
+    assert seen[0].shape == (1, 2, 3, 3)
+
+
 def test_find_names_the_best_heads_first(seen):
     w = torch.stack(dense(seen))
     table = seen.find("cat", "walks")

@@ -45,7 +45,10 @@ def add(verbs: Any) -> None:
     verb.add_argument("--out", metavar="FOLDER", required=True, help="the folder of the run; begun runs continue")
     verb.add_argument("--field", default="text", metavar="NAME", help="the field of a .jsonl object with its text")
     verb.add_argument(
-        "--length", type=int, metavar="N", help="tokens of a sequence; longer documents are cut into several"
+        "--length",
+        type=int,
+        metavar="N",
+        help="tokens of a sequence, at most those the model takes; longer documents are cut",
     )
     verb.add_argument("--batch", type=int, default=8, metavar="N", help="sequences that run together (default 8)")
     verb.add_argument("--examples", type=int, default=8, metavar="N", help="examples stored of every head (default 8)")

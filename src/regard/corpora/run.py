@@ -81,7 +81,7 @@ def corpus(
         out: The folder of the run, which all ranks see. Default: nothing is written, and nothing can be resumed.
         tokenizer: For a module: a tokenizer of transformers or tokenizers, or a function from a text to ids.
         field: Of a .jsonl object: the text.
-        length: Tokens of a sequence; longer documents are cut into several. Default: as many as the model
+        length: Tokens of a sequence; longer documents are cut into several. Default and limit: as many as the model
             takes, 1,024 where it does not say.
         batch: Sequences of equal length that run together at most.
         examples: Strongest ties that are stored of every head, one a document.
@@ -123,6 +123,8 @@ def corpus(
         parts = (_tally(reader, chunk, settings) for chunk in documents.chunks())
         return Corpus(settings, merged(_reported(parts, len(share), progress), examples))
     path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{path} is a file, and --out names the folder of a run: choose another --out.")
     path.mkdir(parents=True, exist_ok=True)
     # The other ranks of this run share the folder, so the first one alone holds the lock.
     with exclusive_lock(path) if rank == 0 else contextlib.nullcontext():

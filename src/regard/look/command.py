@@ -353,6 +353,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--top takes a number from 1 on, got {args.top}.")
     if getattr(args, "target", None) is not None and args.word is None:
         raise ValueError("--target needs --word: it ranks the heads by the weight from one word to another.")
+    if getattr(args, "nearest", False) and not compare_command.is_comparison(args):
+        raise ValueError("--nearest compares two: pass a second text or recording, or --against MODEL.")
     for option in ("word", "target"):
         word = getattr(args, option, None)
         if word is not None and not word.strip():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .console import file_errors, progress
+from .console import file_errors, progress, shell_quote
 from .token_text import printable
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def text_of(args: argparse.Namespace) -> tuple[str, Recording | None]:
         return text, None
     path = Path(name)
     if not name.strip() or not _exists(path):
-        if path.suffix in (".regard", ".txt", ".md") and not any(letter.isspace() for letter in name):
+        if path.suffix in (".regard", ".txt", ".md", ".html") and not any(letter.isspace() for letter in name):
             raise FileNotFoundError(f"there is no file {printable(name)}.")
         return name, None
     if path.is_dir():
@@ -84,6 +84,9 @@ def text_of(args: argparse.Namespace) -> tuple[str, Recording | None]:
             return "", load(path)
     with file_errors(str(path)):
         data = path.read_bytes()
+    if data[:9].lower() == b"<!doctype":
+        name = printable(str(path))
+        raise ValueError(f"{name} is a page: open it in a browser, or with regard serve {shell_quote(name)}.")
     return _decode(data, printable(str(path))), None
 
 

@@ -199,7 +199,7 @@ def layers_of(subject: Subject, item: int = 0, values: Tensor | None = None) -> 
         raise ValueError('this recording has only statistics; for its weights record with keep="factors".')
     refused = getattr(subject, "refused", None)
     reason = f" Refused: {refused[0][0]}: {refused[0][1]}." if refused else ""
-    raise ValueError(f"nothing was recorded. Run the model inside the block.{reason}")
+    raise ValueError(f"nothing was recorded. Run the model inside the block, and ask after its end.{reason}")
 
 
 def _from_layer(layer: Layer, item: int) -> LayerView:

@@ -95,6 +95,11 @@ def _opened(folder: str | os.PathLike[str]) -> nn.Module:
             f"from_pretrained takes a model or a folder, and {os.fspath(folder)!r} is no folder. Models of the hub are "
             "opened by transformers: from_pretrained(AutoModel.from_pretrained(name))."
         )
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(
+            "from_pretrained takes a folder that save_pretrained of transformers wrote; "
+            f"in {os.fspath(folder)!r} there is no config.json."
+        )
     try:
         from transformers import AutoConfig, AutoModel
     except ImportError as error:
