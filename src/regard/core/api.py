@@ -191,7 +191,7 @@ def _is_dense(x: Any) -> bool:
         return False
     if x.ndim < 3 or not x.is_floating_point() or x.dtype.itemsize == 1:
         return False
-    return is_tracing() or not is_zero_tensor(x)  # of which PyTorch's attention reads memory that is not there
+    return is_tracing() or not is_zero_tensor(x)  # PyTorch's attention reads the memory that such zeros do not have
 
 
 def _has_fused_gqa(q: Tensor) -> bool:

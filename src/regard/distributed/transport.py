@@ -272,7 +272,7 @@ class Ranks:
         late = {report["lost"] for report in reports.values() if not report["closed"]}
         if len(reports) == self.size and late:  # all of them live: a rank that gave up waiting closed its connections
             return self._late(sorted(late), what)
-        # With a closed store no report arrives: then the rank that this one waited for.
+        # No report of others arrives from a closed store: then the rank that this one waited for is named.
         if len(reports) == 1 and self.size > 2 and reports[self.rank]["lost"] in silent:
             silent = [reports[self.rank]["lost"]]
         if not any(report["closed"] and report["lost"] in silent for report in reports.values()):

@@ -51,7 +51,7 @@ def attend_with_dropout(
         p: Probability of a weight to be dropped, below 1.
     """
     seeds = torch.randint(2**62, (q.shape[:-3].numel(), q.shape[-3], 1, 1), device=q.device)
-    # The function depends on positions, and lengths may differ: any correspondence is as good to number them.
+    # `_drop` numbers cells by their positions, for which either alignment serves.
     align = align or ("start" if q.shape[-2] != k.shape[-2] else None)
     dropped = score.modify(functools.partial(_drop, seeds=seeds, p=p))
     seen = weights(q, k, score=dropped, mask=mask, align=align).see("lse", values=v)

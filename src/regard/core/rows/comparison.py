@@ -53,7 +53,7 @@ class _Pair:
 
 
 def _with_sink(keys: Tensor, sink: Tensor | None, without: float) -> Tensor:
-    """Numbers of keys, and that of a sink as one more; `without` one, this number."""
+    """One column a key, and one for the sink; `without` is its number in a matrix that has none."""
     return torch.cat([keys, keys.new_full((*keys.shape[:3], 1), without) if sink is None else sink], -1)
 
 

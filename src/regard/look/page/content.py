@@ -147,7 +147,7 @@ class PageContent:
         else:
             beyond = beyond_habit(view.weights.dense(), view.special, view.same).beyond
             strength = beyond[:, start.word] if mine else beyond.amax(-1)
-        # Heads of the start come first, those of its stack before those of another.
+        # Heads that the page opens with come first, then others of their stack.
         bounded = strength.nan_to_num(nan=-9.0).clamp(min=-9).tolist()
         return [(h, s + 30 * ((n, h) in start.heads) - (0 if mine else 20)) for h, s in enumerate(bounded)]
 

@@ -325,7 +325,7 @@ def topk_of_part_kernel(
         column, bucket = (1 << BITS) - 1 - (last & ((1 << BITS) - 1)).to(tl.int32), last >> BITS
         exact = tl.load(own + column, mask=bucket > 0, other=0.0)
         tl.store(out + rank, tl.where(bucket > 0, ordered(exact, part * BLOCK_J + column), LOWEST))
-        last = tl.max(x - last, 0) + last  # less the last, without a sign, what is above it is lower than what is below
+        last = tl.max(x - last, 0) + last  # unsigned, x - last wraps below last: the next lower x has the largest
     if (bucket == last >> BITS) & (bucket > 0):
         number = tl.where(shown, ordered(s, j), LOWEST)
         for rank in range(0, N):

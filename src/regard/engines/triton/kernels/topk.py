@@ -287,7 +287,7 @@ def insert_sorted(value, key, best, keys, N: tl.constexpr):
     new_best, new_at = (), ()
     moved, moved_key = value, key  # what goes into the next place: the new score, then each that it displaced
     for n in tl.static_range(N):
-        # Larger than this, so larger than all after it. Compared with the moved score instead, equal ones would stop it.
+        # Scores descend: what is larger than this one is larger than all behind. `moved` may equal one, and would stop there.
         better = value > best[n]
         new_best = new_best + (tl.where(better, moved, best[n]),)  # type: ignore[assignment]  # noqa: RUF005 (Triton has no star)
         new_at = new_at + (tl.where(better, moved_key, keys[n]),)  # type: ignore[assignment]  # noqa: RUF005
