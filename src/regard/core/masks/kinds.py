@@ -46,8 +46,8 @@ __all__ = [
     "window",
 ]
 
-#: No window of a mask or of a file reaches so far; no two positions are so far apart.
-MAX_STORED_WINDOW = 2**31
+#: The reach of all windows, of masks and of files, is below this; no two positions are so far apart.
+MAX_WINDOW = 2**31
 
 
 @register_node(storable=True)
@@ -104,7 +104,7 @@ class Window(Mask):
 
     def check_stored(self, shape: tuple[int, ...], offset: int) -> None:
         for side in (self.before, self.after):
-            require(type(side) is int and 0 <= side < MAX_STORED_WINDOW, f"a window reaches {side!r:.80}")
+            require(type(side) is int and 0 <= side < MAX_WINDOW, f"a window reaches {side!r:.80}")
 
 
 @register_node(storable=True)
@@ -318,7 +318,7 @@ def window(before: int, after: int) -> Mask:
                 f"window({name}=...) counts the keys {name} a position and must be an int >= 0; got {value!r}. "
                 "window(0, 0) shows a query only itself."
             )
-        sides.append(min(count, MAX_STORED_WINDOW - 1))  # beyond int64 no distance could be compared with it
+        sides.append(min(count, MAX_WINDOW - 1))  # beyond int64 no distance could be compared with it
     return Window(*sides)
 
 
