@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_early
 import regard
 from regard.recorder import RefusedWarning
 from regard.recorder.hooks import tap
+from support.toy_models import Calls
 
 B, H, T, D = 2, 3, 7, 5
 
@@ -27,17 +28,6 @@ def by_hand(q, k, mask=None, scale=None, bias=None):
 
 def close(a, b, tolerance=1e-6):
     torch.testing.assert_close(a, b, atol=tolerance, rtol=0)
-
-
-class Calls(nn.Module):
-    """A model whose forward is any function of x (b, h, t, d)."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
 
 
 def seen_in(function, *args):

@@ -12,45 +12,14 @@ from torch import nn
 
 import regard
 from regard.recorder import RefusedWarning
+from support.toy_models import Calls, Model, recorded
 
 B, N, D = 3, 5, 8
-
-
-class Calls(nn.Module):
-    """A module whose class and name say nothing."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
-class Model(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.step = inner
-
-    def forward(self, x):
-        return self.step(x)
 
 
 @pytest.fixture
 def x():
     return torch.randn(B, N, D, generator=torch.Generator().manual_seed(1))
-
-
-def recorded(inner, x):
-    model = Model(inner)
-    with torch.no_grad():
-        plain = model(x)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RefusedWarning)
-            with regard.record(model) as seen:
-                y = model(x)
-    assert torch.equal(y, plain)
-    return seen
 
 
 def scores(x):

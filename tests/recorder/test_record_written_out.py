@@ -4,7 +4,6 @@ Neither the class nor the name of the module says attention.
 """
 
 import random
-import warnings
 
 import pytest
 import torch
@@ -12,36 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.recorder import RefusedWarning
-
-
-class Calls(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
-class Model(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.step = inner
-
-    def forward(self, *args):
-        return self.step(*args)
-
-
-def recorded(inner, *args):
-    model = Model(inner)
-    plain = model(*args)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RefusedWarning)
-        with regard.record(model) as seen:
-            y = model(*args)
-    assert torch.equal(y, plain)
-    return seen
+from support.toy_models import Calls, Model, recorded
 
 
 def projected(b, n, h, d, seed=0):

@@ -2,8 +2,50 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import regard
+from regard.recorder import RefusedWarning
+
+
+class Calls(nn.Module):
+    """A module whose forward is any function; neither its class nor its name says attention."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class Model(nn.Module):
+    """A model of one module, `step`."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.step = inner
+
+    def forward(self, *args: Any) -> Any:
+        return self.step(*args)
+
+
+def recorded(inner: nn.Module, *args: Any) -> regard.Recording:
+    """A recording of a module as the one step of a model; its output is the same as without."""
+    model = Model(inner)
+    plain = model(*args)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RefusedWarning)
+        with regard.record(model) as seen:
+            y = model(*args)
+    assert torch.equal(y, plain)
+    return seen
 
 
 class Attention(nn.Module):
