@@ -302,9 +302,22 @@ def test_questions_about_rows_are_operators_of_a_compiled_graph(answers: list[bo
     assert True in answers[3:]  # by kernels, there too
 
 
+#: Made outside of graphs: the compiler of PyTorch 2.8 takes no operators of our classes.
+PADDED = regard.causal() & regard.padding(torch.tensor(5))
+
+
+def padded(k: Tensor) -> Tensor:
+    """Keys with nan where PADDED hides them."""
+    return k.masked_fill((torch.arange(7) >= 5)[:, None], math.nan)
+
+
 COMPILED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "segments": lambda q, k: regard.weights(q, k).segment_mass([slice(0, 3), slice(3, 7)]).square(),
     "chosen keys": lambda q, k: regard.weights(q, k).gather(torch.tensor([[0, 2]]).expand(7, 2)),
+    "padding": lambda q, k: regard.weights(q, padded(k), mask=PADDED).kl(regard.weights(k, mask=PADDED)),
+    "a bool tensor": lambda q, k: regard.weights(q, k, mask=(torch.arange(7) < 5)[None]).js(regard.weights(k)),
+    "some rows": lambda q, k: regard.weights(q, k, mask=regard.causal()).pool(2, 3, i=slice(2, 6), by="max"),
+    "heads of some rows": lambda q, k: regard.weights(q, k, mask=PADDED).rows(slice(1, 4)).reduce_heads().entropy(),
     "the previous key": lambda q, k: regard.weights(q, k, mask=regard.causal()).offset_mass(1),
     "distances": lambda q, k: regard.weights(q, k).distance_histogram([0, 2, 9]).square(),
     "alignment": lambda q, k: regard.losses.alignment(regard.weights(q, k), torch.eye(7).bool()),

@@ -284,6 +284,7 @@ COMPILED: dict[str, Callable] = {
     "see, top and peak": lambda q, k, v: (lambda s: (s.topk.values, s.topk.indices, s.peak.values, s.peak.indices, s.max_score))(
         regard.weights(q, k, mask=regard.padding([5])).see("peak", "max_score", topk=3)
     ),
+    "maps": lambda q, k, v: (lambda W: (W.pool(2, 3), W.pool(2, 3, by="max"), W.reduce_heads().pool(3, 2)))(regard.weights(q, k)),
     "indexing": lambda q, k, v: (lambda W: (W[0, 1, 2], W[..., 1, 3], W[:, 0][..., 2:4, :], W[..., [4, 1], 0]))(regard.weights(q, k, mask=regard.causal())),
 }  # fmt: skip
 
@@ -335,10 +336,14 @@ def test_compiled_by_inductor_it_gives_the_same() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+#: A score whose numbers a graph of changing lengths could be given anew.
+OUTSIDE = regard.Gaussian(1.5).softcap(5.0)
+
 GROWING = {
     "a cache": lambda q, k, v: regard.weights(q, k, mask=regard.causal(), align="end").see("entropy", "lse", values=v),
     "the largest": lambda q, k, v: regard.weights(q, k, align="start").see("received", topk=2, values=v),
     "a map": lambda q, k, v: regard.weights(q, k, mask=regard.window(3, 0), align="end").see(pool=(2, 3), values=v),
+    "a score made outside": lambda q, k, v: regard.weights(q, k, score=OUTSIDE).see("entropy", values=v),
     "lengths": lambda q, k, v: regard.weights(q, k, score="cosine", mask=regard.padding(torch.tensor([3, 5]))).see("entropy", values=v),
 }  # fmt: skip
 
@@ -386,6 +391,16 @@ def test_a_graph_that_make_fx_draws_computes_the_same(mode: str) -> None:
     x, y = (draw(1, 2, 6, 4, dtype=torch.float32) for _ in range(2))
     graph = make_fx(ask, tracing_mode=mode)(x)
     torch.testing.assert_close(graph(y), ask(y), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [lambda ask: ask, torch.vmap], ids=["plain", "vmap"])
+def test_a_graph_of_the_textbook_takes_masks_that_hide_keys(transform: Callable) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    shown = (torch.arange(6) < 4) & torch.ones(6, 6, dtype=torch.bool).tril()
+    ask = transform(lambda x: regard.weights(x, mask=shown, engine="reference").entropy())
+    x, y = (draw(3, 2, 6, 4) for _ in range(2))
+    torch.testing.assert_close(make_fx(ask)(x)(y), ask(y), **TIGHT)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -66,12 +66,15 @@ def as_tiling(pool: Any, sizes: tuple[int, int]) -> Tiling:
     if not isinstance(pool, tuple) or not 2 <= len(pool) <= 4:
         raise ValueError(f"pool=(rows, cols) or (rows, cols, i, j) with slices i and j; got {pool!r}.")
     rows, cols = at_least_one(pool[0], "pool(rows, ...)"), at_least_one(pool[1], "pool(..., cols)")
-    i = pool[2] if len(pool) > 2 else slice(None)
-    j = pool[3] if len(pool) > 3 else slice(None)
+    i = pool[2] if len(pool) > 2 else None
+    j = pool[3] if len(pool) > 3 else None
     return Tiling(rows, cols, *_ends(i, sizes[0], "i"), *_ends(j, sizes[1], "j"))
 
 
 def _ends(part: Any, n: int, name: str) -> tuple[int, int]:
+    # Not slice(None): the compiler of PyTorch 2.8 takes no slice as a default.
+    if part is None:
+        return 0, n
     if not isinstance(part, slice) or part.step not in (None, 1):
         raise ValueError(f"pool(..., {name}=): a slice without a step says which part is pooled; got {part!r}.")
     start, stop, _ = slice_bounds(part, n)

@@ -20,7 +20,7 @@ from .masks.intervals import Geometry, KeyIntervals
 from .masks.kinds import Mask
 from .masks.lowering import lower_cells, lower_to_intervals
 from .masks.selection import follow_selection
-from .pytree import flatten, register_node, replace_fields, split_ints, tree_map, unflatten
+from .pytree import flatten, has_text, register_node, replace_fields, split_ints, tree_map, unflatten
 from .scores.kinds import Bias, Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
 from .torch_state import in_functorch, is_tracing
 
@@ -129,12 +129,7 @@ class Factors:
         """
         if self.mask is None or not self.score.transforms_keys:
             return self.k
-        bare = Problem(self.q.detach(), self.k.detach(), Product(1.0), (), None, self.mask, self.query_offset)
-        if is_tracing():  # the host cannot branch on whether all keys are seen
-            spec, tensors = flatten(bare)
-            spec, ints = split_ints(spec)
-            return zero_keys(self.k, torch.ops.regard.visible_keys(tensors, ints, repr(spec)), -2)
-        seen = bare.visible_keys()
+        seen = Problem(self.q, self.k, Product(1.0), (), None, self.mask, self.query_offset).visible_keys()
         return self.k if seen is None else zero_keys(self.k, seen, -2)
 
 
@@ -263,6 +258,10 @@ class Problem:
         """Which keys at least one row sees, (b|1, j); None where that is all of them."""
         if self.mask is None or self.mask.sees_all_keys(self.layout()):
             return None
+        # The operator has no batching rule. To Dynamo all code is inside a transform, which says nothing there.
+        in_graph = is_tracing() and (torch.compiler.is_compiling() or not in_functorch())
+        if in_graph and (seen := self._visible_keys_in_graph()) is not None:
+            return seen
         exact, seen = True, self.mask.visible_keys(self.layout())
         if seen is None:
             exact, seen = self.intervals.exact, self.intervals.visible_keys(self.shape[3])
@@ -271,6 +270,13 @@ class Problem:
         if not exact and not (may_sync and not bool(seen.any())):
             seen = self._scan_visible_keys(seen)
         return None if may_sync and bool(seen.all()) else seen
+
+    def _visible_keys_in_graph(self) -> Tensor | None:
+        """The same as an operator, since the host cannot branch on numbers of a graph; None of a user's function."""
+        bare = Problem(self.q.detach(), self.k.detach(), Product(1.0), (), None, self.mask, self.offset)
+        spec, tensors = flatten(bare)
+        spec, ints = split_ints(spec)
+        return torch.ops.regard.visible_keys(tensors, ints, repr(spec)) if has_text(spec) else None
 
     def _scan_visible_keys(self, outer: Tensor) -> Tensor:
         """Visible keys block by block, for a mask with inexact intervals; `outer` holds them all."""
@@ -288,7 +294,8 @@ class Problem:
         """Zeros for keys and values that no row sees: nan or inf there must not matter."""
         if self.mask is None or self.mask.sees_all_keys(self.layout()):
             return self, request
-        if self.q.device.type == "cpu" and not in_functorch() and self._all_finite(request.v):
+        may_sync = self.q.device.type == "cpu" and not in_functorch() and not is_tracing()
+        if may_sync and self._all_finite(request.v):
             return self, request
         seen = self.visible_keys()
         if seen is None:

@@ -12,7 +12,9 @@ from typing import Any, TypeVar, dataclass_transform, overload
 
 from torch import SymFloat, SymInt, Tensor
 
-__all__ = ["STORABLE", "flatten", "is_node", "register_node", "replace_fields", "split_ints", "tree_map", "unflatten"]
+__all__ = [
+    "STORABLE", "flatten", "has_text", "is_node", "register_node", "replace_fields", "split_ints", "tree_map", "unflatten",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -94,10 +96,18 @@ def _without_ints(spec: Any, ints: list[Any]) -> Any:
         ints.append(spec)
         return ("int", len(ints) - 1)
     if isinstance(spec, (float, SymFloat)):
-        return float(spec)
+        # A key is a constant to the compiler of PyTorch 2.8; a float that a graph may be given anew is not.
+        return next(iter({float(spec): None}))
     if type(spec) is not tuple or spec[0] == "tensor":
         return spec
     return (spec[0], *[_without_ints(part, ints) for part in spec[1:]])
+
+
+def has_text(spec: Any) -> bool:
+    """Whether `repr` of a spec is a literal; that of a user's function is not."""
+    if isinstance(spec, tuple):
+        return all(has_text(part) for part in spec)
+    return spec is None or isinstance(spec, (bool, int, float, str))
 
 
 def unflatten(spec: Any, tensors: list[Tensor], ints: Sequence[int] = ()) -> Any:

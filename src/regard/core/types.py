@@ -47,7 +47,7 @@ IndexLike: TypeAlias = KeysLike | EllipsisType | range | tuple[KeysLike | Ellips
 SegmentsLike: TypeAlias = Tensor | Sequence[KeysLike]
 
 #: Tiles of `Weights.pool`: (rows, cols), and slices of the part that is pooled.
-PoolLike: TypeAlias = tuple[int, int] | tuple[int, int, slice] | tuple[int, int, slice, slice]
+PoolLike: TypeAlias = tuple[int, int] | tuple[int, int, slice | None] | tuple[int, int, slice | None, slice | None]
 
 #: Arguments of `torch.Tensor.to`.
 ToLike: TypeAlias = torch.device | torch.dtype | str | int | bool | Tensor | torch.memory_format | None

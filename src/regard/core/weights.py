@@ -268,7 +268,7 @@ class Weights(ArrayProtocol, Relations):
         """
         return self.see("received").received
 
-    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None), by: PoolBy = "sum") -> Tensor:
+    def pool(self, rows: int, cols: int, i: slice | None = None, j: slice | None = None, by: PoolBy = "sum") -> Tensor:
         """The sum of the weights in each of rows × cols tiles: the matrix at lower resolution.
 
         Tile r of n positions begins at ⌊r·n/rows⌋ and ends before ⌊(r+1)·n/rows⌋.
@@ -276,8 +276,8 @@ class Weights(ArrayProtocol, Relations):
         Args:
             rows: Number of tiles along the queries.
             cols: Number of tiles along the keys.
-            i: The part of the queries that is pooled, a slice without step.
-            j: The part of the keys that is pooled, a slice without step.
+            i: The part of the queries that is pooled, a slice without step; None for all.
+            j: The part of the keys that is pooled, a slice without step; None for all.
             by: As for `pool_blocks`: ``"sum"``, ``"mean"``, ``"max"``, ``"lse"``.
 
         Returns:

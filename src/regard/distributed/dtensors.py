@@ -23,7 +23,7 @@ from ..core.pytree import flatten, unflatten
 from ..core.results import Peak, Statistics, TopK
 from ..core.rows.head_reduction import HeadReduction
 from ..core.rows.spans import PoolBy
-from ..core.types import EngineName, SegmentsLike
+from ..core.types import EngineName, PoolLike, SegmentsLike
 from ..core.weights import Weights
 from .build import Parts, local_factors, shard_weights
 from .handshake import checked_together
@@ -159,7 +159,7 @@ class DTensorWeights(Weights):
     def pool_blocks(self, rows: int, cols: int, by: PoolBy = "sum") -> Tensor:
         return self._layout.wrap(self._local.pool_blocks(rows, cols, by), None)
 
-    def _pool_by(self, pool: tuple[int, int, slice, slice], by: str) -> Tensor:
+    def _pool_by(self, pool: PoolLike, by: str) -> Tensor:
         return self._layout.wrap(self._local._pool_by(pool, by), None)
 
     def cover(self, share: float, rows: int, cols: int) -> Tensor:

@@ -246,14 +246,14 @@ class HeadReduction(RowQuestions):
         """
         return self @ chosen_keys(keys, self.shape[-1], self._tokens[1], self._factors.q)
 
-    def pool(self, rows: int, cols: int, i: slice = slice(None), j: slice = slice(None), by: PoolBy = "sum") -> Tensor:
+    def pool(self, rows: int, cols: int, i: slice | None = None, j: slice | None = None, by: PoolBy = "sum") -> Tensor:
         """The matrix at lower resolution, tile by tile as `Weights.pool` cuts it.
 
         Args:
             rows: Number of tiles along the queries.
             cols: Number of tiles along the keys.
-            i: The part of the queries that is pooled.
-            j: The part of the keys that is pooled.
+            i: The part of the queries that is pooled; None for all.
+            j: The part of the keys that is pooled; None for all.
             by: ``"sum"``, ``"mean"`` or ``"max"``.
 
         Returns:

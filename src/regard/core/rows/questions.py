@@ -19,7 +19,7 @@ from ..problem import Factors
 from ..pytree import replace_fields
 from ..result_cache import check_fits
 from ..torch_state import is_tracing, without_autocast
-from ..types import EngineName, MaskLike, SegmentsLike
+from ..types import EngineName, MaskLike, PoolLike, SegmentsLike
 from .comparison import Comparison, joint_batch
 from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
@@ -234,7 +234,7 @@ class RowQuestions(NotElementwise):
         )
         return self._pool_tiles(*edges, by)
 
-    def _pool_by(self, pool: tuple[int, int, slice, slice], by: str) -> Tensor:
+    def _pool_by(self, pool: PoolLike, by: str) -> Tensor:
         """Tiles of a part of the matrix, as `Weights.pool` cuts it, at the cost of its rows."""
         i, j = self.shape[-2:]
         tiling = as_tiling(pool, (i, j))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..pytree import flatten, split_ints, unflatten
+from ..pytree import flatten, has_text, split_ints, unflatten
 from .fused import fused
 from .sources import RowSource
 from .strips import Question, joint_shape, walk_strips
@@ -30,15 +30,9 @@ def traced(sources: Sequence[RowSource], question: Question) -> list[Tensor] | N
     """The outputs as a part of a graph; None where the question has no text form."""
     spec, tensors = flatten((tuple(sources), question))
     spec, ints = split_ints(spec)
-    if not _has_text(spec):
+    if not has_text(spec):
         return None
     return torch.ops.regard.rows(tensors, ints, repr(spec))
-
-
-def _has_text(spec: Any) -> bool:
-    if isinstance(spec, tuple):
-        return all(_has_text(part) for part in spec)
-    return spec is None or isinstance(spec, (bool, int, float, str))
 
 
 def _parsed(tensors: Sequence[Tensor], ints: Sequence[int], spec: str) -> tuple[tuple[RowSource, ...], Question]:
