@@ -13,7 +13,8 @@ from typing import Any, TypeVar, dataclass_transform, overload
 from torch import SymFloat, SymInt, Tensor
 
 __all__ = [
-    "STORABLE", "flatten", "has_text", "is_node", "register_node", "replace_fields", "split_ints", "tree_map", "unflatten",
+    "STORABLE", "flatten", "has_text", "is_node", "register_node", "replace_fields", "split_ints", "tree_map",
+    "unflatten",
 ]  # fmt: skip
 
 T = TypeVar("T")

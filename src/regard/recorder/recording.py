@@ -75,7 +75,9 @@ class LayerStack:
             Layer(0, '', self, 1×2×3×3)
         """
         if not self.layers:
-            raise IndexError(f"nothing was recorded. Run the model inside the block, and ask after its end.{self._refusal()}")
+            raise IndexError(
+                f"nothing was recorded. Run the model inside the block, and ask after its end.{self._refusal()}"
+            )
         if isinstance(which, str):
             return self._layer_by_name(which)
         if which < 0 and -which <= len(self.layers):
