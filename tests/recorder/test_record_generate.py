@@ -228,3 +228,37 @@ def test_memory_of_a_generation_grows_with_its_length_not_its_square():
     saved = seen.layers[0].saved
     assert saved.k.untyped_storage().nbytes() <= saved.k.numel() * saved.k.element_size() * 2
     assert saved.q.shape[2] == saved.k.shape[2] == 44
+
+
+class BiasedWindow(torch.nn.Module):
+    """A cache that keeps four positions, and a bias of their distances."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 24)
+        self.past = None
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        if self.past is not None:
+            k, v = torch.cat([self.past[0], k], 2), torch.cat([self.past[1], v], 2)
+        bias = -torch.arange(k.shape[2] - 1.0, -1, -1).expand(q.shape[2], -1)
+        if q.shape[2] > 1:
+            bias = bias.masked_fill(torch.ones(bias.shape).triu(1).bool(), -torch.inf)
+        self.past = k[:, :, -3:], v[:, :, -3:]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias[None, None])
+
+
+@pytest.mark.parametrize("prompt", [2, 4, 6])
+def test_a_window_cache_with_a_bias_is_named_when_it_drops_keys(prompt):
+    """Steps before that are stitched, and those after it are passes of their own."""
+    torch.manual_seed(0)
+    model, x = BiasedWindow(), torch.randn(1, 9, 8)
+    steps = [x[:, :prompt], *x[:, prompt:].split(1, 1)]
+    with pytest.warns(RefusedWarning, match="its cache drops keys"), torch.no_grad(), regard.record(model) as seen:
+        _ = [model(step) for step in steps]
+    assert seen.passes[0].layers[0].shape[-2:] == (max(prompt, 4), max(prompt, 4))
+    assert all(one.layers[0].shape[-2:] == (1, 4) for one in seen.passes[1:])
+    q, k, _ = model.qkv(x).view(1, 9, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    s = q[:, :, -1:] @ k[:, :, -4:].mT / 2 - torch.arange(3.0, -1, -1)
+    torch.testing.assert_close(seen.passes[-1].layers[0].weights.dense(), s.softmax(-1))

@@ -28,7 +28,15 @@ DENSE_CELLS = 2**26
 
 
 class CannotStitch(Exception):  # noqa: N818  a fact about steps
-    """The steps do not make one matrix; the message says why."""
+    """The steps do not make one matrix; the message says why.
+
+    Attributes:
+        is_step: Whether the keys say that the call continues the cache all the same.
+    """
+
+    def __init__(self, reason: str, is_step: bool = False) -> None:
+        super().__init__(reason)
+        self.is_step = is_step
 
 
 def continues(call: AttentionCall, total: int) -> bool:
@@ -89,13 +97,11 @@ class CachedGeneration:
             raise CannotStitch("the batch changes between steps")
         m, n = saved.q.shape[2], saved.k.shape[2]
         seen = _intervals(saved.mask, m, n, saved.align, saved.q.device)
-        shift = self._extend_keys(saved.k, saved.v, m, n, seen)
+        bias = None if call.parsed_mask is None else call.parsed_mask.bias
+        shift = self._extend_keys(saved.k, saved.v, m, n, seen, biased=bias is not None)
         self.queries.append(saved.q)
         filled = seen.hi > seen.lo
         self.seen.append(RowIntervals(torch.where(filled, seen.lo + shift, 0), torch.where(filled, seen.hi + shift, 0)))
-        bias = None if call.parsed_mask is None else call.parsed_mask.bias
-        if shift and bias is not None:
-            raise CannotStitch("a position bias and a cache that drops keys")
         self.biases.append(None if bias is None else bias[..., : self.total])
 
     def _cut_back(self, positions: int, saved: SavedCall) -> None:
@@ -136,8 +142,8 @@ class CachedGeneration:
             self.seen.append(RowIntervals(seen.lo[:, :rows], seen.hi[:, :rows]))
             self.biases.append(bias if bias is None or bias.shape[-2] == 1 else bias[..., :rows, :])
 
-    def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, n: int, seen: RowIntervals) -> int:
-        """Append the new keys; returns the position of the first key of this step."""
+    def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, n: int, seen: RowIntervals, biased: bool) -> int:
+        """Append the new keys; returns the position of the first key of this step. An error leaves all as it was."""
         if self.cross:
             if k.shape != self.keys.shape or not (k.data_ptr() == self.keys.data_ptr() or torch.equal(k, self.keys)):
                 raise CannotStitch("the keys of its cross-attention change between steps")
@@ -156,6 +162,8 @@ class CachedGeneration:
             old = n - m
             if old > self.total or not torch.equal(k[:, :, :old], self.keys[:, :, self.total - old :]):
                 raise CannotStitch("keys change between steps, or the cache does not keep the latest ones in order")
+            if biased:
+                raise CannotStitch("its cache drops keys, and it adds a bias to the scores of those that stay", True)
             self.keys = torch.cat([self.keys, k[:, :, old:]], 2)
             self.values = None if v is None or self.values is None else torch.cat([self.values, v[:, :, old:]], 2)
             shift = end - n

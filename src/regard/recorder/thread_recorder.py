@@ -264,7 +264,7 @@ class ThreadRecorder:
         try:
             entry.extend(call, saved, one.before)
         except CannotStitch as error:  # a pass of its own
-            if call.w is not None:  # weights without keys cannot prove that they are something else
+            if call.w is not None or error.is_step:  # weights without keys cannot prove that they are something else
                 self.refuse(name, f"its steps are passes of their own: {error}")
             return False
         one.step_of, one.fresh, self._last = before, False, before
