@@ -229,3 +229,13 @@ def test_one_key_that_no_row_of_a_strip_sees_adds_nothing() -> None:
     assert torch.equal(W.reduce_heads("mean") @ v, torch.zeros(3, 5))
     dy = torch.randn(2, 3, 5)
     assert torch.equal(regard.chains.gradient_relevance(W, dy, v[None], torch.ones(1, 2)), torch.zeros(2, 3, 2))
+
+
+def test_questions_about_rows_of_several_masks_are_one_graph() -> None:
+    mask = regard.window(2, 0) & regard.padding(torch.tensor(4))
+
+    def ask(q: Tensor) -> Tensor:
+        return regard.weights(q, mask=mask).recall(regard.causal())
+
+    q = torch.randn(2, 7, 4)
+    torch.testing.assert_close(torch.compile(ask, backend="eager", fullgraph=True)(q), ask(q))

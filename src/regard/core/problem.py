@@ -167,6 +167,10 @@ class Problem:
     @functools.cached_property
     def intervals(self) -> KeyIntervals:
         """For each row, intervals of keys that hold all that it sees."""
+        return self._intervals()
+
+    def _intervals(self) -> KeyIntervals:
+        """Those of `intervals`, which Dynamo cannot read: Python 3.11 locks cached properties."""
         layout = self.layout()
         return layout.everything() if self.mask is None else self.mask.intervals(layout)
 
@@ -264,7 +268,8 @@ class Problem:
             return seen
         exact, seen = True, self.mask.visible_keys(self.layout())
         if seen is None:
-            exact, seen = self.intervals.exact, self.intervals.visible_keys(self.shape[3])
+            intervals = self._intervals() if is_tracing() else self.intervals
+            exact, seen = intervals.exact, intervals.visible_keys(self.shape[3])
         # Where all keys are seen, or none, work is saved; but reading that syncs with a GPU.
         may_sync = self.q.device.type == "cpu" and not in_functorch()
         if not exact and not (may_sync and not bool(seen.any())):
