@@ -374,7 +374,9 @@ def received_bytes(group: Any, rank: int, world: int, mask: str, what: str) -> i
     return ranks.bytes_received - before - handshakes
 
 
-def tensor_bytes(group: Any, rank: int, world: int, mask: str, what: str, piece: int = 4096) -> int:
+def tensor_bytes(
+    group: Any, rank: int, world: int, mask: str, what: str, piece: int = 4096, dtype: torch.dtype = torch.float32
+) -> int:
     """The most bytes of tensors that this rank holds at once during one request, inputs and results included."""
     from distributed.test_cost import MASKS
     from support.live_tensors import LiveTensors
@@ -382,7 +384,7 @@ def tensor_bytes(group: Any, rank: int, world: int, mask: str, what: str, piece:
     shards.SHORTEST_PIECE, sharded.ROWS = piece, 256
     n = 4096 * world
     rows = zigzag(n, world)[rank] if mask == "causal" else [range(rank * n // world, (rank + 1) * n // world)]
-    q, k, v = (torch.randn(1, h, sum(map(len, rows)), 64) for h in (2, 1, 1))
+    q, k, v = (torch.randn(1, h, sum(map(len, rows)), 64, dtype=dtype) for h in (2, 1, 1))
     counting = LiveTensors()
     counting.count(q, k, *([v] if what in ("values", "backward") else []))
     with counting:
@@ -391,7 +393,7 @@ def tensor_bytes(group: Any, rank: int, world: int, mask: str, what: str, piece:
         W = regard.weights(q, k, mask=MASKS[mask], mesh=Shards(group, rows, timeout=100))
         if what == "backward":
             y = W @ v
-            y.backward(torch.randn(y.shape))
+            y.backward(torch.randn(y.shape, dtype=dtype))
         elif what == "values":
             W @ v
         else:

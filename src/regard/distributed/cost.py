@@ -315,6 +315,8 @@ class _Work:
         most = max(merging + pieces * key * self.itemsize, joining) if keys else 0
         if self.backward:
             of_inputs = rows * (h * wide * self.itemsize + 4 * (h * d + key))  # in float32, and the incoming gradient
+            # Before an exchange the incoming gradient is copied to float32, the dtype of statistics.
+            of_inputs += rows * h * wide * 4 if keys and self.itemsize < 4 else 0
             sums = 4 * key * (SUMMED * piece + RETURNED * min(piece, keys))
             most = max(most, of_inputs + pieces * key * self.itemsize + sums)
         return b * (inputs + results + most)

@@ -33,7 +33,7 @@ def agree(ranks: Ranks, what: str, own: dict[str, Any], error: Exception | None 
     own = {"call": what, **own}
     if error is not None:
         own = {"call": what, "_error": f"{type(error).__name__}: {error}"}
-    records = [json.loads(text) for text in ranks.gather_text(json.dumps(own))]
+    records = [json.loads(text) for text in ranks.gather_text(json.dumps(own, separators=(",", ":")))]
     for rank, record in enumerate(records):
         if "_error" in record:
             raise RankError(
