@@ -1,7 +1,7 @@
-"""Operators between a softmax and its values that have no rule: weights that pass through one are refused by its name.
+"""Operators between a softmax and its values that have no rule of their own: their results of weights are named.
 
-Every operator passes here while a softmax is open, but for those with a rule of their own and views, which share the
-storage. Its result is not the weights any more, and is refused by the operator's name where it
+Every operator passes here while a softmax is open, but for those with a rule and views, which share the storage. The
+result that an operator makes of weights is not the weights any more, and is refused by the operator's name where it
 meets values; an operator that takes weights and values at once is named itself, unless the weights met values as well.
 """
 
