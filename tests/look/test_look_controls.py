@@ -20,8 +20,8 @@ from support.page_probe import CAT, history, translation
 CONTROLS = """[...document.querySelectorAll('button, select, input, summary, [tabindex="0"]')].filter((x) => x.dataset.key
     && x.checkVisibility() && !x.disabled).map((x) => [x.dataset.key, x.matches('summary') ? 'summary' : x.type ?? ''])"""
 ACTIVE = "document.activeElement.dataset.key ?? document.activeElement.tagName"
-# These lead to another view, or to a file, or away from where they stand; tests of their own say where the focus goes.
-LEAVES = re.compile(r"^(tab-|head-|open-|clear-tray|share|story-slides|tray-auto)")
+# These lead to another view, or to a file, or vanish once they are used; tests of their own say where the focus goes.
+LEAVES = re.compile(r"^(tab-|head-|open-|clear-tray|share|story-slides|tray-auto|chip-auto|compare|no-compare)")
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -67,6 +67,22 @@ def test_a_control_that_vanishes_leaves_the_focus_beside_it(show: Any, vanishes:
     shown.tab.keyboard.press("Enter")
     assert not shown.tab.locator(f'[data-key="{vanishes}"]').count()
     assert shown.tab.evaluate(ACTIVE) == next_to_it
+
+
+def test_buttons_that_replace_each_other_leave_the_focus_among_them(show: Any) -> None:
+    shown: Shown = show(PAGES["words"]())
+    shown.click("chip-1")
+    shown.tab.focus('[data-key="chip-auto"]')
+    shown.tab.keyboard.press("Enter")
+    assert not shown.tab.locator('[data-key="chip-auto"]').count()
+    assert re.match(r"chip-\d+$", shown.tab.evaluate(ACTIVE))
+    shown.view("overview").click("head-0-0")
+    shown.tab.hover('[data-key="head-0-1"]')
+    for key in ("compare", "no-compare"):
+        shown.tab.focus(f'[data-key="{key}"]')
+        shown.tab.keyboard.press("Enter")
+        assert not shown.tab.locator(f'[data-key="{key}"]').count()
+        assert shown.tab.evaluate(ACTIVE) == "open-head"
 
 
 def test_all_pairs_of_a_comparison_keep_the_focus(show: Any) -> None:
