@@ -28,12 +28,16 @@ def test_ranks_receive_the_bytes_that_it_says(ranks, mask, what) -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
-@pytest.mark.parametrize("what", ["statistics", "values", "second pass", "backward"])
-def test_ranks_hold_the_bytes_that_it_says(ranks, mask, what) -> None:
-    most = max(ranks.run(2, "support.rank_cases.tensor_bytes", mask, what))
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    [*((what, torch.float32) for what in ("statistics", "values", "second pass", "backward")),
+     ("backward", torch.bfloat16)],
+)  # fmt: skip
+def test_ranks_hold_the_bytes_that_it_says(ranks, mask, what, dtype) -> None:
+    most = max(ranks.run(2, "support.rank_cases.tensor_bytes", mask, what, 4096, dtype))
     values = what in ("values", "backward")
     predicted = regard.cost(
-        (1, 2, 1, 8192, 64), (1, 1, 2), mask=MASKS[mask], itemsize=4, values=values, topk=0 if values else 8,
+        (1, 2, 1, 8192, 64), (1, 1, 2), mask=MASKS[mask], itemsize=dtype.itemsize, values=values, topk=0 if values else 8,
         second_pass=what == "second pass", backward=what == "backward",
         machine=Machine("", 1e12, 1e12, 1e12, 1e12, 1e9, 1e-5, 1e11, rows=256),
     )  # fmt: skip

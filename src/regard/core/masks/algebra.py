@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..block import MatrixBlock, shifted, take
 from ..broadcast import MatrixShape, per_cell, refuse_flags_of_sequences
-from ..pytree import flatten, register_node, replace_fields, tree_map
+from ..pytree import flatten, is_node, register_node, replace_fields, tree_map
 from ..stored import check_broadcasts, require
 from ..tensor_kinds import readable
 from .call_hints import cells_of_function, mask_call
@@ -210,8 +210,8 @@ class Mask:
         require(others == 0, f"no recording has a mask {type(self).__name__}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the cache, which belongs to these very tensors."""
-        return {name: getattr(self, name) for name in self.parts}  # type: ignore[attr-defined]
+        """Without the cache, which belongs to these very tensors; of a user's own mask all attributes."""
+        return {name: getattr(self, name) for name in self.parts} if is_node(self) else vars(self)  # type: ignore[attr-defined]
 
     def size(self) -> tuple[int, int] | None:
         """Lengths of the matrix that this mask is for.
