@@ -3,8 +3,9 @@
 A served page is the same without the data, for which it asks its own server and no other.
 A Content-Security-Policy allows this script and this style, by their hashes, and nothing else: no request, no other
 script, whatever the data says. Images come from the page itself alone (blob:): it draws one to save it as PNG.
-Script, style and data are deflated, since a notebook stores a page for every view; a few plain lines unpack them, and
-the browser runs only what has the right hash. The title is the only text outside of the data. In a notebook the page is
+Script, style and data are deflated, since a notebook stores a page for every view, and script and style are written in
+base 85, 5 signs for 4 bytes, which saves 6 % of base 64; a few plain lines unpack them, and the browser runs only what
+has the right hash. The title is the only text outside of the data. In a notebook the page is
 in a sandboxed frame without access to the notebook.
 """
 
@@ -63,10 +64,19 @@ _POLICY_FORM = (
     re.escape(_POLICY).replace(r"'\{\}'", r"'sha256-[A-Za-z0-9+/=]{44}'").replace(r"\{\}", r"(connect-src 'self'; )?")
 )
 
+#: Digits of base 85 that need no escape in HTML, in a quoted attribute and in JSON, where RFC 1924 has & < > and `.
+_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%,()*+-;.=/?@^_:{|}~"
+_OF_RFC_1924 = str.maketrans("&<>`", ",./:")
+
 #: Runs first: unpacks the style and the script.
 _UNPACK = """
-const text = (id) => {
-  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+const digits = "DIGITS", text = (id) => {
+  const signs = document.getElementById(id).textContent, packed = new Uint8Array(signs.length / 5 * 4 | 0);
+  for (let n = 0; n < signs.length; n += 5) {
+    let value = 0;
+    for (let m = 0; m < 5; m++) value = value * 85 + digits.indexOf(signs[n + m] ?? "~");
+    for (let m = 0; m < 4; m++) packed[n / 5 * 4 + m] = value / 256 ** (3 - m);
+  }
   return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"))).text();
 };
 try {
@@ -78,7 +88,7 @@ try {
 } catch (error) {
   document.getElementById("regard").textContent = `This browser is too old to unpack the page: ${error.message}`;
 }
-"""
+""".replace("DIGITS", _DIGITS)
 
 #: The modules of the script, in the order in which they become one.
 _MODULES = (
@@ -143,8 +153,8 @@ def _page(title: str, data: str = "", vectors: str = "", look: str = "") -> str:
         policy=policy,
         title=title,
         look=look,
-        style=_base64(zlib.compress(style.encode(), 9)),
-        script=_base64(zlib.compress(script.encode(), 9)),
+        style=_base85(zlib.compress(style.encode(), 9)),
+        script=_base85(zlib.compress(script.encode(), 9)),
         data=data,
         vectors=vectors,
         unpack=_UNPACK,
@@ -197,3 +207,7 @@ def _hash(text: str) -> str:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
+
+
+def _base85(data: bytes) -> str:
+    return base64.b85encode(data).decode().translate(_OF_RFC_1924)
