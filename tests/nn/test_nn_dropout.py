@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import regard
+from regard.core import dropout as module
 from regard.nn import Block, CrossAttention, Probe, SelfAttention
-from regard.nn import dropout as module
 
 P = 0.4
 

@@ -449,27 +449,6 @@ def test_an_assistant_is_not_taken_for_the_model():
     assert names == {f"model.layers.{n}.self_attn" for n in range(2)}
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "more"),
-    [
-        ("Bert", "attention_probs_dropout_prob", {}),
-        ("Llama", "attention_dropout", {"attention_dropout": 0.1}),
-        ("GPT2", "attn_pdrop", {}),
-    ],
-)
-def test_advice_names_the_key_of_this_config(family, key, more):
-    transformers = pytest.importorskip("transformers")
-    from regard.integrations.transformers import register
-
-    register()
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, attn_implementation="regard", **more
-    )
-    net = getattr(transformers, f"{family}Model")(config).train()
-    with pytest.raises(ValueError, match=f"Set {key}=0 in the config"):
-        net(torch.zeros(1, 3, dtype=torch.long))
-
-
 # Small things that raised, or misled.
 
 

@@ -137,68 +137,7 @@ def test_bad_arguments_are_told(arguments, error):
         regard.watch(**{"model": nn.Linear(1, 1), **arguments})
 
 
-# attn_implementation="regard"
-
-transformers = pytest.importorskip("transformers")
-from support import zoo  # noqa: E402
-
 quietly = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-SUPPORTED = [
-    "bert",
-    "llama",
-    "mistral, window 4",
-    "gemma2, soft cap, window",
-    "gpt-oss, sinks",
-    "t5, bias",
-    "vit",
-    "gpt2",
-]
-
-
-@quietly
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_transformers_runs_on_regard(name):
-    from regard.integrations import transformers as on_regard
-
-    if not zoo.takes_any_attention(name):
-        pytest.skip(f"{name} of this transformers has an attention of its own, and takes no other")
-    on_regard.register()
-    model, inputs = zoo.build(name, "eager")
-    with torch.no_grad():
-        expected = model(**inputs)[0]
-        model.config._attn_implementation = "regard"
-        for part in model.modules():
-            if hasattr(part, "config"):
-                part.config._attn_implementation = "regard"
-        y = model(**inputs)[0]
-    real = inputs.get("attention_mask", torch.ones(y.shape[:2])).bool()
-    if y.shape[:2] != real.shape:
-        real = torch.ones(y.shape[:2], dtype=torch.bool)
-    torch.testing.assert_close(y[real], expected[real], atol=2e-4, rtol=0)
-
-
-@quietly
-def test_a_model_trains_on_its_own_entropy():
-    from regard.integrations import transformers as on_regard
-
-    on_regard.register()
-    _, config_class, config, _ = zoo.ZOO["llama"]
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(getattr(transformers, config_class)(**config, attn_implementation="regard"))
-    text = zoo.ids(4, 16)
-
-    def entropy():
-        with on_regard.statistics("entropy") as statistics:
-            model(text)
-        return torch.stack([seen.entropy.mean() for seen in statistics.values()]).mean()
-
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    before = entropy().item()
-    for _ in range(10):
-        optimizer.zero_grad()
-        entropy().backward()
-        optimizer.step()
-    assert entropy().item() < before - 0.05
 
 
 # Recipes.

@@ -346,9 +346,9 @@ BUGS = [
     # nn/pretrained.py
     Bug("from_pretrained: RoBERTa's positions begin at its padding", "nn/pretrained.py", "0 if start is None else start + 1 :", "0 if start is None else start :", ("from_pretrained",)),
     Bug("from_pretrained: the norms have PyTorch's own ε", "nn/pretrained.py", "            module.eps = eps\n", "            pass\n", ("from_pretrained",)),
-    # nn/dropout.py
-    Bug("attention dropout: rows are normalised again", "nn/dropout.py", "    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)\n", "    return seen.y / (1 - p)\n", ("attention dropout",)),
-    Bug("attention dropout: heads drop the same weights", "nn/dropout.py", "(q.shape[:-3].numel(), q.shape[-3], 1, 1)", "(q.shape[:-3].numel(), 1, 1, 1)", ("attention dropout",)),
+    # core/dropout.py
+    Bug("attention dropout: rows are normalised again", "core/dropout.py", "    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)\n", "    return seen.y / (1 - p)\n", ("attention dropout",)),
+    Bug("attention dropout: heads drop the same weights", "core/dropout.py", "(q.shape[:-3].numel(), q.shape[-3], 1, 1)", "(q.shape[:-3].numel(), 1, 1, 1)", ("attention dropout",)),
     # distributed: pieces of other ranks' keys, and the way back.
     Bug("ranks: a piece's offset forgets where its keys begin", "distributed/pairs.py", "rows.start + factors.query_offset - keys.start)", "rows.start + factors.query_offset)", ("ranks",)),
     Bug("ranks: the entropy of a piece is taken for its sum", "distributed/pairs.py", "l * (torch.where(l == 0, 1, l).log() - entropy)", "l * entropy", ("ranks",)),

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.api import attend, weights
+from ..core.dropout import attend_with_dropout, check_dropout
 from ..core.masks.kinds import Mask, as_mask, causal
 from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache, check_cache
-from .dropout import attend_with_dropout, check_dropout
 from .options import LayerScore, SeeOptions
 from .positions import PositionsLike, Rotary, as_positions
 from .probe import Probe

@@ -1,35 +1,30 @@
-"""transformers: interception of its flash and flex attention, and `attn_implementation="regard"`.
+"""transformers: interception of its flash and flex attention, and of `attn_implementation="regard"`.
 
 Its sdpa and eager attention are intercepted as in any other model. Flash and flex run kernels that are no operators of
 PyTorch, so there the interface of transformers is the seam: while a recording is open, the entries of its table of
-attention functions are wrappers that call the original and, in a thread that records, report its arguments.
-`register()` adds `attn_implementation="regard"`: attention whose statistics are part of the graph, to train on.
+attention functions are wrappers that call the original and, in a thread that records, report its arguments. An
+attention function of regard (`integrations/transformers`) gives the call itself, with what its pass computed.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...core.api import weights
 from ...core.torch_state import in_backward
-from ...core.types import StatisticName
-from ...core.weights import Statistics, Weights
 from ..calls import AttentionCall
 from ..mask_recognition import parse_mask
 from . import tap
 from .seams import flash_like
 
-__all__ = ["install", "register", "statistics", "uninstall"]
+__all__ = ["install", "uninstall"]
 
 _WRAPPED = ("flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "regard")
 
@@ -50,7 +45,7 @@ def install(owner: Any) -> None:
         _owners.add(owner)
         for name in _WRAPPED:
             if name in table and not hasattr(table[name], "regard_original"):
-                read = {"flex_attention": _flex_call, "regard": _regard_call}.get(name, _flash_call)
+                read = _flex_call if name == "flex_attention" else _flash_call
                 table.register(name, _intercepted(table[name], read))
 
 
@@ -73,6 +68,8 @@ def _table() -> Any:
 
 
 def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) -> Callable[..., Any]:
+    with_call = getattr(own, "with_call", None)
+
     @functools.wraps(own)
     def attention_function(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **more: Any
@@ -81,8 +78,8 @@ def _intercepted(own: Callable[..., Any], read: Callable[..., AttentionCall]) ->
         if not listeners:
             return own(module, query, key, value, attention_mask, **more)
         with tap.suspended():
-            if own is attention:
-                out, call = _attended(module, query, key, value, attention_mask, **more)
+            if with_call is not None:
+                out, call = with_call(module, query, key, value, attention_mask, **more)
             else:
                 out, call = own(module, query, key, value, attention_mask, **more), None
         if not torch.compiler.is_compiling() and not in_backward():
@@ -165,130 +162,3 @@ def _cells_of(block_mask: Any, i: int, j: int, device: torch.device) -> Tensor:
 
     b, h = block_mask.kv_num_blocks.shape[:2]
     return create_mask(block_mask.mask_mod, b, h, i, j, device=str(device))
-
-
-# attn_implementation="regard".
-
-
-class _OpenBlocks(threading.local):
-    """The `statistics` blocks that are open in this thread: requested names, and results by layer."""
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[tuple[StatisticName, ...], dict[str, Statistics]]] = []
-
-
-_blocks = _OpenBlocks()
-
-
-def register() -> None:
-    """Add `attn_implementation="regard"` to transformers.
-
-    The model then computes attention by `regard.weights`, whose statistics are part of the autograd graph; collect
-    them with `statistics`. Attention dropout must be 0.
-
-    Example:
-        >>> from regard.integrations import transformers
-        >>> transformers.register()  # doctest: +SKIP
-        >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="regard")  # doctest: +SKIP
-    """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register("regard", attention)
-    AttentionMaskInterface.register("regard", sdpa_mask)
-
-
-@contextmanager
-def statistics(*names: StatisticName) -> Iterator[dict[str, Statistics]]:
-    """Collect statistics of every layer of a model with `attn_implementation="regard"`, as part of the graph.
-
-    Args:
-        *names: Row statistics as in `Weights.see`: "entropy", "max_score", "lse", ...
-
-    Returns:
-        A context manager whose value is a dict: the number of the layer, in the order of calls, as a string, to
-        `Statistics` with one attribute a name, each ``(b, h, i)``, and the output ``y``.
-
-    Example:
-        >>> from regard.integrations.transformers import statistics
-        >>> with statistics("entropy") as by_layer:
-        ...     loss = model(**batch).loss  # doctest: +SKIP
-        >>> loss = loss - 0.01 * sum(s.entropy.mean() for s in by_layer.values())  # doctest: +SKIP
-    """
-    by_layer: dict[str, Statistics] = {}
-    _blocks.stack.append((names, by_layer))
-    try:
-        yield by_layer
-    finally:
-        _blocks.stack.pop()
-
-
-def attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """The attention function of transformers' interface, computed by `regard.weights`."""
-    return _attended(module, query, key, value, attention_mask, dropout, **more)[0]
-
-
-def _attended(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    **more: Any,
-) -> tuple[tuple[Tensor, None], AttentionCall]:
-    """The same, with the call as a recording reads it: the matrix holds what its pass computed."""
-    if dropout:
-        raise ValueError(
-            f"regard computes attention without dropout; got dropout={dropout}. "
-            f"Set {_dropout_key(module, dropout)}=0 in the config."
-        )
-    call = _regard_call(module, query, key, value, attention_mask, **more)
-    with torch.no_grad():
-        parsed = call.parse_mask()
-    w: Weights = weights(query, key, score=call.score(), mask=parsed.mask, align=parsed.align)
-    names, by_layer = _blocks.stack[-1] if _blocks.stack else ((), None)
-    seen = w.see(*names, values=value)
-    if by_layer is not None:
-        by_layer[f"{len(by_layer)}"] = seen  # layers in the order they are called
-    call.matrix = w
-    return (seen.y.transpose(1, 2).contiguous(), None), call
-
-
-def _regard_call(
-    module: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **more: Any,
-) -> AttentionCall:
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    call = AttentionCall(q, k, v, scale=scaling, mask=mask, softcap=softcap, sink=s_aux)
-    call.is_causal = bool(causal) and mask is None and q.shape[2] > 1
-    if position_bias is not None:
-        with torch.no_grad():
-            call.parse_mask().bias = position_bias
-    return call
-
-
-def _dropout_key(module: nn.Module, dropout: float) -> str:
-    """The name of the config entry that sets attention's dropout: models name it differently."""
-    config = getattr(module, "config", None)
-    values = {name: value for name, value in vars(config).items() if value == dropout} if config is not None else {}
-    named = [name for name in values if "drop" in name and re.search("att", name)]
-    return next(iter(named or [name for name in values if "drop" in name]), "attention_dropout")

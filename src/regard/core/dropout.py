@@ -12,10 +12,10 @@ import functools
 import torch
 from torch import Tensor
 
-from ..core.api import weights
-from ..core.masks.kinds import Mask
-from ..core.scores.kinds import Score
-from ..core.types import Align
+from .api import weights
+from .masks.kinds import Mask
+from .scores.kinds import Score
+from .types import Align
 
 __all__ = ["attend_with_dropout", "check_dropout"]
 
