@@ -294,31 +294,48 @@ def test_a_query_of_nan_is_no_row_that_sees_nothing(engine: str, dtype: torch.dt
         assert got.isnan().flatten().tolist() == [False, True, False]
 
 
+#: Masks of which row 5 sees keys on both sides of some that are hidden, or in front of all of them.
+HIDING = {"intervals": regard.causal(), "cells": (torch.arange(40)[:, None] + torch.arange(40)) % 3 > 0}
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("what", ["scores", "a bias a cell", "the gradient of the row"])
 def test_a_row_of_nan_gives_no_gradient_to_what_it_does_not_see(
-    engine: str, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    engine: str, dtype: torch.dtype, compiled: bool, hiding: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba, "enabled", compiled and numba.enabled)
     q, k, v = (draw(40, 2, dtype=dtype).requires_grad_() for _ in range(3))
-    bias = torch.zeros(40, 40, dtype=dtype)
-    bias[5, 1] = NAN
-    W = regard.weights(q, k, score=regard.ScaledDot().bias(bias), mask=regard.causal(), engine=engine)
-    seen = W.see("entropy", values=v)
-    (seen.y.sum() + seen.entropy.sum()).backward()
-    for x in (k, v):
-        assert x.grad.isnan().any(-1).tolist() == [True] * 6 + [False] * 34
+    mask, score = HIDING[hiding], regard.ScaledDot()
+    seen_by_5 = regard.weights(torch.zeros(40, 1), mask=mask).dense()[5] > 0
+    bias = torch.zeros(40, 40 if what == "a bias a cell" else 1, dtype=dtype)
+    bias[5, 2 if what == "a bias a cell" else 0] = NAN
+    if what != "the gradient of the row":
+        score = score.bias(bias)
+    seen = regard.weights(q, k, score=score, mask=mask, engine=engine).see("entropy", values=v)
+    if what == "the gradient of the row":
+        (seen.entropy * (1 + bias[:, 0])).sum().backward()
+    else:
+        (seen.y.sum() + seen.entropy.sum()).backward()
+        assert v.grad.isnan().any(-1).equal(seen_by_5)
+    assert k.grad.isnan().any(-1).equal(seen_by_5)
     assert q.grad.isnan().any(-1).tolist() == [row == 5 for row in range(40)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-def test_what_is_hidden_weighs_nothing_in_a_row_of_nan_either(engine: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("hiding", HIDING)
+def test_what_is_hidden_weighs_nothing_in_a_row_of_nan_either(
+    engine: str, dtype: torch.dtype, compiled: bool, hiding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba, "enabled", compiled and numba.enabled)
     q, k = draw(40, 2, dtype=dtype), draw(40, 2, dtype=dtype)
     q[5] = NAN
-    W = regard.weights(q, k, mask=regard.causal(), engine=engine)
-    seen = [True] * 6 + [False] * 34
-    for got in (W[5], W.received(), W.mT @ torch.ones(40, 1, dtype=dtype)):
-        assert got.isnan().flatten().tolist() == seen
+    W = regard.weights(q, k, mask=HIDING[hiding], engine=engine)
+    seen = regard.weights(torch.zeros(40, 1), mask=HIDING[hiding]).dense()[5] > 0
+    for got in (W[5], W.received(), W.pool(1, 40), W.mT @ torch.ones(40, 1, dtype=dtype)):
+        assert got.isnan().flatten().equal(seen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -96,6 +96,11 @@ def test_what_is_nan_stays_nan(dtype: torch.dtype) -> None:
     kernel_cases.judged_where_numbers_are_nan(dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_row_of_nan_gives_no_gradient_to_what_it_does_not_see(dtype: torch.dtype) -> None:
+    kernel_cases.judged_where_rows_are_nan(dtype, "cuda")
+
+
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("dtype", TYPES)
 def test_additive_scores_leave_registers_for_wide_values(dtype: torch.dtype, size: int) -> None:

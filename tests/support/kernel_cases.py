@@ -361,6 +361,27 @@ def judged_where_numbers_are_nan(dtype: torch.dtype, device: str = "cpu") -> Non
             assert same, f"{name} of a broken {broken}, {mask!r}, {dtype}"
 
 
+def judged_where_rows_are_nan(dtype: torch.dtype, device: str = "cpu") -> None:
+    """A row of nan gives its nan to the gradients of the keys that it sees, and to no other key of its tile."""
+    cells = (torch.arange(37)[:, None] + torch.arange(37)).to(device) % 3 > 0
+    for mask, broken in itertools.product((regard.causal(), regard.window(3, 2), cells), ("bias", "gradient")):
+        nan = torch.zeros(1, 2, 37, 1, device=device, dtype=dtype)
+        nan[0, 1, 5] = torch.nan
+        spread = []
+        for engine in ("triton", "blockwise"):
+            generator = torch.Generator().manual_seed(0)
+            q, k, v = (torch.randn(1, 2, 37, 16, generator=generator).to(device, dtype) for _ in range(3))
+            rows, keys = (torch.zeros(1, 2, *shape, device=device, dtype=dtype) for shape in ((37, 1), (1, 37)))
+            leaves = [x.requires_grad_() for x in (q, k, v, rows, keys)]
+            score = regard.ScaledDot().bias(rows + nan if broken == "bias" else rows).bias(keys)
+            seen = regard.weights(q, k, score=score, mask=mask, engine=engine).see("entropy", "lse", values=v)
+            factor = 1 + nan[..., 0] if broken == "gradient" else 1
+            loss = seen.y.float().sum() + ((seen.entropy + seen.lse) * factor).sum()
+            spread.append([g.isnan() for g in torch.autograd.grad(loss, leaves)])
+        for name, ours, right in zip(("q", "k", "v", "bias of rows", "bias of keys"), *spread, strict=True):
+            assert torch.equal(ours, right), f"gradient of {name}, nan {broken}, {mask!r}, {dtype}"
+
+
 def change_all(tree: Any, how: Any) -> Any:
     spec, tensors = flatten(tree)
     return unflatten(spec, [how(t) for t in tensors])

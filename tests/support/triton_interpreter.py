@@ -192,6 +192,7 @@ def main(part: int, of: int) -> int:
         kernel_cases.judged_where_all_scores_are_huge(torch.float32)
         kernel_cases.judged_where_all_scores_are_huge(torch.float16)
         kernel_cases.judged_where_numbers_are_nan(torch.float32)
+        kernel_cases.judged_where_rows_are_nan(torch.float32)
     return int(wrong > 0)
 
 

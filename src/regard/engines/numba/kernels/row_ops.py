@@ -331,11 +331,24 @@ def norm_of(T, row):
 
 
 @njit(fastmath={"contract"})
+def weight(s, m, share):
+    """exp(s − m) / l; 0 where hidden, also in a row that is nan."""
+    w = exp(s - m) * share
+    return f32(0) if s == NEGATIVE_INFINITY else w
+
+
+@njit(fastmath={"contract"})
+def weighted(w, x):
+    """w x; 0 where w is 0, also where x is nan."""
+    return w if w == f32(0) else w * x
+
+
+@njit(fastmath={"contract"})
 def normalize_and_accumulate_(s, n, m, share, column):
     """s ← exp(s − m) / l, and add it to the sums of the columns."""
     use_wide_vectors()
     for j in range(n):
-        w = exp(s[j] - m) * share
+        w = weight(s[j], m, share)
         s[j] = w
         column[j] += w
 
@@ -344,7 +357,7 @@ def normalize_and_accumulate_(s, n, m, share, column):
 def normalize_(s, n, m, share):
     use_wide_vectors()
     for j in range(n):
-        s[j] = exp(s[j] - m) * share
+        s[j] = weight(s[j], m, share)
 
 
 @njit(fastmath={"contract"})
@@ -355,7 +368,7 @@ def normalize_with_logs_(s, n, m, share, log):
         x = s[j] - m
         log_w = x + log_share
         log[j] = low if log_w < low else log_w
-        s[j] = exp(x) * share
+        s[j] = weight(s[j], m, share)
 
 
 @njit(fastmath={"contract"})
@@ -363,14 +376,14 @@ def score_grad_(d, w, n, c):
     """d ← w (d − c): the gradient of a row of scores."""
     use_wide_vectors()
     for j in range(n):
-        d[j] = w[j] * (d[j] - c)
+        d[j] = weighted(w[j], d[j] - c)
 
 
 @njit(fastmath={"contract"})
 def score_grad_with_entropy_(d, w, n, c, d_entropy, log):
     use_wide_vectors()
     for j in range(n):
-        d[j] = w[j] * (d[j] - c - d_entropy * log[j])
+        d[j] = weighted(w[j], d[j] - c - d_entropy * log[j])
 
 
 @njit(fastmath={"contract"})

@@ -155,7 +155,10 @@ def consumer(
                     dp = warpgroup_mma(v_tile, dy_tiles.index(slot).permute((1, 0)), dp, is_async=True)
                     dv = warpgroup_mma(p, dy_tiles.index(slot), dv, is_async=True)
                     dp = warpgroup_mma_wait(1, deps=(dp,))
-                    ds = gl.convert_layout((w.to(gl.float32) * dp * (1.0 / FP16_SCALE)).to(dtype), A)
+                    ds = w.to(gl.float32) * dp * (1.0 / FP16_SCALE)
+                    if EDGE:
+                        ds = gl.where(w == 0.0, 0.0, ds)  # in a row that is nan, 0 · nan would reach hidden keys
+                    ds = gl.convert_layout(ds.to(dtype), A)
                     # Next scores overlap with this gradient; after the last row block they are computed again and unused.
                     remaining -= 1
                     count += gl.where(remaining > 0, 1, 0)

@@ -128,7 +128,10 @@ def consumer(
                 dp = warpgroup_mma(dy_tile, head_tile(v_tiles, slot).permute((1, 0)), dp, is_async=True)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 mbarrier.arrive(v_free.index(slot))
-                ds = gl.convert_layout((w * dp).to(dtype), A)
+                ds = w * dp
+                if SECTION != 1:
+                    ds = gl.where(w == 0.0, 0.0, ds)  # in a row that is nan, 0 · nan would reach hidden keys
+                ds = gl.convert_layout(ds.to(dtype), A)
                 # Next scores overlap with this gradient; after the last tile they are computed again and unused.
                 remaining -= 1
                 count += gl.where(remaining > 0, 1, 0)

@@ -89,8 +89,9 @@ def extra_column(grad, row, head, x, i, j, sizes, KEYS_FIRST: tl.constexpr):
 def score_grad(
     dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes,
     D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr, EXTRA: tl.constexpr, FP32: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    EDGE: tl.constexpr,
 ):  # fmt: skip
-    """ds of a tile; `dp` is the output's part of left · right."""
+    """ds of a tile; `dp` is the output's part of left · right. At an EDGE of the mask some weights are 0."""
     if EXTRA:
         row = (b * sizes.h + h).to(tl.int64) * sizes.i + i
         head = grad.right + b.to(tl.int64) * grad.right_b + h.to(tl.int64) * grad.right_h
@@ -111,6 +112,8 @@ def score_grad(
         dp += per_row(d_distance, KEYS_FIRST) * distance
     if D_ENTROPY:
         dp -= per_row(d_entropy2, KEYS_FIRST) * log2w
+    if EDGE:
+        dp = tl.where(w == 0.0, 0.0, dp)  # in a row that is nan, 0 · nan would reach hidden keys
     return w * dp * slope
 
 
@@ -158,7 +161,7 @@ def add_dkdv(
             dp = tl.zeros_like(s)
         ds = score_grad(
             dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
-            True,
+            True, EDGE,
         )  # fmt: skip
         if SIMILARITY == "product":
             dk = add_product(ds.to(q_tile.dtype), q_tile, dk, FP32)
@@ -245,7 +248,7 @@ def add_dq(
             dp = tl.zeros_like(s)
         ds = score_grad(
             dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
-            False,
+            False, EDGE,
         )  # fmt: skip
         if SIMILARITY == "product":
             dq = add_product(ds.to(k_tile.dtype), k_tile, dq, FP32)
@@ -322,7 +325,7 @@ def modifier_grad_tile(
         dp = tl.zeros_like(s)
     return score_grad(
         dp, w, log2w, slope, delta, d_entropy2, d_distance, grad, i, j, b, h, sizes, D_ENTROPY, D_DISTANCE, EXTRA, FP32,
-        False,
+        False, True,
     )  # fmt: skip
 
 
