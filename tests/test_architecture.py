@@ -34,6 +34,7 @@ ARROWS: dict[str, set[str]] = {
     "core.torch_state": set(),
     "core.tensor_kinds": {"core.pytree", "core.torch_state"},
     "core.block": set(),
+    "core.shared": set(),
     "core.inherited": set(),
     "core.indexing": set(),
     "core.operators": set(),
@@ -73,7 +74,7 @@ ARROWS: dict[str, set[str]] = {
     "core.arguments": {"core.indexing", "core.scores.kinds", "core.stats", "core.tensor_kinds"},
     "core.results": set(),
     "core.evaluation": {
-        "core.arguments", "core.autograd", "core.indexing", "core.operators", "core.problem", "core.pytree", "core.result_cache", "core.results",
+        "core.arguments", "core.autograd", "core.indexing", "core.operators", "core.problem", "core.pytree", "core.result_cache", "core.results", "core.shared",
         "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "engines",
     },
     "core.array_protocol": {"core.evaluation", "core.indexing", "core.inherited", "core.tensor_kinds", "core.torch_state", "core.types"},
@@ -88,7 +89,7 @@ ARROWS: dict[str, set[str]] = {
     "core.rows.traced": {"core.rows.fused", "core.pytree", "core.rows.sources", "core.rows.strips"},
     "core.rows.questions": {
         "core.arguments", "core.broadcast", "core.rows.comparison", "core.indexing", "core.masks.algebra", "core.operators", "core.problem",
-        "core.pytree", "core.result_cache", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
+        "core.pytree", "core.result_cache", "core.shared", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "core.rows.traced", "core.types",
         "engines",
     },
     "core.rows.head_reduction": {
@@ -113,9 +114,9 @@ ARROWS: dict[str, set[str]] = {
     },
     "distributed": {
         "_lazy", "core.api", "core.array_protocol", "core.autograd", "core.block", "core.evaluation", "core.indexing", "core.masks.intervals", "core.masks.kinds",
-        "core.scores.modifiers", "core.online_softmax", "core.problem", "core.pytree", "core.result_cache", "core.results",
+        "core.scores.modifiers", "core.online_softmax", "core.operators", "core.problem", "core.pytree", "core.result_cache", "core.results",
         "core.rows.head_reduction", "core.rows.questions", "core.rows.relations", "core.rows.sources", "core.rows.spans", "core.rows.stats",
-        "core.rows.strips", "core.scores.kinds", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "core.weights", "engines",
+        "core.rows.strips", "core.scores.kinds", "core.shared", "core.stats", "core.tensor_kinds", "core.torch_state", "core.types", "core.weights", "engines",
     },
     "recorder": {
         "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.inherited", "core.masks.kinds", "core.problem", "core.pytree",
@@ -127,11 +128,11 @@ ARROWS: dict[str, set[str]] = {
     "integrations": {
         "_lazy", "core.api", "core.dropout", "core.masks.kinds", "core.torch_state", "core.types", "core.weights", "recorder",
     },
-    "chains": {"core.rows.stats", "core.scores.kinds", "core.weights"},
-    "kv": {"core.arguments", "core.weights"},
-    "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.weights"},
+    "chains": {"core.rows.stats", "core.scores.kinds", "core.shared", "core.weights"},
+    "kv": {"core.arguments", "core.shared", "core.weights"},
+    "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.shared", "core.weights"},
     "losses": {
-        "core.api", "core.rows.key_choice", "core.rows.questions", "core.scores.kinds", "core.types", "core.weights",
+        "core.api", "core.rows.key_choice", "core.rows.questions", "core.scores.kinds", "core.shared", "core.types", "core.weights",
     },
     "corpora": {
         "_io", "_lazy", "core.block", "core.rows.head_profile", "core.pytree", "core.rows.questions", "core.rows.sources", "core.rows.stats",
@@ -139,7 +140,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "look": {
         "_io", "_lazy", "core.block", "core.rows.comparison", "core.indexing", "core.masks.kinds", "core.patches", "core.problem", "core.pytree",
-        "core.results", "core.scores.kinds", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
+        "core.results", "core.scores.kinds", "core.shared", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
     },
     "cli": {"corpora", "learn", "look"},
     "__main__": {"cli"},

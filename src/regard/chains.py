@@ -15,11 +15,13 @@ from torch import Tensor
 
 from .core.rows.stats import GradientProduct
 from .core.scores.kinds import repeat_kv
+from .core.shared import called_by_all_ranks
 from .core.weights import Weights
 
 __all__ = ["gradient_relevance", "rollout", "rollout_rows"]
 
 
+@called_by_all_ranks
 def rollout(
     layers: Sequence[Weights],
     x: Tensor,
@@ -52,6 +54,7 @@ def rollout(
     return x
 
 
+@called_by_all_ranks
 def rollout_rows(
     layers: Sequence[Weights],
     rows: Sequence[int],
@@ -79,22 +82,28 @@ def rollout_rows(
     tensor([[0.3750, 0.6250, 0.0000]])
     """
     stack = _square(layers, residual)
-    *below, (top, share, norms) = zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True)
-    start = torch.zeros(top.shape[-1], len(rows), dtype=top.dtype, device=top.device)
-    for n, row in enumerate(rows):
-        start[row, n] = 1
-    # Of the last layer these rows alone count: they cost what rows cost, not a pass.
-    spread = _mean_of_heads(_scaled(top[..., list(rows), :].mT, norms), share)
-    u = residual * start + (1 - residual) * (
-        spread if norms is None else _divided(spread, spread.sum(-2, keepdim=True))
-    )
+    below = list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))
+    u = _chosen(stack[-1], rows)
+    if not stack[-1]._shared:  # of the last layer these rows alone count: they cost what rows cost, not a pass
+        top, share, norms = below.pop()
+        spread = _mean_of_heads(_scaled(top[..., list(rows), :].mT, norms), share)
+        sums = None if norms is None else spread.sum(-2, keepdim=True)
+        u = residual * u + (1 - residual) * (spread if sums is None else _divided(spread, sums))
     for layer, share, norms in reversed(below):
         from_rows = u if norms is None else _divided(u, _row_sums(layer, share, norms))
-        spread = torch.matmul(layer.mT, from_rows.unsqueeze(-3).expand(*layer.shape[:-1], -1))  # type: ignore[arg-type]
+        outer = *layer.shape[:-2], *from_rows.shape[-2:]
+        spread = torch.matmul(layer.mT, from_rows.unsqueeze(-3).expand(outer))  # type: ignore[arg-type]
         u = residual * u + (1 - residual) * _mean_of_heads(_scaled(spread, norms), share)
     return u.mT
 
 
+def _chosen(weights: Weights, rows: Sequence[int]) -> Tensor:
+    """One column for each of these rows, 1 at its place: (t, rows) of the positions that are here."""
+    positions = torch.tensor(list(rows), device=weights.device)
+    return (weights._rows_here[:, None] == positions % weights.shape[-1]).to(weights.dtype)
+
+
+@called_by_all_ranks
 def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, positive: bool = True) -> Tensor:
     """(W * dy v^T) @ x by strips: weights times their gradients, applied to x, for every head.
 
@@ -140,7 +149,10 @@ def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
     if not layers:
         raise ValueError("a rollout needs at least one layer.")
     for n, layer in enumerate(layers):
-        layer._need_entire("a rollout")
+        if not torch.equal(layer._rows_here, layer._keys_here) and layer.shape[-2] == layer.shape[-1]:
+            raise ValueError(
+                "a rollout over ranks takes the same rows and keys on every rank; pass Shards(mesh, rows)."
+            )
         t, first = layer.shape[-1], layers[0].shape
         if layer.ndim < 3 or (*layer.shape[:-3], *layer.shape[-2:]) != (*first[:-3], t, t) or first[-1] != t:
             raise ValueError(f"layer {n} of a rollout must be (..., h, t, t) as the others; got {tuple(layer.shape)}.")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .core.arguments import at_least_one
+from .core.shared import called_by_all_ranks
 from .core.weights import Weights
 
 __all__ = ["evict", "h2o", "keep", "oracle", "snapkv", "tova", "update"]
@@ -30,6 +31,7 @@ class KVCache(Protocol):
         """In the order of the model, each with `keys` and `values`."""
 
 
+@called_by_all_ranks
 def h2o(weights: Weights, mean: bool = True) -> Tensor:
     """Attention that each key received from all queries, averaged over the heads that share it (H2O).
 
@@ -53,6 +55,7 @@ def h2o(weights: Weights, mean: bool = True) -> Tensor:
     return scores / (rows - before).clamp(min=1)
 
 
+@called_by_all_ranks
 def tova(weights: Weights) -> Tensor:
     """The weights of the last query, averaged over all heads; the last key is never dropped (TOVA).
 
@@ -70,6 +73,7 @@ def tova(weights: Weights) -> Tensor:
     return scores.expand(*scores.shape[:-2], weights._factors.k.shape[-3], -1)
 
 
+@called_by_all_ranks
 def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     """The mean weight from the last queries, smoothed along keys, averaged over heads that share keys (SnapKV).
 
@@ -96,6 +100,7 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     return _with_largest_at_the_end(torch.nn.functional.pad(flat.reshape(mean.shape), (0, window)), window)
 
 
+@called_by_all_ranks
 def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
     """The weights of the queries that come later: the bound that methods without foresight are judged by.
 
@@ -109,17 +114,14 @@ def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
     >>> regard.kv.oracle(regard.weights(torch.zeros(1, 3, 4)), by="max")
     tensor([[0.3333, 0.3333, 0.3333]])
     """
-    weights._checked(lambda: _need_sum_or_max(by))
+    if by not in ("sum", "max"):
+        raise ValueError(f"oracle(by=) must be 'sum' or 'max'; got {by!r}.")
     if by == "sum":  # over ranks: of this rank's keys
         return weights.reduce_heads("mean", groups="kv").received()
     return weights.reduce_heads("max", groups="kv").pool_blocks(weights.shape[-2], 1, by="max").squeeze(-2)
 
 
-def _need_sum_or_max(by: str) -> None:
-    if by not in ("sum", "max"):
-        raise ValueError(f"oracle(by=) must be 'sum' or 'max'; got {by!r}.")
-
-
+@called_by_all_ranks
 def update(scores: Tensor, step: Weights) -> Tensor:
     """Accumulated scores after one more decoding step, at the cost of the step.
 

@@ -17,6 +17,7 @@ from .core import api
 from .core.rows.key_choice import KeyChoice
 from .core.rows.questions import RowQuestions
 from .core.scores.kinds import Indexer
+from .core.shared import called_by_all_ranks
 from .core.types import MaskLike
 from .core.weights import Weights
 
@@ -27,6 +28,7 @@ __all__ = ["alignment", "clip_factors", "distillation", "entropy_floor", "index_
 Relation: TypeAlias = Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "vv"]
 
 
+@called_by_all_ranks
 def entropy_floor(weights: Weights, floor: float) -> Tensor:
     """The mean over rows of max(0, floor − entropy): a penalty against entropy collapse.
 
@@ -41,9 +43,10 @@ def entropy_floor(weights: Weights, floor: float) -> Tensor:
     tensor(0.3069)
     """
     lacking = (floor - weights.entropy()).clamp(min=0).sum()
-    return weights._over_ranks(lacking, f"entropy_floor(floor={floor})") / max(1, weights.shape[:-1].numel())
+    return weights._over_ranks(lacking, "entropy_floor") / max(1, weights.shape[:-1].numel())
 
 
+@called_by_all_ranks
 def clip_factors(weights: Weights, threshold: float) -> Tensor:
     """The factor for every head that brings its largest score down to a threshold (QK-clip).
 
@@ -60,18 +63,15 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     >>> regard.losses.clip_factors(W, 50.0)
     tensor(0.5000)
     """
-    weights._checked(lambda: _need_positive(threshold))
+    if not threshold > 0:
+        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     largest = weights._over_ranks(largest, "clip_factors", "max")
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
 
 
-def _need_positive(threshold: float) -> None:
-    if not threshold > 0:
-        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
-
-
+@called_by_all_ranks
 def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:
     """-log of the weight on given cells, averaged over the rows that see one: guided alignment.
 
@@ -159,6 +159,7 @@ def index_weights(q: Tensor, k: Tensor, w: Tensor, mask: MaskLike | None = None)
     return api.weights(packed.unsqueeze(-3), k.unsqueeze(-3), score=Indexer(n), mask=mask)
 
 
+@called_by_all_ranks
 def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor:
     """KL of an indexer's distribution from the attention summed over heads: the loss of DeepSeek's sparse attention.
 
@@ -180,6 +181,8 @@ def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor
     >>> q.grad.shape
     torch.Size([4, 6, 8])
     """
+    for matrix in (teacher, index):
+        matrix._need_entire("losses.indexer")
     summed = teacher.detach().reduce_heads("sum", groups=1)
     if topk is None:
         return _mean(KeyChoice(summed, None).kl(index))

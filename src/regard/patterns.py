@@ -17,6 +17,7 @@ from torch import Tensor
 from .core.pytree import replace_fields
 from .core.rows.stats import induction_targets
 from .core.scores.kinds import Dot
+from .core.shared import called_by_all_ranks
 from .core.weights import Weights
 
 __all__ = ["HeadPatterns", "classify"]
@@ -63,6 +64,7 @@ class HeadPatterns:
         return float(shares[self.kinds.index(name)] if name in self.kinds else shares.max())
 
 
+@called_by_all_ranks
 def classify(
     weights: Weights | Sequence[Weights], tokens: Tensor | Sequence[int | str] | None = None, threshold: float = 0.4
 ) -> HeadPatterns:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
+from regard.distributed.handshake import describe
 from support import rank_faults
 from support.rank_faults import CULPRIT, TIMEOUT, WORLD
 
@@ -82,6 +85,36 @@ def test_ranks_that_disagree_are_told_before_anything_is_exchanged(ranks, differ
     errors = ranks.run(WORLD, "support.rank_cases.disagree", difference)
     assert len(set(errors)) == 1, errors
     assert text in errors[0], errors
+
+
+def scaled(factor: float, shift: int = 0):
+    """A function of positions that reads numbers from around it."""
+    return lambda i, j, n=shift: factor * (i - j) < n
+
+
+#: Pairs that differ in one bit, one captured number, one method or one constant inside.
+DIFFERENT = {
+    "a bit": (torch.zeros(9, dtype=torch.int64), -torch.eye(9, dtype=torch.int64)[3]),
+    "a sign": (torch.zeros(3), -torch.zeros(3)),
+    "the order": (torch.arange(9), torch.arange(9).flip(0)),
+    "a captured number": (scaled(1.0), scaled(2.0)),
+    "a default": (scaled(1.0), scaled(1.0, 1)),
+    "a method": (lambda s, i, j: s.relu(), lambda s, i, j: s.exp()),
+    "a constant inside": (lambda q, k: [(lambda x: x + 1)(x) for x in q], lambda q, k: [(lambda x: x + 2)(x) for x in q]),
+    "a partial": (functools.partial(torch.add, alpha=1), functools.partial(torch.add, alpha=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_checksums_tell_tensors_and_functions_apart(what) -> None:
+    one, two = DIFFERENT[what]
+    assert describe(one).partition("checksum")[2] != describe(two).partition("checksum")[2]
+    again = one.clone() if isinstance(one, torch.Tensor) else one
+    assert describe(one) == describe(again)
+
+
+def test_checksums_of_equal_functions_are_equal() -> None:
+    assert describe(scaled(1.0, 2)) == describe(scaled(1.0, 2))
 
 
 def test_a_mesh_needs_a_process_group() -> None:

@@ -20,6 +20,16 @@ def test_every_public_method_answers_as_one_process_or_is_refused_by_name(ranks,
                 assert got == want, name
 
 
+@pytest.mark.parametrize("kind", TABLES)
+def test_another_call_of_one_rank_is_one_error_on_all(ranks, kind) -> None:
+    for of_ranks in zip(*ranks.run(3, "support.rank_methods.errors_of_other_calls", kind), strict=True):
+        assert len(set(of_ranks)) == 1, of_ranks
+        name, error, text = of_ranks[0]
+        assert error == "RankError", (name, error, text)
+        assert "rank" in text, (name, text)
+        assert "sent nothing" not in text, (name, text)
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_one_wrong_call_of_one_rank_is_told_to_all(ranks, what) -> None:
     errors = ranks.run(3, "support.rank_methods.error_of_wrong_call", what)

@@ -32,7 +32,7 @@ REFUSED = (
     "one matrix is split over ranks and the other is not",
     "matrices that are compared must have the same rows and keys on every rank",
     "rank 0 of 2 cannot take part in this request: TypeError: mask must be",
-    "all ranks must make the same calls in the same order; rank 1 of 2 is at a question for",
+    "all ranks must have the same arguments in this request; rank 1 of 2 has 'kl()' and rank 0 'js()'",
     "all ranks must have the same question in a question for log_mass; rank 1 of 2 has",
 )
 

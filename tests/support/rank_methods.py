@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -83,16 +84,88 @@ OF_WEIGHTS: dict[str, Method] = {
 OF_HEADS = {**COMMON}
 for _name in ("distance_variance", "mass", "segment_mass", "topk"):
     OF_HEADS[_name] = COMMON[_name][0], REFUSED
+
+
+def local(t: Tensor, rows: Tensor) -> Tensor:
+    return t.index_select(-2, rows)
+
+
+_X = torch.linspace(-1, 1, 4 * LENGTH, dtype=torch.float64).reshape(4, LENGTH, 1)
+#: Functions of the library that take a matrix, by module and name.
+OF_FUNCTIONS: dict[str, Method] = {
+    "chains.gradient_relevance": (
+        lambda m, o, rows: regard.chains.gradient_relevance(m, *[local(_X, rows)] * 3), REFUSED
+    ),
+    "chains.rollout": (lambda m, o, rows: regard.chains.rollout([m, o], local(_X, rows)[0])[None], ROWS),
+    "chains.rollout_rows": (lambda m, o, rows: regard.chains.rollout_rows([m, o], [1, -1]), KEYS),
+    "compare": (lambda m, o, rows: regard.compare(m, o), REFUSED),
+    "kv.h2o": (lambda m, o, rows: regard.kv.h2o(m), KEYS),
+    "kv.oracle": (lambda m, o, rows: (regard.kv.oracle(m, by="max")), ALL),
+    "kv.snapkv": (lambda m, o, rows: regard.kv.snapkv(m, 3), REFUSED),
+    "kv.tova": (lambda m, o, rows: regard.kv.tova(m), ALL),
+    "kv.update": (lambda m, o, rows: regard.kv.update(torch.zeros(4, 2), m), REFUSED),
+    "look.View": (lambda m, o, rows: str(regard.look.View(m)), REFUSED),
+    "losses.alignment": (lambda m, o, rows: regard.losses.alignment(m, regard.window(2, 0)), ALL),
+    "losses.clip_factors": (lambda m, o, rows: regard.losses.clip_factors(m, 0.1), ALL),
+    "losses.entropy_floor": (lambda m, o, rows: regard.losses.entropy_floor(m, 2.0), ALL),
+    "losses.indexer": (lambda m, o, rows: regard.losses.indexer(m, o[:1]), REFUSED),
+    "patterns.classify": (lambda m, o, rows: regard.patterns.classify(m, [0, 1] * 5 + [2]).shares, ALL),
+    "walk": (lambda m, o, rows: regard.walk(m, local(_X, rows), 1, head=0), REFUSED),
+}  # fmt: skip
+#: What a subject of a picture or a function of a matrix is annotated with.
+_MATRICES = ("Weights", "RowQuestions", "Subject")
 OF_SCORES = {**_ARRAY, **{name: COMMON[name] for name in ("column", "dense", "device", "dtype", "row", "shape")}}
 TABLES = {
     "weights": (OF_WEIGHTS, regard.Weights, lambda m: m),
     "heads": (OF_HEADS, regard.HeadReduction, lambda m: m.reduce_heads("mean", groups=2)),
     "scores": (OF_SCORES, Scores, lambda m: m.scores),
+    "functions": (OF_FUNCTIONS, regard, lambda m: m),
 }
 
 
-def public(kind: type) -> set[str]:
-    return {name for name in dir(kind) if not name.startswith("_")}
+def public(kind: Any) -> set[str]:
+    """The public methods of a class; of the library its functions, and classes, that take a matrix."""
+    if kind is not regard:
+        return {name for name in dir(kind) if not name.startswith("_")}
+    modules = {
+        "": regard,
+        **{f"{m}.": getattr(regard, m) for m in ("chains", "kv", "look", "losses", "nn", "patterns")},
+    }
+    return {
+        f"{prefix}{name}" for prefix, module in modules.items() for name in module.__all__
+        if takes_a_matrix(getattr(module, name))
+    }  # fmt: skip
+
+
+def takes_a_matrix(value: Any) -> bool:
+    if not inspect.isfunction(value) and not (inspect.isclass(value) and value.__module__.startswith("regard.look")):
+        return False
+    annotations = [str(parameter.annotation) for parameter in inspect.signature(value).parameters.values()]
+    return any(name in text for text in annotations for name in _MATRICES)
+
+
+def errors_of_other_calls(group: Any, rank: int, world: int, kind: str) -> list[tuple[str, str, str]]:
+    """What each rank raises where rank 1 asks for something else than the others, of every method that asks any rank."""
+    table, _, matrix_of = TABLES[kind]
+    here = index_of(zigzag(LENGTH, world)[rank])
+    x, y = torch.randn(2, 4, LENGTH, 5, dtype=torch.float64)
+    raised = []
+    for name, (method, _) in table.items():
+        W, other = (
+            regard.weights(t[:, here], mask=regard.causal(), mesh=Shards(group, here, timeout=100)) for t in (x, y)
+        )
+        sent = W._plan.ranks.bytes_sent
+        try:
+            if rank == 1:
+                W.mass(1)
+            else:
+                method(matrix_of(W), matrix_of(other), here)
+                if W._plan.ranks.bytes_sent == sent == other._plan.ranks.bytes_sent:
+                    W.lse()  # a method that asks no rank: the next one does
+            raised.append((name, "nothing", ""))
+        except (RankError, NotImplementedError, TypeError, ValueError) as error:
+            raised.append((name, type(error).__name__, str(error)))
+    return raised
 
 
 def answers(group: Any, rank: int, world: int, kind: str) -> list[tuple[str, Any, Any]]:
@@ -125,13 +198,51 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
     "heads' comparison": (lambda W: W.reduce_heads().kl(W), lambda W: W.reduce_heads().kl(None), "another Weights"),
     "heads' cells": (lambda W: W.reduce_heads()[0, 0], lambda W: W.reduce_heads()[0], "indexed by rows and columns"),
     "heads' mask": (lambda W: W.reduce_heads().recall(regard.causal()), lambda W: W.reduce_heads().recall(3), "mask must"),
+    "segments of another kind": (
+        lambda W: W.segment_mass([[0]], rows=[[0, 1]]), lambda W: W.segment_mass([[0]], rows=[[0, 1]], by="mean"),
+        "the same arguments in this request",
+    ),
+    "segments of a tensor": (
+        lambda W: W.segment_mass(torch.zeros(12, dtype=torch.int64)),
+        lambda W: W.segment_mass(torch.zeros(12, dtype=torch.int64).index_fill(0, torch.tensor([3]), -1)),
+        "the same arguments in this request",
+    ),
+    "blocks' means": (lambda W: W.pool_blocks(2, 2), lambda W: W.pool_blocks(2, 2, by="mean"), "the same arguments in"),
+    "tokens of patterns": (
+        lambda W: regard.patterns.classify(W, tokens=[0, 1] * 6),
+        lambda W: regard.patterns.classify(W, tokens=[0, 2, 1] * 4), "the same arguments in a question for gather",
+    ),
+    "too few tokens": (
+        lambda W: regard.patterns.classify(W), lambda W: regard.patterns.classify(W, tokens=[0]), "needs a token at"
+    ),
+    "no pattern": (
+        lambda W: regard.patterns.classify(W), lambda W: regard.patterns.classify(W, threshold=7), "a number between 0 and 1"
+    ),
+    "a floor that is no number": (
+        lambda W: regard.losses.entropy_floor(W, 1.0), lambda W: regard.losses.entropy_floor(W, "1"), "has \"entropy_floor(floor='1')\" and rank 0"
+    ),
+    "means of keys": (lambda W: regard.kv.h2o(W), lambda W: regard.kv.h2o(W, mean=False), "the same arguments in"),
+    "a refused function": (lambda W: W.received(), lambda W: regard.kv.snapkv(W, 2), "NotImplementedError: snapkv takes all rows"),
+    "a picture": (lambda W: W.received(), lambda W: str(W.show()), "NotImplementedError: a picture takes all rows"),
+    "an operator": (lambda W: W.received(), lambda W: W + 1, "TypeError: + takes numbers"),
+    "a function of tensors": (lambda W: W.received(), lambda W: torch.softmax(W, -1), "TypeError: torch.softmax takes tensors"),
+    "a list of vectors": (lambda W: W.received(), lambda W: [1.0] @ W, "TypeError: u @ W takes a tensor of vectors"),
+    "no matrix over ranks": (
+        lambda W: W.received(), lambda W: regard.weights(torch.randn(2, 12, 5)).kl(W), "one matrix is split over ranks"
+    ),
+    "a stored matrix": (
+        lambda W: W.received(), lambda W: regard.Weights.from_dense(torch.rand(2, 12, 12)).js(W), "one matrix is split"
+    ),
+    "one layer more": (
+        lambda W: regard.patterns.classify(W), lambda W: regard.patterns.classify([W, W]), "the same arguments in"
+    ),
     "segments of rows": (
-        lambda W: W.segment_mass([[0]], rows=[[0]]), lambda W: W.segment_mass([[0]], rows=[[99]]), "index 99 is out of range"
+        lambda W: W.segment_mass([[0]], rows=[[0]]), lambda W: W.segment_mass([[0]], rows=[[99]]), "rank 1 of 3 has 'segment_mass(keys=[[0]], rows=[[99]])' and rank 0"
     ),
     "scores": (lambda W: W.row(0), lambda W: W.scores.row(0), "has 'scores of range(0, 1)' and rank"),
     "a floor": (
         lambda W: regard.losses.entropy_floor(W, 1.0), lambda W: regard.losses.entropy_floor(W, 2.0),
-        "all ranks must make the same calls in the same order; rank 1 of 3 is at entropy_floor(floor=2.0) and rank 0 at",
+        "all ranks must have the same arguments in this request; rank 1 of 3 has 'entropy_floor(floor=2.0)' and rank 0",
     ),
     "a threshold": (
         lambda W: regard.losses.clip_factors(W, 1.0), lambda W: regard.losses.clip_factors(W, 0.0), "needs a number > 0"
@@ -147,14 +258,14 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
 def error_of_wrong_call(group: Any, rank: int, world: int, what: str) -> str:
     """The error of one wrong call on rank 1; afterwards the ranks still work together."""
     right, wrong, _ = WRONG[what]
-    W = regard.weights(torch.randn(2, LENGTH // world + rank, 5), mask=regard.causal(), mesh=Shards(group, timeout=100))
+    W = regard.weights(torch.randn(2, LENGTH // world + rank, 5), mask=regard.causal(), mesh=Shards(group, timeout=20))
     W.lse()
     try:
         (wrong if rank == 1 else right)(W)
         text = "no error"
     except RankError as error:
         text = str(error)
-    assert regard.weights(torch.randn(3, 2), mesh=group).lse().shape == (3,)
+    assert regard.weights(torch.randn(3, 2), mesh=Shards(group, timeout=20)).lse().shape == (3,)
     return text
 
 

@@ -25,6 +25,11 @@ class Ask(NamedTuple):
     axis: int = 2
 
 
+def norms(*layers: regard.Weights) -> list[Tensor]:
+    """A number for each value, of the positions that are here."""
+    return [layer._factors.q.norm(dim=-1) for layer in layers]
+
+
 QUESTIONS = {
     "kl": Ask(lambda p, q: p.kl(q)),
     "cross_entropy": Ask(lambda p, q: p.cross_entropy(q)),
@@ -51,6 +56,11 @@ QUESTIONS = {
     "alignment": Ask(lambda p, q: regard.losses.alignment(p, regard.window(2, 0)), "all"),
     "h2o": Ask(lambda p, q: regard.kv.h2o(p), "keys"),
     "oracle": Ask(lambda p, q: regard.kv.oracle(p, by="max"), "all"),
+    "rollout": Ask(lambda p, q: regard.chains.rollout([p, q], p._factors.q.mean(-3), value_norms=norms(p, q)), axis=1),
+    "rollout_rows": Ask(
+        lambda p, q: regard.chains.rollout_rows([p, q, p], [3, -1], value_norms=norms(p, q, p)), "keys"
+    ),
+    "rollout_rows of means": Ask(lambda p, q: regard.chains.rollout_rows([p, q], [3, 0], residual=0.3), "keys"),
     "classify": Ask(lambda p, q: regard.patterns.classify(p, threshold=0.3).shares, "all"),
 }
 
@@ -129,6 +139,6 @@ def refused(group: Any, rank: int, world: int) -> list[str]:
         try:
             ask()
             texts.append("no error")
-        except (NotImplementedError, RuntimeError) as error:
+        except (NotImplementedError, RuntimeError, ValueError) as error:
             texts.append(str(error))
     return texts

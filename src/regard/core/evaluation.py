@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,14 +23,13 @@ from .problem import Factors, Problem
 from .pytree import flatten, replace_fields
 from .result_cache import ResultCache, check_fits
 from .results import Peak, Statistics, TopK
+from .shared import Shareable
 from .stats import FREE_OUTPUTS, OPTIONAL_OUTPUTS, Request, Results, softmax
 from .tensor_kinds import refuse_transforms
 from .torch_state import as_size, is_tracing, without_autocast
 from .types import EngineName
 
 __all__ = ["LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
-
-X = TypeVar("X")
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -48,7 +47,7 @@ _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
 _KINDS: dict[str, type] = {}
 
 
-class LazyMatrix(NotElementwise):
+class LazyMatrix(NotElementwise, Shareable):
     """Factors, an engine and the results that are still valid. No weight is stored."""
 
     #: Whether results are cached, together with a pass's free outputs. `attend` asks once and needs neither.
@@ -132,10 +131,6 @@ class LazyMatrix(NotElementwise):
         return self._with(factors, one_head=self._one_head or isinstance(heads, int))
 
     # Requests.
-
-    def _checked(self, check: Callable[[], X]) -> X:
-        """The answer of a check of arguments, which may raise; over ranks its error is that of all of them."""
-        return check()
 
     @property
     def _entire(self) -> bool:

@@ -6,9 +6,9 @@ is split over its mesh axis, in the split that `distribute_tensor` makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,13 @@ from ..core.rows.spans import PoolBy
 from ..core.types import EngineName, PoolLike, SegmentsLike
 from ..core.weights import Weights
 from .build import Parts, local_factors, shard_weights
+from .calls import shared_methods
 from .handshake import checked_together
 from .shards import Shards
 from .transport import Ranks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["DTensorWeights", "dtensor_weights"]
 
@@ -81,6 +85,8 @@ class DTensorWeights(Weights):
     'Weights'
     """
 
+    _shared = True
+
     def __init__(self, local: Weights, layout: MeshLayout) -> None:
         super().__init__(local._factors, local._engine, one_head=local._one_head, tokens=local._tokens)
         self._local, self._layout = local, layout
@@ -109,9 +115,34 @@ class DTensorWeights(Weights):
     def _checked(self, check: Callable[[], X]) -> X:
         return self._local._checked(check)
 
+    def _called(self, function: Callable[..., X], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> X:
+        return self._local._called(function, args, kwargs)
+
     @property
     def _entire(self) -> bool:
-        return all(role is None for role in self._layout.roles)
+        return False
+
+    def _need_entire(self, what: str) -> None:
+        raise NotImplementedError(f"{what} is not computed of DTensors; use full_tensor() of q and k first.")
+
+    @property
+    def _rows_here(self) -> Tensor:
+        return self._local_factors().q
+
+    def numpy(self) -> np.ndarray:
+        """All of it as a NumPy array, on every rank.
+
+        Returns:
+            ``(..., h, i, j)`` or ``(i, j)`` of the global matrix.
+
+        Example:
+            >>> regard.weights(torch.zeros(1, 4)).numpy()  # of DTensors: gathered from all ranks
+            array([[1.]], dtype=float32)
+        """
+        return _gathered(self.dense()).numpy(force=True)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return _gathered(self.dense()).__dlpack__(**options)
 
     # Questions about rows: those without tensors of their own are asked of the part that is here.
 
@@ -255,6 +286,14 @@ class _TransposedDTensor(Transposed):
         w: Any = self.mT
         local = w._checked(lambda: w._layout.unwrap(u, "vectors"))
         return w._layout.wrap(w._local.mT @ local, w._sizes[1])
+
+
+def _gathered(x: Tensor) -> Tensor:
+    gathered: Any = x.detach()
+    return gathered.full_tensor()  # type: ignore[no-any-return]
+
+
+shared_methods(DTensorWeights)
 
 
 class _SharedParameter(torch.autograd.Function):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar
 
@@ -16,7 +14,6 @@ from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
 from ..core.rows.head_reduction import HeadReduction
-from ..core.rows.questions import RowQuestions
 from ..core.rows.relations import row_range
 from ..core.rows.sources import RowSource
 from ..core.rows.stats import DistanceVariance
@@ -27,6 +24,7 @@ from ..core.types import EngineName
 from ..core.weights import Weights
 from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
+from .calls import call_of, shared_methods
 from .exchange import Plan
 from .handshake import agree, backward_call, checked_together, describe, needed_by_any
 from .pairs import by_piece, hidden_from_all, wants_of
@@ -38,6 +36,9 @@ from .transport import Ranks
 __all__ = ["ShardedWeights", "engine_of", "nan_error"]
 
 X = TypeVar("X")
+
+#: The name of a request, and of everything that leads to one, in errors.
+REQUEST = "this request"
 
 #: Rows that are computed at once: temporaries of a merge are as large, and a GPU must be filled.
 ROWS, ROWS_GPU = 2**12, 2**15
@@ -53,6 +54,8 @@ class ShardedWeights(Weights):
     >>> regard.distributed.ShardedWeights.__mro__[1].__name__
     'Weights'
     """
+
+    _shared = True
 
     def __init__(
         self,
@@ -167,13 +170,26 @@ class ShardedWeights(Weights):
     def _broadcast_vectors(self, u: Any) -> Tensor:
         return self._checked(lambda: super(ShardedWeights, self)._broadcast_vectors(u))
 
+    def __rmatmul__(self, u: Tensor) -> Tensor:
+        if not isinstance(u, Tensor):  # Python would raise on this rank alone
+            raise TypeError(f"u @ W takes a tensor of vectors; got {type(u).__name__}.")
+        return super().__rmatmul__(u)
+
     def _ask(self, request: Request) -> Results:
         self._checked(lambda: self._batch_with(request))
         return super()._ask(request)
 
     def _checked(self, check: Callable[[], X]) -> X:
-        """Arguments that do not fit on this rank are an error of all ranks."""
-        return checked_together(self._plan.ranks, "this request", check)
+        return checked_together(self._plan.ranks, REQUEST, check)
+
+    def _called(self, function: Callable[..., X], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> X:
+        ranks = self._plan.ranks
+        return checked_together(ranks, REQUEST, lambda: function(*args, **kwargs), call_of(function, args, kwargs))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        matrix = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
+        return matrix._checked(lambda: super(ShardedWeights, cls).__torch_function__(func, types, args, kwargs))
 
     def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
@@ -219,7 +235,7 @@ class ShardedWeights(Weights):
                 "requires_grad": [requires_grad, *(t is not None and t.requires_grad for t in (request.v, request.u))],
                 "_wants": wants,
             }
-            records = agree(plan.ranks, "this request", record, nan_error(plan, factors, v=request.v, u=request.u))
+            records = agree(plan.ranks, REQUEST, record, nan_error(plan, factors, v=request.v, u=request.u))
             of_ranks = [by_piece(plan, record["_wants"]) for record in records]
             job = Job(plan, of_ranks, spans, engine_of(self._engine), factors, request)
             if not requires_grad:
@@ -274,9 +290,13 @@ class _ShardedHeads(HeadReduction):
     """Heads of a matrix over ranks, taken together."""
 
     _weights: ShardedWeights
+    _shared = True
 
     def _checked(self, check: Callable[[], X]) -> X:
         return self._weights._checked(check)
+
+    def _called(self, function: Callable[..., X], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> X:
+        return self._weights._called(function, args, kwargs)
 
     def __matmul__(self, v: Tensor) -> Tensor:
         refuse_complete_rows("a product of heads together")
@@ -285,25 +305,10 @@ class _ShardedHeads(HeadReduction):
 ShardedWeights._heads_together = _ShardedHeads
 
 
-def _agreed(method: Callable[..., X]) -> Callable[..., X]:
-    """The method of one process, whose errors on one rank are those of all ranks."""
-
-    @functools.wraps(method)
-    def checked(self: ShardedWeights | _ShardedHeads, *args: Any, **kwargs: Any) -> X:
-        return self._checked(lambda: method(self, *args, **kwargs))
-
-    return checked
-
-
-_ROW_QUESTIONS = ("_pool_by", *(name for name, _ in inspect.getmembers(RowQuestions, inspect.isfunction)
-                                if name != "rows" and not name.startswith("_")))  # fmt: skip
-for _kind, _own in ((Weights, ("label", "reduce_heads", "to")), (HeadReduction, ("__getitem__", "entropy", "mass"))):
-    for _name in (*_ROW_QUESTIONS, *_own):
-        setattr(ShardedWeights if _kind is Weights else _ShardedHeads, _name, _agreed(getattr(_kind, _name)))
-
-
 class _ShardedScores(Scores):
     """Scores of a matrix over ranks."""
+
+    _shared = True
 
     def __init__(self, matrix: ShardedWeights) -> None:
         super().__init__(matrix._factors, matrix._engine, one_head=matrix._one_head, tokens=matrix._tokens)
@@ -322,8 +327,14 @@ class _ShardedScores(Scores):
     def _checked(self, check: Callable[[], X]) -> X:
         return self._matrix._checked(check)
 
+    def _called(self, function: Callable[..., X], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> X:
+        return self._matrix._called(function, args, kwargs)
+
     def _block(self, rows: list[int] | range, cols: list[int] | range) -> Tensor:
         return self._matrix._cells("scores", rows, cols, lambda cells, _: cells)
+
+
+shared_methods(ShardedWeights, _ShardedHeads, _ShardedScores)
 
 
 def _chosen_rows(plan: Plan, rows: list[int] | range) -> tuple[list[int], list[int], list[tuple[range, slice]]]:

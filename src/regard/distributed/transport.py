@@ -78,6 +78,9 @@ class _GroupHealth:
     error: RankError | None = None
     matrices: int = 0
     nodes: int = 0
+    #: The call that is under way, as a text that is the same on all ranks; and whether there is one.
+    call: str | None = None
+    inside: bool = False
 
 
 _HEALTH: dict[str, _GroupHealth] = {}
@@ -124,6 +127,22 @@ class Ranks:
         """How many autograd nodes were made in this process group, the one that is being made included."""
         self._health.nodes += 1
         return self._health.nodes
+
+    @property
+    def call(self) -> str | None:
+        """The call that is under way; None where there is none with arguments."""
+        return self._health.call
+
+    @contextmanager
+    def calling(self, call: str | None) -> Iterator[bool]:
+        """Around a call of this rank; whether it is inside no other one. The outermost one with a text is `call`."""
+        health = self._health
+        inside, before = health.inside, health.call
+        health.inside, health.call = True, call if before is None else before
+        try:
+            yield not inside
+        finally:
+            health.inside, health.call = inside, before
 
     # Messages.
 

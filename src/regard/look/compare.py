@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.rows.comparison import MEASURES
+from ..core.shared import called_by_all_ranks
 from ..recorder.head_metrics import Table
 from .alignment import Alignment, align_tokens
 from .layers import LayerView, Subject, layers_of
@@ -157,6 +158,7 @@ class HeadChanges(Table[HeadChange]):
         return View(self, **options)
 
 
+@called_by_all_ranks
 @torch.no_grad()
 def compare(
     a: Subject,

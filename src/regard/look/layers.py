@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.block import MatrixBlock
 from ..core.problem import Factors
+from ..core.shared import called_by_all_ranks
 from ..core.weights import Weights
 from ..recorder import Recording
 from ..recorder.slicing import span_of
@@ -214,6 +215,7 @@ def _from_layer(layer: Layer, item: int) -> LayerView:
     return LayerView(layer.index, layer.name, layer.kind, weights, values)
 
 
+@called_by_all_ranks
 def _from_weights(weights: Weights, item: int, values: Tensor | None) -> LayerView:
     weights._need_entire("a picture")
     if 0 in weights.shape:

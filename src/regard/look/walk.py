@@ -18,6 +18,7 @@ from ..core.indexing import At
 from ..core.problem import Factors
 from ..core.pytree import tree_map
 from ..core.scores.kinds import upcast
+from ..core.shared import called_by_all_ranks
 from ..core.weights import Weights
 from .ranking import nan_note
 from .token_text import resolve
@@ -75,6 +76,7 @@ class Walk:
 
 
 @torch.no_grad()
+@called_by_all_ranks
 def walk(weights: Weights, v: Tensor | None = None, word: int | str | At = 0, *, head: int | None = None) -> Walk:
     """Attention for one word, step by step.
 

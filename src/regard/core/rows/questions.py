@@ -18,6 +18,7 @@ from ..operators import NotElementwise
 from ..problem import Factors
 from ..pytree import replace_fields
 from ..result_cache import check_fits
+from ..shared import Shareable, refuse_one_over_ranks
 from ..torch_state import is_tracing, without_autocast
 from ..types import EngineName, MaskLike, PoolLike, SegmentsLike
 from .comparison import Comparison, joint_batch
@@ -37,7 +38,7 @@ _ASSUMED_TO_FIT = 2**26
 FARTHEST = 2**62
 
 
-class RowQuestions(NotElementwise):
+class RowQuestions(NotElementwise, Shareable):
     """Methods of a matrix whose complete rows can be computed, a strip at a time."""
 
     _factors: Factors
@@ -109,6 +110,7 @@ class RowQuestions(NotElementwise):
                 f"{measure}(other) compares with another Weights; got {type(other).__name__}. "
                 "Weights that exist as a tensor: regard.Weights.from_dense(w)."
             )
+        refuse_one_over_ranks(self, other)
         if self.shape[-2:] != other.shape[-2:]:
             raise ValueError(
                 f"{measure}(other) compares rows of equal keys: both matrices must have the same i and j; "
