@@ -18,7 +18,7 @@ from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache, check_cache
 from .dropout import attend_with_dropout, check_dropout
-from .options import LayerScore, SeeOptions
+from .options import LayerScore, SeeOptions, check_see_options
 from .positions import PositionsLike, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
@@ -215,6 +215,7 @@ class SelfAttention(_Attention):
             >>> seen.y.shape, seen.entropy.shape
             (torch.Size([2, 5, 16]), torch.Size([2, 4, 5]))
         """
+        check_see_options(more)
         q, k, v = self._qkv(x, cache)
         visible, align = self._visible(mask, q, k)
         seen = self._seen(q, k, v, visible, align, names, **more)
@@ -391,6 +392,7 @@ class CrossAttention(_Attention):
             >>> seen.y.shape, seen.entropy.shape
             (torch.Size([5, 16]), torch.Size([4, 5]))
         """
+        check_see_options(more)
         q, k, v = self._qkv(x, memory, cache)
         seen = self._seen(q, k, v, None if mask is None else as_mask(mask), None, names, **more)
         _fill(cache, k, v, memory)

@@ -13,7 +13,7 @@ from ..core.types import MaskLike
 from .block import Block
 from .cache import Cache, check_caches
 from .encoder_decoder import Decoder, Encoder
-from .options import BlockOptions, ModelOptions
+from .options import BlockOptions, ModelOptions, check_layer_options
 from .positions import Learned, Positions, PositionsLike, Rotary, as_positions
 from .probe import Probe
 
@@ -66,6 +66,7 @@ class LanguageModel(nn.Module):
         **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
+        check_layer_options(self, block, ModelOptions)
         kind = as_positions(positions, dim, context)
         self.context = context
         self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout, embedding_scale)
@@ -140,6 +141,7 @@ class Translator(nn.Module):
         positions: PositionsLike | None = "rotary", **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
+        check_layer_options(self, block, ModelOptions)
         kind = as_positions(positions, dim)
         options: BlockOptions = {"dropout": dropout, "positions": kind if isinstance(kind, Rotary) else None, **block}
         self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)

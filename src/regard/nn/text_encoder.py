@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..core.types import MaskLike
 from .encoder_decoder import Encoder
-from .options import ModelOptions
+from .options import ModelOptions, check_layer_options
 from .positions import Learned
 from .probe import Probe
 
@@ -40,6 +40,7 @@ class TextEncoder(nn.Module):
         segments: int = 2, dropout: float = 0.0, **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
+        check_layer_options(self, block, ModelOptions)
         self.words = nn.Embedding(vocabulary, dim)
         self.positions = Learned(context, dim)
         self.segments = nn.Embedding(segments, dim)
