@@ -194,6 +194,24 @@ def test_an_unknown_option_is_named_by_the_layer_that_was_called(make, text):
     assert (near and near[1]) == expected.get(unknown)
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: LanguageModel(9, dim=8)(torch.tensor([[3, 9]])), IndexError, "ids must lie between 0 and 8, for a table of 9; got 3 … 9."),
+        (lambda: Translator(9, dim=8)(torch.tensor([[-1]]), torch.tensor([[1]])), IndexError, "got -1 … -1."),
+        (lambda: TextEncoder(9, dim=8)(torch.tensor([[1]]), segments=torch.tensor([[2]])), IndexError, "segments must lie between 0 and 1"),
+        (lambda: LanguageModel(9, dim=8)(torch.ones(1, 2)), TypeError, "ids must be whole numbers, int64 or int32; got dtype torch.float32."),
+        (lambda: SelfAttention("16"), TypeError, "dim must be a whole number; got '16'."),
+        (lambda: SelfAttention(16.0, 2), TypeError, "dim must be a whole number; got 16.0."),
+        (lambda: SelfAttention(16, heads=2.0), TypeError, "heads must be a whole number; got 2.0."),
+        (lambda: Probe("entropy")[0], ValueError, "this probe has no results yet"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_model_is_named(call, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
 def test_every_option_that_is_handed_down_is_one_of_the_layer_below():
     """`check_layer_options` refuses what the TypedDicts lack, so these must have all."""
 

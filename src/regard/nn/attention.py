@@ -36,6 +36,9 @@ class _Attention(nn.Module):
         super().__init__()
         self.attention_dropout = check_dropout(attention_dropout)
         kv_heads = heads if kv_heads is None else kv_heads
+        _check_sizes(
+            dim=dim, memory_dim=memory_dim, heads=heads, kv_heads=kv_heads, key_size=key_size, value_size=value_size
+        )
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, both at least 1; got {heads} and {kv_heads}.")
         if not parameters:
@@ -470,6 +473,12 @@ def _check_memory(cache: Cache, memory: Tensor | None) -> None:
             "this cache was filled from another memory: pass memory=None to continue with that one, "
             "or an empty Cache() for the new one."
         )
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and not hasattr(size, "__index__"):
+            raise TypeError(f"{name} must be a whole number; got {size!r}.")
 
 
 def _refuse_parameters(

@@ -12,6 +12,7 @@ from ..core.masks.kinds import Mask, padding
 from ..core.types import MaskLike
 from .block import Block
 from .cache import Cache, check_caches
+from .embedding import look_up
 from .encoder_decoder import Decoder, Encoder
 from .options import BlockOptions, ModelOptions, check_layer_options
 from .positions import Learned, Positions, PositionsLike, Rotary, as_positions
@@ -33,7 +34,7 @@ class _TokenEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, start: int = 0) -> Tensor:
-        x = self.table(ids) * self.scale  # b t dim
+        x = look_up(self.table, ids, "ids") * self.scale  # b t dim
         return self.dropout(x if self.positions is None else self.positions.add_to(x, start))
 
     def logits(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.types import MaskLike
+from .embedding import look_up
 from .encoder_decoder import Encoder
 from .options import ModelOptions, check_layer_options
 from .positions import Learned
@@ -69,5 +70,6 @@ class TextEncoder(nn.Module):
             torch.Size([2, 3, 16])
         """
         segments = torch.zeros_like(ids) if segments is None else segments
-        x = self.positions.add_to(self.words(ids) + self.segments(segments))  # b t dim
+        vectors = look_up(self.words, ids, "ids") + look_up(self.segments, segments, "segments")
+        x = self.positions.add_to(vectors)  # b t dim
         return self.body(self.dropout(self.norm(x)), mask, probe=probe)
