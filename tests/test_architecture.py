@@ -30,6 +30,7 @@ def parsed(path: Path) -> ast.Module:
 ARROWS: dict[str, set[str]] = {
     "_lazy": set(),
     "_io": set(),
+    "_options": set(),
     "core.pytree": set(),
     "core.torch_state": set(),
     "core.tensor_kinds": {"core.pytree", "core.torch_state"},
@@ -122,6 +123,7 @@ ARROWS: dict[str, set[str]] = {
         "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.inherited", "core.masks.kinds", "core.problem", "core.pytree",
         "core.rows.stats", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
+<<<<<<< HEAD
     "core.dropout": {"core.api", "core.masks.kinds", "core.scores.kinds", "core.types"},
     "nn": {"_lazy", "core.api", "core.dropout", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
@@ -131,6 +133,14 @@ ARROWS: dict[str, set[str]] = {
     "chains": {"core.rows.stats", "core.scores.kinds", "core.shared", "core.weights"},
     "kv": {"core.arguments", "core.shared", "core.weights"},
     "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.shared", "core.weights"},
+=======
+    "nn": {"_lazy", "_options", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
+    "learn": {"_io", "_lazy", "_options", "nn", "recorder"},
+    "integrations": {"_lazy", "recorder"},
+    "chains": {"core.rows.stats", "core.scores.kinds", "core.weights"},
+    "kv": {"core.arguments", "core.weights"},
+    "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.weights"},
+>>>>>>> guide
     "losses": {
         "core.api", "core.rows.key_choice", "core.rows.questions", "core.scores.kinds", "core.shared", "core.types", "core.weights",
     },
@@ -139,10 +149,15 @@ ARROWS: dict[str, set[str]] = {
         "core.stats", "core.rows.strips", "core.weights", "learn", "recorder",
     },
     "look": {
+<<<<<<< HEAD
         "_io", "_lazy", "core.block", "core.rows.comparison", "core.indexing", "core.masks.kinds", "core.patches", "core.problem", "core.pytree",
         "core.results", "core.scores.kinds", "core.shared", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
+=======
+        "_io", "_lazy", "_options", "core.block", "core.rows.comparison", "core.indexing", "core.masks.kinds", "core.patches", "core.problem", "core.pytree",
+        "core.results", "core.scores.kinds", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
+>>>>>>> guide
     },
-    "cli": {"corpora", "learn", "look"},
+    "cli": {"_options", "corpora", "learn", "look"},
     "__main__": {"cli"},
 }  # fmt: skip
 

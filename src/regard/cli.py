@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
+
+from ._options import nearest
 
 #: Modules with verbs. `add(verbs)` adds a parser for every verb, with `set_defaults(run=…)`: run(args) → exit code.
 VERB_MODULES = (
@@ -57,8 +60,15 @@ class Parser(argparse.ArgumentParser):
         if rest and hasattr(args, "more") and not any(word.startswith("-") for word in rest):
             getattr(args, args.more).extend(rest)
         elif rest:
-            args.verb.error(f"unrecognized arguments: {' '.join(rest)}")
+            args.verb.error(f"unrecognized arguments: {' '.join(rest)}{_nearest_flag(args.verb, rest)}")
         return args
+
+
+def _nearest_flag(verb: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """The flag that is meant by the first of these words that begins with two dashes."""
+    unknown = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
+    near = None if unknown is None else nearest(unknown, re.findall(r"--[\w-]+", verb.format_help()))
+    return "" if near is None else f" (did you mean {near}?)"
 
 
 class StderrHandler(logging.Handler):

@@ -473,6 +473,20 @@ def test_a_new_run_goes_on_from_nothing_and_overwrites_nothing(left, text, finis
     assert (out / left).read_bytes() == data
 
 
+def test_a_history_is_that_of_a_run(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder"):
+        history(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no model trained by `regard learn`"):
+        history(tmp_path)
+
+
+def test_an_unknown_setting_is_named_with_the_nearest_one(text, finished_run, tmp_path):
+    for out, resume in ((tmp_path / "run", False), (finished_run, True)):
+        with pytest.raises(TypeError, match=r"learn\.lm\(\.\.\.\) has no option 'stepz'.* Did you mean 'steps'\?"):
+            lm(text, out, resume=resume, stepz=5)
+    assert not (tmp_path / "run").exists()
+
+
 SETTINGS = [
     (lambda d: d.pop("settings"), r"settings\.json is damaged: 'settings' must be in it"),
     (lambda d: d.pop("data"), r"settings\.json is damaged: 'data' must be in it"),

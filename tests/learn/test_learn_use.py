@@ -210,7 +210,10 @@ def test_texts_may_stand_anywhere_among_options(ende, capsys):
     assert cli.main(["translate", str(ende), "--file", "some", "red cat"]) == 2
     assert "pass sentences or --file, not both" in capsys.readouterr().err
     assert cli.main(["translate", str(ende), "red cat", "--bean", "2"]) == 2
-    assert "unrecognized arguments: --bean 2; see regard translate --help" in capsys.readouterr().err
+    assert (
+        "unrecognized arguments: --bean 2 (did you mean --beam?); see regard translate --help"
+        in capsys.readouterr().err
+    )
 
 
 def test_every_line_is_answered_by_a_line(ende, capsys, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
 
 import pytest
@@ -19,8 +21,10 @@ from regard.nn import (
     LanguageModel,
     Probe,
     SelfAttention,
+    TextEncoder,
     Translator,
 )
+from regard.nn.options import AttentionOptions, BlockOptions, ModelOptions
 
 B, T, DIM, H = 3, 7, 20, 5
 
@@ -165,9 +169,59 @@ def test_what_fills_up_is_what_comes_after_the_last_token():
     torch.testing.assert_close(model(torch.tensor([[3, 0, 5]]), target), last[0])
 
 
-def test_an_unknown_option_is_an_error():
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        Block(DIM, H, headz=3)
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Block(DIM, headz=3), "Block(...) has no option 'headz'; its options are dim, heads, hidden"),
+        (lambda: Encoder(DIM, num_heads=3), "Encoder(...) has no option 'num_heads'"),
+        (lambda: Decoder(DIM, layer=3), "Decoder(...) has no option 'layer'"),
+        (lambda: LanguageModel(9, dims=16), "LanguageModel(...) has no option 'dims'"),
+        (lambda: LanguageModel(9, causal=False), "LanguageModel(...) has no option 'causal'"),
+        (lambda: Translator(9, n_heads=2), "Translator(...) has no option 'n_heads'"),
+        (lambda: TextEncoder(9, contexts=16), "TextEncoder(...) has no option 'contexts'"),
+        (lambda: SelfAttention(4).see(torch.ones(3, 4), topp=2), "see(...) has no option 'topp'"),
+        (lambda: SelfAttention(4).see(torch.ones(3, 4), values=2), "see(...) has no option 'values'; its options are mask"),
+        (lambda: CrossAttention(4).see(torch.ones(3, 4), torch.ones(3, 4), pol=2), "see(...) has no option 'pol'"),
+    ],
+)  # fmt: skip
+def test_an_unknown_option_is_named_by_the_layer_that_was_called(make, text):
+    with pytest.raises(TypeError, match=re.escape(text)) as error:
+        make()
+    near = re.search(r"Did you mean '(\w+)'\?", str(error.value))
+    expected = {"headz": "heads", "num_heads": "heads", "layer": "layers", "dims": "dim", "n_heads": "heads"}
+    expected |= {"contexts": "context", "topp": "topk", "pol": "pool"}
+    (unknown,) = re.findall(r"no option '(\w+)'", text)
+    assert (near and near[1]) == expected.get(unknown)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: LanguageModel(9, dim=8)(torch.tensor([[3, 9]])), IndexError, "ids must lie between 0 and 8, for a table of 9; got 3 … 9."),
+        (lambda: Translator(9, dim=8)(torch.tensor([[-1]]), torch.tensor([[1]])), IndexError, "got -1 … -1."),
+        (lambda: TextEncoder(9, dim=8)(torch.tensor([[1]]), segments=torch.tensor([[2]])), IndexError, "segments must lie between 0 and 1"),
+        (lambda: LanguageModel(9, dim=8)(torch.ones(1, 2)), TypeError, "ids must be whole numbers, int64 or int32; got dtype torch.float32."),
+        (lambda: SelfAttention("16"), TypeError, "dim must be a whole number; got '16'."),
+        (lambda: SelfAttention(16.0, 2), TypeError, "dim must be a whole number; got 16.0."),
+        (lambda: SelfAttention(16, heads=2.0), TypeError, "heads must be a whole number; got 2.0."),
+        (lambda: Probe("entropy")[0], ValueError, "this probe has no results yet"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_a_model_is_named(call, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+def test_every_option_that_is_handed_down_is_one_of_the_layer_below():
+    """`check_layer_options` refuses what the TypedDicts lack, so these must have all."""
+
+    def own(function):
+        return {name for name, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
+
+    attention, block = own(SelfAttention.__init__), own(Block.__init__)
+    assert set(AttentionOptions.__annotations__) == attention - {"bias"}
+    assert set(BlockOptions.__annotations__) == (attention | block)
+    assert set(ModelOptions.__annotations__) == (attention | block) - {"positions", "causal", "dropout", "cross"}
 
 
 # Blocks and stacks.

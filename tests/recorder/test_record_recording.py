@@ -96,6 +96,30 @@ def test_find_names_the_best_heads_first(seen):
         seen.find("the", "cat")
 
 
+def test_find_and_rollout_take_one_of_several_equal_words_by_its_number(seen):
+    first, second = (n for n, word in enumerate(WORDS) if word == "the")
+    for name, place in (("the:1", first), ("the:2", second), (seen[0, 0].at("the", 2), second)):
+        assert seen.find(name, "cat") == seen.find(place, "cat")
+        assert seen.find("cat", name) == seen.find("cat", place)
+        assert torch.equal(seen.rollout(name), seen.rollout(place))
+    with pytest.raises(KeyError, match="no layer has the token 'the:3'"):
+        seen.find("the:3", "cat")
+    with pytest.raises(TypeError, match=r"one token, or its position, is needed; got \['the', 'cat'\]"):
+        seen.find(["the", "cat"], "cat")
+
+
+def test_indices_of_a_recording_say_what_they_are(seen):
+    for wrong, text in (
+        (lambda: seen[:, 0], "a layer is a number or the name of a module; got slice"),
+        (lambda: seen[1.5], "a layer is a number or the name of a module; got 1.5"),
+        (lambda: seen[1, :, "cat"], r'number of a sequence; got .cat.. .*seen\[3, 1\]\["it", "animal"\]'),
+        (lambda: seen[1, 0, 0, 0], "4 indices. The indices are"),
+        (lambda: seen[0, 9], "head 9 was asked for, and layer 0 has 3 heads"),
+    ):
+        with pytest.raises(IndexError, match=text):
+            wrong()
+
+
 def test_heads_by_every_measure(seen):
     for by in ("entropy", "entropy_without_sink", "mean_distance", "sink", "previous", "induction"):
         table = seen.heads(by)

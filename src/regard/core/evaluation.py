@@ -62,11 +62,16 @@ class LazyMatrix(NotElementwise, Shareable):
     def __init__(
         self,
         factors: Factors,
-        engine: EngineName,
+        engine: EngineName = "auto",
         *,
-        one_head: bool,
+        one_head: bool = False,
         tokens: tuple[Tokens | None, Tokens | None] = (None, None),
     ) -> None:
+        if not isinstance(factors, Factors):
+            raise TypeError(
+                f"Weights are made by regard.weights(q, k), or by Weights.from_dense(w) where they exist already; "
+                f"got {type(factors).__name__}."
+            )
         self._factors = factors
         self._engine = engine
         self._one_head = one_head  # the head axis has size 1 and is not shown

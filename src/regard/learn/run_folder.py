@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from .._options import check_options
 from . import checkpoint, tasks
 from .settings import Settings
 
@@ -19,6 +20,7 @@ def open_settings(
 
     A resumed run may be extended: more steps, and another patience.
     """
+    check_options(f"learn.{kind}(...)", overrides, [spec.name for spec in dataclasses.fields(settings_type)])
     started = checkpoint.is_checkpoint(out)
     if not resume:
         if started:

@@ -301,6 +301,17 @@ def open_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
         >>> seen[0].shape
         torch.Size([1, 2, 7, 7])
     """
+    folder = _run_folder(path)
+    if not (folder / checkpoint.MODEL).exists():
+        raise ValueError(f"{path} holds a run that has saved no model yet; continue it with --resume.")
+    kind, settings, _ = checkpoint.read_settings(folder)
+    tokenizer = checkpoint.read_tokenizer(folder, kind)
+    model = checkpoint.read_model(folder, kind, settings, tokenizer.get_vocab_size())
+    return Trained(model.to(device).eval(), kind, settings, tokenizer)  # type: ignore[arg-type]  # by the kind
+
+
+def _run_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of a run, complete or not."""
     folder = Path(path)
     if not folder.is_dir():
         raise FileNotFoundError(f"{path} is no folder; `regard learn … --out {path}` writes one.")
@@ -308,12 +319,7 @@ def open_model(path: str | os.PathLike[str], device: str | torch.device = "cpu")
         raise ValueError(
             f"{path} holds no model trained by `regard learn`: {checkpoint.SETTINGS} is missing or another program's."
         )
-    if not (folder / checkpoint.MODEL).exists():
-        raise ValueError(f"{path} holds a run that has saved no model yet; continue it with --resume.")
-    kind, settings, _ = checkpoint.read_settings(folder)
-    tokenizer = checkpoint.read_tokenizer(folder, kind)
-    model = checkpoint.read_model(folder, kind, settings, tokenizer.get_vocab_size())
-    return Trained(model.to(device).eval(), kind, settings, tokenizer)  # type: ignore[arg-type]  # by the kind
+    return folder
 
 
 def history(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]]]:
@@ -326,7 +332,8 @@ def history(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]]]:
         Pairs (step, numbers), numbers by "layer/statistic/head". `regard.look.View` draws them.
 
     Raises:
-        ValueError: `history.json` is missing or damaged.
+        FileNotFoundError: There is no such folder.
+        ValueError: The folder holds no run, or `history.json` is missing or damaged.
 
     Example:
         >>> import pathlib, tempfile
@@ -348,6 +355,6 @@ def history(path: str | os.PathLike[str]) -> list[tuple[int, dict[str, float]]]:
                 for head, value in enumerate(values)
             },
         )
-        for row in checkpoint.read_history(Path(path))
+        for row in checkpoint.read_history(_run_folder(path))
         if "heads" in row
     ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from .._options import check_options
 from ..core.indexing import At
 from ..core.patches import ImageLike
 
@@ -150,8 +150,5 @@ def changed_options(options: ViewOptions | None, changes: Mapping[str, Any]) -> 
     if options is not None and not isinstance(options, ViewOptions):
         raise TypeError(f"the options of a view are ViewOptions; got {type(options).__name__}. {_TWO}")
     names = [field.name for field in fields(ViewOptions)]
-    if unknown := [name for name in changes if name not in names]:
-        near = get_close_matches(unknown[0], names, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"a view has no option {unknown[0]!r}; its options are {', '.join(names)}.{meant}")
+    check_options("a view", changes, names)
     return replace(options or ViewOptions(), **changes)

@@ -18,7 +18,7 @@ from ..core.masks.kinds import Mask, as_mask, causal
 from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache, check_cache
-from .options import LayerScore, SeeOptions
+from .options import LayerScore, SeeOptions, check_see_options
 from .positions import PositionsLike, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
@@ -36,6 +36,9 @@ class _Attention(nn.Module):
         super().__init__()
         self.attention_dropout = check_dropout(attention_dropout)
         kv_heads = heads if kv_heads is None else kv_heads
+        _check_sizes(
+            dim=dim, memory_dim=memory_dim, heads=heads, kv_heads=kv_heads, key_size=key_size, value_size=value_size
+        )
         if heads < 1 or kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"heads must be a multiple of kv_heads, both at least 1; got {heads} and {kv_heads}.")
         if not parameters:
@@ -215,6 +218,7 @@ class SelfAttention(_Attention):
             >>> seen.y.shape, seen.entropy.shape
             (torch.Size([2, 5, 16]), torch.Size([2, 4, 5]))
         """
+        check_see_options(more)
         q, k, v = self._qkv(x, cache)
         visible, align = self._visible(mask, q, k)
         seen = self._seen(q, k, v, visible, align, names, **more)
@@ -391,6 +395,7 @@ class CrossAttention(_Attention):
             >>> seen.y.shape, seen.entropy.shape
             (torch.Size([5, 16]), torch.Size([4, 5]))
         """
+        check_see_options(more)
         q, k, v = self._qkv(x, memory, cache)
         seen = self._seen(q, k, v, None if mask is None else as_mask(mask), None, names, **more)
         _fill(cache, k, v, memory)
@@ -468,6 +473,12 @@ def _check_memory(cache: Cache, memory: Tensor | None) -> None:
             "this cache was filled from another memory: pass memory=None to continue with that one, "
             "or an empty Cache() for the new one."
         )
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and not hasattr(size, "__index__"):
+            raise TypeError(f"{name} must be a whole number; got {size!r}.")
 
 
 def _refuse_parameters(

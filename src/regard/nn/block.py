@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.types import MaskLike
 from .attention import CrossAttention, SelfAttention
 from .cache import Cache
-from .options import ActivationName, AttentionOptions, NormName
+from .options import ActivationName, AttentionOptions, NormName, check_layer_options
 from .probe import Probe
 
 __all__ = ["Block", "FeedForward", "make_norm"]
@@ -96,6 +96,7 @@ class Block(nn.Module):
         **attention: Unpack[AttentionOptions],
     ) -> None:  # fmt: skip
         super().__init__()
+        check_layer_options(self, attention, AttentionOptions)
         self.attention = SelfAttention(dim, heads, bias=bias, **attention)
         self.attention_norm = make_norm(norm, dim, bias)
         own = ("positions", "causal")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..core.types import MaskLike
 from .block import Block, make_norm
 from .cache import Cache
-from .options import BlockOptions
+from .options import BlockOptions, check_layer_options
 from .probe import Probe
 
 __all__ = ["Decoder", "Encoder"]
@@ -31,6 +31,7 @@ class Encoder(nn.Module):
 
     def __init__(self, dim: int, heads: int = 1, layers: int = 1, **block: Unpack[BlockOptions]) -> None:
         super().__init__()
+        check_layer_options(self, block, BlockOptions)
         self.blocks = nn.ModuleList(Block(dim, heads, **block) for _ in range(layers))
         first = block.get("norm_first", True)
         self.norm = make_norm(block.get("norm", "layer"), dim, block.get("bias", True)) if first else nn.Identity()

@@ -12,8 +12,9 @@ from ..core.masks.kinds import Mask, padding
 from ..core.types import MaskLike
 from .block import Block
 from .cache import Cache, check_caches
+from .embedding import look_up
 from .encoder_decoder import Decoder, Encoder
-from .options import BlockOptions, ModelOptions
+from .options import BlockOptions, ModelOptions, check_layer_options
 from .positions import Learned, Positions, PositionsLike, Rotary, as_positions
 from .probe import Probe
 
@@ -33,7 +34,7 @@ class _TokenEmbedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor, start: int = 0) -> Tensor:
-        x = self.table(ids) * self.scale  # b t dim
+        x = look_up(self.table, ids, "ids") * self.scale  # b t dim
         return self.dropout(x if self.positions is None else self.positions.add_to(x, start))
 
     def logits(self, x: Tensor) -> Tensor:
@@ -66,6 +67,7 @@ class LanguageModel(nn.Module):
         **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
+        check_layer_options(self, block, ModelOptions)
         kind = as_positions(positions, dim, context)
         self.context = context
         self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout, embedding_scale)
@@ -140,6 +142,7 @@ class Translator(nn.Module):
         positions: PositionsLike | None = "rotary", **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
+        check_layer_options(self, block, ModelOptions)
         kind = as_positions(positions, dim)
         options: BlockOptions = {"dropout": dropout, "positions": kind if isinstance(kind, Rotary) else None, **block}
         self.embedding = _TokenEmbedding(vocabulary, dim, kind, dropout)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Literal, TypedDict
 
+from .._options import check_options
 from ..core.types import KeysLike, PoolLike, ScoreLike
 from .positions import PositionsLike
 
@@ -15,6 +18,8 @@ __all__ = [
     "ModelOptions",
     "NormName",
     "SeeOptions",
+    "check_layer_options",
+    "check_see_options",
 ]
 
 #: The scores of `regard.weights`, and those for which a layer creates parameters.
@@ -68,3 +73,17 @@ class BlockOptions(ModelOptions, total=False):
     causal: bool
     dropout: float
     cross: bool
+
+
+def check_layer_options(layer: object, passed: Iterable[str], handed_down: type) -> None:
+    """Refuse an option that neither the layer nor what it hands down, a TypedDict above, has."""
+    names = handed_down.__annotations__
+    if not all(name in names for name in passed):
+        parameters = inspect.signature(type(layer).__init__).parameters.values()
+        own = [p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD]
+        check_options(f"{type(layer).__name__}(...)", passed, dict.fromkeys([*own, *names]))
+
+
+def check_see_options(passed: Iterable[str]) -> None:
+    """Refuse a keyword that is no question of a layer's `see`."""
+    check_options("see(...)", passed, ("mask", "cache", *SeeOptions.__annotations__))

@@ -47,6 +47,7 @@ class Probe:
         return len(self.statistics)
 
     def __getitem__(self, layer: int) -> Statistics:
+        self._require_results()
         return self.statistics[layer]
 
     def __iter__(self) -> Iterator[Statistics]:
@@ -70,13 +71,16 @@ class Probe:
         """
         if name not in self.names:
             raise ValueError(f"{name!r} was not asked; this probe has {', '.join(map(repr, self.names))}.")
-        if not self.statistics:
-            raise ValueError("this probe has no results yet: call the model with probe=… first.")
+        self._require_results()
         with torch.no_grad():  # detach alone is not enough: some compilers still send zero gradients through it
             rows = [getattr(seen, name).detach() for seen in self.statistics]  # layers × (..., h, i)
             if len({row.shape for row in rows}) == 1:  # one reduction for all layers
                 return _reduce_rows(torch.stack(rows), name)
             return torch.stack([_reduce_rows(row.unsqueeze(0), name).squeeze(0) for row in rows])
+
+    def _require_results(self) -> None:
+        if not self.statistics:
+            raise ValueError("this probe has no results yet: call the model with probe=… first.")
 
 
 def _reduce_rows(rows: Tensor, name: str) -> Tensor:

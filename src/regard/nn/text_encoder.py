@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.types import MaskLike
+from .embedding import look_up
 from .encoder_decoder import Encoder
-from .options import ModelOptions
+from .options import ModelOptions, check_layer_options
 from .positions import Learned
 from .probe import Probe
 
@@ -40,6 +41,7 @@ class TextEncoder(nn.Module):
         segments: int = 2, dropout: float = 0.0, **block: Unpack[ModelOptions],
     ) -> None:  # fmt: skip
         super().__init__()
+        check_layer_options(self, block, ModelOptions)
         self.words = nn.Embedding(vocabulary, dim)
         self.positions = Learned(context, dim)
         self.segments = nn.Embedding(segments, dim)
@@ -68,5 +70,6 @@ class TextEncoder(nn.Module):
             torch.Size([2, 3, 16])
         """
         segments = torch.zeros_like(ids) if segments is None else segments
-        x = self.positions.add_to(self.words(ids) + self.segments(segments))  # b t dim
+        vectors = look_up(self.words, ids, "ids") + look_up(self.segments, segments, "segments")
+        x = self.positions.add_to(vectors)  # b t dim
         return self.body(self.dropout(self.norm(x)), mask, probe=probe)

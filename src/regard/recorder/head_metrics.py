@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..chains import rollout_rows
+from ..core.indexing import At, as_int
 from ..core.rows.stats import induction_targets
 from ..core.weights import Weights
 from .calls import LayerKind
@@ -159,10 +160,13 @@ def _one_sequence(layer: Any, item: int | None) -> Weights:
 
 
 def _has_token(weights: Weights, token: Any, axis: int) -> bool:
-    if isinstance(token, int):
+    """Whether a token occurs among the rows or columns, `the:2` as often as it says; a position always does."""
+    if as_int(token) is not None:
         return True
-    tokens = weights.tokens[axis]
-    return tokens is not None and getattr(token, "word", token) in tokens
+    if not isinstance(token, str | At):
+        raise TypeError(f"one token, or its position, is needed; got {token!r}.")
+    tokens = weights._tokens[axis]
+    return tokens is not None and tokens.has(token)
 
 
 @torch.no_grad()

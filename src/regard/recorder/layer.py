@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..core.indexing import as_int
 from ..core.scores.kinds import repeat_kv
 from ..core.types import StatisticName
 from ..core.weights import Statistics, Weights
@@ -117,6 +118,9 @@ class Layer:
         Returns:
             `Weights` ``(i, j)`` when there is one sequence, else ``(b, i, j)``.
 
+        Raises:
+            IndexError: The layer has fewer heads.
+
         Example:
             >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
             >>> x = torch.randn(1, 3, 8)
@@ -126,6 +130,9 @@ class Layer:
             torch.Size([3, 3])
         """
         weights = self.weights
+        heads, number = weights.shape[1], as_int(h)
+        if number is not None and not -heads <= number < heads:
+            raise IndexError(f"head {h} was asked for, and layer {self.index} has {heads} heads.")
         return weights[0, h] if weights.shape[0] == 1 else weights[:, h]
 
     def sequence(self, item: int) -> Weights:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from torch import Tensor
 
+from ..core.indexing import as_int
 from ..core.inherited import named_by_class
 from ..core.masks.kinds import Mask
 from ..core.types import KeyLike
@@ -33,6 +34,11 @@ __all__ = ["STORED_STATISTICS", "Layer", "LayerStack", "Pass", "Recording", "Tok
 
 #: The brackets of `seen[...]`: a layer, (layer, head) or (layer, head, sequence).
 LayerIndex: TypeAlias = int | str | tuple[int | str, int] | tuple[int | str, int, int]
+
+_BRACKETS = (
+    " The indices are seen[layer], seen[layer, head] or seen[layer, head, sequence]; rows and columns come in brackets "
+    'of their own: seen[3, 1]["it", "animal"].'
+)
 
 
 class LayerStack:
@@ -80,6 +86,8 @@ class LayerStack:
             )
         if isinstance(which, str):
             return self._layer_by_name(which)
+        if as_int(which) is None:
+            raise IndexError(f"a layer is a number or the name of a module; got {which!r}.{_BRACKETS}")
         if which < 0 and -which <= len(self.layers):
             return self.layers[which]
         layer = next((layer for layer in self.layers if layer.index == which), None)
@@ -103,8 +111,10 @@ class LayerStack:
         if not isinstance(key, tuple):
             return self.layer(key).weights
         if not 2 <= len(key) <= 3:
-            raise IndexError("seen[layer], seen[layer, head] or seen[layer, head, sequence].")
+            raise IndexError(f"{len(key)} indices.{_BRACKETS}")
         layer = self.layer(key[0])
+        if len(key) == 3 and as_int(key[2]) is None:
+            raise IndexError(f"the third index is the number of a sequence; got {key[2]!r}.{_BRACKETS}")
         return layer.head(key[1]) if len(key) == 2 else layer.sequence(key[2])[key[1]]
 
     # Questions to all layers at once.

@@ -107,6 +107,12 @@ class Window(Mask):
             require(type(side) is int and 0 <= side < MAX_WINDOW, f"a window reaches {side!r:.80}")
 
 
+_ONE_LENGTH = "padding(lengths) takes one length a sequence"
+_FLAGS_ARE_A_MASK = (
+    "Flags (b, j) of what is no padding, such as attention_mask, are a mask: mask=flags.bool()[:, None, None, :]."
+)
+
+
 @register_node(storable=True)
 class Padding(Mask):
     """The first keys of every sequence."""
@@ -131,6 +137,8 @@ class Padding(Mask):
 
     def _broadcast(self, matrix: MatrixShape) -> Padding:
         lengths, keys = self.lengths.to(matrix.device), matrix.full[-1]
+        if lengths.ndim == len(matrix.batch) + 1 and lengths.shape[-1] == keys:
+            raise ValueError(f"{_ONE_LENGTH}; got one number a key, {tuple(lengths.shape)}. {_FLAGS_ARE_A_MASK}")
         check_broadcast(lengths.shape, matrix.batch, "padding(lengths)", "one length a sequence")
         if not is_tracing() and not host_sync_forbidden(matrix.device) and lengths.numel():
             least, most = self.ends
@@ -340,6 +348,8 @@ def padding(lengths: Tensor | Sequence[int] | int) -> Mask:
     · ■ ■ ■
     · ■ ■ ■
     """
+    if isinstance(lengths, Tensor) and lengths.dtype == torch.bool:
+        raise TypeError(f"{_ONE_LENGTH}; got flags of shape {tuple(lengths.shape)}. {_FLAGS_ARE_A_MASK}")
     return Padding(_as_integers(lengths, "padding(lengths)"))
 
 
