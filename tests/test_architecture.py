@@ -124,11 +124,12 @@ ARROWS: dict[str, set[str]] = {
     "nn": {"_lazy", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "nn", "recorder"},
     "integrations": {"_lazy", "recorder"},
-    "chains": {"core.rows.stats", "core.scores.kinds", "core.weights"},
+    "chains": {"core.indexing", "core.rows.stats", "core.scores.kinds", "core.torch_state", "core.weights"},
     "kv": {"core.arguments", "core.weights"},
     "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.weights"},
     "losses": {
-        "core.api", "core.rows.key_choice", "core.rows.questions", "core.scores.kinds", "core.types", "core.weights",
+        "core.api", "core.broadcast", "core.rows.comparison", "core.rows.head_reduction", "core.rows.key_choice",
+        "core.rows.questions", "core.scores.kinds", "core.types", "core.weights",
     },
     "corpora": {
         "_io", "_lazy", "core.block", "core.rows.head_profile", "core.pytree", "core.rows.questions", "core.rows.sources", "core.rows.stats",

@@ -280,8 +280,12 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
         raise TypeError(
             f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
         )
-    elif weights.shape != (heads,) or not (  # a graph reads no number back
-        is_tracing() or bool(((weights >= 0) & weights.isfinite()).all())
+    elif (
+        weights.shape != (heads,)
+        or weights.is_complex()
+        or not (  # a graph reads no number back
+            is_tracing() or bool(((weights >= 0) & weights.isfinite()).all())
+        )
     ):
         raise ValueError(f"reduce_heads(weights=) takes a finite number >= 0 for each of {heads} heads; got {weights}.")
     shares = weights.to(q.device, upcast(q[..., :0]).dtype)  # results have the type of the matrix
