@@ -123,39 +123,30 @@ ARROWS: dict[str, set[str]] = {
         "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.inherited", "core.masks.kinds", "core.problem", "core.pytree",
         "core.rows.stats", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
-<<<<<<< HEAD
     "core.dropout": {"core.api", "core.masks.kinds", "core.scores.kinds", "core.types"},
-    "nn": {"_lazy", "core.api", "core.dropout", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
-    "learn": {"_io", "_lazy", "nn", "recorder"},
+    "nn": {
+        "_lazy", "_options", "core.api", "core.dropout", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights",
+    },
+    "learn": {"_io", "_lazy", "_options", "nn", "recorder"},
     "integrations": {
         "_lazy", "core.api", "core.dropout", "core.masks.kinds", "core.torch_state", "core.types", "core.weights", "recorder",
     },
-    "chains": {"core.rows.stats", "core.scores.kinds", "core.shared", "core.weights"},
+    "chains": {
+        "core.indexing", "core.rows.stats", "core.scores.kinds", "core.shared", "core.torch_state", "core.weights",
+    },
     "kv": {"core.arguments", "core.shared", "core.weights"},
     "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.shared", "core.weights"},
-=======
-    "nn": {"_lazy", "_options", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
-    "learn": {"_io", "_lazy", "_options", "nn", "recorder"},
-    "integrations": {"_lazy", "recorder"},
-    "chains": {"core.rows.stats", "core.scores.kinds", "core.weights"},
-    "kv": {"core.arguments", "core.weights"},
-    "patterns": {"core.pytree", "core.rows.stats", "core.scores.kinds", "core.weights"},
->>>>>>> guide
     "losses": {
-        "core.api", "core.rows.key_choice", "core.rows.questions", "core.scores.kinds", "core.shared", "core.types", "core.weights",
+        "core.api", "core.broadcast", "core.rows.comparison", "core.rows.head_reduction", "core.rows.key_choice",
+        "core.rows.questions", "core.scores.kinds", "core.shared", "core.types", "core.weights",
     },
     "corpora": {
         "_io", "_lazy", "core.block", "core.rows.head_profile", "core.pytree", "core.rows.questions", "core.rows.sources", "core.rows.stats",
         "core.stats", "core.rows.strips", "core.weights", "learn", "recorder",
     },
     "look": {
-<<<<<<< HEAD
-        "_io", "_lazy", "core.block", "core.rows.comparison", "core.indexing", "core.masks.kinds", "core.patches", "core.problem", "core.pytree",
-        "core.results", "core.scores.kinds", "core.shared", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
-=======
-        "_io", "_lazy", "_options", "core.block", "core.rows.comparison", "core.indexing", "core.masks.kinds", "core.patches", "core.problem", "core.pytree",
-        "core.results", "core.scores.kinds", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
->>>>>>> guide
+        "_io", "_lazy", "_options", "core.block", "core.rows.comparison", "core.indexing", "core.masks.kinds", "core.patches", "core.problem",
+        "core.pytree", "core.results", "core.scores.kinds", "core.shared", "core.stats", "core.weights", "corpora", "learn", "patterns", "recorder",
     },
     "cli": {"_options", "corpora", "learn", "look"},
     "__main__": {"cli"},

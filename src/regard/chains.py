@@ -8,15 +8,17 @@ tensor(1.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from .core.indexing import as_int
 from .core.rows.stats import GradientProduct
 from .core.scores.kinds import repeat_kv
 from .core.shared import called_by_all_ranks
-from .core.weights import Weights
+from .core.torch_state import is_tracing
+from .core.weights import Weights, need_weights
 
 __all__ = ["gradient_relevance", "rollout", "rollout_rows"]
 
@@ -48,6 +50,9 @@ def rollout(
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
     stack = _square(layers, residual)
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"rollout(x) takes a tensor (..., {stack[0].shape[-1]}, e); got {got}.")
     for layer, share, norms in zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True):
         y = _mean_of_heads(torch.matmul(layer, _scaled(x.unsqueeze(-3), norms)), share)  # type: ignore[arg-type]
         x = residual * x + (1 - residual) * (y if norms is None else _divided(y, _row_sums(layer, share, norms)))
@@ -83,12 +88,14 @@ def rollout_rows(
     """
     stack = _square(layers, residual)
     below = list(zip(stack, *_of_layers(stack, head_weights, value_norms), strict=True))
-    u = _chosen(stack[-1], rows)
+    numbers = _row_numbers(rows, stack[-1].shape[-1])
+    u = _chosen(stack[-1], numbers)
     if not stack[-1]._shared:  # of the last layer these rows alone count: they cost what rows cost, not a pass
         top, share, norms = below.pop()
-        spread = _mean_of_heads(_scaled(top[..., list(rows), :].mT, norms), share)
-        sums = None if norms is None else spread.sum(-2, keepdim=True)
-        u = residual * u + (1 - residual) * (spread if sums is None else _divided(spread, sums))
+        spread = _mean_of_heads(_scaled(top[..., numbers, :].mT, norms), share)
+        u = residual * u + (1 - residual) * (
+            spread if norms is None else _divided(spread, spread.sum(-2, keepdim=True))
+        )
     for layer, share, norms in reversed(below):
         from_rows = u if norms is None else _divided(u, _row_sums(layer, share, norms))
         outer = *layer.shape[:-2], *from_rows.shape[-2:]
@@ -125,15 +132,19 @@ def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, po
     >>> torch.allclose(relevance, (W.dense() * (dy @ v.mT)).clamp(min=0), atol=1e-6)
     True
     """
+    need_weights(weights, "gradient_relevance(weights)")
     weights._need_entire("gradient_relevance")
     batch, h = weights._factors.batch, weights._factors.heads
     i, j = weights.shape[-2:]
-    if dy.shape[-2] != i or v.shape[-2] != j or x.shape[-2] != j or dy.shape[-1] != v.shape[-1]:
-        raise ValueError(
-            f"gradient_relevance takes dy (..., {i}, e), v (..., {j}, e) and x (..., {j}, c); "
-            f"got {tuple(dy.shape)}, {tuple(v.shape)} and {tuple(x.shape)}."
-        )
+    tensors = all(isinstance(t, Tensor) for t in (dy, v, x))
     head_axis = weights.shape[:-2] != batch
+    if not tensors or not _fit(dy, v, x, (i, j), (h, weights._factors.k.shape[-3]) if head_axis else ()):
+        got = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (dy, v, x)]
+        heads = f"{h}, " if head_axis else ""
+        raise (ValueError if tensors else TypeError)(
+            f"gradient_relevance takes dy (..., {heads}{i}, e), v (..., {'heads, ' if head_axis else ''}{j}, e) and "
+            f"x (..., {j}, c); got {got[0]}, {got[1]} and {got[2]}."
+        )
 
     def full(t: Tensor, heads: bool) -> Tensor:
         """(b, h|1, length, size), batch axes as one."""
@@ -145,10 +156,31 @@ def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, po
     return weights._ask_rows(question)[0]
 
 
+def _fit(dy: Tensor, v: Tensor, x: Tensor, sizes: tuple[int, int], heads: tuple[int, ...]) -> bool:
+    """Whether these are tensors of a matrix (i, j) with so many heads of queries and of keys; () for one head."""
+    i, j = sizes
+    if min(t.ndim for t in (dy, v, x)) < 2 or (dy.shape[-2], v.shape[-2], x.shape[-2]) != (i, j, j):
+        return False
+    if dy.shape[-1] != v.shape[-1]:
+        return False
+    return not heads or (min(dy.ndim, v.ndim) > 2 and dy.shape[-3] in (1, heads[0]) and v.shape[-3] in (1, *heads))
+
+
+def _row_numbers(rows: Sequence[int], t: int) -> list[int]:
+    listed = rows.tolist() if isinstance(rows, Tensor) else rows
+    numbers = [as_int(row) for row in listed] if isinstance(listed, Iterable) else [None]
+    if any(row is None or not -t <= row < t for row in numbers):
+        raise IndexError(f"rollout_rows(rows) takes a list of positions below {t}; got {rows!r}.")
+    return [row % t for row in numbers if row is not None]
+
+
 def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
+    if isinstance(layers, Weights):
+        raise TypeError("a rollout takes a list of layers, the first first; got one matrix: [W].")
     if not layers:
         raise ValueError("a rollout needs at least one layer.")
     for n, layer in enumerate(layers):
+        need_weights(layer, f"layer {n} of a rollout")
         if not torch.equal(layer._rows_here, layer._keys_here) and layer.shape[-2] == layer.shape[-1]:
             raise ValueError(
                 "a rollout over ranks takes the same rows and keys on every rank; pass Shards(mesh, rows)."
@@ -156,20 +188,42 @@ def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
         t, first = layer.shape[-1], layers[0].shape
         if layer.ndim < 3 or (*layer.shape[:-3], *layer.shape[-2:]) != (*first[:-3], t, t) or first[-1] != t:
             raise ValueError(f"layer {n} of a rollout must be (..., h, t, t) as the others; got {tuple(layer.shape)}.")
-    if not 0 <= residual <= 1:
-        raise ValueError(f"residual is a share between 0 and 1; got {residual}.")
+    if not isinstance(residual, (int, float)) or not 0 <= residual <= 1:
+        raise ValueError(f"residual is a share between 0 and 1; got {residual!r}.")
     return list(layers)
 
 
 def _of_layers(
     layers: list[Weights], head_weights: Sequence[Tensor] | None, value_norms: Sequence[Tensor] | None
-) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """Options of every layer, None where there are none."""
-    for name, option in (("head_weights", head_weights), ("value_norms", value_norms)):
+    options = (("head_weights", head_weights), ("value_norms", value_norms))
+    for name, option in options:
         if option is not None and len(option) != len(layers):
             raise ValueError(f"{name} takes a tensor for each of {len(layers)} layers; got {len(option)}.")
-    nothing = [None] * len(layers)
-    return head_weights or nothing, value_norms or nothing
+    shares, norms = (_listed(option, len(layers)) for _, option in options)
+    for n, (layer, share, norm) in enumerate(zip(layers, shares, norms, strict=True)):
+        h, t = layer.shape[-3], layer.shape[-1]
+        if share is not None and (
+            not isinstance(share, Tensor) or share.shape != (h,) or not (is_tracing() or bool(share.sum() != 0))
+        ):
+            raise ValueError(f"head_weights of layer {n}: a tensor of {h} numbers whose sum is not 0; got {share}.")
+        groups = layer._factors.k.shape[-3]
+        if norm is not None and (
+            not isinstance(norm, Tensor) or norm.ndim < 2 or norm.shape[-1] != t or norm.shape[-2] not in (1, groups, h)
+        ):
+            got = tuple(norm.shape) if isinstance(norm, Tensor) else type(norm).__name__
+            raise ValueError(
+                f"value_norms of layer {n}: a tensor (..., {h}, {t}), or of {groups} key heads; got {got}."
+            )
+    return shares, [
+        x if x is None else repeat_kv(x.unsqueeze(-1), layer.shape[-3]).squeeze(-1)
+        for x, layer in zip(norms, layers, strict=True)
+    ]
+
+
+def _listed(option: Sequence[Tensor] | None, n: int) -> list[Tensor | None]:
+    return [None] * n if option is None else [*option]
 
 
 def _scaled(x: Tensor, norms: Tensor | None) -> Tensor:

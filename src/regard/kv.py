@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .core.arguments import at_least_one
 from .core.shared import called_by_all_ranks
-from .core.weights import Weights
+from .core.weights import Weights, need_weights
 
 __all__ = ["evict", "h2o", "keep", "oracle", "snapkv", "tova", "update"]
 
@@ -46,6 +46,7 @@ def h2o(weights: Weights, mean: bool = True) -> Tensor:
     >>> regard.kv.h2o(regard.weights(torch.zeros(1, 2, 4), mask=regard.causal()))
     tensor([[0.7500, 0.5000]])
     """
+    need_weights(weights, "h2o(weights)", heads=True)
     scores = weights.reduce_heads("mean", groups="kv").received()
     if not mean:
         return scores
@@ -68,6 +69,9 @@ def tova(weights: Weights) -> Tensor:
     >>> regard.kv.tova(regard.weights(torch.zeros(1, 4, 2), mask=regard.causal()))
     tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
+    need_weights(weights, "tova(weights)", heads=True)
+    if not weights.shape[-2]:
+        raise ValueError("tova(weights) takes the weights of a last query; got a matrix without rows.")
     row = weights.row(weights.shape[-2] - 1).mean(-2, keepdim=True)
     scores = _with_largest_at_the_end(row, 1)
     return scores.expand(*scores.shape[:-2], weights._factors.k.shape[-3], -1)
@@ -89,6 +93,7 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     >>> regard.kv.snapkv(W, window=8, kernel=3).shape
     torch.Size([4, 40])
     """
+    need_weights(weights, "snapkv(weights)", heads=True)
     weights._need_entire("snapkv")
     i, j = weights.shape[-2:]
     if at_least_one(window, "snapkv(window=)") > i or window >= j:
@@ -114,9 +119,10 @@ def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
     >>> regard.kv.oracle(regard.weights(torch.zeros(1, 3, 4)), by="max")
     tensor([[0.3333, 0.3333, 0.3333]])
     """
+    need_weights(weights, "oracle(weights)", heads=True)
     if by not in ("sum", "max"):
         raise ValueError(f"oracle(by=) must be 'sum' or 'max'; got {by!r}.")
-    if by == "sum":  # over ranks: of this rank's keys
+    if by == "sum" or not weights.shape[-2]:  # over ranks: of this rank's keys
         return weights.reduce_heads("mean", groups="kv").received()
     return weights.reduce_heads("max", groups="kv").pool_blocks(weights.shape[-2], 1, by="max").squeeze(-2)
 
@@ -137,8 +143,15 @@ def update(scores: Tensor, step: Weights) -> Tensor:
     >>> torch.allclose(regard.kv.update(before, W.rows(slice(8, 9))), regard.kv.h2o(W, mean=False), atol=1e-6)
     True
     """
+    need_weights(step, "update(scores, step)", heads=True)
     step._need_entire("update")
     received = step.reduce_heads("mean", groups="kv").received()
+    _need_scores(scores, "update(scores, step)")
+    if scores.shape[:-1] != received.shape[:-1]:
+        raise ValueError(
+            f"update(scores, step) takes scores (..., kv_heads, j) of the step's key heads, {tuple(received.shape)} "
+            f"after it; got {tuple(scores.shape)}."
+        )
     grown = received.shape[-1] - scores.shape[-1]
     if grown < 0:
         raise ValueError(
@@ -160,15 +173,25 @@ def keep(scores: Tensor, n: int) -> Tensor:
     >>> regard.kv.keep(torch.tensor([[0.1, 0.4, 0.2, 0.3]]), 2)
     tensor([[1, 3]])
     """
+    _need_scores(scores, "keep(scores, n)")
     if at_least_one(n, "keep(scores, n)") > scores.shape[-1]:
         raise ValueError(f"keep(scores, n): n must be at most the {scores.shape[-1]} keys; got {n}.")
     return scores.topk(n, dim=-1).indices.sort(dim=-1).values
 
 
+def _need_scores(scores: Any, what: str) -> None:
+    if not isinstance(scores, Tensor) or not scores.ndim:
+        got = "a number" if isinstance(scores, Tensor) else type(scores).__name__
+        raise TypeError(f"{what} takes a tensor (..., kv_heads, j), such as kv.h2o(W); got {got}.")
+
+
 def evict(cache: KVCache, scores: Sequence[Tensor | None], n: int) -> list[Tensor | None]:
     """Drop all but the n best keys and values of every layer from a transformers cache, in place.
 
-    Later positions stay what they are: pass `position_ids` of the true positions when decoding on.
+    Decoding goes on at the true positions: `get_seq_length()` still counts the tokens that were seen, so that a model's
+    forward and `generate` need nothing else. Layers of one kind share a mask: drop as many keys from all of them. A
+    padded key that stays would be seen: in a padded batch n is at most the shortest prompt. Models that add a bias of
+    positions to scores (ALiBi, T5) would take the keys that stay for neighbours.
 
     Args:
         cache: A `transformers.DynamicCache`, or any object whose `layers` have `keys` and `values` ``(b, g, j, d)``.
@@ -188,6 +211,11 @@ def evict(cache: KVCache, scores: Sequence[Tensor | None], n: int) -> list[Tenso
     >>> layer.keys.shape, stay.shape
     (torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3]))
     """
+    if hasattr(cache, "cross_attention_cache"):
+        raise TypeError(
+            f"evict(cache, ...) takes the keys of one attention; got {type(cache).__name__}, which has two caches. "
+            "Pass cache.self_attention_cache or cache.cross_attention_cache."
+        )
     if not hasattr(cache, "layers"):
         raise TypeError(
             f"evict(cache, ...) takes a cache of transformers, such as outputs.past_key_values of a model called with "
@@ -205,19 +233,73 @@ def evict(cache: KVCache, scores: Sequence[Tensor | None], n: int) -> list[Tenso
     for layer, positions in zip(layers, stay, strict=True):  # after all checks: a cache is never half evicted
         if positions is None:
             continue
+        dropped = layer.keys.shape[-2] - n
         for name in ("keys", "values"):
             states = getattr(layer, name)
-            setattr(layer, name, states.gather(-2, positions.unsqueeze(-1).expand(*positions.shape, states.shape[-1])))
+            at = positions.to(states.device).unsqueeze(-1)  # an offloaded layer is on another one
+            setattr(layer, name, states.gather(-2, at.expand(*positions.shape, states.shape[-1])))
+        if hasattr(layer, "get_seq_length"):
+            _count_dropped(layer, dropped)
     return stay
 
 
+def _count_dropped(layer: Any, tokens: int) -> None:
+    if not hasattr(layer, "dropped"):
+        layer.__class__, layer.dropped = _evicted(type(layer)), 0
+    layer.dropped += tokens
+
+
+def _evicted(kind: Any) -> Any:
+    """The same layer of a transformers cache, which counts tokens whose keys are gone, as one with a window does."""
+
+    class Evicted(kind):  # type: ignore[misc]
+        keys: Tensor
+        values: Tensor
+        dropped: int
+
+        def get_seq_length(self) -> int:
+            return int(super().get_seq_length()) + self.dropped
+
+        def get_mask_sizes(self, queries: Any) -> tuple[int, int]:
+            """How many keys a mask has, and the position of the first: all that stay are before the queries."""
+            length, start = super().get_mask_sizes(queries)
+            return length - self.dropped, start + self.dropped
+
+        def crop(self, tokens: int) -> None:
+            """Remove the last tokens, or, as older versions count, all after the first."""
+            gone = -tokens if tokens <= 0 else self.get_seq_length() - tokens
+            end = self.keys.shape[-2] - max(0, gone)
+            self.keys, self.values = self.keys[..., :end, :], self.values[..., :end, :]
+
+        def reset(self) -> None:
+            self.dropped = 0
+            super().reset()
+
+        def __reduce__(self) -> Any:
+            return _restored, (kind, vars(self))
+
+    Evicted.__name__ = Evicted.__qualname__ = f"Evicted{kind.__name__}"
+    return Evicted
+
+
+def _restored(kind: Any, fields: dict[str, Any]) -> Any:
+    layer = object.__new__(_evicted(kind))
+    vars(layer).update(fields)
+    return layer
+
+
 def _best_positions(layer: Any, scores: Tensor, n: int, number: int) -> Tensor:
-    kind = type(layer)
-    if kind.__module__.startswith("transformers.") and kind.__name__ != "DynamicLayer":
-        raise TypeError(
-            f"evict: layer {number} of the cache is a {kind.__name__}, which holds more than keys and values; "
-            "pass None for its scores to leave it as it is."
+    for kind in type(layer).__mro__:  # a class of one's own may inherit what would be lost
+        if kind.__module__.startswith("transformers.") and kind.__name__ not in ("DynamicLayer", "CacheLayerMixin"):
+            raise TypeError(
+                f"evict: layer {number} of the cache is a {kind.__name__}, which holds more than keys and values; "
+                "pass None for its scores to leave it as it is."
+            )
+    if not isinstance(layer.keys, Tensor):
+        raise ValueError(
+            f"evict: layer {number} of the cache holds no keys yet; call the model first, or pass None for its scores."
         )
+    _need_scores(scores, f"evict: layer {number}")
     if scores.shape != layer.keys.shape[:-1]:
         raise ValueError(
             f"evict: scores of layer {number} are {tuple(scores.shape)} and its keys {tuple(layer.keys.shape)}."
@@ -226,8 +308,9 @@ def _best_positions(layer: Any, scores: Tensor, n: int, number: int) -> Tensor:
 
 
 def _with_largest_at_the_end(scores: Tensor, n: int) -> Tensor:
-    """The last n keys get the largest score of all, so that they stay."""
+    """The last n keys get a score just above all others, so that they stay."""
     n = min(n, scores.shape[-1])
     others = scores[..., : scores.shape[-1] - n]
-    largest = others.amax() if others.numel() else scores.new_ones(())
-    return torch.cat([others, largest.expand(*scores.shape[:-1], n)], -1)
+    largest = others.detach().amax() if others.numel() else scores.new_ones(())
+    above = torch.nextafter(largest, largest.new_tensor(torch.inf))  # a tie might go to another key
+    return torch.cat([others, above.expand(*scores.shape[:-1], n)], -1)

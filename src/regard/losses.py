@@ -8,18 +8,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .core import api
+from .core.broadcast import check_broadcast
+from .core.rows.comparison import joint_batch
+from .core.rows.head_reduction import HeadReduction
 from .core.rows.key_choice import KeyChoice
 from .core.rows.questions import RowQuestions
 from .core.scores.kinds import Indexer
 from .core.shared import called_by_all_ranks
 from .core.types import MaskLike
-from .core.weights import Weights
+from .core.weights import Weights, need_weights
 
 __all__ = ["alignment", "clip_factors", "distillation", "entropy_floor", "index_weights", "indexer"]
 
@@ -29,11 +32,11 @@ Relation: TypeAlias = Literal["qq", "qk", "qv", "kq", "kk", "kv", "vq", "vk", "v
 
 
 @called_by_all_ranks
-def entropy_floor(weights: Weights, floor: float) -> Tensor:
+def entropy_floor(weights: Weights | HeadReduction, floor: float) -> Tensor:
     """The mean over rows of max(0, floor − entropy): a penalty against entropy collapse.
 
     Args:
-        weights: Attention weights.
+        weights: Attention weights, or heads taken together.
         floor: In nats. A row that sees n keys cannot have more than log n.
 
     Returns:
@@ -42,6 +45,9 @@ def entropy_floor(weights: Weights, floor: float) -> Tensor:
     >>> regard.losses.entropy_floor(regard.weights(torch.zeros(2, 4)), 1.0)  # entropy log 2 = 0.6931
     tensor(0.3069)
     """
+    matrix = weights._weights if isinstance(weights, HeadReduction) else weights
+    need_weights(matrix, "entropy_floor(weights)")
+    _need_number(floor, "entropy_floor(floor)")
     lacking = (floor - weights.entropy()).clamp(min=0).sum()
     return weights._over_ranks(lacking, "entropy_floor") / max(1, weights.shape[:-1].numel())
 
@@ -63,12 +69,23 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     >>> regard.losses.clip_factors(W, 50.0)
     tensor(0.5000)
     """
-    if not threshold > 0:
-        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
+    need_weights(weights, "clip_factors(weights)")
+    _need_positive(threshold)
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     largest = weights._over_ranks(largest, "clip_factors", "max")
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
+
+
+def _need_number(x: Any, what: str) -> None:
+    if not isinstance(x, (int, float, Tensor)) or (isinstance(x, Tensor) and x.numel() != 1) or not x == x:
+        raise ValueError(f"{what} needs a number; got {x!r}.")
+
+
+def _need_positive(threshold: float) -> None:
+    _need_number(threshold, "clip_factors(threshold)")
+    if not threshold > 0:
+        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
 
 
 @called_by_all_ranks
@@ -86,6 +103,8 @@ def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:
     >>> regard.losses.alignment(W, torch.eye(2).bool())  # half of every row is on its cell
     tensor(0.6931)
     """
+    if not isinstance(weights, RowQuestions):
+        need_weights(weights, "alignment(weights)")
     log_mass = weights.log_mass(cells)
     sees = log_mass.detach() > -torch.inf
     total = weights._over_ranks(torch.where(sees, log_mass, 0).sum(), "alignment")
@@ -118,8 +137,9 @@ def distillation(
         raise ValueError(f"distillation(relations=) takes pairs of the letters q, k and v; got {relations!r}.")
     needed = max("qkv".index(letter) for pair in relations for letter in pair) + 1
     for name, tensors in (("teacher", teacher), ("student", student)):
-        if not isinstance(tensors, Sequence) or isinstance(tensors, str) or len(tensors) < needed:
-            got = f"{len(tensors)} of them" if isinstance(tensors, Sequence) else type(tensors).__name__
+        listed = isinstance(tensors, Sequence) and all(isinstance(x, Tensor) for x in tensors)
+        if not listed or len(tensors) < needed:
+            got = f"{len(tensors)} of them" if listed else type(tensors).__name__
             raise TypeError(
                 f"distillation({name}=) takes a list of the tensors {', '.join('qkv'[:needed])}; got {got}. "
                 "Of two matrices, such as two recorded layers: teacher.kl(student).mean()."
@@ -149,14 +169,24 @@ def index_weights(q: Tensor, k: Tensor, w: Tensor, mask: MaskLike | None = None)
     >>> index.shape, index.topk(2).indices.shape
     (torch.Size([1, 6, 6]), torch.Size([1, 6, 2]))
     """
-    n, i, d = q.shape[-3:]
-    if w.shape[-2:] != (i, n) or k.shape[-1] != d:
-        raise ValueError(
+    tensors = all(isinstance(x, Tensor) for x in (q, k, w))
+    shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in (q, k, w)]
+    if (
+        not tensors
+        or q.ndim < 3
+        or k.ndim < 2
+        or w.shape[-2:] != (q.shape[-2], q.shape[-3])
+        or k.shape[-1] != q.shape[-1]
+    ):
+        raise (ValueError if tensors else TypeError)(
             "index_weights(q, k, w) takes q (..., n, i, d), k (..., j, d) and w (..., i, n); "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(w.shape)}."
+            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}."
         )
-    packed = torch.cat([q.transpose(-3, -2).flatten(-2), w.to(q.dtype)], -1)  # ... i n·d + n
-    return api.weights(packed.unsqueeze(-3), k.unsqueeze(-3), score=Indexer(n), mask=mask)
+    check_broadcast(w.shape[:-2], q.shape[:-3], "index_weights(w)", "the batch axes of q")
+    wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), w.dtype)  # no number is rounded
+    w = w.expand(*q.shape[:-3], *w.shape[-2:])
+    packed = torch.cat([x.to(wide) for x in (q.transpose(-3, -2).flatten(-2), w)], -1)  # ... i n·d + n
+    return api.weights(packed.unsqueeze(-3), k.to(wide).unsqueeze(-3), score=Indexer(q.shape[-3]), mask=mask)
 
 
 @called_by_all_ranks
@@ -181,13 +211,25 @@ def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor
     >>> q.grad.shape
     torch.Size([4, 6, 8])
     """
+    need_weights(teacher, "indexer(teacher)", heads=True)
+    need_weights(index, "indexer(index)")
     for matrix in (teacher, index):
         matrix._need_entire("losses.indexer")
+    if not index._one_head and index.shape[-3] != 1:
+        raise ValueError(
+            f"indexer(index) takes one matrix for all heads, (..., 1, i, j), as index_weights makes it; got "
+            f"{tuple(index.shape)}."
+        )
     summed = teacher.detach().reduce_heads("sum", groups=1)
     if topk is None:
         return _mean(KeyChoice(summed, None).kl(index))
-    keys = index.detach().topk(topk).indices
-    keys = keys.reshape(index._factors.batch.numel(), 1, *keys.shape[-2:])
+    keys, own = index.detach().topk(topk).indices, index._factors.batch
+    batch = joint_batch([teacher._factors.batch, own])
+    keys = (
+        keys.reshape(*own, 1, *keys.shape[-2:])
+        .expand(*batch, 1, *keys.shape[-2:])
+        .reshape(batch.numel(), 1, *keys.shape[-2:])
+    )
     return _mean(KeyChoice(summed, keys).kl(KeyChoice(index, keys)))
 
 

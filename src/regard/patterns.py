@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from .core.pytree import replace_fields
 from .core.rows.stats import induction_targets
 from .core.scores.kinds import Dot
 from .core.shared import called_by_all_ranks
-from .core.weights import Weights
+from .core.weights import Weights, need_weights
 
 __all__ = ["HeadPatterns", "classify"]
 
@@ -89,9 +89,11 @@ def classify(
     >>> regard.patterns.classify(previous).names
     (('previous',),)
     """
-    if not 0 < threshold <= 1:
-        raise ValueError(f"classify(threshold=) needs a number between 0 and 1; got {threshold}.")
-    layers = [weights] if isinstance(weights, Weights) else list(weights)
+    if not isinstance(threshold, (int, float)) or not 0 < threshold <= 1:
+        raise ValueError(f"classify(threshold=) needs a number between 0 and 1; got {threshold!r}.")
+    layers = [weights] if isinstance(weights, Weights) or not isinstance(weights, Iterable) else list(weights)
+    for layer in layers:
+        need_weights(layer, "classify(weights)")
     if not layers:
         raise ValueError("classify(weights) needs at least one layer.")
     kinds: tuple[str, ...] = ()

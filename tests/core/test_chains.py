@@ -53,6 +53,14 @@ def test_a_rollout_by_value_norms_counts_what_weights_add(weighted: bool) -> Non
     torch.testing.assert_close(want.sum(-1), torch.ones(2, 6).double())
 
 
+def test_value_norms_may_be_those_of_shared_key_heads() -> None:
+    stack = [regard.weights(torch.randn(2, 4, 6, 3).double(), torch.randn(2, 2, 6, 3).double()) for _ in "ab"]
+    norms = [torch.rand(2, 2, 6).double() for _ in stack]
+    want = product(stack, 0.5, None, [x.repeat_interleave(2, 1) for x in norms])
+    torch.testing.assert_close(chains.rollout_rows(stack, [1, 4], value_norms=norms), want[:, [1, 4]])
+    torch.testing.assert_close(chains.rollout(stack, torch.eye(6).double(), value_norms=norms), want)
+
+
 def test_a_row_whose_values_have_no_length_looks_at_nothing_but_itself() -> None:
     stack, norms = layers(1), [torch.zeros(2, 2, 6).double()]
     assert torch.equal(
@@ -106,5 +114,21 @@ def test_errors_say_what_must_hold() -> None:
         chains.rollout_rows([stack[0], regard.weights(torch.randn(2, 2, 5, 4))], [0])
     with pytest.raises(ValueError, match="value_norms takes a tensor for each of 3 layers; got 1"):
         chains.rollout(stack, torch.eye(6).double(), value_norms=[torch.ones(2, 6)])
-    with pytest.raises(ValueError, match=r"dy \(..., 6, e\)"):
+    with pytest.raises(ValueError, match=r"dy \(..., 2, 6, e\), v \(..., heads, 6, e\)"):
         chains.gradient_relevance(stack[0], torch.randn(2, 2, 5, 3), torch.randn(2, 2, 6, 3), torch.eye(6))
+    x, W = torch.eye(6).double(), stack[0]
+    for ask, message in (
+        (lambda: chains.rollout(W, x), r"a list of layers, the first first; got one matrix: \[W\]"),
+        (lambda: chains.rollout([W.dense()], x), r"layer 0 of a rollout takes regard\.Weights; got Tensor"),
+        (lambda: chains.rollout(stack, x[0]), r"\(..., 6, e\); got \(6,\)"),
+        (lambda: chains.rollout(stack, x, residual="a"), "between 0 and 1; got 'a'"),
+        (lambda: chains.rollout(stack, x, head_weights=[torch.zeros(2)] * 3), "2 numbers whose sum is not 0"),
+        (lambda: chains.rollout(stack, x, head_weights=[torch.rand(3)] * 3), "head_weights of layer 0: a tensor of 2"),
+        (lambda: chains.rollout(stack, x, value_norms=[torch.rand(3, 6)] * 3), r"\(..., 2, 6\), .*; got \(3, 6\)"),
+        (lambda: chains.rollout_rows(stack, [6]), r"positions below 6; got \[6\]"),
+        (lambda: chains.rollout_rows(stack, 3), "positions below 6; got 3"),
+        (lambda: chains.gradient_relevance(W, torch.rand(3, 6, 4), torch.rand(2, 6, 4), x), r"got \(3, 6, 4\)"),
+        (lambda: chains.gradient_relevance(W, None, None, None), "got NoneType, NoneType and NoneType"),
+    ):
+        with pytest.raises((ValueError, TypeError, IndexError), match=message):
+            ask()

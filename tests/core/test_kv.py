@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +47,9 @@ def test_tova_is_the_last_row_over_all_heads_and_keeps_the_last_key() -> None:
     scores = kv.tova(W)
     assert scores.shape == (B, G, T)
     torch.testing.assert_close(scores[..., :-1], row[..., :-1].expand(B, G, -1))
-    assert (scores[..., -1] == row[..., :-1].max()).all()
+    assert (scores[..., -1] > row[..., :-1].max()).all()
+    for n in (1, 2, 5):  # the largest of the others does not take its place
+        assert (kv.keep(scores, n)[..., -1] == T - 1).all()
 
 
 @pytest.mark.parametrize(("window", "kernel"), [(4, 5), (1, 1), (7, 3)])
@@ -56,7 +61,8 @@ def test_snapkv_observes_from_the_last_queries(window: int, kernel: int) -> None
     smooth = sum(padded[..., n : n + T - window] for n in range(kernel)) / kernel
     want, scores = of_groups(smooth), kv.snapkv(W, window, kernel)
     torch.testing.assert_close(scores[..., :-window], want)
-    assert (scores[..., -window:] == scores[..., :-window].max()).all()
+    assert (scores[..., -window:] > scores[..., :-window].max()).all()
+    assert torch.equal(kv.keep(scores, window), torch.arange(T - window, T).expand(B, G, -1))
 
 
 @pytest.mark.parametrize("by", ["sum", "max"])
@@ -96,7 +102,7 @@ def test_eviction_leaves_the_best_keys_in_their_order() -> None:
         cache.update(keys[layer], values[layer], layer)
     scores = torch.rand(2, B, G, T)
     kv.evict(cache, list(scores), 6)
-    assert cache.get_seq_length() == 6
+    assert cache.get_seq_length() == T, "tokens that were seen, as caches of windows count"
     for layer in range(2):
         for b in range(B):
             for g in range(G):
@@ -114,22 +120,138 @@ def small_llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-@torch.no_grad()
-def test_a_model_decodes_over_an_evicted_cache_as_if_the_rest_were_hidden() -> None:
+def decode(
+    model: Any, ids: Tensor, steps: int, evict: Callable[[Any], list[int]], **options: Any
+) -> tuple[Tensor, ...]:
+    """Tokens and logits of a model over an evicted cache, and over a full one whose other keys a mask hides."""
     transformers = pytest.importorskip("transformers")
-    model, ids = small_llama(), torch.randint(50, (1, T + 1))
+    cache, full = transformers.DynamicCache(config=model.config), transformers.DynamicCache(config=model.config)
+    for each in (cache, full):
+        model(ids[:, :T], past_key_values=each)
+    stay = evict(cache)
+    out = model.generate(
+        ids, past_key_values=cache, max_new_tokens=steps, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, attention_mask=torch.ones_like(ids),
+    )  # fmt: skip
+    logits, tokens = [], ids
+    for at in range(T, T + steps):
+        hidden = torch.full((1, 1, 1, at + 1), torch.finfo(model.dtype).min, dtype=model.dtype)
+        hidden[..., [*stay, *range(T, at + 1)]] = 0
+        mask = {"full_attention": hidden, "sliding_attention": None} if options.get("windows") else hidden
+        step = {"past_key_values": full, "position_ids": torch.tensor([[at]]), "attention_mask": mask}
+        logits.append(model(tokens[:, -1:], **step).logits[:, -1])
+        tokens = torch.cat([tokens, logits[-1].argmax(-1, keepdim=True)], 1)
+    return out.sequences, torch.stack(out.logits), tokens, torch.stack(logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("evictions", [(6,), (9, 4)])
+def test_generation_over_an_evicted_cache_is_that_with_the_rest_hidden(evictions: tuple[int, ...]) -> None:
+    model, ids = small_llama().double(), torch.randint(50, (1, T + 1))
+
+    def evict(cache: Any) -> list[int]:
+        at = torch.arange(T).expand(1, 2, T)
+        for n in evictions:
+            scores = torch.rand(at.shape[-1]).expand(
+                at.shape
+            )  # the same in every layer and head: one mask hides as much
+            at = at.gather(-1, kv.evict(cache, [scores, scores], n)[0])
+        assert cache.get_mask_sizes(1, 0) == (evictions[-1] + 1, T - evictions[-1])
+        return at[0, 0].tolist()
+
+    got, logits, want, exact = decode(model, ids, 5, evict)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(logits, exact.float(), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_chunks_over_an_evicted_cache_see_what_stays_and_what_is_before_them() -> None:
+    transformers = pytest.importorskip("transformers")
+    model, ids = small_llama().double(), torch.randint(50, (1, T + 4))
     cache, full = transformers.DynamicCache(), transformers.DynamicCache()
     for each in (cache, full):
         model(ids[:, :T], past_key_values=each)
-    scores = torch.rand(T).expand(1, 2, T)  # the same in every layer and head: one mask hides as much
+    scores = torch.rand(T).expand(1, 2, T)
     stay, _ = kv.evict(cache, [scores, scores], 6)
-    at = torch.tensor([[T]])
-    got = model(ids[:, T:], past_key_values=cache, position_ids=at).logits
-    hidden = torch.full((1, 1, 1, T + 1), torch.finfo(torch.float32).min)
-    hidden[..., [*stay[0, 0].tolist(), T]] = 0
-    want = model(ids[:, T:], past_key_values=full, position_ids=at, attention_mask=hidden).logits
-    torch.testing.assert_close(got, want)
-    assert cache.get_seq_length() == 7
+    copies = [cache, copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))]
+    hidden = torch.full((1, 1, 4, T + 4), torch.finfo(torch.float64).min, dtype=torch.float64)
+    hidden[..., stay[0, 0]] = 0
+    hidden[..., T:] = hidden[..., T:].triu(1)
+    want = model(ids[:, T:], past_key_values=full, attention_mask=hidden).logits
+    for each in copies:
+        got = model(ids[:, T:], past_key_values=each).logits
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    cache.crop(-3)
+    assert (cache.get_seq_length(), cache.layers[0].keys.shape[2]) == (T + 1, 7)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+def test_a_model_with_windows_decodes_on_where_its_other_layers_are_evicted() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma2Config(
+        vocab_size=50, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Gemma2ForCausalLM(config).eval().double()
+    ids = torch.randint(50, (1, T + 1))
+
+    def evict(cache: Any) -> list[int]:
+        return kv.evict(cache, [None, torch.rand(T).expand(1, 2, T)], 6)[1][0, 0].tolist()
+
+    got, logits, want, exact = decode(model, ids, 4, evict, windows=True)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(logits, exact.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_every_layer_of_a_cache_is_evicted_right_or_refused_by_name() -> None:
+    utils = pytest.importorskip("transformers.cache_utils")
+    kinds = [
+        x
+        for x in vars(utils).values()
+        if isinstance(x, type) and issubclass(x, utils.CacheLayerMixin | utils.LinearAttentionCacheLayerMixin)
+    ]
+    assert len(kinds) > 10
+    for kind in kinds:
+        for cls in (kind, type("Mine", (kind,), {})):  # of one's own
+            if cls.__abstractmethods__ or kind is utils.DynamicLayer:
+                continue
+            layer = object.__new__(cls)
+            layer.keys = layer.values = torch.rand(1, 2, 6, 4)
+            with pytest.raises(TypeError, match=f"layer 0 of the cache is a {kind.__name__}, which holds more"):
+                kv.evict(SimpleNamespace(layers=[layer]), [torch.rand(1, 2, 6)], 3)
+    with pytest.raises(ValueError, match="layer 0 of the cache holds no keys yet"):
+        kv.evict(SimpleNamespace(layers=[utils.DynamicLayer()]), [torch.rand(1, 2, 6)], 3)
+    two = utils.EncoderDecoderCache(utils.DynamicCache(), utils.DynamicCache())
+    with pytest.raises(TypeError, match=r"has two caches. Pass cache\.self_attention_cache"):
+        kv.evict(two, [], 3)
+
+
+@torch.no_grad()
+def test_both_caches_of_a_decoder_with_memory_are_evicted() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BartConfig(
+        vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, encoder_ffn_dim=32,
+        decoder_attention_heads=4, decoder_ffn_dim=32, attn_implementation="eager",
+    )  # fmt: skip
+    model, ids = transformers.BartForConditionalGeneration(config).eval().double(), torch.randint(3, 50, (1, T + 1))
+
+    def step(evicted: bool) -> Tensor:
+        out = model(input_ids=ids, decoder_input_ids=ids[:, :T], use_cache=True)
+        cache, memory, mask = out.past_key_values, torch.ones(1, T + 1).long(), torch.ones(1, T + 1).long()
+        if evicted:  # to the last keys of both: what a mask of flags can hide as well
+            for each, n in ((cache.self_attention_cache, T), (cache.cross_attention_cache, T + 1)):
+                kv.evict(each, [torch.arange(n).expand(1, 4, n).double()], 6)
+            memory = memory[:, :6]
+        else:
+            memory[:, :-6] = mask[:, : T - 6] = 0
+        return model(
+            encoder_outputs=(out.encoder_last_hidden_state,), decoder_input_ids=ids[:, T:], past_key_values=cache,
+            attention_mask=memory, decoder_attention_mask=None if evicted else mask,
+        ).logits  # fmt: skip
+
+    torch.testing.assert_close(step(True), step(False), rtol=1e-5, atol=1e-6)
 
 
 def test_scores_follow_a_cache_that_is_evicted_at_every_step() -> None:
@@ -192,6 +314,21 @@ def test_errors_say_what_must_hold() -> None:
     W, _ = subject()
     with pytest.raises(TypeError, match=r"outputs\.past_key_values.*use_cache=True; got NoneType"):
         kv.evict(None, [], 3)
+    one = regard.weights(torch.randn(4, 3))
+    for ask in (kv.h2o, kv.tova, kv.snapkv, kv.oracle):
+        with pytest.raises(
+            TypeError, match=rf"{ask.__name__}\(weights\) takes regard\.Weights; got Tensor.*from_dense\(w\)"
+        ):
+            ask(W.dense())
+        with pytest.raises(ValueError, match="needs a head axis, and this matrix is one head"):
+            ask(one)
+    with pytest.raises(ValueError, match="a matrix without rows"):
+        kv.tova(W.rows(slice(0, 0)))
+    assert (kv.oracle(W.rows(slice(0, 0)), by="max") == 0).all()
+    with pytest.raises(TypeError, match=r"keep\(scores, n\) takes a tensor .* got list"):
+        kv.keep([0.5, 0.2], 1)
+    with pytest.raises(ValueError, match=r"of the step's key heads, \(2, 3, 20\) after it; got \(2, 6, 20\)"):
+        kv.update(torch.rand(B, H, T), W)
     with pytest.raises(ValueError, match="less than the 20 keys; got 20"):
         kv.snapkv(W, window=20)
     with pytest.raises(ValueError, match="must be odd; got 4"):

@@ -171,6 +171,52 @@ def test_the_indexer_loss_is_kl_from_the_summed_heads(topk: int | None, sink: bo
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("topk", [None, 2])
+@pytest.mark.parametrize(("teacher", "index"), [((3, 2), (2,)), ((2,), (3, 2)), ((), (2,)), ((2,), ())])
+def test_batch_axes_of_a_teacher_and_an_index_broadcast(teacher: tuple, index: tuple, topk: int | None) -> None:
+    W = regard.weights(torch.randn(*teacher, 4, 5, 3).double(), mask=regard.causal())
+    x = [torch.randn(*index, *shape).double() for shape in ((3, 5, 2), (5, 2), (5, 3))]
+    batch = torch.broadcast_shapes(teacher, index)
+    alone = [
+        losses.indexer(regard.weights(q, mask=regard.causal()), losses.index_weights(*t, regard.causal()), topk)
+        for q, *t in zip(
+            W._factors.q.expand(*batch, 4, 5, 3).flatten(0, -4),
+            *(t.expand(*batch, *t.shape[len(index) :]).flatten(0, len(batch) - 1) for t in x), strict=True,
+        )
+    ]  # fmt: skip
+    got = losses.indexer(W, losses.index_weights(*x, regard.causal()), topk)
+    torch.testing.assert_close(got, torch.stack(alone).mean())
+
+
+def test_weights_of_index_heads_are_not_rounded_to_the_type_of_queries() -> None:
+    q, k, w = torch.randn(3, 7, 4).bfloat16(), torch.randn(7, 4).bfloat16(), torch.randn(7, 3, requires_grad=True)
+    want = torch.einsum("in,nij->ij", w, torch.einsum("nid,jd->nij", q.float(), k.float()).relu()).softmax(-1)
+    torch.testing.assert_close(losses.index_weights(q, k, w).dense()[0], want)
+    torch.testing.assert_close(losses.index_weights(q.expand(2, 3, 7, 4), k, w).dense()[1, 0], want)
+
+
+def test_errors_say_what_must_hold() -> None:
+    W, one = regard.weights(torch.randn(2, 5, 3)), regard.weights(torch.randn(5, 3))
+    index = losses.index_weights(torch.randn(3, 5, 2), torch.randn(5, 2), torch.randn(5, 3))
+    assert losses.entropy_floor(W.reduce_heads(), 9.0) > 0
+    for ask, message in (
+        (lambda: losses.entropy_floor(W.dense(), 1.0), r"entropy_floor\(weights\) takes regard\.Weights; got Tensor"),
+        (lambda: losses.entropy_floor(W, "a"), r"entropy_floor\(floor\) needs a number; got 'a'"),
+        (lambda: losses.entropy_floor(W, math.nan), "needs a number; got nan"),
+        (lambda: losses.clip_factors(W.dense(), 1.0), r"clip_factors\(weights\) takes regard\.Weights"),
+        (lambda: losses.clip_factors(W, "a"), r"clip_factors\(threshold\) needs a number; got 'a'"),
+        (lambda: losses.alignment(W.dense(), torch.eye(5).bool()), r"alignment\(weights\) takes regard\.Weights"),
+        (lambda: losses.distillation([1, 2], [3, 4]), "a list of the tensors q, k; got list"),
+        (lambda: losses.index_weights([1], [2], [3]), "got list, list and list"),
+        (lambda: losses.index_weights(torch.rand(5, 2), torch.rand(5, 2), torch.rand(5)), r"w \(..., i, n\); got \(5, 2\)"),
+        (lambda: losses.indexer(W.dense(), index), r"indexer\(teacher\) takes regard\.Weights; got Tensor"),
+        (lambda: losses.indexer(one, index), r"indexer\(teacher\) needs a head axis"),
+        (lambda: losses.indexer(W, W), r"one matrix for all heads, \(..., 1, i, j\), .* got \(2, 5, 5\)"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError), match=message):
+            ask()
+
+
 def test_the_indexer_loss_has_the_gradient_of_finite_differences() -> None:
     it = Index()
 

@@ -141,6 +141,23 @@ def test_chosen_heads_that_share_keys_are_groups() -> None:
         W.reduce_heads("mean", groups=3, weights=torch.tensor([1.0, 1, 0, 0, 1, 1]))
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_groups_that_are_walked_one_by_one_keep_the_masks_of_their_heads(groups: int, row_engine: str) -> None:
+    cells = torch.rand(4, 5, 7, generator=torch.Generator().manual_seed(2)) < 0.5
+    W = regard.weights(draw(4, 5, 3), draw(2, 7, 3), mask=cells, engine=row_engine)
+    want = W.dense().unflatten(0, (groups, -1))
+    for by in ("mean", "max"):
+        dense = want.mean(1) if by == "mean" else want.amax(1)
+        torch.testing.assert_close(W.reduce_heads(by, groups=groups).pool_blocks(1, 1, by="max"), dense)
+
+
+def test_weights_of_heads_leave_results_in_the_type_of_the_matrix() -> None:
+    W = regard.weights(torch.randn(4, 5, 3))
+    R = W.reduce_heads("mean", weights=torch.tensor([1, 2, 0, 1]).double())
+    answers = (R.dense(), R.row(1), R.column(1), R[1:3, 2], R.received(), R.entropy(), R.mass(0), R.pool(1, 1))
+    assert {x.dtype for x in answers} == {R.dtype} == {torch.float32}
+
+
 def test_the_largest_of_the_mean_name_their_keys() -> None:
     q = draw(3, 6, 4)
     W = regard.weights(q, mask=regard.causal())
@@ -182,8 +199,10 @@ def test_errors_say_what_must_hold() -> None:
         W.reduce_heads("min")
     with pytest.raises(ValueError, match="this matrix is one head"):
         W[0].reduce_heads()
-    with pytest.raises(ValueError, match="a number >= 0 for each of 4 heads"):
+    with pytest.raises(ValueError, match="a finite number >= 0 for each of 4 heads"):
         W.reduce_heads("sum", weights=-torch.ones(4))
+    with pytest.raises(ValueError, match="a finite number >= 0 for each of 4 heads"):
+        W.reduce_heads("sum", weights=torch.tensor([1, 1, 1, float("inf")]))
     with pytest.raises(ValueError, match="takes no weights"):
         W.reduce_heads("max", weights=torch.ones(4))
     with pytest.raises(IndexError, match=r"-1 \(none\) to 6; got 0 to 7"):

@@ -283,7 +283,7 @@ BUGS = [
     Bug("kv: eviction gathers values by other positions", "kv.py", "for layer, positions in zip(layers, stay, strict=True):", "for layer, positions in zip(layers, stay[::-1], strict=True):", ("kv",)),
     Bug("kv: a step forgets what was received before", "kv.py", "return torch.nn.functional.pad(scores, (0, grown)) + received", "return torch.nn.functional.pad(0 * scores, (0, grown)) + received", ("kv",)),
     Bug("kv: the oracle looks at the mean of heads by their maximum", "kv.py", 'weights.reduce_heads("max", groups="kv").pool_blocks(', 'weights.reduce_heads("mean", groups="kv").pool_blocks(', ("kv",)),
-    Bug("kv: a window's layer is evicted", "kv.py", 'and kind.__name__ != "DynamicLayer":', 'and kind.__name__ == "none":', ("kv",)),
+    Bug("kv: a window's layer is evicted", "kv.py", 'and kind.__name__ not in ("DynamicLayer", "CacheLayerMixin"):', 'and kind.__name__ == "none":', ("kv",)),
     Bug("rows: positions begin at 0 again", "core/rows/relations.py", "factors.offset + chosen.start", "factors.offset", ("kv",)),
     Bug("losses: rows without a cell count", "losses.py", "return -total / weights._over_ranks(sees.sum(), \"alignment\").clamp(min=1)", "return -total / sees.numel()", ("losses",)),
     Bug("losses: a factor above 1", "losses.py", "torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)", "threshold / largest", ("losses",)),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..look import View
     from ..look.options import ViewChoices
 
-__all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
+__all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights", "need_weights"]
 
 #: Statistics that `see` takes by name; topk, pool, mass and values are keywords.
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
@@ -421,3 +421,14 @@ class Weights(ArrayProtocol, Relations):
                 'align="start" (query 0 stands at key 0) or align="end" (the last query stands at the last key, as '
                 "with a cache) to weights()."
             )
+
+
+def need_weights(x: Any, what: str, heads: bool = False) -> None:
+    """Raise TypeError unless x is a `Weights`; with `heads` ValueError if it has no head axis."""
+    if not isinstance(x, Weights):
+        raise TypeError(
+            f"{what} takes regard.Weights; got {type(x).__name__}. Weights that exist as a tensor: "
+            "regard.Weights.from_dense(w); of a recorded layer: layer.weights."
+        )
+    if heads and x._one_head:
+        raise ValueError(f"{what} needs a head axis, and this matrix is one head: regard.weights(q[None], k[None]).")

@@ -274,15 +274,21 @@ def head_shares(by: str, weights: Tensor | None, heads: int, groups: int, q: Ten
     if by == "max":
         raise ValueError("reduce_heads('max', weights=...): a maximum takes no weights; leave heads out with heads=.")
     if weights is None:
-        weights = torch.ones(heads, dtype=upcast(q[..., :0]).dtype, device=q.device)
+        weights = torch.ones(heads, device=q.device)
     elif not isinstance(weights, Tensor):
         got = type(weights).__name__
         raise TypeError(
             f"reduce_heads(weights=) takes a tensor of a number for each head; got {got}. Use torch.tensor."
         )
-    elif weights.shape != (heads,) or not (is_tracing() or bool((weights >= 0).all())):  # a graph reads no number back
-        raise ValueError(f"reduce_heads(weights=) takes a number >= 0 for each of {heads} heads; got {weights}.")
-    shares = upcast(weights).to(q.device)
+    elif (
+        weights.shape != (heads,)
+        or weights.is_complex()
+        or not (  # a graph reads no number back
+            is_tracing() or bool(((weights >= 0) & weights.isfinite()).all())
+        )
+    ):
+        raise ValueError(f"reduce_heads(weights=) takes a finite number >= 0 for each of {heads} heads; got {weights}.")
+    shares = weights.to(q.device, upcast(q[..., :0]).dtype)  # results have the type of the matrix
     if by == "mean":
         shares = (shares.unflatten(0, (groups, -1)) / shares.unflatten(0, (groups, -1)).sum(-1, keepdim=True)).flatten()
         if not is_tracing() and bool(shares.isnan().any()):

@@ -276,7 +276,8 @@ class RowQuestions(NotElementwise, Shareable):
         >>> W.cover(0.8, rows=1, cols=1)
         tensor([[False,  True,  True]])
         """
-        if not isinstance(share, (int, float, Tensor)) or not 0 <= share <= 1:
+        number = isinstance(share, (int, float)) or (isinstance(share, Tensor) and share.numel() == 1)
+        if not number or not 0 <= share <= 1:
             raise ValueError(f"cover(share) takes a share between 0 and 1; got {share!r}.")
         return smallest_cover(self._pool_blocks(rows, cols, "sum", "cover"), share)
 

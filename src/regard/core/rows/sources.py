@@ -402,15 +402,18 @@ class HeadRows:
         return self.heads.visible(block)
 
     def cut(self, part: Part) -> HeadRows:
-        inner = self._inner(part)
+        inner = self._inner(part, self.shape[1])
         shares = None if self.shares is None else _pick(self.shares, inner.batch, inner.heads)
         return HeadRows(self.heads.cut(inner), self.size, shares)
 
     def strip(self, part: Part, visible: Tensor | None) -> Strip:
-        return _HeadStrip(self.heads.strip(self._inner(part), visible), self.size, self.shares)
+        # Of a mask with heads of its own: this source is cut already, and its shape says one group for whichever it is.
+        groups = 1 if visible is None else visible.shape[1] // self.size
+        return _HeadStrip(self.heads.strip(self._inner(part, groups), visible), self.size, self.shares)
 
-    def _inner(self, part: Part) -> Part:
-        heads = part.heads if self.shape[1] > 1 else slice(0, 1)
+    def _inner(self, part: Part, groups: int) -> Part:
+        """The heads of a strip, in tensors that hold so many groups of them."""
+        heads = part.heads if groups > 1 else slice(0, 1)
         return Part(part.batch, slice(heads.start * self.size, heads.stop * self.size), part.block)
 
 
