@@ -89,6 +89,10 @@ export function heat(rows, cols, colour) {
   return canvas;
 }
 
+// The pattern of an id: slanted lines, of "crosses" in both directions.
+export const hatching = (id) => svg("pattern", { id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+  svg("line", { class: "hatching", x1: 0, x2: 0, y1: 0, y2: 6 }), id === "crosses" && svg("line", { class: "hatching", x1: 0, x2: 6, y1: 0, y2: 0 }));
+
 // A vector as a strip of signed cells.
 export function strip(vector, most, paint, label) {
   const canvas = heat(1, vector.length, (_, c) => paint.signed(most ? vector[c] / most : 0));
