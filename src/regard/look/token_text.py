@@ -16,6 +16,7 @@ __all__ = [
     "bare",
     "cell_width",
     "clip",
+    "is_patches",
     "is_special",
     "join_tokens",
     "name_of",
@@ -23,6 +24,7 @@ __all__ = [
     "occurrence_suffix",
     "printable",
     "resolve",
+    "units_of",
     "unknown_text",
     "unknown_token",
     "word_slices",
@@ -37,6 +39,7 @@ _SPECIAL = re.compile(
 #: A token that its model does not know, with the text that it stands for: "[UNK:字]".
 _UNKNOWN = re.compile(r"[\[<]unk:(.+)[\]>]", re.IGNORECASE | re.DOTALL)
 _SPACE_BEFORE = ("Ġ", "▁")
+_PATCH = re.compile(r"\d+,\d+")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ENDINGS = frozenset(("t", "s", "d", "m", "re", "ve", "ll"))
 
@@ -44,6 +47,17 @@ _ENDINGS = frozenset(("t", "s", "d", "m", "re", "ve", "ll"))
 def is_special(token: str) -> bool:
     """Whether a token marks a place ([CLS], </s>, <|endoftext|>) rather than being a word."""
     return bool(_SPECIAL.fullmatch(token))
+
+
+def is_patches(tokens: Sequence[str]) -> bool:
+    """Whether all tokens, special ones apart, are places of patches, "3,8"."""
+    plain = [token for token in tokens if not is_special(token)]
+    return bool(plain) and all(_PATCH.fullmatch(token) for token in plain)
+
+
+def units_of(tokens: Sequence[str]) -> tuple[str, str]:
+    """One and several of what the positions of a sequence are called: patches of an image, or words."""
+    return ("patch", "patches") if is_patches(tokens) else ("word", "words")
 
 
 def bare(token: str) -> str:
