@@ -24,6 +24,7 @@ __all__ = [
     "occurrence_suffix",
     "printable",
     "resolve",
+    "text_of",
     "units_of",
     "unknown_text",
     "unknown_token",
@@ -39,6 +40,9 @@ _SPECIAL = re.compile(
 #: A token that its model does not know, with the text that it stands for: "[UNK:字]".
 _UNKNOWN = re.compile(r"[\[<]unk:(.+)[\]>]", re.IGNORECASE | re.DOTALL)
 _SPACE_BEFORE = ("Ġ", "▁")
+#: Scripts without spaces between words, with their punctuation; and marks that stand close to the word before.
+_UNSPACED = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003ffff]")
+_CLOSING, _OPENING = re.compile(r"[,.;:!?%)\]}…\u060c\u061b\u061f]+$"), "([{¿¡"
 _PATCH = re.compile(r"\d+,\d+")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ENDINGS = frozenset(("t", "s", "d", "m", "re", "ve", "ll"))
@@ -134,6 +138,16 @@ def join_tokens(tokens: Sequence[str]) -> str:
     """Several tokens as the one word they make; bytes become the character they spell."""
     text = "".join(bare(token) for token in tokens if len(tokens) == 1 or token not in _SPACE_BEFORE)
     return re.sub(r"(?:<0x[0-9A-Fa-f]{2}>)+", _spelt, text)
+
+
+def text_of(tokens: Sequence[str]) -> str:
+    """The text that tokens make: words with spaces between them, but for Chinese and Japanese, and before a comma."""
+    text = ""
+    for word in (join_tokens(tokens[part]) for part in word_slices(tokens)):
+        joined = not text or text[-1] in _OPENING or _CLOSING.match(word)
+        joined = joined or (_UNSPACED.match(text[-1]) and _UNSPACED.match(word))
+        text += word if joined else f" {word}"
+    return text
 
 
 def _spelt(run: re.Match[str]) -> str:

@@ -10,7 +10,7 @@ from ...core.patches import ImageLike
 from ..layers import LayerView
 from ..patches import image_pixels
 from ..ranking import beyond_habit, beyond_received
-from ..token_text import bare, is_patches, is_special, join_tokens, printable, unknown_text, word_slices
+from ..token_text import bare, is_patches, is_special, join_tokens, printable, text_of, unknown_text, word_slices
 from .format import Packer
 
 __all__ = ["PageContent", "Start"]
@@ -83,7 +83,7 @@ class PageContent:
             if is_patches(plain):
                 texts.append(f"An image of {sum(not is_special(token) for token in tokens):,} patches")
                 continue
-            texts.append(printable(" ".join(join_tokens(plain[group]) for group in word_slices(plain)), 160))
+            texts.append(printable(text_of(plain), 160))
         if texts:
             return " → ".join(texts[:2])
         i, j = self.layers[0].sizes
