@@ -324,6 +324,7 @@ MERGES = {
         (["the", "cat", "didn", "'", "t", "sit", ",", "it", "was", "(", "well", ")", "tired", "."], "the cat didn't sit, it was (well) tired."),
         (["▁Das", "▁Haus", "!"], "Das Haus!"),
         (["😀", "👩", "!"], "😀 👩!"),
+        (list("to be, or"), "to be, or"),
         ([], ""),
     ],
 )  # fmt: skip

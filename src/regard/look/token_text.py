@@ -145,7 +145,7 @@ def text_of(tokens: Sequence[str]) -> str:
     text = ""
     for word in (join_tokens(tokens[part]) for part in word_slices(tokens)):
         joined = not text or text[-1] in _OPENING or _CLOSING.match(word)
-        joined = joined or (_UNSPACED.match(text[-1]) and _UNSPACED.match(word))
+        joined = joined or word.isspace() or text[-1].isspace() or (_UNSPACED.match(text[-1]) and _UNSPACED.match(word))
         text += word if joined else f" {word}"
     return text
 
