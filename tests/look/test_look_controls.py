@@ -114,6 +114,17 @@ def contrast(line: list[float], opacity: float, ground: list[float]) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True])
+def test_numbers_can_be_read_on_a_cell_of_any_colour(show: Any, dark: bool) -> None:
+    shown = show(regard.weights(randn(2, 6, 8)).label(CAT).show("cat"), dark=dark)
+    inks = shown.ask(
+        "[page.paint.tint, page.paint.signed].flatMap((colour) => Array.from({ length: 401 }, (_, n) => colour((n - 200) / 200)))"
+        ".map((rgb) => [rgb, page.paint.ink(rgb)])"
+    )
+    for ground, ink in inks:
+        assert contrast({"#000": [0.0] * 3, "#fff": [255.0] * 3}[ink], 1.0, ground) >= 4.5, (ground, ink)
+
+
+@pytest.mark.parametrize("dark", [False, True])
 def test_the_faintest_line_stands_out_from_the_paper(show: Any, dark: bool) -> None:
     shown = show(regard.weights(0.3 * randn(4, 9, 8)).show(3), dark=dark)
     shown.ask("page.set({chosen: [0, 1, 2, 3]})")

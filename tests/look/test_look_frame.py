@@ -148,6 +148,45 @@ def test_what_the_mask_forbids_is_hatched_and_zero_is_blank(show: Any) -> None:
     assert shown.tab.locator(".matrix .masked").count() == 0
 
 
+def test_weights_that_are_not_numbers_are_crossed_and_not_blank(show: Any) -> None:
+    weights = randn(5, 5).softmax(-1)
+    weights[2, 3] = math.nan
+    shown = show(regard.Weights.from_dense(weights).label(list("abcde")).show("a")).view("square")
+    crosses, canvas = (shown.tab.locator(f".matrix {name}").bounding_box() for name in (".masked", "> canvas"))
+    assert shown.tab.locator(".matrix .masked").get_attribute("fill") == "url(#crosses)"
+    for side, at in (("x", 3), ("y", 2)):
+        assert crosses[side] == pytest.approx(canvas[side] + at * canvas["width"] / 5, abs=1)
+    assert crosses["width"] == pytest.approx(canvas["width"] / 5, abs=1)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_names_and_frames_of_a_large_square_cover_nothing(show: Any, width: int) -> None:
+    shown = show(regard.weights(randn(2, 197, 8)).label(grid=(14, 14)).show("3,8"), width=width).view("square")
+    boxes = """[...document.querySelectorAll('.matrix .name')].map((x) => { const b = x.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; })"""
+    names = shown.tab.evaluate(boxes)
+    assert len(names) > 20
+    for a, b in itertools.combinations(names, 2):
+        across, down = (min(a[k + 2], b[k + 2]) - max(a[k], b[k]) for k in (0, 1))
+        assert across <= 0.5 or down <= 0.5, (a, b)
+    frame, canvas = (shown.tab.locator(f".matrix {name}").first.bounding_box() for name in (".marker", "> canvas"))
+    row = (
+        canvas["y"] + 51 * canvas["height"] / 197,
+        canvas["y"] + 52 * canvas["height"] / 197,
+    )  # [CLS], and 3 · 14 + 8 + 1
+    assert frame["y"] <= row[0] - 0.4, "the line stands above the row"
+    assert frame["y"] + frame["height"] >= row[1] + 0.4, "and below it"
+
+
+def test_numbers_of_a_long_text_stand_beside_the_frame_of_the_lit_word(show: Any) -> None:
+    shown = show(regard.weights(4 * randn(2, 260, 8)).label([f"w{n}" for n in range(260)]).show("w25"))
+    assert shown.tab.locator(".sentence.many").count() == 1
+    lit = shown.tab.locator(".word.lit .token").bounding_box()
+    numbers = [one.bounding_box() for one in shown.tab.locator(".word.lit .num").all() if one.inner_text()]
+    assert numbers, "the word gives itself some weight"
+    for box in numbers:
+        assert box["y"] + box["height"] <= lit["y"] or box["y"] >= lit["y"] + lit["height"]
+
+
 def test_weights_have_one_scale_unless_another_is_chosen(show: Any) -> None:
     shown = show(regard.weights(0.01 * randn(2, 8, 4)).show(2)).view("square")
     darkest = """(() => { const c = document.querySelector('.matrix canvas'), d = c.getContext('2d').getImageData(0, 0,

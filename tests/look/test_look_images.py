@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 import regard
 from regard.core.patches import PatchTokens
 from regard.look.patches import image_pixels
+from regard.look.terminal import draw
 from support.page_probe import Read
 
 
@@ -26,6 +28,46 @@ def picture() -> torch.Tensor:
     image[:20, :, 0] = 200
     image[20:, :, 2] = 200
     return image
+
+
+# Names.
+
+
+def patches_of(length: int = 13, seed: int = 0) -> regard.Weights:
+    return regard.weights(3 * randn(2, length, 8, seed=seed)).label(grid=(3, 4))
+
+
+def test_positions_of_an_image_are_patches_in_a_terminal_and_in_pictures(tmp_path: Path) -> None:
+    texts = [draw(patches_of(), word="1,2"), draw(patches_of()), draw(patches_of(), width=40)]
+    changes = regard.compare(patches_of(), patches_of(seed=1))
+    texts.append(draw(changes))
+    for view in (changes.show(word="1,2"), patches_of().show("1,2"), patches_of().show()):
+        view.save(tmp_path / "patches.svg")
+        texts.append(" ".join(re.findall(">([^<]+)<", (tmp_path / "patches.svg").read_text())))
+    for text in texts:
+        assert not re.search(r"\bwords?\b", text), text
+    assert "Heads that tie “1,2” to another patch" in texts[0]
+    assert "Which patch is tied to which" in texts[1]
+    assert "looks at few patches " in texts[1]
+    assert "13 patches in both" in texts[3]
+    assert "Which word is tied to which" in draw(regard.weights(randn(4, 8)).label(["3,8", "cat", "4,1", "5"]))
+
+
+def test_two_recordings_of_an_image_are_compared_patch_by_patch(show: Any) -> None:
+    changes = regard.compare(patches_of(), patches_of(seed=1))
+    shown = show(changes.show(word="1,2"))
+    text = shown.text("body") + " ".join(
+        shown.tab.evaluate("[...document.querySelectorAll('[aria-label]')].map((x) => x.getAttribute('aria-label'))")
+    )
+    assert not re.search(r"\bwords?\b", text, re.IGNORECASE), text
+    boxes = {n: shown.tab.locator(f'[data-key="word-{n}"]').bounding_box() for n in range(13)}
+    assert len({round(boxes[n]["y"]) for n in range(1, 13)}) == 3, "three rows of four"
+    assert len({round(boxes[n]["x"]) for n in range(1, 13)}) == 4
+    assert boxes[0]["y"] < boxes[1]["y"], "[CLS] stands above"
+    shown.tab.locator('[data-key="word-7"]').focus()
+    shown.tab.keyboard.press("ArrowDown")
+    assert shown.ask("page.state.word") == 11, "one row below"
+    assert shown.text(".hero .token") == "2,2"
 
 
 # Labels.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,50 @@ def ring(shown: Shown) -> tuple[float, float]:
 
 def map_box(shown: Shown) -> dict[str, float]:
     return shown.tab.locator(".map-canvas").bounding_box()
+
+
+# The mask.
+
+PAGES = torch.arange(700) // 230
+MASKS = {
+    "causal": (regard.causal(), lambda i, j: j > i, 458),
+    "window": (regard.window(60, 60), lambda i, j: abs(i - j) > 60, 520),
+    "documents": (regard.documents(PAGES), lambda i, j: PAGES[i] != PAGES[j], 457),
+}
+
+
+#: Whether places of the map lie in what is hatched.
+HATCHED = """((places, { i0, i1, j0, j1 }) => { const { width, height } = document.querySelector('.map-over .border').getBBox(),
+    path = document.querySelector('.map-over .masked'), { x, y } = document.querySelector('.map-over .border').getBBox();
+    return places.map(([i, j]) => path.isPointInFill(new DOMPoint(x + ((j + 0.5 - j0) / (j1 - j0)) * width, y + ((i + 0.5 - i0) / (i1 - i0)) * height))); })"""
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_what_the_mask_forbids_is_hatched_at_every_zoom(show: Any, name: str) -> None:
+    mask, forbids, edge = MASKS[name]
+    numbers = torch.Generator().manual_seed(1)
+    W = regard.weights(torch.randn(2, 700, 8, generator=numbers), mask=mask).label([f"w{n}" for n in range(700)])
+    shown = ready(show(W.show(350)))
+    for i0, i1, j0, j1 in ((0, 700, 0, 700), (360, 560, edge - 100, edge + 100), (454, 466, edge - 6, edge + 6)):
+        view, side = {"i0": i0, "i1": i1, "j0": j0, "j1": j1}, i1 - i0
+        shown.ask(f"(page.long.view = {json.dumps(view)}, page.draw())")
+        drawn(shown)
+        air, step = side // 100, max(1, side // 24)  # a strip has several rows where they are smaller than two pixels
+        places = [
+            (i, j)
+            for i in range(i0 + air, i1 - air, step)
+            for j in range(j0, j1, step)
+            if len({bool(forbids(i + d, j)) for d in (-air, 0, air)}) == 1
+        ]
+        hatched = shown.ask(f"{HATCHED}({json.dumps(places)}, {json.dumps(view)})")
+        assert hatched == [bool(forbids(i, j)) for i, j in places], view
+        assert len(places) > 100
+        assert len(set(hatched)) == 2, "both sides of its edge are seen"
+
+
+def test_a_map_without_a_mask_is_not_hatched(show: Any) -> None:
+    shown = ready(show(regard.weights(torch.randn(1, 400, 8)).show(3)))
+    assert shown.tab.locator(".map-over .masked").count() == 0
 
 
 # Python: the largest weight of every tile, and what the page computes.

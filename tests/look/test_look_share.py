@@ -15,7 +15,7 @@ import torch
 import regard
 from regard.look import View
 from support.opened_page import Shown, number
-from support.page_probe import HOSTILE, history, minilm
+from support.page_probe import CAT, HOSTILE, history, minilm
 
 SVG = "{http://www.w3.org/2000/svg}"
 IT = 10
@@ -248,6 +248,70 @@ def test_every_view_is_saved_as_a_picture(show: Any, it: View, tmp_path: Path, v
     assert not re.search(r"var\(|color-mix|http://(?!www\.w3\.org)|<script|onload", text), "a picture of its own"
 
 
+def test_a_picture_ends_where_its_content_does(show: Any, it: View, tmp_path: Path) -> None:
+    shown = show(it, width=1440).view("square")
+    root = ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot()
+    x, y, width, height = map(float, root.get("viewBox").split())
+    assert (float(root.get("width")), float(root.get("height"))) == (width, height)
+    assert width < 1000, "the square does not fill the page, and neither does its picture"
+    tops = [float(node.get("y")) - y for node in root.iter(f"{SVG}text") if node.get("y") and node.get("x")]
+    assert min(tops) < 60, "nothing stands where the controls were"
+    assert x <= 0 <= x + width
+    assert shown.tab.locator(".snapped").count() == 0
+    assert shown.tab.locator(".controls").first.is_visible()
+
+
+def test_hatches_frames_and_strengths_are_in_the_picture(show: Any, it: View, tmp_path: Path) -> None:
+    masked = regard.weights(torch.randn(2, 6, 8), mask=regard.causal()).label(CAT).show("sat")
+
+    def drawn(shown: Any) -> ElementTree.Element:
+        return ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot()
+
+    def hatched(root: ElementTree.Element) -> int:
+        return sum(str(node.get("fill")).startswith("url(#hatching") for node in root.iter(f"{SVG}rect"))
+
+    shown = show(masked)
+    assert hatched(drawn(shown)) == shown.tab.locator(".word.unseen").count() == 3
+    root = drawn(shown.view("play"))
+    assert hatched(root) == 3
+    frames = [node for node in root.iter(f"{SVG}path") if node.get("stroke-opacity") == "0.6"]
+    assert len(frames) == shown.tab.locator(".lane .ghost").count() == 6
+    lines = [node for node in drawn(shown.view("walk")).iter(f"{SVG}path") if node.get("stroke-opacity") == "1"]
+    assert len(lines) > 20, "lines between the steps"
+    shown = show(it).view("overview")
+    shares = shown.tab.evaluate(
+        "[...document.querySelectorAll('.headcell')].map((x) => Number(x.style.getPropertyValue('--strength')))"
+    )
+    width = shown.tab.locator(".headcell > span").first.bounding_box()["width"]
+    height = shown.tab.locator(".headcell > span").first.bounding_box()["height"]
+    bars = [
+        node
+        for node in drawn(shown).iter(f"{SVG}rect")
+        if abs(float(node.get("height", "0").rstrip("%")) - height) < 0.02
+    ]
+    assert [float(node.get("width")) / width for node in bars] == pytest.approx([x for x in shares if x > 0], abs=0.01)
+
+
+def test_the_picture_of_an_image_shows_its_patches_above_it(show: Any, tmp_path: Path) -> None:
+    picture = torch.zeros(8, 8, 3, dtype=torch.uint8)
+    picture[..., 0] = 255
+    W = regard.weights(torch.randn(1, 10, 8)).label(grid=(3, 3), image=picture)
+    shown = show(W.show("1,1"))
+    root = ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot()
+    order = [node.tag.removeprefix(SVG) for node in root]
+    shades = [n for n, node in enumerate(root) if node.get("fill") == "#c04a06" and node.get("fill-opacity")]
+    assert sum(n > order.index("image") for n in shades) >= 5, "what is drawn later lies above"
+    red, green, _, alpha = shown.tab.evaluate(
+        """async (href) => { const bytes = Uint8Array.from(atob(href.split(',')[1]), (x) => x.charCodeAt(0));
+           const d = document.createElement('canvas').getContext('2d'); d.drawImage(await createImageBitmap(new Blob([bytes])), 0, 0);
+           return [...d.getImageData(2, 2, 1, 1).data]; }""",
+        root.find(f"{SVG}image").get("href"),
+    )
+    assert abs(red - green) < 60, "its colours are faint, as on the page"
+    assert alpha < 255
+    assert texts(root).count("0,2") <= 1, "no names on the patches; bars may have one"
+
+
 def test_a_picture_cuts_words_where_the_page_does(show: Any, tmp_path: Path) -> None:
     words = ["a", "antidisestablishmentarianismically", "x" * 200, "😀", "end"]
     shown = show(regard.weights(2 * torch.randn(5, 8)).label(words).show(1))
@@ -274,11 +338,11 @@ def test_the_steps_of_a_walk_are_saved_as_a_table(show: Any, tmp_path: Path) -> 
 
 def test_the_png_is_twice_as_large(show: Any, it: View, tmp_path: Path) -> None:
     shown = show(it)
-    box = shown.tab.locator("section.view").bounding_box()
+    root = ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot()
     data = saved(shown, "save-png", tmp_path).read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width = int.from_bytes(data[16:20], "big")
-    assert width == pytest.approx(2 * (box["width"] + 24), abs=4)
+    assert width == 2 * int(root.get("width"))
 
 
 def test_hostile_words_are_text_in_a_picture(show: Any, tmp_path: Path) -> None:

@@ -96,6 +96,19 @@ def test_no_text_is_cut_off_or_lies_on_another(show: Any, it: View, width: int) 
             assert across <= 1 or down <= 2, (name, a, b)
 
 
+def test_slanted_words_at_the_left_end_are_seen_whole(show: Any) -> None:
+    words = ["beautiful", "[SEP]", "because", "of", "strangers", "everybody", "was", "too", "tired"]
+    numbers = torch.Generator().manual_seed(1)
+    view = regard.weights(torch.randn(2, 9, 16, generator=numbers)).label(words).show("of")
+    shown = show(view, width=390, reduced_motion="reduce").view("story")
+    for chapter in ("Mask", "Many heads"):
+        shown.tab.get_by_role("button", name=chapter).click()
+        scene = shown.tab.locator(".scene").bounding_box()
+        assert shown.tab.locator(".scene .story-word[transform]").all_text_contents() == words
+        for text in shown.tab.locator(".scene text").all():
+            assert text.bounding_box()["x"] >= scene["x"] - 1, text.text_content()
+
+
 LONG = ["antidisestablishmentarianism", "mmmmmmmmmmmmmmmm", "w200", "w201", "w202", "w203", "w204", "w205", "w206"]
 
 

@@ -317,6 +317,21 @@ MERGES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["我", "[UNK:爱]", "北", "京", "，", "and", "学", "习"], "我爱北京， and 学习"),
+        (["the", "cat", "didn", "'", "t", "sit", ",", "it", "was", "(", "well", ")", "tired", "."], "the cat didn't sit, it was (well) tired."),
+        (["▁Das", "▁Haus", "!"], "Das Haus!"),
+        (["😀", "👩", "!"], "😀 👩!"),
+        (list("to be, or"), "to be, or"),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_tokens_are_written_as_the_text_they_come_from(tokens: list[str], text: str) -> None:
+    assert token_text.text_of(tokens) == text
+
+
 @pytest.mark.parametrize("name", MERGES)
 def test_tokens_make_words(name):
     text, expected = MERGES[name]

@@ -34,6 +34,11 @@ class Alignment:
         return [n for n, (a, b) in enumerate(self.places) if a is not None and b is not None]
 
     @property
+    def units(self) -> tuple[str, str]:
+        """One and several of what the places are called, as of `TokenGroups`."""
+        return self.sides[0].units
+
+    @property
     def labels(self) -> list[str]:
         """The word at every place, that of the first text where both have one."""
         sides = [{n: side.labels[word] for n, word in self.words(k)} for k, side in enumerate(self.sides)]

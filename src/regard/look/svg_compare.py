@@ -63,8 +63,9 @@ def _sentence(changes: HeadChanges, pair: HeadPair, place: int) -> str:
     rows = [pair.weights(side, [place])[0] for side in (0, 1)]
     a, b = (row.nan_to_num(nan=0.0) for row in rows)
     key = int((b - a).abs().argmax())
+    lacking = f"no such {pair.cols.units[0]}"
     shares = [
-        f"{format_number(float(row[key])) if row[key] == row[key] else 'no such word'} in {printable(name)}"
+        f"{format_number(float(row[key])) if row[key] == row[key] else lacking} in {printable(name)}"
         for row, name in zip(rows, changes.names, strict=True)
     ]
     word, other = (numbered_texts(axis.labels)[n] for axis, n in ((pair.rows, place), (pair.cols, key)))

@@ -42,8 +42,8 @@ __all__ = ["draw", "draw_overview", "draw_spotlight"]
 ALL_WORDS = 120
 
 _METRICS = {
-    "entropy": "looks at few words",
-    "previous": "looks at the word before",
+    "entropy": "looks at few {units}",
+    "previous": "looks at the {unit} before",
     "mean_distance": "looks far away",
     "sink": "rests on one token",
     "induction": "repeats what followed",
@@ -165,7 +165,10 @@ def _missing_weight(lit: Spotlight, n: int, width: int) -> list[Line]:
             f"special tokens are hidden: they had {lit.hidden[n]:.3f}, the others are scaled up to the whole"
         )
     if 1 - sum(lit.weights[n]) > 0.001:
-        remarks.append(f"{1 - sum(lit.weights[n]):.3f} goes to no word: a sink takes it, or the word sees nothing")
+        looking, seen = lit.rows.units[0], lit.cols.units[0]
+        remarks.append(
+            f"{1 - sum(lit.weights[n]):.3f} goes to no {seen}: a sink takes it, or the {looking} sees nothing"
+        )
     return [line for remark in remarks for line in paragraph(f"({remark})", width, "dim", "  ")]
 
 
@@ -209,13 +212,13 @@ def _heads(lit: Spotlight, width: int, count: int = 8) -> list[Line]:
     """The heads that matter for the word, most telling first."""
     if len(lit.ranking) < 2:
         return []
-    word = quoted_label(lit.rows.labels, lit.position)
+    word, (unit, _) = quoted_label(lit.rows.labels, lit.position), lit.cols.units
     if lit.target is not None:
         title = f"Heads by the weight that {word} gives to {quoted_label(lit.cols.labels, lit.target)}"
     elif lit.alone:
-        title = f"There is no other word that {word} could be tied to; heads by the weight they give most"
+        title = f"There is no other {unit} that {word} could be tied to; heads by the weight they give most"
     else:
-        title = f"Heads that tie {word} to another word, most telling first"
+        title = f"Heads that tie {word} to another {unit}, most telling first"
     lines = paragraph(title, width, "bold")
     with_layer = any(view.name for view in lit.layers.values())
     keys = ["–" if tie.key is None else numbered_label(lit.cols.labels, tie.key, 12) for tie in lit.ranking[:count]]
@@ -232,7 +235,7 @@ def _heads(lit: Spotlight, width: int, count: int = 8) -> list[Line]:
         style = tint(lit.heads.index(tie)) if tie in lit.heads else "dim"
         lines.append([Span(text), Span(f"  {bar(tie.weight, bar_width)}" if bar_width >= 4 else "", style)])
     if beyond:
-        meaning = "beyond: the weight above what the head gives that word, or at that distance, anyway"
+        meaning = f"beyond: the weight above what the head gives that {unit}, or at that distance, anyway"
         lines += paragraph(meaning, width, "dim", "  ")
     return lines
 
@@ -258,15 +261,16 @@ def _overview_lines(summary: Overview, width: int, top: int) -> list[Line]:
 
 def _tie_lines(summary: Overview, width: int, top: int) -> list[Line]:
     """The strongest tie of every word."""
-    ties = _varied(summary)[:top]
+    ties, (unit, _) = _varied(summary)[:top], summary.rows.units
     if not ties:
-        return paragraph("No word is tied to another: there is no other word, or no weight to tell by.", width, "bold")
+        text = f"No {unit} is tied to another: there is no other {unit}, or no weight to tell by."
+        return paragraph(text, width, "bold")
     with_layer = any(view.name for view in summary.layers)
     rows = [numbered_label(summary.rows.labels, tie.word, 14) for tie in ties]
     cols = [numbered_label(summary.cols.labels, tie.key, 14) for tie in ties]
-    left, right = max([*map(cell_width, rows), 4]), max([*map(cell_width, cols), 8])
-    lines = paragraph("Which word is tied to which, most telling first", width, "bold")
-    header = f"  {align_left('word', left)}    {align_left('looks at', right)}  weight  "
+    left, right = max([*map(cell_width, rows), len(unit)]), max([*map(cell_width, cols), 8])
+    lines = paragraph(f"Which {unit} is tied to which, most telling first", width, "bold")
+    header = f"  {align_left(unit, left)}    {align_left('looks at', right)}  weight  "
     header += "layer.head" if with_layer else "head"
     lines.append([Span(header if len(header) <= width else header.replace("layer.head", "head"), "dim")])
     bar_width = min(24, width - len(header) - 2)
@@ -298,16 +302,20 @@ def _varied(summary: Overview) -> list[WordTie]:
 
 def _metric_lines(summary: Overview, width: int) -> list[Line]:
     lines: list[Line] = []
-    for name, meaning in _METRICS.items():
+    unit, units = summary.cols.units
+    meanings = {name: text.format(unit=unit, units=units) for name, text in _METRICS.items()}
+    first = max(24, *map(len, meanings.values()))
+    for name, meaning in meanings.items():
         if table := summary.metrics.get(name):
             if width >= 60:
-                best = "  ".join(
-                    f"{f'{layer}.{head}':>5} ({value:{'.2f' if value < 10 else '.0f'}})"
+                numbers = [
+                    (f"{layer}.{head}", f"({value:{'.2f' if value < 10 else '.0f'}})")
                     for layer, head, value in table[:4]
-                )
+                ]
+                best = "  ".join(f"{place:>5} {number:<6}" for place, number in numbers).rstrip()
             else:
                 best = "".join(f"{f'{layer}.{head}':>6}" for layer, head, _ in table[:2])
-            lines.append([Span(f"  {meaning:<24}"), Span(best)])
+            lines.append([Span(f"  {meaning:<{first}}"), Span(best)])
     return lines
 
 

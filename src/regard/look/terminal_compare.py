@@ -60,7 +60,7 @@ def draw_changes(
 def _title(changes: HeadChanges, pair: HeadPair, width: int) -> str:
     count, both = len(changes), len(pair.cols.in_both)
     names = " and ".join(safe(name, width // 3) for name in changes.names)
-    return f"{names}: {count} pair{'s' if count > 1 else ''} of heads, {both} words in both"
+    return f"{names}: {count} pair{'s' if count > 1 else ''} of heads, {both} {pair.cols.units[1]} in both"
 
 
 def _word_lines(changes: HeadChanges, pair: HeadPair, place: int, width: int, top: int | None) -> list[Line]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .token_text import is_special, join_tokens, resolve, word_slices
+from .token_text import is_special, join_tokens, resolve, units_of, word_slices
 
 __all__ = ["TokenGroups", "group_tokens"]
 
@@ -21,6 +21,11 @@ class TokenGroups:
     groups: tuple[slice, ...]  # the tokens of every word
     labels: tuple[str, ...]  # the text of every word
     hidden: tuple[int, ...] = ()  # tokens that are left out
+
+    @property
+    def units(self) -> tuple[str, str]:
+        """One and several of what the positions are called: "word" and "words", of an image "patch" and "patches"."""
+        return units_of(self.tokens)
 
     def sum_columns(self, w: Tensor) -> Tensor:
         """Weights of tokens (..., j) as weights of words (..., n): the weight of a word is the sum over its tokens."""

@@ -16,6 +16,7 @@ __all__ = [
     "bare",
     "cell_width",
     "clip",
+    "is_patches",
     "is_special",
     "join_tokens",
     "name_of",
@@ -23,6 +24,8 @@ __all__ = [
     "occurrence_suffix",
     "printable",
     "resolve",
+    "text_of",
+    "units_of",
     "unknown_text",
     "unknown_token",
     "word_slices",
@@ -37,6 +40,10 @@ _SPECIAL = re.compile(
 #: A token that its model does not know, with the text that it stands for: "[UNK:字]".
 _UNKNOWN = re.compile(r"[\[<]unk:(.+)[\]>]", re.IGNORECASE | re.DOTALL)
 _SPACE_BEFORE = ("Ġ", "▁")
+#: Scripts without spaces between words, with their punctuation; and marks that stand close to the word before.
+_UNSPACED = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003ffff]")
+_CLOSING, _OPENING = re.compile(r"[,.;:!?%)\]}…\u060c\u061b\u061f]+$"), "([{¿¡"
+_PATCH = re.compile(r"\d+,\d+")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ENDINGS = frozenset(("t", "s", "d", "m", "re", "ve", "ll"))
 
@@ -44,6 +51,17 @@ _ENDINGS = frozenset(("t", "s", "d", "m", "re", "ve", "ll"))
 def is_special(token: str) -> bool:
     """Whether a token marks a place ([CLS], </s>, <|endoftext|>) rather than being a word."""
     return bool(_SPECIAL.fullmatch(token))
+
+
+def is_patches(tokens: Sequence[str]) -> bool:
+    """Whether all tokens, special ones apart, are places of patches, "3,8"."""
+    plain = [token for token in tokens if not is_special(token)]
+    return bool(plain) and all(_PATCH.fullmatch(token) for token in plain)
+
+
+def units_of(tokens: Sequence[str]) -> tuple[str, str]:
+    """One and several of what the positions of a sequence are called: patches of an image, or words."""
+    return ("patch", "patches") if is_patches(tokens) else ("word", "words")
 
 
 def bare(token: str) -> str:
@@ -120,6 +138,16 @@ def join_tokens(tokens: Sequence[str]) -> str:
     """Several tokens as the one word they make; bytes become the character they spell."""
     text = "".join(bare(token) for token in tokens if len(tokens) == 1 or token not in _SPACE_BEFORE)
     return re.sub(r"(?:<0x[0-9A-Fa-f]{2}>)+", _spelt, text)
+
+
+def text_of(tokens: Sequence[str]) -> str:
+    """The text that tokens make: words with spaces between them, but for Chinese and Japanese, and before a comma."""
+    text = ""
+    for word in (join_tokens(tokens[part]) for part in word_slices(tokens)):
+        joined = not text or text[-1] in _OPENING or _CLOSING.match(word)
+        joined = joined or word.isspace() or text[-1].isspace() or (_UNSPACED.match(text[-1]) and _UNSPACED.match(word))
+        text += word if joined else f" {word}"
+    return text
 
 
 def _spelt(run: re.Match[str]) -> str:

@@ -48,7 +48,7 @@ def pack_changes(changes: HeadChanges, options: ViewOptions) -> Packed:
     header = {
         "kind": "comparison",
         "title": options.title if options.title is not None else " and ".join(names),
-        "about": f"{len(changes)} pairs of heads · {len(groups[0][1].in_both)} words in both",
+        "about": f"{len(changes)} pairs of heads · {len(groups[0][1].in_both)} {groups[0][1].units[1]} in both",
         "version": regard_version(),
         "command": options.command,
         "names": names,

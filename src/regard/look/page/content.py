@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from ...core.patches import ImageLike
 from ..layers import LayerView
 from ..patches import image_pixels
 from ..ranking import beyond_habit, beyond_received
-from ..token_text import bare, is_special, join_tokens, printable, unknown_text, word_slices
+from ..token_text import bare, is_patches, is_special, join_tokens, printable, text_of, unknown_text, word_slices
 from .format import Packer
 
 __all__ = ["PageContent", "Start"]
@@ -61,7 +60,7 @@ class PageContent:
             self._sequence_numbers[key] = len(self.sequences)
             header = _sequence_header(tokens, length)
             image = getattr(tokens, "image", None) if self.image is None else self.image
-            if image is not None and tokens and _is_patches(tokens):
+            if image is not None and tokens and is_patches(tokens):
                 header["image"] = self.packer.add(image_pixels(image), "u1")
             self.sequences.append(header)
         return self._sequence_numbers[key]
@@ -81,10 +80,10 @@ class PageContent:
         texts = []
         for tokens in dict.fromkeys(t for view in self.layers for t in reversed(view.weights.tokens) if t):
             plain = [token for token in tokens[:400] if not is_special(token)]
-            if _is_patches(plain):
+            if is_patches(plain):
                 texts.append(f"An image of {sum(not is_special(token) for token in tokens):,} patches")
                 continue
-            texts.append(printable(" ".join(join_tokens(plain[group]) for group in word_slices(plain)), 160))
+            texts.append(printable(text_of(plain), 160))
         if texts:
             return " → ".join(texts[:2])
         i, j = self.layers[0].sizes
@@ -150,12 +149,6 @@ class PageContent:
         # Heads that the page opens with come first, then others of their stack.
         bounded = strength.nan_to_num(nan=-9.0).clamp(min=-9).tolist()
         return [(h, s + 30 * ((n, h) in start.heads) - (0 if mine else 20)) for h, s in enumerate(bounded)]
-
-
-def _is_patches(tokens: Sequence[str]) -> bool:
-    """Whether all tokens, special ones apart, are places of patches, "3,8"."""
-    plain = [token for token in tokens if not is_special(token)]
-    return bool(plain) and all(re.fullmatch(r"\d+,\d+", token) for token in plain)
 
 
 def _sequence_header(tokens: Sequence[str] | None, length: int) -> dict[str, Any]:

@@ -40,10 +40,10 @@ function rightToLeft(tokens, special) {
 }
 
 // What the positions of a sequence are called: patches of an image, or words.
-const unitsOf = (patches) => ({ patches, unit: patches ? "patch" : "word", units: patches ? "patches" : "words" });
+export const unitsOf = (patches) => ({ patches, unit: patches ? "patch" : "word", units: patches ? "patches" : "words" });
 
 // How many patches an image has in a row, if the tokens are places of patches ("3,8"); 0 for words.
-function patchColumns({ tokens, special }) {
+export function patchColumns({ tokens, special }) {
   const skip = new Set(special), places = tokens.filter((_, n) => !skip.has(n)).map((text) => text.match(/^(\d+),(\d+)$/));
   if (places.length < 4 || places.includes(null)) return 0;
   const columns = Math.max(...places.map((place) => Number(place[2]))) + 1;

@@ -2,18 +2,24 @@
 
 import { clamp, edge, fixed, largest, range, weightText } from "./numbers.js";
 import { behind, el, heat, lane, lanes, shade, word } from "./elements.js";
-import { numbered } from "./book.js";
+import { numbered, patchColumns, unitsOf } from "./book.js";
 import { apart } from "./sentence.js";
 import { ARROWS, legend } from "./square.js";
 
 const HEADS = 36; // pairs of heads that are drawn before all of them are asked for
 const signed = (x) => Math.sign(x) * Math.abs(x) ** 0.6;
 
+// What an axis holds: words, or the patches of an image.
+export function withUnits(axis) {
+  return "unit" in axis ? axis : Object.assign(axis, unitsOf(patchColumns({ tokens: axis.labels, special: axis.special })));
+}
+
 // A pair of heads: both patterns on the words of both texts. Long texts are tiles, with the largest change of each.
 class Pair {
   constructor(page, spec, n) {
     Object.assign(this, spec);
     this.tiled = spec.tiled; this.n = n; this.group = page.header.groups[spec.group];
+    Object.values(this.group).forEach(withUnits);
     const flat = page.header.array(spec.w), [, rows, cols] = page.header.shape(spec.w), size = rows * cols;
     this.rows = rows; this.cols = cols;
     this.sides = [flat.subarray(0, size), flat.subarray(size, 2 * size)];
@@ -43,11 +49,12 @@ export function compare(page, box) {
   const own = (page.compare ??= { all: false, cell: null });
   const bar = el("p", {}), hero = el("div", { class: "hero", "aria-live": "polite" }, bar), 
     words = el("div", { class: "stage one" });
+  const { unit } = page.pairs[0].group.rows;
   const lists = el("div", { class: "bars" }), maps = el("div", { class: "triple" });
   const cells = el("div", { class: "flow", role: "group", "aria-label": "Pairs of heads, those that differ most first" });
-  box.append(hero, words, lists, el("h2", { text: "Every word: both patterns, and what changed" }), maps,
+  box.append(hero, words, lists, el("h2", { text: `Every ${unit}: both patterns, and what changed` }), maps,
     el("h2", { text: "Pairs of heads, those that differ most first" }), cells,
-    behind("Weights of the lit word", () => compareTable(page)));
+    behind(`Weights of the lit ${unit}`, () => compareTable(page)));
   let drawn = null;
   return () => {
     const pair = page.pairs[page.state.pair], i = clamp(page.row, 0, pair.rows - 1);
@@ -68,7 +75,7 @@ function headlineOf(page, pair, i, own, bar) {
   const { names } = page.header, size = (j) => { const x = Math.abs(pair.change(i, j)); return Number.isNaN(x) ? -1 : x; };
   const [row, j] = own.cell ?? [i, largest(range(pair.cols).map(size))], by = pair.change(row, j);
   const part = (side) => el("span", { class: "side-of" }, el("i", { class: "dot", style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: names[side] }), " ",
-    el("b", { text: Number.isNaN(pair.at(side, row, j)) ? "has no such word" : fixed(pair.at(side, row, j), 2) }));
+    el("b", { text: Number.isNaN(pair.at(side, row, j)) ? `has ${lacking(pair)}` : fixed(pair.at(side, row, j), 2) }));
   bar.replaceChildren(el("i"), el("span", { class: "tie" }, word(pair.numbered("rows", row)), el("span", { class: "arrow", text: " → " }),
     word(pair.numbered("cols", j)), " ", el("b", { class: "weight", "data-read": "change",
       text: Number.isNaN(by) ? "–" : `${by > 0 ? "+" : ""}${fixed(by, 2)}` })),
@@ -78,20 +85,20 @@ function headlineOf(page, pair, i, own, bar) {
 
 // The words of both texts in one order; those of one text alone are marked.
 function compareWords(page, pair) {
-  const { labels, special, inside, side } = pair.group.rows, all = range(Math.min(pair.rows, 300));
+  const { labels, special, inside, side, units } = pair.group.rows, patches = pair.tiled ? 0 : pair.group.rows.patches, all = range(Math.min(pair.rows, 300));
   const key = (event, n) => {
-    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -pair.rows, End: pair.rows }[event.key];
+    const step = { ArrowRight: 1, ArrowDown: patches || 1, ArrowLeft: -1, ArrowUp: -(patches || 1), Home: -pair.rows, End: pair.rows }[event.key];
     if (!step) return;
     event.preventDefault();
     const to = clamp(n + step, 0, pair.rows - 1);
     page.set({ word: to, hover: null });
     page.root.querySelector(`[data-key="word-${to}"]`)?.focus();
   };
-  return el("div", { class: `sentence${all.length > 40 ? " many" : ""}`, role: "listbox",
-    "aria-label": "Words of both; the arrow keys move the light" }, all.map((n) => el("span", {
-    class: ["word", ...(pair.tiled ? [] : [special.includes(n) && "special", inside.includes(n) && "inside",
+  return el("div", { class: `sentence${patches ? " patches" : all.length > 40 ? " many" : ""}`, role: "listbox", style: { "--patches": patches },
+    "aria-label": `${units} of both; the arrow keys move the light` }, all.map((n) => el("span", {
+    class: ["word", ...(pair.tiled ? [] : [special.includes(n) && "special", inside.includes(n) && "inside", patches && !special.includes(n) && "patch",
       side[n] && "lonely"].filter(Boolean))].join(" "), role: "option",
-    "data-key": `word-${n}`, title: side[n] && !pair.tiled ? `only in ${page.header.names[side[n] - 1]}` : undefined,
+    "data-key": `word-${n}`, "aria-label": patches && !special.includes(n) ? `patch ${labels[n]}` : undefined, title: side[n] && !pair.tiled ? `only in ${page.header.names[side[n] - 1]}` : undefined,
     onkeydown: (event) => key(event, n), onclick: () => page.set({ word: n, hover: null }),
     onpointerenter: (event) => { if (event.pointerType !== "touch") page.set({ hover: n }); },
     onpointerleave: () => page.set({ hover: null }),
@@ -103,8 +110,9 @@ function compareWords(page, pair) {
 // attention within a text; else the words that look stand alone.
 function lightWords(page, pair, i, box) {
   const same = pair.rows === pair.cols && String(pair.group.rows.labels) === String(pair.group.cols.labels);
+  const wash = box.firstChild.classList.contains("patches") ? 100 : page.paint.wash;
   [...box.firstChild.children].forEach((node, n) => {
-    const by = same ? pair.change(i, n) : NaN, share = Math.round(page.paint.wash * Math.abs(signed(by)) || 0);
+    const by = same ? pair.change(i, n) : NaN, share = Math.round(wash * Math.abs(signed(by)) || 0);
     node.classList.toggle("lit", n === i);
     node.classList.toggle("shaded", share > 15);
     node.setAttribute("aria-selected", String(n === i));
@@ -122,10 +130,10 @@ function compareBars(page, pair, i) {
   const { names } = page.header, size = (j) => Math.abs(pair.change(i, j)) || 0;
   const order = range(pair.cols).sort((a, b) => size(b) - size(a)).slice(0, 8);
   const bars = (j) => [0, 1].map((side) => { const w = pair.at(side, i, j);
-    return lane(page.colour(side), Number.isNaN(w) ? 0 : w, Number.isNaN(w) ? "no such word" : weightText(w)); });
+    return lane(page.colour(side), Number.isNaN(w) ? 0 : w, Number.isNaN(w) ? lacking(pair) : weightText(w)); });
   return el("div", {}, el("p", { class: "keys" }, names.map((name, side) => el("span", {}, el("i", { class: "dot", text: "ab"[side],
     style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: name })))),
-  el("ol", { class: "best tall", "aria-label": "Words whose weights changed most" },
+  el("ol", { class: "best tall", "aria-label": `${pair.group.cols.units} whose weights changed most` },
     order.map((j) => el("li", {}, word(pair.numbered("cols", j)), lanes(bars(j))))));
 }
 
@@ -164,7 +172,7 @@ function threeMaps(page, pair, box, own) {
     el("div", { class: "keys" }, legend(page, 1), el("span", {}, el("i", { class: "dot", style: { "--colour": "rgb(var(--minus))" } }),
       " ", el("bdi", { text: names[0] }), " gives more"), el("span", {}, el("i", { class: "dot", style: { "--colour": "rgb(var(--plus))" } }),
       " ", el("bdi", { text: names[1] }), " gives more"),
-    missingWords(pair) ? el("span", {}, el("i", { class: "dot", style: { "--colour": paint.css(missing) } }), " one text has no such word") : "",
+    missingWords(pair) ? el("span", {}, el("i", { class: "dot", style: { "--colour": paint.css(missing) } }), ` one ${pair.group.cols.patches ? "image" : "text"} has ${lacking(pair)}`) : "",
     pair.tiled ? el("span", { text: "a cell is the largest weight, or change, in it" }) : ""));
   return (i, at) => marks.forEach(([mark, cell]) => {
     mark.style.setProperty("top", `${(100 * i) / pair.rows}%`);
@@ -177,6 +185,7 @@ function threeMaps(page, pair, box, own) {
   });
 }
 
+const lacking = (pair) => `no such ${pair.group.cols.unit}`;
 const missingWords = (pair) => !pair.tiled && ["rows", "cols"].some((axis) => pair.group[axis].side.some(Boolean));
 
 // The change of every pair of heads as a thumbnail.
@@ -210,7 +219,7 @@ function pairCells(page, own) {
 
 function compareTable(page) {
   const pair = page.pairs[page.state.pair], i = clamp(page.state.word, 0, pair.rows - 1), { names } = page.header;
-  const number = (x) => (Number.isNaN(x) ? "no such word" : x);
-  return [["word", ...names, "change"], range(pair.cols).map((j) => [word(pair.numbered("cols", j)), number(pair.at(0, i, j)),
+  const number = (x) => (Number.isNaN(x) ? lacking(pair) : x);
+  return [[pair.group.cols.unit, ...names, "change"], range(pair.cols).map((j) => [word(pair.numbered("cols", j)), number(pair.at(0, i, j)),
     number(pair.at(1, i, j)), Number.isNaN(pair.change(i, j)) ? "–" : fixed(pair.change(i, j), 3)])];
 }

@@ -70,7 +70,13 @@ export function palette(root) {
   const tint = (x) => shades[Math.round(clamp(Number.isFinite(x) ? x : 0, 0, 1) * 1024)];
   const signed = (x) => blend(stops[0], x < 0 ? minus : plus, Math.min(1, Math.abs(x)));
   return { tint, signed, blend, wash: read("--wash")[0], css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
-    ink: ([r, g, b]) => (r * 0.299 + g * 0.587 + b * 0.114 > 140 ? "#101418" : "#fbfcfd") };
+    ink: (rgb) => (luminance(rgb) > 0.179 ? "#000" : "#fff") };
+}
+
+// How light a colour is, by WCAG: at 0.179 black and white stand out from it alike, by 4.6 to 1.
+function luminance(rgb) {
+  const [r, g, b] = rgb.map((x) => (x <= 10 ? x / 255 / 12.92 : ((x / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 
 // Small weights must be seen beside large ones: colour goes with a root of the weight.
@@ -88,6 +94,10 @@ export function heat(rows, cols, colour) {
   ctx.putImageData(image, 0, 0);
   return canvas;
 }
+
+// The pattern of an id: slanted lines, of "crosses" in both directions.
+export const hatching = (id) => svg("pattern", { id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+  svg("line", { class: "hatching", x1: 0, x2: 0, y1: 0, y2: 6 }), id === "crosses" && svg("line", { class: "hatching", x1: 0, x2: 6, y1: 0, y2: 0 }));
 
 // A vector as a strip of signed cells.
 export function strip(vector, most, paint, label) {

@@ -2,7 +2,7 @@
 
 import { clamp, count, weightText } from "./numbers.js";
 import { el, svg, word } from "./elements.js";
-import { LEFT, TOP, breadcrumb, marks, minimap, rulers } from "./rulers.js";
+import { LEFT, TOP, breadcrumb, forbidden, marks, minimap, rulers } from "./rulers.js";
 import { Tiles } from "./tiles.js";
 import { legend } from "./square.js";
 
@@ -13,7 +13,7 @@ export class MatrixMap {
   constructor(page, source, box, readout, onwindow) {
     const own = page.long, { head } = source;
     this.page = page; this.source = source; this.box = box; this.readout = readout; this.head = head; this.own = own;
-    this.onwindow = onwindow; this.cursor = null; this.onrow = null;
+    this.onwindow = onwindow; this.cursor = null; this.onrow = null; this.hatched = null;
     this.view = own.view ?? complete(head);
     // A tile that comes late may be the one under the pointer.
     this.tiles = new Tiles(page, source, () => { this.request(); if (this.place) this.read(...this.place); });
@@ -49,7 +49,9 @@ export class MatrixMap {
     const { mode, fit } = this.options, { view, width, height } = this;
     const drawn = this.tiles.draw(this.canvas, view, mode, fit);
     const cross = this.cursor ? this.crosshair() : [];
-    this.over.replaceChildren(...rulers(view, this.head.stack, width, height),
+    const place = `${Object.values(view)} ${width} ${height} ${!!this.source.exact}`;
+    if (this.hatched?.place !== place) this.hatched = { place, shapes: forbidden(view, this.source.exact, width, height) };
+    this.over.replaceChildren(...rulers(view, this.head.stack, width, height), ...this.hatched.shapes,
       ...(this.own.marks === false ? [] : marks(view, this.links, width, height)), ...cross,
       svg("rect", { class: "border", x: LEFT, y: TOP, width, height }));
     this.over.style.setProperty("touch-action", this.isComplete ? "pan-y" : "none");

@@ -1,7 +1,7 @@
 // Rulers beside the map, which become words when there is space, its marks, and the small map of where one is.
 
 import { clamp, count, range } from "./numbers.js";
-import { el, svg } from "./elements.js";
+import { el, hatching, svg } from "./elements.js";
 
 export const LEFT = 86, TOP = 66;
 const clip = (text, n) => (text.length > n ? `${text.slice(0, n - 1)}…` : text);
@@ -61,4 +61,34 @@ export function breadcrumb(view, { i, j, stack }, go) {
     el("button", { class: "crumb", "data-key": `crumb-${at}`, "aria-current": at === sizes.length - 1 ? "true"
       : undefined,
       text: `${count(n)} ${stack.rows.units}`, onclick: () => go(n) })]).filter(Boolean);
+}
+
+// What the mask forbids in a window, as far as the page knows it: hatched, strip by strip of rows. Of several rows in a
+// strip, what all of them may not see.
+export function forbidden({ i0, i1, j0, j1 }, exact, width, height) {
+  if (!exact?.lo) return [];
+  const rows = Math.ceil(i1) - Math.floor(i0), strips = Math.min(rows, Math.floor(height / 2)), [x, y] = [width / (j1 - j0), height / (i1 - i0)], runs = [];
+  for (let n = 0; n < strips; n++) {
+    const [first, last] = strips === rows ? [Math.floor(i0) + n, Math.floor(i0) + n + 1] : [0, 1].map((m) => Math.floor(i0 + ((n + m) * (i1 - i0)) / strips));
+    const [up, down] = [first, last].map((i) => Math.round(clamp((i - i0) * y, 0, height)));
+    let from = j0;
+    for (const [lo, hi] of [...seenBy(exact, first, Math.min(last, exact.i)), [j1, j1]]) {
+      const to = Math.min(lo, j1);
+      if ((to - from) * x >= 1) runs.push(`M${LEFT + (from - j0) * x} ${TOP + up}h${(to - from) * x}v${down - up}h${(from - to) * x}z`);
+      from = Math.max(from, hi);
+    }
+  }
+  return runs.length ? [hatching("hatch"), svg("path", { class: "masked", fill: "url(#hatch)", d: runs.join("") })] : [];
+}
+
+// The keys that some of these rows see, as intervals in order, without overlaps.
+function seenBy({ lo, hi, i: length, intervals }, first, last) {
+  const all = [];
+  for (let r = 0; r < intervals; r++) for (let i = first; i < last; i++) {
+    const [from, to] = [lo[r * length + i], hi[r * length + i]], before = all.at(-1);
+    if (from >= to) continue;
+    if (before && from <= before[1] && to >= before[0]) { before[0] = Math.min(from, before[0]); before[1] = Math.max(to, before[1]); } else all.push([from, to]);
+  }
+  all.sort((a, b) => a[0] - b[0]);
+  return all;
 }

@@ -45,8 +45,8 @@ export function storyData(page) {
 
 // Drawing.
 
-const placeOfWord = (data, n) => { const wide = (scene.width - 2 * EDGE) / data.keys.length; return EDGE + (n + 0.5) * wide; };
-const stepOf = (data) => (scene.width - 2 * EDGE) / data.keys.length;
+const stepOf = (data) => (scene.width - EDGE - data.left) / data.keys.length;
+const placeOfWord = (data, n) => data.left + (n + 0.5) * stepOf(data);
 const tinyText = (x, y, text, props) => svg("text", { class: "tiny", x, y, "text-anchor": "middle", text, ...props });
 const cellOf = (x, y, width, height, fill, props) => svg("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height), style: { fill }, ...props });
 
@@ -64,11 +64,17 @@ function beginning(page, name, space = Infinity) {
     if (n <= 2 || space === Infinity || widthOfWord(page, text) <= space) return text;
   }
 }
-// Names stand side by side, or slanted where they are too long: then those at the left end have less space.
+// Names stand side by side, or slanted where they are too long: then the words begin where those at the left end are seen whole.
 function layNames(data) {
-  const { page, names } = data, plain = names.map((name) => beginning(page, name));
+  const { page, names } = data, plain = names.map((name) => beginning(page, name)), many = names.length;
+  data.left = EDGE;
   data.slanted = Math.max(...plain.map((name) => widthOfWord(page, name))) + 5 > stepOf(data);
-  data.shortNames = data.slanted ? names.map((name, n) => beginning(page, name, Math.min(LONGEST, (placeOfWord(data, n) + 2) / Math.cos(SLANT)))) : plain;
+  if (data.slanted) {
+    data.shortNames = names.map((name) => beginning(page, name, LONGEST));
+    const needed = data.shortNames.map((name, n) => { const at = (n + 0.5) / many;
+      return (widthOfWord(page, name) * Math.cos(SLANT) + 6 - at * (scene.width - EDGE)) / (1 - at); });
+    data.left = Math.max(EDGE, ...needed);
+  } else data.shortNames = plain;
   return data;
 }
 // The middle of a text that stays within the scene.
@@ -175,11 +181,11 @@ function mixing(data, t) {
 
 function manyHeads(data, t) {
   const { head, page } = data, { paint } = page, heads = head.stack.heads.filter((one) => one.place === head.place);
-  const tall = Math.min(26, 270 / heads.length), top = 330 - tall * heads.length, wide = stepOf(data);
+  const tall = Math.min(26, 270 / heads.length), top = 330 - tall * heads.length, wide = stepOf(data), many = data.keys.length;
   return [wordsBelow(data), heads.map((one, h) => { const s = one === head ? 1 : turnOf(t, h, heads.length);
     return svg("g", { opacity: s, transform: `translate(${(1 - s) * -60} 0)` }, data.keys.map((j, n) => cellOf(placeOfWord(data, n) - wide / 2 + 1, top + h * tall + 1, wide - 2, tall - 2,
-      paint.css(paint.tint(shade(one.at(data.i, j), 1))))), tinyText(EDGE - 14, top + (h + 0.5) * tall + 4, String(one.head)),
-    one === head ? svg("rect", { class: "marker", x: EDGE, y: top + h * tall, width: scene.width - 2 * EDGE, height: tall }) : []); })];
+      paint.css(paint.tint(shade(one.at(data.i, j), 1))))), tinyText(data.left - 14, top + (h + 0.5) * tall + 4, String(one.head)),
+    one === head ? svg("rect", { class: "marker", x: data.left, y: top + h * tall, width: many * wide, height: tall }) : []); })];
 }
 
 // The row if no word could look ahead; all words share it, also those that are not drawn.

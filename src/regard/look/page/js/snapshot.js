@@ -11,16 +11,25 @@ const DRAWN = ["fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharr
 
 export function snapshot(root, caption, paper) {
   const frame = root.getBoundingClientRect(), out = svgNode("svg", {});
-  const pen = { out, x: frame.left - 12, y: frame.top - 12, colour: colourReader() };
+  root.classList.add("snapped"); // what is left out takes no space
+  const pen = { out, x: frame.left - 12, y: frame.top - 12, colour: colourReader(), hatches: new Map(),
+    ends: { left: Infinity, top: Infinity, right: -Infinity, bottom: -Infinity } };
   out.append(svgLabel("title", caption.split(". ")[0]), svgLabel("desc", caption));
-  const width = Math.ceil(frame.width + 24);
-  const ground = svgNode("rect", { width: "100%", height: "100%", fill: pen.colour(paper).fill });
+  const ground = svgNode("rect", { fill: pen.colour(paper).fill });
   out.append(ground);
-  drawNode(root, pen);
-  const tall = Math.ceil((pen.bottom ?? frame.bottom) - frame.top + 24);
-  for (const [name, value] of Object.entries({ viewBox: `0 0 ${width} ${tall}`, width,
-    height: tall })) out.setAttribute(name, value);
+  try { drawNode(root, pen); } finally { root.classList.remove("snapped"); }
+  // As large as what is drawn, with some air.
+  const { left, top, right, bottom } = pen.ends.left < Infinity ? pen.ends : frame;
+  const [x, y, width, height] = [left - pen.x - 12, top - pen.y - 12, right - left + 24, bottom - top + 24].map(Math.round);
+  for (const [name, value] of Object.entries({ viewBox: `${x} ${y} ${width} ${height}`, width, height })) out.setAttribute(name, value);
+  for (const [name, value] of Object.entries({ x, y, width, height })) ground.setAttribute(name, value);
   return out;
+}
+
+// What is drawn lies within the picture.
+function reach(pen, { left, top, right, bottom }) {
+  const { ends } = pen;
+  Object.assign(ends, { left: Math.min(ends.left, left), top: Math.min(ends.top, top), right: Math.max(ends.right, right), bottom: Math.max(ends.bottom, bottom) });
 }
 
 function svgNode(tag, attributes) {
@@ -57,46 +66,73 @@ function drawNode(node, pen) {
   if (node.nodeType !== Node.ELEMENT_NODE || node.matches(LEFT_OUT)) return;
   const style = getComputedStyle(node), box = node.getBoundingClientRect();
   if (style.display === "none" || style.visibility === "hidden" || (!box.width && !box.height)) return;
-  pen.bottom = Math.max(pen.bottom ?? 0, box.bottom);
-  if (node instanceof HTMLCanvasElement) { drawCanvas(node, box, pen); drawFrame(style, box, pen); return; }
-  if (node instanceof SVGSVGElement) { drawSvg(node, box, pen); return; }
+  if (node instanceof HTMLCanvasElement) { drawCanvas(node, style, box, pen); drawFrame(style, box, pen); return; }
+  if (node instanceof SVGSVGElement) { drawSvg(node, box, pen); drawFrame(style, box, pen); return; }
   drawGround(style, box, pen);
   drawFrame(style, box, pen);
-  for (const child of node.childNodes) drawNode(child, pen);
+  // An image stands below the patches that are drawn before it.
+  const depth = (child) => (child instanceof Element ? Math.min(0, Number(getComputedStyle(child).zIndex) || 0) : 0);
+  for (const child of [...node.childNodes].sort((a, b) => depth(a) - depth(b))) drawNode(child, pen);
 }
 
 const placeOf = (box, pen) => ({ x: twoDigits(box.left - pen.x), y: twoDigits(box.top - pen.y),
-  width: twoDigits(box.width), height: twoDigits(box.height) });
+  width: twoDigits(box.right - box.left), height: twoDigits(box.bottom - box.top) });
 
+const roundOf = (style, box) => Math.min(parseFloat(style.borderTopLeftRadius), box.height / 2) || undefined;
+function drawRect(pen, box, attributes) {
+  reach(pen, box);
+  pen.out.append(svgNode("rect", { ...placeOf(box, pen), ...attributes }));
+}
+
+const COLOUR = "(?:rgba?|color|oklab|oklch)\\([^()]*\\)";
 function drawGround(style, box, pen) {
-  const rx = Math.min(parseFloat(style.borderTopLeftRadius), box.height / 2) || undefined,
-    plain = pen.colour(style.backgroundColor);
-  if (plain.opacity) pen.out.append(svgNode("rect", { ...placeOf(box, pen), rx, fill: plain.fill,
-    "fill-opacity": twoDigits(plain.opacity) }));
-  if (!style.backgroundImage.startsWith("linear-gradient(")) return;
+  const rx = roundOf(style, box), plain = pen.colour(style.backgroundColor), image = style.backgroundImage;
+  if (plain.opacity) drawRect(pen, box, { rx, fill: plain.fill, "fill-opacity": twoDigits(plain.opacity) });
+  if (image.startsWith("repeating-linear-gradient(")) drawRect(pen, box, { rx, fill: `url(#${hatchOf(image, pen)})` });
+  if (!image.startsWith("linear-gradient(")) return;
   // Bands of one colour each, from a share of the height to another one; a band is two stops or one with two places.
-  const stops = [...style.backgroundImage.matchAll(/((?:rgba?|color|oklab|oklch)\([^()]*\)) ([\d.]+)%(?: ([\d.]+)%)?/g)];
+  // Along a line there is one band, from its beginning.
+  const stops = [...image.matchAll(new RegExp(`(${COLOUR}) ([\\d.]+)%(?: ([\\d.]+)%)?`, "g"))], across = image.startsWith("linear-gradient(to right");
   for (let n = 0; n < stops.length; n++) {
-    const [, colour, from] = stops[n], to = stops[n][3] ?? stops[++n]?.[2] ?? from;
-    const { fill, opacity } = pen.colour(colour), { x, y, width, height } = placeOf(box, pen);
-    if (opacity) pen.out.append(svgNode("rect", { x, width, y: twoDigits(y + (from / 100) * height),
-      height: twoDigits(((to - from) / 100) * height), fill, "fill-opacity": twoDigits(opacity) }));
+    const [, colour, first] = stops[n], from = across ? "0" : first, to = across ? first : stops[n][3] ?? stops[++n]?.[2] ?? from;
+    const { fill, opacity } = pen.colour(colour), part = (side, size, share) => side + (Number(share) / 100) * size;
+    const band = across ? { ...edges(box), right: part(box.left, box.width, to) } : { ...edges(box), top: part(box.top, box.height, from), bottom: part(box.top, box.height, to) };
+    if (opacity && Number(to) > Number(from)) drawRect(pen, band, { fill, "fill-opacity": twoDigits(opacity) });
   }
+}
+const edges = ({ left, top, right, bottom }) => ({ left, top, right, bottom });
+
+// The slanted lines of what the mask forbids, as a pattern.
+function hatchOf(image, pen) {
+  const line = [...image.matchAll(new RegExp(COLOUR, "g"))].map(([colour]) => pen.colour(colour)).find(({ opacity }) => opacity);
+  const key = `${line?.fill} ${line?.opacity}`;
+  if (!pen.hatches.has(key)) {
+    const id = `hatching-${pen.hatches.size}`, pattern = svgNode("pattern", { id, width: 4, height: 4, patternUnits: "userSpaceOnUse", patternTransform: "rotate(-45)" });
+    pattern.append(svgNode("rect", { width: 4, height: 1, fill: line?.fill ?? "none", "fill-opacity": twoDigits(line?.opacity ?? 1) }));
+    pen.out.append(pattern);
+    pen.hatches.set(key, id);
+  }
+  return pen.hatches.get(key);
 }
 
 function drawFrame(style, box, pen) {
-  const rx = Math.min(parseFloat(style.borderTopLeftRadius), box.height / 2) || undefined,
-    ring = style.boxShadow.match(/^((?:rgba?|color)\([^()]*\)) 0px 0px 0px ([\d.]+)px/);
-  const stroke = (colour, thick, grow) => {
-    const { fill, opacity } = pen.colour(colour), place = placeOf({ left: box.left - grow, top: box.top - grow,
-      width: box.width + 2 * grow, height: box.height + 2 * grow }, pen);
-    if (opacity) pen.out.append(svgNode("rect", { ...place, rx, fill: "none", stroke: fill, "stroke-width": thick,
-      "stroke-opacity": twoDigits(opacity) }));
-  };
-  if (ring) stroke(ring[1], Number(ring[2]), Number(ring[2]) / 2);
-  const sides = ["Top", "Right", "Bottom", "Left"].map((side) => (style[`border${side}Style`] === "none" ? 0
-    : parseFloat(style[`border${side}Width`])));
-  if (sides.every((width) => width > 0)) stroke(style.borderTopColor, sides[0], -sides[0] / 2);
+  const rx = roundOf(style, box), ring = style.boxShadow.match(new RegExp(`^(${COLOUR}) 0px 0px 0px ([\\d.]+)px`)), shown = Number(style.opacity);
+  const grown = (by) => ({ left: box.left - by, top: box.top - by, right: box.right + by, bottom: box.bottom + by });
+  const stroke = (colour, thick, dash) => { const { fill, opacity } = pen.colour(colour);
+    return opacity && thick ? { fill: "none", stroke: fill, "stroke-width": thick, "stroke-opacity": twoDigits(opacity * shown), "stroke-dasharray": dash ? "1 2" : undefined } : null; };
+  const ringed = ring && stroke(ring[1], Number(ring[2]));
+  if (ringed) drawRect(pen, grown(Number(ring[2]) / 2), { rx, ...ringed });
+  const sides = ["Top", "Right", "Bottom", "Left"].map((side) => (style[`border${side}Style`] === "none" ? 0 : parseFloat(style[`border${side}Width`])));
+  const [top, right, bottom, left] = sides, name = ["Top", "Right", "Bottom", "Left"][sides.findIndex(Boolean)];
+  const lines = name && stroke(style[`border${name}Color`], Math.max(...sides), style[`border${name}Style`] === "dotted");
+  if (!lines) return;
+  const inner = grown(-Math.max(...sides) / 2);
+  if (sides.every(Boolean)) { drawRect(pen, inner, { rx, ...lines }); return; }
+  reach(pen, box);
+  const at = ({ left: x, right: x1, top: y, bottom: y1 }) => [x - pen.x, x1 - pen.x, y - pen.y, y1 - pen.y].map(twoDigits);
+  const [x0, x1, y0, y1] = at(box), [a0, a1, b0, b1] = at(inner);
+  const parts = [top && `M${x0} ${b0}H${x1}`, right && `M${a1} ${y0}V${y1}`, bottom && `M${x0} ${b1}H${x1}`, left && `M${a0} ${y0}V${y1}`];
+  pen.out.append(svgNode("path", { d: parts.filter(Boolean).join(""), ...lines }));
 }
 
 // Where a text that is too long ends with "…" on the screen; null where it is shown to its end.
@@ -111,10 +147,21 @@ function cutOf(node, size) {
   return null;
 }
 
+// A line under or through a text, which it may have from an element around it.
+function decorationOf(element) {
+  for (let one = element, n = 0; one && n < 3; one = one.parentElement, n++) {
+    const { textDecorationLine: line, textDecorationStyle: kind } = getComputedStyle(one);
+    if (line !== "none") return kind === "solid" ? line : `${line} ${kind}`;
+  }
+  return undefined;
+}
+
 // A text line by line, as it is broken and cut on the screen.
 function drawText(node, pen) {
   if (!node.data.trim()) return;
-  const style = getComputedStyle(node.parentElement), range = document.createRange(), lines = [], end = cutOf(node, parseFloat(style.fontSize));
+  const style = getComputedStyle(node.parentElement);
+  if (!pen.colour(style.color).opacity) return;
+  const range = document.createRange(), lines = [], end = cutOf(node, parseFloat(style.fontSize));
   const boxOf = (n) => { range.setStart(node, n); range.setEnd(node, n + 1); return range.getClientRects()[0]; };
   const outside = (box, space) => box.right > end.right + 1 - space || box.left < end.left - 1 + (style.direction === "rtl" ? space : 0);
   const cut = end && Array.from(node.data, (_, n) => boxOf(n)).some((box) => box && outside(box, 0));
@@ -132,6 +179,7 @@ function drawText(node, pen) {
   }
   const { fill, opacity } = pen.colour(style.color), size = parseFloat(style.fontSize), rtl = style.direction === "rtl";
   for (const line of lines) {
+    reach(pen, { left: line.left, right: line.right, top: line.box.top, bottom: line.box.bottom });
     const baseline = line.box.top + line.box.height / 2 + 0.33 * size;
     pen.out.append(svgLabel("text", line.text, { x: twoDigits((line.left + line.right) / 2 - pen.x),
       y: twoDigits(baseline - pen.y), "text-anchor": "middle", fill,
@@ -139,14 +187,24 @@ function drawText(node, pen) {
         "'"), "font-size": twoDigits(size),
       "font-weight": style.fontWeight === "400" ? undefined : style.fontWeight,
         "font-style": style.fontStyle === "normal" ? undefined : style.fontStyle,
-      direction: rtl ? "rtl" : undefined, "xml:space": "preserve" }));
+      "text-decoration": decorationOf(node.parentElement), direction: rtl ? "rtl" : undefined, "xml:space": "preserve" }));
   }
 }
 
-function drawCanvas(canvas, box, pen) {
-  pen.out.append(svgNode("image", { ...placeOf(box, pen), href: canvas.toDataURL("image/png"),
-    preserveAspectRatio: "none",
-    "image-rendering": "pixelated" }));
+// A canvas as the style sheet shows it, such as without most of its colours.
+function filtered(canvas, filter) {
+  if (filter === "none" || !canvas.width || !canvas.height) return canvas;
+  const copy = document.createElement("canvas"), ctx = copy.getContext("2d");
+  Object.assign(copy, { width: canvas.width, height: canvas.height });
+  ctx.filter = filter;
+  ctx.drawImage(canvas, 0, 0);
+  return copy;
+}
+
+function drawCanvas(canvas, style, box, pen) {
+  reach(pen, box);
+  pen.out.append(svgNode("image", { ...placeOf(box, pen), href: filtered(canvas, style.filter).toDataURL("image/png"),
+    preserveAspectRatio: "none", "image-rendering": style.imageRendering === "auto" ? undefined : "pixelated" }));
 }
 
 function drawSvg(node, box, pen) {
@@ -166,4 +224,8 @@ function drawSvg(node, box, pen) {
   for (const [name, value] of Object.entries({ x, y, width, height, overflow: "visible" })) copy.setAttribute(name,
     value);
   pen.out.append(copy);
+  for (const one of node.querySelectorAll(":scope :not(pattern, pattern *, title, g)")) {
+    const drawn = one.getBoundingClientRect();
+    if (drawn.width || drawn.height) reach(pen, drawn);
+  }
 }

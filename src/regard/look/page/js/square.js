@@ -1,7 +1,7 @@
 // Square: all weights of a head.
 
 import { clamp, fixed, largest, sum, weightText } from "./numbers.js";
-import { behind, el, heat, shade, svg, word } from "./elements.js";
+import { behind, el, hatching, heat, shade, svg, word } from "./elements.js";
 import { fitChoice, headChoice, readingControls } from "./controls.js";
 
 export function square(page, box) {
@@ -52,7 +52,11 @@ function matrix(page, stage, sheet) {
     ...hatch(sheet, place), across, down);
   pointAt(page, over, sheet, place);
   stage.replaceChildren(canvas, over, legend(page, most, fit ? "fitted: " : ""));
-  const frame = (node, sizes) => { for (const [key, value] of Object.entries(sizes)) node.setAttribute(key, value); };
+  // Around small cells the frames stand outside: they must not cover what they mark.
+  const frame = (node, { x, y, width: wide, height: high }) => {
+    const air = wide && Math.min(wide, high) < 8 ? 1.25 : 0;
+    for (const [key, value] of Object.entries({ x: x - air, y: y - air, width: wide && wide + 2 * air, height: high + 2 * air })) node.setAttribute(key, value);
+  };
   const mark = (i, j) => {
     frame(across, { x: left, y: top + i * rise, width, height: rise });
     frame(down, { x: left + (j ?? 0) * cell, y: top, width: j === null ? 0 : cell, height });
@@ -62,25 +66,29 @@ function matrix(page, stage, sheet) {
   return { sheet, mark, fit };
 }
 
-// Cells that the mask forbids are hatched: they are not the same as a weight of 0. One path for all of them.
-function hatch(sheet, { left, top, cell, rise }) {
-  const { rows, cols } = sheet, runs = [];
-  if (!sheet.head.layer.mask_name) return [];
+// Cells that the mask forbids are hatched, and weights that are not numbers crossed: neither is a weight of 0.
+function hatch(sheet, place) {
+  const broken = (i, j) => Number.isNaN(sheet.w[i][j]), masked = (i, j) => sheet.masked(i, j);
+  return [...(sheet.head.layer.mask_name ? filled(sheet, place, "hatch", masked) : []),
+    ...(sheet.w.some((row) => row.some(Number.isNaN)) ? filled(sheet, place, "crosses", broken) : [])];
+}
+
+// Some of the cells under a pattern of lines, or of crosses; one path for all of them.
+function filled({ rows, cols }, { left, top, cell, rise }, id, holds) {
+  const runs = [];
   rows.groups.forEach((_, i) => {
     for (let j = 0, from = -1; j <= cols.groups.length; j++) {
-      const masked = j < cols.groups.length && sheet.masked(i, j);
-      if (masked && from < 0) from = j;
-      if (!masked && from >= 0) {
+      const here = j < cols.groups.length && holds(i, j);
+      if (here && from < 0) from = j;
+      if (!here && from >= 0) {
         runs.push(`M${left + from * cell} ${top + i * rise}h${(j - from) * cell}v${rise}h${(from - j) * cell}z`);
         from = -1;
       }
     }
   });
-  return runs.length ? [svg("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse",
-    patternTransform: "rotate(45)" }, svg("line", { class: "hatching", x1: 0, x2: 0, y1: 0, y2: 6 })),
-  svg("path", { class: "masked", fill: "url(#hatch)", d: runs.join("") })] : [];
+  return runs.length ? [hatching(id), svg("path", { class: "masked", fill: `url(#${id})`, d: runs.join("") })] : [];
 }
-
+const LINE = 15; // of names, in pixels
 const axisName = (text) => (text.length > 12 ? text.slice(0, 11) + "…" : text);
 
 // How wide the longest name is, in pixels, with some air; bold, as the marked one is.
@@ -92,7 +100,7 @@ function widthOf(labels) {
 
 // Names beside the rows or above the columns; where cells are small, every so many.
 function names(labels, { left, top }, size, upright) {
-  const step = Math.max(1, Math.ceil(11 / size));
+  const step = Math.max(1, Math.ceil(LINE / size));
   return labels.map((text, n) => {
     if (n % step) return null;
     const middle = (n + 0.5) * size;

@@ -2,7 +2,7 @@
 // A position between 0 and the number of chapters says everything: the scene is a function of it.
 
 import { clamp, range } from "./numbers.js";
-import { behind, el, svg, word } from "./elements.js";
+import { behind, el, hatching, svg, word } from "./elements.js";
 import { snapshot } from "./snapshot.js";
 import { CHAPTERS, SCENE_HEIGHT, scene, storyData } from "./scenes.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
@@ -29,8 +29,7 @@ export function story(page, box) {
   const draw = () => {
     own.at = clamp(own.at, 0, chapters.length);
     const n = chapterAt(own.at), chapter = chapters[n], sentence = chapter.say(data);
-    stage.replaceChildren(svg("pattern", { id: "story-hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-      svg("line", { class: "hatching", x1: 0, x2: 0, y1: 0, y2: 6 })), ...[chapter.draw(data, own.at - n)].flat(4));
+    stage.replaceChildren(hatching("story-hatch"), ...[chapter.draw(data, own.at - n)].flat(4));
     if (own.sentence !== sentence) { text.textContent = own.sentence = sentence; title.textContent = `${n + 1} · ${chapter.name}`; }
     stage.setAttribute("aria-label", `${chapter.name}: ${sentence}`);
     scrubber.value = own.at;

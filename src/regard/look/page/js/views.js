@@ -11,7 +11,7 @@ import { square } from "./square.js";
 import { overview } from "./overview.js";
 import { long } from "./long.js";
 import { training } from "./training.js";
-import { compare } from "./compare.js";
+import { compare, withUnits } from "./compare.js";
 
 const short = (stack) => !stack.long && stack.heads.length > 0;
 const hasPatches = ({ stack: { rows, cols } }) => rows.patches || cols.patches;
@@ -60,8 +60,8 @@ export const VIEWS = {
   },
   compare: {
     name: "Compare", build: compare, when: (page) => page.header.kind === "comparison",
-    look: "The same word in two recordings: blue is what the second gives more, orange what the first does. "
-      + "Point at a word, or at a cell of the patterns.",
+    look: ({ header: { groups: [{ rows }] } }, { unit } = withUnits(rows)) => `The same ${unit} in two recordings: blue is what the second gives more, orange what the first does. `
+      + `Point at a ${unit}, or at a cell of the patterns.`,
   },
   training: {
     name: "Training", build: training, when: (page) => page.header.kind === "training",
