@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import engines
+from ..engines import numba
 from ..engines.explain import explain
-from ..engines.replay import is_replayed_device, replay_or_record
+from ..engines.replay import is_replayed_device, is_short, replay_or_record
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
@@ -34,10 +35,10 @@ X = TypeVar("X")
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
-    "lse": ("lse", "norm"),
-    "peak": ("max_score", "argmax", "norm"),
-    "topk": ("topk_scores", "topk_indices", "norm"),
-    "values": ("y",),
+    "lse": dict.fromkeys(("lse", "norm")),
+    "peak": dict.fromkeys(("max_score", "argmax", "norm")),
+    "topk": dict.fromkeys(("topk_scores", "topk_indices", "norm")),
+    "values": dict.fromkeys(("y",)),
 }
 
 
@@ -158,8 +159,10 @@ class LazyMatrix(NotElementwise):
                 **inputs,
                 "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._lengths[1], "values"),
             }
-        raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
-        return Request(raw, **inputs)
+        raw: dict[str, None] = {}
+        for statistic in statistics:
+            raw.update(_RAW_OUTPUTS.get(statistic, {statistic: None}))
+        return Request(tuple(raw), **inputs)
 
     def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
         """The named statistics."""
@@ -215,13 +218,15 @@ class LazyMatrix(NotElementwise):
                 return results
             return compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
 
-        if requires_grad or not self._is_replayed(factors):
+        if requires_grad or not self._is_replayed(factors, engine):
             results = evaluate()
         else:
             refuse_transforms((factors, request))
             spec, tensors = flatten(request)
-            key = "question", self._spec, spec, engine.name, use_cache, *cached
-            results = replay_or_record(key, [*self._leaves, *tensors, *cached.values()], evaluate)
+            key = "question", self._spec, spec, engine.name, use_cache, numba.enabled, torch.get_num_threads(), *cached
+            results = replay_or_record(
+                key, [*self._leaves, *tensors, *cached.values()], evaluate, not is_replayed_device(factors.q)
+            )
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
@@ -234,14 +239,16 @@ class LazyMatrix(NotElementwise):
         """Cache results of a matrix with equal factors, which another pass need not compute again."""
         self._cache.put(self._leaves, Request(tuple(results)), results)
 
-    def _is_replayed(self, factors: Factors) -> bool:
+    def _is_replayed(self, factors: Factors, engine: engines.Engine) -> bool:
         """Whether a question is replayed from the factors on.
 
         Intervals of a mask of tensors are cached with the mask, which a recorded call cannot read; there only what
         follows them is replayed (`compute_with_autograd`).
         """
-        on_device = factors is self._factors and is_replayed_device(factors.q)
-        return on_device and (factors.mask is None or not flatten(factors.mask)[1]) and not is_tracing()
+        if factors is not self._factors or is_tracing():
+            return False
+        on_cpu = is_short(factors.q) and numba.enabled and not engine.plain
+        return (on_cpu or is_replayed_device(factors.q)) and (factors.mask is None or not flatten(factors.mask)[1])
 
     def _pool_rows(
         self, problem: Problem, request: Request, engine: engines.Engine, cached: Results, requires_grad: bool
