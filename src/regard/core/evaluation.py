@@ -184,7 +184,7 @@ class LazyMatrix(NotElementwise):
         return Statistics(**fields)
 
     def _ask(self, request: Request) -> Results:
-        """The engine's results, with this matrix's batch and head axes."""
+        """The engine's results, with this matrix's batch and head axes; perhaps more than were requested."""
         batch, own = self._batch_with(request), self._factors.batch
         factors = self._factors if batch == own else self._factors.expanded(batch)
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
@@ -194,9 +194,10 @@ class LazyMatrix(NotElementwise):
         if len(batch) != 1 or names is not request.names or batch != own:
             folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
         results = self._compute(factors, folded, requires_grad, self._remembers and batch == own)
-        return {
-            name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
-        }
+        if len(batch) == 1 and not self._one_head:
+            return results
+        named = [name for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results]
+        return {name: self._unfold(results[name], batch) for name in named}
 
     def _explain(self, request: Request) -> str:
         """Who would serve a request."""
@@ -208,7 +209,7 @@ class LazyMatrix(NotElementwise):
         engine = engines.get_engine(self._engine)
         use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
         cached = self._cache.get(self._leaves, request) if use_cache else {}
-        if not requires_grad and all(name in cached for name in request.names):
+        if not requires_grad and cached.keys() >= {*request.names}:
             return cached
 
         def evaluate() -> Results:
@@ -334,6 +335,8 @@ class LazyMatrix(NotElementwise):
 
     def _batch_with(self, request: Request) -> torch.Size:
         own = self._factors.batch
+        if request.v is None and request.u is None:
+            return own
         others = [t.shape[:-3] for t in (request.v, request.u) if t is not None and t.shape[:-3] != own]
         if not others:
             return own
@@ -345,8 +348,6 @@ class LazyMatrix(NotElementwise):
             ) from None
 
     def _unfold(self, x: Tensor, batch: torch.Size) -> Tensor:
-        if len(batch) == 1 and not self._one_head:
-            return x
         return x.reshape(*batch, *x.shape[2 if self._one_head else 1 :])
 
 

@@ -299,9 +299,15 @@ class LaunchStep:
     def __init__(self, start: LaunchAt, places: list[TensorPlace | None]) -> None:
         self.start, self.places = start, places
         self.used = {place[0] for place in places if place is not None}
+        # The usual case: every tensor begins where its memory does.
+        self.numbers = [place[0] for place in places if place is not None and place[1] == 0]
+        self.at_begin = len(self.numbers) == len(places)
 
     def __call__(self, tensors: list[Any], at: list[int]) -> None:
-        self.start([0 if place is None else at[place[0]] + place[1] for place in self.places])
+        if self.at_begin:
+            self.start([at[number] for number in self.numbers])
+        else:
+            self.start([0 if place is None else at[place[0]] + place[1] for place in self.places])
 
 
 class OpStep:
