@@ -21,9 +21,11 @@ from torch import Tensor
 
 import regard
 
-from .rows import Row, ratios, row, write
+from .rows import Row, merged, ratios, row, write
 
 SHAPES = [(1, 12, 512, 32), (8, 12, 128, 32), (1, 12, 2048, 64), (1, 12, 4096, 64)]
+#: Shapes over which PyTorch's attention takes 6, 30 and 300 µs.
+SHORT_SHAPES = [(1, 1, 15, 64), (1, 12, 15, 32), (8, 12, 15, 64)]
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
@@ -85,6 +87,57 @@ def speed() -> list[Row]:
             figures.append(_trained(q, k, v, mask, causal, kind, repeats))
             print(*[f"{r.ratio:6.2f}× {r.what} {shape}" for r in figures[-5:]], sep="\n", file=sys.stderr)
     return figures
+
+
+def double() -> list[Row]:
+    """The rows' statistics in float64, by the CPU time of all threads."""
+    figures = []
+    for shape in SHAPES:
+        for causal in (False, True):
+            q, k, v = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+            mask = regard.causal() if causal else None
+            samples = ratios(
+                lambda: rows_only(q, k, v, mask),
+                lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+                5 if shape[2] >= 2048 else 41,
+                time.process_time,
+            )
+            kind = " (causal)" if causal else ""
+            what = f"output, lse, max, entropy in float64{kind}"
+            figures.append(row(what, shape, "SDPA in float64, output only", samples, 1.5, 1.2))
+    return figures
+
+
+def natural(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
+    W = regard.weights(q, k, mask=mask)
+    return W @ v, W.lse(), W.entropy()
+
+
+def host() -> list[Row]:
+    """CPU time of one short question above that of PyTorch's attention, in microseconds."""
+    figures = []
+    for shape in SHORT_SHAPES:
+        q, k, v = (torch.randn(shape) for _ in range(3))
+        mask = regard.causal()
+        for what, ask in (("output, lse, max, entropy", rows_only), ("W @ v, W.lse(), W.entropy()", natural)):
+            samples = [
+                _microseconds(lambda: ask(q, k, v, mask))
+                - _microseconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+                for _ in range(5)
+            ]
+            figures.append(row(f"host, {what}: µs more", shape, "SDPA, output only", samples, 120, 50))
+    return figures
+
+
+def _microseconds(run: Any, times: int = 100) -> float:
+    """CPU time of one call: the least of 9 rounds, since other processes only add to it."""
+    rounds = []
+    for _ in range(9):
+        start = time.process_time()
+        for _ in range(times):
+            run()
+        rounds.append((time.process_time() - start) / times * 1e6)
+    return min(rounds)
 
 
 def _trained(q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, kind: str, repeats: int) -> Row:
@@ -201,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--peak", nargs=3, metavar=("WHO", "HEADS", "T"), help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", metavar="PART", help="measure these parts; other rows of the file stay")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -208,8 +262,12 @@ def main() -> None:
         who, heads, t = options.peak
         print(_peak_here(who, int(heads), int(t)))
         return
-    figures = [*speed(), *masked(), windowed(), *growth(), memory()]
-    write("cpu", figures)
+    parts = {
+        "speed": speed, "double": double, "host": host, "masked": masked, "windowed": lambda: [windowed()],
+        "growth": growth, "memory": lambda: [memory()],
+    }  # fmt: skip
+    figures = [figure for name in options.only or parts for figure in parts[name]()]
+    write("cpu", merged("cpu", figures) if options.only else figures)
     missed = [r for r in figures if r.verdict() == "limit missed"]
     print(f"{len(missed)} of {len(figures)} figures miss their limit; median of all ratios to SDPA "
           f"{statistics.median(r.ratio for r in figures if r.against.startswith('SDPA')):.2f}")  # fmt: skip

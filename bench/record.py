@@ -1,7 +1,8 @@
 """What recording costs: `python -m bench.record` writes bench/results/record.json.
 
-Each figure is a ratio in one run: a recorded forward of MiniLM to a plain one, reading statistics of all layers to a
-second forward with eager attention and the same statistics, and the memory of a long recording to eager weights.
+Each figure is a ratio in one run: a recorded forward of MiniLM to a plain one, what a small Llama does to the same
+recorded or watched, reading statistics of all layers to a second forward with eager attention and the same statistics,
+and the memory of a long recording to eager weights.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch import nn
 
 import regard
 
-from .rows import Row, ratios, row, write
+from .rows import Row, merged, ratios, row, write
 
 
 def minilm(attention: str) -> Any:
@@ -61,6 +64,69 @@ def forwards() -> list[Row]:
         figures.append(row(what, [batch, length], "the plain forward", samples, must, goal))
     figures.append(_reading(model, eager))
     return figures
+
+
+def llama() -> Any:
+    """4 layers of 8 heads of 64, 4 of keys, with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, max_position_embeddings=8192,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def decoder() -> list[Row]:
+    """What a language model does, plain and recorded or watched, by the CPU time of all threads."""
+    model = llama()
+    short, long = (torch.randint(0, 4096, (1, length)) for length in (512, 2048))
+    prompt = short[:, :64]
+
+    def recorded(run: Callable[[], Any], **options: Any) -> Callable[[], None]:
+        def run_recorded() -> None:
+            with regard.record(model, **options):
+                run()
+
+        return run_recorded
+
+    @torch.no_grad()
+    def generate() -> Any:
+        return model.generate(prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False, use_cache=True)
+
+    @torch.no_grad()
+    def forward(x: torch.Tensor) -> Any:
+        return model(input_ids=x, use_cache=False)
+
+    cases: list[tuple[str, Any, Callable[[], Any], Callable[[], Any], int, float]] = [
+        ("recording a Llama forward", [1, 512], recorded(lambda: forward(short)), lambda: forward(short), 41, 1.15),
+        ("recording 64 generated tokens of a Llama", [1, 64], recorded(generate), generate, 15, 1.25),
+        (
+            'recording a Llama forward, keep="statistics"', [1, 2048],
+            recorded(lambda: forward(long), keep="statistics"), lambda: forward(long), 15, 1.25,
+        ),
+    ]  # fmt: skip
+    figures = []
+    for what, shape, ours, plain, repeats, must in cases:
+        figures.append(row(what, shape, "the same, plain", ratios(ours, plain, repeats, time.process_time), must, 1.05))
+    return [*figures, _watching(model, torch.randint(0, 4096, (4, 128)))]
+
+
+def _watching(model: Any, x: torch.Tensor) -> Row:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=x, labels=x, use_cache=False).loss.backward()
+        optimizer.step()
+
+    def watched() -> None:
+        with regard.watch(model, every=1):
+            step()
+
+    samples = ratios(watched, step, 15, time.process_time)
+    return row("watching a training step of a Llama, every=1", list(x.shape), "the same, plain", samples, 1.12, 1.05)
 
 
 def _reading(model: Any, eager: Any) -> Row:
@@ -141,14 +207,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.record", description=__doc__)
     parser.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", nargs="+", metavar="PART", help="measure these parts; other rows of the file stay")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if options.peak:
         print(_held())
         return
-    figures = [*forwards(), memory()]
-    write("record", figures)
+    parts = {"forwards": forwards, "decoder": decoder, "memory": lambda: [memory()]}
+    figures = [figure for name in options.only or parts for figure in parts[name]()]
+    write("record", merged("record", figures) if options.only else figures)
     for one in figures:
         print(f"{one.ratio:7.3f}× {one.what} {one.shape} against {one.against}")
 

@@ -108,6 +108,13 @@ def read(name: str) -> list[Row]:
     ]
 
 
+def merged(name: str, rows: list[Row]) -> list[Row]:
+    """The rows of a result file, with these in the place of those of the same question and shape, new ones last."""
+    new = {(r.what, str(r.shape)): r for r in rows}
+    old = [r for r in read(name) if (r.what, str(r.shape)) not in new] if (RESULTS / f"{name}.json").exists() else []
+    return [*old, *rows]
+
+
 def unit(r: Row) -> str:
     """What the number counts: how many times the peer's, unless the question names something else."""
     units = {": seconds": " s", ": GB ": " GB", ": µs ": " µs"}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 
 from regard.core.rows import strips as core_strips
-from regard.engines import blockwise, numba
+from regard.engines import blockwise, numba, replay
 from support.opened_page import it, show  # noqa: F401
 
 # Property tests draw the same examples on every machine; time limits would make them flicker on a busy one.
@@ -29,6 +29,12 @@ if "OMP_NUM_THREADS" not in os.environ:
 @pytest.fixture(autouse=True)
 def _own_seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _own_tapes() -> None:
+    """Nothing is replayed that another test recorded, perhaps with other tiles."""
+    replay.TAPES.clear()
 
 
 @pytest.fixture

@@ -358,9 +358,10 @@ def test_documents_are_replayed_only_if_known_to_be_contiguous(contiguous: bool 
         assert replayed.times == (min(n + 1, 2) if contiguous else n + 1)
 
 
-def test_a_question_is_replayed_for_its_own_score_mask_and_statistics(monkeypatch):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_question_is_replayed_for_its_own_score_mask_and_statistics(monkeypatch, compiled):
     """Third and fourth turns are replayed: other numbers, and questions of the same shapes between."""
-    monkeypatch.setattr(numba, "enabled", False)  # the compiled tiles write without an operator that could be recorded
+    monkeypatch.setattr(numba, "enabled", compiled)
     questions = [
         ({}, ("lse", "entropy")),
         ({"mask": regard.causal()}, ("lse", "entropy")),
@@ -380,6 +381,143 @@ def test_a_question_is_replayed_for_its_own_score_mask_and_statistics(monkeypatc
             for name in (*names, "y"):
                 torch.testing.assert_close(getattr(ours, name), getattr(right, name))
     played = [key[0] for key, tape in replay.TAPES.items() if type(tape) is replay.Tape]
-    assert (
-        sum(key[0] == "question" for key in played) == 5
-    )  # the intervals of a mask of tensors are cached with the mask
+    # Plain tiles read the intervals of a causal mask; those of a mask of tensors are cached with the mask.
+    assert sum(key[0] == "question" for key in played) == (10 if compiled else 5)
+
+
+CALLS = replay.CALLS_BEFORE_ON_CPU + 3
+
+
+@pytest.fixture
+def as_shipped(monkeypatch):
+    """Short questions alone are replayed on a CPU."""
+    monkeypatch.setattr(replay, "DEVICES", ("cuda",))
+
+
+def answers(seed, threads=1, grad=False, shape=(2, 4, 7, 5), names=("lse", "max_score", "entropy"), **options):
+    """Answers about new tensors of the same shapes; the seed decides their numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    b, h, i, d = shape
+    q = torch.randn(b, h, i, d, generator=generator, requires_grad=grad)
+    k, v = (torch.randn(b, h // 2, i, d, generator=generator) for _ in range(2))
+    tensors = torch.randn(h, generator=generator), torch.randn(b, h, i, i, generator=generator)
+    score = options.pop("score", lambda *_: regard.ScaledDot())(*tensors)
+    seen = regard.weights(q, k, score=score, mask=options.pop("mask", None)).see(*names, values=v, **options)
+    return {**{name: getattr(seen, name) for name in names}, **{n: x for n, x in vars(seen).items() if n not in names}}
+
+
+def flat(results):
+    return [x.detach() for part in results.values() for x in (part if isinstance(part, tuple) else [part])]
+
+
+def tapes():
+    return [tape for tape in replay.TAPES.values() if type(tape) is replay.Tape]
+
+
+QUESTIONS = {
+    "plain": {},
+    "causal": {"mask": regard.causal()},
+    "window": {"mask": regard.causal() & regard.window(2, 0)},
+    "bias": {"score": lambda slopes, bias: regard.ScaledDot().bias(bias), "mask": regard.causal()},
+    "bias of rows, alibi, soft cap, sink": {
+        "score": lambda s, b: regard.Dot().bias(b[..., :1]).alibi(s.abs()).softcap(5.0).sink(s),
+    },
+    "cosine": {"score": lambda *_: regard.Cosine()},
+    "Gaussian": {"score": lambda *_: regard.Gaussian(2.0), "mask": regard.causal()},
+    "Gaussian of short vectors": {"score": lambda *_: regard.Gaussian(2.0), "shape": (1, 2, 6, 3)},
+    "columns": {"names": ("received", "mean_distance"), "pool": (2, 3), "mask": regard.causal()},
+    "largest": {"names": ("peak",), "topk": 3, "mass": [0, 2]},
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_short_questions_are_replayed_on_a_cpu_to_the_last_bit(question, as_shipped, monkeypatch):
+    for seed in range(CALLS):
+        ours = flat(answers(seed, **QUESTIONS[question]))
+        with monkeypatch.context() as patch:
+            patch.setattr(replay, "enabled", False)
+            right = flat(answers(seed, **QUESTIONS[question]))
+        for a, b in zip(ours, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert len(tapes()) == 1
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"mask": regard.padding(torch.tensor([3, 5]))},
+        {"mask": torch.rand(7, 7) > 0.2},
+        {"mask": ~regard.window(1, 1) | regard.window(0, 0)},
+        {"mask": lambda i, j: i >= j},
+        {"score": lambda *_: regard.Dot().modify(lambda s, i, j: s * 2)},
+        {"grad": True},
+        {"shape": (1, 2, 2**10, 2**8)},
+    ],
+    ids=["padding", "bool tensor", "several intervals", "mask function", "score function", "gradients", "long"],
+)
+def test_what_depends_on_more_or_takes_long_is_computed_on_a_cpu(question, as_shipped):
+    for seed in range(CALLS):
+        answers(seed, **question)
+    assert not tapes()
+
+
+def test_a_tape_of_a_cpu_serves_its_own_threads_and_tiles(as_shipped, monkeypatch):
+    """Sums of columns are taken in as many parts as there are threads."""
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for seed in range(CALLS):
+            answers(seed, shape=(1, 2, 7, 5), names=("received",))
+        assert len(tapes()) == threads
+    monkeypatch.setattr(numba, "enabled", False)
+    monkeypatch.setattr(replay.Tape, "__call__", lambda *_: pytest.fail("replayed"))
+    answers(0, shape=(1, 2, 7, 5), names=("received",))
+
+
+def test_a_question_seldom_asked_is_not_recorded_on_a_cpu(as_shipped, monkeypatch):
+    """Recording takes longer than a few replays save: each step of a generation has new lengths."""
+    monkeypatch.setattr(replay, "OpRecorder", lambda *_: pytest.fail("recorded"))
+    for length in range(1, 6):
+        for seed in range(replay.CALLS_BEFORE_ON_CPU):
+            answers(seed, shape=(1, 2, length, 4))
+
+
+def test_scratch_memory_is_not_allocated_twice(as_shipped):
+    """A launch of compiled tiles makes its own: of the one that was recorded nothing is left."""
+    for seed in range(CALLS):
+        answers(seed, mask=regard.causal())
+    shapes = [step.make.args[0] for step, _ in tapes()[0].steps if type(step) is replay.AllocStep]
+    assert sorted(map(len, shapes)) == [3, 3, 3, 4, 4]  # lse, maximum, entropy; norm, y
+
+
+def test_a_replayed_question_leaves_tensors_to_their_owner(as_shipped):
+    """No tape holds an input, an answer or scratch memory; bands of positions alone."""
+    gone = []
+
+    def ask():
+        q = torch.randn(1, 2, 7, 5)
+        seen = regard.weights(q, mask=regard.causal()).see("lse", values=q)
+        gone.extend(weakref.ref(x.untyped_storage()) for x in (q, seen.y, seen.lse))
+
+    for _ in range(CALLS):
+        ask()
+    assert len(tapes()) == 1
+    assert all(ref() is None for ref in gone)
+
+
+def test_threads_may_ask_at_once(as_shipped):
+    """Each launch has its own copy of the arguments."""
+    right = {seed: flat(answers(seed, mask=regard.causal())) for seed in range(CALLS)}
+    assert len(tapes()) == 1
+    wrong = []
+
+    def ask(seed):
+        for _ in range(200):
+            ours = flat(answers(seed, mask=regard.causal()))
+            wrong.extend(seed for a, b in zip(ours, right[seed], strict=True) if not torch.equal(a, b))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -18,8 +18,8 @@ from .broadcast import MatrixShape
 from .masks.kinds import Mask, as_mask
 from .problem import Factors
 from .scores.kinds import Score, as_score
-from .tensor_kinds import readable, refuse_jit_trace, refuse_meta
-from .torch_state import as_size, in_functorch, is_tracing, is_zero_tensor
+from .tensor_kinds import is_plain, readable, refuse_jit_trace, refuse_meta
+from .torch_state import as_size, in_functorch, in_plain_eager, is_tracing, is_zero_tensor
 from .types import Align, EngineName, MaskLike, ScoreLike
 from .weights import Weights
 
@@ -234,10 +234,13 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
     _check_heads(q, k)
     h, i, j = q.shape[-3], q.shape[-2], k.shape[-2]
     offset = _offset(i, j, align, score, mask)
-    q, k = (x if x.shape[:-3] == batch else x.expand(*batch, *x.shape[-3:]) for x in (q, k))
+    if q.shape[:-3] != batch:
+        q = q.expand(*batch, h, i, -1)
+    if k.shape[:-3] != batch:
+        k = k.expand(*batch, *k.shape[-3:])
     matrix = MatrixShape((*batch, h, i, j), 0 if offset is None else offset, q.device)
     factors = Factors(q, k, score.broadcast_to(matrix), None if mask is None else mask.broadcast_to(matrix), offset)
-    if not is_tracing() and not in_functorch():
+    if in_plain_eager():
         score.check_functions(q, k)
     return factors
 
@@ -247,10 +250,12 @@ def normalize_inputs(q: Tensor, k: Tensor, score: Any, mask: Any, align: Any) ->
 
 def check_tensors(**tensors: Any) -> list[Tensor]:
     """Tensors of one device and type, each with at least two axes; raises with the name of the one that differs."""
+    eager = in_plain_eager()
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}. Use torch.as_tensor({name}).")
-        tensors[name] = readable(x, name)
+        if not (eager and is_plain(x)):
+            tensors[name] = readable(x, name)
         if not x.is_floating_point():
             raise TypeError(
                 f"{name} must be a floating-point tensor; got dtype {x.dtype}. "

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from .. import engines
+from ..engines import numba
 from ..engines.explain import explain
-from ..engines.replay import is_replayed_device, replay_or_record
+from ..engines.replay import is_replayed_device, is_short, replay_or_record
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
@@ -33,10 +34,10 @@ __all__ = ["LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
-    "lse": ("lse", "norm"),
-    "peak": ("max_score", "argmax", "norm"),
-    "topk": ("topk_scores", "topk_indices", "norm"),
-    "values": ("y",),
+    "lse": dict.fromkeys(("lse", "norm")),
+    "peak": dict.fromkeys(("max_score", "argmax", "norm")),
+    "topk": dict.fromkeys(("topk_scores", "topk_indices", "norm")),
+    "values": dict.fromkeys(("y",)),
 }
 
 
@@ -158,8 +159,10 @@ class LazyMatrix(NotElementwise, Shareable):
                 **inputs,
                 "v": self._broadcast_values(v.unsqueeze(-1) if vector else v, self._lengths[1], "values"),
             }
-        raw = tuple(dict.fromkeys(name for s in statistics for name in _RAW_OUTPUTS.get(s, (s,))))
-        return Request(raw, **inputs)
+        raw: dict[str, None] = {}
+        for statistic in statistics:
+            raw.update(_RAW_OUTPUTS.get(statistic, {statistic: None}))
+        return Request(tuple(raw), **inputs)
 
     def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
         """The named statistics."""
@@ -181,7 +184,7 @@ class LazyMatrix(NotElementwise, Shareable):
         return Statistics(**fields)
 
     def _ask(self, request: Request) -> Results:
-        """The engine's results, with this matrix's batch and head axes."""
+        """The engine's results, with this matrix's batch and head axes; perhaps more than were requested."""
         batch, own = self._batch_with(request), self._factors.batch
         factors = self._factors if batch == own else self._factors.expanded(batch)
         requires_grad = _requires_grad(*self._leaves, request.v, request.u)
@@ -191,9 +194,10 @@ class LazyMatrix(NotElementwise, Shareable):
         if len(batch) != 1 or names is not request.names or batch != own:
             folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
         results = self._compute(factors, folded, requires_grad, self._remembers and batch == own)
-        return {
-            name: self._unfold(results[name], batch) for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results
-        }
+        if len(batch) == 1 and not self._one_head:
+            return results
+        named = [name for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results]
+        return {name: self._unfold(results[name], batch) for name in named}
 
     def _explain(self, request: Request) -> str:
         """Who would serve a request."""
@@ -205,7 +209,7 @@ class LazyMatrix(NotElementwise, Shareable):
         engine = engines.get_engine(self._engine)
         use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
         cached = self._cache.get(self._leaves, request) if use_cache else {}
-        if not requires_grad and all(name in cached for name in request.names):
+        if not requires_grad and cached.keys() >= {*request.names}:
             return cached
 
         def evaluate() -> Results:
@@ -215,13 +219,15 @@ class LazyMatrix(NotElementwise, Shareable):
                 return results
             return compute_with_autograd(problem, request, engine, cached, requires_grad, remember=use_cache)
 
-        if requires_grad or not self._is_replayed(factors):
+        if requires_grad or not self._is_replayed(factors, engine):
             results = evaluate()
         else:
             refuse_transforms((factors, request))
             spec, tensors = flatten(request)
-            key = "question", self._spec, spec, engine.name, use_cache, *cached
-            results = replay_or_record(key, [*self._leaves, *tensors, *cached.values()], evaluate)
+            key = "question", self._spec, spec, engine.name, use_cache, numba.enabled, torch.get_num_threads(), *cached
+            results = replay_or_record(
+                key, [*self._leaves, *tensors, *cached.values()], evaluate, not is_replayed_device(factors.q)
+            )
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results
@@ -234,14 +240,16 @@ class LazyMatrix(NotElementwise, Shareable):
         """Cache results of a matrix with equal factors, which another pass need not compute again."""
         self._cache.put(self._leaves, Request(tuple(results)), results)
 
-    def _is_replayed(self, factors: Factors) -> bool:
+    def _is_replayed(self, factors: Factors, engine: engines.Engine) -> bool:
         """Whether a question is replayed from the factors on.
 
         Intervals of a mask of tensors are cached with the mask, which a recorded call cannot read; there only what
         follows them is replayed (`compute_with_autograd`).
         """
-        on_device = factors is self._factors and is_replayed_device(factors.q)
-        return on_device and (factors.mask is None or not flatten(factors.mask)[1]) and not is_tracing()
+        if factors is not self._factors or is_tracing():
+            return False
+        on_cpu = is_short(factors.q) and numba.enabled and not engine.plain
+        return (on_cpu or is_replayed_device(factors.q)) and (factors.mask is None or not flatten(factors.mask)[1])
 
     def _pool_rows(
         self, problem: Problem, request: Request, engine: engines.Engine, cached: Results, requires_grad: bool
@@ -327,6 +335,8 @@ class LazyMatrix(NotElementwise, Shareable):
 
     def _batch_with(self, request: Request) -> torch.Size:
         own = self._factors.batch
+        if request.v is None and request.u is None:
+            return own
         others = [t.shape[:-3] for t in (request.v, request.u) if t is not None and t.shape[:-3] != own]
         if not others:
             return own
@@ -338,8 +348,6 @@ class LazyMatrix(NotElementwise, Shareable):
             ) from None
 
     def _unfold(self, x: Tensor, batch: torch.Size) -> Tensor:
-        if len(batch) == 1 and not self._one_head:
-            return x
         return x.reshape(*batch, *x.shape[2 if self._one_head else 1 :])
 
 

@@ -79,11 +79,19 @@ def _plain(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, tuple):
         kind, parts = "tuple", value
     elif (kind := type(value).__name__) in _NODES:
-        parts = tuple([getattr(value, name) for name in value.parts])
+        parts = [getattr(value, name) for name in value.parts]
     else:
         return value
-    # Leaves that are constants are not worth a call each: half of them are None.
-    return (kind, *[part if type(part) in _CONSTANTS else _plain(part, tensors) for part in parts])
+    spec: list[Any] = [kind]
+    for part in parts:
+        if type(part) in _CONSTANTS:  # constants and tensors are not worth a call each: nearly all parts are such
+            spec.append(part)
+        elif type(part) is Tensor:
+            spec.append(("tensor", len(tensors)))
+            tensors.append(part)
+        else:
+            spec.append(_plain(part, tensors))
+    return tuple(spec)
 
 
 def split_ints(spec: Any) -> tuple[Any, list[int]]:

@@ -17,6 +17,10 @@ from .torch_state import host_sync_forbidden, is_tracing
 __all__ = ["ResultCache", "check_fits", "format_bytes"]
 
 
+#: Results whose name is their key; most are such.
+BY_NAME_ALONE = frozenset(("norm", "lse", "max_score", "argmax", "entropy", "received"))
+
+
 class ResultCache:
     """Results about a matrix, each with the version it had when it was put here."""
 
@@ -39,7 +43,8 @@ class ResultCache:
             return {}
         valid = {}
         for name in ("norm", *request.names, *OPTIONAL_OUTPUTS):
-            result, version = self._results.get(_key(name, request), (None, 0))
+            key = name if name in BY_NAME_ALONE else _key(name, request)
+            result, version = self._results.get(key, (None, 0))
             if result is not None and result._version == version:
                 # A fresh alias: `t_()` by the caller must not change the cached tensor (`_version` tells of values).
                 valid[name] = result.detach()
@@ -52,8 +57,9 @@ class ResultCache:
         if versions != self._versions:
             self._results, self._versions = {}, versions
         for name, result in results.items():
+            key = name if name in BY_NAME_ALONE else _key(name, request)
             # An inference tensor could not be saved for a later backward.
-            if (key := _key(name, request)) is not None and not result.is_inference():
+            if key is not None and not result.is_inference():
                 self._results[key] = result.detach(), result._version
 
 

@@ -13,10 +13,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .pytree import flatten
-from .torch_state import in_forward_ad, in_functionalize, in_functorch, in_jit_trace, is_tracing, is_zero_tensor
+from .torch_state import (
+    in_forward_ad,
+    in_functionalize,
+    in_functorch,
+    in_jit_trace,
+    in_plain_eager,
+    is_tracing,
+    is_zero_tensor,
+)
 
 __all__ = [
-    "materialized", "readable", "refuse_jit_trace", "refuse_meta", "refuse_transforms",
+    "is_plain", "materialized", "readable", "refuse_jit_trace", "refuse_meta", "refuse_transforms",
 ]  # fmt: skip
 
 #: What to do with sequences of several lengths.
@@ -37,6 +45,8 @@ def readable(x: Tensor, name: str) -> Tensor:
         TypeError: It has no dense numbers in memory.
         NotImplementedError: `torch.jit.trace` is tracing.
     """
+    if in_plain_eager() and is_plain(x):
+        return x
     if is_tracing():  # tensors of a graph have no memory yet, and operators take them
         return x
     refuse_jit_trace()
@@ -45,6 +55,16 @@ def readable(x: Tensor, name: str) -> Tensor:
             f"{name} must be a dense tensor with its numbers in memory; got {_kind(x)}. {remedy.format(name)}."
         )
     return x if in_functorch() else materialized(x)
+
+
+def is_plain(x: Any) -> bool:
+    """Whether x is a plain tensor with its numbers in memory as they are: most are, and nothing else need be asked."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.layout is torch.strided
+        and not (x.is_nested or x.is_quantized or x.is_meta or x.is_neg() or is_zero_tensor(x))
+        and x.untyped_storage().nbytes() > 0
+    )
 
 
 def _kind(x: Tensor) -> str:

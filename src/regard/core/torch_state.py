@@ -19,6 +19,7 @@ __all__ = [
     "in_functionalize",
     "in_functorch",
     "in_jit_trace",
+    "in_plain_eager",
     "is_tracing",
     "is_zero_tensor",
     "replay_state",
@@ -82,6 +83,11 @@ def in_functionalize() -> bool:
 def in_jit_trace() -> bool:
     """True while torch.jit.trace runs the code."""
     return _tracing_state is not None and _tracing_state() is not None
+
+
+def in_plain_eager() -> bool:
+    """True where nothing traces or transforms the code: a tensor is what it seems, and has an address."""
+    return not (is_tracing() or in_jit_trace() or in_functorch())
 
 
 def in_forward_ad() -> bool:

@@ -60,8 +60,8 @@ class Blockwise:
         return results
 
     def free_outputs(self, problem: Problem, request: Request) -> tuple[str, ...]:
-        # lse is one formula of the norm. In plain PyTorch the sum of an entropy is one more walk over every tile.
-        return ("norm", "max_score", "entropy") if numba.serves(problem) else ("norm", "max_score")
+        # In plain PyTorch lse is one formula of the norm, and the sum of an entropy one more walk over every tile.
+        return ("norm", "lse", "max_score", "entropy") if numba.serves(problem) else ("norm", "max_score")
 
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]

@@ -2,7 +2,8 @@
 
 Which mask, tiles and passes Python chooses depends on the constants of a request and on the shapes, strides and dtypes
 of its tensors, not on their values; and beside a GPU that computes in 50 µs, choosing is most of the time. The second
-call of a signature is recorded, and later ones replay it. `REGARD_REPLAY=0` turns replay off.
+call of a signature is recorded, and later ones replay it. On a CPU these are short questions, and the eighth call is
+recorded: recording takes as long as four of them save. `REGARD_REPLAY=0` turns replay off.
 """
 
 from __future__ import annotations
@@ -21,20 +22,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.torch_state import in_functorch, replay_state, without_autocast
 
-__all__ = ["current_recorder", "is_constant", "is_replayed_device", "on_device_of", "record_launch", "replay_or_record"]
+__all__ = [
+    "current_recorder", "is_constant", "is_replayed_device", "is_short", "on_device_of", "record_launch",
+    "replay_or_record",
+]  # fmt: skip
 
 log = logging.getLogger("regard")
 
-#: Devices whose kernels run beside the host, so that its time counts. (The CPU's kernels write tensors without an ATen
-#: op, which a recorder would miss.)
+#: Devices whose kernels run beside the host, so that its time counts.
 DEVICES = ("cuda",)
+#: Numbers of the queries up to which a CPU computes no longer than its host chooses.
+SHORT = 2**18
+#: Calls of a signature before it is recorded, on `DEVICES` and on a CPU.
+CALLS_BEFORE, CALLS_BEFORE_ON_CPU = 1, 7
 #: Switch for tests and comparisons.
 enabled = os.environ.get("REGARD_REPLAY", "1") != "0"
 #: Limits of a tape. Beyond them, in steps or in bytes that recording holds, the work takes longer than the host does.
 MAX_STEPS, MAX_BYTES = 64, 2**28
-#: Per signature: SEEN_ONCE (recorded on the second call), a Tape, or NOT_REPLAYABLE. Cleared beyond MAX_TAPES entries.
-TAPES: dict[Hashable, Tape | str] = {}
-MAX_TAPES, SEEN_ONCE, NOT_REPLAYABLE = 1024, "seen once", "not replayable"
+#: Per signature: how often it was called, a Tape, or NOT_REPLAYABLE. Cleared beyond MAX_TAPES entries.
+TAPES: dict[Hashable, Tape | int | str] = {}
+MAX_TAPES, NOT_REPLAYABLE = 1024, "not replayable"
 
 CONSTANTS = (type(None), bool, int, float, str, torch.SymInt, torch.SymFloat)
 PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -43,19 +50,20 @@ LaunchAt = Callable[[list[int]], None]
 _no_context = nullcontext()
 
 
-def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any]) -> Any:
+def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any], on_cpu: bool = False) -> Any:
     """`compute()`, or the replay of an earlier call.
 
     Args:
         key: All that the result depends on, but for `tensors`.
         tensors: At least one. `compute` may branch on their shapes, strides and dtypes, but not on their values.
         compute: Returns a list or a dict of tensors, with None for some.
+        on_cpu: Whether the tensors are those of a short question on a CPU.
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
-        return without_autocast(tensors[0], lambda: replay_or_record(key, tensors, compute))
+        return without_autocast(tensors[0], lambda: replay_or_record(key, tensors, compute, on_cpu))
     # A call inside a recorded call belongs to the outer one.
     if (
-        not is_replayed_device(tensors[0])
+        not (on_cpu or is_replayed_device(tensors[0]))
         or not PLAIN.issuperset(map(type, tensors))
         or current_recorder()
         or in_functorch()
@@ -75,8 +83,11 @@ def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[],
     if cached is None and is_constant(key):
         if len(TAPES) >= MAX_TAPES:
             TAPES.clear()
-        TAPES[signature] = SEEN_ONCE
-    if cached != SEEN_ONCE:
+        cached = 0
+    if type(cached) is not int:
+        return compute()
+    if cached < (CALLS_BEFORE_ON_CPU if on_cpu else CALLS_BEFORE):
+        TAPES[signature] = cached + 1
         return compute()
     with OpRecorder(tensors) as recorder:
         results = compute()
@@ -90,6 +101,11 @@ def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[],
 def is_replayed_device(x: Tensor) -> bool:
     """Whether calls on such a tensor are recorded and replayed."""
     return enabled and x.device.type in DEVICES
+
+
+def is_short(x: Tensor) -> bool:
+    """Whether a question of such queries is replayed on a CPU."""
+    return enabled and x.device.type == "cpu" and x.numel() <= SHORT
 
 
 def is_constant(key: Any) -> bool:
@@ -138,6 +154,11 @@ class OpRecorder(TorchDispatchMode):
             except Exception:  # tensors without an address, for one: the result is right all the same
                 self._give_up()
         return out
+
+    def hold(self, x: Tensor) -> None:
+        """Hold a tensor that depends on constants alone and never changes."""
+        if self._number_of(x) < 0:
+            self._take(HeldStep(x, self._number(x, None)))
 
     def launched(self, start: LaunchAt | None, tensors: list[Tensor | None]) -> None:
         numbers = [self._number_of(x) if x is not None and x.numel() else None for x in tensors]
@@ -260,15 +281,33 @@ def _inductor_allocator(device_type: str) -> Callable[..., Tensor] | None:
     return make
 
 
+class HeldStep:
+    """A tensor that is the same in every call."""
+
+    used: frozenset[int] = frozenset()
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        self.tensor, self.number = tensor, number
+
+    def __call__(self, tensors: list[Any], at: list[int]) -> None:
+        tensors[self.number], at[self.number] = self.tensor, self.tensor.data_ptr()
+
+
 class LaunchStep:
     """A kernel launch."""
 
     def __init__(self, start: LaunchAt, places: list[TensorPlace | None]) -> None:
         self.start, self.places = start, places
         self.used = {place[0] for place in places if place is not None}
+        # The usual case: every tensor begins where its memory does.
+        self.numbers = [place[0] for place in places if place is not None and place[1] == 0]
+        self.at_begin = len(self.numbers) == len(places)
 
     def __call__(self, tensors: list[Any], at: list[int]) -> None:
-        self.start([0 if place is None else at[place[0]] + place[1] for place in self.places])
+        if self.at_begin:
+            self.start([at[number] for number in self.numbers])
+        else:
+            self.start([0 if place is None else at[place[0]] + place[1] for place in self.places])
 
 
 class OpStep:
@@ -291,7 +330,7 @@ class OpStep:
             tensors[number], at[number] = x, x.data_ptr()
 
 
-TapeStep = AllocStep | LaunchStep | OpStep
+TapeStep = AllocStep | HeldStep | LaunchStep | OpStep
 
 
 class Tape:
@@ -303,6 +342,8 @@ class Tape:
         needed = {n for n in outputs if n is not None}
         for step in reversed(steps):
             if isinstance(step, OpStep) and step.view and needed.isdisjoint(number for _, number in step.makes):
+                continue
+            if isinstance(step, AllocStep) and step.number not in needed:  # scratch memory, which a launch makes anew
                 continue
             self.steps.insert(0, (step, sorted(step.used - needed)))
             needed |= step.used

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..torch_state import host_sync_forbidden, is_tracing
+from ..torch_state import host_sync_forbidden, is_tracing, replay_state
 
 __all__ = ["Geometry", "KeyIntervals", "band", "cache_allowed", "cached_on_mask", "caches_on"]
 
@@ -93,6 +93,12 @@ class Geometry:
 
 def band(layout: Geometry, before: int | None, after: int | None) -> KeyIntervals:
     """From `before` keys before each position to `after` keys after it; None for no limit."""
+    recorder = replay_state.recorder
+    if recorder is not None and layout.device.type == "cpu":  # of short questions; kernels on a GPU take the numbers
+        intervals = _cached_band(layout, before, after)
+        recorder.hold(intervals.lo)
+        recorder.hold(intervals.hi)
+        return intervals
     uncached = is_tracing() or host_sync_forbidden(layout.device)
     return _band(layout, before, after) if uncached else _cached_band(layout, before, after)
 

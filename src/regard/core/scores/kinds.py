@@ -416,7 +416,7 @@ class Precomputed(Score):
         return upcast(self.w).log()
 
 
-BY_NAME: dict[str, type[Score]] = {"dot": Dot, "scaled_dot": ScaledDot, "cosine": Cosine}
+BY_NAME: dict[str, Score] = {"dot": Dot(), "scaled_dot": ScaledDot(), "cosine": Cosine()}
 
 
 def as_score(score: Any) -> Score:
@@ -425,7 +425,7 @@ def as_score(score: Any) -> Score:
         return score
     if isinstance(score, str):
         if score in BY_NAME:
-            return BY_NAME[score]()
+            return BY_NAME[score]
         raise ValueError(
             f"unknown score {score!r}; the names are {', '.join(map(repr, BY_NAME))}. "
             "Others are objects: Gaussian(sigma), Bilinear(weight), Additive(...), or a function f(q, k)."

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import logging
 import os
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from ...core.problem import Problem, repeat_kv, sum_groups
 from ...core.pytree import flatten, unflatten
 from ...core.stats import Request, Results, required
 from ...core.torch_state import in_functorch
+from ..replay import record_launch
 from ..score_grad import InputGrads, ScoreGrad
 
 __all__ = ["backward", "cells", "column_pass", "forward", "serves", "serves_backward", "unsupported_reason"]
@@ -138,20 +140,27 @@ SHORT = 4
 
 #: Multiply-adds below which waking a second thread costs more than it saves.
 SMALL = 2_000_000
+#: Words of a cache line.
+LINE = 8
 
 
 class KernelCall:
-    """One call of a kernel: the fields of its params record, and the tensors that must stay alive until it returns."""
+    """One call of a kernel: the fields of its params record, and the tensors whose addresses others are."""
 
     def __init__(self, problem: Problem, block_i: int, block_j: int) -> None:
         runtime = load()
         assert runtime is not None
         self.runtime, self.dtype = runtime, problem.compute_dtype
         self.fields: dict[str, Any] = {}
-        self.alive: list[Any] = []
+        self.tensors: dict[str, Tensor] = {}
+        #: The call of a second matrix, which the kernel reads too.
+        self.other: KernelCall | None = None
         b, h, i, j = problem.shape
         self.work = b * h * i * j * problem.q.shape[3]
         self.q, self.k = self.rows("q", problem.q, "bhi"), self.rows("k", problem.k, "bhj")
+        intervals = problem.intervals
+        lo = self.out("lo", intervals.lo.long().contiguous())
+        self.out("hi", intervals.hi.long().contiguous())
         self.set(
             itemsize=self.dtype.itemsize,
             gemm=runtime.gemm[self.dtype.itemsize],
@@ -161,25 +170,18 @@ class KernelCall:
             I=i,
             J=j,
             D=problem.q.shape[3],
-        )
-        self.set(offset=problem.offset, block_i=block_i, block_j=block_j, scale=problem.similarity_kernel.scale)
-        intervals = problem.intervals
-        lo, hi = intervals.lo.long().contiguous(), intervals.hi.long().contiguous()
-        self.set(
-            lo=self.address_of(lo),
-            hi=self.address_of(hi),
+            offset=problem.offset,
+            block_i=block_i,
+            block_j=block_j,
+            scale=problem.similarity_kernel.scale,
             n_intervals=lo.shape[1],
             intervals_b=lo.shape[1] * i if len(lo) > 1 else 0,
         )
-        self._set_modifiers(problem)
+        #: Rows of the modifier table, with a tensor in the place of its address.
+        self.modifiers = self._modifiers(problem)
 
     def set(self, **fields: Any) -> None:
         self.fields.update(fields)
-
-    def address_of(self, tensor: Tensor) -> int:
-        """The address of a tensor, which stays alive as long as this call."""
-        self.alive.append(tensor)
-        return tensor.data_ptr()
 
     def rows(self, name: str, tensor: Tensor, axes: str) -> Tensor:
         """Set a tensor as rows that BLAS can read: unit stride within a row, rows that do not overlap."""
@@ -187,69 +189,117 @@ class KernelCall:
         if tensor.stride(3) != 1 or tensor.stride(2) < tensor.shape[3]:
             tensor = tensor.contiguous()
         (b, h, _, size), (of_b, of_h, of_row, _) = tensor.shape, tensor.stride()
-        self.fields[name] = self.address_of(tensor)
         self.fields[f"{name}_{axes[0]}"] = 0 if b == 1 else of_b
         self.fields[f"{name}_{axes[1]}"] = 0 if h == 1 else of_h
         self.fields[f"{name}_{axes[2]}"] = max(of_row, size, 1)
-        return tensor
+        return self.out(name, tensor)
 
     def out(self, name: str, tensor: Tensor) -> Tensor:
-        self.set(**{name: self.address_of(tensor)})
+        self.tensors[name] = tensor
         return tensor
 
-    def _set_modifiers(self, problem: Problem) -> None:
+    def _modifiers(self, problem: Problem) -> list[tuple[Any, ...]]:
         kernels, no_keys = self.runtime.kernels, (0,) * 7
-        rows = []
+        rows: list[tuple[Any, ...]] = []
         for modifier in problem.modifiers:
-            at: tuple[int, ...] = (0, 0, 0, 0, 0)
+            at: tuple[Any, ...] = (0, 0, 0, 0, 0)
             if modifier.operand is not None:
                 tensor = modifier.operand.to(self.dtype)
-                at = self.address_of(tensor), *_strides(tensor)
+                at = tensor, *_strides(tensor)
             rows.append((kernels.MODIFIER_KINDS[modifier.kernel_op], *at, modifier.constant, *no_keys))
         if problem.similarity_kernel.distance_scale:
             products, own = problem.q.shape[3] > SHORT, problem.similarity_kernel.own_modifiers
             rows[own if products else 0 : own] = [self._distances(problem)]
         for cells in [] if problem.mask is None else problem.mask.dense_parts() or []:
-            rows.append((kernels.DENSE_MASK, self.address_of(cells), *_strides(cells), 0, *no_keys))
-        if rows:
-            table = kernels.modifier_table(rows)
-            self.alive.append(table)
-            self.set(modifiers=table.ctypes.data, modifier_count=len(rows))
+            rows.append((kernels.DENSE_MASK, cells, *_strides(cells), 0, *no_keys))
+        return rows
 
     def _distances(self, problem: Problem) -> tuple[Any, ...]:
         """The row of the table by which scores become differences, where products of q and k would cancel."""
         kernel, (g, size) = problem.similarity_kernel, problem.k.shape[1::2]
-        q = [self.fields[name] for name in ("q", "q_b", "q_h", "q_i")]
-        k_j, k = self.fields["k_j"], [*(self.fields[name] for name in ("k", "k_b", "k_h")), 0]
+        q = [self.q, *(self.fields[name] for name in ("q_b", "q_h", "q_i"))]
+        k_j, k = self.fields["k_j"], [self.k, *(self.fields[name] for name in ("k_b", "k_h")), 0]
         if size <= SHORT:
             keys = self.k.mT.contiguous()
-            k_j, k = 1, [self.address_of(keys), *_strides(keys)[:2], keys.shape[3]]
+            k_j, k = 1, [keys, *_strides(keys)[:2], keys.shape[3]]
         group = max(1, problem.q.shape[1] // max(1, g))
         scale, near = kernel.distance_scale, kernel.distance_near
         return (self.runtime.kernels.DISTANCE, *q, k_j, scale, *k, group, size, near)
 
-    def record_address(self) -> int:
-        """The address of the params record, for the kernel of another call that reads this matrix too."""
-        record = ctypes.create_string_buffer(self.runtime.kernels.params_record(self.fields))
-        self.alive.append(record)
-        return ctypes.addressof(record)
-
     def run(self, kernel: str, items: int, scratch: int) -> None:
         """Run the kernel over `items` on PyTorch's threads; `scratch` is the bytes of scratch memory per thread."""
-        threads = 1 if _forked or self.work < SMALL else max(1, min(torch.get_num_threads(), items))
-        scratch = (scratch + 127) // 64 * 64
-        counters = torch.zeros(8, dtype=torch.int64, device="cpu")
-        self.set(counter=self.address_of(counters), scratch_size=scratch)
-        self.set(scratch=self.address_of(torch.empty(threads * scratch, dtype=torch.uint8, device="cpu")))
-        compiled = self.runtime.kernels.kernel(kernel, self.dtype.itemsize)
-        record = self.runtime.kernels.params_record(self.fields)
-        if threads > 1:
-            self.runtime.parallel(compiled.address, record, threads, 0)
+        tensors: list[Tensor | None] = []
+        launch = KernelLaunch(self, kernel, items, scratch, tensors)
+        launch([0 if tensor is None else tensor.data_ptr() for tensor in tensors])
+        record_launch(launch, tensors)
+
+
+class KernelLaunch:
+    """A kernel with its arguments as one block of words, all but the addresses of tensors; it keeps none alive.
+
+    In the block are the params record, the modifiers, the same of a second matrix, and the counters of work.
+    """
+
+    def __init__(self, call: KernelCall, kernel: str, items: int, scratch: int, tensors: list[Tensor | None]) -> None:
+        """`tensors` receives those whose addresses it takes."""
+        self.runtime = call.runtime
+        self.kernel = call.runtime.kernels.kernel(kernel, call.dtype.itemsize)
+        self.items, self.wakes_threads = items, call.work >= SMALL
+        self.scratch = (scratch + 127) // 64 * 64
+        self.words = array("q")
+        self.addresses: list[int] = []  # the word of each tensor's address
+        self.places: list[tuple[int, int]] = []  # words whose address another word holds
+        call.set(scratch_size=self.scratch)
+        self._add(call, tensors)
+        word_of = call.runtime.kernels.WORDS
+        if call.other is not None:
+            self.places.append((word_of["other"], len(self.words)))
+            self._add(call.other, tensors)
+        self.places.append((word_of["counter"], len(self.words) + LINE))  # in a cache line of their own
+        self.words.extend([0] * 2 * LINE)
+        self.scratch_word = word_of["scratch"]
+
+    def _add(self, call: KernelCall, tensors: list[Tensor | None]) -> None:
+        """Append the record of a call and its modifiers."""
+        kernels, start = call.runtime.kernels, len(self.words)
+
+        def point(word: int, tensor: Tensor) -> None:
+            self.addresses.append(word)
+            tensors.append(tensor)
+
+        self.words.frombytes(kernels.params_record(call.fields | {"modifier_count": len(call.modifiers)}))
+        for name, tensor in call.tensors.items():
+            point(start + kernels.WORDS[name], tensor)
+        if not call.modifiers:
             return
-        before = self.runtime.set_local_threads(1) if self.runtime.set_local_threads else 0
-        compiled.call(record)
-        if self.runtime.set_local_threads:
-            self.runtime.set_local_threads(before)
+        self.places.append((start + kernels.WORDS["modifiers"], len(self.words)))
+        for row in call.modifiers:
+            start = len(self.words)
+            plain = tuple(0 if isinstance(x, Tensor) else x for x in row)
+            self.words.frombytes(kernels.modifier_table([plain]).tobytes())
+            for column, x in enumerate(row):
+                if isinstance(x, Tensor):
+                    point(start + column, x)
+
+    def __call__(self, at: list[int]) -> None:
+        """Run it on tensors at these addresses."""
+        words = self.words[:]
+        start = words.buffer_info()[0]
+        for word, place in self.places:
+            words[word] = start + 8 * place
+        for word, address in zip(self.addresses, at, strict=True):
+            words[word] = address
+        threads = max(1, min(torch.get_num_threads(), self.items)) if self.wakes_threads and not _forked else 1
+        scratch = torch.empty(threads * self.scratch, dtype=torch.uint8, device="cpu")
+        words[self.scratch_word] = scratch.data_ptr()
+        if threads > 1:
+            self.runtime.parallel(self.kernel.address, start, threads, 0)
+            return
+        set_threads = self.runtime.set_local_threads
+        before = set_threads(1) if set_threads else 0
+        self.kernel.call(start)
+        if set_threads:
+            set_threads(before)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -277,7 +327,8 @@ def forward(problem: Problem, request: Request) -> Results:
         outputs["y"] = call.out("y", torch.empty(b, h, i, v.shape[3], dtype=call.dtype, device="cpu"))
     for name in call.runtime.kernels.ROW_STATISTICS:
         if request.wants(name):
-            outputs[name] = call.out(name, torch.zeros(b, h, i, dtype=call.dtype, device="cpu"))
+            make = torch.zeros if name in ("mean_distance", "mass") else torch.empty  # those are added up in place
+            outputs[name] = call.out(name, make(b, h, i, dtype=call.dtype, device="cpu"))
     if request.wants("mass"):
         call.out("keys", required(request.keys).to(call.dtype).contiguous())
     if request.wants("argmax"):

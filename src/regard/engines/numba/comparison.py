@@ -42,7 +42,7 @@ class _PairCall:
 
     def run(self, kernel: str, items: int) -> None:
         first, second = self.calls
-        first.set(other=second.record_address())
+        first.other = second
         scratch = 4 * (self.block_j * (2 * self.block_i + 4) + 8 * self.block_i)
         first.run(kernel, items, scratch)
 

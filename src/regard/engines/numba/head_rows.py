@@ -59,7 +59,7 @@ class HeadCall:
             self.other.set(D=size, index_heads=other.q.shape[3] // (size + 1))
 
     def run(self, kernel: str, items: int) -> None:
-        self.call.set(other=self.other.record_address())
+        self.call.other = self.other
         self.call.run(kernel, items, 4 * (3 * self.block_i * self.block_j + 4 * self.block_i))
 
 

@@ -31,6 +31,7 @@ from .params import (
     PARAMS,
     POOL_BY,
     ROW_STATISTICS,
+    WORDS,
     modifier_table,
     params_record,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "ONE_PASS",
     "POOL_BY",
     "ROW_STATISTICS",
+    "WORDS",
     "kernel",
     "log_if_slow",
     "modifier_table",

@@ -33,6 +33,7 @@ __all__ = [
     "ROW_STATISTICS",
     "SOFTCAP",
     "TOTAL_VARIATION",
+    "WORDS",
     "modifier_table",
     "modifiers_at",
     "params_at",
@@ -116,6 +117,8 @@ _SIZES = (
     "index_heads divided"  # head_rows: terms of a sum of ReLUs; whether rows are divided by their sum
 )
 _INTEGERS = f"{_ADDRESSES} {_STRIDES} {_SIZES}".split()
+#: The word of the record that each integer is.
+WORDS = {name: word for word, name in enumerate(_INTEGERS)}
 _FIELDS: dict[str, Any] = dict.fromkeys([*_INTEGERS, "scale"], 0)
 #: By the bytes of a number: the record, and how it is packed. The type of `scale` is that of all numbers of a kernel.
 _RECORDS = {4: [("scale", "f4"), ("_", "f4")], 8: [("scale", "f8")]}
