@@ -219,7 +219,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
         lambda W: regard.patterns.classify(W), lambda W: regard.patterns.classify(W, threshold=7), "a number between 0 and 1"
     ),
     "a floor that is no number": (
-        lambda W: regard.losses.entropy_floor(W, 1.0), lambda W: regard.losses.entropy_floor(W, "1"), "has \"entropy_floor(floor='1')\" and rank 0"
+        lambda W: regard.losses.entropy_floor(W, 1.0), lambda W: regard.losses.entropy_floor(W, "1"), "needs a number; got '1'"
+    ),
+    "another floor": (
+        lambda W: regard.losses.entropy_floor(W, 1.0), lambda W: regard.losses.entropy_floor(W, 2.0), "entropy_floor(floor=2.0)"
     ),
     "means of keys": (lambda W: regard.kv.h2o(W), lambda W: regard.kv.h2o(W, mean=False), "the same arguments in"),
     "a refused function": (lambda W: W.received(), lambda W: regard.kv.snapkv(W, 2), "NotImplementedError: snapkv takes all rows"),
