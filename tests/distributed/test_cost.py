@@ -143,7 +143,7 @@ def test_arguments_that_do_not_fit_are_named(changes, message) -> None:
 
 def test_numbers_of_ranks_and_pieces_are_checked() -> None:
     for length, count in ((-1, 2), (5, 0), (5.5, 2)):
-        with pytest.raises(ValueError, match="zigzag.* takes whole numbers"):
+        with pytest.raises(ValueError, match=r"zigzag.* takes whole numbers"):
             zigzag(length, count)
     with pytest.raises(ValueError, match="as many seconds of each; got 1 and 2"):
         ring_trace([1.0], [1.0, 2.0])
