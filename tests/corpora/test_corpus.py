@@ -429,6 +429,7 @@ def test_lines_objects_files_and_lists_are_the_same_documents(model, tmp_path):
     (tmp_path / "folder").mkdir()
     for n, text in enumerate(texts):
         (tmp_path / "folder" / f"{n}.txt").write_text(text)
+    (tmp_path / "folder" / "no file.txt").mkdir()
     results = [
         regard.corpus(model, data, tokenizer=letters).tally.to_json()
         for data in (texts, tmp_path / "a.txt", tmp_path / "a.jsonl", tmp_path / "folder")
@@ -448,7 +449,7 @@ def test_lines_objects_files_and_lists_are_the_same_documents(model, tmp_path):
         ("broken.jsonl", b'{"text": "a"}\n{"text": ', "line 2 of .*broken.jsonl must be a JSON object"),
         ("other.jsonl", b'{"body": "a"}', "an object with a text under 'text'; got 'body'"),
         ("list.jsonl", b"[1]", "an object with a text under 'text'; got list"),
-        ("number.jsonl", b'{"text": 3}', "an object with a text under 'text'"),
+        ("number.jsonl", b'{"text": 3}', "an object with a text under 'text'; got int there"),
         (
             "half.jsonl",
             b'{"text": "a"}\n{"text": "b\\ud83d"}',
@@ -464,6 +465,12 @@ def test_mistakes_in_files_are_named(model, tmp_path, name, content, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         regard.corpus(model, tmp_path / name, tmp_path / "out", tokenizer=letters)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_is_no_file_of_documents(model, tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(FileNotFoundError, match="it is none of them, and documents are read twice"):
+        regard.corpus(model, tmp_path / "pipe.txt", tokenizer=letters)
 
 
 def test_mistakes_in_arguments_are_named(model, texts, tmp_path):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 import regard
-from regard.distributed import MACHINES, Machine, Mesh, ring_trace
+from regard import cost
+from regard.distributed import MACHINES, Machine, Mesh, ring_trace, zigzag
 from regard.distributed.cost import _cells
 
 MASKS = {"full": None, "causal": regard.causal(), "window": regard.window(70, 0), "both sides": regard.window(9, 30)}
@@ -119,6 +122,44 @@ def test_the_picture_is_the_one_that_the_model_draws(monkeypatch) -> None:
     import cost_plot
 
     assert cost_plot.PICTURE.read_text() == cost_plot.drawn(), "run: python docs/cost_plot.py"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": (1, 2)}, r"ranks >= 1 along \(batch, heads, sequence\); got \(1, 2\)"),
+        ({"mesh": (0, 1, 1)}, r"ranks >= 1 along \(batch, heads, sequence\); got \(0, 1, 1\)"),
+        ({"mask": 3}, r"must be causal\(\), window\(\) or both; got 3"),
+        ({"topk": -1}, r"cost\(topk=\) must be a whole number >= 0; got -1"),
+        ({"itemsize": "a"}, r"cost\(itemsize=\) must be a whole number >= 1; got 'a'"),
+        ({"machine": 3}, r"must be a name of MACHINES or a Machine; got int"),
+        ({"machine": replace(MACHINES["h200-nvlink"], forward=0)}, r"Machine\(forward=\) must be a rate > 0; got 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes, message) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        cost(**{"shape": (1, 4, 2, 64, 8), "mesh": 2, **changes})
+
+
+def test_numbers_of_ranks_and_pieces_are_checked() -> None:
+    for length, count in ((-1, 2), (5, 0), (5.5, 2)):
+        with pytest.raises(ValueError, match=r"zigzag.* takes whole numbers"):
+            zigzag(length, count)
+    with pytest.raises(ValueError, match="as many seconds of each; got 1 and 2"):
+        ring_trace([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_more_work_never_costs_less(backward) -> None:
+    for mask in MASKS.values():
+        costs = [cost((1, 8, 2, 2**n, 64), (1, 1, 4), mask=mask, backward=backward) for n in range(10, 19)]
+        for less, more in pairwise(costs):
+            assert less.seconds <= more.seconds * 1.0001
+            assert less.memory <= more.memory
+        for option in ({"second_pass": True}, {"topk": 64}, {"itemsize": 4}):
+            more = cost((1, 8, 2, 2**18, 64), (1, 1, 4), mask=mask, backward=backward, **option)
+            assert costs[-1].seconds <= more.seconds * 1.0001
+            assert costs[-1].memory <= more.memory
 
 
 def test_mistakes_are_named() -> None:

@@ -23,6 +23,8 @@ def ranks() -> Iterator[RankPool]:
     [
         (2, "batch", (3, 4, 2, 9, 5)),
         (2, "heads", (2, 8, 2, 9, 5)),
+        (2, "heads", (2, 1, 1, 9, 5)),  # the second rank has none
+        (2, "batch", (1, 2, 1, 9, 5)),
         (2, "replicated", (1, 2, 1, 9, 5)),
         (3, "sequence", (2, 4, 2, 61, 5)),
         (3, "sequence", (1, 2, 1, 2, 4)),

@@ -44,6 +44,20 @@ def test_backward_passes_of_different_results_are_told_apart(ranks, what) -> Non
     assert "all ranks must make the same calls in the same order; rank 1 of 3 is at the backward pass of" in errors[0]
 
 
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("a second time", "Trying to backward through the graph a second time"),
+        ("second derivatives", "got create_graph"),
+    ],
+)
+def test_a_backward_pass_that_one_rank_cannot_make_is_told_to_all(ranks, what, text) -> None:
+    errors = ranks.run(3, "support.rank_methods.backward", what)
+    assert len(set(errors)) == 1, errors
+    assert "rank 1 of 3 cannot take part in the backward pass of" in errors[0]
+    assert text in errors[0]
+
+
 @pytest.mark.parametrize("what", ["one learns", "one asks"])
 def test_a_parameter_gets_its_gradient_where_one_rank_wants_it(ranks, what) -> None:
     assert ranks.run(3, "support.rank_methods.backward", what) == ["equal"] * 3

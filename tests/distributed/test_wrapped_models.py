@@ -39,3 +39,14 @@ def test_a_wrapped_model_is_recorded_and_watched_and_reports_once(ranks, how, tm
     assert (first["calls"], second["calls"]) == ([0], [])
     assert first["warnings"] > 0  # every head is below collapse=2.0
     assert second["warnings"] == 0
+
+
+def test_a_layer_on_dtensors_is_recorded_where_its_sequence_is_on_one_rank(ranks) -> None:
+    for rank in ranks.run(2, "support.rank_models.recorded_dtensors", 0):
+        assert rank == {"answered": True, "refused": [], "same": [True]}
+    for rank in ranks.run(2, "support.rank_models.recorded_dtensors", 1):
+        assert rank["answered"]
+        assert rank["same"] == []
+        assert rank["refused"] == [
+            "its sequence is split over ranks, and each would record its own rows and keys alone"
+        ]

@@ -260,8 +260,6 @@ def entire_matrices(group: Any, rank: int, world: int) -> list[str]:
     for ask in (
         lambda: regard.kv.snapkv(W, 2),
         lambda: regard.kv.update(torch.zeros(2, 8), W),
-        lambda: regard.chains.rollout([W, W], torch.randn(4, 5)),
-        lambda: regard.chains.rollout_rows([W, W], [0]),
         lambda: regard.chains.gradient_relevance(W, torch.randn(2, 8, 3), torch.randn(2, 8, 3), torch.eye(8)),
         lambda: regard.walk(W, head=0),
         lambda: str(W.show()),

@@ -288,6 +288,12 @@ def backward(group: Any, rank: int, world: int, what: str) -> str:
             masses = [W.offset_mass(1), W.offset_mass(2)]
             for mass in reversed(masses) if rank == 1 else masses:
                 mass.square().sum().backward()
+        elif what == "a second time":
+            entropy = W.entropy().sum() + W.offset_mass(1).sum()
+            entropy.backward()
+            _ = entropy.backward() if rank == 1 else W.received()
+        elif what == "second derivatives":
+            W.offset_mass(1).sum().backward(create_graph=rank == 1)
         elif what == "one asks":
             grads = torch.autograd.grad(W.offset_mass(1).square().sum(), [own, learned] if rank == 1 else [own])
             own.grad, learned.grad = grads[0], grads[1] if rank == 1 else None

@@ -98,6 +98,31 @@ def recorded(group: Any, rank: int, world: int, how: str, folder: str) -> dict[s
     }
 
 
+def recorded_dtensors(group: Any, rank: int, world: int, dim: int) -> dict[str, Any]:
+    """What is recorded of a layer that runs on DTensors, sharded on batch (0) or length (1)."""
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    torch.manual_seed(3)
+    layer, x, mesh = (
+        regard.nn.SelfAttention(8, heads=2, causal=True).eval(),
+        torch.randn(4, 6, 8),
+        mesh_of(group, world),
+    )
+    with torch.no_grad():
+        want = layer.weights(x).entropy()
+        layer, part = distribute_module(layer, mesh), distribute_tensor(x, mesh, [Shard(dim)])
+        answered = layer.weights(part).entropy().full_tensor()
+        with warnings.catch_warnings(), regard.record(layer) as seen:
+            warnings.simplefilter("ignore")
+            layer(part)
+    rows = [one.weights.entropy() for one in seen.layers]
+    return {
+        "answered": torch.allclose(answered, want, atol=1e-5),
+        "refused": [reason for _, reason in seen.refused],
+        "same": [torch.allclose(own, want.chunk(world)[rank], atol=1e-5) for own in rows],
+    }
+
+
 def trained(group: Any, rank: int, world: int, kind: str, folder: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """The losses and the weights of a run of `regard.learn`, on every rank that takes part."""
     place = Path(folder)

@@ -315,7 +315,7 @@ class LazyMatrix(NotElementwise, Shareable):
     def _broadcast_values(self, v: Any, length: int, what: str) -> Tensor:
         """Values with all axes, (*batch, heads, length, e)."""
         v = as_values(v, length, what, self)
-        if v.shape[-3] == 0 or self._factors.heads % v.shape[-3]:
+        if self._factors.heads % v.shape[-3] if v.shape[-3] else self._factors.heads:
             raise ValueError(
                 f"{what} have {v.shape[-3]} heads and the weights {self._factors.heads}; heads of {what} must divide "
                 "those of the weights. If the layout is (batch, length, heads, size), pass values.transpose(1, 2)."

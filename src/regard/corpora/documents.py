@@ -101,14 +101,13 @@ def open_documents(
         return DocumentReader("a list", lambda: ((f"item {n}", item) for n, item in enumerate(items)))
     path = Path(data)
     if path.is_dir():
-        files = sorted(path.rglob("*.txt"))
+        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not files:
             raise ValueError(f"{path} must hold .txt files, one document each; got none.")
         return DocumentReader(path.name, lambda: ((str(f.relative_to(path)), decode(f.read_bytes(), f)) for f in files))
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} must be a text file, a .jsonl file or a folder of .txt files; it does not exist."
-        )
+        state = "it is none of them, and documents are read twice" if path.exists() else "it does not exist"
+        raise FileNotFoundError(f"{path} must be a text file, a .jsonl file or a folder of .txt files; {state}.")
     if path.suffix.lower() in _OTHER_FORMATS:
         raise ValueError(
             f"{path} must be a text file with a document a line, or a .jsonl file with an object a line; got a file "
@@ -175,6 +174,7 @@ def _objects(path: Path, field: str) -> Iterator[tuple[str, str]]:
         text = item.get(field) if isinstance(item, dict) else None
         if not isinstance(text, str):
             got = ", ".join(map(repr, item)) if isinstance(item, dict) else type(item).__name__
+            got = f"{type(text).__name__} there" if isinstance(item, dict) and field in item else got
             raise ValueError(
                 f"{source} of {path} must be an object with a text under {field!r}; got {got:.120}. "
                 "Another field is named with --field (field=)."

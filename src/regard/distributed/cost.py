@@ -189,20 +189,40 @@ def cost(
         >>> regard.cost((1, 32, 8, 100_000_000, 128), 8).fits
         False
     """
-    band = (None, None) if mask is None else mask.band()
+    band = (None, None) if mask is None else mask.band() if isinstance(mask, Mask) else None
     if band is None:
         raise ValueError(f"cost(mask=) must be causal(), window() or both; got {mask!r:.80}.")
     if isinstance(machine, str) and machine not in MACHINES:
         raise ValueError(f"cost(machine=) must be {', '.join(map(repr, MACHINES))} or a Machine; got {machine!r}.")
     rates = MACHINES[machine] if isinstance(machine, str) else machine
+    _check_numbers(topk, itemsize, rates)
     _check_shape(shape)
-    candidates = [Mesh(*mesh)] if isinstance(mesh, tuple) else _meshes(shape, mesh)
+    candidates = [_mesh(mesh)] if isinstance(mesh, tuple) else _meshes(shape, mesh)
     work = _Work(shape, band, values, second_pass, backward, topk, itemsize, rates)
     costs = [work.cost(one) for one in candidates]
     fitting = [one for one in costs if one.fits]
     # Meshes whose exchange is hidden take the same time: the one that sends least is left then.
     best = min(fitting, key=lambda one: (float(f"{one.seconds:.3g}"), one.received, -one.mesh.batch), default=None)
     return best or min(costs, key=lambda one: one.memory)
+
+
+def _check_numbers(topk: Any, itemsize: Any, machine: Any) -> None:
+    """Raise TypeError or ValueError unless sizes are whole numbers and rates positive."""
+    for name, number, least in (("topk", topk, 0), ("itemsize", itemsize, 1)):
+        if type(number) is not int or number < least:
+            raise ValueError(f"cost({name}=) must be a whole number >= {least}; got {number!r}.")
+    if not isinstance(machine, Machine):
+        raise TypeError(f"cost(machine=) must be a name of MACHINES or a Machine; got {type(machine).__name__}.")
+    for name, rate in vars(machine).items():
+        if name not in ("name", "latency") and not rate > 0:
+            raise ValueError(f"Machine({name}=) must be a rate > 0; got {rate!r}.")
+
+
+def _mesh(mesh: tuple[int, ...]) -> Mesh:
+    """The mesh of three numbers of ranks."""
+    if len(mesh) != 3 or not all(type(n) is int and n >= 1 for n in mesh):
+        raise ValueError(f"cost(mesh=) must be ranks >= 1 along (batch, heads, sequence); got {tuple(mesh)}.")
+    return Mesh(*mesh)
 
 
 def _check_shape(shape: Any) -> None:
@@ -347,6 +367,10 @@ def ring_trace(computing: list[float], travel: list[float]) -> Trace:
         >>> trace.seconds, trace.computing
         (6.0, 4.0)
     """
+    if len(computing) != len(travel):
+        raise ValueError(
+            f"ring_trace(computing, travel) takes as many seconds of each; got {len(computing)} and {len(travel)}."
+        )
     steps, done, sent = [], 0.0, 0.0
     for n, (work, seconds) in enumerate(zip(computing, travel, strict=True)):
         there = sent + seconds

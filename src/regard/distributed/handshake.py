@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.tensor_kinds import readable
 from .transport import RankError, Ranks
 
-__all__ = ["agree", "backward_call", "checked_together", "describe", "needed_by_any"]
+__all__ = ["agree", "backward_call", "checked_together", "describe", "needed_by_any", "saved_tensors"]
 
 X = TypeVar("X")
 
@@ -103,6 +103,17 @@ def _compare(ranks: Ranks, what: str, records: list[dict[str, Any]]) -> None:
 def backward_call(ranks: Ranks, what: str) -> str:
     """The name of the backward pass of a call that is being made: its number tells it from that of an equal call."""
     return f"the backward pass of {what} (number {ranks.next_node()})"
+
+
+def saved_tensors(ranks: Ranks, ctx: Any) -> list[Tensor]:
+    """The tensors of an autograd node whose backward pass begins; what PyTorch raises is an error of all ranks."""
+
+    def saved() -> list[Tensor]:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("regard computes first derivatives over ranks; got create_graph=True.")
+        return list(ctx.saved_tensors)
+
+    return checked_together(ranks, ctx.call, saved)
 
 
 def needed_by_any(records: list[dict[str, Any]]) -> list[bool]:

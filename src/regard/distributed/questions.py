@@ -23,7 +23,7 @@ from ..core.scores.kinds import upcast
 from ..core.stats import Request
 from ..core.torch_state import without_autocast
 from .exchange import Plan, Wants, visit_keys
-from .handshake import agree, backward_call, describe, needed_by_any
+from .handshake import agree, backward_call, describe, needed_by_any, saved_tensors
 from .pairs import by_piece, cut, hull, visible_span, wants_of
 from .passes import pull_back
 from .transport import Ranks
@@ -265,13 +265,11 @@ class _QuestionNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("regard computes first derivatives over ranks; got create_graph=True.")
-        saved = list(ctx.saved_tensors)
+        ranks = ctx.job.plan.ranks
+        saved = saved_tensors(ranks, ctx)
         tensors, outputs = saved[: ctx.count], saved[ctx.count : ctx.count + len(grads)]
         of_maxima = iter(saved[ctx.count + len(grads) :])
         owners = [next(of_maxima) if has else None for has in ctx.has_owner]
-        ranks = ctx.job.plan.ranks
         with ranks.together(ctx.call):
             needs = needed_by_any(agree(ranks, ctx.call, {"_needs": ctx.needs_input_grad[2:]}))
             # A row that sees what the other forbids is inf, and has no gradient in any of its parts.

@@ -26,7 +26,7 @@ from ..engines import FusedEngine, fused_engine, get_engine
 from ..engines.score_grad import weights_from_norm
 from .calls import call_of, shared_methods
 from .exchange import Plan
-from .handshake import agree, backward_call, checked_together, describe, needed_by_any
+from .handshake import agree, backward_call, checked_together, describe, needed_by_any, saved_tensors
 from .pairs import by_piece, hidden_from_all, wants_of
 from .passes import Job, compute, vjp
 from .questions import ShardedRows, answer, refuse_complete_rows
@@ -393,13 +393,12 @@ class _ShardedNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError("regard computes first derivatives over ranks; got create_graph=True.")
-        count = len(ctx.saved_tensors) - len(ctx.names)
-        tensors, outputs = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        ranks = ctx.plan.ranks
+        saved = saved_tensors(ranks, ctx)
+        count = len(saved) - len(ctx.names)
+        tensors, outputs = saved[:count], saved[count:]
         results = dict(zip(ctx.names, outputs, strict=True))
         incoming = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
-        ranks = ctx.plan.ranks
         with ranks.together(ctx.call):
             records = agree(ranks, ctx.call, {"_names": sorted(incoming), "_needs": ctx.needs_input_grad[3:]})
             # A rank whose loss leaves a result out takes part with zeros.

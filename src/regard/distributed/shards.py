@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from ..core.indexing import as_int
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -106,6 +108,8 @@ def zigzag(length: int, ranks: int) -> list[list[range]]:
     >>> regard.distributed.zigzag(10, 2)
     [[range(0, 2), range(7, 10)], [range(2, 7)]]
     """
+    if as_int(length) is None or as_int(ranks) is None or length < 0 or ranks < 1:
+        raise ValueError(f"zigzag(length, ranks) takes whole numbers >= 0 and >= 1; got {length!r} and {ranks!r}.")
     parts = 2 * ranks
     cuts = [part * length // parts for part in range(parts + 1)]
     pieces = [range(a, b) for a, b in pairwise(cuts)]

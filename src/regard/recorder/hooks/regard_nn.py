@@ -56,6 +56,11 @@ def _report(
     if q.ndim > 4:
         listener.refuse(site.name, f"it has {q.ndim - 3} batch axes; one is read. Flatten them before the layer")
         return
+    if _has_split_sequence(q):
+        listener.refuse(
+            site.name, "its sequence is split over ranks, and each would record its own rows and keys alone"
+        )
+        return
     kind = q.device.type
     if torch.is_autocast_enabled(kind) and q.dtype != torch.float64:  # regard.attend casts first, as SDPA does
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
@@ -65,3 +70,9 @@ def _report(
     parsed = ParsedMask(mask, None, align if mask is not None and mask.positional else None)
     call = AttentionCall(q, k, v, full_score=score, parsed_mask=parsed, is_self=hasattr(layer, "causal"))
     listener.attention(site, call)
+
+
+def _has_split_sequence(q: Tensor) -> bool:
+    """Whether q is a DTensor whose length is sharded. Its module is not imported for that."""
+    dims = [getattr(placement, "dim", None) for placement in getattr(q, "placements", ())]
+    return any(dim is not None and dim % q.ndim == q.ndim - 2 for dim in dims)
