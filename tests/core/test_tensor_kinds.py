@@ -234,7 +234,14 @@ BATCHED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "attend with padding": lambda q, m: regard.attend(q, mask=regard.padding(4)),
     "a mask of its own": lambda q, m: regard.weights(q, mask=m).entropy(),
     "attend with a mask of its own": lambda q, m: regard.attend(q, mask=m),
-}
+    "complete rows": lambda q, m: regard.weights(q, mask=m).recall(regard.causal()),
+    "maxima of blocks": lambda q, m: regard.weights(q, mask=m).pool(2, 2, by="max"),
+    "keys of each row": lambda q, m: regard.weights(q).gather(torch.arange(N).unsqueeze(1)),
+    "heads together": lambda q, m: regard.weights(q).reduce_heads("mean").entropy(),
+    "the largest of heads together": lambda q, m: regard.weights(q).reduce_heads("max").topk(2).values,
+    "two matrices": lambda q, m: regard.weights(q[:, :1].expand_as(q).detach()).js(regard.weights(q, mask=regard.causal())),
+    "two matrices of which the second has the batch": lambda q, m: regard.weights(torch.ones(H, N, D)).kl(regard.weights(q)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BATCHED)

@@ -87,6 +87,17 @@ def test_gradients_over_two_ranks_are_finite_differences(ranks, name) -> None:
     assert all(ranks.run(2, "support.rank_cases.gradcheck", name))
 
 
+def test_gradients_of_distances_over_ranks_keep_their_digits(ranks) -> None:
+    """In clusters far from the origin, at most twice as far off as plain PyTorch's; half an ulp of them is no error."""
+    pooled: dict[str, list[float]] = {}
+    for seed in range(3):
+        for part in ranks.run(2, "support.rank_cases.distance_gradients", seed):
+            for name, squares in part.items():
+                pooled[name] = [a + b for a, b in zip(pooled.get(name, (0.0, 0.0, 0.0)), squares, strict=True)]
+    for name, (ours, plain, exact) in pooled.items():
+        assert ours <= 4 * max(plain, 2**-48 * exact), f"{name}: {(ours / plain) ** 0.5:.3g} times as far off"
+
+
 def test_answers_about_all_rows_and_keys_are_refused_by_name(ranks) -> None:
     for texts in ranks.run(2, "support.rank_cases.entire_matrices"):
         assert len(texts) == 5, texts

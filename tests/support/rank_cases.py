@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard import Gaussian
 from regard.distributed import RankError, Shards, sharded, shards, zigzag
 from regard.distributed.transport import Ranks
 from support.configurations import Configuration, ConfigurationCase, configurations
@@ -398,3 +399,53 @@ def tensor_bytes(
             second = {"pool": (8, 8)} if what == "second pass" else {}
             W.see("lse", "max_score", "peak", "entropy", "mean_distance", topk=8, **second)
     return counting.peak
+
+
+def _distance_answer(what: str, s: Tensor, v: Tensor) -> Tensor:
+    """One number a row, from dense scores."""
+    log_w = s.log_softmax(-1)
+    w = log_w.exp()
+    if what == "y":
+        return (w @ v)[..., 0]
+    if what == "entropy":
+        return -(w * log_w).sum(-1)
+    if what == "kl":
+        return (w * (log_w - s.detach().flip(-1).log_softmax(-1))).sum(-1)
+    return s.amax(-1) if what == "max_score" else w.topk(2).values.sum(-1)
+
+
+def distance_gradients(group: Any, rank: int, world: int, seed: int) -> dict[str, tuple[float, float, float]]:
+    """Squares of float32 gradients through Gaussian scores: errors over ranks, in plain PyTorch, and the gradients.
+
+    The points lie in clusters, 30 from the origin, 60 in units of sigma.
+    """
+    numbers, score, size = torch.Generator().manual_seed(seed), Gaussian(0.5), 16
+    draws = [torch.randn(2, n, size, generator=numbers) for n in (8, 8 * world, 12 * world)]
+    q, k = ((30 * draws[0])[:, torch.arange(x.shape[1]) % 8] + x / size**0.5 for x in draws[1:])
+    runs = [[range(n * rank // world, n * (rank + 1) // world)] for n in (8 * world, 12 * world)]
+    (rows, keys), here = map(index_of, runs), Shards(group, *runs, timeout=100)
+    v, g = torch.linspace(-1, 1, 12 * world).expand(2, -1).unsqueeze(-1), torch.linspace(-2, 1, 8 * world)
+
+    def of_dense(what: str, dtype: torch.dtype) -> list[Tensor]:
+        a, b = (x.to(dtype).requires_grad_() for x in (q, k))
+        answer = _distance_answer(what, score.similarity(a, b), v.to(dtype))
+        dq, dk = torch.autograd.grad((answer * g.to(dtype)).sum(), (a, b))
+        return [dq[:, rows], dk[:, keys]]
+
+    def over_ranks(what: str) -> tuple[Tensor, ...]:
+        own = [q[:, rows].requires_grad_(), k[:, keys].requires_grad_()]
+        W = regard.weights(*own, score=score, align="start", mesh=here)
+        other = regard.weights(q[:, rows], k.flip(1)[:, keys], score=score, align="start", mesh=here)
+        answer = {
+            "y": lambda: (W @ v[:, keys])[..., 0], "entropy": W.entropy, "kl": lambda: W.kl(other),
+            "max_score": W.max_score, "top": lambda: W.topk(2).values.sum(-1),
+        }[what]()  # fmt: skip
+        return torch.autograd.grad((answer * g[rows]).sum(), own)
+
+    errors = {}
+    for what in ("y", "entropy", "max_score", "top", "kl"):
+        grads = (of_dense(what, torch.float64), over_ranks(what), of_dense(what, torch.float32))
+        for name, exact, ours, plain in zip(("dq", "dk"), *grads, strict=True):
+            parts = (ours - exact, plain - exact, exact)
+            errors[f"{name} of {what}"] = tuple(x.double().square().sum().item() for x in parts)
+    return errors

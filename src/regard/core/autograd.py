@@ -140,7 +140,7 @@ def _gradients(
     for addends in more:
         for n, addend in enumerate(addends):
             total = grads[n]
-            grads[n] = addend if total is None else total + addend
+            grads[n] = addend if total is None else total if addend is None else total + addend
     return InputGrads(grads, dv, du)
 
 
@@ -154,14 +154,14 @@ def _indices(problem: Problem, engine: FusedEngine, results: Results, name: str)
     return index
 
 
-def gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def gathered_grads(problem: Problem, index: Tensor, g: Tensor) -> list[Tensor | None]:
     """Gradients of q, k and the modifiers' tensors, the first of the problem's, from scores at a few keys a row."""
     cols = index.unsqueeze(-1) if index.ndim == 3 else index
     g = g.reshape(cols.shape).masked_fill(cols < 0, 0)
     return _grads_of_scores(problem, lambda unmasked: unmasked.picked_scores(cols.clamp(min=0)), g)
 
 
-def cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+def cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> list[Tensor | None]:
     """The same, from scores at chosen rows and keys."""
     block, hidden = problem.block(required(request.rows), required(request.cols)), cells == -torch.inf
     # A key that none of the rows sees must not reach them as the nan of 0 · nan.
@@ -171,14 +171,13 @@ def cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> 
     )
 
 
-def _grads_of_scores(problem: Problem, scores: Callable[[Problem], Tensor], g: Tensor) -> tuple[Tensor, ...]:
+def _grads_of_scores(problem: Problem, scores: Callable[[Problem], Tensor], g: Tensor) -> list[Tensor | None]:
     """Gradients of q, k and the modifiers' tensors, from the gradient g of `scores(problem)`."""
-    spec, tensors = flatten(replace_fields(problem, mask=None, sink=None))
-
-    def of_tensors(*parts: Tensor) -> Tensor:
-        return scores(unflatten(spec, list(parts)))
-
-    return torch.func.vjp(of_tensors, *map(upcast, tensors))[1](g)
+    exact = problem.in_float64() if problem.distances_cancel else problem
+    spec, tensors = flatten(replace_fields(exact, mask=None, sink=None))
+    _, pull_back = torch.func.vjp(lambda *parts: scores(unflatten(spec, list(parts))), *map(upcast, tensors))[:2]
+    grads = pull_back(g.to(exact.compute_dtype))
+    return list(grads) if exact is problem else exact.with_own_grads(grads, problem.compute_dtype)
 
 
 def _score_grad(

@@ -2,18 +2,22 @@
 
 Engines compute such a score as a product and two biases, so that dq = 2c Σ_j ds (k − q) is the difference of two sums.
 Where queries are near their keys and far from the origin, it is small and both sums are large: in float32 little of it
-is left. In float64 all of it is, for four times the time.
+is left. In float64 all of it is, for four times the time. Across ranks a piece of keys has the norm of all, to which
+only scores of float32 belong: there plain tiles take these two sums, and nothing else, in float64
+(`engines/blockwise`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from ..engines import FusedEngine
 from ..engines.score_grad import InputGrads
 from .problem import Problem, to_float64
 from .pytree import replace_fields, tree_map
-from .stats import Request, Results, required
+from .stats import Request, Results
 
 __all__ = ["distances_cancel", "in_float64"]
 
@@ -43,7 +47,6 @@ def in_float64(gradients: Gradients) -> Gradients:
         computed = engine.compute(wide, replace_fields(wide_request, names=names), names, {})
         incoming = {name: to_float64(g) for name, g in grad_outputs.items()}
         grads, dv, du = gradients(wide, wide_request, engine, computed | indices, incoming, needs)
-        dq, dk = wide.similarity_kernel.with_own_grads(wide.q, wide.k, *map(required, grads[:4]))
-        return InputGrads([dq, dk, None, None, *grads[4:]], dv, du)
+        return InputGrads(wide.with_own_grads(grads, torch.float64), dv, du)
 
     return widened

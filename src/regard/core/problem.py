@@ -200,6 +200,16 @@ class Problem:
         modifiers = (*map(Bias, own), *wide.modifiers[len(own) :])
         return self._with_intervals(replace_fields(wide, modifiers=modifiers, mask=self.mask))
 
+    def with_own_grads(self, grads: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
+        """Gradients of the tensors of a problem in float64, those of its similarity's own biases as parts of dq and dk.
+
+        The parts cancel, so that `dtype` is for the results.
+        """
+        own = self.similarity_kernel.own_modifiers
+        parts = [g for g in grads[: 2 + own] if g is not None]
+        dq, dk = self.similarity_kernel.with_own_grads(self.q, self.k, *parts)
+        return [None if g is None else g.to(dtype) for g in (dq, dk, *[None] * own, *grads[2 + own :])]
+
     def with_exact_distances(self) -> Problem:
         """The same, in float64 if its scores are distances with gradients, which cancel: see `distance_grads`."""
         if not self.distances_cancel or not torch.is_grad_enabled():

@@ -349,8 +349,8 @@ def _piece_grads(
     return of_problem, dv
 
 
-def _sum(total: Tensor | None, addend: Tensor) -> Tensor:
-    return addend if total is None else total + addend
+def _sum(total: Tensor | None, addend: Tensor | None) -> Tensor | None:
+    return addend if total is None else total if addend is None else total + addend
 
 
 def _zeros(like: Tensor, dtype: torch.dtype) -> Tensor:

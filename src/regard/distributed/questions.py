@@ -8,7 +8,7 @@ by name.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -52,6 +52,16 @@ class ShardedRows:
     def factors(self) -> Factors:
         return self.matrix._factors.expanded(self.batch).folded()
 
+    def distances_cancel(self) -> bool:
+        """Whether float32 does not hold the gradients of these scores: see `core/distance_grads`."""
+        own = self.matrix._factors
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in own.tensors()):
+            return False
+        return replace_fields(own, q=own.q[..., :0, :], k=own.k[..., :0, :], mask=None).problem().distances_cancel
+
+    def in_float64(self) -> ShardedRows:
+        return ShardedRows(self.matrix.to(torch.float64), self.batch)
+
     def norm(self) -> Tensor:
         """(b, h, i, 2), with a gradient where the factors have one."""
         own = self.matrix._factors
@@ -80,6 +90,15 @@ def answer(sources: list[RowSource], question: Question) -> list[Tensor]:
         question: What is to be answered.
     """
     rows, heads = zip(*map(_unwrapped, sources), strict=True)
+    if any(row.distances_cancel() for row in rows):
+        outputs = _answer([row.in_float64() for row in rows], heads, question)
+        return [x.to(upcast(rows[0].matrix._factors.q[..., :0]).dtype) if x.is_floating_point() else x for x in outputs]
+    return _answer(list(rows), heads, question)
+
+
+def _answer(
+    rows: list[ShardedRows], heads: Sequence[tuple[int, Tensor | None] | None], question: Question
+) -> list[Tensor]:
     plan = rows[0].matrix._plan
     if question.of_parts is None:
         refuse_complete_rows(question.name)

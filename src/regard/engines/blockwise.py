@@ -66,7 +66,7 @@ class Blockwise:
     def backward(
         self, problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad, needs: list[bool]
     ) -> InputGrads:
-        if gradient.dz is None and numba.serves_backward(problem, needs):
+        if gradient.dz is None and not problem.distances_cancel and numba.serves_backward(problem, needs):
             return numba.backward(problem, request, norm, gradient)
         return backward(problem, request, norm, gradient)
 
@@ -156,8 +156,10 @@ def _inside(positions: Tensor, part: slice) -> Tensor:
 def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGrad) -> InputGrads:
     """Gradients of the problem's tensors in their order, of v and of u."""
     compiled = numba.serves(problem)  # then the norm is that of compiled tiles
-    spec, tensors = flatten(problem)
-    totals = [torch.zeros(t.shape, dtype=problem.compute_dtype, device=t.device) for t in tensors]
+    # Of distances dq is a product less a part of a bias, which cancel: the scores are differentiated in float64.
+    exact = problem.in_float64() if problem.distances_cancel else problem
+    spec, tensors = flatten(exact)
+    totals = [torch.zeros(t.shape, dtype=exact.compute_dtype, device=t.device) for t in tensors]
     total = unflatten(spec, totals)
     v, u, dy, dz = request.v, request.u, gradient.dy, gradient.dz
     dv = None if dy is None or v is None else torch.zeros(v.shape, dtype=problem.compute_dtype, device=v.device)
@@ -165,7 +167,7 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
     for rows, tiles in tiled(problem):
         for cols, all_visible in tiles:
             block = problem.block(rows, cols)
-            local = dataclasses.replace(problem.at(block), sink=None)
+            local = dataclasses.replace(exact.at(block), sink=None)
             local_spec, local_tensors = flatten(local)
             inputs = [upcast(t) for t in local_tensors if t.is_floating_point()]
 
@@ -185,7 +187,7 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
             distance = (block.i - block.j).abs() if gradient.d_distance is not None else None
             ds = gradient.into_scores(w, log_w, rows, cols, distance)
             # In a row that is nan so are its gradients, and 0 · nan would reach keys that the row does not see.
-            grads = vjp(ds if all_visible else ds.masked_fill(s == -torch.inf, 0))
+            grads = vjp((ds if all_visible else ds.masked_fill(s == -torch.inf, 0)).to(exact.compute_dtype))
             _add_block(
                 unflatten(local_spec, _with_floats([t.new_zeros(()) for t in local_tensors], grads, local_tensors)),
                 dataclasses.replace(total, sink=None),
@@ -197,7 +199,8 @@ def backward(problem: Problem, request: Request, norm: Tensor, gradient: ScoreGr
                 du[:, :, rows] += w @ dz[:, :, cols]
     if problem.sink is not None:
         total.sink.add_(gradient.of_sink(problem.sink, norm))
-    return InputGrads(list(totals), dv, du)
+    grads = list(totals) if exact is problem else exact.with_own_grads(totals, problem.compute_dtype)
+    return InputGrads(grads, dv, du)
 
 
 def _cells_of(rows: slice, cols: slice, device: torch.device) -> Request:
