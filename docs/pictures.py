@@ -128,6 +128,7 @@ def _photograph(view: Any, pages: dict[str, tuple[str, list[tuple[str, str]], in
             )
             page.goto(path.as_uri())
             page.wait_for_selector("main section.view")
+            page.wait_for_function("regard.then((page) => !page.vectorsPending)")
             if tab:
                 page.click(f"#tab-{tab}")
             for act, key in acts:

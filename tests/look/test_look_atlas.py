@@ -133,6 +133,15 @@ def test_keys_and_fingers_compare_two_heads(show: Any, it: View) -> None:
     assert phone.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
+@pytest.mark.parametrize("touch", [False, True])
+def test_the_hint_names_what_a_hand_can_do(show: Any, it: View, touch: bool) -> None:
+    shown = show(it, width=390 if touch else 1440, has_touch=touch, is_mobile=touch).view("overview")
+    hint = shown.tab.locator(".peek .hint").last.inner_text()
+    assert ("shift-click" in hint, "A tap adds" in hint) == (not touch, touch)
+    boxes = [button.bounding_box() for button in shown.tab.locator(".peek .chip").all()]
+    assert touch or max(box["height"] for box in boxes) < 40, "a line each"
+
+
 def test_the_atlas_says_what_its_colours_and_bars_are(show: Any, it: View) -> None:
     shown = show(it).view("overview")
     assert shown.text(".columns .legend").split() == ["0", "1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import re
 from pathlib import Path
@@ -206,6 +207,49 @@ def test_a_window_of_a_long_text_is_linked(show: Any) -> None:
         shown.tab.evaluate(f"location.hash = {hostile!r}")
         shown.tab.wait_for_timeout(30)
         assert shown.tab.locator("main section.view").count() == 1
+
+
+def test_selected_words_are_copied_as_a_text(show: Any, it: View) -> None:
+    shown = show(it)
+    first, last = (shown.tab.locator(f'[data-key="word-{n}"] .token').bounding_box() for n in (1, 6))
+    shown.tab.mouse.move(first["x"] + 1, first["y"] + 12)
+    shown.tab.mouse.down()
+    shown.tab.mouse.move(last["x"] + last["width"] - 1, last["y"] + 12, steps=8)
+    shown.tab.mouse.up()
+    copied = """new Promise((done) => { addEventListener('copy', (event) => done([event.defaultPrevented,
+        event.clipboardData.getData('text/plain')]), { once: true }); document.execCommand('copy'); })"""
+    assert shown.tab.evaluate(copied) == [True, "the animal didn ' t cross"]
+
+
+def test_a_page_in_a_frame_says_that_it_has_no_link(browser: Any, it: View) -> None:
+    shown = Shown(browser.new_page())
+    shown.tab.set_content(
+        f'<iframe sandbox="allow-scripts" width="900" height="800" srcdoc="{html.escape(it.html())}"></iframe>'
+    )
+    frame = shown.tab.frame_locator("iframe")
+    frame.locator('[data-key="share"]').click()
+    frame.locator('[data-key="copy-link"]').click()
+    assert "save the page as a file" in frame.locator(".sheet .hint").inner_text()
+    frame.locator('[data-key="copy-caption"]').click()
+    assert "Attention of “it”" in frame.locator(".sheet .hint").inner_text(), "to be copied by hand"
+    assert shown.wrong == []
+    shown.tab.close()
+
+
+@pytest.mark.parametrize("theme", ["system", "button"])
+def test_paper_is_light_and_shows_bars_and_shades(show: Any, it: View, theme: str) -> None:
+    shown = show(it, dark=theme == "system").view("square")
+    if theme == "button":
+        shown.click("theme")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    faint = """(() => { const c = document.querySelector('.matrix canvas'); return Math.max(...c.getContext('2d').getImageData(0, 0,
+        c.width, 1).data.filter((_, n) => n % 4 === 0)); })()"""
+    dark = shown.tab.evaluate(ground)
+    assert shown.tab.evaluate(f"(dispatchEvent(new Event('beforeprint')), {ground})") == "rgb(253, 252, 250)"
+    assert shown.tab.evaluate(faint) > 240, "the cells are those of the light theme, too"
+    shown.tab.emulate_media(media="print")
+    assert shown.tab.evaluate("getComputedStyle(document.querySelector('.matrix')).printColorAdjust") == "exact"
+    assert shown.tab.evaluate(f"(dispatchEvent(new Event('afterprint')), {ground})") == dark == "rgb(20, 23, 27)"
 
 
 # Pictures.

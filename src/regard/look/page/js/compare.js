@@ -3,7 +3,7 @@
 import { clamp, edge, fixed, largest, range, weightText } from "./numbers.js";
 import { behind, el, heat, lane, lanes, shade, word } from "./elements.js";
 import { numbered, patchColumns, unitsOf } from "./book.js";
-import { apart } from "./sentence.js";
+import { apart, copyWords } from "./sentence.js";
 import { ARROWS, legend } from "./square.js";
 
 const HEADS = 36; // pairs of heads that are drawn before all of them are asked for
@@ -94,7 +94,7 @@ function compareWords(page, pair) {
     page.set({ word: to, hover: null });
     page.root.querySelector(`[data-key="word-${to}"]`)?.focus();
   };
-  return el("div", { class: `sentence${patches ? " patches" : all.length > 40 ? " many" : ""}`, role: "listbox", style: { "--patches": patches },
+  return el("div", { class: `sentence${patches ? " patches" : all.length > 40 ? " many" : ""}`, role: "listbox", style: { "--patches": patches }, oncopy: copyWords,
     "aria-label": `${units} of both; the arrow keys move the light` }, all.map((n) => el("span", {
     class: ["word", ...(pair.tiled ? [] : [special.includes(n) && "special", inside.includes(n) && "inside", patches && !special.includes(n) && "patch",
       side[n] && "lonely"].filter(Boolean))].join(" "), role: "option",

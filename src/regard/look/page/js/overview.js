@@ -117,10 +117,12 @@ function peekAt(page, own, pointed, have, act) {
   const [one, other] = own.pair ?? [pointed, null], { head } = page, comparable = one.held && one.held !== rootOf(head);
   const number = (by) => [el("dt", { text: by }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
     (x.value(by) === null ? "–" : fixed(x.value(by), 2))).join(" and ") })];
-  const hint = one.held ? `Click adds it to the heads that are shown, shift-click compares it with ${head.name}, Enter opens it.` : "This page does not hold its weights.";
+  const hint = !one.held ? "This page does not hold its weights." : [
+    el("span", { class: "by-mouse", text: `Click adds it to the heads that are shown, shift-click compares it with ${head.name}, Enter opens it.` }),
+    el("span", { class: "by-touch", text: "A tap adds it to the heads that are shown, a second one soon after opens it." })];
   return [el("p", {}, el("b", { text: one.name }), other && [" and ", el("b", { text: other.name })]),
     el("dl", {}, have.map(number)), other ? difference(page, one, other) : picture(page, one),
-    el("p", { class: "hint", text: hint }),
+    el("p", { class: "hint" }, hint),
     el("div", { class: "chips" }, one.held && el("button", { class: "chip", "data-key": "open-head", text: other ? "open both" : "open this head",
       onclick: () => openHeads(page, [one, other].filter((x) => x?.held?.stack === one.held.stack).map((x) => x.held.id)) }),
     !other && comparable && el("button", { class: "chip", "data-key": "compare", text: `compare with ${head.name}`, onclick: () => act.compare(one) }),

@@ -44,6 +44,7 @@ export class Page {
       this.open(this.state.view, false);
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.repaint());
+    this.printOnPaper();
     new ResizeObserver(() => { const width = root.clientWidth; if (width !== this.width) { this.width = width;
       this.keepingFocus(() => this.refresh?.(true)); } }).observe(root);
   }
@@ -111,6 +112,18 @@ export class Page {
     this.frame();
     this.open(stack.same ? "spotlight" : "cross");
   }
+  // Paper is light; a picture that is printed alone has its colours already.
+  printOnPaper() {
+    const { documentElement } = this.root.ownerDocument;
+    let theme = null;
+    const wear = (name) => { if (name) documentElement.setAttribute("data-theme", name); else documentElement.removeAttribute("data-theme"); this.repaint(); };
+    addEventListener("beforeprint", () => {
+      if (document.body.classList.contains("printing")) return;
+      theme = [documentElement.getAttribute("data-theme")];
+      wear("light");
+    });
+    addEventListener("afterprint", () => { if (theme) wear(theme[0]); theme = null; });
+  }
   // In a notebook: the frame gets the height of the page, and the page the theme of the notebook.
   inFrame() {
     const tell = () => parent.postMessage({ regardHeight: Math.ceil(this.root.getBoundingClientRect().height) + 8 },
@@ -140,7 +153,8 @@ export class Page {
     this.keepingFocus(() => (redraw ? this.draw() : this.refresh?.()));
     this.writeAddress();
   }
-  get link() { return location.href.split("#")[0] + addressOf(this); }
+  // Null in a frame without an address, as in a notebook.
+  get link() { return location.protocol === "about:" ? null : location.href.split("#")[0] + addressOf(this); }
   writeAddress(push) {
     // A frame without an origin, as in a notebook, may not write its address.
     try {

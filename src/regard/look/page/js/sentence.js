@@ -22,7 +22,16 @@ export function sentence(page, read, asks) {
     class: `sentence${read.patches ? " patches" : words.length > 40 ? " many" : ""}`, role: asks ? "listbox" : "list",
     dir: read.rtl ? "rtl" : "ltr", style: { "--patches": read.patches },
     "aria-label": `${read.units}${asks ? "; the arrow keys move the light" : " that are looked at"}`,
+    oncopy: copyWords,
   }, words, read.patches && read.picture ? imageBelow(read) : null);
+}
+
+// Several selected words are copied as a text: without their numbers, and in one line.
+export function copyWords(event) {
+  const selected = getSelection(), words = [...event.currentTarget.querySelectorAll(".word .token")].filter((one) => selected?.containsNode(one, true));
+  if (words.length < 2) return;
+  event.clipboardData.setData("text/plain", words.map((one) => one.textContent).join(" "));
+  event.preventDefault();
 }
 
 // The image itself, below the patches of its grid; what is no patch stands above, a line each.

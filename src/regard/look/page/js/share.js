@@ -18,7 +18,8 @@ export function shareMenu(page) {
   size.value = own.size;
   const menu = el("details", { class: "share" }, el("summary", { "data-key": "share", text: "Share" }), el("div",
     { class: "sheet" },
-    el("div", { class: "acts" }, act("copy-link", "copy link", () => copyText(page.link, "The link is copied.")),
+    el("div", { class: "acts" }, act("copy-link", "copy link", () => (page.link
+      ? copyText(page.link, "The link is copied.") : "A frame has no address: save the page as a file, and its links can be copied.")),
       act("copy-caption", "copy caption", () => copyText(caption(page), "The caption is copied."))),
     el("div", { class: "acts" }, size, act("save-svg", "SVG", async () => download(page, "svg",
       new Blob([svgText(page)], { type: "image/svg+xml" }))),
@@ -34,6 +35,9 @@ export function shareMenu(page) {
 
 async function copyText(text, reply) {
   try {
+    // Asked in vain, Chromium would write an error to the console.
+    const policy = /** @type {any} */ (document).featurePolicy;
+    if (policy && !policy.allowsFeature("clipboard-write")) return text;
     await navigator.clipboard.writeText(text);
   } catch {
     // Where a page may not write to the clipboard, the text is shown to be copied by hand.
