@@ -2,7 +2,7 @@
 
 Which mask, tiles and passes Python chooses depends on the constants of a request and on the shapes, strides and dtypes
 of its tensors, not on their values; and beside a GPU that computes in 50 µs, choosing is most of the time. The second
-call of a signature is recorded, and later ones replay it. On a CPU these are short questions, and the eighth call is
+call of a signature is recorded, and later ones replay it. On a CPU these are short questions, and the sixteenth call is
 recorded: recording takes as long as four of them save. `REGARD_REPLAY=0` turns replay off.
 """
 
@@ -34,7 +34,7 @@ DEVICES = ("cuda",)
 #: Numbers of the queries up to which a CPU computes no longer than its host chooses.
 SHORT = 2**18
 #: Calls of a signature before it is recorded, on `DEVICES` and on a CPU.
-CALLS_BEFORE, CALLS_BEFORE_ON_CPU = 1, 7
+CALLS_BEFORE, CALLS_BEFORE_ON_CPU = 1, 15
 #: Switch for tests and comparisons.
 enabled = os.environ.get("REGARD_REPLAY", "1") != "0"
 #: Limits of a tape. Beyond them, in steps or in bytes that recording holds, the work takes longer than the host does.

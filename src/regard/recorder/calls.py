@@ -159,25 +159,25 @@ def save_call(
     """
     parsed = call.parse_mask()
     saved = SavedCall(None, None, None, None, None, parsed.mask, parsed.align)
+    q, k, v, w = call.q, call.k, call.v, call.w
     if not grad:
-        had_graph = any(t is not None and t.requires_grad for t in (call.q, call.k, call.w))
+        had_graph = any(t is not None and t.requires_grad for t in (q, k, w))
         saved.matrix = DetachedWeights if had_graph else ConstantWeights
-        q, k, v, w = (_detached(x) for x in (call.q, call.k, call.v, call.w))
-        call = dataclasses.replace(call, q=q, k=k, v=v, w=w)
-    if call.w is not None:
-        saved.w = _saved_tensor(call.w, saved.versions, device, copy)
+        q, k, v, w = (_detached(x) for x in (q, k, v, w))
+    if w is not None:
+        saved.w = _saved_tensor(w, saved.versions, device, copy)
     else:
-        assert call.q is not None
-        assert call.k is not None
-        q = call.q if parsed.uniform_rows is None else call.q.masked_fill(parsed.uniform_rows, 0)
+        assert q is not None
+        assert k is not None
+        q = q if parsed.uniform_rows is None else q.masked_fill(parsed.uniform_rows, 0)
         saved.q = _saved_tensor(q, saved.versions, device, copy)
-        saved.k = _saved_tensor(call.k, saved.versions, device, copy)
+        saved.k = _saved_tensor(k, saved.versions, device, copy)
         saved.score = _saved_score(call, device, grad)
         saved.mask = _mask_on(parsed.mask, device)
         if call.matrix is not None and parsed.uniform_rows is None and device is None:
             saved.row_results = call.matrix._row_results()
-    if values and call.v is not None:
-        saved.v = _saved_tensor(call.v, saved.versions, device, copy)
+    if values and v is not None:
+        saved.v = _saved_tensor(v, saved.versions, device, copy)
     return saved
 
 

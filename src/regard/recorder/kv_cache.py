@@ -100,8 +100,12 @@ class CachedGeneration:
         bias = None if call.parsed_mask is None else call.parsed_mask.bias
         shift = self._extend_keys(saved.k, saved.v, m, n, seen, biased=bias is not None)
         self.queries.append(saved.q)
-        filled = seen.hi > seen.lo
-        self.seen.append(RowIntervals(torch.where(filled, seen.lo + shift, 0), torch.where(filled, seen.hi + shift, 0)))
+        if saved.mask is not None:
+            filled = seen.hi > seen.lo
+            seen = RowIntervals(*(torch.where(filled, end + shift, 0) for end in (seen.lo, seen.hi)))
+        elif shift:
+            seen = RowIntervals(seen.lo + shift, seen.hi + shift)
+        self.seen.append(seen)
         self.biases.append(None if bias is None else bias[..., : self.total])
 
     def _cut_back(self, positions: int, saved: SavedCall) -> None:
@@ -239,14 +243,17 @@ def _filled_slots(w: Tensor) -> int:
 
 def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
     """The visible keys of each row of a step."""
+    if mask is None:  # as in every step of one token
+        lo = torch.zeros(1, i, dtype=torch.int64, device=device)
+        return RowIntervals(lo, lo + j)
     layout = Geometry(i, j, j - i if align == "end" else 0, device)
-    if mask is not None and mask.dense_parts():
+    if mask.dense_parts():
         cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), layout.offset, device))
         rows = intervals(cells.expand(*cells.shape[:2], i, j))
         if rows is None:
             raise CannotStitch("a row of its mask has gaps")
         return rows
-    spans = layout.interval(0, j) if mask is None else mask.intervals(layout)
+    spans = mask.intervals(layout)
     if not spans.exact or spans.lo.shape[1] != 1:
         raise CannotStitch("a row of its mask has gaps")
     return RowIntervals(spans.lo[:, 0], spans.hi[:, 0])

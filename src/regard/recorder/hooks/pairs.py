@@ -36,7 +36,10 @@ def _unless(begins: Callable[..., bool]) -> tap.Skip:
     """The rule that skips an operator while no softmax is open, unless it may give scores."""
 
     def skip(live: list[Any], args: tuple[Any, ...]) -> bool:
-        return not any(listener.eager.open for listener in live) and not begins(live, args)
+        for listener in live:  # no generator: a model calls these operators dozens of times a layer
+            if listener.eager.open:
+                return False
+        return not begins(live, args)
 
     return skip
 
@@ -53,8 +56,11 @@ def _both(follow: tap.Handler | None, begins: Callable[..., bool], handler: tap.
 
 def sums_features(live: list[Any], args: tuple[Any, ...]) -> bool:
     """Whether a sum, by its arguments, may give scores: over one axis of three or more, which it removes."""
-    x, dims, keepdim = args[0], next((a for a in args[1:] if isinstance(a, list)), None), any(a is True for a in args)
-    return x.ndim > 2 and x.is_floating_point() and dims is not None and len(dims) == 1 and not keepdim
+    x, keepdim = args[0], any(a is True for a in args)
+    if keepdim or x.ndim < 3 or not x.is_floating_point():
+        return False
+    dims = next((a for a in args[1:] if isinstance(a, list)), None)
+    return dims is not None and len(dims) == 1
 
 
 def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
@@ -67,6 +73,8 @@ def pairs(live: list[Any], args: tuple[Any, ...]) -> bool:
     """Whether two operands have an axis each that the other lacks, by which they are broadcast."""
     x, y = args[:2]
     if not isinstance(y, Tensor) or x.ndim != y.ndim or x.ndim < 2:
+        return False
+    if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():  # nothing was expanded
         return False
     lacks = [(a == 1 < b) - (b == 1 < a) for a, b in zip(_own_shape(x), _own_shape(y), strict=True)]
     return 1 in lacks and -1 in lacks and x.is_floating_point() and y.is_floating_point()
@@ -91,8 +99,10 @@ def on_outer_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, fram
 def joins(live: list[Any], args: tuple[Any, ...]) -> bool:
     """Whether tensors that are joined may be scores of heads, or of chunks of rows, which were computed one by one."""
     tensors = args[0]
-    shape = tensors[0].shape if tensors else None
-    return len(tensors) > 1 and any(product.shape == shape for listener in live for product in listener.eager.products)
+    if len(tensors) < 2:
+        return False
+    products = [product for listener in live for product in listener.eager.products]
+    return bool(products) and tensors[0].shape in [product.shape for product in products]
 
 
 def on_joined(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -403,6 +403,8 @@ def _memory_of(x: Any) -> Tensor | None:
 def _unreadable_kind(values: Iterable[Any], nested: bool = True) -> str | None:
     """The kind of a tensor that holds no plain numbers, in lists as well; None when all do."""
     for value in values:
+        if type(value) in (bool, int, float, NoneType):
+            continue
         if isinstance(value, list | tuple):
             if (kind := _unreadable_kind(value, nested)) is not None:
                 return kind
@@ -412,7 +414,7 @@ def _unreadable_kind(values: Iterable[Any], nested: bool = True) -> str | None:
                 return "FakeTensor" if name in ("FakeTensor", "FunctionalTensor", "ProxyTensor") else name
             if torch._C._functorch.is_functorch_wrapped_tensor(value):
                 return "wrapped by torch.func"
-            if value.device.type == "meta":
+            if value.is_meta:
                 return "meta"
             if nested and (value.layout is not torch.strided or value.is_nested):
                 return "nested" if value.is_nested else "sparse"
