@@ -122,7 +122,7 @@ ARROWS: dict[str, set[str]] = {
         "_io", "_lazy", "chains", "core.api", "core.block", "core.indexing", "core.inherited", "core.masks.kinds", "core.problem", "core.pytree",
         "core.rows.stats", "core.scores.kinds", "core.stored", "core.torch_state", "core.types", "core.weights", "engines",
     },
-    "nn": {"_lazy", "_options", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights"},
+    "nn": {"_lazy", "_options", "core.api", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.torch_state", "core.types", "core.weights"},
     "learn": {"_io", "_lazy", "_options", "nn", "recorder"},
     "integrations": {"_lazy", "recorder"},
     "chains": {"core.rows.stats", "core.scores.kinds", "core.weights"},
