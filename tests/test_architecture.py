@@ -104,7 +104,7 @@ ARROWS: dict[str, set[str]] = {
         "core.evaluation", "core.problem", "core.rows.relations", "core.rows.sources", "core.stats", "core.torch_state", "engines",
     },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.inherited", "core.patches", "core.problem", "core.rows.relations",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.inherited", "core.patches", "core.problem", "core.rows.questions", "core.rows.relations",
         "core.result_cache", "core.results", "core.scores.kinds", "core.rows.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
         "core.types",
     },

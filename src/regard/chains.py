@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .core.rows.stats import GradientProduct
 from .core.scores.kinds import repeat_kv
-from .core.weights import Weights
+from .core.weights import Weights, check_weights
 
 __all__ = ["gradient_relevance", "rollout", "rollout_rows"]
 
@@ -116,6 +116,7 @@ def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, po
     >>> torch.allclose(relevance, (W.dense() * (dy @ v.mT)).clamp(min=0), atol=1e-6)
     True
     """
+    check_weights(weights, "gradient_relevance(weights, ...)")
     weights._need_entire("gradient_relevance")
     batch, h = weights._factors.batch, weights._factors.heads
     i, j = weights.shape[-2:]
@@ -137,9 +138,12 @@ def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, po
 
 
 def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
+    if isinstance(layers, Weights):
+        raise TypeError("a rollout takes a list of Weights, one a layer; got one Weights. Of one layer: [W].")
     if not layers:
         raise ValueError("a rollout needs at least one layer.")
     for n, layer in enumerate(layers):
+        check_weights(layer, f"layer {n} of a rollout")
         layer._need_entire("a rollout")
         t, first = layer.shape[-1], layers[0].shape
         if layer.ndim < 3 or (*layer.shape[:-3], *layer.shape[-2:]) != (*first[:-3], t, t) or first[-1] != t:

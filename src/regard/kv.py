@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .core.arguments import at_least_one
-from .core.weights import Weights
+from .core.weights import Weights, check_weights
 
 __all__ = ["evict", "h2o", "keep", "oracle", "snapkv", "tova", "update"]
 
@@ -44,6 +44,7 @@ def h2o(weights: Weights, mean: bool = True) -> Tensor:
     >>> regard.kv.h2o(regard.weights(torch.zeros(1, 2, 4), mask=regard.causal()))
     tensor([[0.7500, 0.5000]])
     """
+    check_weights(weights, "h2o(weights)")
     scores = weights.reduce_heads("mean", groups="kv").received()
     if not mean:
         return scores
@@ -65,6 +66,7 @@ def tova(weights: Weights) -> Tensor:
     >>> regard.kv.tova(regard.weights(torch.zeros(1, 4, 2), mask=regard.causal()))
     tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
+    check_weights(weights, "tova(weights)")
     row = weights.row(weights.shape[-2] - 1).mean(-2, keepdim=True)
     scores = _with_largest_at_the_end(row, 1)
     return scores.expand(*scores.shape[:-2], weights._factors.k.shape[-3], -1)
@@ -85,6 +87,7 @@ def snapkv(weights: Weights, window: int = 64, kernel: int = 5) -> Tensor:
     >>> regard.kv.snapkv(W, window=8, kernel=3).shape
     torch.Size([4, 40])
     """
+    check_weights(weights, "snapkv(weights)")
     weights._need_entire("snapkv")
     i, j = weights.shape[-2:]
     if at_least_one(window, "snapkv(window=)") > i or window >= j:
@@ -109,6 +112,7 @@ def oracle(weights: Weights, by: Literal["sum", "max"] = "sum") -> Tensor:
     >>> regard.kv.oracle(regard.weights(torch.zeros(1, 3, 4)), by="max")
     tensor([[0.3333, 0.3333, 0.3333]])
     """
+    check_weights(weights, "oracle(weights)")
     weights._checked(lambda: _need_sum_or_max(by))
     if by == "sum":  # over ranks: of this rank's keys
         return weights.reduce_heads("mean", groups="kv").received()
@@ -135,6 +139,7 @@ def update(scores: Tensor, step: Weights) -> Tensor:
     >>> torch.allclose(regard.kv.update(before, W.rows(slice(8, 9))), regard.kv.h2o(W, mean=False), atol=1e-6)
     True
     """
+    check_weights(step, "update(scores, step)")
     step._need_entire("update")
     received = step.reduce_heads("mean", groups="kv").received()
     grown = received.shape[-1] - scores.shape[-1]

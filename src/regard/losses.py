@@ -18,7 +18,7 @@ from .core.rows.key_choice import KeyChoice
 from .core.rows.questions import RowQuestions
 from .core.scores.kinds import Indexer
 from .core.types import MaskLike
-from .core.weights import Weights
+from .core.weights import Weights, check_weights
 
 __all__ = ["alignment", "clip_factors", "distillation", "entropy_floor", "index_weights", "indexer"]
 
@@ -40,6 +40,7 @@ def entropy_floor(weights: Weights, floor: float) -> Tensor:
     >>> regard.losses.entropy_floor(regard.weights(torch.zeros(2, 4)), 1.0)  # entropy log 2 = 0.6931
     tensor(0.3069)
     """
+    check_weights(weights, "entropy_floor(weights, ...)")
     lacking = (floor - weights.entropy()).clamp(min=0).sum()
     return weights._over_ranks(lacking, f"entropy_floor(floor={floor})") / max(1, weights.shape[:-1].numel())
 
@@ -60,6 +61,7 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     >>> regard.losses.clip_factors(W, 50.0)
     tensor(0.5000)
     """
+    check_weights(weights, "clip_factors(weights, ...)")
     weights._checked(lambda: _need_positive(threshold))
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
@@ -86,6 +88,7 @@ def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:
     >>> regard.losses.alignment(W, torch.eye(2).bool())  # half of every row is on its cell
     tensor(0.6931)
     """
+    check_weights(weights, "alignment(weights, ...)")
     log_mass = weights.log_mass(cells)
     sees = log_mass.detach() > -torch.inf
     total = weights._over_ranks(torch.where(sees, log_mass, 0).sum(), "alignment")
@@ -180,6 +183,8 @@ def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor
     >>> q.grad.shape
     torch.Size([4, 6, 8])
     """
+    check_weights(teacher, "indexer(teacher, ...)")
+    check_weights(index, "indexer(..., index)")
     summed = teacher.detach().reduce_heads("sum", groups=1)
     if topk is None:
         return _mean(KeyChoice(summed, None).kl(index))

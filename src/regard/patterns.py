@@ -17,7 +17,7 @@ from torch import Tensor
 from .core.pytree import replace_fields
 from .core.rows.stats import induction_targets
 from .core.scores.kinds import Dot
-from .core.weights import Weights
+from .core.weights import Weights, check_weights
 
 __all__ = ["HeadPatterns", "classify"]
 
@@ -95,6 +95,7 @@ def classify(
     kinds: tuple[str, ...] = ()
     shares = []
     for layer in layers:
+        check_weights(layer, "classify(weights)")
         kinds, of_layer = _shares(layer, tokens)
         shares.append(of_layer)
     if len({len(of_layer) for of_layer in shares}) > 1:

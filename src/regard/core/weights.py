@@ -17,6 +17,7 @@ from .patches import ImageLike, PatchTokens
 from .problem import from_weights
 from .result_cache import format_bytes
 from .results import Peak, Statistics, TopK
+from .rows.questions import RowQuestions
 from .rows.relations import Relations
 from .rows.spans import PoolBy
 from .tensor_kinds import readable
@@ -26,10 +27,19 @@ if TYPE_CHECKING:
     from ..look import View
     from ..look.options import ViewChoices
 
-__all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights"]
+__all__ = ["STATISTICS", "Peak", "Statistics", "TopK", "Transposed", "Weights", "check_weights"]
 
 #: Statistics that `see` takes by name; topk, pool, mass and values are keywords.
 STATISTICS: tuple[StatisticName, ...] = get_args(StatisticName)
+
+
+def check_weights(weights: Any, call: str) -> None:
+    """Refuse what is no matrix of weights; `call` is a function and its argument, ``"h2o(weights)"``."""
+    if not isinstance(weights, RowQuestions):
+        raise TypeError(
+            f"{call} takes a Weights, of regard.weights(q, k) or seen[layer] of a recording; got "
+            f"{type(weights).__name__}. Weights that exist as a tensor: regard.Weights.from_dense(w)."
+        )
 
 
 @named_by_class
