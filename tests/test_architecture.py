@@ -19,6 +19,7 @@ import regard
 from support import planted
 
 ROOT = Path(regard.__file__).parent
+API = Path(__file__).parent.parent / "docs" / "api"
 
 
 @functools.cache
@@ -307,7 +308,8 @@ def test_public_names_are_those_that_are_exported() -> None:
     }
     assert public - {"TYPE_CHECKING", "lazy_getattr"} <= set(regard.__all__) <= set(dir(regard))
     assert not {"TYPE_CHECKING", "lazy_getattr"} & set(dir(regard))
-    assert {"distributed", "integrations", "learn", "look", "nn"} <= set(dir(regard))
+    documented = re.findall(r"^::: regard\.([a-z]+)\b", "".join(p.read_text() for p in API.glob("*.md")), flags=re.M)
+    assert set(documented) <= set(dir(regard))
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:
         assert getattr(regard, name).__module__ == "regard"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import losses as losses
     from . import nn as nn
     from . import patterns as patterns
+    from . import recorder as recorder
     from .core.api import attend, weights
     from .core.masks.kinds import Mask, causal, documents, padding, window
     from .core.results import Peak, Statistics, TopK
@@ -53,5 +54,5 @@ __getattr__ = lazy_getattr(
         "look.walk": ("walk",),
         "recorder": ("Recording", "load", "record", "watch"),
     },
-    ("chains", "corpora", "distributed", "integrations", "kv", "learn", "look", "losses", "nn", "patterns"),
+    ("chains", "corpora", "distributed", "integrations", "kv", "learn", "look", "losses", "nn", "patterns", "recorder"),
 )
