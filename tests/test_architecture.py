@@ -19,6 +19,7 @@ import regard
 from support import planted
 
 ROOT = Path(regard.__file__).parent
+API = Path(__file__).parent.parent / "docs" / "api"
 
 
 @functools.cache
@@ -105,7 +106,7 @@ ARROWS: dict[str, set[str]] = {
         "core.evaluation", "core.problem", "core.rows.relations", "core.rows.sources", "core.stats", "core.torch_state", "engines",
     },
     "core.weights": {
-        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.inherited", "core.patches", "core.problem", "core.rows.relations",
+        "core.arguments", "core.array_protocol", "core.evaluation", "core.indexing", "core.inherited", "core.patches", "core.problem", "core.rows.questions", "core.rows.relations",
         "core.result_cache", "core.results", "core.scores.kinds", "core.rows.spans", "core.stats", "core.tensor_kinds", "core.torch_state",
         "core.types",
     },
@@ -125,7 +126,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "core.dropout": {"core.api", "core.masks.kinds", "core.scores.kinds", "core.types"},
     "nn": {
-        "_lazy", "_options", "core.api", "core.dropout", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.types", "core.weights",
+        "_lazy", "_options", "core.api", "core.dropout", "core.masks.kinds", "core.pytree", "core.scores.kinds", "core.torch_state", "core.types",
+        "core.weights",
     },
     "learn": {"_io", "_lazy", "_options", "nn", "recorder"},
     "integrations": {
@@ -316,7 +318,8 @@ def test_public_names_are_those_that_are_exported() -> None:
     }
     assert public - {"TYPE_CHECKING", "lazy_getattr"} <= set(regard.__all__) <= set(dir(regard))
     assert not {"TYPE_CHECKING", "lazy_getattr"} & set(dir(regard))
-    assert {"distributed", "integrations", "learn", "look", "nn"} <= set(dir(regard))
+    documented = re.findall(r"^::: regard\.([a-z]+)\b", "".join(p.read_text() for p in API.glob("*.md")), flags=re.M)
+    assert set(documented) <= set(dir(regard))
     assert regard.__all__ == sorted(regard.__all__)
     for name in regard.__all__:
         assert getattr(regard, name).__module__ == "regard"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import regard
@@ -311,6 +313,22 @@ def test_a_translator_writes_step_by_step_what_it_writes_at_once(kind):
     torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-5, rtol=1e-4)
     alone = model(source[2:, :2], target[2:])
     torch.testing.assert_close(full[2:], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_an_activation_checkpoint_that_recomputes_adds_nothing_to_a_probe():
+    model, x = Encoder(DIM, heads=H, layers=3), torch.randn(B, T, DIM)
+    gradients = []
+    for checkpointed in (False, True):
+        probe, y = Probe("entropy"), x
+        for block in model.blocks:
+            run = functools.partial(block, probe=probe)
+            y = torch.utils.checkpoint.checkpoint(run, y, use_reentrant=False) if checkpointed else run(y)
+        model.zero_grad()
+        (y.square().mean() - 0.1 * sum(seen.entropy.mean() for seen in probe)).backward()
+        assert len(probe) == 3
+        assert probe.heads("entropy").shape == (3, H)
+        gradients.append(model.blocks[0].attention.query.weight.grad.clone())
+    torch.testing.assert_close(*gradients)
 
 
 def test_every_layer_answers_what_is_asked():

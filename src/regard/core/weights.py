@@ -427,8 +427,8 @@ def need_weights(x: Any, what: str, heads: bool = False) -> None:
     """Raise TypeError unless x is a `Weights`; with `heads` ValueError if it has no head axis."""
     if not isinstance(x, Weights):
         raise TypeError(
-            f"{what} takes regard.Weights; got {type(x).__name__}. Weights that exist as a tensor: "
-            "regard.Weights.from_dense(w); of a recorded layer: layer.weights."
+            f"{what} takes a Weights, of regard.weights(q, k) or seen[layer] of a recording; got {type(x).__name__}. "
+            "Weights that exist as a tensor: regard.Weights.from_dense(w)."
         )
     if heads and x._one_head:
         raise ValueError(f"{what} needs a head axis, and this matrix is one head: regard.weights(q[None], k[None]).")

@@ -72,7 +72,7 @@ class _Attention(nn.Module):
             return attend(q, k, v, score=self.score(), mask=mask, align=align)
         seen = self._seen(q, k, v, mask, align, () if probe is None else probe.names)
         if probe is not None:
-            probe.statistics.append(seen)
+            probe._append(seen)
         return seen.y
 
     def _seen(

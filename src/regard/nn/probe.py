@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..core.torch_state import in_backward
 from ..core.types import StatisticName
 from ..core.weights import STATISTICS, Statistics
 
@@ -77,6 +78,11 @@ class Probe:
             if len({row.shape for row in rows}) == 1:  # one reduction for all layers
                 return _reduce_rows(torch.stack(rows), name)
             return torch.stack([_reduce_rows(row.unsqueeze(0), name).squeeze(0) for row in rows])
+
+    def _append(self, seen: Statistics) -> None:
+        # In a backward an activation checkpoint recomputes its layers: their statistics are there already.
+        if torch.compiler.is_compiling() or not in_backward():
+            self.statistics.append(seen)
 
     def _require_results(self) -> None:
         if not self.statistics:

@@ -273,6 +273,8 @@ class Mask:
         ■ ■ ■ ■ ·
         ■ ■ ■ ■ ■
         """
+        if align not in ("start", "end"):
+            raise ValueError(f'draw(align=) must be "start" or "end"; got {align!r}.')
         size = self.size() or (8, 8)
         i, j = (size[0] if i is None else i), (size[1] if j is None else j)
         offset = j - i if align == "end" else 0
