@@ -84,7 +84,9 @@ ARROWS: dict[str, set[str]] = {
     "core.rows.strips": {"core.block", "core.masks.intervals", "core.pytree", "core.rows.sources", "core.torch_state"},
     "core.rows.comparison": {"core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
     "core.rows.spans": {"core.block", "core.masks.algebra", "core.pytree", "core.rows.sources", "core.rows.strips", "core.torch_state"},
-    "core.rows.stats": {"core.block", "core.pytree", "core.rows.sources", "core.stats", "core.rows.strips"},
+    "core.rows.stats": {
+        "core.block", "core.pytree", "core.rows.sources", "core.stats", "core.rows.strips", "core.torch_state",
+    },
     "core.rows.fused": {
         "core.rows.comparison", "core.problem", "core.pytree", "core.rows.sources", "core.rows.stats", "core.rows.spans", "core.rows.strips", "core.torch_state", "engines",
     },

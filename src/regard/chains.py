@@ -8,6 +8,7 @@ tensor(1.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -149,7 +150,7 @@ def gradient_relevance(weights: Weights, dy: Tensor, v: Tensor, x: Tensor, *, po
     def full(t: Tensor, heads: bool) -> Tensor:
         """(b, h|1, length, size), batch axes as one."""
         t = t if heads else t.unsqueeze(-3)
-        return t.expand(*batch, *t.shape[-3:]).reshape(batch.numel(), *t.shape[-3:])
+        return t.expand(*batch, *t.shape[-3:]).reshape(math.prod(batch), *t.shape[-3:])
 
     x = full(x, heads=x.ndim == len(batch) + 3)
     question = GradientProduct(full(dy, head_axis), repeat_kv(full(v, head_axis), h), x, positive)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -49,7 +50,7 @@ def entropy_floor(weights: Weights | HeadReduction, floor: float) -> Tensor:
     need_weights(matrix, "entropy_floor(weights)")
     _need_number(floor, "entropy_floor(floor)")
     lacking = (floor - weights.entropy()).clamp(min=0).sum()
-    return weights._over_ranks(lacking, "entropy_floor") / max(1, weights.shape[:-1].numel())
+    return weights._over_ranks(lacking, "entropy_floor") / max(1, math.prod(weights.shape[:-1]))
 
 
 @called_by_all_ranks
@@ -228,7 +229,7 @@ def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor
     keys = (
         keys.reshape(*own, 1, *keys.shape[-2:])
         .expand(*batch, 1, *keys.shape[-2:])
-        .reshape(batch.numel(), 1, *keys.shape[-2:])
+        .reshape(math.prod(batch), 1, *keys.shape[-2:])
     )
     return _mean(KeyChoice(summed, keys).kl(KeyChoice(index, keys)))
 

@@ -286,6 +286,22 @@ def test_a_visible_nan_shows_in_its_tile_and_a_hidden_one_nowhere(answers: list[
 # Inside torch.compile.
 
 
+@pytest.mark.parametrize("what", ["segments", "entropy floor", "rollout", "induction"])
+def test_products_and_counts_of_rows_break_no_graph(what: str) -> None:
+    ids = torch.tensor([3, 1, 3, 3, 2, 1])
+
+    def ask(q: Tensor) -> Tensor:
+        W = regard.weights(q, mask=regard.causal())
+        if what == "segments":
+            return W.segment_mass([slice(0, 3), slice(2, 6)], rows=[slice(2, 5)])
+        if what == "entropy floor":
+            return regard.losses.entropy_floor(W, 1.0)
+        return regard.chains.rollout([W, W], torch.eye(6)) if what == "rollout" else W.induction_mass(ids)
+
+    q = torch.randn(2, 3, 6, 4)
+    torch.testing.assert_close(torch.compile(ask, backend="eager", fullgraph=True)(q), ask(q))
+
+
 def test_questions_about_rows_are_operators_of_a_compiled_graph(answers: list[bool]) -> None:
     def ask(q: Tensor, k: Tensor, other: Tensor) -> Tensor:
         W, S = regard.weights(q, k, mask=regard.causal()), regard.weights(other, k, mask=regard.causal())

@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 
 import regard
 import regard.chains
+from regard.core.rows import strips as core_strips
 from support.judge import MASKS, SCORES, Sizes, Truth, draw, named
 
 N = Sizes(b=2, h=4, g=2, i=5, j=7, d=3, c=3, e=3)
@@ -235,6 +236,23 @@ def test_matrices_without_rows_or_keys_answer_with_nothing(i: int, j: int) -> No
     assert W.pool_blocks(2, 2, by="max").shape == (2, -(-i // 2), -(-j // 2))
     assert not W.cover(0.5, 1, 1).any()
     assert W.segment_mass([slice(0, 1)]).shape == (2, i, 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "times"), [(regard.window(100, 0), 4), (regard.causal(), 16)], ids=["window", "causal"]
+)
+def test_strips_of_a_window_are_as_tall_as_its_keys_allow(mask: Any, times: int) -> None:
+    """The number of strips grows with the rows of a window, with the cells of a triangle; each stays within its budget."""
+    counts = []
+    for t in (2**13, 2**15):
+        W = regard.weights(torch.zeros(2, t, 1), mask=mask)
+        strips = [part.block for part, _ in core_strips._parts([W._row_source(W._factors.batch)])]
+        heights, widths = (
+            [x.stop - x.start for x in xs] for xs in zip(*((b.rows, b.cols) for b in strips), strict=True)
+        )
+        assert max(a * b for a, b in zip(heights, widths, strict=True)) <= core_strips.STRIP_NUMBERS
+        counts.append(len(strips))
+    assert counts[1] == times * counts[0]
 
 
 def test_the_largest_in_a_window_name_their_keys(strips: None) -> None:

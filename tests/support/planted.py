@@ -274,7 +274,7 @@ BUGS = [
     Bug("gather: a key outside the strip is its first", "core/rows/stats.py", "keys - part.cols.start, -1)", "keys - part.cols.start, 0)", ("row statistics",)),
     Bug("distances: the variance forgets its mean", "core/rows/stats.py", "return (w * (distances - mean) ** 2).sum(-1)", "return (w * distances ** 2).sum(-1)", ("row statistics",)),
     Bug("distances: a bin holds its upper edge", "core/rows/stats.py", "(distances >= a) & (distances < z)", "(distances > a) & (distances <= z)", ("row statistics",)),
-    Bug("patterns: the induction target is the token itself", "core/rows/stats.py", "last[token] + 1 if token in last", "last[token] if token in last", ("row statistics",)),
+    Bug("patterns: the induction target is the token itself", "core/rows/stats.py", "torch.where(same, order[:-1] + 1, -1)", "torch.where(same, order[:-1], -1)", ("row statistics",)),
     # kv.py and losses.py.
     Bug("kv: every key was seen by all rows", "kv.py", "return scores / (rows - before).clamp(min=1)", "return scores / rows", ("kv",)),
     Bug("kv: SnapKV smooths with a shifted window", "kv.py", "padding=kernel // 2)", "padding=kernel // 2).roll(1, -1)", ("kv",)),

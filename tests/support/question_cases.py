@@ -197,7 +197,7 @@ def _entropy(x: Rows) -> Tensor:
 
 
 def questions(chance: random.Random, i: int, j: int, offset: int, together: bool, precomputed: bool) -> list[Question]:
-    """What can be asked of one matrix, with arguments drawn."""
+    """What can be item of one matrix, with arguments drawn."""
     seed = torch.Generator().manual_seed(chance.randrange(2**31))
     cells = torch.rand(i, j, generator=seed) < 0.5
     keys = torch.randint(-1, j, (i, 3), generator=seed)
@@ -408,7 +408,7 @@ class Side:
 
 
 class Case:
-    """Two sides, and everything asked of them."""
+    """Two sides, and everything item of them."""
 
     def __init__(self, number: int) -> None:
         torch.manual_seed(number)
@@ -449,13 +449,13 @@ class Case:
     def failures(self, step: int = 1) -> Iterator[str]:
         """What is wrong, of every `step`th question."""
         with _walks(self.tile, self.strip, self.compiled):
-            for asked in list(self._questions())[self.number % step :: step]:
+            for item in list(self._questions())[self.number % step :: step]:
                 try:
-                    fault = self._compare(asked)
+                    fault = self._compare(item)
                 except Exception as error:
                     fault = f"{type(error).__name__}: {error}"
                 if fault:
-                    yield f"{asked.name}: {fault}"
+                    yield f"{item.name}: {fault}"
 
     def _questions(self) -> Iterator[Comparison]:
         a, b = self.sides
@@ -536,8 +536,8 @@ class Case:
             ).flatten()
         return by, options, groups, numbers, shares
 
-    def _compare(self, asked: Comparison) -> str | None:
-        ask, formula, one_head, sharp = asked.ask, asked.formula, asked.one_head, asked.sharp
+    def _compare(self, item: Comparison) -> str | None:
+        ask, formula, one_head, sharp = item.ask, item.formula, item.one_head, item.sharp
         ours = {s: [x.clone().requires_grad_() for x in s.leaves] for s in self.sides}
         theirs = {s: [x.clone().requires_grad_() for x in s.leaves] for s in self.sides}
         with torch.inference_mode() if self.number % 3 else torch.no_grad():
@@ -547,10 +547,10 @@ class Case:
             return f"dtype {got.dtype}"
         if tuple(got.shape) != self.shape(want, one_head):
             return f"shape {tuple(got.shape)}, wanted {self.shape(want, one_head)}"
-        r = max(s.off() for s in self.sides) * asked.slack * (1 if self.dtype == torch.float32 else 2.0**-29)
+        r = max(s.off() for s in self.sides) * item.slack * (1 if self.dtype == torch.float32 else 2.0**-29)
         got, alone, flat = got.double().reshape(want.shape), alone.double().reshape(want.shape), want.detach()
         finite = flat.isfinite()
-        scale = max(float(asked.size), float(flat[finite].abs().max()) if finite.any() else 0.0)
+        scale = max(float(item.size), float(flat[finite].abs().max()) if finite.any() else 0.0)
         for what, x in (("with gradients", got), ("without", alone)):
             if not torch.equal(x[~finite], flat[~finite]):
                 return f"{what}: {x[~finite]} where {flat[~finite]}"

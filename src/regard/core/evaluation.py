@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -287,7 +288,7 @@ class LazyMatrix(NotElementwise, Shareable):
         return w.reshape(*self._factors.batch, *w.shape[1:])
 
     def _check_fits(self, rows: list[int] | range, cols: list[int] | range) -> None:
-        cells = self._factors.batch.numel() * self._factors.heads * len(rows) * len(cols)
+        cells = math.prod(self._factors.batch) * self._factors.heads * len(rows) * len(cols)
         check_fits(cells * self.dtype.itemsize, self.device)
 
     def _blocks_of_runs(
@@ -424,4 +425,4 @@ def _fold(x: Tensor | None, batch: torch.Size) -> Tensor | None:
         return None
     if x.shape[:-3] == batch and len(batch) <= 1:
         return x if batch else x.unsqueeze(0)
-    return x.expand(*batch, *x.shape[-3:]).reshape(batch.numel(), *x.shape[-3:])
+    return x.expand(*batch, *x.shape[-3:]).reshape(math.prod(batch), *x.shape[-3:])

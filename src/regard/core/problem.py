@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -417,4 +418,4 @@ def _fold(t: Tensor, batch: torch.Size) -> Tensor:
         return t
     if all(n == 1 for n in own):
         return t.reshape(1, *t.shape[-3:]) if batch else t.unsqueeze(0)
-    return t.expand(*batch, *t.shape[-3:]).reshape(batch.numel(), *t.shape[-3:])
+    return t.expand(*batch, *t.shape[-3:]).reshape(math.prod(batch), *t.shape[-3:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -189,7 +190,7 @@ class HeadReduction(RowQuestions):
         batch, outer = self._factors.batch, (self._row_heads, *v.shape[-2:])
         axes = f"values (..., {j}, e), with one head or a head for each matrix,"
         check_broadcast(v.shape[:-2], (*batch, self._row_heads), "values", axes)
-        v = v.expand(*batch, *outer).reshape(batch.numel(), *outer)
+        v = v.expand(*batch, *outer).reshape(math.prod(batch), *outer)
         (y,) = self._ask_rows(RowProduct(v))
         return y.squeeze(-1) if vector else y
 

@@ -404,7 +404,7 @@ class RowQuestions(NotElementwise, Shareable):
                 f"gather(keys): positions are -1 (none) to {j - 1}; got {int(keys.min())} to {int(keys.max())}."
             )
         full = torch.broadcast_to(keys, (*outer, *keys.shape[-2:])).to(self._factors.q.device)
-        return self._ask_rows(ChosenKeys(full.reshape(self._factors.batch.numel(), *full.shape[-3:])))[0]
+        return self._ask_rows(ChosenKeys(full.reshape(math.prod(self._factors.batch), *full.shape[-3:])))[0]
 
     def offset_mass(self, offset: int) -> Tensor:
         """The weight of every row on the key that stands `offset` positions before it: 1 the previous, 0 itself.

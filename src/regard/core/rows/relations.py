@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, Self
 
@@ -28,7 +29,7 @@ class Relations(LazyMatrix, RowQuestions):
     def _row_source(self, batch: torch.Size) -> RowSource:
         factors = self._local_factors().expanded(batch)
         if (w := factors.score.precomputed) is not None:
-            flat = w.expand(*batch, *w.shape[-3:]).reshape(batch.numel(), *w.shape[-3:])
+            flat = w.expand(*batch, *w.shape[-3:]).reshape(math.prod(batch), *w.shape[-3:])
             return DenseRows(flat, factors.query_offset)
         problem = factors.problem().with_lowered_mask().zero_invisible_keys(Request(("lse",)))[0]
         cached = self._cache.get(self._leaves, Request(("norm",))) if batch == self._factors.batch else {}

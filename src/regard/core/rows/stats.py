@@ -14,6 +14,7 @@ from torch import Tensor
 from ..block import MatrixBlock, take
 from ..pytree import register_node
 from ..stats import distance, entropy, stable_topk
+from ..torch_state import is_tracing
 from .sources import Part, Strip
 from .strips import Merge, OfParts
 
@@ -260,16 +261,16 @@ class DistanceBins(CompleteRowStatistic):
 
 def induction_targets(tokens: Tensor | Sequence[Any], rows: Tensor) -> Tensor:
     """For the query at each key position of `rows` the key after the last earlier occurrence of its token, or −1."""
-    tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    if not isinstance(tokens, Collection) or not all(isinstance(token, Hashable) for token in tokens):
+    if isinstance(tokens, Tensor) and tokens.ndim == 1:
+        ids = tokens.to(rows.device)
+    elif isinstance(tokens, Collection) and all(isinstance(token, Hashable) for token in tokens):
+        numbers: dict[Any, int] = {}
+        ids = torch.tensor([numbers.setdefault(token, len(numbers)) for token in tokens], device=rows.device)
+    else:
         raise TypeError("induction_mass(tokens) takes one token a key: a list of strings or ids, or a tensor (j,).")
-    last: dict[Any, int] = {}
-    targets = []
-    for at, token in enumerate(tokens):
-        targets.append(last[token] + 1 if token in last else -1)
-        last[token] = at
-    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(targets):
-        raise ValueError(
-            f"induction_mass(tokens) needs a token at the position of each query; got {len(targets)} tokens."
-        )
-    return torch.tensor(targets, dtype=torch.int64, device=rows.device)[rows]
+    if not is_tracing() and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < len(ids):
+        raise ValueError(f"induction_mass(tokens) needs a token at the position of each query; got {len(ids)} tokens.")
+    order = ids.argsort(stable=True)  # occurrences of a token stand side by side, in their order
+    same = ids[order[1:]] == ids[order[:-1]]
+    targets = torch.full_like(order, -1).scatter(0, order[1:], torch.where(same, order[:-1] + 1, -1))
+    return targets[rows]

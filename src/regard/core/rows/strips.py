@@ -266,14 +266,18 @@ def _parts(sources: list[RowSource]) -> Iterator[tuple[Part, list[Tensor | None]
         return
     like, offset = sources[0].like, sources[0].offset
     budget = STRIP_NUMBERS_GPU if like.device.type == "cuda" else STRIP_NUMBERS
-    per_row = max(1, keys) * sum(source.numbers_per_cell for source in sources)
+    hull = _hull([source.key_intervals() for source in sources], keys)
+    per_cell = sum(source.numbers_per_cell for source in sources)
+    per_row = max(1, _widest(hull, FEWEST_ROWS, keys)) * per_cell
     heads_at_once = h if h * per_row * FEWEST_ROWS <= budget else 1
     batch_at_once = b if b * heads_at_once * per_row * FEWEST_ROWS <= budget else 1
-    height = max(1, min(rows, budget // (batch_at_once * heads_at_once * per_row)))
-    intervals = [source.key_intervals() for source in sources]
-    if any(x is not None for x in intervals):
+    budget //= batch_at_once * heads_at_once * per_cell
+    height = max(1, min(rows, budget * per_cell // per_row))
+    if hull is not None:
         height = min(height, TALLEST_MASKED)
-    for start, first, end in _key_ranges(intervals, rows, keys, height):
+        while height > 1 and height * _widest(hull, height, keys) > budget:  # a taller strip sees more keys
+            height //= 2
+    for start, first, end in _key_ranges(hull, rows, keys, height):
         block = MatrixBlock(slice(start, min(rows, start + height)), slice(first, end), offset, like.device)
         visible = [source.visible(block) for source in sources]
         for s in range(0, b, batch_at_once):
@@ -281,19 +285,35 @@ def _parts(sources: list[RowSource]) -> Iterator[tuple[Part, list[Tensor | None]
                 yield Part(slice(s, s + batch_at_once), slice(n, n + heads_at_once), block), visible
 
 
-def _key_ranges(
-    intervals: list[KeyIntervals | None], rows: int, keys: int, height: int
-) -> list[tuple[int, int, int]]:  # fmt: skip
-    """For each strip its first row, and the range of keys that holds all that its rows see in any of the matrices."""
-    starts = range(0, rows, height)
-    if any(x is None for x in intervals):
-        return [(start, 0, keys) for start in starts]
+def _hull(intervals: list[KeyIntervals | None], keys: int) -> tuple[Tensor, Tensor] | None:
+    """First and end of the keys that each row sees in any of the matrices; None where one of them shows all."""
     hulls = []
     for x in intervals:
-        assert x is not None
+        if x is None:
+            return None
         seen = x.lo < x.hi
         hulls.append((torch.where(seen, x.lo, keys).amin((0, 1)), torch.where(seen, x.hi, 0).amax((0, 1))))
     lo, hi = torch.stack([a for a, _ in hulls]).amin(0), torch.stack([z for _, z in hulls]).amax(0)
-    first = [int(x.min()) for x in lo.split(height)]
-    end = [int(x.max()) for x in hi.split(height)]
+    return lo.cpu(), hi.cpu()
+
+
+def _widest(hull: tuple[Tensor, Tensor] | None, height: int, keys: int) -> int:
+    """The most keys that strips of some rows see."""
+    if hull is None:
+        return keys
+    pad = -len(hull[0]) % height
+    lo, hi = (
+        torch.nn.functional.pad(x, (0, pad), value=n).view(-1, height) for x, n in zip(hull, (keys, 0), strict=True)
+    )
+    return int((hi.amax(1) - lo.amin(1)).amax())
+
+
+def _key_ranges(
+    hull: tuple[Tensor, Tensor] | None, rows: int, keys: int, height: int
+) -> list[tuple[int, int, int]]:  # fmt: skip
+    """For each strip its first row, and the range of keys that holds all that its rows see in any of the matrices."""
+    starts = range(0, rows, height)
+    if hull is None:
+        return [(start, 0, keys) for start in starts]
+    first, end = [int(x.min()) for x in hull[0].split(height)], [int(x.max()) for x in hull[1].split(height)]
     return [(start, min(a, z), z) for start, a, z in zip(starts, first, end, strict=True)]
