@@ -177,8 +177,6 @@ def _row_numbers(rows: Sequence[int], t: int) -> list[int]:
 
 def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
     if isinstance(layers, Weights):
-        raise TypeError("a rollout takes a list of layers, the first first; got one matrix: [W].")
-    if isinstance(layers, Weights):
         raise TypeError("a rollout takes a list of Weights, one a layer; got one Weights. Of one layer: [W].")
     if not layers:
         raise ValueError("a rollout needs at least one layer.")

@@ -118,8 +118,8 @@ def test_errors_say_what_must_hold() -> None:
         chains.gradient_relevance(stack[0], torch.randn(2, 2, 5, 3), torch.randn(2, 2, 6, 3), torch.eye(6))
     x, W = torch.eye(6).double(), stack[0]
     for ask, message in (
-        (lambda: chains.rollout(W, x), r"a list of layers, the first first; got one matrix: \[W\]"),
-        (lambda: chains.rollout([W.dense()], x), r"layer 0 of a rollout takes regard\.Weights; got Tensor"),
+        (lambda: chains.rollout(W, x), r"a list of Weights, one a layer; got one Weights. Of one layer: \[W\]"),
+        (lambda: chains.rollout([W.dense()], x), r"layer 0 of a rollout takes a Weights, .*; got Tensor"),
         (lambda: chains.rollout(stack, x[0]), r"\(..., 6, e\); got \(6,\)"),
         (lambda: chains.rollout(stack, x, residual="a"), "between 0 and 1; got 'a'"),
         (lambda: chains.rollout(stack, x, head_weights=[torch.zeros(2)] * 3), "2 numbers whose sum is not 0"),

@@ -317,7 +317,7 @@ def test_errors_say_what_must_hold() -> None:
     one = regard.weights(torch.randn(4, 3))
     for ask in (kv.h2o, kv.tova, kv.snapkv, kv.oracle):
         with pytest.raises(
-            TypeError, match=rf"{ask.__name__}\(weights\) takes regard\.Weights; got Tensor.*from_dense\(w\)"
+            TypeError, match=rf"{ask.__name__}\(weights\) takes a Weights, .*; got Tensor.*from_dense\(w\)"
         ):
             ask(W.dense())
         with pytest.raises(ValueError, match="needs a head axis, and this matrix is one head"):

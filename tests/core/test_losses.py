@@ -200,7 +200,7 @@ def test_errors_say_what_must_hold() -> None:
     index = losses.index_weights(torch.randn(3, 5, 2), torch.randn(5, 2), torch.randn(5, 3))
     assert losses.entropy_floor(W.reduce_heads(), 9.0) > 0
     for ask, message in (
-        (lambda: losses.entropy_floor(W.dense(), 1.0), r"entropy_floor\(weights\) takes regard\.Weights; got Tensor"),
+        (lambda: losses.entropy_floor(W.dense(), 1.0), r"entropy_floor\(weights\) takes a Weights, .*; got Tensor"),
         (lambda: losses.entropy_floor(W, "a"), r"entropy_floor\(floor\) needs a number; got 'a'"),
         (lambda: losses.entropy_floor(W, math.nan), "needs a number; got nan"),
         (lambda: losses.clip_factors(W.dense(), 1.0), r"clip_factors\(weights\) takes regard\.Weights"),
@@ -209,7 +209,7 @@ def test_errors_say_what_must_hold() -> None:
         (lambda: losses.distillation([1, 2], [3, 4]), "a list of the tensors q, k; got list"),
         (lambda: losses.index_weights([1], [2], [3]), "got list, list and list"),
         (lambda: losses.index_weights(torch.rand(5, 2), torch.rand(5, 2), torch.rand(5)), r"w \(..., i, n\); got \(5, 2\)"),
-        (lambda: losses.indexer(W.dense(), index), r"indexer\(teacher\) takes regard\.Weights; got Tensor"),
+        (lambda: losses.indexer(W.dense(), index), r"indexer\(teacher\) takes a Weights, .*; got Tensor"),
         (lambda: losses.indexer(one, index), r"indexer\(teacher\) needs a head axis"),
         (lambda: losses.indexer(W, W), r"one matrix for all heads, \(..., 1, i, j\), .* got \(2, 5, 5\)"),
     ):  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_score_of_ones_own_is_not_taken_for_its_parent():
 
 
 SCORES = [
-    *(make() for make in BY_NAME.values()),
+    *BY_NAME.values(),
     regard.ScaledDot(0.3),
     regard.Cosine(4.0),
     regard.Gaussian(0.7),

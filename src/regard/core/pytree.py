@@ -150,8 +150,9 @@ def tree_map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if type(part) in _CONSTANTS or name == "parameters":
             continue
         mapped = tree_map(part, change)
-        # The compiler of PyTorch 2.8 cannot ask whether two tuples are the same: one with members is a new one.
-        if part if isinstance(part, tuple) else mapped is not part:
+        # The compiler of PyTorch 2.8 cannot ask whether two tuples are the same: one with members counts as new.
+        is_new = bool(part) if isinstance(part, tuple) else mapped is not part
+        if is_new:
             changed[name] = mapped
     return replace_fields(value, **changed) if changed else value  # a node without tensors is itself
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..pytree import register_node
-from ..torch_state import as_size
+from ..torch_state import as_size, in_functorch
 from .sources import Part, Strip
 from .strips import Merge, OfParts
 
@@ -32,8 +32,10 @@ class _Pair:
             self.p, self.q = (_with_sink(x.w, x.sink, 0) for x in (p, q))
         log_p, log_q = self.log_p.detach(), self.log_q.detach()
         self.both = self.forbidden = None
-        # Where nothing is hidden four passes over the strip are saved; on a GPU reading that would sync.
-        if log_p.is_cuda or not log_p.numel() or log_p.amin() == -torch.inf or log_q.amin() == -torch.inf:
+        # Where nothing is hidden four passes over the strip are saved. On a GPU reading that would sync, and inside
+        # torch.vmap there is no one number to read.
+        unread = log_p.is_cuda or in_functorch() or not log_p.numel()
+        if unread or log_p.amin() == -torch.inf or log_q.amin() == -torch.inf:
             in_p, in_q = log_p > -torch.inf, log_q > -torch.inf
             self.both = in_p & in_q
             self.forbidden = (in_p & ~in_q).any(-1)

@@ -88,7 +88,7 @@ class LargestWeights(CompleteRowStatistic):
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         top = (*shape[:3], self.k)
-        return [like.new_zeros(top), torch.zeros(top, dtype=torch.int64, device=like.device)]
+        return [like.new_zeros(top), like.new_zeros(top, dtype=torch.int64)]
 
     def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
         (strip,) = strips

@@ -98,7 +98,11 @@ def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tenso
 
 def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor], list[Tensor | None]]:
     """The outputs, and for each output that is a maximum the number of the strip that holds it."""
-    totals = question.totals(joint_shape(sources), sources[0].like)
+    like = sources[0].like
+    if in_functorch():  # inside torch.vmap what is added to in place must have the batch of any tensor
+        for x in flatten((tuple(sources), question))[1]:
+            like = like + x.reshape(-1)[:0].to(like.dtype)
+    totals = question.totals(joint_shape(sources), like)
     owners = unowned(question, totals)
     add_strips(sources, question, totals, owners)
     return totals, owners
@@ -107,7 +111,7 @@ def _forward(sources: list[RowSource], question: Question) -> tuple[list[Tensor]
 def unowned(question: Question, totals: list[Tensor]) -> list[Tensor | None]:
     """For each total that is a maximum the number of the strip that holds it: none yet."""
     return [
-        torch.full(x.shape, -1, dtype=torch.int32, device=x.device) if merge == "max" else None
+        x.new_full(x.shape, -1, dtype=torch.int32) if merge == "max" else None
         for x, merge in zip(totals, question.merges, strict=True)
     ]
 
