@@ -182,7 +182,7 @@ def _square(layers: Sequence[Weights], residual: float) -> list[Weights]:
         raise ValueError("a rollout needs at least one layer.")
     for n, layer in enumerate(layers):
         need_weights(layer, f"layer {n} of a rollout")
-        if not torch.equal(layer._rows_here, layer._keys_here) and layer.shape[-2] == layer.shape[-1]:
+        if layer._shared and layer.shape[-2] == layer.shape[-1] and not torch.equal(layer._rows_here, layer._keys_here):
             raise ValueError(
                 "a rollout over ranks takes the same rows and keys on every rank; pass Shards(mesh, rows)."
             )
@@ -204,7 +204,7 @@ def _of_layers(
             raise ValueError(f"{name} takes a tensor for each of {len(layers)} layers; got {len(option)}.")
     shares, norms = (_listed(option, len(layers)) for _, option in options)
     for n, (layer, share, norm) in enumerate(zip(layers, shares, norms, strict=True)):
-        h, t = layer.shape[-3], layer.shape[-1]
+        h, t = layer.shape[-3], len(layer._keys_here) if layer._shared else layer.shape[-1]
         if share is not None and (
             not isinstance(share, Tensor) or share.shape != (h,) or not (is_tracing() or bool(share.sum() != 0))
         ):

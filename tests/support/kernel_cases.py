@@ -242,16 +242,27 @@ def judged(case: KernelCase, device: str = "cpu", gradients: bool = True) -> Non
             right * (bounds["topk_scores"] + bounds["lse"][..., None]) + 1e-6,
         )
     u = ROUNDOFF[case.dtype]
-    for n, (mine, right) in enumerate(zip(grads, true_grads, strict=True)):
+    # Of distances it is told by the way how much of dq and dk is in the two biases: all of it together is judged.
+    parts, grads, true_grads = true_grads, _complete(double[0], grads), _complete(double[0], true_grads)
+    for n, (mine, right, part) in enumerate(zip(grads, true_grads, parts, strict=True)):
         if right is None:
             continue
         assert mine is not None, f"{case}: gradient {n} is missing"
-        size = float(right.abs().max()) if right.numel() else 0.0
+        size = max(float(x.abs().max()) for x in (right, part, right - part)) if right.numel() else 0.0
         slack = (8 * u + 2e-5 * (1 + case.times**2)) * (right.abs() + size) + 1e-5
         # A gradient comes in the type of its tensor: beyond its largest number stands inf.
         largest = torch.finfo(mine.dtype).max
         mine, right = mine.double().clamp(-largest, largest), right.clamp(-largest, largest)
         _compare(f"{case}: gradient {n} of {tuple(right.shape)}", mine, right, slack)
+
+
+def _complete(double: Problem, grads: list[Any]) -> list[Any]:
+    """Gradients of a problem, those of its similarity's own biases as parts of dq and dk."""
+    if not double.similarity_kernel.own_modifiers or not grads:
+        return grads
+    own = [modifier.operand for modifier in double.modifiers[: double.similarity_kernel.own_modifiers]]
+    of_own = [torch.zeros_like(x) if g is None else g for x, g in zip(own, grads[2:], strict=False)]
+    return double.with_own_grads([*grads[:2], *of_own, *grads[2 + len(own) :]], torch.float64)
 
 
 def _weights_of_top(answers: dict[str, Tensor]) -> Tensor:

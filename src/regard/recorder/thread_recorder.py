@@ -73,7 +73,7 @@ class ThreadRecorder:
     def __init__(self, shared: SharedRecording, guest: bool) -> None:
         self.shared, self.guest = shared, guest  # guest: of another thread than the block's
         self.wants_ids, self.wants_values, self.wants_grad = shared.ids, shared.values, shared.grad
-        self.eager = EagerTracker(weakref.WeakMethod(self.refuse), by_name=shared.names is not None)
+        self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self.inside = 0  # nesting of the model's modules, in a guest
         self.requests = 0  # in a guest: how many functions ask that it is active outside of modules too
@@ -231,7 +231,7 @@ class ThreadRecorder:
         """The running pass is done, if there is one."""
         one, self._pass = self._pass, None
         self.eager.clear()
-        self.eager, self.masks = EagerTracker(self.eager.refuse, self.eager.by_name), {}
+        self.eager, self.masks = EagerTracker(self.eager.refuse), {}
         if one is None:
             return
         with self.shared.lock:

@@ -12,13 +12,21 @@ from __future__ import annotations
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import einsum_attention, moved_weights, other_operators, pairs, tap, weight_operators
 from .call_site import CAPTURED, CallSite
 from .chunked_modules import CHUNKED, IN_CHUNKS
-from .meeting import collapsed, finish, is_attention, meet
-from .product_factors import factors_of, has_learned_queries, is_computed, is_layer, is_parameter
+from .meeting import meet
+from .product_factors import (
+    factors_of,
+    has_learned_queries,
+    is_computed,
+    is_layer,
+    is_layer_with_bias,
+    is_parameter,
+)
 from .softmax_trail import (
     CHOSEN,
     LOGARITHM,
@@ -50,16 +58,18 @@ def install() -> None:
     for name in ("exp", "exp_", "exp2", "exp2_", "pow.Scalar"):
         tap.intercept(name, on_exp)
     for name in POINTWISE_FUNCTIONS:
-        tap.intercept(name, on_pointwise, skip=_is_activation)
+        tap.intercept(name, on_pointwise, skip=_is_far_from_weights)
     for name in ("clamp", "clamp_", "clamp_min", "clamp_min_"):
         tap.intercept(name, on_clamp, skip=_is_far_from_weights)
     tap.intercept("topk", on_topk)
     for name in ("matmul", "mm", "mv", "matmul.out", "mm.out"):
         tap.intercept(name, on_product, skip=is_layer, multiplies=True)
-    for name in ("bmm", "baddbmm", "bmm.out", "baddbmm.out"):
+    for name in ("addmm", "addmv", "addmm.out"):
+        tap.intercept(name, on_product, skip=is_layer_with_bias, multiplies=True)
+    for name in ("bmm", "baddbmm", "dot", "bmm.out", "baddbmm.out"):
         tap.intercept(name, on_product, multiplies=True)
-    for name in ("addmm", "addmm.out"):  # every nn.Linear is one: intercepted only where weights may meet values
-        tap.intercept(name, on_product, tap.FOLLOW_KEY)
+    tap.intercept("convolution", OnOtherProduct(torch.ops.aten.convolution.default), skip=is_layer, multiplies=True)
+    tap.intercept("addbmm", OnOtherProduct(torch.ops.aten.addbmm.default), multiplies=True)
     tap.intercept("cdist", on_distances)
     einsum_attention.install()
     weight_operators.install()
@@ -93,41 +103,34 @@ def on_distances(listener: tap.Listener, call: dict[str, Any], out: Tensor, fram
 def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """exp of log-weights gives weights; exp of scores gives them once they are divided by their sum."""
     eager, exponent = listener.eager, call.get("exponent", call["self"])
-    if (softmax := eager.softmax_of(exponent)) is not None:
-        alias = softmax.aliases[storage_of(exponent)]
-        if alias.altered is LOGARITHM:
-            softmax.add(out, alias._replace(altered=None))
-            return
-    if out.ndim < 2 or not any(product.shape.numel() == out.numel() for product in eager.products):
+    softmax, product = eager.softmax_of(exponent), eager.product_behind(exponent)
+    alias = None if softmax is None else softmax.aliases[storage_of(exponent)]
+    if softmax is not None and alias is not None and alias.altered is LOGARITHM:
+        softmax.add(out, alias._replace(altered=None))
         return
-    if (site := listener.call_site(frame)) is not None and eager.product_of(out, None, site) is not None:
-        if type(site.module).__name__ in CHUNKED:
-            listener.refuse_at(frame, IN_CHUNKS)
-        else:
-            eager.start(out, None, site, None, UNNORMALISED)
+    if softmax is not None and product is None:
+        moved_weights.mark_as_unknown(softmax, out, "exp")
+    if out.ndim < 2 or product is None or (site := listener.call_site(frame)) is None:
+        return
+    if type(site.module).__name__ in CHUNKED:
+        listener.refuse_at(frame, IN_CHUNKS)
+    else:
+        eager.start(out, None, site, product, None, UNNORMALISED)
 
 
 def _is_activation(live: list[Any], args: tuple[Any, ...]) -> bool:
-    """Whether no listener has seen a product of that shape last: most such functions are of a feed-forward layer."""
-    return not any(_is_newest_product(listener, args[0]) for listener in live)
-
-
-def _is_newest_product(listener: tap.Listener, x: Tensor) -> bool:
-    """Whether x may be a view of the newest product, or its scores after scale and mask."""
-    if not (products := listener.eager.products):
-        return False
-    shape = products[-1].shape
-    return x.ndim > 1 and len(shape) > 1 and x.shape[-2:] == shape[-2:] and x.numel() == shape.numel()
+    """Whether no listener has seen a product that this was made of: most such functions are of a feed-forward layer."""
+    return all(listener.eager.product_behind(args[0]) is None for listener in live)
 
 
 def on_pointwise(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    """A function of each score alone: weights, if it is of the newest product. Activations and gates are such too."""
+    """A function of each score alone: weights, perhaps. Activations and gates are such too."""
     eager = listener.eager
-    if not _is_newest_product(listener, out):
-        return  # of another listener
-    site = listener.call_site(frame)
-    if site is not None and eager.product_of(out, -1, site) is eager.products[-1]:
-        eager.start(out, -1, site, None, POINTWISE)
+    product = eager.product_behind(call["self"])
+    if product is None:
+        weight_operators.changes_weights(listener, call, out, frame)
+    elif out.ndim > 1 and (site := listener.call_site(frame)) is not None:
+        eager.start(out, None, site, product, None, POINTWISE)
 
 
 def _is_far_from_weights(live: list[Any], args: tuple[Any, ...]) -> bool:
@@ -147,10 +150,8 @@ def on_topk(listener: tap.Listener, call: dict[str, Any], out: Any, frame: Frame
     eager = listener.eager
     if (softmax := eager.softmax_of(call["self"])) is not None:
         softmax.add(out[0], Alias(None, out[0].stride(call["dim"]), call["k"], CHOSEN))
-    elif eager.products and (site := listener.call_site(frame)) is not None:
-        product = eager.product_of(call["self"], call["dim"], site)
-        if product is not None:
-            eager.products.append(product._replace(storage=storage_of(out[0]), shape=out[0].shape, chosen=True))
+    elif (product := eager.product_behind(call["self"])) is not None:
+        eager.add_scores(out[0], product._replace(chosen=True))
 
 
 def _start(
@@ -162,7 +163,8 @@ def _start(
     if type(site.module).__name__ in CHUNKED and out.ndim > 2:
         listener.refuse_at(frame, IN_CHUNKS)
         return
-    listener.eager.start(out, axis, site, scores if listener.wants_scores and axis == -1 else None, altered)
+    wanted = scores if listener.wants_scores and axis == -1 else None
+    listener.eager.start(out, axis, site, listener.eager.product_behind(scores), wanted, altered)
 
 
 # Where a trail ends: weights meet values.
@@ -175,13 +177,13 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     if out.is_nested:
         return
     met = False
-    if (softmax := eager.softmax_of(left)) is not None and is_parameter(right):
+    if (softmax := eager.softmax_of(left)) is not None and _is_of_layer(listener, right, frame):
         if axis_of_keys(left, softmax.aliases[storage_of(left)]) not in (None, -1):
             moved_weights.mark_as_unknown(softmax, out, "a layer over its heads (talking heads)")
     elif softmax is not None:
         axes = axes_of_keys(left, softmax.aliases[storage_of(left)])
         met = meet(listener, softmax, left, right, right_way=-1 in axes, direct=True)
-    elif (softmax := eager.softmax_of(right)) is not None and not is_parameter(left):
+    elif (softmax := eager.softmax_of(right)) is not None and not _is_of_layer(listener, left, frame):
         axes, one_row = axes_of_keys(right, softmax.aliases[storage_of(right)]), right.ndim == 1
         used, v = right if one_row else right.mT, left.mT if left.ndim > 1 else left
         met = meet(listener, softmax, used, v, right_way=(-1 if one_row else -2) in axes, direct=False)
@@ -192,12 +194,19 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     if site.compiled and left.ndim > 2 and _is_around_fused_softmax(eager, left, right, site):
         listener.refuse(site.name, CAPTURED)
     ends = out.shape[-1:] if learned else out.shape[-2:]  # a softmax over the queries is that of a layer
-    eager.add_product(out, site.name, flat=not learned and left.ndim <= 2, ends=tuple(ends))
+    eager.add_product(out, site.name, flat=not learned and left.ndim <= 2, ends=tuple(ends), patience=100)
+
+
+def _is_of_layer(listener: tap.Listener, x: Tensor, frame: FrameType) -> bool:
+    """Whether a factor is a parameter, or may be one that autocast has copied to another type."""
+    if is_parameter(x) or x.ndim != 2:
+        return is_parameter(x)
+    return (site := listener.call_site(frame)) is not None and _is_cast_layer(x, site)
 
 
 def _is_cast_layer(right: Tensor, site: CallSite) -> bool:
-    """Whether a matrix may be a parameter of the module that autocast has copied to another type."""
-    if right.ndim != 2 or site.module is None:
+    """Whether a matrix or kernel may be a parameter of the module that autocast has copied to another type."""
+    if right.ndim < 2 or site.module is None:
         return False
     shapes = (right.shape, right.mT.shape)
     return any(p.shape in shapes and p.dtype != right.dtype for p in site.module.parameters(recurse=False))
@@ -215,6 +224,24 @@ def _is_around_fused_softmax(eager: EagerTracker, left: Tensor, right: Tensor, s
     )
 
 
+class OnOtherProduct:
+    """Handler of a product that may give scores and, where weights meet their values in it, is not followed."""
+
+    def __init__(self, op: Any) -> None:
+        self.op = op
+
+    def __call__(self, listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+        left, right = (call["input"], call["weight"]) if "weight" in call else factors_of(call)
+        if listener.eager.open:
+            other_operators.on_other(listener, self.op, (left, right), out, frame)
+        if not (is_computed(left) and is_computed(right)) or (site := listener.call_site(frame)) is None:
+            return
+        if not _is_cast_layer(right, site):
+            # A convolution has queries or keys as its channels.
+            ends = (len(right) // call["groups"], *out.shape[2:]) if "groups" in call else tuple(out.shape)
+            listener.eager.add_product(out, site.name, flat=False, ends=ends)
+
+
 _over_heads = moved_weights.OnReduced("sum")
 
 
@@ -228,24 +255,6 @@ def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
     if softmax is None:
         _over_heads(listener, call, out, frame)
         return
-    if call["keepdim"] or not call["dim"]:
-        return
-    w, v = softmax.weighted[storage_of(x)]
-    w = collapsed(w)
-    axis, *more = [dim % x.ndim - x.ndim for dim in call["dim"]]
-    if (
-        more
-        or axis not in axes_of_keys(w, softmax.aliases[storage_of(w)])
-        or not isinstance(v, Tensor)
-        or not v.is_floating_point()
-        or is_parameter(v)
-    ):
-        return
-    # Where the values have no axis of their own for the rows of w, the axis of their features stands in its place.
-    grown = [n for n in range(-w.ndim, 0) if w.shape[n] == 1 and x.shape[n] > 1 and n != axis]
-    rows = [n for n in range(-w.ndim, 0) if w.shape[n] > 1 and n != axis and (-n > v.ndim or v.shape[n] == 1)]
-    used = w.movedim(axis, -1)
-    if grown and (rows or w.ndim > 4):
-        used = w.squeeze(grown[-1]).movedim(axis if axis > grown[-1] else axis + 1, -1)
-    if is_attention(listener, softmax, softmax.aliases[storage_of(w)], used, v, direct=False):
-        finish(listener, softmax, used, None if rows or grown != [-1] else v, w, v)
+    summed = [dim % x.ndim - x.ndim for dim in call["dim"] or ()]
+    if summed and not einsum_attention.on_weighted(listener, softmax, x, summed):
+        softmax.strayed = softmax.strayed or "sum"

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from . import tap
 from .einsum_equation import may_be_scores, own_axes, sorted_axes, spell_out
-from .meeting import finish, is_attention
-from .product_factors import has_learned_queries, is_computed
+from .meeting import collapsed, finish, is_attention
+from .product_factors import has_learned_queries, is_computed, is_parameter
 from .softmax_trail import OpenSoftmax, axes_of_keys, storage_of
 
 __all__ = ["install"]
@@ -54,7 +54,6 @@ def _on_values(
 ) -> None:
     """Weights w meet the other operand: their axes are put in order (batch, heads, queries, keys)."""
     alias = softmax.aliases[storage_of(w)]
-    order = None
     if len(operands) != 2 or any("." in side or len(set(side)) < len(side) for side in letters):
         reason = "which is not read"
     else:
@@ -62,15 +61,91 @@ def _on_values(
         mine, others, v = letters[at], letters[1 - at], operands[1 - at]
         summed = [n for n in axes_of_keys(w, alias) if mine[n] in others and mine[n] not in result]
         if summed:  # the sum must run over the keys
-            order = sorted_axes(mine, others, result, mine[summed[0]], w.shape)
+            if _finish_in_order(listener, softmax, w, v, (mine, others, result), mine[summed[0]], w):
+                return
             reason = "whose batch, heads and queries cannot be told apart"
         else:
             reason = "which does not sum over the axis of softmax"
+    listener.eager.close(softmax)
+    listener.refuse(softmax.site.name, f"its weights enter einsum({equation!r}), {reason}")
+
+
+def _finish_in_order(
+    listener: tap.Listener,
+    softmax: OpenSoftmax,
+    w: Tensor,
+    v: Tensor,
+    letters: tuple[str, str, str],
+    keys: str,
+    factor: Tensor,
+) -> bool:
+    """Report weights with the axes in order; whether these can be told apart.
+
+    Args:
+        listener: The listener.
+        softmax: The softmax of the weights.
+        w: The weights.
+        v: The values.
+        letters: The axes of w, of v and of the result.
+        keys: The axis of keys.
+        factor: The operand that held the weights.
+    """
+    mine, others, result = letters
+    order = sorted_axes(mine, others, result, keys, w.shape)
     if order is None:
-        listener.eager.close(softmax)
-        listener.refuse(softmax.site.name, f"its weights enter einsum({equation!r}), {reason}")
-        return
+        return False
     used = w.permute([mine.index(letter) for letter in order.axes])
     used = used if order.has_rows else used.unsqueeze(-2)
     values = v.permute([others.index(letter) for letter in order.of_values])
-    finish(listener, softmax, used, values if values.ndim == used.ndim else None, w, values)
+    finish(listener, softmax, used, values if values.ndim == used.ndim else None, factor, values)
+    return True
+
+
+def on_weighted(listener: tap.Listener, softmax: OpenSoftmax, x: Tensor, summed: list[int]) -> bool:
+    """(w * v).sum over the keys, as the einsum that it is: an axis of 1 in one operand is no axis of it.
+
+    Args:
+        listener: The listener.
+        softmax: The softmax of w.
+        x: The product w * v.
+        summed: The axes that are summed over, from the end.
+
+    Returns:
+        Whether this is understood: attention, recorded or refused, or a sum that is none.
+    """
+    w, v, *layout = softmax.weighted[storage_of(x)]
+    if not isinstance(v, Tensor) or not v.is_floating_point() or is_parameter(v):
+        return True
+    alias, axis = softmax.aliases[storage_of(w)], summed[0]
+    if layout != [x.shape, x.stride()] or len(summed) > 1:
+        return False
+    w_shape, v_shape = (_own_shape(operand, x.ndim) for operand in (w, v))
+    along = axes_of_keys(w, alias)
+    if len(along) == 1 and axis not in along and v_shape[along[0]] > 1:
+        return True  # a gate: what softmax ran over is no axis that the sum removes, nor one that only w has
+    if axis not in along or v_shape[axis] == 1 < w_shape[axis]:
+        return False
+    spare = 2 - sum(a > 1 < b for n, (a, b) in enumerate(zip(w_shape, v_shape, strict=True)) if n - x.ndim != axis)
+    mine = others = ""
+    for letter, n in zip("abcdefghklmn", range(-x.ndim, 0), strict=False):
+        is_batch = n != axis and w_shape[n] == v_shape[n] == 1 and spare > 0  # one sequence, or one head
+        spare -= is_batch
+        mine += letter if w_shape[n] > 1 or n == axis or is_batch else ""
+        others += letter if v_shape[n] > 1 or n == axis or is_batch else ""
+    letters = "abcdefghklmn"[: x.ndim]
+    keys = letters[axis]
+    own_w, own_v = (_only(operand, side, letters) for operand, side in ((w, mine), (v, others)))
+    if not is_attention(listener, softmax, alias, own_w, own_v, direct=False):
+        return True
+    return _finish_in_order(listener, softmax, own_w, own_v, (mine, others, letters.replace(keys, "")), keys, w)
+
+
+def _own_shape(x: Tensor, ndim: int) -> list[int]:
+    """The shape of an operand that is broadcast to so many axes, before any was expanded."""
+    return [1] * (ndim - x.ndim) + list(collapsed(x).shape)
+
+
+def _only(x: Tensor, side: str, letters: str) -> Tensor:
+    """The axes of an operand that are among these letters; the others have one number."""
+    x = collapsed(x)[(None,) * (len(letters) - x.ndim)]
+    return x[tuple(slice(None) if letter in side else 0 for letter in letters)]

@@ -58,11 +58,14 @@ class SortedAxes(NamedTuple):
 def sorted_axes(mine: str, others: str, result: str, keys: str, shape: Sequence[int]) -> SortedAxes | None:
     """The axes of weights (letters `mine`) that meet values (`others`) in an einsum; None if they cannot be told apart.
 
-    An axis that the values have too is batch or heads; the result has the two in the order in which the model has them.
+    An axis that the values have too is batch or heads, in the order that most of the three have; where they differ, an
+    axis of one is the batch.
     An axis that they lack is that of the queries, or of heads that share the values.
     """
     shared = [letter for letter in result if letter in mine and letter in others]
     shared += [letter for letter in mine if letter in others and letter != keys and letter not in shared]
+    if len(shared) == 2:
+        shared = _in_order(shared, (mine, others, result), shape, mine)
     rows = [letter for letter in mine if letter not in others]
     if len(rows) > 1 and (len(rows) > 2 or len(shared) > 1):
         return None
@@ -75,3 +78,12 @@ def sorted_axes(mine: str, others: str, result: str, keys: str, shape: Sequence[
             return None
     size = [letter for letter in others if letter not in mine]
     return SortedAxes("".join([*shared, *rows, keys]), "".join([*shared, keys, *size]), bool(rows))
+
+
+def _in_order(two: list[str], sides: tuple[str, ...], shape: Sequence[int], mine: str) -> list[str]:
+    """Two axes in the order of most sides; an axis of one first, where the sides differ."""
+    swapped = [side.index(two[0]) > side.index(two[1]) for side in sides if set(two) <= set(side)]
+    sizes = [shape[mine.index(letter)] for letter in two]
+    if any(swapped) and not all(swapped) and sizes.count(1) == 1:
+        return sorted(two, key=lambda letter: shape[mine.index(letter)] > 1)
+    return two[::-1] if 2 * sum(swapped) > len(swapped) else two

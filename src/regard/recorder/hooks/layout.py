@@ -40,7 +40,7 @@ def heads_come_first(x: Tensor, module: Any, batch: int | None, as_projected: bo
         # Only heads lie inside the positions, next to each other: a projection gives (batch, length, heads · size).
         inside = any(size > 1 and step > steps[0] for size, step in zip(x.shape[2:], steps[2:], strict=True))
         return True if inside else None if second > 1 else False
-    return None if first != second == batch and first % second else False  # windows of an image multiply the batch
+    return None if first != second == batch else False
 
 
 def _heads_of(module: nn.Module | None) -> int | None:

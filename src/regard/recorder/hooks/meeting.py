@@ -66,13 +66,18 @@ def is_attention(
     """
     if alias.altered is LOGARITHM or (alias.altered is UNNORMALISED and softmax.product is None):
         return False
-    if softmax.product is not None and not (softmax.product.flat and (used.ndim > 2 or v.ndim > 2)):
+    if softmax.product is not None and not (softmax.is_flat and max(_axes(used), _axes(v)) > 2):
         return True
     module = softmax.site.module
     usual = direct and softmax.axis == -1 and used.ndim > 2 and v.ndim > 2
     if usual and ((module is not None and looks_like_attention(module)) or listener.eager.is_product(v)):
         return True
     return _pools_a_sequence(listener, softmax, alias, used, v)
+
+
+def _axes(x: Tensor) -> int:
+    """The number of axes of more than one."""
+    return sum(size > 1 for size in x.shape)
 
 
 def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, used: Tensor, v: Tensor) -> bool:

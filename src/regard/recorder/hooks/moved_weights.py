@@ -23,6 +23,8 @@ def install() -> None:
     """Intercept these operators while a softmax is open."""
     for name in ("amax", "amin", "max.dim", "min.dim"):
         tap.intercept(name, OnReduced(name), tap.FOLLOW_KEY)
+    for name in ("cat", "concat", "stack"):
+        tap.intercept(name, OnJoined(name), tap.FOLLOW_KEY)
     for name in ("flip", "roll"):
         tap.intercept(name, OnMoved(name, lambda call: call["dims"]), tap.FOLLOW_KEY)
     for name in ("index_select", "repeat_interleave.self_int", "cumsum", "cumprod", "sort"):
@@ -98,6 +100,7 @@ class OnJoined:
         eager = listener.eager
         eager.count_operator()
         place = call["dim"] % out.ndim - out.ndim
+        eager.merge([softmax for w in call["tensors"] if (softmax := eager.softmax_of(w)) is not None])
         for w in call["tensors"]:
             if (softmax := eager.softmax_of(w)) is None or softmax.alias_of(out) is not None:
                 continue
@@ -109,10 +112,11 @@ class OnJoined:
                 mark_as_unknown(softmax, out, self.operator)
             else:
                 _carry_on(softmax, w, out, axis)
+                softmax.unmet = max(softmax.unmet, out.numel())
+                softmax.is_flat = softmax.is_flat and out.ndim <= 2
 
 
 #: Handlers, by name, of operators that may also give scores: `pairs` registers them.
 BY_NAME: dict[str, tap.Handler] = {
     "mean.dim": OnReduced("mean"),
-    **{name: OnJoined(name) for name in ("cat", "concat", "stack")},
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 from . import tap
 from .moved_weights import mark_as_unknown
 from .product_factors import is_computed
-from .softmax_trail import LOGARITHM, POINTWISE, OpenSoftmax, axis_of_keys, storage_of
+from .softmax_trail import LOGARITHM, OpenSoftmax, axis_of_keys, storage_of
 
 __all__ = ["install"]
 
@@ -39,7 +39,8 @@ def on_other(listener: tap.Listener, op: Any, operands: tuple[Any, ...], out: An
         or name.endswith("_like")
     ):
         return  # it reads the shape alone
-    axis = axis_of_keys(w, softmax.aliases[storage_of(w)])
+    alias = softmax.aliases[storage_of(w)]
+    axis = None if alias.altered is not None else axis_of_keys(w, alias)
     results = list(_tensors((out,)))
     if isinstance(out, Tensor) and not results and out.ndim >= w.ndim:  # sparse, say
         softmax.strayed = softmax.strayed or name
@@ -63,9 +64,10 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _may_be_values(x: Tensor, w: Tensor, softmax: OpenSoftmax) -> bool:
     """Whether an operand beside weights may be values: it has their keys, and features of its own."""
     alias = softmax.aliases[storage_of(w)]
-    if softmax.product is None or alias.altered in (LOGARITHM, POINTWISE) or not is_computed(x) or x.ndim < 2:
+    if softmax.product is None or alias.altered is LOGARITHM or not is_computed(x) or x.ndim < 2:
         return False
-    axis = axis_of_keys(w, alias)
-    keys = alias.keys if axis is None else w.shape[axis]
+    axis = None if alias.altered is not None else axis_of_keys(w, alias)
+    keys = {*w.shape, *softmax.product.ends} if axis is None else {w.shape[axis]}
     same = len(x.shape) <= w.ndim and all(a in (1, b) for a, b in zip(x.shape[::-1], w.shape[::-1], strict=False))
-    return keys in x.shape and not same
+    # Several groups may share an axis.
+    return not same and any(size % count == 0 for size in x.shape for count in keys if count > 1)

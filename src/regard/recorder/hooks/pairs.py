@@ -1,4 +1,4 @@
-"""Scores that no product of matrices computes: sums over features, sums of two sequences, and heads joined.
+"""Scores that no product of matrices computes: sums over features, and sums of two sequences.
 
 `(q[:, None] * k).sum(-1)`, a distance, or additive attention's `v · tanh(q + k)` pairs two sequences by broadcasting.
 The result may be scores: the softmax over it, and the product which that enters, decide.
@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from . import tap
-from .softmax_trail import RecentProduct
 
-__all__ = ["SUMS", "install", "joins", "on_joined", "on_outer_sum", "on_sum", "pairs", "sums_features"]
+__all__ = ["SUMS", "install", "on_outer_sum", "on_sum", "pairs", "sums_features"]
 
 #: Operators that sum over features, in their own way.
 SUMS = ("sum.dim_IntList", "mean.dim", "linalg_vector_norm")
@@ -26,7 +25,6 @@ def install(follow: dict[str, Callable[..., None]]) -> None:
     for names, begins, handler in (
         (SUMS, sums_features, on_sum),
         (("add.Tensor",), pairs, on_outer_sum),
-        (("cat", "concat", "stack"), joins, on_joined),
     ):
         for name in names:
             tap.intercept(name, _both(follow.get(name), begins, handler), skip=_unless(begins))
@@ -72,7 +70,7 @@ def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
 def pairs(live: list[Any], args: tuple[Any, ...]) -> bool:
     """Whether two operands have an axis each that the other lacks, by which they are broadcast."""
     x, y = args[:2]
-    if not isinstance(y, Tensor) or x.ndim != y.ndim or x.ndim < 2:
+    if not isinstance(y, Tensor) or x.ndim != y.ndim or x.ndim < 2 or x.is_nested or y.is_nested:
         return False
     if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():  # nothing was expanded
         return False
@@ -92,23 +90,3 @@ def on_outer_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, fram
     own = zip(_own_shape(call["self"]), _own_shape(call["other"]), strict=True)
     ends = tuple(max(a, b) for a, b in own if a != b and 1 in (a, b))
     listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=ends)
-    if out.ndim > 2 and call["self"].shape[-1] == call["other"].shape[-1]:
-        listener.eager.add_product(out[..., 0], site.name, flat=out.ndim <= 3, ends=ends)
-
-
-def joins(live: list[Any], args: tuple[Any, ...]) -> bool:
-    """Whether tensors that are joined may be scores of heads, or of chunks of rows, which were computed one by one."""
-    tensors = args[0]
-    if len(tensors) < 2:
-        return False
-    products = [product for listener in live for product in listener.eager.products]
-    return bool(products) and tensors[0].shape in [product.shape for product in products]
-
-
-def on_joined(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
-    """Scores that were computed one by one, joined."""
-    if (site := listener.call_site(frame)) is not None:
-        parts: list[RecentProduct] = [p for p in listener.eager.products if p.shape == call["tensors"][0].shape]
-        if parts:
-            ends = (*parts[-1].ends, out.shape[call["dim"]])
-            listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=ends)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["factors_of", "has_learned_queries", "is_computed", "is_layer", "is_parameter"]
+__all__ = ["factors_of", "has_learned_queries", "is_computed", "is_layer", "is_layer_with_bias", "is_parameter"]
 
 
 def factors_of(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -16,7 +16,9 @@ def factors_of(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return call["batch1"], call["batch2"]
     if "mat1" in call:
         return call["mat1"], call["mat2"]
-    return call["self"], next(call[name] for name in ("other", "mat2", "vec") if name in call)
+    if "vec" in call and "mat" in call:
+        return call["mat"], call["vec"]
+    return call["self"], next(call[name] for name in ("other", "mat2", "vec", "tensor") if name in call)
 
 
 def is_computed(x: Tensor) -> bool:
@@ -32,6 +34,11 @@ def is_layer(live: list[Any], factors: tuple[Any, ...]) -> bool:
     if len(factors) < 2 or has_learned_queries(*factors[:2]):
         return False
     return is_parameter(factors[1]) or is_parameter(factors[0])
+
+
+def is_layer_with_bias(live: list[Any], arguments: tuple[Any, ...]) -> bool:
+    """The same where the bias is the first argument."""
+    return is_layer(live, arguments[1:])
 
 
 def has_learned_queries(left: Tensor, right: Tensor) -> bool:

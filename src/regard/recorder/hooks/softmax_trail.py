@@ -7,8 +7,9 @@ its address may be used again.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ __all__ = [
     "Alias",
     "EagerTracker",
     "OpenSoftmax",
-    "RecentProduct",
+    "ScoreProduct",
     "axes_of_keys",
     "axis_of_keys",
     "before_dropout",
@@ -109,13 +110,14 @@ class OpenSoftmax:
     """A softmax whose product with values has not come yet."""
 
     site: CallSite
-    product: RecentProduct | None  # the product of two computed tensors that made its scores
+    product: ScoreProduct | None  # the product of two computed tensors that made its scores
     axis: int  # the axis it ran over, from the end
     scores: Tensor | None  # for a listener that wants them
+    is_flat: bool  # whether its scores are a matrix without batch axes, a product of two matrices
     unmet: int  # cells that have not met values yet: a loop over heads takes its weights part by part
     operators: int = 0  # operators since
     aliases: dict[int, Alias] = field(default_factory=dict)  # by storage
-    weighted: dict[int, tuple[Tensor, Any]] = field(default_factory=dict)  # w * v by storage: (w, v)
+    weighted: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # w * v by storage: (w, v, shape, strides)
     parts: set[Any] = field(default_factory=set)  # the views that have met values
     storages: dict[int, StorageWeakRef] = field(default_factory=dict)  # of the aliases
     strayed: str | None = None  # an operator that took its weights with something else, and is not followed
@@ -127,6 +129,15 @@ class OpenSoftmax:
             self.weighted.pop(address, None)
         self.aliases[address] = alias
         self.storages[address] = StorageWeakRef(out.untyped_storage())
+
+    def absorb(self, other: OpenSoftmax) -> None:
+        """Follow the weights of another softmax as well: they were joined with these."""
+        self.aliases |= other.aliases
+        self.storages |= other.storages
+        self.weighted |= other.weighted
+        self.parts |= other.parts
+        self.unmet += other.unmet
+        self.product, self.scores = self.product or other.product, None
 
     def alias_of(self, x: Any) -> Alias | None:
         if not isinstance(x, Tensor) or (address := storage_of(x)) not in self.aliases:
@@ -153,78 +164,100 @@ class OpenSoftmax:
         return True
 
 
-class RecentProduct(NamedTuple):
-    """The address and shape of a product of two computed tensors; the tensor itself may be gone."""
+class ScoreProduct(NamedTuple):
+    """A product of two computed tensors, which may be scores."""
 
-    storage: int
     shape: torch.Size
     name: str  # of the module that multiplied
     flat: bool  # whether its factors are matrices without batch axes
     ends: tuple[int, ...]  # the sizes of the axes that only one of its factors has: queries and keys
     chosen: bool = False  # whether only its largest scores are left
 
-    def may_be_scores_of(self, w: Tensor, axis: int | None) -> bool:
-        """Whether w could be a softmax of this product over that axis, or any; perhaps with a sink as one more key."""
-        if self.chosen or len(self.shape) < 2:
-            return w.shape == self.shape
-        if w.numel() == self.shape.numel():
-            return any(keys in self.ends for keys in (w.shape if axis is None else w.shape[axis : axis + 1 or None]))
-        keys, j = w.shape[-1], self.shape[-1]
-        return axis == -1 and keys == j + 1 and w.numel() * j == self.shape.numel() * keys
-
-    def is_near(self, site: CallSite) -> bool:
-        """Whether the module that multiplied is that of the site, a part of it, around it, or beside a helper."""
-        mine, name = self.name, site.name
-        if mine == name or not mine or not name or name.startswith(mine + ".") or mine.startswith(name + "."):
-            return True
-        # A softmax that is a module of its own stands beside the one that multiplies; a router, which has parameters,
-        # may stand beside the product of rotary angles.
-        helper = site.module is None or next(site.module.parameters(), None) is None
-        return helper and mine.rpartition(".")[0] == name.rpartition(".")[0]
+    def survives_layer(self, x: Tensor) -> bool:
+        """Whether a layer over the last axis of x leaves the axes of queries and keys of this product as they are."""
+        pairs, rows = math.prod(self.ends), x.shape[:-1].numel()
+        return len(self.ends) > 1 and x.ndim > 1 and pairs > 0 and rows % pairs == 0
 
 
 class EagerTracker:
-    """One listener's memory: recent products and open softmaxes.
+    """One listener's memory: products, what was made of them, and open softmaxes.
 
     Args:
         refuse: The listener's method, in a weak reference.
-        by_name: Whether modules have names that say where they are.
     """
 
-    def __init__(self, refuse: Callable[[], Any] = lambda: None, by_name: bool = True) -> None:
-        self.products: deque[RecentProduct] = deque(maxlen=16)
+    def __init__(self, refuse: Callable[[], Any] = lambda: None) -> None:
+        self.products: deque[ScoreProduct] = deque(maxlen=16)  # the newest
+        self.scores: dict[int, tuple[ScoreProduct, StorageWeakRef]] = {}  # what was made of a product, by storage
+        self.patience = 0  # operators until scores are given up that no softmax took
         self.open: list[OpenSoftmax] = []
-        self.refuse, self.by_name = refuse, by_name
+        self.refuse = refuse
 
-    def add_product(self, out: Tensor, name: str, flat: bool, ends: tuple[int, ...] | None = None) -> None:
+    def add_product(
+        self, out: Tensor, name: str, flat: bool, ends: tuple[int, ...] | None = None, patience: int = PATIENCE
+    ) -> None:
         """A product of two computed tensors, in the module of that name; by default its last axes are the ends."""
-        ends = tuple(out.shape[-2:]) if ends is None else ends
-        self.products.append(RecentProduct(storage_of(out), out.shape, name, flat, ends))
+        product = ScoreProduct(out.shape, name, flat, tuple(out.shape[-2:]) if ends is None else ends)
+        self.products.append(product)
+        self.patience = max(self.patience, patience)
+        self.add_scores(out, product)
+        tap.follow(True)
 
-    def product_of(self, w: Tensor, axis: int | None, site: CallSite) -> RecentProduct | None:
-        """The newest product that w may be a softmax of, over that axis or any, and at that site."""
-        for product in reversed(self.products):
-            if product.may_be_scores_of(w, axis) and (not self.by_name or product.is_near(site)):
-                return product
-        return None
+    def add_scores(self, x: Tensor, product: ScoreProduct) -> None:
+        """Tensor x is made of a product; one without elements has no memory to be known by."""
+        if x.numel() == 0:
+            return
+        self.scores[storage_of(x)] = product, StorageWeakRef(x.untyped_storage())
+
+    def product_behind(self, x: Any) -> ScoreProduct | None:
+        """The product that a tensor was made of, by whatever operators."""
+        if not self.scores or (x := tap.memory_of(x)) is None:
+            return None
+        product, storage = self.scores.get(storage_of(x), (None, None))
+        return None if storage is None or storage.expired() else product
+
+    def carry(self, operands: Iterable[Any], out: Any, multiplies: bool = False) -> None:
+        """Mark the results of an operator on scores as scores; but for a layer that mixes queries or keys.
+
+        Args:
+            operands: What the operator takes.
+            out: What it returns.
+            multiplies: Whether it is a product.
+        """
+        self.patience -= 1
+        sources = [(x, product) for x in _tensors(operands) if (product := self.product_behind(x)) is not None]
+        carried = next((product for x, product in sources if not multiplies or product.survives_layer(x)), None)
+        for result in _tensors((out,)) if carried is not None else ():
+            if result.is_floating_point() and self.product_behind(result) is None:
+                self.add_scores(result, carried)
+        if self.patience < 0 or all(storage.expired() for _, storage in self.scores.values()):
+            self.scores.clear()
+            self._unfollow()
 
     def is_product(self, x: Tensor) -> bool:
-        """Whether x is one of the recent products."""
-        return any(p.storage == storage_of(x) and p.shape[-2:] == x.shape[-2:] for p in self.products)
+        """Whether x is a product of two computed tensors, perhaps scaled."""
+        product = self.product_behind(x)
+        return product is not None and product.shape[-2:] == x.shape[-2:]
 
     def start(
-        self, w: Tensor, axis: int | None, site: CallSite, scores: Tensor | None, altered: str | None = None
+        self,
+        w: Tensor,
+        axis: int | None,
+        site: CallSite,
+        product: ScoreProduct | None,
+        scores: Tensor | None,
+        altered: str | None = None,
     ) -> None:
         """A softmax with output w over an axis, counted from the end; None where what follows will say which."""
         over = [softmax for softmax in self.open if softmax.is_over]
         if len(self.open) - len(over) >= MOST_OPEN:
             over.append(next((softmax for softmax in self.open if softmax.parts), self.open[0]))
         self._give_up(over)
-        product = self.product_of(w, axis, site)
         if product is not None and product.chosen:
             altered = CHOSEN
         axis = -1 if axis is None else axis
-        softmax = OpenSoftmax(site, product, axis, scores, w.numel())
+        is_flat = product is not None and product.flat and w.ndim <= 2
+        softmax = OpenSoftmax(site, product, axis, scores, is_flat, w.numel())
         softmax.add(w, Alias(None, w.stride(axis), w.shape[axis], altered))
         self.open.append(softmax)
         tap.follow(True)
@@ -240,6 +273,14 @@ class EagerTracker:
         """It met its values, or was refused."""
         self.open = [other for other in self.open if other is not softmax]
         self._unfollow()
+
+    def merge(self, joined: list[OpenSoftmax]) -> None:
+        """Softmaxes of heads, or of chunks of rows, whose weights were joined are one."""
+        first = joined[0] if joined else None
+        for other in joined:
+            if first is not None and other is not first and any(other is softmax for softmax in self.open):
+                first.absorb(other)
+                self.close(other)
 
     def clear(self) -> None:
         self._give_up(self.open)
@@ -260,5 +301,14 @@ class EagerTracker:
         self._unfollow()
 
     def _unfollow(self) -> None:
-        if not any(other.eager.open for other in tap.listeners()):
+        if not any(other.eager.open or other.eager.scores for other in tap.listeners()):
             tap.follow(False)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors of plain numbers among values, those in lists and inside of wrappers included."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif (x := tap.memory_of(value)) is not None:
+            yield x

@@ -42,6 +42,7 @@ __all__ = [
     "is_readable",
     "is_suspended",
     "listeners",
+    "memory_of",
     "suspended",
 ]
 
@@ -281,12 +282,14 @@ def _other_kernel(op: Any, handler: OtherHandler) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
-        live = [listener for listener in listeners() if listener.eager.open]
+        live = [listener for listener in listeners() if listener.eager.open or listener.eager.scores]
         if live and not in_backward() and not in_jit_trace():
-            frame = sys._getframe(1)
+            frame, operands = sys._getframe(1), (*args, *kwargs.values())
             for listener in live:
                 with guarded(listener, frame):
-                    handler(listener, op, (*args, *kwargs.values()), out, frame)
+                    listener.eager.carry(operands, out)
+                    if listener.eager.open:
+                        handler(listener, op, operands, out, frame)
         return out
 
     return kernel
@@ -339,6 +342,8 @@ def _kernel(
         if not (live := listeners()):
             _retain(live)  # a block that Ctrl-C ended left the key behind
         elif not in_backward():
+            if not attends and any(listener.eager.scores for listener in live):
+                _carry(live, (*args, *kwargs.values()), out, sys._getframe(1), multiplies)
             unreadable = _unreadable_kind((*args, *kwargs.values(), out), nested=not attends)
             if skip is not None and unreadable is None and skip(live, args):
                 return out
@@ -351,6 +356,13 @@ def _kernel(
         return out
 
     return kernel
+
+
+def _carry(live: list[Any], operands: tuple[Any, ...], out: Any, frame: FrameType, multiplies: bool) -> None:
+    for listener in live:
+        if listener.eager.scores:
+            with guarded(listener, frame):
+                listener.eager.carry(operands, out, multiplies)
 
 
 def _report(
@@ -383,16 +395,16 @@ def _pass_by(
         return
     for listener in live:
         with guarded(listener, frame):
-            inner = [x for value in call.values() if (x := _memory_of(value)) is not None]
+            inner = [x for value in call.values() if (x := memory_of(value)) is not None]
             if any(listener.eager.softmax_of(x) is not None for x in inner):
                 listener.refuse_at(frame, f"its weights are {unreadable}, which cannot be read here")
                 continue
-            product = _memory_of(out) if multiplies and out.ndim > 1 else None
+            product = memory_of(out) if multiplies and out.ndim > 1 else None
             if product is not None and (site := listener.call_site(frame)) is not None:
                 listener.eager.add_product(product, site.name, flat=False, ends=tuple(out.shape[-2:]))
 
 
-def _memory_of(x: Any) -> Tensor | None:
+def memory_of(x: Any) -> Tensor | None:
     """The tensor of plain numbers that x holds; None if there is none."""
     while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)

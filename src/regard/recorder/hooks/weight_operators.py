@@ -86,6 +86,9 @@ class OnElementwise:
             self._extend_alias(softmax, alias, axis, call, operand, result)
         else:
             mark_as_unknown(softmax, result, "a view in which their keys are merged with another axis")
+        if result.numel() > collapsed(operand).numel():
+            other = call.get("other") if operand is call.get("self") else call.get("self")
+            softmax.weighted[storage_of(result)] = operand, other, result.shape, result.stride()
 
     def _extend_alias(
         self, softmax: OpenSoftmax, alias: Alias, axis: int, call: dict[str, Any], operand: Tensor, result: Tensor
@@ -103,8 +106,6 @@ class OnElementwise:
         changed = alias.changed or self.scales  # by a gate or a mask; or by what makes rows sum to more than 1
         stride, keys = result.stride(axis), result.shape[axis]
         softmax.add(result, alias._replace(clean=clean, key_stride=stride, keys=keys, changed=changed))
-        if grows:
-            softmax.weighted[storage_of(result)] = operand, other
 
     @staticmethod
     def _alter_alias(softmax: OpenSoftmax, alias: Alias, call: dict[str, Any], operand: Tensor, result: Tensor) -> None:
