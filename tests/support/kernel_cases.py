@@ -242,7 +242,7 @@ def judged(case: KernelCase, device: str = "cpu", gradients: bool = True) -> Non
             right * (bounds["topk_scores"] + bounds["lse"][..., None]) + 1e-6,
         )
     u = ROUNDOFF[case.dtype]
-    # Of distances it is told by the way how much of dq and dk is in the two biases: all of it together is judged.
+    # Of a distance, what reaches q and k through its two biases comes apart or within dq and dk: their sums are judged.
     parts, grads, true_grads = true_grads, _complete(double[0], grads), _complete(double[0], true_grads)
     for n, (mine, right, part) in enumerate(zip(grads, true_grads, parts, strict=True)):
         if right is None:
