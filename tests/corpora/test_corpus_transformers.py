@@ -43,7 +43,8 @@ def test_attention_by_regard_and_its_statistics_come_from_one_pass(monkeypatch):
 
     monkeypatch.setattr(blockwise.Blockwise, "compute", counted)
     shape = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
-    for name, names in (("regard", {"y", "norm", "max_score", "entropy"}), ("sdpa", {"norm", "entropy", "max_score"})):
+    free = {"norm", "lse", "entropy", "max_score"}
+    for name, names in (("regard", {"y", *free}), ("sdpa", free)):
         config = transformers.LlamaConfig(**shape, num_attention_heads=4, attn_implementation=name)
         passes.clear()
         regard.corpus(transformers.LlamaForCausalLM(config), [torch.randint(30, (16,)).tolist()])
