@@ -227,8 +227,8 @@ class EagerTracker:
         self.patience -= 1
         sources = [(x, product) for x in _tensors(operands) if (product := self.product_behind(x)) is not None]
         carried = next((product for x, product in sources if not multiplies or product.survives_layer(x)), None)
-        for result in _tensors((out,)) if carried is not None else ():
-            if result.is_floating_point() and self.product_behind(result) is None:
+        for result in _tensors((out,)):
+            if carried is not None and result.is_floating_point() and self.product_behind(result) is None:
                 self.add_scores(result, carried)
         if self.patience < 0 or all(storage.expired() for _, storage in self.scores.values()):
             self.scores.clear()
