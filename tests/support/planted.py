@@ -88,6 +88,7 @@ TESTS = {
     "corpus": ("corpora/test_corpus.py", "not ranks and not rank_that"),
     "corpus: passes": ("corpora/test_corpus_transformers.py", "one_pass"),
     "corpus: host": ("corpora/test_host_syncs.py", ""),
+    "transformers on regard": ("integrations/test_transformers_on_regard.py", "bias_in or changes or checkpoints or its_own or causality"),
     "interrupted recordings": ("recorder/test_record_hooks.py", "record and any_line"),
 }  # fmt: skip
 
@@ -101,6 +102,12 @@ class Bug(NamedTuple):
 
 
 BUGS = [
+    # integrations/transformers.py.
+    Bug("every model takes the masks of SDPA", "integrations/transformers.py", "return (sdpa_mask if takes_sdpa_masks else eager_mask)", "return sdpa_mask", ("transformers on regard",)),
+    Bug("a layer without a word is causal", "integrations/transformers.py", "causal = _takes_sdpa_masks(type(module).__module__, encoder_decoder)", "causal = True", ("transformers on regard",)),
+    Bug("a bias that learns is read without its graph", "integrations/transformers.py", "return mask.requires_grad or torch.compiler", "return torch.compiler", ("transformers on regard",)),
+    Bug("a mask that changed is not parsed anew", "integrations/transformers.py", "if previous != form:", "if previous is None:", ("transformers on regard",)),
+    Bug("a checkpoint computes other statistics again", "integrations/transformers.py", "return _requested.get(module, ()), None", "return (), None", ("transformers on regard",)),
     # learn/parallel.py.
     Bug("processes take the mean of their losses", "learn/parallel.py", "(part, share * self.size, n == most - 1)", "(part, share, n == most - 1)", ("data-parallel",)),
     Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * most : (self.rank + 1) * most]", "own = parts[:most]", ("data-parallel",)),
