@@ -109,10 +109,10 @@ def read(name: str) -> list[Row]:
 
 
 def merged(name: str, rows: list[Row]) -> list[Row]:
-    """The rows of a result file, with these in the place of those of the same question and shape, new ones last."""
+    """The rows of a result file, with these in the place of those of the same question and shape on that kind of device, new ones last."""
 
     def question(r: Row) -> tuple[str, ...]:
-        return r.what, *map(str, r.shape)
+        return str(r.device.startswith("NVIDIA")), r.what, *map(str, r.shape)
 
     new = {question(r) for r in rows}
     old = [r for r in read(name) if question(r) not in new] if (RESULTS / f"{name}.json").exists() else []
