@@ -12,7 +12,17 @@ import regard
 from regard import Mask, Peak, Score, Statistics, TopK, Weights
 from regard.learn import Result, Trained
 from regard.look import View, ViewOptions
-from regard.nn import Block, Encoder, LanguageModel, SelfAttention
+from regard.nn import (
+    Block,
+    CrossAttention,
+    Decoder,
+    Encoder,
+    FeedForward,
+    LanguageModel,
+    SelfAttention,
+    TextEncoder,
+    Translator,
+)
 from regard.recorder import Layer, Recording
 
 
@@ -77,9 +87,16 @@ def layers(x: Tensor) -> None:
     seen = layer.see(x, "entropy", topk=2)
     assert_type(seen.entropy, Tensor)
     assert_type(layer.weights(x), Weights)
-    Block(16, 4, kv_heads=2, causal=True)
-    Encoder(16, 4, 2, norm="rms", positions="rotary", dropout=0.1)
-    LanguageModel(65, dim=16, heads=2, kv_heads=1, norm="rms")
+    assert_type(layer(x, mask=regard.padding([3])), Tensor)
+    assert_type(CrossAttention(16, 4)(x, x), Tensor)
+    assert_type(Block(16, 4, kv_heads=2, causal=True)(x), Tensor)
+    assert_type(Encoder(16, 4, 2, norm="rms", positions="rotary", dropout=0.1)(x), Tensor)
+    assert_type(Decoder(16, 4, 2)(x, x), Tensor)
+    assert_type(LanguageModel(65, dim=16, heads=2, kv_heads=1, norm="rms")(x), Tensor)
+    assert_type(Translator(65, dim=16, heads=2)(x, x), Tensor)
+    assert_type(TextEncoder(65, dim=16, heads=2)(x), Tensor)
+    assert_type(FeedForward(16)(x), Tensor)
+    layer(x, masked=True)  # type: ignore[call-arg]  # pyright: ignore
     Block(16, 4, norm="group")  # type: ignore[arg-type]  # pyright: ignore
     SelfAttention(16, 4, positions="spiral")  # type: ignore[arg-type]  # pyright: ignore
 
@@ -117,7 +134,9 @@ def recording(model: torch.nn.Module, x: Tensor) -> None:
 
 
 def over_a_corpus(model: torch.nn.Module) -> None:
-    regard.corpus(model, ["a cat"], tokenizer=lambda text: [ord(letter) for letter in text])
+    result = regard.corpus(model, ["a cat"], tokenizer=lambda text: [ord(letter) for letter in text])
+    assert_type(result.heads[0].entropy, float)
+    assert_type(result.html(), str)
     regard.corpus(model, ["a cat"], tokenizer=7)  # type: ignore[arg-type]  # pyright: ignore
 
 
@@ -126,3 +145,43 @@ def looking(W: Weights, image: Tensor) -> None:
     view = View(W, ViewOptions(word="it"), merge=True)
     assert_type(view.html(), str)
     assert_type(regard.walk(W, word="it").weights, Tensor)
+
+
+def questions(W: Weights, S: Weights) -> None:
+    for number in (W.kl(S), W.js(S), W.cross_entropy(S), W.overlap(S), W.total_variation(S)):
+        assert_type(number, Tensor)
+    heads = W.reduce_heads("mean", heads=[0, 1])
+    assert_type(heads, regard.HeadReduction)
+    assert_type(heads.topk(3), TopK)
+    assert_type(heads.entropy(), Tensor)
+    assert_type(W.pool_blocks(8, 8), Tensor)
+    assert_type(W.cover(0.9, 8, 8), Tensor)
+    assert_type(W.recall(regard.causal()), Tensor)
+    assert_type(W.segment_mass([0, 0, 1]), Tensor)
+    assert_type(W.gather(torch.zeros(3, 2, dtype=torch.int64)), Tensor)
+    assert_type(W.distance_histogram([1, 2, 4]), Tensor)
+
+
+def uses(W: Weights, x: Tensor) -> None:
+    scores = regard.kv.h2o(W)
+    assert_type(scores, Tensor)
+    assert_type(regard.kv.keep(scores, 3), Tensor)
+    assert_type(regard.kv.update(scores, W), Tensor)
+    assert_type(regard.losses.entropy_floor(W, 1.0), Tensor)
+    assert_type(regard.losses.indexer(W, regard.losses.index_weights(x, x, x), topk=4), Tensor)
+    assert_type(regard.chains.rollout([W], x), Tensor)
+    assert_type(regard.patterns.classify(W, [1, 2, 3]).share(0, 0), float)
+
+
+def comparing(a: Recording, b: Recording) -> None:
+    changes = regard.compare(a, b, match="nearest")
+    assert_type(changes[0].js, float)
+    assert_type(changes.show(), View)
+    assert_type(regard.load("run.regard"), Recording)
+
+
+def planning() -> None:
+    cost = regard.cost((1, 32, 8, 2**20, 128), 8)
+    assert_type(cost.seconds, float)
+    assert_type(cost.mesh.sequence, int)
+    assert_type(regard.distributed.zigzag(16, 4), list[list[range]])

@@ -238,7 +238,7 @@ class Trained:
             (['c', 'a', 't'], torch.Size([1, 2, 3, 3]))
         """
         ids = self.ids(text)
-        if self.kind == "lm":
+        if isinstance(self.model, LanguageModel):
             context = self.context or ids.shape[1]
             if ids.shape[1] > context:
                 raise ValueError(f"this model looks back {context} tokens, got {ids.shape[1]}: use a shorter text.")

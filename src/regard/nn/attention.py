@@ -7,7 +7,7 @@ queries and keys to `regard.weights`. A layer stores nothing of its inputs.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..core.masks.kinds import Mask, as_mask, causal
 from ..core.types import Align, MaskLike, StatisticName
 from ..core.weights import Statistics, Weights
 from .cache import Cache, check_cache
-from .options import LayerScore, SeeOptions, check_see_options
+from .options import LayerScore, SeeOptions, check_see_options, typed_as
 from .positions import PositionsLike, Rotary, as_positions
 from .probe import Probe
 from .score_module import as_score_module
@@ -173,6 +173,11 @@ class SelfAttention(_Attention):
             cache.k, cache.v = k, v
         return y
 
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def weights(self, x: Tensor, mask: MaskLike | None = None, cache: Cache | None = None) -> Weights:
         """The attention weights of `forward`, lazily; a cache is read and not changed.
 
@@ -194,13 +199,9 @@ class SelfAttention(_Attention):
         return weights(q, k, score=self.score(), mask=visible, align=align)
 
     def see(
-        self,
-        x: Tensor,
-        *names: StatisticName,
-        mask: MaskLike | None = None,
-        cache: Cache | None = None,
+        self, x: Tensor, *names: StatisticName, mask: MaskLike | None = None, cache: Cache | None = None,
         **more: Unpack[SeeOptions],
-    ) -> Statistics:
+    ) -> Statistics:  # fmt: skip
         """The output and statistics of its weights, in one fused pass.
 
         Args:
@@ -347,6 +348,11 @@ class CrossAttention(_Attention):
         _fill(cache, k, v, memory)
         return y
 
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def weights(
         self, x: Tensor, memory: Tensor | None, mask: MaskLike | None = None, cache: Cache | None = None
     ) -> Weights:
@@ -369,14 +375,9 @@ class CrossAttention(_Attention):
         return weights(q, k, score=self.score(), mask=mask)
 
     def see(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        *names: StatisticName,
-        mask: MaskLike | None = None,
-        cache: Cache | None = None,
-        **more: Unpack[SeeOptions],
-    ) -> Statistics:
+        self, x: Tensor, memory: Tensor | None, *names: StatisticName, mask: MaskLike | None = None,
+        cache: Cache | None = None, **more: Unpack[SeeOptions],
+    ) -> Statistics:  # fmt: skip
         """The output and statistics of its weights, in one fused pass.
 
         Args:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor, nn
 
 from ..core.types import MaskLike
 from .attention import CrossAttention, SelfAttention
 from .cache import Cache
-from .options import ActivationName, AttentionOptions, NormName, check_layer_options
+from .options import ActivationName, AttentionOptions, NormName, check_layer_options, typed_as
 from .probe import Probe
 
 __all__ = ["Block", "FeedForward", "make_norm"]
@@ -67,6 +67,11 @@ class FeedForward(nn.Module):
         """
         hidden = self.activation(self.inner(x))
         return self.outer(hidden if self.gate is None else hidden * self.gate(x))
+
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Block(nn.Module):
@@ -155,6 +160,11 @@ class Block(nn.Module):
         if (cross := self.cross) is not None and self.cross_norm is not None:
             x = self._branch(x, self.cross_norm, lambda h: cross(h, memory, memory_mask, other, probe))
         return self._branch(x, self.feed_forward_norm, self.feed_forward)
+
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _branch(self, x: Tensor, norm: nn.Module, inner: Callable[[Tensor], Tensor]) -> Tensor:
         if self.norm_first:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor, nn
 
 from ..core.types import MaskLike
 from .block import Block, make_norm
 from .cache import Cache
-from .options import BlockOptions, check_layer_options
+from .options import BlockOptions, check_layer_options, typed_as
 from .probe import Probe
 
 __all__ = ["Decoder", "Encoder"]
@@ -72,6 +72,11 @@ class Encoder(nn.Module):
             x = block(x, mask=mask, cache=None if cache is None else cache[n], probe=probe)
         return self.norm(x)
 
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class Decoder(Encoder):
     """Causal blocks with cross-attention to a memory.
@@ -117,3 +122,8 @@ class Decoder(Encoder):
         for n, block in enumerate(self.blocks):
             x = block(x, memory, mask, memory_mask, None if cache is None else cache[n], probe)
         return self.norm(x)
+
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[override]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from .block import Block
 from .cache import Cache, check_caches
 from .embedding import look_up
 from .encoder_decoder import Decoder, Encoder
-from .options import BlockOptions, ModelOptions, check_layer_options
+from .options import BlockOptions, ModelOptions, check_layer_options, typed_as
 from .positions import Learned, Positions, PositionsLike, Rotary, as_positions
 from .probe import Probe
 
@@ -113,6 +113,11 @@ class LanguageModel(nn.Module):
         start = 0 if cache is None else len(cache[0][0])
         return self.embedding.logits(self.body(self.embedding(ids, start), mask, cache, probe))
 
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
 
 class Translator(nn.Module):
     """An encoder-decoder model; both languages share one vocabulary and one embedding table.
@@ -168,6 +173,11 @@ class Translator(nn.Module):
         """
         memory, visible = self.encode(source, probe)
         return self.decode(target, memory, visible, probe=probe)
+
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     @property
     def max_positions(self) -> int | None:

@@ -1,10 +1,10 @@
-"""Types of the keywords that layers hand down to the layers inside them."""
+"""Types of layers: of the keywords that they hand down to the layers inside them, and of a call."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Literal, TypedDict
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypedDict, TypeVar
 
 from .._options import check_options
 from ..core.types import KeysLike, PoolLike, ScoreLike
@@ -20,7 +20,10 @@ __all__ = [
     "SeeOptions",
     "check_layer_options",
     "check_see_options",
+    "typed_as",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: The scores of `regard.weights`, and those for which a layer creates parameters.
 LayerScore = ScoreLike | Literal["additive", "bilinear"]
@@ -87,3 +90,8 @@ def check_layer_options(layer: object, passed: Iterable[str], handed_down: type)
 def check_see_options(passed: Iterable[str]) -> None:
     """Refuse a keyword that is no question of a layer's `see`."""
     check_options("see(...)", passed, ("mask", "cache", *SeeOptions.__annotations__))
+
+
+def typed_as(forward: F) -> Callable[[Callable[..., Any]], F]:
+    """Give a layer's `__call__` the type of its `forward`: that of `nn.Module` returns Any. For type checkers only."""
+    return lambda call: forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.types import MaskLike
 from .embedding import look_up
 from .encoder_decoder import Encoder
-from .options import ModelOptions, check_layer_options
+from .options import ModelOptions, check_layer_options, typed_as
 from .positions import Learned
 from .probe import Probe
 
@@ -73,3 +73,8 @@ class TextEncoder(nn.Module):
         vectors = look_up(self.words, ids, "ids") + look_up(self.segments, segments, "segments")
         x = self.positions.add_to(vectors)  # b t dim
         return self.body(self.dropout(self.norm(x)), mask, probe=probe)
+
+    if TYPE_CHECKING:
+
+        @typed_as(forward)
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
