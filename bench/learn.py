@@ -25,7 +25,7 @@ from torch import nn
 
 from regard.learn import lm, open_model, translate
 from regard.learn.generate import bleu
-from regard.learn.progress import Plain
+from regard.learn.progress import PlainProgress
 from regard.nn import LanguageModel, Probe
 
 from .rows import RESULTS, Row, cpu_name, read, row, table
@@ -58,7 +58,7 @@ def put(figures: list[Row]) -> None:
 
 def shakespeare(data: Path, out: Path, anchor: float, must: float, goal: float, **settings) -> Row:
     """Validation loss over the whole last tenth of the text."""
-    result = lm(data / "tinyshakespeare.txt", out, progress=Plain(), **settings)
+    result = lm(data / "tinyshakespeare.txt", out, progress=PlainProgress(), **settings)
     trained = open_model(out)
     s = trained.settings
     where = "GPU" if s.dim > 128 else "CPU"
@@ -77,7 +77,9 @@ def shakespeare(data: Path, out: Path, anchor: float, must: float, goal: float, 
 
 def seeds(data: Path, out: Path, anchor: float, must: float, goal: float, **settings) -> Row:
     """The same of seeds 0 to 2: a sample each."""
-    runs = [lm(data / "tinyshakespeare.txt", out / str(n), progress=Plain(), seed=n, **settings) for n in range(3)]
+    runs = [
+        lm(data / "tinyshakespeare.txt", out / str(n), progress=PlainProgress(), seed=n, **settings) for n in range(3)
+    ]
     return seeds_row([run.best for run in runs], open_model(out / "0"), anchor, must, goal)
 
 
@@ -225,7 +227,7 @@ def main() -> None:
             put([figures])
     elif what == "multi30k":
         files = [data / f"multi30k.{part}.{language}" for part in ("train", "val") for language in ("en", "de")]
-        translate(*files[:2], out / "ende", validation=tuple(files[2:]), progress=Plain())
+        translate(*files[:2], out / "ende", validation=tuple(files[2:]), progress=PlainProgress())
         put([judged(data, out / "ende")])
     elif what == "translate":
         put([judged(data, data / "ende")])

@@ -1,4 +1,19 @@
-"""regard: the attention matrix as an object you can index, multiply and question, and that is never stored."""
+"""regard: the attention matrix as an object you can index, multiply and question, and that is never stored.
+
+The matrix: `weights` (a `Weights`) and `attend` (its output). Scores: `ScaledDot`, `Dot`, `Cosine`, `Gaussian`,
+`Bilinear`, `Additive`, `Similarity`. Masks: `causal`, `window`, `padding`, `documents`.
+
+Models: `record` and `load` (a `Recording`), `watch` while they train, `compare` two of them, `walk` through one word,
+`corpus` and `load_corpus` for many documents. `cost` of a matrix whose sequence is split over GPUs.
+
+Packages: `nn` (layers that train), `learn` (training), `look` (pictures), `kv` (which keys a cache keeps), `losses`,
+`chains` (rollout), `patterns` (what heads do), `distributed`, `integrations.transformers`.
+
+>>> q = torch.randn(8, 5, 64)  # heads, length, size
+>>> W = regard.weights(q, mask=regard.causal())
+>>> W.entropy().shape, (W @ q).shape, W[0, 3].shape
+(torch.Size([8, 5]), torch.Size([8, 5, 64]), torch.Size([5]))
+"""
 
 from typing import TYPE_CHECKING
 

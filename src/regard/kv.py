@@ -152,12 +152,12 @@ def update(scores: Tensor, step: Weights) -> Tensor:
             f"update(scores, step) takes scores (..., kv_heads, j) of the step's key heads, {tuple(received.shape)} "
             f"after it; got {tuple(scores.shape)}."
         )
-    grown = received.shape[-1] - scores.shape[-1]
-    if grown < 0:
+    new_keys = received.shape[-1] - scores.shape[-1]
+    if new_keys < 0:
         raise ValueError(
             f"update(scores, step): the step must see all {scores.shape[-1]} keys; got {received.shape[-1]}."
         )
-    return torch.nn.functional.pad(scores, (0, grown)) + received
+    return torch.nn.functional.pad(scores, (0, new_keys)) + received
 
 
 def keep(scores: Tensor, n: int) -> Tensor:
@@ -267,8 +267,8 @@ def _evicted(kind: Any) -> Any:
 
         def crop(self, tokens: int) -> None:
             """Remove the last tokens, or, as older versions count, all after the first."""
-            gone = -tokens if tokens <= 0 else self.get_seq_length() - tokens
-            end = self.keys.shape[-2] - max(0, gone)
+            removed = -tokens if tokens <= 0 else self.get_seq_length() - tokens
+            end = self.keys.shape[-2] - max(0, removed)
             self.keys, self.values = self.keys[..., :end, :], self.values[..., :end, :]
 
         def reset(self) -> None:

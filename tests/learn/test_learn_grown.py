@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regard import cli
 from regard.learn import checkpoint, corpus, lm, open_model, optimizer, tasks, training, translate
 from regard.learn import tokenizer as texts
-from regard.learn.progress import Silent
+from regard.learn.progress import TrainingProgress
 from regard.learn.settings import LMSettings, TranslateSettings
 
 TINY = {
@@ -34,7 +34,7 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
-class Interrupt(Silent):
+class Interrupt(TrainingProgress):
     """Interrupts a run at a step."""
 
     def __init__(self, step: int) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from regard import cli
 from regard.learn import Diverged, checkpoint, history, is_checkpoint, lm, open_model, training, translate
-from regard.learn.progress import Silent
+from regard.learn.progress import TrainingProgress
 from regard.look import svg
 
 TINY = {
@@ -95,7 +95,7 @@ def finished_run(text, tmp_path_factory) -> Path:
     return out
 
 
-class Stopping(Silent):
+class Stopping(TrainingProgress):
     """Does something at a step."""
 
     def __init__(self, step: int, what) -> None:
@@ -238,7 +238,7 @@ def test_when_the_disk_is_full_the_checkpoint_of_before_stands(text, finished_ru
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     half = (finished_run / "last.safetensors").stat().st_size // 2  # a real write that breaks off in the middle
 
-    class Filling(Silent):
+    class Filling(TrainingProgress):
         def update(self, step, numbers) -> None:
             if step >= 6:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (half, limits[1]))

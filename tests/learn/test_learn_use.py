@@ -17,7 +17,7 @@ import regard
 from regard import cli
 from regard.learn import is_checkpoint, lm, open_model, translate
 from regard.learn.generate import Beam, beam_search, bleu, sample
-from regard.learn.progress import Plain, Rich, _table, open_progress
+from regard.learn.progress import PlainProgress, RichProgress, _table, open_progress
 from regard.learn.tokenizer import bpe, byte_level, characters, encode, load, pairs_bpe
 from regard.nn import LanguageModel, Learned, Translator
 
@@ -490,7 +490,7 @@ def test_no_number_of_the_training_panel_is_cut(heads, width):
 def test_the_training_panel_has_curves_the_step_of_its_numbers_and_words_for_a_head_that_collapsed():
     from rich.console import Console
 
-    panel = Rich()
+    panel = RichProgress()
     panel.console = panel.live.console = Console(width=60, file=io.StringIO(), record=True, force_terminal=False)
     panel.begin(0, 100)
     for step in range(1, 41):
@@ -509,9 +509,9 @@ def test_the_training_panel_has_curves_the_step_of_its_numbers_and_words_for_a_h
 
 def test_without_rich_or_a_terminal_progress_is_plain(monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert type(open_progress()) is Rich
+    assert type(open_progress()) is RichProgress
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert type(open_progress()) is Plain
+    assert type(open_progress()) is PlainProgress
 
 
 HEADS = {"body.blocks.0.attention": {"entropy_share": [0.5, 0.25], "max_score": [3.0, 40.0]}}
@@ -519,7 +519,7 @@ HEADS = {"body.blocks.0.attention": {"entropy_share": [0.5, 0.25], "max_score": 
 
 def test_plain_progress_is_lines_on_stderr(capsys):
     progress = open_progress()
-    assert type(progress) is Plain
+    assert type(progress) is PlainProgress
     progress.begin(0, 100)
     progress.update(50, {"loss": 2.5, "tokens_per_second": 1234.5, "heads": HEADS})
     progress.update(50, {"val_loss": 2.6, "best": 2.6})
@@ -535,7 +535,7 @@ def test_plain_progress_is_lines_on_stderr(capsys):
 def test_rich_progress_shows_every_head(monkeypatch):
     from rich.console import Console
 
-    progress = Rich()
+    progress = RichProgress()
     out = io.StringIO()
     progress.console = Console(file=out, force_terminal=True, width=120)
     progress.live.console = progress.bar.live.console = progress.console

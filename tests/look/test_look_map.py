@@ -162,10 +162,10 @@ def test_biases_of_rows_and_keys_are_exact(name: str, score: Any) -> None:
     for h in range(2):
         head = DotHead.of(W, h)
         torch.testing.assert_close(head.rows(rows).float(), W[h].dense()[rows])
-        halved = head.halved(W, h)
+        rounded = head.in_16_bits(W, h)
         if W._factors.score.sink_logits is None:
-            torch.testing.assert_close(halved.rows(rows).sum(-1), torch.ones(3).double(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(halved.rows(rows).float(), W[h].dense()[rows], rtol=2e-2, atol=1e-4)
+            torch.testing.assert_close(rounded.rows(rows).sum(-1), torch.ones(3).double(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(rounded.rows(rows).float(), W[h].dense()[rows], rtol=2e-2, atol=1e-4)
 
 
 def test_the_page_adds_the_bias_of_a_key(show: Any) -> None:
@@ -198,12 +198,12 @@ def test_sixteen_bits_where_they_suffice_and_the_largest_error_is_told(size: flo
     assert spec["error"] <= exact.TOLERANCE
     head = DotHead.of(W, 0)
     rows = list(range(0, 400, 7))
-    stored = head.halved(W, 0) if bits == 16 else head
+    stored = head.in_16_bits(W, 0) if bits == 16 else head
     truth = regard.weights(x.double(), x.double().flip(1), score="dot").dense()[0][rows]
     off = lambda one: float((one.rows(rows) / truth - 1).abs()[truth > 1e-30].max())  # noqa: E731
     assert off(stored) <= 3 * max(spec["error"], 1e-5)
-    assert off(head.halved(W, 0)) > exact.TOLERANCE or bits == 16
-    part, full = head.halved(W, 0, rows), head.halved(W, 0)
+    assert off(head.in_16_bits(W, 0)) > exact.TOLERANCE or bits == 16
+    part, full = head.in_16_bits(W, 0, rows), head.in_16_bits(W, 0)
     torch.testing.assert_close(part.rows(rows), full.rows(rows), rtol=1e-4, atol=1e-12)
 
 

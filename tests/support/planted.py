@@ -110,8 +110,8 @@ BUGS = [
     Bug("a mask that changed is not parsed anew", "integrations/transformers.py", "if previous != form:", "if previous is None:", ("transformers on regard",)),
     Bug("a checkpoint computes other statistics again", "integrations/transformers.py", "return _requested.get(module, ()), None", "return (), None", ("transformers on regard",)),
     # learn/parallel.py.
-    Bug("processes take the mean of their losses", "learn/parallel.py", "(part, share * self.size, n == most - 1)", "(part, share, n == most - 1)", ("data-parallel",)),
-    Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * most : (self.rank + 1) * most]", "own = parts[:most]", ("data-parallel",)),
+    Bug("processes take the mean of their losses", "learn/parallel.py", "(part, share * self.size, n == count - 1)", "(part, share, n == count - 1)", ("data-parallel",)),
+    Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * count : (self.rank + 1) * count]", "own = parts[:count]", ("data-parallel",)),
     # distributed/cost.py.
     Bug("a window is counted on one side", "distributed/cost.py", "return n + side(band[0]) + side(band[1])", "return n + side(band[0])", ("cost",)),
     Bug("sums come with the keys that came", "distributed/cost.py", "come * p.key_bytes + go * p.sum_bytes", "come * (p.key_bytes + p.sum_bytes)", ("cost",)),
@@ -259,7 +259,7 @@ BUGS = [
     Bug("patterns: the largest entropy is that of all keys", "patterns.py", "return weights._with(zeros).lse()", "return weights._with(replace_fields(zeros, mask=None)).lse()", ("patterns",)),
     Bug("comparison: total variation is not halved", "core/rows/comparison.py", "return (x.p - x.q).abs().sum(-1) / 2", "return (x.p - x.q).abs().sum(-1)", ("comparison",)),
     # core/rows/spans.py: tiles and cells of complete rows.
-    Bug("spans: every strip takes the gradient of the maximum", "core/rows/strips.py", "return g.masked_fill(~owned, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
+    Bug("spans: every strip takes the gradient of the maximum", "core/rows/strips.py", "return g.masked_fill(~of_this_strip, 0).to(value.dtype)", "return g.to(value.dtype)", ("spans",)),
     Bug("spans: a strip takes all of the gradient of an lse", "core/rows/strips.py", "        return g * share\n", "        return g\n", ("spans",)),
     Bug("spans: a strip forgets where it begins", "core/rows/spans.py", "x = x.narrow(dim, start - part.start, stop - start)", "x = x.narrow(dim, 0, stop - start)", ("spans",)),
     Bug("spans: the log of a mass is taken of its sum", "core/rows/spans.py", "mass = safe_lse(strip.log_w.masked_fill(~cells, -torch.inf), -1) if self.log else (strip.w * cells).sum(-1)", "mass = (strip.w * cells).sum(-1).log() if self.log else (strip.w * cells).sum(-1)", ("spans",)),
@@ -289,7 +289,7 @@ BUGS = [
     Bug("kv: TOVA may drop the last key", "kv.py", "scores = _with_largest_at_the_end(row, 1)", "scores = row", ("kv",)),
     Bug("kv: keys stay in the order of their scores", "kv.py", ".indices.sort(dim=-1).values", ".indices", ("kv",)),
     Bug("kv: eviction gathers values by other positions", "kv.py", "for layer, positions in zip(layers, stay, strict=True):", "for layer, positions in zip(layers, stay[::-1], strict=True):", ("kv",)),
-    Bug("kv: a step forgets what was received before", "kv.py", "return torch.nn.functional.pad(scores, (0, grown)) + received", "return torch.nn.functional.pad(0 * scores, (0, grown)) + received", ("kv",)),
+    Bug("kv: a step forgets what was received before", "kv.py", "return torch.nn.functional.pad(scores, (0, new_keys)) + received", "return torch.nn.functional.pad(0 * scores, (0, new_keys)) + received", ("kv",)),
     Bug("kv: the oracle looks at the mean of heads by their maximum", "kv.py", 'weights.reduce_heads("max", groups="kv").pool_blocks(', 'weights.reduce_heads("mean", groups="kv").pool_blocks(', ("kv",)),
     Bug("kv: a window's layer is evicted", "kv.py", 'and kind.__name__ not in ("DynamicLayer", "CacheLayerMixin"):', 'and kind.__name__ == "none":', ("kv",)),
     Bug("rows: positions begin at 0 again", "core/rows/relations.py", "factors.offset + chosen.start", "factors.offset", ("kv",)),
@@ -315,7 +315,7 @@ BUGS = [
     Bug("replay: a part is taken for the tensor at its address", "engines/replay.py", "elif of is None or self._place_in(x, of) != self.places[cached]:", "elif False:", ("replay",)),
     Bug("replay: a view begins where its tensor does", "engines/replay.py", "at[place[0]] + place[1]", "at[place[0]]", ("replay",)),
     Bug("replay: what is still needed is dropped", "engines/replay.py", "sorted(step.used - needed)", "sorted(step.used)", ("replay",)),
-    Bug("replay: a number that was read back is taken for constant", "engines/replay.py", "if -1 in reads or not stays or", "if", ("replay",)),
+    Bug("replay: a number that was read back is taken for constant", "engines/replay.py", "if -1 in reads or not on_device or", "if", ("replay",)),
     Bug("replay: an allocation has other strides", "engines/replay.py", "partial(make, tuple(out.shape), out.stride(), out.dtype)", "partial(torch.empty, tuple(out.shape), dtype=out.dtype)", ("replay",)),
     Bug("replay: users' functions are replayed", "engines/replay.py", "if cached is None and is_constant(key):", "if cached is None:", ("replay",)),
     # engines/numba: compiled tiles.
@@ -386,7 +386,7 @@ BUGS = [
     Bug("exact rows: a bias of the rows added to lse", "look/dot_head.py", "lse = lse - added[:, 0]", "lse = lse + added[:, 0]", ("maps of long inputs",)),
     Bug("bands: the norm of another row", "look/dot_head.py", "-lse.float().nan_to_num(neginf=0.0).unsqueeze(-1)", "-lse.float().nan_to_num(neginf=0.0).flip(0).unsqueeze(-1)", ("bands of long inputs",)),
     Bug("bands: keys received from the last band alone", "look/bands.py", "received += band.received", "received = band.received.double()", ("bands of long inputs",)),
-    Bug("served tiles: a mean over the rows of a full cell", "look/serve/pyramid.py", "    tall[-1] = rows - (len(sums) - 1) * words\n", "", ("served tiles",)),
+    Bug("served tiles: a mean over the rows of a full cell", "look/serve/pyramid.py", "    heights[-1] = rows - (len(sums) - 1) * words\n", "", ("served tiles",)),
     Bug("served tiles: rows and keys exchanged", "look/serve/pyramid.py", "for n, size in ((y, self.i), (x, self.j))", "for n, size in ((x, self.i), (y, self.j))", ("served tiles",)),
     Bug("served tiles: the mask is forgotten", "look/serve/pyramid.py", "s.masked_fill_(~((at >= low) & (at < high)).any(0), -torch.inf)", "pass", ("served tiles",)),
     Bug("served: every host is ours", "look/serve/guard.py", "if hosts[0] not in self.hosts:", "if not hosts[0]:", ("hostile requests",)),

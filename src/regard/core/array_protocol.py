@@ -1,4 +1,4 @@
-"""A lazy matrix with the manners of an array: sizes, indices, casts, NumPy, and PyTorch's functions of two matrices.
+"""The array protocol of a lazy matrix: sizes, indices, casts, NumPy, and PyTorch's functions of two matrices.
 
 Whatever would store the matrix says so: `dense`, `numpy` and `np.asarray` take quadratic memory, and are refused with
 their bytes where those are not free. Any other attribute of a tensor names the way to it.

@@ -404,7 +404,7 @@ def _to_layout(result: Tensor, x: Tensor | None) -> Tensor:
     if x is None or x.ndim != 4:
         return result.contiguous()
     strides = zip(result.shape, result.stride(), strides_like(x, result.shape), strict=True)
-    if all(n == 1 or has == promised for n, has, promised in strides):
+    if all(n == 1 or has == expected for n, has, expected in strides):
         return result
     return _empty_in_layout(x, result.shape, result.dtype).copy_(result)
 

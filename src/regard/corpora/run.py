@@ -112,13 +112,13 @@ def corpus(
     reader = as_corpus_model(model, tokenizer, device)
     longest = min([n for n in (length, reader.limit) if n], default=LENGTH)
     documents = open_documents(data, field)
-    facts = survey(documents)
+    surveyed = survey(documents)
     settings = {
         "regard": __version__, "model": reader.name, "parameters": reader.checksum(), "data": documents.name,
-        "checksum": facts.checksum, "documents": facts.documents, "length": longest, "batch": batch,
-        "examples": examples, "redact": redact, "chunk": facts.cut,
+        "checksum": surveyed.checksum, "documents": surveyed.documents, "length": longest, "batch": batch,
+        "examples": examples, "redact": redact, "chunk": surveyed.cut,
     }  # fmt: skip
-    share = range(rank, facts.chunks, ranks)
+    share = range(rank, surveyed.chunks, ranks)
     if out is None:
         parts = (_tally(reader, chunk, settings) for chunk in documents.chunks())
         return Corpus(settings, merged(_reported(parts, len(share), progress), examples))
@@ -128,7 +128,7 @@ def corpus(
     path.mkdir(parents=True, exist_ok=True)
     # The other ranks of this run share the folder, so the first one alone holds the lock.
     with exclusive_lock(path) if rank == 0 else contextlib.nullcontext():
-        folder = RunFolder(path, settings, facts.chunks, rank, timeout)
+        folder = RunFolder(path, settings, surveyed.chunks, rank, timeout)
         todo = set(folder.missing(share))
         parts = (_saved(folder, reader, chunk, settings) for chunk in documents.chunks() if chunk.number in todo)
         for _ in _reported(parts, len(share), progress, len(share) - len(todo)):

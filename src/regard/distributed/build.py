@@ -166,11 +166,11 @@ def local_factors(
     if parts is not None and q.ndim > 2:
         outer = [torch.Size((*parts.batch, heads)) for heads in parts.heads]
     # Tensors of the global shape without memory: no rank has all queries.
-    standing = [
+    placeholders = [
         x.detach().new_empty(1).expand(*axes, n, x.shape[-1])
         for x, axes, n in zip((q, k), outer, (rows, keys), strict=True)
     ]
-    factors = normalize_inputs(standing[0], standing[1], score, mask, align)
+    factors = normalize_inputs(placeholders[0], placeholders[1], score, mask, align)
     if parts is not None:
         factors = replace_fields(factors, q=factors.q[..., :0, :0], k=factors.k[..., :0, :0])
         for axis, chosen in parts.batch_here.items():

@@ -60,8 +60,8 @@ class MeshLayout:
         placements: list[Any] = []
         for role in self.roles:
             axis = {"heads": len(self.batch), "sequence": len(outer)}.get(role, role) if role is not None else None  # type: ignore[arg-type]
-            nowhere = axis is None or (role == "sequence" and length is None)
-            placements.append(Replicate() if nowhere else Shard(int(axis)))  # type: ignore[arg-type]
+            replicated = axis is None or (role == "sequence" and length is None)
+            placements.append(Replicate() if replicated else Shard(int(axis)))  # type: ignore[arg-type]
         size = torch.Size(shape)
         stride = torch.empty(size, device="meta").stride()
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=size, stride=stride)

@@ -1,7 +1,7 @@
 """Keys on their way between ranks: who sends which piece to whom and when, and sums that go back to the owners.
 
-In step s every rank receives from the rank s before it and sends to the rank s behind it, one piece at a time; the
-next piece travels while this one is computed with. A rank receives only the keys that its rows can see.
+In step s rank r sends to rank r + s and receives from rank r − s (modulo their number), one piece at a time; the next
+piece travels while this one is computed with. A rank receives only the keys that its rows can see.
 """
 
 from __future__ import annotations
@@ -61,22 +61,22 @@ def visit_keys(plan: Plan, wants: Wants, own: list[Tensor], visit: Visit, totals
     """
     ranks = plan.ranks
     rounds = _rounds(plan, wants)
-    ahead = len(rounds) if plan.gather else 1
+    posted_at_once = len(rounds) if plan.gather else 1
     # The first piece travels while the own keys are visited. Not where it is the only one: a rank that fails with its
     # own keys would have sent all that others need, and they would not fail with it.
-    early = not plan.gather and max(map(len, plan.pieces)) > 1
-    posted = deque(_post_keys(ranks, own, *pair) for pair in rounds[:ahead]) if early else deque()
+    send_before_own = not plan.gather and max(map(len, plan.pieces)) > 1
+    posted = deque(_post_keys(ranks, own, *pair) for pair in rounds[:posted_at_once]) if send_before_own else deque()
     for n, piece in enumerate(plan.pieces[ranks.rank]):
         if (transfer := _transfer(piece, wants[ranks.rank][ranks.rank][n], ranks.rank)) is not None:
             parts = visit(transfer.keys, [t[:, :, transfer.at] for t in own])
             _add(totals, transfer.at, parts)
-    posted = posted or deque(_post_keys(ranks, own, *pair) for pair in rounds[:ahead])
+    posted = posted or deque(_post_keys(ranks, own, *pair) for pair in rounds[:posted_at_once])
     returning: tuple[Pending, slice, list[Tensor]] | None = None
     for n, (outgoing, incoming) in enumerate(rounds):
         pending, blocks = posted.popleft()
         ranks.wait(pending)
-        if n + ahead < len(rounds):
-            posted.append(_post_keys(ranks, own, *rounds[n + ahead]))
+        if n + posted_at_once < len(rounds):
+            posted.append(_post_keys(ranks, own, *rounds[n + posted_at_once]))
         parts = visit(incoming.keys, blocks) if incoming is not None else []
         del blocks  # before the sums of this piece travel, the piece is freed
         if totals:
@@ -96,13 +96,13 @@ def _rounds(plan: Plan, wants: Wants) -> list[tuple[_Transfer | None, _Transfer 
     most = max(map(len, plan.pieces))
     rounds = []
     for step in range(1, size):
-        ahead, behind = (me + step) % size, (me - step) % size
+        receiver, sender = (me + step) % size, (me - step) % size
         for n in range(most):
             outgoing = incoming = None
             if n < len(plan.pieces[me]):
-                outgoing = _transfer(plan.pieces[me][n], wants[ahead][me][n], ahead)
-            if n < len(plan.pieces[behind]):
-                incoming = _transfer(plan.pieces[behind][n], wants[me][behind][n], behind)
+                outgoing = _transfer(plan.pieces[me][n], wants[receiver][me][n], receiver)
+            if n < len(plan.pieces[sender]):
+                incoming = _transfer(plan.pieces[sender][n], wants[me][sender][n], sender)
             rounds.append((outgoing, incoming))
     return rounds
 

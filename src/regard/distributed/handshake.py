@@ -117,7 +117,7 @@ def saved_tensors(ranks: Ranks, ctx: Any) -> list[Tensor]:
 
 
 def needed_by_any(records: list[dict[str, Any]]) -> list[bool]:
-    """Which tensors get a gradient: of parameters that ranks share, those that any rank wants, since all add theirs."""
+    """Which tensors get a gradient: of shared parameters those that any rank asks for, since all add up theirs."""
     return [any(of_ranks) for of_ranks in zip(*(record["_needs"] for record in records), strict=True)]
 
 

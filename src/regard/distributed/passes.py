@@ -364,22 +364,22 @@ def _detached(tree: Any) -> tuple[Any, list[Tensor]]:
 
 def pull_back(outputs: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
     """Gradients of the leaves that a problem was lowered from, from those of its tensors."""
-    pulled: list[Tensor | None] = [None] * len(leaves)
-    through = []
+    leaf_grads: list[Tensor | None] = [None] * len(leaves)
+    lowered = []
     for output, g in zip(outputs, grads, strict=True):
         if g is None or not output.requires_grad:
             continue
         same = next((n for n, leaf in enumerate(leaves) if leaf is output), None)
         if same is None:
-            through.append((output, g.to(output.dtype)))
+            lowered.append((output, g.to(output.dtype)))
         else:  # not lowered: its gradient keeps the dtype of statistics
-            pulled[same] = _sum(pulled[same], g)
+            leaf_grads[same] = _sum(leaf_grads[same], g)
     wanted = [n for n, leaf in enumerate(leaves) if leaf.requires_grad]
-    if through:
+    if lowered:
         of_leaves = torch.autograd.grad(
-            [output for output, _ in through], [leaves[n] for n in wanted], [g for _, g in through], allow_unused=True
+            [output for output, _ in lowered], [leaves[n] for n in wanted], [g for _, g in lowered], allow_unused=True
         )
         for n, g in zip(wanted, of_leaves, strict=True):
             if g is not None:
-                pulled[n] = _sum(pulled[n], g)
-    return pulled
+                leaf_grads[n] = _sum(leaf_grads[n], g)
+    return leaf_grads

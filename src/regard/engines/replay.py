@@ -150,7 +150,7 @@ class OpRecorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self.replayable:
             try:
-                self._ran(func, args, kwargs or {}, out)
+                self._record_op(func, args, kwargs or {}, out)
             except Exception:  # tensors without an address, for one: the result is right all the same
                 self._give_up()
         return out
@@ -167,14 +167,14 @@ class OpRecorder(TorchDispatchMode):
         else:
             self._take(LaunchStep(start, [None if n is None else self.places[n] for n in numbers]))
 
-    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _record_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record one op. To be replayed, it must return no number to the host, and shapes that depend on no value."""
         read: list[Tensor] = []
         arguments = [_with_slots(x, read) for x in args], {name: _with_slots(x, read) for name, x in kwargs.items()}
         outs = out if isinstance(out, list | tuple) else [out]
         reads = [self._number_of(x) for x in read]
-        stays = all(isinstance(x, Tensor) and (not read or x.device == self.device) for x in outs)
-        if -1 in reads or not stays or torch.Tag.dynamic_output_shape in func.tags:
+        on_device = all(isinstance(x, Tensor) and (not read or x.device == self.device) for x in outs)
+        if -1 in reads or not on_device or torch.Tag.dynamic_output_shape in func.tags:
             self._give_up()
             return
         if (make := _allocator(func, kwargs, out, self.device)) is not None:

@@ -35,8 +35,8 @@ class ScoreGrad:
     delta: Tensor  # b h i
     d_entropy: Tensor | None  # b h i : gradient of the entropy
     d_distance: Tensor | None  # b h i : gradient of the mean distance
-    dy: Tensor | None = None  # b h i e : gradient of y = W v, which v wants as Wᵀ dy
-    dz: Tensor | None = None  # b h j e : gradient of z = Wᵀ u, which u wants as W dz
+    dy: Tensor | None = None  # b h i e : gradient of y = W v; that of v is Wᵀ dy
+    dz: Tensor | None = None  # b h j e : gradient of z = Wᵀ u; that of u is W dz
 
     def into_scores(self, w: Tensor, log_w: Tensor, rows: slice, cols: slice, distance: Tensor | None) -> Tensor:
         """ds of one block, (b, h, i, j)."""

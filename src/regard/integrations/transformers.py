@@ -202,7 +202,7 @@ def _call(
 
 
 def _is_read_as_it_is(mask: Tensor) -> bool:
-    """Whether to take a mask without a look at its cells: in graphs, and where a bias in it learns."""
+    """Whether a mask is used without parsing its cells: in graphs, and where a bias in it has a gradient."""
     return mask.requires_grad or torch.compiler.is_compiling() or host_sync_forbidden(mask.device)
 
 

@@ -121,11 +121,11 @@ def _learn_translate(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace, train: Any) -> int:
-    from .progress import Silent, open_progress
+    from .progress import TrainingProgress, open_progress
     from .training import Diverged
 
     first = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun: it alone reports
-    progress = open_progress() if first else Silent()
+    progress = open_progress() if first else TrainingProgress()
     try:
         result = train(progress)
     except Diverged as error:

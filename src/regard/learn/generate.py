@@ -122,7 +122,7 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
     scores = torch.full((n, width), -torch.inf, device=source.device)
     scores[:, 0] = 0.0  # all hypotheses start equal: only the first counts
     first = torch.arange(n, device=source.device)[:, None] * width
-    ended = _Ended.none(torch.tensor(lengths, device=source.device), max(lengths))
+    finished = _FinishedHypotheses.none(torch.tensor(lengths, device=source.device), max(lengths))
     for length in itertools.count(1):
         logits = model.decode(tokens[:, :, -1].reshape(-1, 1), memory, visible, caches)[:, -1]
         log_p = logits.float().log_softmax(-1).view(n, width, -1)
@@ -132,22 +132,22 @@ def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) ->
         candidates, index = total.flatten(1).topk(2 * width)
         origin, word = index // log_p.shape[-1], index % log_p.shape[-1]
         ends = word == end
-        ended.update(tokens, candidates, origin, ends, beam)
+        finished.update(tokens, candidates, origin, ends, beam)
         scores, order = candidates.masked_fill(ends, -torch.inf).topk(width)
         origin, word = origin.gather(1, order), word.gather(1, order)
         tokens = torch.cat([tokens.gather(1, origin[..., None].expand(-1, -1, length)), word[..., None]], 2)
-        ended.close(tokens, scores[:, 0], beam)
-        if bool(ended.done.all()):  # the only wait for the device in a step
+        finished.close(tokens, scores[:, 0], beam)
+        if bool(finished.done.all()):  # the only sync with the device in a step
             break
         reordered = (first + origin).flatten()
         for cache in caches:
             cache[0].reorder(reordered)  # not cache[1]: all hypotheses of a sentence share its memory
-    return ended.words()
+    return finished.words()
 
 
 @dataclass
-class _Ended:
-    """The best hypothesis of every sentence that ended so far, on the device: a step waits for nothing."""
+class _FinishedHypotheses:
+    """The best hypothesis of every sentence that ended so far, on the device: no step syncs with the host for it."""
 
     score: Tensor  # n, float64: log p / length^penalty; -inf before the first one ended
     tokens: Tensor  # n, longest: without start and end
@@ -156,7 +156,7 @@ class _Ended:
     max_length: Tensor  # n
 
     @classmethod
-    def none(cls, max_length: Tensor, longest: int) -> _Ended:
+    def none(cls, max_length: Tensor, longest: int) -> _FinishedHypotheses:
         n, device = len(max_length), max_length.device
         score = torch.full((n,), -torch.inf, dtype=torch.float64, device=device)
         tokens = torch.zeros(n, longest, dtype=torch.long, device=device)
@@ -173,11 +173,11 @@ class _Ended:
     def close(self, tokens: Tensor, likeliest: Tensor, beam: Beam) -> None:
         """Freeze sentences whose best ending no open hypothesis beats at its length, or that are at their longest."""
         length = tokens.shape[2] - 1
-        ahead = likeliest.double() / length**beam.penalty
-        new = ~self.done & ((self.score >= ahead) | (length >= self.max_length))
+        best_open = likeliest.double() / length**beam.penalty
+        finished = ~self.done & ((self.score >= best_open) | (length >= self.max_length))
         # No hypothesis ended in time: take the likeliest.
-        self._take(new & (self.score == -torch.inf), tokens, torch.zeros_like(self.count)[:, None])
-        self.done = self.done | new
+        self._take(finished & (self.score == -torch.inf), tokens, torch.zeros_like(self.count)[:, None])
+        self.done = self.done | finished
 
     def _take(self, chosen: Tensor, tokens: Tensor, hypothesis: Tensor) -> None:
         """Copy a hypothesis (n, 1) of the chosen sentences, without its start token."""

@@ -44,19 +44,19 @@ class Replicas:
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
     def own_parts(self, parts: list[tuple[BatchPart, Any]]) -> list[tuple[BatchPart, Any, bool]]:
-        """This process's parts of a batch: each with its weight in the backward, and whether gradients travel after it.
+        """This process's parts of a batch: each with its weight in the backward, and whether it is the last one.
 
         DistributedDataParallel takes the mean over processes, so shares are multiplied by their number. All of them run
         equally many parts: one that has fewer repeats the first with weight 0.
         """
-        most = -(-len(parts) // self.size)
-        own = parts[self.rank * most : (self.rank + 1) * most]
-        own += [(parts[0][0], 0.0)] * (most - len(own))
-        return [(part, share * self.size, n == most - 1) for n, (part, share) in enumerate(own)]
+        count = -(-len(parts) // self.size)
+        own = parts[self.rank * count : (self.rank + 1) * count]
+        own += [(parts[0][0], 0.0)] * (count - len(own))
+        return [(part, share * self.size, n == count - 1) for n, (part, share) in enumerate(own)]
 
-    def syncing(self, model: nn.Module, travels: bool) -> contextlib.AbstractContextManager[None]:
-        """Around one part: without it DistributedDataParallel would exchange gradients after every part."""
-        if self.size == 1 or travels:
+    def grad_sync(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Exchange gradients after the last part only: DistributedDataParallel does it after every backward."""
+        if self.size == 1 or last:
             return contextlib.nullcontext()
         return model.no_sync()  # type: ignore[operator,no-any-return]
 
@@ -75,8 +75,8 @@ class Replicas:
         torch.distributed.all_reduce(flags)
         return bool(flags.item())
 
-    def of_first(self, value: float) -> float:
-        """The first process's number."""
+    def from_first(self, value: float) -> float:
+        """The first process's number, on all of them."""
         if self.size == 1:
             return value
         number = torch.tensor([value], dtype=torch.float64, device=self.device)
@@ -100,8 +100,8 @@ def joined(device: torch.device) -> Iterator[Replicas]:
     dist = torch.distributed
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_available() and dist.is_initialized():
-        several = dist.get_world_size() > 1
-        yield Replicas(dist.get_rank(), dist.get_world_size(), _numbered(device, local) if several else device)
+        has_others = dist.get_world_size() > 1
+        yield Replicas(dist.get_rank(), dist.get_world_size(), _numbered(device, local) if has_others else device)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
         here = _numbered(device, local)
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo")

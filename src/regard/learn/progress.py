@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .sparkline import sparkline
 
-__all__ = ["Plain", "Silent", "open_progress"]
+__all__ = ["PlainProgress", "RichProgress", "TrainingProgress", "open_progress"]
 
 #: Share of the largest entropy below which a head looks at one token alone.
 COLLAPSED = 0.02
 
 
-class Silent:
-    """Shows nothing; the base class of the others."""
+class TrainingProgress:
+    """The events of a training run. They show nothing here: the other classes override them."""
 
     def begin(self, step: int, steps: int) -> None:
         """Training starts at a step."""
@@ -32,7 +32,7 @@ class Silent:
         """Training ended."""
 
 
-class Plain(Silent):
+class PlainProgress(TrainingProgress):
     """One line per validation, on stderr."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Plain(Silent):
         print(text.rstrip(), file=sys.stderr, flush=True)
 
 
-class Rich(Silent):
+class RichProgress(TrainingProgress):
     """A progress bar with the newest numbers, their curves, and a table of every head's entropy and largest score."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Rich(Silent):
         self.live = Live(console=self.console, refresh_per_second=4)
         self.latest: dict[str, Any] = {}
         self.curves: dict[str, list[float]] = {"loss": [], "lowest entropy": [], "largest score": []}
-        self.looked = 0  # the step of the heads' numbers
+        self.heads_step = 0  # when the heads' numbers were measured
 
     def begin(self, step: int, steps: int) -> None:
         self.task = self.bar.add_task("", total=steps, completed=step)
@@ -79,11 +79,11 @@ class Rich(Silent):
         if "loss" in numbers:
             self.curves["loss"].append(numbers["loss"])
         if heads := numbers.get("heads"):
-            self.looked = step
+            self.heads_step = step
             self.curves["lowest entropy"].append(_extreme(min, heads, "entropy_share"))
             self.curves["largest score"].append(_extreme(max, heads, "max_score"))
         heads, width = self.latest.get("heads", {}), self.live.console.width
-        table = _table(heads, width, self.looked)
+        table = _table(heads, width, self.heads_step)
         self.live.update(Group(self.bar, *_curve_lines(self.curves, width), table, *_warnings(heads)))
 
     def note(self, text: str) -> None:
@@ -93,11 +93,11 @@ class Rich(Silent):
         self.live.stop()
 
 
-def open_progress() -> Silent:
-    """`Rich` on a terminal with rich installed, else `Plain`."""
+def open_progress() -> TrainingProgress:
+    """`RichProgress` on a terminal with rich installed, else `PlainProgress`."""
     if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
-        return Rich()
-    return Plain()
+        return RichProgress()
+    return PlainProgress()
 
 
 def _numbers(latest: dict[str, Any]) -> str:
@@ -121,9 +121,9 @@ def _heads(heads: dict[str, dict[str, list[float]]]) -> str:
     return text
 
 
-def _extreme(which: Any, heads: dict[str, dict[str, list[float]]], name: str) -> float:
+def _extreme(extreme: Callable[..., float], heads: dict[str, dict[str, list[float]]], name: str) -> float:
     """The smallest or largest finite number of all heads; NaN where there is none."""
-    return float(which((x for of in heads.values() for x in of.get(name, []) if math.isfinite(x)), default=math.nan))
+    return float(extreme((x for of in heads.values() for x in of.get(name, []) if math.isfinite(x)), default=math.nan))
 
 
 def _curve_lines(curves: dict[str, list[float]], width: int) -> Iterator[str]:

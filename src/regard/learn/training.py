@@ -28,7 +28,7 @@ from .optimizer import make_optimizer, zero_state
 from .parallel import Replicas, joined
 from .patterns import PatternLog
 from .pretrained import Pretrained, read_pretrained
-from .progress import Silent
+from .progress import TrainingProgress
 from .settings import LMChoices, LMSettings, Settings, TranslateChoices, TranslateSettings
 
 __all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
@@ -85,7 +85,8 @@ class Result:
 
 def lm(
     file: str | os.PathLike[str], out: str | os.PathLike[str], *, resume: bool = False,
-    pretrained: str | os.PathLike[str] | None = None, progress: Silent | None = None, **settings: Unpack[LMChoices],
+    pretrained: str | os.PathLike[str] | None = None, progress: TrainingProgress | None = None,
+    **settings: Unpack[LMChoices],
 ) -> Result:  # fmt: skip
     """Train a language model on a text file; under torchrun by all processes together, `batch` in all.
 
@@ -98,7 +99,7 @@ def lm(
         resume: Continue the run in `out`.
         pretrained: Begin from this GPT-2, a folder that transformers' ``save_pretrained`` wrote, with its tokenizer. It
             decides the sizes; `context` may be shorter, and the default of `lr` is 1e-4.
-        progress: Shows the numbers meanwhile. Default: nothing.
+        progress: A `regard.learn.progress.TrainingProgress`, called with the run's numbers. Default: nothing is shown.
         settings: The fields of `LMSettings`: steps, layers, dim, context, …
 
     Returns:
@@ -123,7 +124,7 @@ def lm(
 def translate(
     source: str | os.PathLike[str], target: str | os.PathLike[str], out: str | os.PathLike[str], *,
     validation: tuple[str | os.PathLike[str], str | os.PathLike[str]] | None = None, resume: bool = False,
-    progress: Silent | None = None, **settings: Unpack[TranslateChoices],
+    progress: TrainingProgress | None = None, **settings: Unpack[TranslateChoices],
 ) -> Result:  # fmt: skip
     """Train a translator on two files; line n of one is the translation of line n of the other.
 
@@ -133,7 +134,7 @@ def translate(
         out: Folder of the run: settings, tokenizer, checkpoints and history.
         validation: Two files for validation. Default: the last pairs of the data.
         resume: Continue the run in `out`, or extend it by more `steps`.
-        progress: Shows the numbers meanwhile. Default: nothing.
+        progress: A `regard.learn.progress.TrainingProgress`, called with the run's numbers. Default: nothing is shown.
         settings: The fields of `TranslateSettings`: steps, layers, dim, vocabulary, …
 
     Returns:
@@ -159,7 +160,7 @@ def translate(
 
 def _run(
     kind: str, files: tuple[Path, ...], validation: Any, out: Path, settings_type: type[Settings],
-    overrides: dict[str, Any], resume: bool, progress: Silent | None, pretrained: Any = None,
+    overrides: dict[str, Any], resume: bool, progress: TrainingProgress | None, pretrained: Any = None,
 ) -> Result:  # fmt: skip
     checkpoint.safetensors()
     start = None
@@ -181,7 +182,7 @@ def _run(
         interrupted = stack.enter_context(_Interrupted())
         on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(on_gpu))  # the caller's random state must not change
-        training = _build_training(task, out, replicas, progress or Silent(), interrupted, resume, start)
+        training = _build_training(task, out, replicas, progress or TrainingProgress(), interrupted, resume, start)
         replicas.barrier()  # the others have read the folder before the first one writes there
         stack.push(replicas.finish)
         if not replicas.first:
@@ -228,7 +229,7 @@ class _Training:
     """One run, from its current step to the end."""
 
     def __init__(
-        self, task: tasks.Task, out: Path, replicas: Replicas, progress: Silent, interrupted: _Interrupted,
+        self, task: tasks.Task, out: Path, replicas: Replicas, progress: TrainingProgress, interrupted: _Interrupted,
         resume: bool, start: Pretrained | None,
     ) -> None:  # fmt: skip
         self.task, self.out, self.progress, self.interrupted = task, out, progress, interrupted
@@ -267,15 +268,15 @@ class _Training:
         finally:
             self.progress.close()
         seconds = time.perf_counter() - began
-        early = self._stops_early()
-        return Result(self.out, self.step, self.settings.steps, self.best, self.val_loss, seconds, early)
+        stopped_early = self._stops_early()
+        return Result(self.out, self.step, self.settings.steps, self.best, self.val_loss, seconds, stopped_early)
 
     def _stops_early(self) -> bool:
         return 0 < self.settings.patience <= self.stale
 
     def _steps(self) -> None:
         finite = torch.ones((), dtype=torch.bool, device=self.device)
-        since, trained = time.perf_counter(), 0
+        timed_from, trained = time.perf_counter(), 0
         while self.step < self.settings.steps and not self._stops_early():
             watching = self.step % WATCH_EVERY == 0
             batch = self.task.batch(self.step)
@@ -290,13 +291,13 @@ class _Training:
                 self._require_finite(finite)
                 numbers = {"loss": float(loss), "lr": self._rate(self.step - 1)}
                 if watching and self.step > 1:
-                    numbers["tokens_per_second"] = trained / (time.perf_counter() - since)
-                    since, trained = time.perf_counter(), 0
+                    numbers["tokens_per_second"] = trained / (time.perf_counter() - timed_from)
+                    timed_from, trained = time.perf_counter(), 0
                 self._report(numbers, heads, keep=True)
             if due:
                 began = time.perf_counter()
                 self._evaluate()
-                since += time.perf_counter() - began  # validation does not count as training time
+                timed_from += time.perf_counter() - began  # validation does not count as training time
             # Read last: a signal that came while the step was reported ends the run at this step.
             if self.replicas.any(bool(self.interrupted)):
                 if not (watching or due):
@@ -315,8 +316,8 @@ class _Training:
         heads: dict[str, Any] = {}
         loss: Any = 0.0
         parts = tasks.split_batch(self.task, batch, self.settings.accumulate * self.replicas.size)
-        for part, share, travels in self.replicas.own_parts(parts):
-            with self.replicas.syncing(self.replica, travels):
+        for part, share, last in self.replicas.own_parts(parts):
+            with self.replicas.grad_sync(self.replica, last):
                 with self._precision():
                     if watching and self.replicas.first and not heads:  # hooks do not fire in compiled code
                         partial, heads = self._watched_loss(part)
@@ -385,7 +386,7 @@ class _Training:
         with self._ema_weights():
             self.model.eval()
             with torch.no_grad(), self._precision():
-                self.val_loss = self.replicas.of_first(self.task.validate(self.model) if self.replicas.first else 0.0)
+                self.val_loss = self.replicas.from_first(self.task.validate(self.model) if self.replicas.first else 0.0)
                 self.patterns.look(self.model, self.task, self.step)
             if not math.isfinite(self.val_loss):
                 self._require_finite(torch.tensor(False))
@@ -454,8 +455,8 @@ class _Training:
         for name, average in self.ema.items():
             average.copy_(take(f"ema/{name}", average))
         for name, p in self.weights.items():
-            likes = zero_state(self.optimizer, p)
-            state = {key: take(f"optimizer/{key}/{name}", like) for key, like in likes.items()}
+            zeros = zero_state(self.optimizer, p)
+            state = {key: take(f"optimizer/{key}/{name}", like) for key, like in zeros.items()}
             self.optimizer.state[p] = state
         try:
             self.step = self.saved = int(fields["step"])

@@ -96,20 +96,20 @@ def align_tokens(
                 "label both, W.label(tokens)."
             )
         a = b = a or b or tuple(map(str, range(sizes[0])))
-    tried = [
+    candidates = [
         _align(*(group_tokens(tokens, hide_special=hide_special, merge=merged) for tokens in (a, b)))
         for merged in ([False, True] if merge is None and tuple(a) != tuple(b) else [bool(merge)])
     ]
-    return max(tried, key=lambda one: 2 * len(one.in_both) / sum(len(side.labels) for side in one.sides))
+    return max(candidates, key=lambda one: 2 * len(one.in_both) / sum(len(side.labels) for side in one.sides))
 
 
 def _align(a: TokenGroups, b: TokenGroups) -> Alignment:
     first, second = ([bare(label).casefold() for label in side.labels] for side in (a, b))
     if first == second:
         return Alignment((a, b), tuple((n, n) for n in range(len(first))))
-    junk = max(len(first), len(second)) > _EXACT_WORDS
+    approximate = max(len(first), len(second)) > _EXACT_WORDS
     places: list[tuple[int | None, int | None]] = []
-    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, first, second, autojunk=junk).get_opcodes():
+    for kind, a0, a1, b0, b1 in difflib.SequenceMatcher(None, first, second, autojunk=approximate).get_opcodes():
         if kind == "equal":
             places += zip(range(a0, a1), range(b0, b1), strict=True)
         else:

@@ -38,7 +38,7 @@ def summarise(
         weights: Weights (h, i, j), with at least as many rows and keys as there are tiles.
         rows: Number of tiles along the queries; tiles are cut as in `Weights.pool`.
         cols: Number of tiles along the keys.
-        report: Hears of the progress.
+        report: Called with the step of the work, and its share that is done.
         threads: Bands at a time; as many as PyTorch has threads if None, on a GPU one.
 
     Returns:

@@ -20,8 +20,8 @@ from .console import (
     colours,
     command_hint,
     file_errors,
-    print_news,
     print_result,
+    print_status,
     progress,
     shell_quote,
     terminal_width,
@@ -148,7 +148,7 @@ def run_look(args: argparse.Namespace) -> int:
     if args.save:
         with file_errors(args.save):
             source.recording.save(args.save)
-        print_news(f"recording written to {printable(args.save)}")
+        print_status(f"recording written to {printable(args.save)}")
     if args.json:
         print_result(to_json(_look_fields(args, source)))
     if args.out:
@@ -229,7 +229,7 @@ def _write_file(args: argparse.Namespace, source: Input) -> None:
             notes=source.notes,
         )
         View(source.recording, options).save(path)
-    print_news(f"written to {printable(args.out)} ({path.stat().st_size / 1000:,.0f} kB)")
+    print_status(f"written to {printable(args.out)} ({path.stat().st_size / 1000:,.0f} kB)")
 
 
 def _word_vectors(args: argparse.Namespace, source: Input) -> WordVectors | None:

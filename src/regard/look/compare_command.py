@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command_input import Input, read_input
-from .console import colours, file_errors, print_news, print_result, progress, terminal_width
+from .console import colours, file_errors, print_result, print_status, progress, terminal_width
 from .token_text import printable
 
 if TYPE_CHECKING:
@@ -103,4 +103,4 @@ def _write_page(args: argparse.Namespace, changes: HeadChanges, sources: tuple[I
     notes = [note for source in sources for note in source.notes]
     with file_errors(args.out):
         changes.show(word=args.word, command=" ".join(["regard look", *same_input(args)]), notes=notes).save(path)
-    print_news(f"written to {printable(args.out)} ({path.stat().st_size / 1000:,.0f} kB)")
+    print_status(f"written to {printable(args.out)} ({path.stat().st_size / 1000:,.0f} kB)")

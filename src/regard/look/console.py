@@ -15,8 +15,8 @@ __all__ = [
     "colours",
     "command_hint",
     "file_errors",
-    "print_news",
     "print_result",
+    "print_status",
     "progress",
     "shell_quote",
     "terminal_width",
@@ -64,8 +64,8 @@ def print_result(text: str) -> None:
     print(text)
 
 
-def print_news(text: str) -> None:
-    """Print to stderr: news for the user, apart from the result."""
+def print_status(text: str) -> None:
+    """Print to stderr what is no part of the result: files that were written, links, the end of a server."""
     with contextlib.suppress(UnicodeEncodeError):
         print(text, file=sys.stderr)
 
@@ -83,7 +83,7 @@ def progress(task: str) -> Iterator[Callable[[str, float], None]]:
     try:
         from rich.console import Console
     except ImportError:
-        print_news(f"{task} …")
+        print_status(f"{task} …")
         yield lambda step, done: None
         return
     with Console(stderr=True).status(f"{task} …") as status:

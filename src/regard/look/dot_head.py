@@ -91,8 +91,8 @@ class DotHead:
         visible = self.visible(rows)
         return s.exp() if visible is None else torch.where(visible, s.exp(), 0.0)
 
-    def halved(self, weights: Weights, head: int, rows: list[int] | None = None) -> DotHead:
-        """The same head with q and k in 16 bits, and the lse of those; of some rows alone, if they are given."""
+    def in_16_bits(self, weights: Weights, head: int, rows: list[int] | None = None) -> DotHead:
+        """The same head with q and k rounded to 16 bits, and the lse of those; `rows`: the lse of these rows only."""
         changed = replace(self, q=self.q.half().float(), k=self.k.half().float())
         score = weights._factors.score
         if rows is None and not score.modifiers and score.product_scale(self.q.shape[-1]) is not None:
@@ -101,10 +101,10 @@ class DotHead:
             return replace(changed, lse=one._with(factors).lse()[0].float().cpu())
         # With the old lse a row, a sink's share included, sums to 1 + after − before: exp(new lse − old lse).
         lse = self.lse.clone()
-        every = list(range(len(lse))) if rows is None else rows
+        rows_here = list(range(len(lse))) if rows is None else rows
         step = max(1, CELLS // self.k.shape[0])
-        for start in range(0, len(every), step):
-            some = every[start : start + step]
+        for start in range(0, len(rows_here), step):
+            some = rows_here[start : start + step]
             before, after = self.rows(some).sum(-1), changed.rows(some).sum(-1)
             lse[some] += torch.log(1 + after - before).float()
         return replace(changed, lse=lse)

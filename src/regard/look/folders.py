@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from .console import file_errors, print_news, print_result, progress
+from .console import file_errors, print_result, print_status, progress
 from .token_text import printable
 
 __all__ = ["look_at_folder"]
@@ -47,7 +47,7 @@ def _show_corpus(args: argparse.Namespace, path: Path) -> int:
         return 0
     with progress(f"writing {printable(args.out)}"), file_errors(args.out):
         corpus.save(args.out)
-    print_news(f"written to {printable(args.out)} ({Path(args.out).stat().st_size / 1000:,.0f} kB)")
+    print_status(f"written to {printable(args.out)} ({Path(args.out).stat().st_size / 1000:,.0f} kB)")
     return 0
 
 
@@ -79,7 +79,7 @@ def _show_run(args: argparse.Namespace, path: Path) -> int:
         return 0
     with file_errors(args.out):
         View(numbers, title=f"Training of {path.resolve().name}", patterns=read_patterns(path)).save(args.out)
-    print_news(f"written to {printable(args.out)} ({Path(args.out).stat().st_size / 1000:,.0f} kB)")
+    print_status(f"written to {printable(args.out)} ({Path(args.out).stat().st_size / 1000:,.0f} kB)")
     return 0
 
 

@@ -411,34 +411,34 @@ def _one_line_errors(name: str | Path | None) -> Iterator[None]:
             yield
     except (ImportError, MemoryError, FileNotFoundError):
         raise
-    except OSError as wrong:
-        why = _first_line(wrong)
+    except OSError as error:
+        why = _first_line(error)
         if name is None or Path(name).is_dir():
-            raise OSError(f"the model {label!r} could not be opened: {why}") from wrong
+            raise OSError(f"the model {label!r} could not be opened: {why}") from error
         raise OSError(
             f"no model {label!r}: no such folder is here, the cache has none of that name, and none came from the "
             f"Hugging Face hub ({why})."
-        ) from wrong
-    except (ValueError, KeyError, RuntimeError) as wrong:
+        ) from error
+    except (ValueError, KeyError, RuntimeError) as error:
         if name is None:
             raise
-        raise ValueError(f"the model {label!r} could not be opened: {_first_line(wrong)}") from wrong
+        raise ValueError(f"the model {label!r} could not be opened: {_first_line(error)}") from error
 
 
-def _first_line(wrong: BaseException) -> str:
-    return printable((str(wrong).strip() or type(wrong).__name__).splitlines()[0], 160)
+def _first_line(error: BaseException) -> str:
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0], 160)
 
 
 @contextlib.contextmanager
 def _enough_memory() -> Iterator[None]:
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as wrong:
-        raise MemoryError(f"not enough memory for this model and text: {_first_line(wrong)}") from wrong
-    except RuntimeError as wrong:
-        if "allocate" not in str(wrong):
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise MemoryError(f"not enough memory for this model and text: {_first_line(error)}") from error
+    except RuntimeError as error:
+        if "allocate" not in str(error):
             raise
-        raise MemoryError(f"not enough memory for this model and text: {_first_line(wrong)}") from wrong
+        raise MemoryError(f"not enough memory for this model and text: {_first_line(error)}") from error
 
 
 def _check_text(text: str) -> None:
@@ -453,9 +453,9 @@ def _check_text(text: str) -> None:
         )
     try:
         text.encode()
-    except UnicodeEncodeError as wrong:
+    except UnicodeEncodeError as error:
         raise ValueError(
-            f"the text is not valid Unicode at position {wrong.start}: a lone surrogate stands there."
+            f"the text is not valid Unicode at position {error.start}: a lone surrogate stands there."
         ) from None
 
 

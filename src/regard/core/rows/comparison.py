@@ -32,10 +32,10 @@ class _Pair:
             self.p, self.q = (_with_sink(x.w, x.sink, 0) for x in (p, q))
         log_p, log_q = self.log_p.detach(), self.log_q.detach()
         self.both = self.forbidden = None
-        # Where nothing is hidden four passes over the strip are saved. On a GPU reading that would sync, and inside
-        # torch.vmap there is no one number to read.
-        unread = log_p.is_cuda or in_functorch() or not log_p.numel()
-        if unread or log_p.amin() == -torch.inf or log_q.amin() == -torch.inf:
+        # Where no key is hidden, four passes over the strip are saved. On a GPU reading that would sync, inside
+        # torch.vmap there is no one number to read: there a key may be hidden.
+        may_hide = log_p.is_cuda or in_functorch() or not log_p.numel()
+        if may_hide or log_p.amin() == -torch.inf or log_q.amin() == -torch.inf:
             in_p, in_q = log_p > -torch.inf, log_q > -torch.inf
             self.both = in_p & in_q
             self.forbidden = (in_p & ~in_q).any(-1)
@@ -54,9 +54,9 @@ class _Pair:
         return self.where_both(self.log_p - self.log_q, 0)
 
 
-def _with_sink(keys: Tensor, sink: Tensor | None, without: float) -> Tensor:
-    """One column a key, and one for the sink; `without` is its number in a matrix that has none."""
-    return torch.cat([keys, keys.new_full((*keys.shape[:3], 1), without) if sink is None else sink], -1)
+def _with_sink(keys: Tensor, sink: Tensor | None, default: float) -> Tensor:
+    """One column a key, and one for the sink; `default` is its number in a matrix that has none."""
+    return torch.cat([keys, keys.new_full((*keys.shape[:3], 1), default) if sink is None else sink], -1)
 
 
 def _cross_entropy(x: _Pair) -> Tensor:

@@ -116,13 +116,13 @@ def unowned(question: Question, totals: list[Tensor]) -> list[Tensor | None]:
     ]
 
 
-def _as_it_is(part: Part) -> Part:
+def _same_place(part: Part) -> Part:
     return part
 
 
 def add_strips(
     sources: list[RowSource], question: Question, totals: list[Tensor], owners: list[Tensor | None],
-    place: Callable[[Part], Part] = _as_it_is, first: int = 0,
+    place: Callable[[Part], Part] = _same_place, first: int = 0,
 ) -> int:  # fmt: skip
     """Merge the values of all strips into the totals, in place.
 
@@ -161,7 +161,7 @@ def _backward(
     if all(g is None for g in grads):
         return [None] * len(needs)
     spec, tensors = flatten((tuple(sources), question))
-    zeros = [torch.zeros_like(t, dtype=_wide(t)) if n else t.new_zeros(()).expand(t.shape)
+    zeros = [torch.zeros_like(t, dtype=_grad_dtype(t)) if n else t.new_zeros(()).expand(t.shape)
              for t, n in zip(tensors, needs, strict=True)]  # fmt: skip
     add_grads(sources, question, outputs, owners, grads, needs, unflatten(spec, zeros))
     return [z.to(t.dtype) if n else None for z, t, n in zip(zeros, tensors, needs, strict=True)]
@@ -170,7 +170,7 @@ def _backward(
 def add_grads(
     sources: list[RowSource], question: Question, outputs: list[Tensor], owners: list[Tensor | None],
     grads: list[Tensor | None], needs: list[bool], totals: tuple[tuple[RowSource, ...], Question],
-    place: Callable[[Part], Part] = _as_it_is, first: int = 0,
+    place: Callable[[Part], Part] = _same_place, first: int = 0,
 ) -> int:  # fmt: skip
     """Add the gradients of all strips into `totals`, a tree like (sources, question); otherwise as `add_strips`."""
     grads_of_sources, grads_of_question = totals
@@ -178,7 +178,7 @@ def add_grads(
     for n, (part, visible) in enumerate(_parts(sources), first):
         local_spec, local = flatten((tuple(source.cut(part) for source in sources), question))
         grads_of_part = flatten((tuple(source.cut(part) for source in grads_of_sources), grads_of_question))[1]
-        wanted = [t.detach().to(_wide(t)) for t, need in zip(local, needs, strict=True) if need]
+        wanted = [t.detach().to(_grad_dtype(t)) for t, need in zip(local, needs, strict=True) if need]
         places: list[tuple[Any, ...]] = []
 
         def values_of(*floats: Tensor, part: Part = part, visible: Any = visible, local: Any = (local_spec, local),
@@ -203,14 +203,14 @@ def add_grads(
     return n + 1
 
 
-def _wide(t: Tensor) -> torch.dtype:
+def _grad_dtype(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def _seed(value: Tensor, g: Tensor, output: Tensor, owned: Tensor | None, merge: Merge) -> Tensor:
-    """The gradient of a strip's value, from that of the merged output."""
-    if owned is not None:
-        return g.masked_fill(~owned, 0).to(value.dtype)
+def _seed(value: Tensor, g: Tensor, output: Tensor, of_this_strip: Tensor | None, merge: Merge) -> Tensor:
+    """The gradient of a strip's value, from that of the merged output. Of a maximum: where this strip holds it."""
+    if of_this_strip is not None:
+        return g.masked_fill(~of_this_strip, 0).to(value.dtype)
     if merge == "lse":
         share = (value.detach() - torch.where(output == -torch.inf, 0, output)).exp()
         return g * share

@@ -115,8 +115,8 @@ class Distance(Product):
                 return s
             if count < MANY * near.numel() and k.ndim == 4:
                 b, h, i, j = cells = near.nonzero(as_tuple=True)
-                apart = q[b, h, i] - k[b, h // (q.shape[1] // k.shape[1]), j]
-                exact = s.detach().index_put(cells, 0 - apart.square().sum(-1) * self.distance_scale)  # 0 −: not −0
+                delta = q[b, h, i] - k[b, h // (q.shape[1] // k.shape[1]), j]
+                exact = s.detach().index_put(cells, 0 - delta.square().sum(-1) * self.distance_scale)  # 0 −: not −0
             else:
                 exact = torch.where(near, self._direct(q, k), s)
         return s + (exact - s).detach() if s.requires_grad else exact  # the gradient is that of s

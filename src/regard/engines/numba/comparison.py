@@ -59,8 +59,8 @@ def forward_pass(problems: tuple[Problem, Problem], measure: str) -> tuple[Tenso
     value = pair.calls[0].out("value", torch.empty(b, h, i, dtype=torch.float32, device="cpu"))
     pair.run_rows("compare")
     if measure in MERGING:
-        sees = norms[0][..., 1] != 0
-        return value, norms, [value.masked_fill(value == math.inf, 0), -sees.float()]
+        sees_keys = norms[0][..., 1] != 0
+        return value, norms, [value.masked_fill(value == math.inf, 0), -sees_keys.float()]
     # Norms from these very tiles: that of another product is an ulp off, which large scores turn into wrong digits.
     deltas = [call.out("delta", torch.zeros(b, h, i, dtype=torch.float32, device="cpu")) for call in pair.calls]
     pair.run_rows("compare_finished")

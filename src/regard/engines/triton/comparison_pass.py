@@ -95,8 +95,8 @@ def forward_pass(problems: tuple[Problem, Problem], measure: str) -> tuple[Tenso
     tensors = [*pair.tensors, *(ranges.ptr for ranges in tables), value, *norms]
     launch(compare_kernel, pair.key and (pair.key, config), tensors, launch_args)
     if measure in MERGING:
-        sees = norms[0][..., 0] < 1e29
-        return value, norms, [value.masked_fill(value == math.inf, 0), -sees.float()]
+        sees_keys = norms[0][..., 0] < 1e29
+        return value, norms, [value.masked_fill(value == math.inf, 0), -sees_keys.float()]
     deltas = _over_rows(pair, norms, [pair.row_buffer(), pair.row_buffer()], None, (None, None))
     value = deltas[0] + deltas[1]
     return value.clamp(min=0) if measure == "js" else value, norms, deltas

@@ -222,15 +222,15 @@ def topk(problem: Problem, n: int, scores: Tensor, norm: Tensor | None) -> dict[
     outputs["topk_indices"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
     if norm is not None:
         norm, outputs["topk_weights"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
-    searched = max(SCORES_PER_PROGRAM, triton.next_power_of_2(triton.cdiv(p.j * n, 16384)))
-    parts, rows = triton.cdiv(p.j, searched), p.b * p.h * p.i
+    keys_per_part = max(SCORES_PER_PROGRAM, triton.next_power_of_2(triton.cdiv(p.j * n, 16384)))
+    parts, rows = triton.cdiv(p.j, keys_per_part), p.b * p.h * p.i
     candidates = empty(rows, parts, n, like=p.q, dtype=torch.int64)
 
     def of_part() -> LaunchArgs:
         shared = {name: p.common_args[name] for name in ("mask", "sizes", "MASK")}
         return rows * parts, {
-            "scores": scores, "candidates": candidates, "parts": parts, "N": n, "BITS": searched.bit_length() - 1, "BLOCK_J": searched,
-            "num_warps": min(8, searched // 2048), **shared,
+            "scores": scores, "candidates": candidates, "parts": parts, "N": n, "BITS": keys_per_part.bit_length() - 1, "BLOCK_J": keys_per_part,
+            "num_warps": min(8, keys_per_part // 2048), **shared,
         }  # fmt: skip
 
     def of_parts() -> LaunchArgs:

@@ -93,9 +93,9 @@ class PageContent:
 
     def choose_heads(self, start: Start) -> None:
         """Choose the heads that fit: all of them, or those of the start, then those that matter most for the word."""
-        everything = [list(range(view.heads)) for view in self.layers]
-        if self._weights_fit(everything) and self.vector_bytes(everything) <= VECTOR_BYTES:
-            self.held, self.with_vectors = everything, everything
+        all_heads = [list(range(view.heads)) for view in self.layers]
+        if self._weights_fit(all_heads) and self.vector_bytes(all_heads) <= VECTOR_BYTES:
+            self.held, self.with_vectors = all_heads, all_heads
             return
         order = sorted((-strength, n, h) for n in range(len(self.layers)) for h, strength in self._strengths(n, start))
         for _, n, h in order:

@@ -54,14 +54,14 @@ class VectorBlock:
     def _add(self, n: int, h: int, view: LayerView) -> None:
         exact = DotHead.of(view.weights, h, view.summary.lse[h])
         rows = torch.linspace(0, exact.q.shape[0] - 1, SAMPLE).round().long().unique().tolist()
-        truth = view.weights[[h]][..., rows, :][0].double().cpu()
+        expected = view.weights[[h]][..., rows, :][0].double().cpu()
         stored, bits = exact, 32
-        error = _error(exact, rows, truth)
+        error = _error(exact, rows, expected)
         # The lse of all rows costs a pass: it is made only where the sample promises that 16 bits suffice.
-        if _error(exact.halved(view.weights, h, rows), rows, truth) <= TOLERANCE:
-            halved = exact.halved(view.weights, h)
-            if (worse := _error(halved, rows, truth)) <= TOLERANCE:
-                stored, bits, error = halved, 16, worse
+        if _error(exact.in_16_bits(view.weights, h, rows), rows, expected) <= TOLERANCE:
+            rounded = exact.in_16_bits(view.weights, h)
+            if (rounded_error := _error(rounded, rows, expected)) <= TOLERANCE:
+                stored, bits, error = rounded, 16, rounded_error
         header: dict[str, Any] = {
             "place": n,
             "head": h,
@@ -91,9 +91,9 @@ class VectorBlock:
         return place
 
 
-def _error(head: DotHead, rows: list[int], truth: Tensor) -> float:
+def _error(head: DotHead, rows: list[int], expected: Tensor) -> float:
     """The largest relative error of a weight in some rows; of weights that are no numbers, infinity."""
-    seen = truth > 1e-30
-    off = (head.rows(rows) / truth - 1).abs()[seen]
+    seen = expected > 1e-30
+    off = (head.rows(rows) / expected - 1).abs()[seen]
     worst = float(off.max()) if off.numel() else 0.0
     return worst if worst == worst and worst < 1e30 else 1e30

@@ -53,8 +53,8 @@ def pack(
         subject: What is shown.
         options: What the page begins with.
         layers: Its layers, if they are there already.
-        served: What a page that has a server knows of it.
-        report: Hears how far the work on a long input is.
+        served: Facts about its server that a served page needs.
+        report: Called with the step of the work on a long input, and its share that is done.
     """
     if isinstance(subject, HeadChanges):
         return pack_changes(subject, options)

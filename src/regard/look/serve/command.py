@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import HINT_LETTERS, file_errors, print_news, print_result, progress, shell_quote
+from ..console import HINT_LETTERS, file_errors, print_result, print_status, progress, shell_quote
 from ..token_text import printable
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def run_serve(args: argparse.Namespace) -> int:
             print_result(f"{server.guard.link}\nOpen this link; it works once. Ctrl-C ends the server.")
             server.serve_forever()
         except KeyboardInterrupt:
-            print_news("\nstopped")
+            print_status("\nstopped")
     return 0
 
 
@@ -94,9 +94,12 @@ def _open_server(args: argparse.Namespace) -> PageServer:
     with _port_errors(args.port):  # now, and not once a large model is loaded
         socket.create_server(("127.0.0.1", args.port)).close()
     first, look_at = _open_source(args)
-    news = lambda link: print_news(f"opened. The next link: {link}")  # noqa: E731
     with _port_errors(args.port):
-        return PageServer(first, port=args.port, device=device, look_at=look_at, on_entry=news)
+        return PageServer(first, port=args.port, device=device, look_at=look_at, on_entry=_print_link)
+
+
+def _print_link(link: str) -> None:
+    print_status(f"opened. The next link: {link}")
 
 
 def _open_source(

@@ -200,15 +200,15 @@ def _pool(x: Tensor, words: int, by: Literal["max", "sum"]) -> Tensor:
         return x
     full = len(x) // words * words
     parts = [x[:full].unflatten(0, (-1, words)), x[full:].unsqueeze(0)] if full else [x.unsqueeze(0)]
-    down = torch.cat([part.amax(1) if by == "max" else part.sum(1) for part in parts if part.shape[1]])
-    if spare := -x.shape[1] % words:
-        down = torch.nn.functional.pad(down, (0, spare), value=-torch.inf if by == "max" else 0.0)
-    down = down.unflatten(1, (-1, words))
-    return down.amax(-1) if by == "max" else down.sum(-1)
+    pooled = torch.cat([part.amax(1) if by == "max" else part.sum(1) for part in parts if part.shape[1]])
+    if missing := -x.shape[1] % words:
+        pooled = torch.nn.functional.pad(pooled, (0, missing), value=-torch.inf if by == "max" else 0.0)
+    pooled = pooled.unflatten(1, (-1, words))
+    return pooled.amax(-1) if by == "max" else pooled.sum(-1)
 
 
 def _mean_of_rows(sums: Tensor, words: int, rows: int) -> Tensor:
     """The weight that a row gives the keys of a cell, on average; the last cells may have fewer rows."""
-    tall = torch.full((len(sums), 1), float(words), device=sums.device)
-    tall[-1] = rows - (len(sums) - 1) * words
-    return sums / tall
+    heights = torch.full((len(sums), 1), float(words), device=sums.device)
+    heights[-1] = rows - (len(sums) - 1) * words
+    return sums / heights

@@ -1,4 +1,4 @@
-"""Threads other than the one that opened a recording: their own functions are heard as well, not modules alone.
+"""Threads other than the one that opened a recording: their functions are recorded as well, and not modules alone.
 
 A method of the model that attends itself calls no hook, and dispatch keys belong to one thread. So each thread must
 switch its own on: a new one at its first event, which `threading.setprofile` reports (and nothing is profiled after
@@ -19,7 +19,7 @@ __all__ = ["Owner", "install", "uninstall"]
 
 
 class Owner(Protocol):
-    """The recording that hears threads."""
+    """The recording that follows threads."""
 
     def thread_begins(self) -> None:
         """A thread begins, and runs in it."""

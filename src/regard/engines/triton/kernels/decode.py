@@ -1,4 +1,4 @@
-"""Few rows, many keys: the keys are split over the machine, and the states of their parts are merged.
+"""Few rows, many keys: the keys are split over all multiprocessors, and the states of their parts are merged.
 
 The forward pass gives every block of rows to one program, which is one multiprocessor's work where a model decodes one token
 at a time. Here a program owns one share of the keys: it packs the query heads that read them into the rows of one tile, so
