@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import importlib.metadata
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ import torch
 import yaml
 from bench import rows, suites
 from bench.tables import DOCUMENTS, filled
+from packaging.specifiers import SpecifierSet
 
 import regard
 from regard import cli
@@ -172,6 +174,18 @@ def test_the_floors_and_the_pinned_versions_are_among_those_of_make_test_version
     assert next(iter(versions.VERSIONS.items())) == (f"{torch_floor}.0", f"{transformers_floor}.0.0")
     assert versions.VERSIONS[pinned["torch"]] == pinned["transformers"]
     assert f"PyTorch {torch_floor} or later" in (ROOT / "docs" / "install.md").read_text()
+
+
+def test_every_pinned_version_runs_on_the_oldest_python():
+    """`make test` of a clone must set itself up there: Debian 12 has Python 3.11.2. The versions at hand are looked at."""
+    floor = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+    installed = {dist.name.lower(): dist for dist in importlib.metadata.distributions()}
+    pinned = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)
+    at_hand = [installed[name.lower()] for name, version in pinned
+               if name.lower() in installed and installed[name.lower()].version == version]  # fmt: skip
+    assert len(at_hand) > len(pinned) / 2
+    needs = {dist.name: dist.metadata["Requires-Python"] or "" for dist in at_hand}
+    assert not {name: python for name, python in needs.items() if f"{floor}.0" not in SpecifierSet(python)}
 
 
 # The site.

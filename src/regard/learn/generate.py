@@ -173,11 +173,11 @@ class _FinishedHypotheses:
     def close(self, tokens: Tensor, likeliest: Tensor, beam: Beam) -> None:
         """Freeze sentences whose best ending no open hypothesis beats at its length, or that are at their longest."""
         length = tokens.shape[2] - 1
-        best_open = likeliest.double() / length**beam.penalty
-        finished = ~self.done & ((self.score >= best_open) | (length >= self.max_length))
+        ahead = likeliest.double() / length**beam.penalty
+        new = ~self.done & ((self.score >= ahead) | (length >= self.max_length))
         # No hypothesis ended in time: take the likeliest.
-        self._take(finished & (self.score == -torch.inf), tokens, torch.zeros_like(self.count)[:, None])
-        self.done = self.done | finished
+        self._take(new & (self.score == -torch.inf), tokens, torch.zeros_like(self.count)[:, None])
+        self.done = self.done | new
 
     def _take(self, chosen: Tensor, tokens: Tensor, hypothesis: Tensor) -> None:
         """Copy a hypothesis (n, 1) of the chosen sentences, without its start token."""
