@@ -192,6 +192,14 @@ def test_the_table_reads(seen):
     assert repr(seen.find("cat", "walks")).splitlines()[0].split() == ["layer", "head", "weight"]
 
 
+def test_one_of_a_kind_is_written_in_the_singular():
+    layer = torch.nn.MultiheadAttention(4, 1, batch_first=True).eval()
+    x = torch.randn(1, 1, 4)
+    with torch.no_grad(), regard.record(layer) as seen:
+        layer(x, x, x)
+    assert repr(seen).splitlines()[0] == "1 layer × 1 head × 1 token"
+
+
 def test_a_pass_answers_what_a_recording_does():
     torch.manual_seed(0)
     net = torch.nn.MultiheadAttention(8, 2, batch_first=True)

@@ -271,7 +271,7 @@ class Pass(LayerStack):
         ...     y = model(x, x, x), model(x, x, x)
         >>> first = seen.passes[0]
         >>> first, first[0, 1].shape
-        (Pass(1 layers), torch.Size([3, 3]))
+        (Pass(1 layer), torch.Size([3, 3]))
         >>> first.find("cat", "the").columns
         ('layer', 'head', 'weight')
     """
@@ -284,7 +284,7 @@ class Pass(LayerStack):
 
     def __repr__(self) -> str:
         steps = f", {self.steps} steps stitched" if self.steps > 1 else ""
-        return f"Pass({len(self.layers)} layers{steps})"
+        return f"Pass({_counted(len(self.layers), 'layer')}{steps})"
 
 
 @named_by_class
@@ -412,7 +412,7 @@ class Recording(LayerStack):
         tokens = sorted({layer.shape[-1] for layer in layers})
         spread = [f"{s[0]}" if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in (heads, tokens)]
         batch = layers[0].shape[0]
-        parts = [f"{len(layers)} layers", f"{spread[0]} heads", f"{spread[1]} tokens"]
+        parts = [_counted(len(layers), "layer"), _counted(spread[0], "head"), _counted(spread[1], "token")]
         parts += [f"{batch} sequences"] if batch > 1 else []
         passes = f", pass {len(self.passes)} of {len(self.passes)}" if len(self.passes) > 1 else ""
         steps = f", {self.passes[-1].steps} steps stitched" if self.passes[-1].steps > 1 else ""
@@ -421,6 +421,10 @@ class Recording(LayerStack):
 
 def _is_dense(saved: SavedCall) -> bool:
     return saved.w is not None or getattr(saved, "dense", False)
+
+
+def _counted(n: int | str, name: str) -> str:
+    return f"{n} {name}" if str(n) == "1" else f"{n} {name}s"
 
 
 def _brief(mask: Mask | None) -> str:
