@@ -350,7 +350,7 @@ def test_no_engine_is_recognised_by_its_name() -> None:
 #: Words that say nothing about the role or type of what they name.
 ROLELESS = frozenset(
     ["told", "given", "kept", "found", "made", "asked", "said", "room", "rooms", "lying", "laid", "heard", "whole", "known",
-     "halved", "junk", "likes", "news", "promised", "travels", "unread"]
+     "halved", "junk", "likes", "news", "promised", "unread"]
 )  # fmt: skip
 
 #: Names of other libraries that have such a word.

@@ -74,6 +74,6 @@ def test_parts_of_a_batch_go_to_one_process_each() -> None:
     shares = [Replicas(rank, 3, torch.device("cpu")).own_parts(parts) for rank in range(3)]
     assert [[part for part, _, _ in own] for own in shares] == [[0, 1], [2, 3], [4, 0]]
     assert [[round(weight, 6) for _, weight, _ in own] for own in shares] == [[0.6, 0.6], [0.6, 0.6], [0.6, 0.0]]
-    assert all([last for _, _, last in own] == [False, True] for own in shares)
+    assert all([travels for _, _, travels in own] == [False, True] for own in shares)
     alone = Replicas(0, 1, torch.device("cpu")).own_parts(parts)
     assert [weight for _, weight, _ in alone] == [0.2] * 5

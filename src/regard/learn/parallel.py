@@ -44,7 +44,7 @@ class Replicas:
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
     def own_parts(self, parts: list[tuple[BatchPart, Any]]) -> list[tuple[BatchPart, Any, bool]]:
-        """This process's parts of a batch: each with its weight in the backward, and whether it is the last one.
+        """This process's parts of a batch: each with its weight in the backward, and whether gradients travel after it.
 
         DistributedDataParallel takes the mean over processes, so shares are multiplied by their number. All of them run
         equally many parts: one that has fewer repeats the first with weight 0.
@@ -54,9 +54,9 @@ class Replicas:
         own += [(parts[0][0], 0.0)] * (count - len(own))
         return [(part, share * self.size, n == count - 1) for n, (part, share) in enumerate(own)]
 
-    def grad_sync(self, model: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Exchange gradients after the last part only: DistributedDataParallel does it after every backward."""
-        if self.size == 1 or last:
+    def syncing(self, model: nn.Module, travels: bool) -> contextlib.AbstractContextManager[None]:
+        """Exchange gradients after this part if they travel: DistributedDataParallel does it after every backward."""
+        if self.size == 1 or travels:
             return contextlib.nullcontext()
         return model.no_sync()  # type: ignore[operator,no-any-return]
 

@@ -316,8 +316,8 @@ class _Training:
         heads: dict[str, Any] = {}
         loss: Any = 0.0
         parts = tasks.split_batch(self.task, batch, self.settings.accumulate * self.replicas.size)
-        for part, share, last in self.replicas.own_parts(parts):
-            with self.replicas.grad_sync(self.replica, last):
+        for part, share, travels in self.replicas.own_parts(parts):
+            with self.replicas.syncing(self.replica, travels):
                 with self._precision():
                     if watching and self.replicas.first and not heads:  # hooks do not fire in compiled code
                         partial, heads = self._watched_loss(part)
