@@ -345,7 +345,10 @@ class Weights(ArrayProtocol, Relations):
         >>> seen.entropy.shape, seen.topk.indices.shape, seen.y.shape
         (torch.Size([8, 5]), torch.Size([8, 5, 2]), torch.Size([8, 5, 4]))
         """
-        return self._statistics(*self._checked(lambda: self._requested(names, topk, pool, mass, values)))
+        asked = None if mass is not None else self._asked(names, topk, pool, values)
+        if asked is not None and (seen := self._known(names, topk, asked)) is not None:
+            return seen
+        return self._statistics(*self._checked(lambda: self._requested(names, topk, pool, mass, values)), asked)
 
     def explain(
         self,
