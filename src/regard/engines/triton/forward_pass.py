@@ -34,6 +34,8 @@ from .tile_config import Config, choose_config, is_short
 
 #: Groups of tiles whose largest score is stored: four times the 16 that `uses_candidates` allows, since all are sorted for a bound.
 MAX_GROUPS = 64
+#: Tiles of all keys up to which one loop takes them.
+FEW_TILES = 3
 #: Neighbouring columns of a pooled map that are summed before they are stored: what a warp has of a product side by side.
 POOLED_TOGETHER = 16
 #: Common arguments that the Gluon kernels accept: they support no score modifiers.
@@ -91,7 +93,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "q_desc": descriptors[0], "k_desc": descriptors[1], "v_desc": descriptors[2],
             "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "scores": outputs.get("scores", p.q), "pitch": pitch, "SCORES": store, "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
             "FP32_V": v is not None and v.dtype == torch.float32, "TMA": tma,
-            "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "EVEN_BLOCKS": p.j % config.block_j == 0,
+            "EDGES": _edges(p, config), "EVEN_BLOCKS": p.j % config.block_j == 0,
             "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args,
         }  # fmt: skip
 
@@ -125,6 +127,14 @@ def _forward_descriptors(
     keys = p.k, (config.block_j, padded_size(p.d, p.q))
     values = keys if v is None or p.values_are_keys(v) else (v, (config.block_j, padded_size(e, p.q)))
     return tma_descriptors(p, config, (p.q, (config.block_i, padded_size(p.d, p.q))), keys, values)
+
+
+def _edges(p: KernelInputs, config: Config) -> int:
+    """EDGES of the forward kernel. Few tiles, of which the last is partial, are one loop: the loads of another would begin when it ends."""
+    ragged = p.j % config.block_j != 0
+    if ragged and p.mask_format.kind == "none" and p.j <= FEW_TILES * config.block_j:
+        return 2
+    return int(ragged or p.mask_format.kind != "none")
 
 
 def _forward_ws_args(p: KernelInputs, config: Config, v: Tensor, y: Tensor, args: dict[str, Any]) -> LaunchArgs:
