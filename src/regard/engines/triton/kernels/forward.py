@@ -188,7 +188,8 @@ def forward_kernel(
         if EDGES == 2:
             full_from, full_to = first, first
         left = full_from - first
-        for EDGE in tl.static_range(1 if EDGES == 2 else 0, 2 if EDGES else 1):  # fully visible tiles, then those at the edges of the mask
+        # Fully visible tiles, then those at the edges of the mask.
+        for EDGE in tl.static_range(1 if EDGES == 2 else 0, 2 if EDGES else 1):
             for n in range(0 if EDGE else full_from, left + past - full_to if EDGE else full_to):
                 at = tl.where(n < left, first + n, full_to + n - left) if EDGE else n
                 j = at * BLOCK_J + tl.arange(0, BLOCK_J)
