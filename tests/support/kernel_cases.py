@@ -329,7 +329,7 @@ def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: i
         _compare(f"{columns} columns: {name}", mine.detach(), right.detach(), close)
 
 
-def judged_with_maps_of_whole_tiles(dtype: torch.dtype, device: str = "cpu", length: int = 128, d: int = 16) -> None:
+def judged_with_maps_of_full_tiles(dtype: torch.dtype, device: str = "cpu", length: int = 128, d: int = 16) -> None:
     """Pooled maps whose tiles are whole blocks of rows: columns are summed by sixteens before they are stored, or one by one."""
     q, k = (torch.randn(2, 2, length, d, device=device).to(dtype) for _ in range(2))
     for mask in (None, regard.causal(), regard.window(length // 3, 8)):

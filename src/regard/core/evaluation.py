@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import engines
 from ..engines import numba
 from ..engines.explain import explain
-from ..engines.replay import is_replayed_device, is_short, replay_known, replay_or_record
+from ..engines.replay import is_replayed_device, is_short, replay_alias, replay_or_record
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
@@ -31,7 +31,7 @@ from .tensor_kinds import is_plain, refuse_transforms
 from .torch_state import as_size, in_forward_ad, in_plain_eager, is_tracing, without_autocast
 from .types import EngineName
 
-__all__ = ["Asked", "LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
+__all__ = ["Alias", "LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -42,8 +42,8 @@ _RAW_OUTPUTS = {
 }
 
 
-#: A question as a key and the tensors it is about.
-Asked = tuple[Hashable, list[Tensor]]
+#: A key of a question, made of the arguments of `see`, and the tensors it is about.
+Alias = tuple[Hashable, list[Tensor]]
 
 #: Products of two matrices, by the names of PyTorch's functions.
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
@@ -58,7 +58,7 @@ class LazyMatrix(NotElementwise, Shareable):
     #: Whether results are cached, together with a pass's free outputs. `attend` asks once and needs neither.
     _remembers = True
     #: Whether a question that was asked before of tensors of the same shapes is replayed without being looked at again.
-    _knows_questions: ClassVar[bool] = True
+    _replays_questions: ClassVar[bool] = True
     #: Whether the matrix takes part in products with `@`.
     multiplies: ClassVar[bool] = False
 
@@ -170,10 +170,10 @@ class LazyMatrix(NotElementwise, Shareable):
             raw.update(_RAW_OUTPUTS.get(statistic, {statistic: None}))
         return Request(tuple(raw), **inputs)
 
-    def _asked(self, names: tuple[str, ...], topk: Any, pool: Any, values: Any) -> Asked | None:
-        """What a question is known by if it comes again; None where more must be looked at each time."""
+    def _question_key(self, names: tuple[str, ...], topk: Any, pool: Any, values: Any) -> Alias | None:
+        """The key and the tensors of a question, if nothing else decides its answer; else None."""
         plain = pool is None and (topk is None or type(topk) is int) and (values is None or type(values) is Tensor)
-        if not (plain and self._knows_questions) or self._shared or self._one_head or len(self._factors.batch) != 1:
+        if not (plain and self._replays_questions) or self._shared or self._one_head or len(self._factors.batch) != 1:
             return None
         if self._cache or not in_plain_eager() or in_forward_ad():
             return None
@@ -182,23 +182,23 @@ class LazyMatrix(NotElementwise, Shareable):
         tensors = self._leaves if values is None else [*self._leaves, values]
         if _requires_grad(*tensors):
             return None
-        key = "asked", names, topk, self._spec, self._engine, self._remembers, numba.enabled, torch.get_num_threads()
+        key = "see", names, topk, self._spec, self._engine, self._remembers, numba.enabled, torch.get_num_threads()
         return key, tensors
 
-    def _known(self, names: tuple[str, ...], topk: int | None, asked: Asked) -> Statistics | None:
+    def _replayed_answer(self, names: tuple[str, ...], topk: int | None, alias: Alias) -> Statistics | None:
         """The answer to a question that was asked before of such tensors, replayed; None where it was not."""
-        results = replay_known(*asked)
+        results = replay_alias(*alias)
         if results is None:
             return None
         if self._remembers:
             self._cache.put(self._leaves, Request((), topk=topk or 0), results)
         more = ("topk",) if topk is not None else ()
-        return self._fields((*names, *more, *(("values",) if len(asked[1]) > len(self._leaves) else ())), results)
+        return self._fields((*names, *more, *(("values",) if len(alias[1]) > len(self._leaves) else ())), results)
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any], asked: Asked | None = None) -> Statistics:
-        """The named statistics. `asked`: what the question is known by."""
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any], alias: Alias | None = None) -> Statistics:
+        """The named statistics. `alias`: that of its replay."""
         vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        return self._fields(statistics, self._ask(self._request(statistics, inputs), asked), vector)
+        return self._fields(statistics, self._ask(self._request(statistics, inputs), alias), vector)
 
     def _fields(self, statistics: Iterable[str], results: Results, vector: bool = False) -> Statistics:
         """The named statistics from an engine's results."""
@@ -218,7 +218,7 @@ class LazyMatrix(NotElementwise, Shareable):
                 fields[statistic] = result if result.dtype is dtype else result.to(dtype)
         return Statistics(**fields)
 
-    def _ask(self, request: Request, asked: Asked | None = None) -> Results:
+    def _ask(self, request: Request, alias: Alias | None = None) -> Results:
         """The engine's results, with this matrix's batch and head axes; perhaps more than were requested."""
         batch, own = self._batch_with(request), self._factors.batch
         factors = self._factors if batch == own else self._factors.expanded(batch)
@@ -228,7 +228,7 @@ class LazyMatrix(NotElementwise, Shareable):
         folded = request
         if len(batch) != 1 or names is not request.names or batch != own:
             folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        results = self._compute(factors, folded, requires_grad, self._remembers and batch == own, asked)
+        results = self._compute(factors, folded, requires_grad, self._remembers and batch == own, alias)
         if len(batch) == 1 and not self._one_head:
             return results
         named = [name for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results]
@@ -241,7 +241,7 @@ class LazyMatrix(NotElementwise, Shareable):
         return explain(engines.get_engine(self._engine), self._factors.expanded(batch), folded)
 
     def _compute(
-        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, asked: Asked | None = None
+        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, alias: Alias | None = None
     ) -> Results:
         engine = engines.get_engine(self._engine)
         use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
@@ -263,8 +263,8 @@ class LazyMatrix(NotElementwise, Shareable):
             spec, tensors = flatten(request)
             key = "question", self._spec, spec, engine.name, use_cache, numba.enabled, torch.get_num_threads(), *cached
             read = [*self._leaves, *tensors, *cached.values()]
-            also = asked[0] if asked is not None and [*map(id, asked[1])] == [*map(id, read)] else None
-            results = replay_or_record(key, read, evaluate, not is_replayed_device(factors.q), also)
+            other = alias[0] if alias is not None and [*map(id, alias[1])] == [*map(id, read)] else None
+            results = replay_or_record(key, read, evaluate, not is_replayed_device(factors.q), other)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results

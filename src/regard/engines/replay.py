@@ -24,7 +24,7 @@ from ..core.torch_state import in_functorch, replay_state, without_autocast
 
 __all__ = [
     "current_recorder", "is_constant", "is_replayed_device", "is_short", "on_device_of", "record_launch",
-    "replay_known", "replay_or_record",
+    "replay_alias", "replay_or_record",
 ]  # fmt: skip
 
 log = logging.getLogger("regard")
@@ -50,8 +50,8 @@ LaunchAt = Callable[[list[int]], None]
 _no_context = nullcontext()
 
 
-def replay_known(key: Hashable, tensors: list[Tensor]) -> Any:
-    """The replay of a call that `replay_or_record` was told to know by this key `also`; None where there is none."""
+def replay_alias(key: Hashable, tensors: list[Tensor]) -> Any:
+    """The replay of a call that `replay_or_record` was given this `alias` for; None where none was recorded."""
     if not enabled or torch.is_autocast_enabled(tensors[0].device.type):
         return None
     if not PLAIN.issuperset(map(type, tensors)) or current_recorder() or in_functorch():
@@ -73,7 +73,7 @@ def _signature(key: Hashable, tensors: list[Tensor], at: list[int]) -> tuple[Any
 
 
 def replay_or_record(
-    key: Hashable, tensors: list[Tensor], compute: Callable[[], Any], on_cpu: bool = False, also: Hashable = None
+    key: Hashable, tensors: list[Tensor], compute: Callable[[], Any], on_cpu: bool = False, alias: Hashable = None
 ) -> Any:
     """`compute()`, or the replay of an earlier call.
 
@@ -82,7 +82,7 @@ def replay_or_record(
         tensors: At least one. `compute` may branch on their shapes, strides and dtypes, but not on their values.
         compute: Returns a list or a dict of tensors, with None for some.
         on_cpu: Whether the tensors are those of a short question on a CPU.
-        also: Another key, by which `replay_known` finds the call once it is recorded.
+        alias: Another key, by which `replay_alias` finds the call once it is recorded.
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
         return without_autocast(tensors[0], lambda: replay_or_record(key, tensors, compute, on_cpu))
@@ -101,12 +101,12 @@ def replay_or_record(
     except TypeError:  # an unhashable key
         return compute()
     if type(cached) is Tape:
-        if also is not None:
-            _make_room()
-            TAPES[also, *signature[1:]] = cached
+        if alias is not None:
+            _bound_tapes()
+            TAPES[alias, *signature[1:]] = cached
         return cached(tensors, at)
     if cached is None and is_constant(key):
-        _make_room()
+        _bound_tapes()
         cached = 0
     if type(cached) is not int:
         return compute()
@@ -122,7 +122,7 @@ def replay_or_record(
     return results
 
 
-def _make_room() -> None:
+def _bound_tapes() -> None:
     if len(TAPES) >= MAX_TAPES:
         TAPES.clear()
 

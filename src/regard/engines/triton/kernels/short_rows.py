@@ -147,7 +147,7 @@ def short_rows_kernel(
         for c in tl.static_range(CHUNKS):
             s, j, shown = load_chunk(scores, row, i, b, h, mask, sizes, pitch, MASK, c)
             x = x + (pack_scores(s, j, shown, BITS),)  # type: ignore[assignment]  # noqa: RUF005
-            w = sums[c]  # type: ignore[misc]
+            w = sums[c]  # type: ignore[misc, var-annotated]
             if RECEIVED:
                 m2, log2l = norm_to_base2(m, l, SCALE_FOLDED)
                 part = tl.exp2(log_weight(s, m2[:, None], log2l[:, None], scale2, SCALE_FOLDED))
