@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import regard
 from regard.core.masks.kinds import Documents, Geometry, causal
@@ -385,6 +386,57 @@ def test_a_question_is_replayed_for_its_own_score_mask_and_statistics(monkeypatc
     assert sum(key[0] == "question" for key in played) == (10 if compiled else 5)
 
 
+def test_a_question_that_comes_again_is_not_looked_at_again(monkeypatch):
+    """The fourth of tensors of one shape; other names, numbers of keys and tensors between are other questions."""
+    monkeypatch.setattr(numba, "enabled", False)
+    looked_at = []
+    requested = regard.Weights._requested
+    monkeypatch.setattr(regard.Weights, "_requested", lambda *a: looked_at.append(a[1:3]) or requested(*a))
+    wanted = [(("lse", "entropy"), None), (("lse",), None), (("entropy",), 2), (("entropy",), 3)]
+    for seed in range(6):
+        torch.manual_seed(seed)
+        q, k, v = torch.randn(3, 2, 3, 5, 4).unbind(0)
+        for names, topk in wanted:
+            W = regard.weights(q, k, engine="blockwise")
+            seen, right = (x.see(*names, topk=topk, values=v) for x in (W, regard.weights(q, k, engine="reference")))
+            for name in (*names, "y"):
+                torch.testing.assert_close(getattr(seen, name), getattr(right, name))
+            if topk is not None:
+                torch.testing.assert_close(tuple(seen.topk), tuple(right.topk))
+            torch.testing.assert_close(
+                W.entropy(), right.entropy if "entropy" in names else W.dense().log().mul(-W.dense()).sum(-1)
+            )
+    assert (
+        looked_at.count((("lse", "entropy"), None)) == 6 + 3
+    )  # the reference each time; ours counted, recorded, replayed
+
+
+def test_a_question_that_is_wrong_is_wrong_again():
+    q = torch.randn(1, 2, 5, 4)
+    for _ in range(5):
+        regard.weights(q, engine="blockwise").see("entropy", topk=1)
+    with pytest.raises(ValueError, match="got True"):  # which equals 1
+        regard.weights(q, engine="blockwise").see("entropy", topk=True)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="unknown statistic"):
+            regard.weights(q, engine="blockwise").see("entropie")
+
+
+def test_a_question_that_comes_again_keeps_no_tangent_from_autograd():
+    q = torch.randn(1, 2, 5, 4)
+    for _ in range(5):
+        regard.weights(q, engine="blockwise").see("entropy")
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward_ad"):
+        regard.weights(forward_ad.make_dual(q, q), engine="blockwise").see("entropy")
+
+
+def test_a_question_that_comes_again_is_followed_by_autograd_if_it_must_be():
+    for turn in range(6):
+        q = torch.randn(1, 2, 5, 4, requires_grad=turn > 4)
+        entropy = regard.weights(q, engine="blockwise").see("entropy").entropy
+        assert entropy.requires_grad == (turn > 4)
+
+
 CALLS = replay.CALLS_BEFORE_ON_CPU + 3
 
 
@@ -411,7 +463,8 @@ def flat(results):
 
 
 def tapes():
-    return [tape for tape in replay.TAPES.values() if type(tape) is replay.Tape]
+    """One for each recorded call, which may be known by two keys."""
+    return list(dict.fromkeys(tape for tape in replay.TAPES.values() if type(tape) is replay.Tape))
 
 
 QUESTIONS = {

@@ -87,6 +87,12 @@ def test_more_columns_than_a_tile_holds(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("d", [64, 128])
+def test_maps_of_whole_tiles_are_sums_of_weights(dtype: torch.dtype, d: int) -> None:
+    kernel_cases.judged_with_maps_of_full_tiles(dtype, "cuda", 1024, d)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 def test_rows_whose_scores_are_all_huge_are_rows_like_any_other(dtype: torch.dtype) -> None:
     kernel_cases.judged_where_all_scores_are_huge(dtype, "cuda")
 

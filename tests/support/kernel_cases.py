@@ -329,6 +329,19 @@ def judged_with_many_columns(dtype: torch.dtype, device: str = "cpu", columns: i
         _compare(f"{columns} columns: {name}", mine.detach(), right.detach(), close)
 
 
+def judged_with_maps_of_full_tiles(dtype: torch.dtype, device: str = "cpu", length: int = 128, d: int = 16) -> None:
+    """Pooled maps whose tiles are whole blocks of rows: columns are summed by sixteens before they are stored, or one by one."""
+    q, k = (torch.randn(2, 2, length, d, device=device).to(dtype) for _ in range(2))
+    for mask in (None, regard.causal(), regard.window(length // 3, 8)):
+        for pool in ((4, 4), (2, 8), (4, length // 8), (2, 2, slice(length // 2, length), slice(length // 4, length))):
+            seen = regard.weights(q, k, mask=mask, engine="triton").see("received", pool=pool)
+            right = regard.weights(q.double(), k.double(), mask=mask, engine="blockwise").see("received", pool=pool)
+            _compare(f"map {pool}, {mask!r}", seen.pool, right.pool, 1e-4 * right.pool + 1e-5)
+            _compare(
+                f"received beside a map {pool}, {mask!r}", seen.received, right.received, 1e-4 * right.received + 1e-5
+            )
+
+
 def judged_where_all_scores_are_huge(dtype: torch.dtype, device: str = "cpu") -> None:
     """A row with the same huge bias everywhere has even weights: in lse = m + log l the second part would be lost."""
     q = torch.zeros(1, 2, 37, 16, dtype=dtype, device=device)

@@ -309,7 +309,7 @@ BUGS = [
     Bug("chains: rows of value norms are not divided by their sum", "chains.py", "return x / torch.where(sums == 0, 1, sums)", "return x", ("chains",)),
     Bug("chains: negative relevance counts", "core/rows/stats.py", "(relevance.clamp(min=0) if self.positive else relevance)", "relevance", ("chains",)),
     # engines/replay.py.
-    Bug("replay: on tensors of another signature", "engines/replay.py", "signature = (key, shared, *signatures)", "signature = (key, shared)", ("replay",)),
+    Bug("replay: on tensors of another signature", "engines/replay.py", "return key, shared, *each", "return key, shared", ("replay",)),
     Bug("replay: a question is replayed for another matrix", "core/evaluation.py", 'key = "question", self._spec, spec,', 'key = "question", spec,', ("replay",)),
     Bug("replay: the signature ignores inputs at one address", "engines/replay.py", "shared = None if len({*at}) == len(at) else tuple(map(at.index, at))", "shared = None", ("replay",)),
     Bug("replay: a part is taken for the tensor at its address", "engines/replay.py", "elif of is None or self._place_in(x, of) != self.places[cached]:", "elif False:", ("replay",)),

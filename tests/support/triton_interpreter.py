@@ -173,6 +173,9 @@ def main(part: int, of: int) -> int:
     if part == 1:
         tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1)
         wrong += kernel_cases.count_wrong_topk_of_long_rows((torch.float16,))
+    if part == 4:
+        tile_config.forced["any"] = tile_config.Config(32, 32, 4, 1)
+        kernel_cases.judged_with_maps_of_full_tiles(torch.float16)
     if part == 3:
         tile_config.forced["any"] = tile_config.Config(16, 32, 4, 1)
         kernel_cases.judged_where_keys_are_equal(torch.float32)

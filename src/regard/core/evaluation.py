@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import engines
 from ..engines import numba
 from ..engines.explain import explain
-from ..engines.replay import is_replayed_device, is_short, replay_or_record
+from ..engines.replay import is_replayed_device, is_short, replay_alias, replay_or_record
 from ..engines.score_grad import weights_from_norm
 from .arguments import as_values
 from .autograd import compute_with_autograd
@@ -27,11 +27,11 @@ from .result_cache import ResultCache, check_fits
 from .results import Peak, Statistics, TopK
 from .shared import Shareable
 from .stats import FREE_OUTPUTS, OPTIONAL_OUTPUTS, Request, Results, softmax
-from .tensor_kinds import refuse_transforms
-from .torch_state import as_size, is_tracing, without_autocast
+from .tensor_kinds import is_plain, refuse_transforms
+from .torch_state import as_size, in_forward_ad, in_plain_eager, is_tracing, without_autocast
 from .types import EngineName
 
-__all__ = ["LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
+__all__ = ["Alias", "LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -41,6 +41,9 @@ _RAW_OUTPUTS = {
     "values": dict.fromkeys(("y",)),
 }
 
+
+#: A key of a question, made of the arguments of `see`, and the tensors it is about.
+Alias = tuple[Hashable, list[Tensor]]
 
 #: Products of two matrices, by the names of PyTorch's functions.
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
@@ -54,6 +57,8 @@ class LazyMatrix(NotElementwise, Shareable):
 
     #: Whether results are cached, together with a pass's free outputs. `attend` asks once and needs neither.
     _remembers = True
+    #: Whether a question that was asked before of tensors of the same shapes is replayed without being looked at again.
+    _replays_questions: ClassVar[bool] = True
     #: Whether the matrix takes part in products with `@`.
     multiplies: ClassVar[bool] = False
 
@@ -165,10 +170,39 @@ class LazyMatrix(NotElementwise, Shareable):
             raw.update(_RAW_OUTPUTS.get(statistic, {statistic: None}))
         return Request(tuple(raw), **inputs)
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any]) -> Statistics:
-        """The named statistics."""
+    def _question_key(self, names: tuple[str, ...], topk: Any, pool: Any, values: Any) -> Alias | None:
+        """The key and the tensors of a question, if nothing else decides its answer; else None."""
+        plain = pool is None and (topk is None or type(topk) is int) and (values is None or type(values) is Tensor)
+        if not (plain and self._replays_questions) or self._shared or self._one_head or len(self._factors.batch) != 1:
+            return None
+        if self._cache or not in_plain_eager() or in_forward_ad():
+            return None
+        if values is not None and not (values.ndim == 4 and is_plain(values)):
+            return None
+        tensors = self._leaves if values is None else [*self._leaves, values]
+        if _requires_grad(*tensors):
+            return None
+        key = "see", names, topk, self._spec, self._engine, self._remembers, numba.enabled, torch.get_num_threads()
+        return key, tensors
+
+    def _replayed_answer(self, names: tuple[str, ...], topk: int | None, alias: Alias) -> Statistics | None:
+        """The answer to a question that was asked before of such tensors, replayed; None where it was not."""
+        results = replay_alias(*alias)
+        if results is None:
+            return None
+        if self._remembers:
+            self._cache.put(self._leaves, Request((), topk=topk or 0), results)
+        more = ("topk",) if topk is not None else ()
+        return self._fields((*names, *more, *(("values",) if len(alias[1]) > len(self._leaves) else ())), results)
+
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any], alias: Alias | None = None) -> Statistics:
+        """The named statistics. `alias`: that of its replay."""
         vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        results, dtype = self._ask(self._request(statistics, inputs)), self.dtype
+        return self._fields(statistics, self._ask(self._request(statistics, inputs), alias), vector)
+
+    def _fields(self, statistics: Iterable[str], results: Results, vector: bool = False) -> Statistics:
+        """The named statistics from an engine's results."""
+        dtype = self.dtype
         fields: dict[str, Any] = {}
         for statistic in statistics:
             if statistic == "peak":
@@ -184,7 +218,7 @@ class LazyMatrix(NotElementwise, Shareable):
                 fields[statistic] = result if result.dtype is dtype else result.to(dtype)
         return Statistics(**fields)
 
-    def _ask(self, request: Request) -> Results:
+    def _ask(self, request: Request, alias: Alias | None = None) -> Results:
         """The engine's results, with this matrix's batch and head axes; perhaps more than were requested."""
         batch, own = self._batch_with(request), self._factors.batch
         factors = self._factors if batch == own else self._factors.expanded(batch)
@@ -194,7 +228,7 @@ class LazyMatrix(NotElementwise, Shareable):
         folded = request
         if len(batch) != 1 or names is not request.names or batch != own:
             folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        results = self._compute(factors, folded, requires_grad, self._remembers and batch == own)
+        results = self._compute(factors, folded, requires_grad, self._remembers and batch == own, alias)
         if len(batch) == 1 and not self._one_head:
             return results
         named = [name for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results]
@@ -206,7 +240,9 @@ class LazyMatrix(NotElementwise, Shareable):
         folded = replace_fields(request, v=_fold(request.v, batch), u=_fold(request.u, batch))
         return explain(engines.get_engine(self._engine), self._factors.expanded(batch), folded)
 
-    def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
+    def _compute(
+        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, alias: Alias | None = None
+    ) -> Results:
         engine = engines.get_engine(self._engine)
         use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
         cached = self._cache.get(self._leaves, request) if use_cache else {}
@@ -226,9 +262,9 @@ class LazyMatrix(NotElementwise, Shareable):
             refuse_transforms((factors, request))
             spec, tensors = flatten(request)
             key = "question", self._spec, spec, engine.name, use_cache, numba.enabled, torch.get_num_threads(), *cached
-            results = replay_or_record(
-                key, [*self._leaves, *tensors, *cached.values()], evaluate, not is_replayed_device(factors.q)
-            )
+            read = [*self._leaves, *tensors, *cached.values()]
+            other = alias[0] if alias is not None and [*map(id, alias[1])] == [*map(id, read)] else None
+            results = replay_or_record(key, read, evaluate, not is_replayed_device(factors.q), other)
         if use_cache:
             self._cache.put(self._leaves, request, results)
         return results

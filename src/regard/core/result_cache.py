@@ -32,6 +32,9 @@ class ResultCache:
         """Deep copies and pickles begin empty: the change counters of copied factors start at 0."""
         return ResultCache, ()
 
+    def __bool__(self) -> bool:
+        return bool(self._results)
+
     def copy(self) -> ResultCache:
         other = ResultCache()
         other._versions, other._results = self._versions, dict(self._results)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.array_protocol import Scores
+from ..core.evaluation import Alias
 from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
@@ -175,7 +176,7 @@ class ShardedWeights(Weights):
             raise TypeError(f"u @ W takes a tensor of vectors; got {type(u).__name__}.")
         return super().__rmatmul__(u)
 
-    def _ask(self, request: Request) -> Results:
+    def _ask(self, request: Request, alias: Alias | None = None) -> Results:
         self._checked(lambda: self._batch_with(request))
         return super()._ask(request)
 
@@ -191,7 +192,9 @@ class ShardedWeights(Weights):
         matrix = next(x for x in (*args, *(kwargs or {}).values()) if isinstance(x, cls))
         return matrix._checked(lambda: super(ShardedWeights, cls).__torch_function__(func, types, args, kwargs))
 
-    def _compute(self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool) -> Results:
+    def _compute(
+        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, alias: Alias | None = None
+    ) -> Results:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):
             return cached

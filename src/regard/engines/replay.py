@@ -24,7 +24,7 @@ from ..core.torch_state import in_functorch, replay_state, without_autocast
 
 __all__ = [
     "current_recorder", "is_constant", "is_replayed_device", "is_short", "on_device_of", "record_launch",
-    "replay_or_record",
+    "replay_alias", "replay_or_record",
 ]  # fmt: skip
 
 log = logging.getLogger("regard")
@@ -50,7 +50,31 @@ LaunchAt = Callable[[list[int]], None]
 _no_context = nullcontext()
 
 
-def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[], Any], on_cpu: bool = False) -> Any:
+def replay_alias(key: Hashable, tensors: list[Tensor]) -> Any:
+    """The replay of a call that `replay_or_record` was given this `alias` for; None where none was recorded."""
+    if not enabled or torch.is_autocast_enabled(tensors[0].device.type):
+        return None
+    if not PLAIN.issuperset(map(type, tensors)) or current_recorder() or in_functorch():
+        return None
+    at = [x.data_ptr() for x in tensors]
+    try:
+        tape = TAPES.get(_signature(key, tensors, at))
+    except TypeError:  # an unhashable key
+        return None
+    return tape(tensors, at) if type(tape) is Tape else None
+
+
+def _signature(key: Hashable, tensors: list[Tensor], at: list[int]) -> tuple[Any, ...]:
+    """All that the host work of a call depends on; `at` are the addresses of its tensors."""
+    # Kernels are specialised by alignment; and two inputs at one address may share a load.
+    shared = None if len({*at}) == len(at) else tuple(map(at.index, at))
+    each = [(x.shape, x.stride(), x.dtype, x.get_device(), a % 16) for x, a in zip(tensors, at, strict=True)]
+    return key, shared, *each
+
+
+def replay_or_record(
+    key: Hashable, tensors: list[Tensor], compute: Callable[[], Any], on_cpu: bool = False, alias: Hashable = None
+) -> Any:
     """`compute()`, or the replay of an earlier call.
 
     Args:
@@ -58,6 +82,7 @@ def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[],
         tensors: At least one. `compute` may branch on their shapes, strides and dtypes, but not on their values.
         compute: Returns a list or a dict of tensors, with None for some.
         on_cpu: Whether the tensors are those of a short question on a CPU.
+        alias: Another key, by which `replay_alias` finds the call once it is recorded.
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
         return without_autocast(tensors[0], lambda: replay_or_record(key, tensors, compute, on_cpu))
@@ -70,19 +95,18 @@ def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[],
     ):
         return compute()
     at = [x.data_ptr() for x in tensors]
-    # Kernels are specialised by alignment; and two inputs at one address may share a load.
-    shared = None if len({*at}) == len(at) else tuple(map(at.index, at))
-    signatures = [(x.shape, x.stride(), x.dtype, x.get_device(), a % 16) for x, a in zip(tensors, at, strict=True)]
-    signature = (key, shared, *signatures)
+    signature = _signature(key, tensors, at)
     try:
         cached = TAPES.get(signature)
     except TypeError:  # an unhashable key
         return compute()
     if type(cached) is Tape:
+        if alias is not None:
+            _bound_tapes()
+            TAPES[alias, *signature[1:]] = cached
         return cached(tensors, at)
     if cached is None and is_constant(key):
-        if len(TAPES) >= MAX_TAPES:
-            TAPES.clear()
+        _bound_tapes()
         cached = 0
     if type(cached) is not int:
         return compute()
@@ -96,6 +120,11 @@ def replay_or_record(key: Hashable, tensors: list[Tensor], compute: Callable[[],
         log.debug("not replayable: %s", key[0] if isinstance(key, tuple) else key)
     TAPES[signature] = tape or NOT_REPLAYABLE
     return results
+
+
+def _bound_tapes() -> None:
+    if len(TAPES) >= MAX_TAPES:
+        TAPES.clear()
 
 
 def is_replayed_device(x: Tensor) -> bool:

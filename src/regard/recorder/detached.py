@@ -68,6 +68,7 @@ class ConstantWeights(RecordedWeights):
     """Weights of a call that was recorded without gradients: their answers are `ConstantTensor`s."""
 
     _answers: ClassVar[type[ConstantTensor]] = ConstantTensor
+    _replays_questions = False
 
     def _ask(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         return {name: self._detached(x) for name, x in super()._ask(*args, **kwargs).items()}

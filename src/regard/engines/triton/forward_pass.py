@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from ...core.problem import Problem
+from ...core.pytree import replace_fields
 from ...core.stats import Tiling
 from .kernel_inputs import (
     KernelInputs,
@@ -33,6 +34,10 @@ from .tile_config import Config, choose_config, is_short
 
 #: Groups of tiles whose largest score is stored: four times the 16 that `uses_candidates` allows, since all are sorted for a bound.
 MAX_GROUPS = 64
+#: Tiles of all keys up to which one loop takes them.
+FEW_TILES = 3
+#: Neighbouring columns of a pooled map that are summed before they are stored: what a warp has of a product side by side.
+POOLED_TOGETHER = 16
 #: Common arguments that the Gluon kernels accept: they support no score modifiers.
 GLUON_ARGS = ("mask", "sizes", "scale2", "D", "MASK")
 
@@ -88,7 +93,7 @@ def forward(problem: Problem, names: tuple[str, ...], v: Tensor | None, keys: Te
             "q_desc": descriptors[0], "k_desc": descriptors[1], "v_desc": descriptors[2],
             "q_layout": layouts[0], "k_layout": layouts[1], "v_layout": layouts[2], "scores": outputs.get("scores", p.q), "pitch": pitch, "SCORES": store, "SIMILARITY": p.similarity, "E": e, "SCALE_FOLDED": p.scale_folded, "Y": v is not None,
             "FP32_V": v is not None and v.dtype == torch.float32, "TMA": tma,
-            "EDGES": p.mask_format.kind != "none" or p.j % config.block_j != 0, "EVEN_BLOCKS": p.j % config.block_j == 0,
+            "EDGES": _edges(p, config), "EVEN_BLOCKS": p.j % config.block_j == 0,
             "BLOCK_D": padded_size(p.d, p.q), "BLOCK_E": padded_size(e, p.q), **args, **common_args,
         }  # fmt: skip
 
@@ -122,6 +127,14 @@ def _forward_descriptors(
     keys = p.k, (config.block_j, padded_size(p.d, p.q))
     values = keys if v is None or p.values_are_keys(v) else (v, (config.block_j, padded_size(e, p.q)))
     return tma_descriptors(p, config, (p.q, (config.block_i, padded_size(p.d, p.q))), keys, values)
+
+
+def _edges(p: KernelInputs, config: Config) -> int:
+    """EDGES of the forward kernel. Few tiles, of which the last is partial, are one loop: the loads of another would begin when it ends."""
+    ragged = p.j % config.block_j != 0
+    if ragged and p.mask_format.kind == "none" and p.j <= FEW_TILES * config.block_j:
+        return 2
+    return int(ragged or p.mask_format.kind != "none")
 
 
 def _forward_ws_args(p: KernelInputs, config: Config, v: Tensor, y: Tensor, args: dict[str, Any]) -> LaunchArgs:
@@ -160,7 +173,7 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
         u, e = u.expand(p.b, p.h, -1, -1), u.shape[-1]
         outputs["z"] = empty(p.b, p.h, p.j, e, like=p.q, dtype=torch.float32)
     config = _column_config(p, names, e, u, tiling)
-    pool, aligned = _pool(p, config, tiling if "pool" in names else None)
+    pool, aligned, together = _pool(p, config, tiling if "pool" in names else None)
     norm2, table = p.norm2(norm), p.key_table(config)
     kernel = column_pass_kernel
     if config.gluon:
@@ -170,7 +183,7 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
         block_d, heads = padded_size(p.d, p.q), p.b * p.h
         args: dict[str, Any] = {
             "heads": heads, "heads_per_group": p.heads_per_group(0), "key_table": table, "pool": pool, "RECEIVED": "received" in names,
-            "POOL": "pool" in names, "out_received": row_arg(outputs["received"]) if "received" in outputs else p.unused,
+            "POOL": together, "out_received": row_arg(outputs["received"]) if "received" in outputs else p.unused,
             **config.launch,
         }  # fmt: skip
         if config.gluon:
@@ -185,9 +198,10 @@ def column_pass(problem: Problem, names: tuple[str, ...], norm: Tensor, u: Tenso
         }  # fmt: skip
 
     tensors = [*p.tensors, norm2, u, table.ptr, pool.sums, *outputs.values()]
-    launch(kernel, p.key and (p.key, names, pool[1:], aligned, config), tensors, launch_args)
+    launch(kernel, p.key and (p.key, names, pool[1:], aligned, together, config), tensors, launch_args)
     if "pool" in names and tiling is not None:
-        outputs["pool"] = _pool_columns(pool.sums, tiling)
+        ends = {"j0": tiling.j0 // together, "j1": tiling.j1 // together}
+        outputs["pool"] = _pool_columns(pool.sums, replace_fields(tiling, **ends))
     return outputs
 
 
@@ -201,18 +215,28 @@ def _pipelined_args(p: KernelInputs, config: Config, norm2: Tensor) -> dict[str,
     return {"STAGES": config.stages, **descriptors, **{name: p.common_args[name] for name in GLUON_ARGS}}
 
 
-def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, bool]:
-    """Buffer of a pooled map's column sums, and whether each tile of weights lies within one of its tile rows."""
+def _pool(p: KernelInputs, config: Config, tiling: Tiling | None) -> tuple[Pool, bool, int]:
+    """Buffer of a pooled map's column sums, whether each tile of weights lies within one of its tile rows, and how many
+    neighbouring columns a sum is of; 0 without a map."""
     if tiling is None:
-        return Pool(p.q, 1, 0, 1, 1), False
+        return Pool(p.q, 1, 0, 1, 1), False, 0
     block_i = _tile_rows(config)
-    aligned, shape = _aligned(tiling, p.i, block_i), (p.b, p.h, tiling.rows, p.j)
+    aligned = _aligned(tiling, p.i, block_i)
+    together = POOLED_TOGETHER if aligned and _columns_fit(tiling, p.j, POOLED_TOGETHER) else 1
+    shape = p.b, p.h, tiling.rows, p.j // together
     if aligned and p.mask_format.kind in ("none", "causal"):
         sums = empty(*shape, like=p.q, dtype=torch.float32)
     else:  # columns that no row sees are never stored
         sums = torch.zeros(shape, dtype=torch.float32, device=p.q.device)
     blocks = (tiling.i1 - tiling.i0) // (tiling.rows * block_i) if aligned else 1
-    return Pool(sums, tiling.rows, tiling.i0, tiling.i1, blocks), aligned
+    return Pool(sums, tiling.rows, tiling.i0, tiling.i1, blocks), aligned, together
+
+
+def _columns_fit(tiling: Tiling, keys: int, together: int) -> bool:
+    """Whether every tile of the map begins and ends at multiples of `together` keys, all of which are here."""
+    n = tiling.j1 - tiling.j0
+    here = tiling.j0 >= 0 and tiling.j1 <= keys
+    return here and keys % together == 0 and tiling.j0 % together == 0 and n % (tiling.cols * together) == 0
 
 
 def _column_config(p: KernelInputs, names: tuple[str, ...], e: int, u: Tensor | None, tiling: Tiling | None) -> Config:

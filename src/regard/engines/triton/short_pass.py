@@ -19,8 +19,10 @@ __all__ = ["from_scores", "serves"]
 MOST_KEYS = 128
 #: Bytes of stored scores at most.
 MAX_SCORE_BYTES = 2**28
-#: Rows of a program, which is one warp: with more, sums of columns would synchronise them.
+#: Rows that a program, which is one warp, has at a time: with more warps, sums of columns would synchronise them.
 ROWS = 4
+#: How often a program goes on to its next rows: it begins and adds up its columns once.
+TURNS = 4
 
 
 def serves(p: KernelInputs, n: int, v: Tensor | None) -> bool:
@@ -40,7 +42,7 @@ def from_scores(problem: Problem, n: int, scores: Tensor, norm: Tensor | None, r
     outputs["topk_indices"] = empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.int64)
     if norm is not None:
         norm, outputs["topk_weights"] = norm.contiguous(), empty(p.b, p.h, p.i, n, like=p.q, dtype=torch.float32)
-    blocks = triton.cdiv(p.i, ROWS)
+    blocks = triton.cdiv(p.i, ROWS * TURNS)
     sums = empty(p.b, p.h, blocks, pitch, like=p.q, dtype=torch.float32) if received else None
 
     def launch_args() -> LaunchArgs:
@@ -51,7 +53,7 @@ def from_scores(problem: Problem, n: int, scores: Tensor, norm: Tensor | None, r
             "index": tensor_arg(outputs["topk_indices"]), "weight": p.unused if norm is None else tensor_arg(outputs["topk_weights"]),
             "received": p.q if sums is None else sums, "SCALE_FOLDED": p.scale_folded, "N": n, "BLOCK_N": triton.next_power_of_2(n),
             "BITS": (32 * chunks - 1).bit_length(), "WEIGHT": norm is not None, "RECEIVED": received, "CHUNKS": chunks,
-            "ROWS": ROWS, "num_warps": 1, **shared,
+            "ROWS": ROWS, "TURNS": TURNS, "num_warps": 1, **shared,
         }  # fmt: skip
 
     launch(short_rows_kernel, p.key and (p.key, n), [*p.tensors, scores, norm, *outputs.values(), sums], launch_args)

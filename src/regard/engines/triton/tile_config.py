@@ -48,7 +48,7 @@ HOPPER: dict[tuple[str, int], Config] = {
     ("forward", 256): Config(128, 64, 8, 2),
     # `short`: at most 256 keys. `many_stats`: row state that would spill with the configuration above.
     ("short", 64): Config(64, 64, 4, 3, registers=128),
-    ("narrow", 64): Config(64, 32, 4, 3),
+    ("narrow", 64): Config(64, 32, 4, 3, registers=80),  # six programs at a time
     ("many_stats", 64): Config(128, 64, 8, 3, registers=128),
     # `shared_kv`: keys are values, and one tile for both leaves shared memory for more stages.
     ("shared_kv", 64): Config(64, 128, 4, 3, registers=168),

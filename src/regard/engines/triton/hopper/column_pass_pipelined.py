@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..kernels.column_pass import add_block_to_pool, flush_pool_row, zero_pool_rows_before
+from ..kernels.column_pass import add_block_to_pool, flush_pool_row, pool_columns, zero_pool_rows_before
 from ..kernels.forward import schedule_tile
-from ..kernels.tile_ops import row_blocks, store_row, visible_at_all
+from ..kernels.tile_ops import FLOOR, row_blocks, store_row, visible_at_all
 from .gluon_ops import alloc_barriers, alloc_smem, sync_threads, tma_load_async
 
 
@@ -42,13 +42,12 @@ def issue_qk(k_tile, slots, slot, zero_acc, HALF: gl.constexpr, SECOND: gl.const
 def columns_of_tile(s, lse2, received, pool_sum, pool, mask, sizes, n, j, b, h, scale2, MASK: gl.constexpr, POOL: gl.constexpr,
                     HALF: gl.constexpr, EDGE: gl.constexpr):  # fmt: skip
     """Add the weights of tile n to the sums of the columns. EDGE: the tile is masked first."""
-    w = gl.exp2(s * scale2 - lse2)
     if EDGE:
         i = n * HALF + gl.arange(0, HALF, gl.SliceLayout(0, s.type.layout))
-        w = gl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), w, 0.0)
-    column = gl.sum(w, 1)
+        s = gl.where(visible_at_all(i[None, :], j[:, None], b, h, mask, sizes, MASK), s, FLOOR)
+    column = gl.sum(gl.exp2(s * scale2 - lse2), 1)
     if POOL:
-        pool_sum = add_block_to_pool(column, pool_sum, pool, b, h, n, j, sizes, HALF)
+        pool_sum = add_block_to_pool(column, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, HALF, POOL)
     return received + column, pool_sum
 
 
@@ -85,37 +84,38 @@ def column_pass_pipelined_kernel(
     received = gl.zeros([BLOCK_J], gl.float32, gl.SliceLayout(1, S))
     pool_sum = received
     if POOL and MASK != "none":
-        zero_pool_rows_before(pool, b, h, j, 2 * first, 2 * past, sizes, HALF)
+        zero_pool_rows_before(pool, b, h, pool_columns(j, POOL), 2 * first, 2 * past, sizes, HALF, POOL)
     if first < past:
         mbarrier.wait(ready.index(0), 0)
     s = issue_qk(k_tile, slots, 0, zero_acc, HALF, 0)
     s = warpgroup_mma_wait(0, deps=(s,))
     # Edge, fully visible, edge: in the order of the rows, since the tile rows of a pooled map are stored as they end.
-    for SECTION in gl.static_range(3):
-        if MASK != "none" or SECTION == 1:
-            begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
-            end = full_from if SECTION == 0 else full_to if SECTION == 1 else past
-            for n in range(begin, end):
-                count = n - first
-                slot = count % STAGES
-                after = gl.minimum(count + 1, past - first - 1)  # after the last block it is computed again and unused
-                lse2 = slots[1].index(slot).slice(0, HALF, 1).load(S)
-                next_lse2 = slots[1].index(slot).slice(HALF, HALF, 1).load(S)
-                other = issue_qk(k_tile, slots, slot, zero_acc, HALF, 1)
-                received, pool_sum = columns_of_tile(
-                    s, lse2, received, pool_sum, pool, mask, sizes, 2 * n, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
-                )  # fmt: skip
-                other = warpgroup_mma_wait(0, deps=(other,))
-                mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
-                s = issue_qk(k_tile, slots, after % STAGES, zero_acc, HALF, 0)
-                received, pool_sum = columns_of_tile(
-                    other, next_lse2, received, pool_sum, pool, mask, sizes, 2 * n + 1, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
-                )  # fmt: skip
-                s = warpgroup_mma_wait(0, deps=(s,))
-                sync_threads()  # no thread reads this block any more
-                prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I)
+    if MASK == "causal":  # every edge comes before every fully visible tile
+        full_from, full_to = past - (full_to - full_from), past
+    for SECTION in gl.static_range(0 if MASK != "none" else 1, 2 if MASK == "none" or MASK == "causal" else 3):
+        begin = first if SECTION == 0 else full_from if SECTION == 1 else full_to
+        end = full_from if SECTION == 0 else full_to if SECTION == 1 else past
+        for n in range(begin, end):
+            count = n - first
+            slot = count % STAGES
+            after = gl.minimum(count + 1, past - first - 1)  # after the last block it is computed again and unused
+            lse2 = slots[1].index(slot).slice(0, HALF, 1).load(S)
+            next_lse2 = slots[1].index(slot).slice(HALF, HALF, 1).load(S)
+            other = issue_qk(k_tile, slots, slot, zero_acc, HALF, 1)
+            received, pool_sum = columns_of_tile(
+                s, lse2, received, pool_sum, pool, mask, sizes, 2 * n, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+            )  # fmt: skip
+            other = warpgroup_mma_wait(0, deps=(other,))
+            mbarrier.wait(ready.index(after % STAGES), (after // STAGES) & 1)
+            s = issue_qk(k_tile, slots, after % STAGES, zero_acc, HALF, 0)
+            received, pool_sum = columns_of_tile(
+                other, next_lse2, received, pool_sum, pool, mask, sizes, 2 * n + 1, j, b, h, scale2, MASK, POOL, HALF, SECTION != 1,
+            )  # fmt: skip
+            s = warpgroup_mma_wait(0, deps=(s,))
+            sync_threads()  # no thread reads this block any more
+            prefetch(q_desc, q_layout, lse2_desc, lse2_layout, b, h, n + STAGES, past, slots, slot, BLOCK_I)
     if POOL:
-        flush_pool_row(pool_sum, pool, b, h, j, 2 * first, 2 * past, sizes, HALF)
+        flush_pool_row(pool_sum, pool, b, h, pool_columns(j, POOL), 2 * first, 2 * past, sizes, HALF, POOL)
     if RECEIVED:
         store_row(out_received, b, h, j, received, sizes.j)
 

@@ -2,7 +2,7 @@
 
 A program owns a block of keys and walks the row blocks that see them. Each column is summed by one program in a fixed
 order: no atomics, and the same bits every time. Outputs are `received`, `z` = Wᵀ u and, for every tile row of a pooled
-map, the sum of each column (POOL), which `pool_kernel` then sums along the columns.
+map, the sums of POOL neighbouring columns each, which `pool_kernel` then sums along the columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tile_ops import (
 
 
 class Pool(NamedTuple):
-    """How rows are pooled: `rows` tile rows over i0 <= i < i1, into the contiguous `sums` (b, h, rows, j)."""
+    """How rows are pooled: `rows` tile rows over i0 <= i < i1, into the contiguous `sums` (b, h, rows, j / POOL)."""
 
     sums: Any
     rows: int
@@ -40,40 +40,63 @@ class Pool(NamedTuple):
 
 
 @triton.jit
-def pool_ptr(pool, b, h, j, sizes):
-    """Pointer to the sums of columns j in the first tile row of a pooled map."""
-    return pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * sizes.j + j
+def columns_together(x, WIDTH: tl.constexpr):
+    """A vector over columns as (groups, WIDTH): neighbours, which a product leaves within a warp."""
+    return tl.reshape(x, [x.shape[0] // WIDTH, WIDTH])
 
 
 @triton.jit
-def zero_pool_rows_before(pool, b, h, j, first, past, sizes, BLOCK_I: tl.constexpr):
+def pool_columns(j, WIDTH: tl.constexpr):
+    """Places of the columns j in a line of `sums`."""
+    if WIDTH > 1:
+        j = tl.min(columns_together(j, WIDTH), 1) // WIDTH
+    return j
+
+
+@triton.jit
+def pool_ptr(pool, b, h, at, sizes, WIDTH: tl.constexpr):
+    """Pointer to the sums at these places of the first tile row of a pooled map."""
+    return pool.sums + (b * sizes.h + h).to(tl.int64) * pool.rows * (sizes.j // WIDTH) + at
+
+
+@triton.jit
+def store_pool_row(pool_sum, pool, b, h, row, at, there, sizes, WIDTH: tl.constexpr):
+    """Store the sums of a tile row, of WIDTH neighbouring columns each, if `there`."""
+    if WIDTH > 1:
+        pool_sum = tl.sum(columns_together(pool_sum, WIDTH), 1)
+    columns = sizes.j // WIDTH
+    line = pool_ptr(pool, b, h, at, sizes, WIDTH) + tl.cast(row, tl.int64) * columns
+    tl.store(line, pool_sum, mask=at < tl.where(there, columns, 0))
+
+
+@triton.jit
+def zero_pool_rows_before(pool, b, h, at, first, past, sizes, BLOCK_I: tl.constexpr, WIDTH: tl.constexpr):
     """Store zeros in the tile rows that end before the first row block that sees these keys."""
     until = tl.maximum(first - pool.i0 // BLOCK_I, 0) // pool.blocks
     until = tl.where(first < past, tl.minimum(until, pool.rows), pool.rows)
+    columns = sizes.j // WIDTH
     for r in range(0, until):
-        tl.store(pool_ptr(pool, b, h, j, sizes) + tl.cast(r, tl.int64) * sizes.j, j * 0.0, mask=j < sizes.j)
+        tl.store(pool_ptr(pool, b, h, at, sizes, WIDTH) + tl.cast(r, tl.int64) * columns, at * 0.0, mask=at < columns)
 
 
 @triton.jit
-def add_block_to_pool(column, pool_sum, pool, b, h, n, j, sizes, BLOCK_I: tl.constexpr):
+def add_block_to_pool(column, pool_sum, pool, b, h, n, at, sizes, BLOCK_I: tl.constexpr, WIDTH: tl.constexpr):
     """Add the columns of row block n to the sum of its tile row, which is stored when the tile row ends."""
     block = n + tl.program_id(0) * 0 - pool.i0 // BLOCK_I  # counted from the first pooled row
     inside = (block >= 0) & (block < pool.blocks * pool.rows)
     pool_sum += tl.where(inside, column, 0.0)
     ends = inside & ((block + 1) % pool.blocks == 0)
-    at = pool_ptr(pool, b, h, j, sizes) + (block // pool.blocks).to(tl.int64) * sizes.j
-    tl.store(at, pool_sum, mask=j < tl.where(ends, sizes.j, 0))
+    store_pool_row(pool_sum, pool, b, h, block // pool.blocks, at, ends, sizes, WIDTH)
     return tl.where(ends, 0.0, pool_sum)
 
 
 @triton.jit
-def flush_pool_row(pool_sum, pool, b, h, j, first, past, sizes, BLOCK_I: tl.constexpr):
+def flush_pool_row(pool_sum, pool, b, h, at, first, past, sizes, BLOCK_I: tl.constexpr, WIDTH: tl.constexpr):
     """Store the sum of a tile row that the last visible row block ends in."""
     block = past - 1 + tl.program_id(0) * 0 - pool.i0 // BLOCK_I
     inside = (block >= 0) & (block < pool.blocks * pool.rows) & (block + pool.i0 // BLOCK_I >= first)
     open_row = inside & ((block + 1) % pool.blocks != 0)
-    at = pool_ptr(pool, b, h, j, sizes) + (block // pool.blocks).to(tl.int64) * sizes.j
-    tl.store(at, pool_sum, mask=j < tl.where(open_row, sizes.j, 0))
+    store_pool_row(pool_sum, pool, b, h, block // pool.blocks, at, open_row, sizes, WIDTH)
 
 
 @triton.jit
@@ -86,7 +109,7 @@ def add_rows_to_pool(w, pool, b, h, i, j, sizes):
     first = tl.min(tl.where(inside, row, last), 0)
     for r in range(tl.maximum(first, 0), last + 1):
         column = tl.sum(tl.where((row == r)[None, :], w, 0.0), 1)
-        at = pool_ptr(pool, b, h, j, sizes) + (j.to(tl.int64) * 0 + r) * sizes.j  # rows times keys may pass 2³¹
+        at = pool_ptr(pool, b, h, j, sizes, 1) + (j.to(tl.int64) * 0 + r) * sizes.j  # rows times keys may pass 2³¹
         tl.store(at, tl.load(at, mask=j < sizes.j, other=0.0) + column, mask=j < sizes.j)
         tl.debug_barrier()  # the next block of rows may add to the same tile row
 
@@ -123,7 +146,7 @@ def add_columns(
             column = tl.sum(w, 1)
             received += column
         if POOL and POOL_ALIGNED:
-            pool_sum = add_block_to_pool(column, pool_sum, pool, b, h, n, j, sizes, BLOCK_I)
+            pool_sum = add_block_to_pool(column, pool_sum, pool, b, h, n, pool_columns(j, POOL), sizes, BLOCK_I, POOL)
         elif POOL:
             add_rows_to_pool(w, pool, b, h, i, j, sizes)
         if Z:
@@ -141,7 +164,10 @@ def column_pass_kernel(
     Z: tl.constexpr, TMA: tl.constexpr, EDGES: tl.constexpr, EVEN_BLOCKS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of BLOCK_J columns."""
+    """Statistics of BLOCK_J columns.
+
+    POOL: neighbouring columns that are summed before they are stored, 0 without a pooled map.
+    """
     blocks = tl.cdiv(sizes.j, BLOCK_J)
     block, head = schedule_tile(blocks, heads, heads_per_group)
     b, h = head // sizes.h, head % sizes.h
@@ -156,7 +182,7 @@ def column_pass_kernel(
     z = tl.zeros([BLOCK_J, BLOCK_E], tl.float32)
     first, full_from, full_to, past = row_blocks(start, b, key_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
     if POOL and POOL_ALIGNED and MASK == "causal":
-        zero_pool_rows_before(pool, b, h, j, first, past, sizes, BLOCK_I)
+        zero_pool_rows_before(pool, b, h, pool_columns(j, POOL), first, past, sizes, BLOCK_I, POOL)
     # Edge, fully visible, edge: in the order of the rows, since the tile rows of a pooled map are stored as they end.
     for SECTION in tl.static_range(3):
         if EDGES or SECTION == 1:
@@ -168,7 +194,7 @@ def column_pass_kernel(
                 BLOCK_I, SECTION != 1, EVEN_BLOCKS,
             )  # fmt: skip
     if POOL and POOL_ALIGNED:
-        flush_pool_row(pool_sum, pool, b, h, j, first, past, sizes, BLOCK_I)
+        flush_pool_row(pool_sum, pool, b, h, pool_columns(j, POOL), first, past, sizes, BLOCK_I, POOL)
     if RECEIVED:
         store_row(out_received, b, h, j, received, sizes.j)
     if Z:
@@ -185,4 +211,12 @@ def pool_kernel(sums, out, tiles, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + tile_row, tl.sum(x, 1), mask=tile_row < tiles)
 
 
-__all__ = ["Pool", "add_block_to_pool", "column_pass_kernel", "flush_pool_row", "pool_kernel", "zero_pool_rows_before"]
+__all__ = [
+    "Pool",
+    "add_block_to_pool",
+    "column_pass_kernel",
+    "flush_pool_row",
+    "pool_columns",
+    "pool_kernel",
+    "zero_pool_rows_before",
+]

@@ -157,7 +157,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Output and statistics of BLOCK_I rows.
 
-    EDGES: some tiles are partly visible. EVEN_BLOCKS: the keys fill their last block. TILE_MAXIMA: store the largest
+    EDGES: 1 if some tiles are partly visible, 2 if all are taken as such, in one loop. EVEN_BLOCKS: the keys fill their last block. TILE_MAXIMA: store the largest
     score of every few tiles, for topk. SCORES: store the scores of visited tiles, in rows of `pitch` numbers.
     """
     block, head = schedule_tile(tl.cdiv(sizes.i, BLOCK_I), heads, heads_per_group)
@@ -185,8 +185,11 @@ def forward_kernel(
 
     for r in range(0, mask.n_intervals):
         first, full_from, full_to, past = key_blocks(start, b, r, row_table, mask, sizes, MASK, BLOCK_I, BLOCK_J)
+        if EDGES == 2:
+            full_from, full_to = first, first
         left = full_from - first
-        for EDGE in tl.static_range(2 if EDGES else 1):  # fully visible tiles, then those at the edges of the mask
+        # Fully visible tiles, then those at the edges of the mask.
+        for EDGE in tl.static_range(1 if EDGES == 2 else 0, 2 if EDGES else 1):
             for n in range(0 if EDGE else full_from, left + past - full_to if EDGE else full_to):
                 at = tl.where(n < left, first + n, full_to + n - left) if EDGE else n
                 j = at * BLOCK_J + tl.arange(0, BLOCK_J)

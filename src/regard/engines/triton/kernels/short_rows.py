@@ -80,36 +80,12 @@ def sorted_rows(values, keys, N: tl.constexpr):
 
 
 @triton.jit
-def short_rows_kernel(
-    scores, mask, norm, score, index, weight, received, sizes, pitch, scale2,
-    MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, WEIGHT: tl.constexpr, RECEIVED: tl.constexpr,
+def largest_of_rows(
+    scores, x, row, i, b, h, m, l, mask, score, index, weight, sizes, pitch, scale2,
+    MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, WEIGHT: tl.constexpr,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The N largest scores of ROWS rows of at most CHUNKS · 32 keys, with keys and weights; and the sum over these rows of what each key
-    receives, (programs, pitch).
-
-    By rounds over packed numbers, as `topk_of_part_kernel`. Scores that agree in all bits but the lowest share a bucket; they are
-    sorted by their exact values afterwards. If the bucket of the N-th goes on past it, the rounds are over exact scores instead.
-    """
-    blocks = tl.cdiv(sizes.i, ROWS)
-    head = tl.program_id(0) // blocks
-    b, h = head // sizes.h, head % sizes.h
-    i = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    row = row_number(b, h, i, sizes)
-    m, l = row * 0.0, row * 0.0
-    if RECEIVED or WEIGHT:
-        m = tl.load(norm + 2 * row, mask=i < sizes.i, other=0.0)
-        l = tl.load(norm + 2 * row + 1, mask=i < sizes.i, other=0.0)
-    x = ()
-    for c in tl.static_range(CHUNKS):
-        s, j, shown = load_chunk(scores, row, i, b, h, mask, sizes, pitch, MASK, c)
-        x = x + (pack_scores(s, j, shown, BITS),)  # type: ignore[assignment]  # noqa: RUF005
-        if RECEIVED:
-            m2, log2l = norm_to_base2(m, l, SCALE_FOLDED)
-            w = tl.exp2(log_weight(s, m2[:, None], log2l[:, None], scale2, SCALE_FOLDED))
-            k = c * 32 + tl.arange(0, 32)
-            out = received + tl.program_id(0).to(tl.int64) * pitch + k
-            tl.store(out, tl.sum(tl.where(shown, w, 0.0), 0), mask=k < pitch)
+    """Store the N largest scores of ROWS rows from their packed numbers `x`, with keys and weights."""
     best = x[0]  # type: ignore[misc]
     for c in tl.static_range(1, CHUNKS):
         best = tl.maximum(best, x[c])
@@ -139,6 +115,53 @@ def short_rows_kernel(
     if WEIGHT:  # from the stored score: for large scores the unrounded one would disagree with it
         m, l = tl.where(l == 0.0, 0.0, m), tl.where(l == 0.0, 1.0, l)
         store_tile(weight, b, h, i, n, tl.exp2((score_out - m[:, None]) * LOG2E) / l[:, None], sizes.i, N)
+
+
+@triton.jit
+def short_rows_kernel(
+    scores, mask, norm, score, index, weight, received, sizes, pitch, scale2,
+    MASK: tl.constexpr, SCALE_FOLDED: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, BITS: tl.constexpr, WEIGHT: tl.constexpr, RECEIVED: tl.constexpr,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """The N largest scores of TURNS times ROWS rows of at most CHUNKS · 32 keys, with keys and weights; and the sum over these rows of
+    what each key receives, (programs, pitch).
+
+    By rounds over packed numbers, as `topk_of_part_kernel`. Scores that agree in all bits but the lowest share a bucket; they are
+    sorted by their exact values afterwards. If the bucket of the N-th goes on past it, the rounds are over exact scores instead.
+    """
+    blocks = tl.cdiv(sizes.i, ROWS * TURNS)
+    head = tl.program_id(0) // blocks
+    b, h = head // sizes.h, head % sizes.h
+    start = tl.program_id(0) % blocks * (ROWS * TURNS)
+    sums = ()
+    for _ in tl.static_range(CHUNKS):
+        sums = sums + (tl.zeros([ROWS, 32], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    for turn in range(0, TURNS):
+        i = start + turn * ROWS + tl.arange(0, ROWS)
+        row = row_number(b, h, i, sizes)
+        m, l = row * 0.0, row * 0.0
+        if RECEIVED or WEIGHT:
+            m = tl.load(norm + 2 * row, mask=i < sizes.i, other=0.0)
+            l = tl.load(norm + 2 * row + 1, mask=i < sizes.i, other=0.0)
+        x, more = (), ()
+        for c in tl.static_range(CHUNKS):
+            s, j, shown = load_chunk(scores, row, i, b, h, mask, sizes, pitch, MASK, c)
+            x = x + (pack_scores(s, j, shown, BITS),)  # type: ignore[assignment]  # noqa: RUF005
+            w = sums[c]  # type: ignore[misc, var-annotated]
+            if RECEIVED:
+                m2, log2l = norm_to_base2(m, l, SCALE_FOLDED)
+                part = tl.exp2(log_weight(s, m2[:, None], log2l[:, None], scale2, SCALE_FOLDED))
+                w += tl.where(shown, part, 0.0)
+            more = more + (w,)  # type: ignore[assignment]  # noqa: RUF005
+        sums = more
+        largest_of_rows(
+            scores, x, row, i, b, h, m, l, mask, score, index, weight, sizes, pitch, scale2, MASK, SCALE_FOLDED, N, BLOCK_N, BITS, WEIGHT, CHUNKS, ROWS,
+        )  # fmt: skip
+    if RECEIVED:
+        for c in tl.static_range(CHUNKS):
+            k = c * 32 + tl.arange(0, 32)
+            out = received + tl.program_id(0).to(tl.int64) * pitch + k
+            tl.store(out, tl.sum(sums[c], 0), mask=k < pitch)  # type: ignore[misc]
 
 
 __all__ = ["short_rows_kernel"]
