@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from regard.engines.triton import tile_config
 
 #: Variants for sizes up to 64 or 128, which `forward_pass` and `topk_pass` choose by size.
 VARIANTS = {"short": 64, "narrow": 64, "many_stats": 64, "shared_kv": 128, "one_tile": 64}
-KERNELS = {name for table in (tile_config.HOPPER, tile_config.GLUON, tile_config.FLOAT32) for name, _ in table}
+KERNELS = {name for table in (tile_config.HOPPER, tile_config.GLUON, tile_config.FLOAT32) for name, _ in table} - {
+    "backward"
+}
 
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
@@ -38,6 +41,33 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     tile_config._runs_gluon.cache_clear()
     yield
     tile_config._runs_gluon.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "d", "forced", "serves"),
+    [
+        ("3.6.0", 64, (), True),
+        ("3.8.0", 64, (), False),  # spills as compiled by this version
+        ("3.8.0", 128, (), True),
+        ("3.6.0", 64, ("dkdv",), False),  # a test or a benchmark asks for one of the two kernels
+        ("3.6.0", 64, ("forward",), True),
+        ("3.5.1", 128, (), False),
+    ],
+)
+def test_one_kernel_for_all_gradients_where_it_serves(
+    on_hopper, monkeypatch, version: str, d: int, forced: tuple[str, ...], serves: bool
+) -> None:
+    import triton as installed
+
+    monkeypatch.setattr(installed, "__version__", version)
+    for kernel in forced:
+        monkeypatch.setitem(tile_config.forced, kernel, tile_config.HOPPER[kernel, d])
+    problem = SimpleNamespace(
+        d=d, product=True, fp32=False, q=torch.zeros(1), single_tma_loop=lambda config: config.gluon
+    )
+    for fits in (True, False):
+        config = tile_config.gluon_config("backward", problem, d, lambda _, fits=fits: fits, ("dkdv", "dq"))
+        assert (config is not None) == (serves and fits)
 
 
 @pytest.mark.parametrize(("version", "serves"), [("3.6.0", True), ("3.9.1", True), ("3.10.0", False), ("3.5.1", False)])

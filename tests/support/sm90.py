@@ -61,8 +61,8 @@ def columns(d: int) -> None:
     forward_pass.column_pass(problem, ("received",), torch.zeros(1, 2, 512, 2), None, None)
 
 
-def gradients(d: int) -> None:
-    q, k, v = (draw(1, 2, 512, d, grad=True) for _ in range(3))
+def gradients(d: int, length: int = 512) -> None:
+    q, k, v = (draw(1, 2, length, d, grad=True) for _ in range(3))
     seen = regard.weights(q, k, mask=regard.causal(), engine="triton").see("entropy", values=v)
     (seen.y.float().sum() + seen.entropy.sum()).backward()
 
@@ -77,6 +77,8 @@ REQUESTS: dict[str, Callable[[], None]] = {
     "columns, d 128": lambda: columns(128),
     "gradients, d 64, causal": lambda: gradients(64),
     "gradients, d 128, causal": lambda: gradients(128),
+    "gradients of few keys or odd lengths, d 64, causal": lambda: gradients(64, 448),
+    "gradients of few keys or odd lengths, d 128, causal": lambda: gradients(128, 256),
 }
 
 

@@ -23,10 +23,10 @@ from .kernel_inputs import (
     padded_size,
     tma_descriptors,
 )
-from .kernels.backward import ScoreGradArg, dkdv_kernel, dq_kernel, modifier_grad_kernel, row_dot_kernel
+from .kernels.backward import ScoreGradArg, dkdv_kernel, dq_kernel, modifier_grad_kernel, reorder_kernel, row_dot_kernel
 from .kernels.tile_ops import row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
-from .tile_config import Config, choose_config, is_short
+from .tile_config import Config, choose_config, gluon_config, is_short
 
 __all__ = ["BackwardInputs", "backward", "backward_inputs", "dkdv_pass", "dq_pass", "modifier_grad", "row_dot"]
 
@@ -97,9 +97,54 @@ def backward(
 ) -> tuple[list[Tensor], Tensor | None]:
     """dq, dk and the gradient of the similarity's own tensor, where it has one; and dv."""
     f = backward_inputs(problem, v, norm, gradient)
+    if (config := _fused_config(f)) is not None:
+        return _fused_pass(f, config)
     dk, dv = dkdv_pass(f)
     dq, *own = dq_pass(f)
     return [dq, dk, *own], dv
+
+
+def _fused_config(f: BackwardInputs) -> Config | None:
+    """The configuration of the kernel for all gradients, where it serves the request: each tile of keys and values has its own
+    gradient, and all tiles are full."""
+    p, v = f.p, f.v
+
+    def fits(config: Config) -> bool:
+        own_heads = v is not None and v.shape[1] == p.k.shape[1]
+        return own_heads and p.d == f.e and p.j > 256 and p.i > 64 and _dkdv_fits(f, config, p.k.shape[1])
+
+    return gluon_config("backward", p, f.e, fits, instead_of=("dkdv", "dq"))
+
+
+def _fused_pass(f: BackwardInputs, config: Config) -> tuple[list[Tensor], Tensor]:
+    """dq, dk and dv in one pass, which sums dq in float32."""
+    from .hopper.backward_ws import backward_ws_kernel
+    from .hopper.gluon_ops import float32_descriptor
+
+    p, v, dy = f.p, required(f.v), required(f.dy)
+    heads, half, row_blocks = p.k.shape[1], config.block_j // 2, p.i // config.block_i
+    dq = empty(p.b, p.h, p.i, p.d, like=p.q, dtype=p.q.dtype, keep_layout=True)
+    dk = empty(p.b, heads, p.j, p.d, like=p.k, dtype=p.k.dtype, keep_layout=True)
+    dv = empty(p.b, heads, p.j, p.d, like=v, dtype=v.dtype, keep_layout=True)
+    dq_sum = empty(p.b * p.h * p.i * p.d // 4096, 1, 128, 32, like=p.q, dtype=torch.float32)
+    counters = torch.zeros(1 + p.b * p.h * row_blocks, dtype=torch.int32, device=p.q.device)
+
+    def launch_args() -> LaunchArgs:
+        descriptors = gluon_tma_args(
+            q=(p.q, config.block_i), dy=(dy, config.block_i), k=(p.k, half), v=(v, half), dk=(dk, half), dv=(dv, half)
+        )
+        common = {name: p.common_args[name] for name in ("mask", "sizes", "scale", "scale2", "D", "MASK")}
+        return min(p.j // config.block_j * p.b * heads, num_sms(p.q.device)), {
+            "dq_desc": float32_descriptor(dq_sum, 128), "counters": counters, "grad": f.grad, "heads": heads, "group": p.h // heads, "batch": p.b,
+            "heads_per_group": min(p.b * heads, num_sms(p.q.device) // 2), "D_ENTROPY": f.constants["D_ENTROPY"], "D_DISTANCE": f.constants["D_DISTANCE"],
+            "STAGES": config.stages, **descriptors, **common, **config.launch,
+        }  # fmt: skip
+
+    tensors = [*f.tensors, dk, dv, dq_sum, counters]
+    launch(backward_ws_kernel, f.key and (f.key, config), tensors, launch_args)
+    reorder = {"parts": dq_sum, "out": tensor_arg(dq), "scale": p.scale, "heads": p.h, "I": p.i, "D": p.d}
+    launch(reorder_kernel, f.key and (f.key, config), [dq_sum, dq], lambda: (dq_sum.shape[0], reorder))
+    return [dq, dk], dv
 
 
 def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
@@ -141,16 +186,16 @@ def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:
 
 def _dkdv_config(f: BackwardInputs, heads: int) -> Config:
     """Warp specialisation needs TMA for all inputs and outputs, and no further columns."""
+    return choose_config("dkdv", f.p, f.e, f.v, lambda config: _dkdv_fits(f, config, heads))
+
+
+def _dkdv_fits(f: BackwardInputs, config: Config, heads: int) -> bool:
     p, v = f.p, f.v
-
-    def fits(config: Config) -> bool:
-        if not p.even_blocks(config) or v is None or f.dy is None or f.constants["EXTRA"] or is_short(p, f.e):
-            return False
-        tiles = (p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)
-        own_heads = heads == p.k.shape[1] == v.shape[1]
-        return own_heads and all(x.dtype == p.q.dtype for x, _ in tiles) and tma_fits(p.d, *tiles)
-
-    return choose_config("dkdv", p, f.e, v, fits)
+    if not p.even_blocks(config) or v is None or f.dy is None or f.constants["EXTRA"] or is_short(p, f.e):
+        return False
+    tiles = (p.q, 64), (p.k, 64), (v, 64), (f.dy, 64)
+    own_heads = heads == p.k.shape[1] == v.shape[1]
+    return own_heads and all(x.dtype == p.q.dtype for x, _ in tiles) and tma_fits(p.d, *tiles)
 
 
 def _launch_dkdv_ws(f: BackwardInputs, config: Config, v: Tensor, dy: Tensor, dk: Tensor, dv: Tensor) -> None:

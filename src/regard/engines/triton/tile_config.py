@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..replay import record_launch
 
-__all__ = ["Config", "choose_config", "choose_pair_config", "forced", "is_short"]
+__all__ = ["Config", "choose_config", "choose_pair_config", "forced", "gluon_config", "is_short"]
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,17 @@ GLUON: dict[tuple[str, int], Config] = {
     ("forward", 256): Config(128, 64, 4, 2, gluon=True, registers=168),
     ("column_pass", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
     ("column_pass", 128): Config(128, 128, 4, 3, gluon=True),
+    # All gradients of products in one pass.
+    ("backward", 64): Config(128, 128, 4, 2, gluon=True, registers=168),
+    ("backward", 128): Config(64, 128, 4, 2, gluon=True, registers=168),
     ("dkdv", 64): Config(64, 128, 4, 3, gluon=True, registers=168),
     ("dkdv", 128): Config(64, 128, 4, 3, gluon=True, registers=168),
     ("dq", 64): Config(128, 128, 4, 3, gluon=True, registers=168),
     ("dq", 128): Config(128, 128, 4, 2, gluon=True, registers=168),
 }
 GLUON_VERSIONS = ("3.6.", "3.7.", "3.8.", "3.9.")
+#: Kernels whose loop spills as some versions compile it.
+SPILLING: dict[tuple[str, int], tuple[str, ...]] = {("backward", 64): ("3.8.",)}
 HOPPER_KERNELS = os.environ.get("REGARD_HOPPER", "1") != "0"
 #: float32 on Hopper, each product three of TF32: both parts of an operand take registers and shared memory.
 FLOAT32: dict[tuple[str, int], Config] = {
@@ -186,6 +191,28 @@ def choose_config(
     if height == chosen.block_i:
         return chosen
     return Config(height, min(chosen.block_j, 64), 4, chosen.stages, chosen.tma and height >= 64, False)
+
+
+def gluon_config(
+    kernel: str, p: Any, e: int, fits: Callable[[Config], bool], instead_of: tuple[str, ...]
+) -> Config | None:
+    """The configuration of a kernel that exists in Gluon only; None where it does not serve the request.
+
+    `instead_of`: kernels that it replaces, and does not where one of them is forced.
+    """
+    import triton
+
+    if forced:
+        record_launch(None, [])  # a replay must not outlive a forced configuration
+    if kernel not in forced and forced.keys() & {"any", *instead_of}:
+        return None
+    key = kernel, _tile_width(kernel, max(p.d, e))
+    planned = forced.get(kernel) or GLUON.get(key)
+    if planned is None or not p.product or p.fp32 or not _runs_gluon(p.q.device):
+        return None
+    if triton.__version__.startswith(SPILLING.get(key, ("none",))):
+        return None
+    return planned if p.single_tma_loop(planned) and fits(planned) else None
 
 
 def choose_pair_config(kernel: str, first: Any, second: Any) -> Config:

@@ -28,6 +28,7 @@ from .gluon_ops import (
     next_tile,
     publish_tile,
     receive_tile,
+    round_pairs,
     sync_threads,
     tma_load_async,
     tma_store_async,
@@ -149,7 +150,7 @@ def consumer(
                     if D_DISTANCE:
                         distance = gl.abs(i[None, :] + sizes.offset - j[:, None]).to(gl.float32)
                         dp += terms.index(4 * slot + 3).load(ALONG_ROWS)[None, :] * distance
-                    w = w.to(dtype)  # rounded as the product reads it; keeping both would spill
+                    w = round_pairs(w, dtype)  # rounded as the product reads it; keeping both would spill
                     p = gl.convert_layout(w, A)
                     mbarrier.wait(dy_ready.index(slot), phase)
                     dp = warpgroup_mma(v_tile, dy_tiles.index(slot).permute((1, 0)), dp, is_async=True)
@@ -171,7 +172,7 @@ def consumer(
                     mbarrier.arrive(q_free.index(slot))
                     mbarrier.arrive(dy_free.index(slot))
         count += gl.where(past > first, 1, 0)
-        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
+        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase, 4)
         tile_phase += 1
         # The buffers of keys and values are free and take the outputs.
         k_tile.store((dk * scale).to(dtype))
@@ -200,7 +201,7 @@ def dkdv_ws_kernel(
     # Two arrivals a phase: a query tile and its row terms; a key tile and its values.
     ready = alloc_barriers(STAGES, 2), alloc_barriers(STAGES, 1), alloc_barriers(2, 2)
     free = alloc_barriers(STAGES, 2), alloc_barriers(STAGES, 2), alloc_barriers(2, 1)
-    tiles, tile_queue = (q_tiles, dy_tiles, k_tiles, v_tiles), alloc_tile_queue()
+    tiles, tile_queue = (q_tiles, dy_tiles, k_tiles, v_tiles), alloc_tile_queue(2)
     fence_async_shared()
     gl.warp_specialize(
         [

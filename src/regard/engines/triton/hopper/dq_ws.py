@@ -143,7 +143,7 @@ def consumer(
                 s, dq, ds = warpgroup_mma_wait(0, deps=(s, dq, ds))
                 mbarrier.arrive(k_free.index(slot))
         count += 1
-        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
+        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase, 4)
         tile_phase += 1
         # The buffer of the queries is free and takes the output.
         q_tile.store((dq * scale).to(dtype))
@@ -169,7 +169,7 @@ def dq_ws_kernel(
     # Two arrivals a phase: a query tile and its gradient.
     ready = alloc_barriers(2, 2), alloc_barriers(STAGES, 1), alloc_barriers(STAGES, 1)
     free = alloc_barriers(2, 1), alloc_barriers(STAGES, 2), alloc_barriers(STAGES, 2)
-    tile_queue = alloc_tile_queue()
+    tile_queue = alloc_tile_queue(2)
     fence_async_shared()
     gl.warp_specialize(
         [

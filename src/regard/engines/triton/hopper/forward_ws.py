@@ -231,7 +231,7 @@ def consumer(
         y, y_tail = issue_output(p, head_tile(v_tiles, slot), y, y_tail, E)
         y, y_tail, p = await_output(y, y_tail, p, E)
         mbarrier.arrive(v_free.index(slot))
-        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase)
+        n = receive_tile(queue_slot, queue_ready, queue_free, tile_phase, 4)
         count += 1
         tile_phase += 1
         if TILE_MAXIMA:
@@ -285,7 +285,7 @@ def forward_ws_kernel(
             alloc_barriers(STAGES, 1),
             alloc_barriers(STAGES, 2),
         )
-    pingpong, tile_queue = alloc_barriers(2, 1), alloc_tile_queue()
+    pingpong, tile_queue = alloc_barriers(2, 1), alloc_tile_queue(2)
     fence_async_shared()
     tiles, ready, free = (q_tiles, k_tiles, v_tiles), (q_ready, k_ready, v_ready), (q_free, k_free, v_free)
     gl.warp_specialize(

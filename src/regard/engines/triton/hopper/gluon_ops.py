@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -21,6 +23,13 @@ async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
+@builtin
+def async_reduce_add(desc, coord, smem, _semantic=None):
+    """Add a tile from shared memory to global memory by TMA. Gluon has the instruction, but no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, smem.handle)
+
+
 def gluon_descriptor(descriptor: tuple[Any, TmaLayout] | None) -> tuple[TensorDescriptor, TmaLayout]:
     """A TMA descriptor with the shared-memory layout that Gluon needs."""
     assert descriptor is not None, "the caller checked that TMA fits"
@@ -33,6 +42,13 @@ def row_vector_descriptor(x: Tensor, heads: int, length: int, lines: int) -> tup
     """TMA descriptor of a contiguous tensor (b, h, i), one number a row: `lines` vectors of `length` for each head."""
     desc = TensorDescriptor(x, [x.numel() // length, length], [length, 1], [1, length], gl.NVMMASharedLayout(0, 32))
     return desc, TmaLayout(heads * lines, lines, 0)
+
+
+def float32_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA descriptor of tiles of `rows` rows of a contiguous float32 tensor, as a matrix of all its rows."""
+    n = x.shape[-1]
+    layout = gl.NVMMASharedLayout.get_default_for([rows, n], gl.float32)
+    return TensorDescriptor(x, [x.numel() // n, n], [n, 1], [rows, n], layout)
 
 
 def head_descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -117,10 +133,35 @@ def next_tile(tile_counter):
 
 
 @gluon.jit
-def alloc_tile_queue():
-    """A queue of one tile from the producer to both consumers: its slot, and the mbarriers ready and free."""
+def await_stores():
+    """Wait until what this thread's asynchronous stores wrote is in global memory; `tma.store_wait` waits until it is read."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def round_pairs(x, dtype: gl.constexpr):
+    """float32 to a 16-bit type, two numbers an instruction. The compiler converts numbers that are read again one by one, sixteen
+    times as slowly."""
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2)
+    else:
+        y = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2)
+    return y
+
+
+@gluon.jit
+def load_acquire(ptr):
+    """A number that programs of other multiprocessors write, and with it what they wrote before."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def alloc_tile_queue(RECEIVERS: gl.constexpr):
+    """A queue of one tile from the producer to the other warp groups: its slot, and the mbarriers ready and free."""
     queue_slot = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return queue_slot, alloc_barriers(1, 1), alloc_barriers(1, 2)
+    return queue_slot, alloc_barriers(1, 1), alloc_barriers(1, RECEIVERS)
 
 
 @gluon.jit
@@ -131,9 +172,10 @@ def publish_tile(next_id, queue_slot, ready, free, tile_phase):
 
 
 @gluon.jit
-def receive_tile(queue_slot, ready, free, tile_phase):
+def receive_tile(queue_slot, ready, free, tile_phase, WARPS: gl.constexpr):
+    """The next tile, for a group of WARPS warps."""
     mbarrier.wait(ready.index(0), tile_phase & 1)
-    next_id = gl.max(queue_slot.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    next_id = gl.max(queue_slot.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
     mbarrier.arrive(free.index(0))
     return next_id
 
@@ -145,13 +187,19 @@ __all__ = [
     "alloc_head_tiles",
     "alloc_smem",
     "alloc_tile_queue",
+    "async_reduce_add",
+    "async_store",
+    "await_stores",
+    "float32_descriptor",
     "gluon_descriptor",
     "head_descriptor",
     "head_tile",
+    "load_acquire",
     "load_head_tile",
     "next_tile",
     "publish_tile",
     "receive_tile",
+    "round_pairs",
     "row_vector_descriptor",
     "store_head_tile",
     "sync_threads",

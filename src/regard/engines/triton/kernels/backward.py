@@ -65,6 +65,18 @@ def row_dot_kernel(a, b, out, heads, I, E: tl.constexpr, BLOCK_I: tl.constexpr, 
 
 
 @triton.jit
+def reorder_kernel(parts, out, scale, heads, I, D: tl.constexpr):
+    """A tile of 64 × 64 numbers that lie in the order of the registers of a Hopper product, times scale, to its rows and columns."""
+    per_row = D // 64
+    head, tile = tl.program_id(0) // (I // 64 * per_row), tl.program_id(0) % (I // 64 * per_row)
+    x = tl.load(parts + tl.program_id(0).to(tl.int64) * 4096 + tl.arange(0, 4096))
+    # Of an element: warp, row and column of its thread; which half of 16 rows, which 8 columns, which of 2.
+    x = tl.permute(tl.reshape(x, (4, 8, 4, 2, 8, 2)), (0, 3, 1, 4, 2, 5))
+    i, d = tile // per_row * 64 + tl.arange(0, 64), tile % per_row * 64 + tl.arange(0, 64)
+    store_tile(out, head // heads, head % heads, i, d, tl.reshape(x, (64, 64)) * scale, I, D)
+
+
+@triton.jit
 def row_terms(grad, i, b, h, sizes, SCALE_FOLDED: tl.constexpr, D_ENTROPY: tl.constexpr, D_DISTANCE: tl.constexpr):
     """Terms that are constant along a row: m2, log₂ l, delta, d_entropy in base 2, d_distance."""
     m2, log2l = load_norm2(grad.norm, b, h, i, sizes, SCALE_FOLDED)
@@ -396,4 +408,4 @@ def modifier_grad_kernel(
         tl.store(at, dbias, mask=(i[:, None] < sizes.i) & (j[None, :] < sizes.j))
 
 
-__all__ = ["ScoreGradArg", "dkdv_kernel", "dq_kernel", "modifier_grad_kernel", "row_dot_kernel"]
+__all__ = ["ScoreGradArg", "dkdv_kernel", "dq_kernel", "modifier_grad_kernel", "reorder_kernel", "row_dot_kernel"]
