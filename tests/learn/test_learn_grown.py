@@ -458,6 +458,31 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
     assert all(p.grad is None for p in weights.values())
 
 
+class CountedOperators(TorchDispatchMode):
+    """Counts what PyTorch is asked to run: on a GPU about as many launches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_of_muon_launches_as_much_for_four_blocks_as_for_one():
+    def launches(layers):
+        settings = LMSettings(optimizer="muon", dim=8, heads=2, layers=layers)
+        weights = dict(tasks.build("lm", settings, 11).named_parameters())
+        muon = optimizer.make_optimizer(settings, weights)
+        for p in weights.values():
+            p.grad = torch.ones_like(p)
+        muon.step()  # makes the state
+        with CountedOperators() as operators:
+            muon.step()
+        return operators.count
+
+    assert launches(4) == launches(1)
+
+
 def test_a_run_with_muon_learns_and_is_resumed_with_the_same_bits(text, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "WATCH_EVERY", 1)
     options = {**TINY, "optimizer": "muon", "steps": 9}

@@ -35,6 +35,8 @@ __all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
 
 #: Steps between two reports of the loss and of the heads.
 WATCH_EVERY = 50
+#: Sequences of the batch that the heads are reported for.
+WATCHED_SEQUENCES = 8
 
 
 class Diverged(ArithmeticError):  # noqa: N818  a fact about a run
@@ -307,22 +309,19 @@ class _Training:
                 return
 
     def _step(self, batch: tuple[Tensor, ...], watching: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        torch.manual_seed(step_seed(self.settings.seed, self.step) + self.replicas.rank)  # of this step's dropout
         self.model.train()
+        heads = self._heads(batch) if watching and self.replicas.first else {}
+        self._seed_dropout()
         self.optimizer.zero_grad(
             set_to_none=True
         )  # before forward: a CUDA graph writes its gradients into the same memory
-        heads: dict[str, Any] = {}
         loss: Any = 0.0
         parts = tasks.split_batch(self.task, batch, self.settings.accumulate * self.replicas.size)
         for part, share, travels in self.replicas.own_parts(parts):
             with self.replicas.syncing(self.replica, travels):
                 with self._precision():
-                    if watching and self.replicas.first and not heads:  # hooks do not fire in compiled code
-                        partial, heads = self._watched_loss(part)
-                    else:
-                        torch.compiler.cudagraph_mark_step_begin()
-                        partial = self.compiled_loss(self.replica, part)
+                    torch.compiler.cudagraph_mark_step_begin()
+                    partial = self.compiled_loss(self.replica, part)
                 (partial * share).backward()
             loss = loss + partial.detach() * share
         loss = self.replicas.mean(loss)
@@ -337,11 +336,15 @@ class _Training:
             update(list(self.ema.values()), [p.detach() for p in self.weights.values()], None)
         return loss, norm.detach(), heads
 
-    def _watched_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
-        """The loss, and statistics of every head."""
-        with watch(self.model, every=1) as monitor:
-            loss = self.task.loss(self.replica, batch)
-        return loss, {
+    def _seed_dropout(self) -> None:
+        torch.manual_seed(step_seed(self.settings.seed, self.step) + self.replicas.rank)
+
+    def _heads(self, batch: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Statistics of every head on some sequences: a pass of its own, so that each step can be a compiled one."""
+        self._seed_dropout()
+        with watch(self.model, every=1) as monitor, self._precision():
+            self.task.loss(self.model, tuple(tensor[:WATCHED_SEQUENCES] for tensor in batch))
+        return {
             name: {what: [round(v, 4) for v in values.tolist()] for what, values in statistics.items()}
             for name, statistics in monitor.layers.items()
         }
