@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regard import cli
 from regard.learn import checkpoint, corpus, lm, open_model, optimizer, tasks, training, translate
 from regard.learn import tokenizer as texts
+from regard.learn.data import SentencePairs
 from regard.learn.progress import Silent
 from regard.learn.settings import LMSettings, TranslateSettings
 
@@ -23,6 +24,16 @@ TINY = {
     "steps": 6, "eval_every": 3, "batch": 4, "dim": 8, "heads": 2, "layers": 1, "context": 8, "device": "cpu",
     "dropout": 0.2, "ema": 0.9, "warmup": 2,
 }  # fmt: skip
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts what PyTorch is asked to run: on a GPU about as many launches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -425,6 +436,37 @@ def test_a_report_shows_losses_heads_and_translations(tmp_path):
     assert samples[0][1].endswith("(reference: die Katze saß a)")
 
 
+# Batches of pairs.
+
+
+def test_batches_of_pairs_hold_every_pair_once_with_its_marks_and_padding():
+    draw = random.Random(0)
+    pairs = [([draw.randrange(3, 50) for _ in range(draw.randrange(1, 20))] for _ in range(2)) for _ in range(70)]
+    source, target = (list(side) for side in zip(*pairs, strict=True))
+    data = SentencePairs(source, target, (0, 1, 2), 8, 5, torch.device("cpu"))
+    expected = sorted(([*s, 2], [1, *t], [*t, 2]) for s, t in zip(source, target, strict=True))
+    for batches in ([data.at(step) for step in range(data.batches, 2 * data.batches)], list(data.all(16))):
+        seen = []
+        for batch in batches:
+            assert all(side.dtype == torch.long and side.shape[1] % 8 == 0 for side in batch)
+            longest = [max(row.count_nonzero() for row in side) for side in batch]
+            assert all(side.shape[1] - most < 8 for side, most in zip(batch, longest, strict=True))
+            rows = [[[n for n in row if n] for row in side.tolist()] for side in batch]
+            assert all(torch.equal((side != 0).sort(1, descending=True).values, side != 0) for side in batch)
+            seen += list(zip(*rows, strict=True))
+        assert sorted(seen) == expected
+
+
+def test_a_batch_of_pairs_takes_as_many_operators_whatever_its_size():
+    def operators(batch):
+        data = SentencePairs([[3, 4]] * 64, [[5]] * 64, (0, 1, 2), batch, 0, torch.device("cpu"))
+        with CountedOperators() as counted:
+            data.at(0)
+        return counted.count
+
+    assert operators(64) == operators(2) < 40
+
+
 # Muon.
 
 
@@ -456,16 +498,6 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
             assert 0.6 < moved / (min(p.shape) * max(1, rows / columns)) ** 0.5 < 1.3, name
     muon.zero_grad()
     assert all(p.grad is None for p in weights.values())
-
-
-class CountedOperators(TorchDispatchMode):
-    """Counts what PyTorch is asked to run: on a GPU about as many launches."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
 
 
 def test_a_step_of_muon_launches_as_much_for_four_blocks_as_for_one():
