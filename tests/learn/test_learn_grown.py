@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import cli
-from regard.learn import checkpoint, corpus, lm, open_model, optimizer, tasks, training, translate
+from regard.learn import captured, checkpoint, corpus, lm, open_model, optimizer, tasks, training, translate
 from regard.learn import tokenizer as texts
 from regard.learn.data import SentencePairs
 from regard.learn.progress import Silent
@@ -465,6 +465,79 @@ def test_a_batch_of_pairs_takes_as_many_operators_whatever_its_size():
         return counted.count
 
     assert operators(64) == operators(2) < 40
+
+
+# Steps as CUDA graphs.
+
+
+def repeated(run):
+    """As `CudaGraphs`, without a GPU: a replay computes again, into the memory of the first outputs."""
+    loss, gradients = run()
+
+    def replay():
+        again, others = run()
+        for held, new in zip((loss, *gradients), (again, *others), strict=True):
+            held.copy_(new)
+
+    for held in (loss, *gradients):
+        held.fill_(torch.nan)  # a capture computes nothing
+    return replay, (loss, gradients)
+
+
+def pairs_task(tmp_path, device="cpu", **more):
+    draw = random.Random(0)
+    for name in ("en", "de"):
+        lines = (" ".join(draw.choices(["red", "cat", "dog"], k=draw.randrange(1, 30))) for _ in range(60))
+        (tmp_path / name).write_text("\n".join(lines))
+    settings = TranslateSettings(vocabulary=22, batch=4, dim=8, heads=2, layers=1, **more)
+    files = (tmp_path / "en", tmp_path / "de")
+    return tasks.TranslateTask(files, files, settings, tasks.Saved(), torch.device(device))
+
+
+def test_gradients_that_are_replayed_are_those_of_the_batch_whatever_its_shape(tmp_path):
+    task = pairs_task(tmp_path, dropout=0.0)
+    model = tasks.build("translate", task.settings, task.tokenizer.get_vocab_size())
+    captures = []
+    gradients = captured.CapturedGradients(
+        lambda batch: task.loss(model, batch), model.parameters(), lambda run: (captures.append(0), repeated(run))[1]
+    )
+    shapes = []
+    for step in range(40):
+        batch = task.batch(step)
+        shapes.append(tuple(side.shape for side in batch))
+        model.zero_grad()
+        loss = gradients(batch).clone()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = task.loss(model, batch)
+        expected.backward()
+        assert torch.equal(loss, expected.detach())
+        assert all(torch.equal(own, p.grad) for own, p in zip(found, model.parameters(), strict=True))
+    often = [shape for shape in set(shapes) if shapes.count(shape) > captured.RUNS_BEFORE]
+    assert len(often) > 1
+    assert len(captures) == len(often), "one graph for each shape that comes often"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_steps_that_are_replayed_learn_the_same_and_drop_by_the_seed(tmp_path):
+    task = pairs_task(tmp_path, "cuda", dropout=0.3)
+    files = (tmp_path / "en", tmp_path / "de")
+    small = {"steps": 60, "batch": 4, "dim": 8, "heads": 2, "layers": 1, "vocabulary": 22, "precision": "float32"}
+    plain, replayed = (
+        translate(*files, tmp_path / str(n), validation=files, dropout=0.0, device="cuda", compile=n, **small)
+        for n in (False, True)
+    )
+    assert replayed.best == pytest.approx(plain.best, rel=1e-3)
+    model = tasks.build("translate", task.settings, task.tokenizer.get_vocab_size()).cuda()
+    gradients = captured.CapturedGradients(
+        lambda batch: task.loss(model, batch), model.parameters(), captured.CudaGraphs()
+    )
+    losses = []
+    for seed in (0, 0, 0, 0, 1):  # the third is captured
+        torch.manual_seed(seed)
+        losses.append(gradients(task.batch(0)).item())
+    assert losses[2] == losses[3] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[4] != losses[3]
 
 
 # Muon.
