@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from regard.learn import lm, open_model, translate
-from regard.learn.generate import bleu
+from regard.learn.generate import Beam, bleu
 from regard.learn.progress import PlainProgress
 from regard.nn import LanguageModel, Probe
 
@@ -36,6 +36,9 @@ SHAKESPEARE = {
     "steps": 5000, "batch": 64, "layers": 6, "heads": 6, "dim": 384, "context": 256, "dropout": 0.2, "lr": 1e-3,
     "weight_decay": 5.0, "ema": 0.999, "compile": True,
 }  # fmt: skip
+MULTI30K = {"optimizer": "muon", "compile": True}
+#: Of the length, chosen on the validation set: label smoothing makes short translations likely.
+PENALTY = 1.3
 
 
 def device_name() -> str:
@@ -106,7 +109,7 @@ def judged(data: Path, folder: Path) -> Row:
     """BLEU of a translator on the validation set; the published figure is of a test set that is not here."""
     trained = open_model(folder)
     lines = [(data / f"multi30k.val.{language}").read_text().splitlines() for language in ("en", "de")]
-    written = trained.translate_all(lines[0])
+    written = trained.translate_all(lines[0], Beam(5, PENALTY))
     (folder / "val.translated.de").write_text("\n".join(written) + "\n")
     scores = bleu(written, lines[1])
     s = trained.settings
@@ -114,10 +117,10 @@ def judged(data: Path, folder: Path) -> Row:
         f"Multi30k English → German: validation BLEU {scores['lower']:.2f} lower-cased, {scores['cased']:.2f} cased, "
         f"{count(trained.model)} ({scores['lower_signature'].replace('|', ', ')})"
     )
-    shape = f"{s.layers} + {s.layers} layers, {s.heads} heads, {s.dim}, {s.steps} steps of {s.batch}, beam 5"
+    shape = f"{s.layers} + {s.layers} layers, {s.heads} heads, {s.dim}, {s.steps} steps of {s.batch}, beam 5, penalty {PENALTY}"
     against = f"published tiny Transformer on test 2016, lower-cased: {TINY_TRANSFORMER}"
     ratio = scores["lower"] / TINY_TRANSFORMER
-    return row(what, shape, against, [ratio], round(38 / TINY_TRANSFORMER, 4), None, "higher", device_name())
+    return row(what, shape, against, [ratio], round(41.5 / TINY_TRANSFORMER, 4), None, "higher", device_name())
 
 
 # One training step.
@@ -227,7 +230,7 @@ def main() -> None:
             put([figures])
     elif what == "multi30k":
         files = [data / f"multi30k.{part}.{language}" for part in ("train", "val") for language in ("en", "de")]
-        translate(*files[:2], out / "ende", validation=tuple(files[2:]), progress=PlainProgress())
+        translate(*files[:2], out / "ende", validation=tuple(files[2:]), progress=PlainProgress(), **MULTI30K)
         put([judged(data, out / "ende")])
     elif what == "translate":
         put([judged(data, data / "ende")])

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,17 @@ def refused(function, *arguments, **more) -> str:
     message = str(wrong.value)
     assert len(message) < 500
     return message
+
+
+def test_opening_a_model_does_not_load_the_compiler_of_pytorch(run):
+    """It takes longer to load than to translate."""
+    code = (
+        "import sys; from regard.learn import open_model; before = set(sys.modules)\n"
+        "open_model(sys.argv[1]); print(*sorted(set(sys.modules) - before))"
+    )
+    opened = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True, check=True)
+    assert {"safetensors"} <= set(opened.stdout.split())
+    assert not {"torch._dynamo", "torch._inductor", "sympy"} & set(opened.stdout.split())
 
 
 @pytest.mark.parametrize("name", FILES)

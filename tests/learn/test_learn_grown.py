@@ -14,8 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import cli
-from regard.learn import checkpoint, corpus, lm, open_model, optimizer, tasks, training, translate
+from regard.learn import captured, checkpoint, corpus, lm, open_model, optimizer, tasks, training, translate
 from regard.learn import tokenizer as texts
+from regard.learn.data import SentencePairs
 from regard.learn.progress import TrainingProgress
 from regard.learn.settings import LMSettings, TranslateSettings
 
@@ -23,6 +24,16 @@ TINY = {
     "steps": 6, "eval_every": 3, "batch": 4, "dim": 8, "heads": 2, "layers": 1, "context": 8, "device": "cpu",
     "dropout": 0.2, "ema": 0.9, "warmup": 2,
 }  # fmt: skip
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts what PyTorch is asked to run: on a GPU about as many launches."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -425,6 +436,110 @@ def test_a_report_shows_losses_heads_and_translations(tmp_path):
     assert samples[0][1].endswith("(reference: die Katze saß a)")
 
 
+# Batches of pairs.
+
+
+def test_batches_of_pairs_hold_every_pair_once_with_its_marks_and_padding():
+    draw = random.Random(0)
+    pairs = [([draw.randrange(3, 50) for _ in range(draw.randrange(1, 20))] for _ in range(2)) for _ in range(70)]
+    source, target = (list(side) for side in zip(*pairs, strict=True))
+    data = SentencePairs(source, target, (0, 1, 2), 8, 5, torch.device("cpu"))
+    expected = sorted(([*s, 2], [1, *t], [*t, 2]) for s, t in zip(source, target, strict=True))
+    for batches in ([data.at(step) for step in range(data.batches, 2 * data.batches)], list(data.all(16))):
+        seen = []
+        for batch in batches:
+            assert all(side.dtype == torch.long and side.shape[1] % 8 == 0 for side in batch)
+            longest = [max(row.count_nonzero() for row in side) for side in batch]
+            assert all(side.shape[1] - most < 8 for side, most in zip(batch, longest, strict=True))
+            rows = [[[n for n in row if n] for row in side.tolist()] for side in batch]
+            assert all(torch.equal((side != 0).sort(1, descending=True).values, side != 0) for side in batch)
+            seen += list(zip(*rows, strict=True))
+        assert sorted(seen) == expected
+
+
+def test_a_batch_of_pairs_takes_as_many_operators_whatever_its_size():
+    def operators(batch):
+        data = SentencePairs([[3, 4]] * 64, [[5]] * 64, (0, 1, 2), batch, 0, torch.device("cpu"))
+        with CountedOperators() as counted:
+            data.at(0)
+        return counted.count
+
+    assert operators(64) == operators(2) < 40
+
+
+# Steps as CUDA graphs.
+
+
+def repeated(run):
+    """As `CudaGraphs`, without a GPU: a replay computes again, into the memory of the first outputs."""
+    loss, gradients = run()
+
+    def replay():
+        again, others = run()
+        for held, new in zip((loss, *gradients), (again, *others), strict=True):
+            held.copy_(new)
+
+    for held in (loss, *gradients):
+        held.fill_(torch.nan)  # a capture computes nothing
+    return replay, (loss, gradients)
+
+
+def pairs_task(tmp_path, device="cpu", **more):
+    draw = random.Random(0)
+    for name in ("en", "de"):
+        lines = (" ".join(draw.choices(["red", "cat", "dog"], k=draw.randrange(1, 30))) for _ in range(60))
+        (tmp_path / name).write_text("\n".join(lines))
+    settings = TranslateSettings(vocabulary=22, batch=4, dim=8, heads=2, layers=1, **more)
+    files = (tmp_path / "en", tmp_path / "de")
+    return tasks.TranslateTask(files, files, settings, tasks.Saved(), torch.device(device))
+
+
+def test_gradients_that_are_replayed_are_those_of_the_batch_whatever_its_shape(tmp_path):
+    task = pairs_task(tmp_path, dropout=0.0)
+    model = tasks.build("translate", task.settings, task.tokenizer.get_vocab_size())
+    captures = []
+    gradients = captured.CapturedGradients(
+        lambda batch: task.loss(model, batch), model.parameters(), lambda run: (captures.append(0), repeated(run))[1]
+    )
+    shapes = []
+    for step in range(40):
+        batch = task.batch(step)
+        shapes.append(tuple(side.shape for side in batch))
+        model.zero_grad()
+        loss = gradients(batch).clone()
+        found = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        expected = task.loss(model, batch)
+        expected.backward()
+        assert torch.equal(loss, expected.detach())
+        assert all(torch.equal(own, p.grad) for own, p in zip(found, model.parameters(), strict=True))
+    often = [shape for shape in set(shapes) if shapes.count(shape) > captured.RUNS_BEFORE]
+    assert len(often) > 1
+    assert len(captures) == len(often), "one graph for each shape that comes often"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_steps_that_are_replayed_learn_the_same_and_drop_by_the_seed(tmp_path):
+    task = pairs_task(tmp_path, "cuda", dropout=0.3)
+    files = (tmp_path / "en", tmp_path / "de")
+    small = {"steps": 60, "batch": 4, "dim": 8, "heads": 2, "layers": 1, "vocabulary": 22, "precision": "float32"}
+    plain, replayed = (
+        translate(*files, tmp_path / str(n), validation=files, dropout=0.0, device="cuda", compile=n, **small)
+        for n in (False, True)
+    )
+    assert replayed.best == pytest.approx(plain.best, rel=1e-3)
+    model = tasks.build("translate", task.settings, task.tokenizer.get_vocab_size()).cuda()
+    gradients = captured.CapturedGradients(
+        lambda batch: task.loss(model, batch), model.parameters(), captured.CudaGraphs()
+    )
+    losses = []
+    for seed in (0, 0, 0, 0, 1):  # the third is captured
+        torch.manual_seed(seed)
+        losses.append(gradients(task.batch(0)).item())
+    assert losses[2] == losses[3] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[4] != losses[3]
+
+
 # Muon.
 
 
@@ -456,6 +571,21 @@ def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest():
             assert 0.6 < moved / (min(p.shape) * max(1, rows / columns)) ** 0.5 < 1.3, name
     muon.zero_grad()
     assert all(p.grad is None for p in weights.values())
+
+
+def test_a_step_of_muon_launches_as_much_for_four_blocks_as_for_one():
+    def launches(layers):
+        settings = LMSettings(optimizer="muon", dim=8, heads=2, layers=layers)
+        weights = dict(tasks.build("lm", settings, 11).named_parameters())
+        muon = optimizer.make_optimizer(settings, weights)
+        for p in weights.values():
+            p.grad = torch.ones_like(p)
+        muon.step()  # makes the state
+        with CountedOperators() as operators:
+            muon.step()
+        return operators.count
+
+    assert launches(4) == launches(1)
 
 
 def test_a_run_with_muon_learns_and_is_resumed_with_the_same_bits(text, tmp_path, monkeypatch):

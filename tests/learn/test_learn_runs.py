@@ -551,6 +551,22 @@ def test_mixed_precision_and_compilation_learn_too(text, tmp_path, monkeypatch):
     assert fast.best == pytest.approx(slow.best, abs=1e-4)
 
 
+def test_every_step_of_a_compiled_run_takes_the_compiled_loss_also_those_whose_heads_are_reported(
+    text, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(training, "WATCH_EVERY", 2)
+    calls = []
+
+    def counted(loss, mode):
+        return lambda *given: (calls.append(len(given[1][0])), loss(*given))[1]
+
+    monkeypatch.setattr(torch, "compile", counted)
+    lm(text, tmp_path / "run", **{**TINY, "compile": True, "batch": 9})
+    assert calls == [9] * TINY["steps"]
+    rows = checkpoint.read_history(tmp_path / "run")
+    assert sum("heads" in row for row in rows) == TINY["steps"] // 2
+
+
 def test_history_has_loss_speed_and_every_head(text, tmp_path, monkeypatch):
     monkeypatch.setattr(training, "WATCH_EVERY", 2)
     lm(text, tmp_path / "run", **TINY)

@@ -297,6 +297,18 @@ def test_a_wide_beam_finds_what_trying_everything_finds():
     assert compared >= 3
 
 
+@pytest.mark.parametrize("penalty", [-0.5, 0.0, 0.5, 1.0, 2.0])
+def test_a_wide_beam_finds_the_best_sentence_for_every_penalty(penalty):
+    """Also where a shorter sentence ended first: a longer one that begins worse may end better."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model = Translator(6, dim=8, heads=2, layers=1, positions=Learned(4, 8)).eval()
+        source = torch.randint(3, 6, (1, 3))
+        with torch.no_grad():
+            best = exhaustive(model, source, 1, 2, penalty, 4)
+        assert beam_search(model, source, 1, 2, Beam(100, penalty)) == [best]
+
+
 def test_a_beginning_that_ends_early_does_not_crowd_out_the_better_one(ende):
     """Beside a sure sentence stand many unlikely ones that end at once; they are no reason to stop."""
     trained = open_model(ende)

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .._io import atomic_write, partial_files
 from . import tokenizer as texts
@@ -338,13 +339,24 @@ def check_shapes(tensors: dict[str, Tensor], kind: str, settings: Settings, voca
             f"{path} does not fit its settings: it has {len(tensors)} tensors for {settings.layers} layers."
         )
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NothingInPlace():
             expected = _forms(dict(build(kind, settings, vocabulary).state_dict()))
     except RuntimeError as error:  # sizes beyond 2^63
         raise ValueError(f"{path} does not fit its settings: {error}") from None
     if expected != (forms := _forms(tensors)):
         differ = sorted(name for name in expected.keys() | forms.keys() if expected.get(name) != forms.get(name))
         raise ValueError(f"{path} does not fit its settings: {', '.join(differ[:3])} differ.")
+
+
+class _NothingInPlace(TorchFunctionMode):
+    """Skips what changes a tensor in place: without memory it does nothing, and PyTorch loads its compiler for it."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__"):
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **kwargs)
 
 
 def _forms(tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["SentencePairs", "TextWindows", "pad_rows", "step_seed"]
+__all__ = ["SentencePairs", "TextWindows", "step_seed"]
 
 
 def step_seed(seed: int, step: int) -> int:
@@ -59,14 +60,16 @@ class SentencePairs:
         self, source: list[list[int]], target: list[list[int]], marks: tuple[int, int, int], batch: int, seed: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.source, self.target, self.batch, self.seed, self.device = source, target, batch, seed, device
-        self.pad, self.start, self.end = marks
+        self.pad, start, end = marks
+        self.source = _Rows(([*row, end] for row in source), self.pad, device)
+        self.target = _Rows(([start, *row, end] for row in target), self.pad, device)
+        self.batch, self.seed = batch, seed
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     @property
     def batches(self) -> int:
         """Batches in one pass over the data."""
-        return -(-len(self.source) // self.batch)
+        return -(-len(self.source.lengths) // self.batch)
 
     def at(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Source, decoder input and decoder target of a step, each (batch, length)."""
@@ -77,13 +80,13 @@ class SentencePairs:
 
     def all(self, batch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """All pairs, sorted by length."""
-        order = sorted(range(len(self.source)), key=self._length)
+        order = sorted(range(len(self.source.lengths)), key=self._length)
         for n in range(0, len(order), batch):
             yield self._tensors(order[n : n + batch])
 
     def _shuffled(self, epoch: int) -> list[list[int]]:
         generator = random.Random(f"{self.seed}/epoch {epoch}")
-        order = list(range(len(self.source)))
+        order = list(range(len(self.source.lengths)))
         generator.shuffle(order)
         pool = self.batch * self.POOL
         batches = []
@@ -94,16 +97,34 @@ class SentencePairs:
         return batches
 
     def _length(self, n: int) -> tuple[int, int]:
-        return len(self.target[n]), len(self.source[n])
+        return self.target.lengths[n], self.source.lengths[n]
 
     def _tensors(self, chosen: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        source = [[*self.source[n], self.end] for n in chosen]
-        before = [[self.start, *self.target[n]] for n in chosen]
-        after = [[*self.target[n], self.end] for n in chosen]
-        return tuple(pad_rows(rows, self.pad, self.device) for rows in (source, before, after))  # type: ignore[return-value]
+        numbers = torch.tensor(chosen).to(self.source.ids.device)[:, None]
+        before = self.target.padded(chosen, numbers, drop_last=True)
+        return self.source.padded(chosen, numbers), before, self.target.padded(chosen, numbers, drop_first=True)
 
 
-def pad_rows(rows: list[list[int]], pad: int, device: torch.device) -> Tensor:
-    """Rows of different lengths as one tensor, padded on the right to a multiple of 8."""
-    longest = -(-max(map(len, rows)) // 8) * 8
-    return torch.tensor([row + [pad] * (longest - len(row)) for row in rows]).to(device)
+class _Rows:
+    """Rows of token ids of different lengths, one after the other on the device: a batch of them is a few launches."""
+
+    def __init__(self, rows: Iterable[list[int]], pad: int, device: torch.device) -> None:
+        ids = array("q")
+        self.lengths: list[int] = []
+        for row in rows:
+            ids.extend(row)
+            self.lengths.append(len(row))
+        self.pad, self.ids = pad, torch.tensor(ids).to(device)
+        self.sizes = torch.tensor(self.lengths).to(device)
+        self.starts = self.sizes.cumsum(0) - self.sizes
+
+    def padded(
+        self, chosen: list[int], numbers: Tensor, drop_first: bool = False, drop_last: bool = False
+    ) -> Tensor:  # fmt: skip
+        """The chosen rows, whose numbers are also on the device, padded on the right to a multiple of 8 tokens."""
+        dropped = drop_first + drop_last
+        longest = -(-(max(self.lengths[n] for n in chosen) - dropped) // 8) * 8
+        columns = torch.arange(longest, device=self.ids.device)
+        real = columns < self.sizes[numbers] - dropped
+        places = self.starts[numbers] + columns + int(drop_first)
+        return self.ids[places.where(real, 0)].where(real, self.pad)

@@ -93,8 +93,8 @@ class Beam:
 def beam_search(model: Any, source: Tensor, start: int, end: int, beam: Beam) -> list[list[int]]:
     """Translate by beam search.
 
-    A sentence is done when no open hypothesis is better, at its length so far, than the best that ended, or at
-    2 · source length + 10 tokens. From then on it is frozen: other sentences of the batch may need more steps.
+    A sentence is done when no open hypothesis can become better than the best that ended, or at 2 · source length + 10
+    tokens. From then on it is frozen: other sentences of the batch may need more steps.
 
     Args:
         model: A `regard.nn.Translator` in eval mode.
@@ -171,9 +171,11 @@ class _FinishedHypotheses:
         self.score = torch.where(better, score, self.score)
 
     def close(self, tokens: Tensor, likeliest: Tensor, beam: Beam) -> None:
-        """Freeze sentences whose best ending no open hypothesis beats at its length, or that are at their longest."""
+        """Freeze sentences whose best ending no open hypothesis can beat, or that are at their longest."""
         length = tokens.shape[2] - 1
-        ahead = likeliest.double() / length**beam.penalty
+        # log p only falls: a hypothesis ranks highest if it keeps it up to the length that divides it by most.
+        divisor = self.max_length.double() if beam.penalty > 0 else torch.full_like(self.score, length)
+        ahead = likeliest.double() / divisor**beam.penalty
         new = ~self.done & ((self.score >= ahead) | (length >= self.max_length))
         # No hypothesis ended in time: take the likeliest.
         self._take(new & (self.score == -torch.inf), tokens, torch.zeros_like(self.count)[:, None])

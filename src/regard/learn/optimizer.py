@@ -72,18 +72,19 @@ class Muon:
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for p in self.matrices:
             by_shape.setdefault(p.shape, []).append(p)
-        for (rows, columns), alike in by_shape.items():
-            moves = []
+        for (rows, columns), alike in by_shape.items():  # a few launches for each shape, not for each matrix
+            gradients = [p.grad for p in alike if p.grad is not None]
             for p in alike:
-                assert p.grad is not None
-                state = self.state[p]
-                momentum = state.setdefault("momentum", torch.zeros_like(p))
-                momentum.mul_(MOMENTUM).add_(p.grad)
-                moves.append(p.grad + MOMENTUM * momentum)  # one step ahead, as Nesterov's
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+            momenta = [self.state[p]["momentum"] for p in alike]
+            torch._foreach_mul_(momenta, MOMENTUM)
+            torch._foreach_add_(momenta, gradients)
+            moves = torch._foreach_add(gradients, momenta, alpha=MOMENTUM)  # one step ahead, as Nesterov's
             # A tall matrix has longer columns: the same move of its outputs takes a larger one of the matrix.
             size = rate * max(1.0, rows / columns) ** 0.5
-            for p, move in zip(alike, orthogonal(torch.stack(moves)), strict=True):
-                p.mul_(1 - rate * self.weight_decay).sub_(size * move)
+            torch._foreach_mul_(alike, 1 - rate * self.weight_decay)
+            torch._foreach_add_(alike, list(orthogonal(torch.stack(moves)).unbind()), alpha=-size)
 
 
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
@@ -94,7 +95,8 @@ def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
     """
     wide = x.mT if x.shape[-2] > x.shape[-1] else x
     y = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    y = y.bfloat16() if y.is_cuda else y  # its rounding is small beside 0.7 to 1.2
     for _ in range(iterations):
         square = y @ y.mT
         y = 3.4445 * y + (-4.7750 * square + 2.0315 * square @ square) @ y
-    return y.mT if x.shape[-2] > x.shape[-1] else y
+    return (y.mT if x.shape[-2] > x.shape[-1] else y).to(x.dtype)

@@ -65,7 +65,7 @@ class Settings:
         "auto", "of matrix products; auto: bfloat16 on a GPU, float32 elsewhere", PrecisionName
     )
     compile: bool = option(
-        False, "compile the training step with torch.compile; on a GPU a language model uses CUDA graphs"
+        False, "compile the training step with torch.compile; a GPU replays CUDA graphs, a translator's uncompiled"
     )
 
     def __post_init__(self) -> None:
@@ -136,7 +136,8 @@ class LMSettings(Settings):
         seed: Seed of everything random.
         device: "auto", "cpu" or "cuda".
         precision: "auto", "float32" or "bfloat16", of matrix products.
-        compile: Whether the training step goes through torch.compile.
+        compile: Whether the training step goes through torch.compile; on a GPU it is also replayed as a CUDA graph. A
+            translator's is replayed there without being compiled, one graph for each length of its sentences.
         context: Tokens the model looks back.
         architecture: "regard" (RMS norms, SwiGLU, no biases) or "gpt2" (layer norms, GELU, biases, learned positions).
         tokens: "characters", "bytes" or "bpe".

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ..recorder import watch
 from . import checkpoint, run_folder, tasks
+from .captured import CapturedGradients, CudaGraphs
 from .data import step_seed
 from .optimizer import make_optimizer, zero_state
 from .parallel import Replicas, joined
@@ -35,6 +36,8 @@ __all__ = ["Diverged", "Result", "choose_device", "lm", "translate"]
 
 #: Steps between two reports of the loss and of the heads.
 WATCH_EVERY = 50
+#: Sequences of the batch that the heads are reported for.
+WATCHED_SEQUENCES = 8
 
 
 class Diverged(ArithmeticError):  # noqa: N818  a fact about a run
@@ -242,7 +245,8 @@ class _Training:
             self._load(start.weights)
         self.optimizer = make_optimizer(self.settings, self.weights)
         self.ema = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.ema else {}
-        self.compiled_loss: Any = self._compiled() if self.settings.compile else task.loss
+        self.captured = self._captured() if self.settings.compile else None
+        self.compiled_loss: Any = self._compiled() if self.settings.compile and not self.captured else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
         self.stale = 0  # validations since the best one
         self.history: list[dict[str, Any]] = []
@@ -250,6 +254,13 @@ class _Training:
         if resume and (out / checkpoint.LAST).exists():  # absent: the run was killed before its first checkpoint
             self._restore()
         self.replica = replicas.wrap(self.model)
+
+    def _captured(self) -> CapturedGradients | None:
+        """Steps as CUDA graphs where batches have several shapes, each of which the compiler would take long for."""
+        in_parts = self.settings.accumulate > 1 or self.replicas.size > 1
+        if self.device.type != "cuda" or self.task.static_shapes or in_parts:
+            return None
+        return CapturedGradients(self._eager_loss, self.weights.values(), CudaGraphs())
 
     def _compiled(self) -> Any:
         """The compiled loss, as CUDA graphs where shapes allow: a small model's launches cost more than its kernels."""
@@ -308,25 +319,13 @@ class _Training:
                 return
 
     def _step(self, batch: tuple[Tensor, ...], watching: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        torch.manual_seed(step_seed(self.settings.seed, self.step) + self.replicas.rank)  # of this step's dropout
         self.model.train()
+        heads = self._heads(batch) if watching and self.replicas.first else {}
+        self._seed_dropout()
         self.optimizer.zero_grad(
             set_to_none=True
         )  # before forward: a CUDA graph writes its gradients into the same memory
-        heads: dict[str, Any] = {}
-        loss: Any = 0.0
-        parts = tasks.split_batch(self.task, batch, self.settings.accumulate * self.replicas.size)
-        for part, share, travels in self.replicas.own_parts(parts):
-            with self.replicas.syncing(self.replica, travels):
-                with self._precision():
-                    if watching and self.replicas.first and not heads:  # hooks do not fire in compiled code
-                        partial, heads = self._watched_loss(part)
-                    else:
-                        torch.compiler.cudagraph_mark_step_begin()
-                        partial = self.compiled_loss(self.replica, part)
-                (partial * share).backward()
-            loss = loss + partial.detach() * share
-        loss = self.replicas.mean(loss)
+        loss = self._gradients(batch)
         norm = nn.utils.clip_grad_norm_(self.weights.values(), self.settings.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)
@@ -338,11 +337,34 @@ class _Training:
             update(list(self.ema.values()), [p.detach() for p in self.weights.values()], None)
         return loss, norm.detach(), heads
 
-    def _watched_loss(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Any]]:
-        """The loss, and statistics of every head."""
-        with watch(self.model, every=1) as monitor:
-            loss = self.task.loss(self.replica, batch)
-        return loss, {
+    def _gradients(self, batch: tuple[Tensor, ...]) -> Tensor:
+        """The loss of a batch, which leaves its gradients in the parameters."""
+        if self.captured is not None:
+            return self.captured(batch)
+        loss: Any = 0.0
+        parts = tasks.split_batch(self.task, batch, self.settings.accumulate * self.replicas.size)
+        for part, share, travels in self.replicas.own_parts(parts):
+            with self.replicas.syncing(self.replica, travels):
+                with self._precision():
+                    torch.compiler.cudagraph_mark_step_begin()
+                    partial = self.compiled_loss(self.replica, part)
+                (partial * share).backward()
+            loss = loss + partial.detach() * share
+        return self.replicas.mean(loss)
+
+    def _eager_loss(self, batch: tuple[Tensor, ...]) -> Tensor:
+        with self._precision():
+            return self.task.loss(self.model, batch)
+
+    def _seed_dropout(self) -> None:
+        torch.manual_seed(step_seed(self.settings.seed, self.step) + self.replicas.rank)
+
+    def _heads(self, batch: tuple[Tensor, ...]) -> dict[str, Any]:
+        """Statistics of every head on some sequences: a pass of its own, so that each step can be a compiled one."""
+        self._seed_dropout()
+        with watch(self.model, every=1) as monitor, self._precision():
+            self.task.loss(self.model, tuple(tensor[:WATCHED_SEQUENCES] for tensor in batch))
+        return {
             name: {what: [round(v, 4) for v in values.tolist()] for what, values in statistics.items()}
             for name, statistics in monitor.layers.items()
         }

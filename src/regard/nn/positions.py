@@ -183,6 +183,9 @@ class Rotary(Positions):
         return table[:, start:end]
 
     def _cos_sin(self, start: int, end: int, size: int, like: Tensor) -> Tensor:
+        if like.is_meta:  # no numbers, for whose shape PyTorch would load its compiler
+            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+            return like.new_empty(2, end - start, size // 2, dtype=dtype)
         with torch.inference_mode(False):  # the cached table may take part in a gradient later
             angles = _angles(self.base, start, end - start, size, like)
             return torch.stack([angles.cos(), angles.sin()])
