@@ -507,12 +507,12 @@ def test_gradients_that_are_replayed_are_those_of_the_batch_whatever_its_shape(t
         shapes.append(tuple(side.shape for side in batch))
         model.zero_grad()
         loss = gradients(batch).clone()
-        found = [p.grad.clone() for p in model.parameters()]
+        replayed = [p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         expected = task.loss(model, batch)
         expected.backward()
         assert torch.equal(loss, expected.detach())
-        assert all(torch.equal(own, p.grad) for own, p in zip(found, model.parameters(), strict=True))
+        assert all(torch.equal(own, p.grad) for own, p in zip(replayed, model.parameters(), strict=True))
     often = [shape for shape in set(shapes) if shapes.count(shape) > captured.RUNS_BEFORE]
     assert len(often) > 1
     assert len(captures) == len(often), "one graph for each shape that comes often"

@@ -558,7 +558,7 @@ def test_every_step_of_a_compiled_run_takes_the_compiled_loss_also_those_whose_h
     calls = []
 
     def counted(loss, mode):
-        return lambda *given: (calls.append(len(given[1][0])), loss(*given))[1]
+        return lambda model, batch: (calls.append(len(batch[0])), loss(model, batch))[1]
 
     monkeypatch.setattr(torch, "compile", counted)
     lm(text, tmp_path / "run", **{**TINY, "compile": True, "batch": 9})

@@ -586,7 +586,7 @@ def test_interrupted_it_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     from regard.learn import training
 
     (tmp_path / "my text").write_text(SENTENCE * 10)
-    monkeypatch.setattr(training._Interrupted, "__enter__", lambda self: setattr(self, "signalled", True) or self)
+    monkeypatch.setattr(training.Interrupted, "__enter__", lambda self: setattr(self, "signalled", True) or self)
     small = ["--dim", "8", "--heads", "2", "--layers", "1", "--context", "8", "--device", "cpu"]
     code = cli.main(["learn", "lm", str(tmp_path / "my text"), "--out", str(tmp_path / "run"), *small])
     message = capsys.readouterr().err

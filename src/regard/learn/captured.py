@@ -12,7 +12,7 @@ from torch import Tensor
 __all__ = ["CapturedGradients", "CudaGraphs"]
 
 Batch: TypeAlias = tuple[Tensor, ...]
-Outputs: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
+LossAndGradients: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
 
 #: Batches of a shape that run before it is captured: kernels are compiled and libraries set up outside of graphs.
 RUNS_BEFORE = 2
@@ -24,8 +24,8 @@ class CudaGraphs:
     def __init__(self) -> None:
         self.pool: Any = None
 
-    def __call__(self, run: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        """What runs the function again on the same memory, and its outputs there, which are set by the first replay."""
+    def __call__(self, run: Callable[[], LossAndGradients]) -> tuple[Callable[[], None], LossAndGradients]:
+        """A replay of the function on the same memory, and its outputs there, which the first replay sets."""
         graph = torch.cuda.CUDAGraph()
         # Relaxed: a kernel that is first compiled here may be loaded.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="relaxed"):
@@ -48,7 +48,7 @@ class CapturedGradients:
     ) -> None:
         self.loss, self.parameters, self.capture = loss, list(parameters), capture
         self.seen: Counter[Any] = Counter()
-        self.graphs: dict[Any, tuple[Batch, Callable[[], None], Outputs]] = {}
+        self.graphs: dict[Any, tuple[Batch, Callable[[], None], LossAndGradients]] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss, in memory that the next batch may overwrite, as it may the gradients."""
@@ -59,11 +59,11 @@ class CapturedGradients:
             p.grad = gradient
         return loss
 
-    def _run(self, batch: Batch) -> Outputs:
+    def _run(self, batch: Batch) -> LossAndGradients:
         loss = self.loss(batch)
         return loss.detach(), torch.autograd.grad(loss, self.parameters)
 
-    def _replayed(self, shape: Any, batch: Batch) -> Outputs:
+    def _replayed(self, shape: Any, batch: Batch) -> LossAndGradients:
         if shape not in self.graphs:
             inputs = tuple(tensor.clone() for tensor in batch)
             self.graphs[shape] = (inputs, *self.capture(lambda: self._run(inputs)))

@@ -10,8 +10,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from ..recorder import watch
 from . import checkpoint, run_folder, tasks
 from .captured import CapturedGradients, CudaGraphs
 from .data import step_seed
+from .interruption import Interrupted
 from .optimizer import make_optimizer, zero_state
 from .parallel import Replicas, joined
 from .patterns import PatternLog
@@ -182,7 +181,7 @@ def _run(
         else:  # the file of token ids, where something fails before there is a run that it belongs to
             stack.callback(checkpoint.discard_tokens, out)
         task = tasks.make_task(kind, files, validation, settings, saved, device, out)
-        interrupted = stack.enter_context(_Interrupted())
+        interrupted = stack.enter_context(Interrupted())
         on_gpu = [torch.cuda.current_device()] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(on_gpu))  # the caller's random state must not change
         training = _build_training(task, out, replicas, progress or TrainingProgress(), interrupted, resume, start)
@@ -232,7 +231,7 @@ class _Training:
     """One run, from its current step to the end."""
 
     def __init__(
-        self, task: tasks.Task, out: Path, replicas: Replicas, progress: TrainingProgress, interrupted: _Interrupted,
+        self, task: tasks.Task, out: Path, replicas: Replicas, progress: TrainingProgress, interrupted: Interrupted,
         resume: bool, start: Pretrained | None,
     ) -> None:  # fmt: skip
         self.task, self.out, self.progress, self.interrupted = task, out, progress, interrupted
@@ -491,29 +490,3 @@ class _Training:
         self.patterns.restore(self.out, self.step)
         if (self.out / checkpoint.HISTORY).exists():  # it may be newer than the checkpoint
             self.history = [row for row in checkpoint.read_history(self.out) if row["step"] <= self.step]
-
-
-class _Interrupted:
-    """True after SIGINT or SIGTERM: the current step is finished first. A second signal raises KeyboardInterrupt."""
-
-    def __init__(self) -> None:
-        self.signalled = False
-        self._handlers: dict[int, Any] = {}
-
-    def __bool__(self) -> bool:
-        return self.signalled
-
-    def __enter__(self) -> _Interrupted:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: Any) -> None:
-        if self.signalled:
-            raise KeyboardInterrupt
-        self.signalled = True
