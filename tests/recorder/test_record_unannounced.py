@@ -93,6 +93,23 @@ def sparsemax(x):
     return (s - (sums.gather(-1, support - 1) - 1) / support).clamp(min=0)
 
 
+def complex_weights(x):
+    z = torch.complex(x, x.flip(-1))
+    return (z @ z.mT.conj()).real.softmax(-1)
+
+
+def second_softmax(x):
+    w = scores(x).softmax(-1)
+    return w.masked_fill(w < 0.2, -1e9).softmax(-1)
+
+
+def written_over(x):
+    w = scores(x).softmax(-1)
+    w[..., 0] = 0
+    w[:, 1].fill_(1 / N)
+    return w.index_fill_(-1, torch.tensor([2]), 0.0)
+
+
 def scores_of(q, x):
     return q @ x.mT
 
@@ -177,6 +194,13 @@ RECORDED = {
         lambda x: scores(heads(x)).softmax(-1),
     ),
     "rows reversed": (lambda x: scores(x).softmax(-1).flip(1) @ x, lambda x: scores(x).softmax(-1).flip(1)),
+    "softmax of a softmax": (
+        lambda x: scores(x).softmax(-1).softmax(-1) @ x,
+        lambda x: scores(x).softmax(-1).softmax(-1),
+    ),
+    "softmax of the largest weights": (lambda x: second_softmax(x) @ x, second_softmax),
+    "complex queries and keys": (lambda x: complex_weights(x) @ x, complex_weights),
+    "some written over": (lambda x: written_over(x) @ x, written_over),
     "one query": (
         lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None] @ x,
         lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None],
@@ -298,6 +322,21 @@ def slots(x):
     return w @ x
 
 
+def key_by_key(x):
+    w = scores(x).softmax(-1)
+    return sum(w[..., j : j + 1] * x[:, j : j + 1] for j in range(N))
+
+
+def two_steps(x):
+    w = scores(x).softmax(-1)
+    return (w @ w) @ x
+
+
+def two_steps_by_einsum(x):
+    w = torch.einsum("bij,bjk->bik", scores(x).softmax(-1), scores(2 * x).softmax(-1))
+    return w @ x
+
+
 REFUSED = {
     "differential": (lambda x: (scores(x).softmax(-1) - 0.5 * scores(2 * x).softmax(-1)) @ x, "differential"),
     "one minus": (lambda x: ((1 - scores(x).softmax(-1)) / N) @ x, None),
@@ -333,6 +372,12 @@ REFUSED = {
     "keys added": (lambda x: F.pad(scores(x).softmax(-1), (0, 1)) @ F.pad(x, (0, 0, 0, 1)), "pass through constant_pad_nd"),
     "keys joined": (lambda x: (torch.cat([scores(x).softmax(-1), scores(2 * x).softmax(-1)], -1) / 2) @ torch.cat([x, x], 1), "pass through cat"),
     "running sum": (lambda x: (scores(x).softmax(-1).cumsum(-1) / N) @ x, "pass through cumsum"),
+    "key by key": (key_by_key, "a sum of single keys"),
+    "two steps": (two_steps, "a product with other weights"),
+    "two steps by einsum": (two_steps_by_einsum, "a product with other weights"),
+    "every second key": (lambda x: scores(x).softmax(-1)[..., ::2] @ x[:, ::2], "nothing says which axis"),
+    "complex values": (lambda x: (scores(x).softmax(-1).to(torch.complex64) @ torch.complex(x, x)).real, "complex64"),
+    "whole numbers": (lambda x: ((scores(x).softmax(-1) * 255).to(torch.int32) @ (x * 9).int()) / 255, "int32"),
     "sigmoid with dropout": (lambda x: torch.dropout(scores(x).sigmoid(), 0.1, False) @ x, "without a softmax"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from . import tap
 from .einsum_equation import may_be_scores, own_axes, sorted_axes, spell_out
 from .meeting import collapsed, finish, is_attention
+from .moved_weights import on_two_weights
 from .product_factors import has_learned_queries, is_computed, is_parameter
 from .softmax_trail import OpenSoftmax, axes_of_keys, storage_of
 
@@ -28,6 +29,8 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     sides, _, result = spell_out(equation, operands).partition("->")
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
+    if on_two_weights(eager, operands, out):
+        return
     if weighted:
         w, softmax = weighted[0]
         v = next((x for x in reversed(operands) if x is not w), w)

@@ -16,12 +16,17 @@ from .softmax_trail import (
     UNNORMALISED,
     Alias,
     OpenSoftmax,
+    axes_of_keys,
     axis_of_keys,
     before_dropout,
     storage_of,
 )
 
 __all__ = ["collapsed", "finish", "is_attention", "meet"]
+
+
+OTHER_AXIS = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
+NO_AXIS = "its weights meet the values in a view in which nothing says which axis is that of their keys"
 
 
 def collapsed(x: Tensor) -> Tensor:
@@ -46,8 +51,7 @@ def meet(
         finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
     elif softmax.product is not None and alias.altered not in (CHOSEN, DIVIDED, UNNORMALISED):
         listener.eager.close(softmax)
-        other_axis = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
-        listener.refuse(softmax.site.name, alias.altered or other_axis)
+        listener.refuse(softmax.site.name, alias.altered or (OTHER_AXIS if axes_of_keys(used, alias) else NO_AXIS))
     return True
 
 
@@ -159,6 +163,8 @@ def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alia
     """The reason why a softmax gives no weights over keys; None if it does."""
     if softmax.product is None and v_is_product:
         return "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
+    if not w.is_floating_point():
+        return f"its weights are of type {w.dtype}; floating-point numbers are read"
     if w.ndim > 4:
         return f"its weights have {w.ndim} axes; (batch, heads, queries, keys) is read"
     if alias.changed and (bool((w < 0).any()) or bool((w.sum(-1) > 1.01).any())):

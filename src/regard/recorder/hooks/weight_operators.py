@@ -47,6 +47,10 @@ COMBINES_WEIGHTS = (
 )  # fmt: skip
 
 
+#: Operators that write a number into some of them in place, where the others stay.
+FILLS_WEIGHTS = ("fill_.Scalar", "fill_.Tensor", "zero_", "index_fill_.int_Scalar")
+
+
 def install() -> None:
     """Intercept these operators while a softmax is open."""
     for name in ("dropout", "native_dropout"):
@@ -59,6 +63,8 @@ def install() -> None:
         tap.intercept(name, changes_weights, tap.FOLLOW_KEY)
     for name in COMBINES_WEIGHTS:
         tap.intercept(name, on_combination, tap.FOLLOW_KEY)
+    for name in FILLS_WEIGHTS:
+        tap.intercept(name, on_filled, tap.FOLLOW_KEY)
     tap.intercept("dropout_", on_dropout_in_place, tap.FOLLOW_KEY)
 
 
@@ -135,6 +141,8 @@ def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, fr
         if (softmax := eager.softmax_of(operand)) is not None:
             alias = softmax.aliases[storage_of(operand)]
             axis = axis_of_keys(operand, alias)
+            if softmax.product is not None and storage_of(operand) in softmax.weighted:  # w * v, key by key
+                softmax.strayed = softmax.strayed or "a sum of single keys"
             if alias.dropped:
                 mark_as_unknown(softmax, out, "dropout and another change")
                 return
@@ -145,6 +153,17 @@ def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, fr
             may_be_weights = alias.altered in (None, DIVIDED, LOGARITHM, POINTWISE, UNNORMALISED)
             altered = COMBINED if may_be_weights and not is_number else alias.altered
             softmax.add(out, Alias(None, out.stride(axis), out.shape[axis], altered, changed=True))
+
+
+def on_filled(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """A number in the place of some weights, as in `w[..., 0] = 0`."""
+    listener.eager.count_operator()
+    if (softmax := listener.eager.softmax_of(call["self"])) is not None:
+        alias = softmax.aliases[storage_of(call["self"])]
+        if alias.dropped:
+            mark_as_unknown(softmax, out, "dropout and another change")
+        else:
+            softmax.add(out, alias._replace(changed=True))
 
 
 def on_dropout_in_place(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
