@@ -322,6 +322,11 @@ def slots(x):
     return w @ x
 
 
+def indexed_and_summed(x):
+    w = scores(x).softmax(-1)[torch.arange(B)]
+    return (w[:, :, None] * x.mT[:, None]).sum(-1)
+
+
 def key_by_key(x):
     w = scores(x).softmax(-1)
     return sum(w[..., j : j + 1] * x[:, j : j + 1] for j in range(N))
@@ -372,6 +377,7 @@ REFUSED = {
     "keys added": (lambda x: F.pad(scores(x).softmax(-1), (0, 1)) @ F.pad(x, (0, 0, 0, 1)), "pass through constant_pad_nd"),
     "keys joined": (lambda x: (torch.cat([scores(x).softmax(-1), scores(2 * x).softmax(-1)], -1) / 2) @ torch.cat([x, x], 1), "pass through cat"),
     "running sum": (lambda x: (scores(x).softmax(-1).cumsum(-1) / N) @ x, "pass through cumsum"),
+    "keys indexed, weighted sum": (indexed_and_summed, "pass through index"),
     "key by key": (key_by_key, "a sum of single keys"),
     "two steps": (two_steps, "a product with other weights"),
     "two steps by einsum": (two_steps_by_einsum, "a product with other weights"),
@@ -628,6 +634,23 @@ def sequence_first(x):
     length, batch, size = x.shape
     q = x.reshape(length, batch * 4, size // 4).transpose(0, 1)
     return nn.functional.scaled_dot_product_attention(q, q, q).transpose(0, 1).reshape(length, batch, size)
+
+
+def heads_first(x, attend):
+    """(heads, batch, length, size), copied, in a module that names no heads."""
+    q = heads(x).transpose(0, 1).contiguous()
+    return attend(q).transpose(0, 1)
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize(
+    "attend", [lambda q: F.scaled_dot_product_attention(q, q, q), lambda q: scores(q / 2**0.5).softmax(-1) @ q]
+)
+def test_heads_before_the_batch_are_not_taken_for_it(batch, attend, x):
+    seen = recorded(Calls(lambda x: heads_first(x, attend)), x[:batch])
+    w = scores(heads(x[:batch]) / 2**0.5).softmax(-1)
+    right = [layer.shape == w.shape and torch.allclose(layer.weights.dense(), w, atol=1e-6) for layer in seen.layers]
+    assert right == [True] or (not right and "nothing says which" in seen.refused[0][1])
 
 
 def test_a_sequence_as_long_as_batch_times_heads():

@@ -66,6 +66,7 @@ class Alias(NamedTuple):
     keys: int
     altered: str | None = None  # the reason why these are not weights
     changed: bool = False  # whether the numbers are other ones than those of softmax
+    known: bool = True  # whether it is known which of its numbers belongs to which key
 
     @property
     def dropped(self) -> bool:
