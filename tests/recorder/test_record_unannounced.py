@@ -93,6 +93,11 @@ def sparsemax(x):
     return (s - (sums.gather(-1, support - 1) - 1) / support).clamp(min=0)
 
 
+def by_products(x, axis=-1, in_place=False):
+    s = scores(F.elu(x) + 1)
+    return s.div_(s.sum(axis, keepdim=True)) if in_place else s / (s.sum(axis, keepdim=True) + 1e-6)
+
+
 def complex_weights(x):
     z = torch.complex(x, x.flip(-1))
     return (z @ z.mT.conj()).real.softmax(-1)
@@ -194,6 +199,12 @@ RECORDED = {
         lambda x: scores(heads(x)).softmax(-1),
     ),
     "rows reversed": (lambda x: scores(x).softmax(-1).flip(1) @ x, lambda x: scores(x).softmax(-1).flip(1)),
+    "products over their sum": (lambda x: by_products(x) @ x, by_products),
+    "products over their sum, in place": (lambda x: by_products(x, in_place=True) @ x, by_products),
+    "products over their sum, by column": (
+        lambda x: torch.einsum("bji,bjd->bid", by_products(x, axis=1), x),
+        lambda x: by_products(x, axis=1).mT,
+    ),
     "softmax of a softmax": (
         lambda x: scores(x).softmax(-1).softmax(-1) @ x,
         lambda x: scores(x).softmax(-1).softmax(-1),
@@ -594,6 +605,7 @@ QUIET = {
     "similarities of two batches": lambda: Calls(lambda x: (x[:, 0] @ x[:, 1].T).softmax(-1)),
     "gate": lambda: Calls(lambda x: x * x.softmax(-1)),
     "loss": lambda: Calls(lambda x: nn.functional.cross_entropy(x[:, 0], torch.zeros(B, dtype=torch.long))),
+    "cosine similarities": lambda: Calls(lambda x: (scores(x) / x.norm(dim=-1, keepdim=True)) @ x),
     "decay": lambda: Calls(lambda x: (x @ x.mT) + (x @ x.mT).exp()),
 }
 

@@ -22,7 +22,7 @@ from .softmax_trail import (
     storage_of,
 )
 
-__all__ = ["collapsed", "finish", "is_attention", "meet"]
+__all__ = ["collapsed", "finish", "is_attention", "meet", "sums_to_one"]
 
 
 OTHER_AXIS = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
@@ -125,7 +125,7 @@ def finish(
     if not is_new:
         return
     w = before_dropout(used, alias)
-    divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and _is_normalised(w)
+    divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and sums_to_one(w)
     altered = None if divided else alias.altered
     reason = altered or _no_weights(softmax, v_is_product, w, alias)
     if reason is not None:
@@ -153,10 +153,10 @@ def finish(
     listener.attention(site, call)
 
 
-def _is_normalised(w: Tensor) -> bool:
+def sums_to_one(w: Tensor, axis: int = -1) -> bool:
     """Whether rows sum to 1, or to 0 where all is masked: exp(s − logsumexp(s)) is divided by its sum before exp."""
-    sums = w.float().sum(-1)
-    return bool((((sums - 1).abs() < 0.01) | (w == 0).all(-1)).all() and (w >= 0).all() and (w > 0).any())
+    sums = w.float().sum(axis)
+    return bool((((sums - 1).abs() < 0.01) | (w == 0).all(axis)).all() and (w >= 0).all() and (w > 0).any())
 
 
 def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alias) -> str | None:
