@@ -218,9 +218,9 @@ def test_values_of_a_generation_belong_to_its_keys(attention, cache):
     arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **cache}
     with torch.no_grad(), regard.record(model, values=True) as seen:
         out = model.generate(zoo.ids(1, PROMPT), **arguments)
-    with torch.no_grad(), regard.record(model, values=True) as whole:
+    with torch.no_grad(), regard.record(model, values=True) as forward:
         model(out[:, :-1])
-    for layer, expected in zip(seen.layers, whole.layers, strict=True):
+    for layer, expected in zip(seen.layers, forward.layers, strict=True):
         torch.testing.assert_close(layer.values, expected.values)
         torch.testing.assert_close(layer.norm_weighted(), expected.norm_weighted())
 

@@ -62,8 +62,11 @@ def check_tokens(tokens: Any) -> None:
     if tokens is None:
         return
     if isinstance(tokens, list | tuple):
-        for token in tokens:
-            if not isinstance(token, str | list | tuple):
+        lists = [token for token in tokens if isinstance(token, list | tuple)]
+        if lists and len(lists) < len(tokens):
+            raise TypeError("tokens must be strings, or one list of strings for each sequence; got both in one list.")
+        for token in [token for line in lists for token in line] if lists else tokens:
+            if not isinstance(token, str) and not (lists and isinstance(tokens, tuple) and isinstance(token, list)):
                 raise TypeError(
                     f"tokens must be strings, or one list of strings for each sequence; got {type(token).__name__}. "
                     "Ids become text by a tokenizer, tokens=tokenizer, or by a function, tokens=str."

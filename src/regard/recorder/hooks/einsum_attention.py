@@ -124,7 +124,7 @@ def on_weighted(listener: tap.Listener, softmax: OpenSoftmax, x: Tensor, summed:
         return False
     w_shape, v_shape = (_own_shape(operand, x.ndim) for operand in (w, v))
     along = axes_of_keys(w, alias)
-    if alias.known and len(along) == 1 and axis not in along and v_shape[along[0]] > 1:
+    if not alias.lost_keys and len(along) == 1 and axis not in along and v_shape[along[0]] > 1:
         return True  # a gate: what softmax ran over is no axis that the sum removes, nor one that only w has
     if axis not in along or v_shape[axis] == 1 < w_shape[axis]:
         return False

@@ -35,7 +35,9 @@ def mark_as_unknown(softmax: OpenSoftmax, result: Tensor, operator: str) -> None
     """The result is made of weights, and no longer weights whose keys are known."""
     reason = f"its weights pass through {operator} before they meet the values, after which their keys are not known"
     keys = result.shape[-1] if result.ndim else 1
-    softmax.add(result, Alias(None, result.stride(-1) if result.ndim else 1, keys, reason, changed=True, known=False))
+    softmax.add(
+        result, Alias(None, result.stride(-1) if result.ndim else 1, keys, reason, changed=True, lost_keys=True)
+    )
 
 
 def on_two_weights(eager: EagerTracker, operands: Sequence[Any], out: Tensor) -> bool:

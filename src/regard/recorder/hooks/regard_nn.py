@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def _report(
     # Copied: an optimizer changes parameters in place. The copy is part of the graph where gradients are on.
     score = tree_map(layer.score(), lambda t: t.clone())
     if hasattr(q, "placements"):  # DTensors: the sequences and heads of this rank
-        q, k, v = (x.to_local() for x in (q, k, v))
+        q, k, v = (cast(Any, x).to_local() for x in (q, k, v))
         if not _fits(q, k, score, mask, align):
             listener.refuse(
                 site.name,
