@@ -33,7 +33,7 @@ from .passes import Call, with_encoders
 from .recording import Pass, Recording
 from .spill import Spill
 from .thread_recorder import SharedRecording, ThreadRecorder
-from .tokens import TokensLike, check_tokens, label
+from .tokens import EmbeddedIds, TokensLike, check_tokens, label
 
 __all__ = ["Observer", "RefusedWarning", "record"]
 
@@ -233,7 +233,7 @@ class Observer:
                 if (layer := self._layer(call)) is not None:
                     layer.parent = finished
                     finished.layers.append(layer)
-            label(finished.layers, one.embedded, self.source, self.hooks.model)
+            self._label(finished, one.embedded)
             if finished.layers:
                 self.seen.passes.append(finished)
         for name, reason in self.hooks.unheard_modules(recorded):
@@ -243,6 +243,13 @@ class Observer:
         self._check_request(max(counts))
         self.shared.closed, self.shared.done, self.shared.names = True, [], None
         self._threads.clear()
+
+    def _label(self, one: Pass, embedded: list[EmbeddedIds]) -> None:
+        """Give layers their tokens; a tokenizer that raises costs these, and not the recording."""
+        try:
+            label(one.layers, embedded, self.source, self.hooks.model)
+        except Exception as error:
+            self.shared.refuse("tokens", f"the tokenizer raised {error!r:.200} for ids that the model looked up")
 
     def _layer(self, call: Call) -> Layer | None:
         try:
@@ -264,6 +271,8 @@ class Observer:
             self.shared.refuse("layers", f"layers {missing} were requested, and a pass has {calls} attention calls")
         layers = [layer for one in self.seen.passes for layer in one.layers]
         if self.source is None or not layers or any(x.tokens != (None, None) for x in layers):
+            return
+        if any(name == "tokens" for name, _ in self.seen.refused):
             return
         if not isinstance(self.source, list | tuple):
             self.shared.refuse("tokens", "no embedding looked up ids of these lengths; pass the list of tokens instead")
