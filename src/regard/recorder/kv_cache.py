@@ -3,8 +3,9 @@
 Each step has a few new queries and the keys of all positions so far. Stitched by position they are one causal matrix:
 the queries of all steps below each other, the keys of the last step. The sizes tell a growing cache, a static one and
 one that keeps a window apart; the numbers prove it: keys that two steps share must be bit-equal, or the layer is
-refused (beam search reorders the cache; other methods edit it). Assisted generation cuts rejected candidates off the
-cache: their rows go with their keys.
+refused (beam search reorders the cache; other methods edit it). Weights have no keys: there the value that was last in
+a growing cache must be met again (`passes.Call`). Assisted generation cuts rejected candidates off the cache: their
+rows go with their keys.
 """
 
 from __future__ import annotations
