@@ -10,10 +10,25 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["atomic_write", "decode", "partial_files", "read_text"]
+__all__ = ["as_path", "atomic_write", "decode", "partial_files", "read_text"]
 
 #: Name of a file while it is written: the final name, then the writer's process and a random number.
 PARTIAL = ".{}.{}.part"
+
+
+def as_path(path: Any, call: str) -> Path:
+    """A user's path of a file.
+
+    Args:
+        path: The path.
+        call: The call that takes it, for the error, such as "seen.save(path)".
+
+    Raises:
+        TypeError: It is neither text nor a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"{call} takes the path of a file, as text or a pathlib.Path; got {type(path).__name__}.")
+    return Path(path)
 
 
 def atomic_write(path: Path, chunks: Iterable[bytes]) -> None:

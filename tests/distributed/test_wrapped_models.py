@@ -41,12 +41,19 @@ def test_a_wrapped_model_is_recorded_and_watched_and_reports_once(ranks, how, tm
     assert second["warnings"] == 0
 
 
-def test_a_layer_on_dtensors_is_recorded_where_its_sequence_is_on_one_rank(ranks) -> None:
+def test_a_layer_on_dtensors_is_recorded_with_the_sequences_that_each_rank_has(ranks) -> None:
     for rank in ranks.run(2, "support.rank_models.recorded_dtensors", 0):
-        assert rank == {"answered": True, "refused": [], "same": [True]}
-    for rank in ranks.run(2, "support.rank_models.recorded_dtensors", 1):
+        shapes = [((2, 2, 6, 6), (2, 2, 6, 6), (2, 2, 6, 4))]
+        assert rank == {"answered": True, "refused": [], "same": [True], "shapes": shapes}
+
+
+@pytest.mark.parametrize(
+    ("dim", "padded", "reason"),
+    [(1, False, "its sequence is split over ranks"), (0, True, "sequences and heads of which this rank has a part")],
+)
+def test_a_layer_on_dtensors_that_no_rank_has_all_of_is_named(ranks, dim, padded, reason) -> None:
+    for rank in ranks.run(2, "support.rank_models.recorded_dtensors", dim, padded):
         assert rank["answered"]
         assert rank["same"] == []
-        assert rank["refused"] == [
-            "its sequence is split over ranks, and each would record its own rows and keys alone"
-        ]
+        assert len(rank["refused"]) == 1
+        assert reason in rank["refused"][0]

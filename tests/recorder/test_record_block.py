@@ -391,15 +391,41 @@ def test_a_16k_causal_mask_is_not_stored():
     [
         ({"model": "bert"}, TypeError, "nn.Module"),
         ({"keep": "all"}, ValueError, "factors"),
-        ({"path": 3}, TypeError, "path"),
+        ({"path": 3}, TypeError, "takes the path of a file.*got int"),
+        ({"path": "."}, IsADirectoryError, "is a folder"),
+        ({"path": "no such folder/a.regard"}, FileNotFoundError, "there is no such folder; make it first"),
+        ({"device": "meta"}, ValueError, "must hold tensors on this machine.*got 'meta'"),
+        ({"values": "yes"}, TypeError, "values is True or False; got 'yes'"),
+        ({"grad": 1}, TypeError, "grad is True or False; got 1"),
         ({"layers": 2.5}, TypeError, "numbers in the order"),
+        ({"layers": {0: 1}}, TypeError, "numbers in the order"),
+        ({"layers": -1}, ValueError, r"counted from 0.*got -1"),
+        ({"layers": []}, ValueError, r"one at least is requested; got \[\]"),
         ({"tokens": 5}, TypeError, "tokenizer"),
+        ({"tokens": ["a", ["b"]]}, TypeError, "got both in one list"),
+        ({"tokens": [["a", 1]]}, TypeError, "strings.*got int"),
     ],
 )
-def test_bad_arguments_are_told(arguments, error, text):
+def test_bad_arguments_are_told_before_the_model_runs(arguments, error, text):
     net = nn.Sequential(nn.Embedding(9, 8), Attention())
-    with pytest.raises(error, match=text), regard.record(**{"model": net, **arguments}):
-        net(torch.zeros(1, 3, dtype=torch.long))
+    with pytest.raises(error, match=text):
+        regard.record(**{"model": net, **arguments})
+
+
+@pytest.mark.parametrize("layers", [iter([1]), torch.tensor([1]), torch.tensor(1), range(1, 2), {"1"}])
+def test_layers_are_any_numbers_or_names(layers, x):
+    net = nn.Sequential(Attention(), Attention())
+    with regard.record(net, layers=layers) as seen:
+        net(x)
+    assert [layer.name for layer in seen.layers] == ["1"]
+
+
+def test_a_block_ends_once(x):
+    block = regard.record(net := Attention())
+    with block:
+        net(x)
+    with pytest.raises(RuntimeError, match="ends once"):
+        block.__exit__(None, None, None)
 
 
 def test_importing_regard_stays_light():

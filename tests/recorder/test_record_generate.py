@@ -1,5 +1,7 @@
 """generate() with a KV cache is one causal matrix a layer, whatever the cache: that of one forward of the whole text."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -207,6 +209,35 @@ def test_a_generation_is_stitched_from_the_disk_too(tmp_path):
     assert again.passes[0].steps == 4
     for a, b in zip(again.layers, expected.layers, strict=True):
         assert torch.equal(a.weights.dense(), b.weights.dense())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}])
+def test_values_of_a_generation_belong_to_its_keys(attention, cache):
+    model = tiny_model("llama", "LlamaForCausalLM", attention)
+    arguments = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, **cache}
+    with torch.no_grad(), regard.record(model, values=True) as seen:
+        out = model.generate(zoo.ids(1, PROMPT), **arguments)
+    with torch.no_grad(), regard.record(model, values=True) as forward:
+        model(out[:, :-1])
+    for layer, expected in zip(seen.layers, forward.layers, strict=True):
+        torch.testing.assert_close(layer.values, expected.values)
+        torch.testing.assert_close(layer.norm_weighted(), expected.norm_weighted())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_step_of_another_sequence_is_not_stitched(attention):
+    """Its cache is as long as that of the last pass."""
+    model = tiny_model("llama", "LlamaForCausalLM", attention)
+    first, second = zoo.ids(2, PROMPT).split(1)
+    with torch.no_grad(), warnings.catch_warnings(), regard.record(model) as seen:
+        warnings.simplefilter("ignore", RefusedWarning)
+        cache = model(first, use_cache=True).past_key_values
+        model(second, use_cache=True)
+        model(zoo.ids(1, 1), past_key_values=cache)
+    assert [layer.shape[2:] for one in seen.passes for layer in one.layers[:1]] == [(5, 5), (5, 5), (1, 6)]
+    assert all("of another sequence" in reason for _, reason in seen.refused)
+    assert bool(seen.refused) == (attention == "eager")
 
 
 def test_an_edited_cache_is_not_stitched():

@@ -114,6 +114,11 @@ def jagged(x):
     return torch.nested.nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
 
 
+def halves(x):
+    """Its derivative divides by a number, which is a wrapped tensor inside torch.func.grad."""
+    return ((x @ x.mT) / 2.0).tanh().sum() / 3.0
+
+
 UNREADABLE = {
     "nested, added": lambda x: nested(x) + nested(x),
     "nested, joined": lambda x: torch.cat([nested(x), nested(x)]),
@@ -128,6 +133,12 @@ UNREADABLE = {
     "several layers by vmap": lambda x: torch.vmap(torch.nn.functional.linear, (None, 0))(x, torch.ones(2, 3, 8)).exp(),
     "products by vmap": lambda x: torch.vmap(lambda t: t @ t.mT)(x).exp(),
     "a Jacobian": lambda x: torch.vmap(torch.func.jacrev(lambda t: (t * t).sum()))(x),
+    "a Jacobian of halves": lambda x: torch.func.jacrev(halves)(x),
+    "a gradient of halves": lambda x: torch.func.grad(halves)(x),
+    "gradients of each sequence": lambda x: torch.vmap(torch.func.grad(halves))(x),
+    "a gradient of a gradient": lambda x: torch.func.grad(lambda t: torch.func.grad(halves)(t).sum())(x),
+    "a Hessian": lambda x: torch.func.hessian(halves)(x[:1, :2]),
+    "a pullback": lambda x: torch.func.vjp(halves, x)[1](torch.ones(())),
 }
 
 
@@ -146,9 +157,15 @@ def test_tensors_that_cannot_be_read_are_no_attention(name, attends):
     assert len(seen) == attends
 
 
+def inside_gradient(w, x):
+    return torch.func.grad(lambda t: ((0.5 * w) @ t / 2.0).sum())(x)
+
+
 LOST = {
     "values inside vmap": lambda x: torch.vmap(torch.matmul)((x @ x.mT).softmax(-1), x),
     "all inside vmap": lambda x: torch.vmap(lambda t: (t @ t.mT).softmax(-1) @ t)(x),
+    "all inside a gradient": lambda x: torch.func.grad(lambda t: ((t @ t.mT / 2.0).softmax(-1) @ t).sum() / 3.0)(x),
+    "values inside a gradient": lambda x: inside_gradient((x @ x.mT / 2.0).softmax(-1), x),
     "sparse weights": lambda x: torch.sparse.mm((x[0] @ x[0].mT).softmax(-1).to_sparse(), x[0]),
 }
 

@@ -1,5 +1,7 @@
 """Tokens that are no strings are refused in words that say what to pass."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -24,6 +26,41 @@ def test_str_turns_ids_into_tokens():
     with torch.no_grad(), regard.record(MODEL, tokens=str) as seen:
         MODEL(IDS)
     assert list(seen[0, 0].tokens[0]) == ["3", "1", "3"]
+
+
+def test_ids_that_count_up_are_tokens_where_there_is_one_table():
+    with torch.no_grad(), regard.record(MODEL, tokens=str) as seen:
+        MODEL(torch.tensor([[1, 2, 3]]))
+    assert list(seen[0, 0].tokens[0]) == ["1", "2", "3"]
+
+
+class WithPositions(torch.nn.Module):
+    """Its table of positions is the larger one."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions, self.layer = torch.nn.Embedding(9, 8), torch.nn.Embedding(20, 8), LAYER
+
+    def forward(self, ids):
+        return self.layer(self.words(ids) + self.positions(torch.arange(ids.shape[1])[None]))
+
+
+def test_positions_are_not_taken_for_ids():
+    model = WithPositions().eval()
+    for ids, expected in (([5, 1, 3], ["5", "1", "3"]), ([1, 2, 3], None)):
+        with torch.no_grad(), warnings.catch_warnings(), regard.record(model, tokens=str) as seen:
+            warnings.simplefilter("ignore", RefusedWarning)
+            model(torch.tensor([ids]))
+        assert seen.layers[0].tokens[0] == (None if expected is None else [expected])
+        assert bool(seen.refused) == (expected is None)
+
+
+def test_a_tokenizer_that_raises_is_named_and_costs_no_recording():
+    raised = pytest.warns(RefusedWarning, match=r"the tokenizer raised KeyError\(1\)")
+    with raised, torch.no_grad(), regard.record(MODEL, tokens={3: "a"}.__getitem__) as seen:
+        MODEL(IDS)
+    assert seen[0].dense().shape == (1, 2, 3, 3)
+    assert [name for name, _ in seen.refused] == ["tokens"]
 
 
 @pytest.mark.parametrize("text", ["a b a", b"a b a", bytearray(b"x")])

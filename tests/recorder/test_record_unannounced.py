@@ -93,6 +93,28 @@ def sparsemax(x):
     return (s - (sums.gather(-1, support - 1) - 1) / support).clamp(min=0)
 
 
+def by_products(x, axis=-1, in_place=False):
+    s = scores(F.elu(x) + 1)
+    return s.div_(s.sum(axis, keepdim=True)) if in_place else s / (s.sum(axis, keepdim=True) + 1e-6)
+
+
+def complex_weights(x):
+    z = torch.complex(x, x.flip(-1))
+    return (z @ z.mT.conj()).real.softmax(-1)
+
+
+def second_softmax(x):
+    w = scores(x).softmax(-1)
+    return w.masked_fill(w < 0.2, -1e9).softmax(-1)
+
+
+def written_over(x):
+    w = scores(x).softmax(-1)
+    w[..., 0] = 0
+    w[:, 1].fill_(1 / N)
+    return w.index_fill_(-1, torch.tensor([2]), 0.0)
+
+
 def scores_of(q, x):
     return q @ x.mT
 
@@ -177,6 +199,19 @@ RECORDED = {
         lambda x: scores(heads(x)).softmax(-1),
     ),
     "rows reversed": (lambda x: scores(x).softmax(-1).flip(1) @ x, lambda x: scores(x).softmax(-1).flip(1)),
+    "products over their sum": (lambda x: by_products(x) @ x, by_products),
+    "products over their sum, in place": (lambda x: by_products(x, in_place=True) @ x, by_products),
+    "products over their sum, by column": (
+        lambda x: torch.einsum("bji,bjd->bid", by_products(x, axis=1), x),
+        lambda x: by_products(x, axis=1).mT,
+    ),
+    "softmax of a softmax": (
+        lambda x: scores(x).softmax(-1).softmax(-1) @ x,
+        lambda x: scores(x).softmax(-1).softmax(-1),
+    ),
+    "softmax of the largest weights": (lambda x: second_softmax(x) @ x, second_softmax),
+    "complex queries and keys": (lambda x: complex_weights(x) @ x, complex_weights),
+    "some written over": (lambda x: written_over(x) @ x, written_over),
     "one query": (
         lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None] @ x,
         lambda x: torch.einsum("bd,bnd->bn", x[:, 0], x).softmax(-1)[:, None],
@@ -298,6 +333,26 @@ def slots(x):
     return w @ x
 
 
+def indexed_and_summed(x):
+    w = scores(x).softmax(-1)[torch.arange(B)]
+    return (w[:, :, None] * x.mT[:, None]).sum(-1)
+
+
+def key_by_key(x):
+    w = scores(x).softmax(-1)
+    return sum(w[..., j : j + 1] * x[:, j : j + 1] for j in range(N))
+
+
+def two_steps(x):
+    w = scores(x).softmax(-1)
+    return (w @ w) @ x
+
+
+def two_steps_by_einsum(x):
+    w = torch.einsum("bij,bjk->bik", scores(x).softmax(-1), scores(2 * x).softmax(-1))
+    return w @ x
+
+
 REFUSED = {
     "differential": (lambda x: (scores(x).softmax(-1) - 0.5 * scores(2 * x).softmax(-1)) @ x, "differential"),
     "one minus": (lambda x: ((1 - scores(x).softmax(-1)) / N) @ x, None),
@@ -333,6 +388,13 @@ REFUSED = {
     "keys added": (lambda x: F.pad(scores(x).softmax(-1), (0, 1)) @ F.pad(x, (0, 0, 0, 1)), "pass through constant_pad_nd"),
     "keys joined": (lambda x: (torch.cat([scores(x).softmax(-1), scores(2 * x).softmax(-1)], -1) / 2) @ torch.cat([x, x], 1), "pass through cat"),
     "running sum": (lambda x: (scores(x).softmax(-1).cumsum(-1) / N) @ x, "pass through cumsum"),
+    "keys indexed, weighted sum": (indexed_and_summed, "pass through index"),
+    "key by key": (key_by_key, "a sum of single keys"),
+    "two steps": (two_steps, "a product with other weights"),
+    "two steps by einsum": (two_steps_by_einsum, "a product with other weights"),
+    "every second key": (lambda x: scores(x).softmax(-1)[..., ::2] @ x[:, ::2], "nothing says which axis"),
+    "complex values": (lambda x: (scores(x).softmax(-1).to(torch.complex64) @ torch.complex(x, x)).real, "complex64"),
+    "whole numbers": (lambda x: ((scores(x).softmax(-1) * 255).to(torch.int32) @ (x * 9).int()) / 255, "int32"),
     "sigmoid with dropout": (lambda x: torch.dropout(scores(x).sigmoid(), 0.1, False) @ x, "without a softmax"),
 }  # fmt: skip
 
@@ -543,6 +605,7 @@ QUIET = {
     "similarities of two batches": lambda: Calls(lambda x: (x[:, 0] @ x[:, 1].T).softmax(-1)),
     "gate": lambda: Calls(lambda x: x * x.softmax(-1)),
     "loss": lambda: Calls(lambda x: nn.functional.cross_entropy(x[:, 0], torch.zeros(B, dtype=torch.long))),
+    "cosine similarities": lambda: Calls(lambda x: (scores(x) / x.norm(dim=-1, keepdim=True)) @ x),
     "decay": lambda: Calls(lambda x: (x @ x.mT) + (x @ x.mT).exp()),
 }
 
@@ -583,6 +646,23 @@ def sequence_first(x):
     length, batch, size = x.shape
     q = x.reshape(length, batch * 4, size // 4).transpose(0, 1)
     return nn.functional.scaled_dot_product_attention(q, q, q).transpose(0, 1).reshape(length, batch, size)
+
+
+def heads_first(x, attend):
+    """(heads, batch, length, size), copied, in a module that names no heads."""
+    q = heads(x).transpose(0, 1).contiguous()
+    return attend(q).transpose(0, 1)
+
+
+@pytest.mark.parametrize("batch", [1, B])
+@pytest.mark.parametrize(
+    "attend", [lambda q: F.scaled_dot_product_attention(q, q, q), lambda q: scores(q / 2**0.5).softmax(-1) @ q]
+)
+def test_heads_before_the_batch_are_not_taken_for_it(batch, attend, x):
+    seen = recorded(Calls(lambda x: heads_first(x, attend)), x[:batch])
+    w = scores(heads(x[:batch]) / 2**0.5).softmax(-1)
+    right = [layer.shape == w.shape and torch.allclose(layer.weights.dense(), w, atol=1e-6) for layer in seen.layers]
+    assert right == [True] or (not right and "nothing says which" in seen.refused[0][1])
 
 
 def test_a_sequence_as_long_as_batch_times_heads():

@@ -395,7 +395,7 @@ BUGS = [
     Bug("values on the left: weights not transposed", "recorder/hooks/eager_attention.py", "used, v = right if one_row else right.mT,", "used, v = right,", ("unannounced attention",)),
     Bug("weights before dropout in the order of softmax", "recorder/hooks/softmax_trail.py", "clean.as_strided(x.shape, x.stride(), clean.storage_offset() + x.storage_offset())", "clean.reshape(x.shape)", ("unannounced attention",)),
     Bug("rows that sum to more than 1 are weights", "recorder/hooks/meeting.py", "bool((w.sum(-1) > 1.01).any())", "bool((w.sum(-1) > 1000).any())", ("unannounced attention",)),
-    Bug("exp that is not divided is weights", "recorder/hooks/meeting.py", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and _is_normalised(w)", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED)", ("unannounced attention",)),
+    Bug("exp that is not divided is weights", "recorder/hooks/meeting.py", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and sums_to_one(w)", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED)", ("unannounced attention",)),
     Bug("rejected candidates keep their rows", "recorder/kv_cache.py", "self.queries.append(q[:, :, :rows])", "self.queries.append(q[:, :, -rows:])", ("generations",)),
     Bug("rejected candidates keep their words", "recorder/tokens.py", "by_stem[stem][:, : e.before]", "by_stem[stem]", ("generations",)),
     Bug("recorded biases leave the graph", "recorder/calls.py", "    if not grad:\n        score = tree_map(", "    if True:\n        score = tree_map(", ("recorded gradients",)),

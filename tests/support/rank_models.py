@@ -98,7 +98,7 @@ def recorded(group: Any, rank: int, world: int, how: str, folder: str) -> dict[s
     }
 
 
-def recorded_dtensors(group: Any, rank: int, world: int, dim: int) -> dict[str, Any]:
+def recorded_dtensors(group: Any, rank: int, world: int, dim: int, padded: bool = False) -> dict[str, Any]:
     """What is recorded of a layer that runs on DTensors, sharded on batch (0) or length (1)."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
@@ -108,18 +108,20 @@ def recorded_dtensors(group: Any, rank: int, world: int, dim: int) -> dict[str, 
         torch.randn(4, 6, 8),
         mesh_of(group, world),
     )
+    mask = regard.padding(torch.tensor([6, 5, 4, 3])) if padded else None
     with torch.no_grad():
-        want = layer.weights(x).entropy()
+        want = layer.weights(x, mask=mask)
+        dense, entropy = want.dense().chunk(world)[rank], want.entropy()
         layer, part = distribute_module(layer, mesh), distribute_tensor(x, mesh, [Shard(dim)])
-        answered = layer.weights(part).entropy().full_tensor()
-        with warnings.catch_warnings(), regard.record(layer) as seen:
+        answered = layer.weights(part, mask=mask).entropy().full_tensor()
+        with warnings.catch_warnings(), regard.record(layer, values=True) as seen:
             warnings.simplefilter("ignore")
-            layer(part)
-    rows = [one.weights.entropy() for one in seen.layers]
+            layer(part, mask=mask)
     return {
-        "answered": torch.allclose(answered, want, atol=1e-5),
+        "answered": torch.allclose(answered, entropy, atol=1e-5),
         "refused": [reason for _, reason in seen.refused],
-        "same": [torch.allclose(own, want.chunk(world)[rank], atol=1e-5) for own in rows],
+        "same": [torch.allclose(one.weights.dense(), dense, atol=1e-6) for one in seen.layers],
+        "shapes": [(one.shape, tuple(one.weights.shape), tuple(one.values.shape)) for one in seen.layers],
     }
 
 

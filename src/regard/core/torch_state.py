@@ -18,6 +18,7 @@ __all__ = [
     "in_forward_ad",
     "in_functionalize",
     "in_functorch",
+    "in_gradient_transform",
     "in_jit_trace",
     "in_plain_eager",
     "is_tracing",
@@ -72,6 +73,14 @@ def is_tracing() -> bool:
 def in_functorch() -> bool:
     """True inside torch.func transforms (vmap, grad, ...), whose tensors have no address."""
     return _interpreter is not None and _interpreter() is not None
+
+
+def in_gradient_transform() -> bool:
+    """True inside torch.func.grad and its relatives (vjp, jacrev, hessian), at any level."""
+    if not in_functorch():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Grad for level in levels)
 
 
 def in_functionalize() -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from .._io import atomic_write
+from .._io import as_path, atomic_write
 from .bands import Report
 from .compare import HeadChanges
 from .console import progress
@@ -110,7 +109,7 @@ class View:
             >>> file.read_text()[:4]
             '<svg'
         """
-        file = Path(path)
+        file = as_path(path, "save(path)")
         suffix = file.suffix.lower()
         if suffix in (".html", ".htm"):
             if part is not None or width is not None:

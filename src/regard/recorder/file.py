@@ -8,9 +8,11 @@ another name, synced and renamed: a process that is killed while saving leaves t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._io import atomic_write
+from .._io import as_path, atomic_write
 from ..core.pytree import STORABLE, flatten
 from ..engines import get_engine
 from .recording import Layer, Recording
 from .tensor_bytes import tensor_bytes
 
-__all__ = ["VERSION", "RegardFileError", "save"]
+__all__ = ["VERSION", "RegardFileError", "check_target", "save"]
 
 FORMAT, VERSION = "regard recording", 1
 
@@ -69,11 +71,8 @@ class RegardFileError(ValueError):
 
 def save(seen: Recording, path: Any) -> None:
     """Write a recording; see `Recording.save`."""
-    path = Path(path)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; save a recording to a file, such as {path / 'run.regard'}.")
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file; save a recording to a file.")
+    path = as_path(path, "seen.save(path)")
+    check_target(path)
     tensors = _TensorTable()
     description = {
         "format": FORMAT,
@@ -86,6 +85,16 @@ def save(seen: Recording, path: Any) -> None:
         "checksums": {name: entry.checksum for name, entry in tensors.entries.items()},
     }
     atomic_write(path, _chunks(description, tensors.entries))
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path that no recording can be written to."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; save a recording to a file, such as {path / 'run.regard'}.")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file; save a recording to a file.")
+    if not Path(os.path.realpath(path)).parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such folder; make it first", str(path.parent))
 
 
 @dataclass

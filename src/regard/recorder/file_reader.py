@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor
 
+from .._io import as_path
 from ..core.problem import Factors
 from ..core.pytree import unflatten
 from ..core.types import EngineName
@@ -58,7 +59,7 @@ def load(path: str | os.PathLike[str]) -> Recording:
         >>> len(regard.load(path))
         1
     """
-    path = Path(path)
+    path = as_path(path, "regard.load(path)")
     with _opened(path) as file:
         try:
             header, description = _read_header(file, path)

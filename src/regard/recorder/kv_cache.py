@@ -3,8 +3,9 @@
 Each step has a few new queries and the keys of all positions so far. Stitched by position they are one causal matrix:
 the queries of all steps below each other, the keys of the last step. The sizes tell a growing cache, a static one and
 one that keeps a window apart; the numbers prove it: keys that two steps share must be bit-equal, or the layer is
-refused (beam search reorders the cache; other methods edit it). Assisted generation cuts rejected candidates off the
-cache: their rows go with their keys.
+refused (beam search reorders the cache; other methods edit it). Weights have no keys: there the value that was last in
+a growing cache must be met again (`passes.Call`). Assisted generation cuts rejected candidates off the cache: their
+rows go with their keys.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class CachedGeneration:
             end = w.shape[-1] if cross or w.shape[-1] == w.shape[-2] else _filled_slots(w)
             self.rows_of_w = [w[..., :end]]
             self.start, self.total = end - w.shape[-2], end
+            self.values = None if first.v is None else first.v[:, :, :end]
             return
         assert first.q is not None
         assert first.k is not None
@@ -90,6 +92,7 @@ class CachedGeneration:
             self._cut_back(before, saved)
         if self.first.w is not None or call.w is not None:
             self._extend_dense(saved.w)
+            self.values = None if saved.v is None else saved.v[:, :, : self.total]
             return
         assert saved.q is not None
         assert saved.k is not None
@@ -129,9 +132,9 @@ class CachedGeneration:
             self._cut_last_step(remaining)
         if not self.cross:
             self.total = positions
+            self.values = None if self.values is None else self.values[:, :, :positions]
             if self.first.w is None:
                 self.keys = self.keys[:, :, :positions]
-                self.values = None if self.values is None else self.values[:, :, :positions]
             else:
                 self.rows_of_w = [w[..., :positions] for w in self.rows_of_w]
 
@@ -195,7 +198,7 @@ class CachedGeneration:
             if cells > DENSE_CELLS:
                 raise CannotStitch(f"its weights have {cells} numbers together, more than {DENSE_CELLS}")
             wide = [torch.nn.functional.pad(w, (0, self.total - w.shape[-1])) for w in self.rows_of_w]
-            return SavedCall(None, None, self.first.v, torch.cat(wide, 2), None, None, None)
+            return SavedCall(None, None, self.values, torch.cat(wide, 2), None, None, None)
         q = torch.cat(self.queries, 2)
         mask, align = self._mask(q)
         return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)

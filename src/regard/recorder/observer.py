@@ -11,15 +11,18 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from .._io import as_path
+from ..core.indexing import as_int
 from ..core.torch_state import in_backward
 from .calls import Overwritten
+from .file import check_target
 from .first_rank import is_first_rank
 from .hooks import other_threads, seams, tap, transformers
 from .hooks.call_site import CAPTURED, runs_method
@@ -30,7 +33,7 @@ from .passes import Call, with_encoders
 from .recording import Pass, Recording
 from .spill import Spill
 from .thread_recorder import SharedRecording, ThreadRecorder
-from .tokens import TokensLike, check_tokens, label
+from .tokens import EmbeddedIds, TokensLike, check_tokens, label
 
 __all__ = ["Observer", "RefusedWarning", "record"]
 
@@ -106,10 +109,13 @@ def record(
         raise ValueError(
             "grad=True keeps tensors in the autograd graph, and a file has none; got path=. Drop one of them."
         )
+    for name, flag in (("values", values), ("grad", grad)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is True or False; got {flag!r}.")
     only = _as_list(layers)
     if model is not None and only is not None:
         _check_names(only, model)
-    return Observer(model, tokens, keep, values, _as_device(device, path), _as_path(path), only, bool(grad))
+    return Observer(model, tokens, keep, values, _as_device(device, path), _as_path(path), only, grad)
 
 
 _IS_A_BLOCK = "regard.record(model) is a block: `with regard.record(model) as seen:`, then ask `seen`."
@@ -167,6 +173,8 @@ class Observer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._thread not in self._threads:
+            raise RuntimeError("a recording ends once, with its block: `with regard.record(model) as seen:`.")
         try:
             tap.deactivate(self._threads[self._thread])
             with self.shared.lock, tap.suspended(), torch.set_grad_enabled(self.shared.grad):
@@ -225,7 +233,7 @@ class Observer:
                 if (layer := self._layer(call)) is not None:
                     layer.parent = finished
                     finished.layers.append(layer)
-            label(finished.layers, one.embedded, self.source, self.hooks.model)
+            self._label(finished, one.embedded)
             if finished.layers:
                 self.seen.passes.append(finished)
         for name, reason in self.hooks.unheard_modules(recorded):
@@ -235,6 +243,13 @@ class Observer:
         self._check_request(max(counts))
         self.shared.closed, self.shared.done, self.shared.names = True, [], None
         self._threads.clear()
+
+    def _label(self, one: Pass, embedded: list[EmbeddedIds]) -> None:
+        """Give layers their tokens; a tokenizer that raises costs these, and not the recording."""
+        try:
+            label(one.layers, embedded, self.source, self.hooks.model)
+        except Exception as error:
+            self.shared.refuse("tokens", f"the tokenizer raised {error!r:.200} for ids that the model looked up")
 
     def _layer(self, call: Call) -> Layer | None:
         try:
@@ -256,6 +271,8 @@ class Observer:
             self.shared.refuse("layers", f"layers {missing} were requested, and a pass has {calls} attention calls")
         layers = [layer for one in self.seen.passes for layer in one.layers]
         if self.source is None or not layers or any(x.tokens != (None, None) for x in layers):
+            return
+        if any(name == "tokens" for name, _ in self.seen.refused):
             return
         if not isinstance(self.source, list | tuple):
             self.shared.refuse("tokens", "no embedding looked up ids of these lengths; pass the list of tokens instead")
@@ -287,28 +304,40 @@ def _as_device(device: Any, path: Any) -> str | None:
     if device is None:
         return None if path is None else "cpu"
     try:
-        return str(torch.device(device))
+        chosen = torch.device(device)
     except (TypeError, RuntimeError) as error:
         hint = " A file goes to path=." if isinstance(device, str | os.PathLike) else ""
         raise TypeError(f'device must be a device such as "cpu"; got {device!r}.{hint}') from error
+    try:
+        holds = not torch.empty(0, device=chosen).is_meta
+    except (AssertionError, NotImplementedError, RuntimeError):
+        holds = False
+    if not holds:
+        raise ValueError(f'device must hold tensors on this machine, as "cpu" does; got {device!r}.')
+    return str(chosen)
 
 
 def _as_path(path: Any) -> str | None:
     if path is None:
         return None
-    try:
-        return os.fspath(path)
-    except TypeError:
-        raise TypeError(f"path must be a path of a .regard file; got {type(path).__name__}.") from None
+    file = as_path(path, "record(path=)")
+    check_target(file)  # a model may run for hours before it is written
+    return os.fspath(file)
 
 
 def _as_list(layers: Any) -> list[int | str] | None:
     if layers is None:
         return None
-    listed = isinstance(layers, Sequence | range | set) and not isinstance(layers, str)
-    chosen = list(layers) if listed else [layers]
-    if not all(isinstance(which, int | str) and not isinstance(which, bool) for which in chosen):
+    is_one = isinstance(layers, str | Mapping) or getattr(layers, "ndim", None) == 0
+    chosen: list[Any] = list(layers) if isinstance(layers, Iterable) and not is_one else [layers]
+    chosen = [which if isinstance(which, str) else as_int(which) for which in chosen]
+    if any(which is None for which in chosen):
         raise TypeError(f"layers are numbers in the order of calls, module names or patterns; got {layers!r}.")
+    if not chosen or any(isinstance(which, int) and which < 0 for which in chosen):
+        raise ValueError(
+            f"layers are counted from 0 as they are called, and one at least is requested; got {layers!r}. Leave "
+            "layers out for all."
+        )
     return chosen
 
 

@@ -6,6 +6,7 @@ first call continues the KV cache of the last pass is the next step of its gener
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .calls import AttentionCall, LayerKind, SavedCall
@@ -25,6 +26,13 @@ class Call:
         self.number, self.nth = number, nth  # among the calls of the pass, and of the module
         self.statistics: dict[str, Tensor] = {}
         self.generation: CachedGeneration | None = None
+        self._last_value: Tensor | None = None  # b g e : of weights, which have no keys to say what they continue
+
+    def note_last_value(self, call: AttentionCall, positions: int) -> None:
+        """Keep the value of the last of so many positions, if a call of weights saw no more, to know it again."""
+        v, self._last_value = call.v, None
+        if call.w is not None and v is not None and v.ndim == 4 and v.shape[2] == positions > 0:
+            self._last_value = v[:, :, -1].detach().clone()
 
     def is_continued_by(self, call: AttentionCall) -> bool:
         """Whether a later call looks like the next step after this one."""
@@ -40,8 +48,19 @@ class Call:
         """Add a step of the generation; raises `CannotStitch` if it is none. See `CachedGeneration.extend`."""
         assert self.saved is not None, "statistics cannot be stitched"
         generation = self.generation or CachedGeneration(self.saved.loaded(), cross=self.kind == "cross")
+        if before is None and self.kind == "self" and not self._sees_last_value(call, generation.total):
+            raise CannotStitch("values change between steps: its cache is that of another sequence, or was edited")
         generation.extend(call, saved, before)
         self.generation = generation
+        self.note_last_value(call, generation.total)
+
+    def _sees_last_value(self, call: AttentionCall, total: int) -> bool:
+        """Whether weights over a cache that grows meet the value that was last in it; True where nothing says."""
+        seen, v = self._last_value, call.v
+        if seen is None or v is None or v.ndim != 4 or v.shape[2] != total + call.shape[2]:
+            return True
+        before = v[:, :, total - 1]
+        return before.shape == seen.shape and torch.equal(before.to(seen.device), seen)
 
     def finished(self) -> SavedCall | None:
         """The saved call, stitched; raises `CannotStitch` or `Overwritten`."""

@@ -207,6 +207,7 @@ class ThreadRecorder:
             self._add_step(one.step_of, one.before, name, nth, call, saved)
             return
         entry = Call(name, number, nth, _kind(site, call), saved, call.shape)
+        entry.note_last_value(call, call.shape[2])
         if shared.keep == "statistics":
             statistics = row_statistics(saved.weights())
             detached = issubclass(saved.matrix, DetachedWeights)

@@ -62,8 +62,11 @@ def check_tokens(tokens: Any) -> None:
     if tokens is None:
         return
     if isinstance(tokens, list | tuple):
-        for token in tokens:
-            if not isinstance(token, str | list | tuple):
+        lists = [token for token in tokens if isinstance(token, list | tuple)]
+        if lists and len(lists) < len(tokens):
+            raise TypeError("tokens must be strings, or one list of strings for each sequence; got both in one list.")
+        for token in [token for line in lists for token in line] if lists else tokens:
+            if not isinstance(token, str) and not (lists and isinstance(tokens, tuple) and isinstance(token, list)):
                 raise TypeError(
                     f"tokens must be strings, or one list of strings for each sequence; got {type(token).__name__}. "
                     "Ids become text by a tokenizer, tokens=tokenizer, or by a function, tokens=str."
@@ -123,8 +126,9 @@ def _from_caller(tokens: Any, layer: Any, axis: int) -> list[list[str]] | None:
 def _sequences(embedded: list[EmbeddedIds], model: Any) -> dict[str, Tensor]:
     """Token ids by the module that embedded them, the steps of a generation concatenated."""
     embedded = [replace(e, ids=e.ids.cpu()) for e in embedded]
-    embedded = [e for e in embedded if not _counts(e.ids)]
     tables = {id_ for id_ in (_table_address(model, name) for name in ("get_input_embeddings", "get_decoder")) if id_}
+    if len({e.table for e in embedded}) > 1:  # one of them may be that of positions
+        embedded = [e for e in embedded if e.table in tables or not _counts(e.ids)]
     chosen = [e for e in embedded if e.table in tables] if tables else []
     if not chosen and embedded:
         largest = max(e.rows for e in embedded)

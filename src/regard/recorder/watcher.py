@@ -112,6 +112,9 @@ class Watch:
             raise ValueError(f"watch(every=...) needs a number of passes, at least 1; got {every!r}.")
         if callback is not None and not callable(callback):
             raise TypeError(f"watch(callback=...) is called with (numbers, step); got {type(callback).__name__}.")
+        for name, limit in (("collapse", collapse), ("explode", explode)):
+            if isinstance(limit, bool) or not isinstance(limit, int | float):
+                raise TypeError(f"watch({name}=...) is a number; got {limit!r}.")
         if isinstance(model, nn.TransformerEncoderLayer):
             raise ValueError(
                 "watch(model): hooks make an nn.TransformerEncoderLayer leave its C++ path; watch a module around it."

@@ -164,7 +164,9 @@ def _start(
         listener.refuse_at(frame, IN_CHUNKS)
         return
     wanted = scores if listener.wants_scores and axis == -1 else None
-    listener.eager.start(out, axis, site, listener.eager.product_behind(scores), wanted, altered)
+    before = listener.eager.softmax_of(scores)  # a softmax of weights gives weights again
+    product = listener.eager.product_behind(scores) or (None if before is None else before.product)
+    listener.eager.start(out, axis, site, product, wanted, altered)
 
 
 # Where a trail ends: weights meet values.
@@ -177,7 +179,9 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
     if out.is_nested:
         return
     met = False
-    if (softmax := eager.softmax_of(left)) is not None and _is_of_layer(listener, right, frame):
+    if moved_weights.on_two_weights(eager, (left, right), out):
+        pass
+    elif (softmax := eager.softmax_of(left)) is not None and _is_of_layer(listener, right, frame):
         if axis_of_keys(left, softmax.aliases[storage_of(left)]) not in (None, -1):
             moved_weights.mark_as_unknown(softmax, out, "a layer over its heads (talking heads)")
     elif softmax is not None:

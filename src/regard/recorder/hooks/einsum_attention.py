@@ -10,6 +10,7 @@ from torch import Tensor
 from . import tap
 from .einsum_equation import may_be_scores, own_axes, sorted_axes, spell_out
 from .meeting import collapsed, finish, is_attention
+from .moved_weights import on_two_weights
 from .product_factors import has_learned_queries, is_computed, is_parameter
 from .softmax_trail import OpenSoftmax, axes_of_keys, storage_of
 
@@ -28,6 +29,8 @@ def on_einsum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: 
     sides, _, result = spell_out(equation, operands).partition("->")
     letters = sides.split(",")
     weighted = [(x, softmax) for x in operands if (softmax := eager.softmax_of(x)) is not None]
+    if on_two_weights(eager, operands, out):
+        return
     if weighted:
         w, softmax = weighted[0]
         v = next((x for x in reversed(operands) if x is not w), w)
@@ -121,7 +124,7 @@ def on_weighted(listener: tap.Listener, softmax: OpenSoftmax, x: Tensor, summed:
         return False
     w_shape, v_shape = (_own_shape(operand, x.ndim) for operand in (w, v))
     along = axes_of_keys(w, alias)
-    if len(along) == 1 and axis not in along and v_shape[along[0]] > 1:
+    if not alias.lost_keys and len(along) == 1 and axis not in along and v_shape[along[0]] > 1:
         return True  # a gate: what softmax ran over is no axis that the sum removes, nor one that only w has
     if axis not in along or v_shape[axis] == 1 < w_shape[axis]:
         return False

@@ -39,7 +39,7 @@ def heads_come_first(x: Tensor, module: Any, batch: int | None, as_projected: bo
     if as_projected and first > 1 and steps[0] > 0 and (second == 1 or steps[0] < steps[1]):
         # Only heads lie inside the positions, next to each other: a projection gives (batch, length, heads · size).
         inside = any(size > 1 and step > steps[0] for size, step in zip(x.shape[2:], steps[2:], strict=True))
-        return True if inside else None if second > 1 else False
+        return True if inside else None if second > 1 or second == batch else False
     return None if first != second == batch else False
 
 

@@ -16,12 +16,17 @@ from .softmax_trail import (
     UNNORMALISED,
     Alias,
     OpenSoftmax,
+    axes_of_keys,
     axis_of_keys,
     before_dropout,
     storage_of,
 )
 
-__all__ = ["collapsed", "finish", "is_attention", "meet"]
+__all__ = ["collapsed", "finish", "is_attention", "meet", "sums_to_one"]
+
+
+OTHER_AXIS = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
+NO_AXIS = "its weights meet the values in a view in which nothing says which axis is that of their keys"
 
 
 def collapsed(x: Tensor) -> Tensor:
@@ -46,8 +51,7 @@ def meet(
         finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
     elif softmax.product is not None and alias.altered not in (CHOSEN, DIVIDED, UNNORMALISED):
         listener.eager.close(softmax)
-        other_axis = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
-        listener.refuse(softmax.site.name, alias.altered or other_axis)
+        listener.refuse(softmax.site.name, alias.altered or (OTHER_AXIS if axes_of_keys(used, alias) else NO_AXIS))
     return True
 
 
@@ -121,7 +125,7 @@ def finish(
     if not is_new:
         return
     w = before_dropout(used, alias)
-    divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and _is_normalised(w)
+    divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and sums_to_one(w)
     altered = None if divided else alias.altered
     reason = altered or _no_weights(softmax, v_is_product, w, alias)
     if reason is not None:
@@ -149,16 +153,18 @@ def finish(
     listener.attention(site, call)
 
 
-def _is_normalised(w: Tensor) -> bool:
+def sums_to_one(w: Tensor, axis: int = -1) -> bool:
     """Whether rows sum to 1, or to 0 where all is masked: exp(s − logsumexp(s)) is divided by its sum before exp."""
-    sums = w.float().sum(-1)
-    return bool((((sums - 1).abs() < 0.01) | (w == 0).all(-1)).all() and (w >= 0).all() and (w > 0).any())
+    sums = w.float().sum(axis)
+    return bool((((sums - 1).abs() < 0.01) | (w == 0).all(axis)).all() and (w >= 0).all() and (w > 0).any())
 
 
 def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alias) -> str | None:
     """The reason why a softmax gives no weights over keys; None if it does."""
     if softmax.product is None and v_is_product:
         return "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
+    if not w.is_floating_point():
+        return f"its weights are of type {w.dtype}; floating-point numbers are read"
     if w.ndim > 4:
         return f"its weights have {w.ndim} axes; (batch, heads, queries, keys) is read"
     if alias.changed and (bool((w < 0).any()) or bool((w.sum(-1) > 1.01).any())):

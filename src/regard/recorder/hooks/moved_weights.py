@@ -7,16 +7,16 @@ attention is named where it meets values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
 
 from . import tap
-from .softmax_trail import Alias, OpenSoftmax, axes_of_keys, axis_of_keys, storage_of
+from .softmax_trail import Alias, EagerTracker, OpenSoftmax, axes_of_keys, axis_of_keys, storage_of
 
-__all__ = ["BY_NAME", "OnJoined", "OnMoved", "OnReduced", "install", "mark_as_unknown"]
+__all__ = ["BY_NAME", "OnJoined", "OnMoved", "OnReduced", "install", "mark_as_unknown", "on_two_weights"]
 
 
 def install() -> None:
@@ -35,7 +35,18 @@ def mark_as_unknown(softmax: OpenSoftmax, result: Tensor, operator: str) -> None
     """The result is made of weights, and no longer weights whose keys are known."""
     reason = f"its weights pass through {operator} before they meet the values, after which their keys are not known"
     keys = result.shape[-1] if result.ndim else 1
-    softmax.add(result, Alias(None, result.stride(-1) if result.ndim else 1, keys, reason, changed=True))
+    softmax.add(
+        result, Alias(None, result.stride(-1) if result.ndim else 1, keys, reason, changed=True, lost_keys=True)
+    )
+
+
+def on_two_weights(eager: EagerTracker, operands: Sequence[Any], out: Tensor) -> bool:
+    """Weights times the weights of another attention, or the same: those of two steps, which no softmax gives."""
+    softmaxes = [softmax for x in operands if (softmax := eager.softmax_of(x)) is not None]
+    if len(softmaxes) < 2 or any(softmax.product is None for softmax in softmaxes):
+        return False
+    mark_as_unknown(softmaxes[0], out, "a product with other weights")
+    return True
 
 
 def _carry_on(softmax: OpenSoftmax, operand: Tensor, result: Tensor, axis: int) -> None:

@@ -23,7 +23,7 @@ def factors_of(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def is_computed(x: Tensor) -> bool:
     """Whether a factor is computed, not a parameter of the model."""
-    return x.ndim > 0 and x.is_floating_point() and not is_parameter(x)
+    return x.ndim > 0 and (x.is_floating_point() or x.is_complex()) and not is_parameter(x)
 
 
 def is_layer(live: list[Any], factors: tuple[Any, ...]) -> bool:

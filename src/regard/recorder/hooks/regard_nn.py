@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from ...core.api import weights
 from ...core.pytree import tree_map
+from ...core.scores.kinds import Score
 from ...core.torch_state import in_backward
 from ..calls import AttentionCall
 from ..mask_recognition import ParsedMask
@@ -67,9 +69,27 @@ def _report(
     q, k, v = (x if x.ndim == 4 else x.unsqueeze(0) for x in (q, k, v))
     # Copied: an optimizer changes parameters in place. The copy is part of the graph where gradients are on.
     score = tree_map(layer.score(), lambda t: t.clone())
+    if hasattr(q, "placements"):  # DTensors: the sequences and heads of this rank
+        q, k, v = (cast(Any, x).to_local() for x in (q, k, v))
+        if not _fits(q, k, score, mask, align):
+            listener.refuse(
+                site.name,
+                "its score or mask has tensors for sequences and heads of which this rank has a part; record the layer "
+                "on plain tensors",
+            )
+            return
     parsed = ParsedMask(mask, None, align if mask is not None and mask.positional else None)
     call = AttentionCall(q, k, v, full_score=score, parsed_mask=parsed, is_self=hasattr(layer, "causal"))
     listener.attention(site, call)
+
+
+def _fits(q: Tensor, k: Tensor, score: Score, mask: Any, align: Any) -> bool:
+    """Whether a score and a mask are of as many sequences and heads as queries and keys have."""
+    try:
+        weights(q, k, score=score, mask=mask, align=align)
+    except ValueError:
+        return False
+    return True
 
 
 def _has_split_sequence(q: Tensor) -> bool:

@@ -54,6 +54,10 @@ LOGARITHM = "its weights are logarithms"
 POINTWISE = "it weighs keys by a function of each score alone, without a softmax: its rows do not sum to 1"
 
 
+#: Types of masks and positions, which are no scores.
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 class Alias(NamedTuple):
     """A tensor that holds the weights of a softmax."""
 
@@ -62,6 +66,7 @@ class Alias(NamedTuple):
     keys: int
     altered: str | None = None  # the reason why these are not weights
     changed: bool = False  # whether the numbers are other ones than those of softmax
+    lost_keys: bool = False  # whether it is unknown which of its numbers belongs to which key
 
     @property
     def dropped(self) -> bool:
@@ -228,7 +233,7 @@ class EagerTracker:
         sources = [(x, product) for x in _tensors(operands) if (product := self.product_behind(x)) is not None]
         carried = next((product for x, product in sources if not multiplies or product.survives_layer(x)), None)
         for result in _tensors((out,)):
-            if carried is not None and result.is_floating_point() and self.product_behind(result) is None:
+            if carried is not None and result.dtype not in _INTEGERS and self.product_behind(result) is None:
                 self.add_scores(result, carried)
         if self.patience < 0 or all(storage.expired() for _, storage in self.scores.values()):
             self.scores.clear()

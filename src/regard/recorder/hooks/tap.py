@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .call_site import CallSite
     from .eager_attention import EagerTracker
 
-from ...core.torch_state import in_backward, in_jit_trace
+from ...core.torch_state import in_backward, in_gradient_transform, in_jit_trace, is_zero_tensor
 
 __all__ = [
     "FOLLOW_KEY",
@@ -153,8 +153,24 @@ def _retain(live: list[Any]) -> None:
 
 
 def follow(on: bool) -> None:
-    """Whether this thread also intercepts the operators between a softmax and the product with its values."""
+    """Whether this thread also intercepts the operators between a softmax and the product with its values.
+
+    Not inside torch.func.grad and its relatives: their backward divides by numbers that are wrapped tensors, which no
+    kernel in Python can take.
+    """
+    on = on and not in_gradient_transform()
     torch._C._dispatch_tls_set_dispatch_key_included(_key(FOLLOW_KEY), on)
+
+
+def _leaves_off(live: list[Any]) -> bool:
+    """Whether an operator runs in a gradient transform; then none is followed there."""
+    if not in_gradient_transform():
+        return False
+    for listener in live:
+        for softmax in listener.eager.open:
+            softmax.strayed = softmax.strayed or "a transform of torch.func"
+    follow(False)
+    return True
 
 
 @contextmanager
@@ -283,7 +299,7 @@ def _other_kernel(op: Any, handler: OtherHandler) -> Callable[..., Any]:
         with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
             out = op(*args, **kwargs)
         live = [listener for listener in listeners() if listener.eager.open or listener.eager.scores]
-        if live and not in_backward() and not in_jit_trace():
+        if live and not in_backward() and not in_jit_trace() and not _leaves_off(live):
             frame, operands = sys._getframe(1), (*args, *kwargs.values())
             for listener in live:
                 with guarded(listener, frame):
@@ -341,7 +357,7 @@ def _kernel(
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
         if not (live := listeners()):
             _retain(live)  # a block that Ctrl-C ended left the key behind
-        elif not in_backward():
+        elif not in_backward() and (attends or not _leaves_off(live)):
             if not attends and any(listener.eager.scores for listener in live):
                 _carry(live, (*args, *kwargs.values()), out, sys._getframe(1), multiplies)
             unreadable = _unreadable_kind((*args, *kwargs.values(), out), nested=not attends)
@@ -408,7 +424,7 @@ def memory_of(x: Any) -> Tensor | None:
     """The tensor of plain numbers that x holds; None if there is none."""
     while isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
-    is_plain = isinstance(x, Tensor) and not torch._C._dispatch_keys(x).has(_key("Python"))
+    is_plain = isinstance(x, Tensor) and not is_zero_tensor(x) and not torch._C._dispatch_keys(x).has(_key("Python"))
     return x if is_plain and x.layout == torch.strided and not x.is_nested and not x.is_meta else None
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from . import tap
-from .meeting import collapsed
+from .meeting import collapsed, sums_to_one
 from .moved_weights import mark_as_unknown
 from .softmax_trail import (
     COMBINED,
@@ -36,7 +36,7 @@ SCALES_WEIGHTS = ("mul.Tensor", "masked_fill.Scalar", "masked_fill.Tensor")
 
 #: Operators that make other numbers of them, which are weights if rows still sum to at most 1.
 CHANGES_WEIGHTS = (
-    "div.Tensor", "div_.Tensor", "mul_.Tensor", "pow.Tensor_Scalar", "square", "sqrt", "abs", "round", "clamp_max",
+    "mul_.Tensor", "pow.Tensor_Scalar", "square", "sqrt", "abs", "round", "clamp_max",
     "clamp_max_", "tril", "tril_", "triu", "triu_", "where.self", "where.ScalarOther", "scatter.src", "scatter_.src",
     "masked_fill_.Scalar", "masked_fill_.Tensor", "masked_scatter", "index_fill.int_Scalar",
 )  # fmt: skip
@@ -45,6 +45,10 @@ CHANGES_WEIGHTS = (
 COMBINES_WEIGHTS = (
     "sub.Tensor", "add_.Tensor", "sub_.Tensor", "rsub.Scalar", "rsub.Tensor", "maximum", "minimum",
 )  # fmt: skip
+
+
+#: Operators that write a number into some of them in place, where the others stay.
+FILLS_WEIGHTS = ("fill_.Scalar", "fill_.Tensor", "zero_", "index_fill_.int_Scalar")
 
 
 def install() -> None:
@@ -57,8 +61,12 @@ def install() -> None:
         tap.intercept(name, OnElementwise(scales=True), tap.FOLLOW_KEY)
     for name in CHANGES_WEIGHTS:
         tap.intercept(name, changes_weights, tap.FOLLOW_KEY)
+    for name in ("div.Tensor", "div_.Tensor"):
+        tap.intercept(name, on_division, tap.FOLLOW_KEY)
     for name in COMBINES_WEIGHTS:
         tap.intercept(name, on_combination, tap.FOLLOW_KEY)
+    for name in FILLS_WEIGHTS:
+        tap.intercept(name, on_filled, tap.FOLLOW_KEY)
     tap.intercept("dropout_", on_dropout_in_place, tap.FOLLOW_KEY)
 
 
@@ -127,6 +135,26 @@ class OnElementwise:
 changes_weights = OnElementwise(changes=True)
 
 
+def on_division(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """Weights over something; or scores over their sum, which are weights without a softmax."""
+    eager, operands = listener.eager, (call["self"], call["other"])
+    product = eager.product_behind(call["self"])
+    if product is None or any(eager.softmax_of(x) is not None for x in operands):
+        changes_weights(listener, call, out, frame)
+        return
+    axis = _axis_of_sums(out, call["other"])
+    if axis is not None and sums_to_one(out, axis) and (site := listener.call_site(frame)) is not None:
+        eager.start(out, axis, site, product, None)
+
+
+def _axis_of_sums(x: Tensor, sums: Any) -> int | None:
+    """The axis, from the end, that a divisor of x may have been summed over and kept; None if there is none."""
+    if not isinstance(sums, Tensor) or sums.ndim != x.ndim:
+        return None
+    differ = [n - x.ndim for n in range(x.ndim) if sums.shape[n] != x.shape[n]]
+    return differ[0] if len(differ) == 1 and sums.shape[differ[0]] == 1 else None
+
+
 def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """Weights plus or minus something: no longer the weights of one softmax; plus a number: perhaps still."""
     eager = listener.eager
@@ -135,6 +163,8 @@ def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, fr
         if (softmax := eager.softmax_of(operand)) is not None:
             alias = softmax.aliases[storage_of(operand)]
             axis = axis_of_keys(operand, alias)
+            if softmax.product is not None and storage_of(operand) in softmax.weighted:  # w * v, key by key
+                softmax.strayed = softmax.strayed or "a sum of single keys"
             if alias.dropped:
                 mark_as_unknown(softmax, out, "dropout and another change")
                 return
@@ -145,6 +175,17 @@ def on_combination(listener: tap.Listener, call: dict[str, Any], out: Tensor, fr
             may_be_weights = alias.altered in (None, DIVIDED, LOGARITHM, POINTWISE, UNNORMALISED)
             altered = COMBINED if may_be_weights and not is_number else alias.altered
             softmax.add(out, Alias(None, out.stride(axis), out.shape[axis], altered, changed=True))
+
+
+def on_filled(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
+    """A number in the place of some weights, as in `w[..., 0] = 0`."""
+    listener.eager.count_operator()
+    if (softmax := listener.eager.softmax_of(call["self"])) is not None:
+        alias = softmax.aliases[storage_of(call["self"])]
+        if alias.dropped:
+            mark_as_unknown(softmax, out, "dropout and another change")
+        else:
+            softmax.add(out, alias._replace(changed=True))
 
 
 def on_dropout_in_place(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
