@@ -104,3 +104,26 @@ def test_a_product_that_is_compiled_in_the_block_is_no_sign_of_attention() -> No
     with regard.record(model) as seen:
         model(torch.randn(2, 6, 8))
     assert [layer.name for layer in seen.layers] == ["1.self_attn"]
+
+
+class Between(nn.Module):
+    """Weights that are gated after compiled code has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.compiled = nn.Linear(8, 24), torch.compile(Doubled(), backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        w = (q @ k.mT).softmax(-1)
+        return (w * self.compiled(w).sum(-1, keepdim=True).sigmoid()) @ v
+
+
+@torch.no_grad()
+def test_weights_are_followed_on_after_compiled_code() -> None:
+    model, x = Between(), torch.randn(2, 6, 8)
+    q, k, _ = model.qkv(x).chunk(3, -1)
+    expected = (q @ k.mT).softmax(-1) * torch.tensor(2.0).sigmoid()
+    with pytest.warns(RefusedWarning, match="captured"), regard.record(model) as seen:
+        model(x)
+    torch.testing.assert_close(seen.layers[0].weights[:, 0].dense(), expected)

@@ -6,6 +6,7 @@ import io
 import linecache
 import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 import regard
 from regard.recorder import RefusedWarning
-from regard.recorder.hooks import tap
+from regard.recorder.hooks import model_hooks, tap
 from support.toy_models import hooks_of
 
 
@@ -159,3 +160,42 @@ def test_a_copy_made_inside_has_no_hook_after_its_first_call(copied, block, x):
     assert hooks_of(net) == 0
     assert torch.equal(other(x), net(x))
     assert hooks_of(other) == 0
+
+
+def test_modules_that_do_not_attend_are_hooked_beside_another_thread_alone(x, monkeypatch):
+    """Each hook takes as long as an operator, at every step of a generation."""
+    monkeypatch.setattr(model_hooks, "is_only_thread", lambda: True)
+    net = nn.Sequential(nn.Sequential(Attention()))
+    alone, threads = [], []
+    for hooked in (alone, threads):
+        with regard.record(net) as seen:
+            if hooked is threads:
+                thread = threading.Thread(target=net[0], args=(x,))
+                thread.start()
+                thread.join()
+            net(x)
+            hooked += [len(part._forward_hooks) for part in net.modules()]
+        assert [one.layers[0].name for one in seen.passes] == ["0.0"] * (1 if hooked is alone else 2)
+    assert (alone, threads) == ([1, 0, 1], [1, 1, 1])
+    assert hooks_of(net) == 0
+
+
+def test_operators_that_act_on_scores_alone_pass_without_python(x):
+    """Until there are scores: a model calls activations in every layer."""
+    with regard.record(model()):
+        kernel_of = torch._C._dispatch_has_kernel_for_dispatch_key
+        for name in ("silu", "gelu", "exp", "clamp", "topk", "sigmoid"):
+            assert not kernel_of(f"aten::{name}", tap.RECORD_KEY), name
+            assert kernel_of(f"aten::{name}", tap.FOLLOW_KEY), name
+
+
+def test_layers_and_sums_of_equals_are_not_reported(x, monkeypatch):
+    reported = []
+    monkeypatch.setattr(tap, "_unreadable_kind", lambda values, nested=True: reported.append(values))
+    net, norm = nn.Linear(4, 4), nn.RMSNorm(4)
+    with regard.record(nn.Sequential(net, norm), grad=True):
+        for rows in (x, x.transpose(1, 2)):
+            (net(rows) + rows + 1e-6) * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-6)
+        assert reported == []
+        x @ x.mT
+    assert len(reported) == 1

@@ -2,6 +2,8 @@
 
 import math
 import runpy
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.recorder import AttentionWarning, qk_clip
+from regard.recorder import AttentionWarning, calls, qk_clip
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -44,6 +46,25 @@ def test_the_numbers_are_those_of_the_dense_matrix(fused):
     numbers = watching.numbers()
     assert set(numbers) == {f"{n}/{what}/{h}" for n in "01" for what in ("entropy_share", "max_score") for h in "01"}
     assert all(type(value) is float for value in numbers.values())
+
+
+def test_a_look_parses_a_shared_mask_once_and_copies_its_numbers_once(monkeypatch):
+    """On a GPU each copy, and each number that parsing reads, waits until all that was launched is done."""
+    net, x = nn.Sequential(*[Attention() for _ in range(3)]), torch.randn(2, 5, 8)
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", partial(F.scaled_dot_product_attention, attn_mask=visible))
+    counts = Counter()
+
+    def counted(owner, name):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (counts.update([name]), own(*args))[1])
+
+    counted(calls, "parse_mask")
+    counted(torch.Tensor, "cpu")
+    with regard.watch(net, every=1) as watching:
+        net(x)
+    assert len(watching.layers) == 3
+    assert counts == {"parse_mask": 1, "cpu": 1}
 
 
 def test_only_every_nth_training_pass_is_looked_at():

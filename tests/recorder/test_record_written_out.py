@@ -139,6 +139,10 @@ def by_distance(q, k):
     return -(q[:, :, :, None] - k[:, :, None]).norm(dim=-1)
 
 
+def by_distance_along_the_axes(q, k):
+    return -(q[:, :, :, None] - k[:, :, None]).norm(p=1, dim=-1)
+
+
 def by_heads(q, k):
     return torch.stack([a @ b.mT for a, b in zip(q.unbind(1), k.unbind(1), strict=True)], 1)
 
@@ -151,7 +155,7 @@ def by_outer_sum(q, k):
     return F.leaky_relu(q.sum(-1, keepdim=True) + k.sum(-1)[:, :, None])
 
 
-SCORES = [by_sum, by_distance, by_heads, by_chunks_of_rows, by_outer_sum]
+SCORES = [by_sum, by_distance, by_distance_along_the_axes, by_heads, by_chunks_of_rows, by_outer_sum]
 
 
 @pytest.mark.parametrize("scores", SCORES)

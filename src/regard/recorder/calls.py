@@ -28,7 +28,7 @@ __all__ = ["AttentionCall", "LayerKind", "MaskCache", "Overwritten", "SavedCall"
 LayerKind: TypeAlias = Literal["self", "cross"]
 
 #: Masks of a pass that were parsed: address and form → (mask, its version or a copy of it, the result).
-MaskCache = dict[Any, tuple[Tensor, Tensor | int, ParsedMask]]
+MaskCache = dict[Any, tuple[Tensor | None, Tensor | int, ParsedMask]]
 
 
 class Overwritten(RuntimeError):  # noqa: N818  a fact about a tensor
@@ -69,8 +69,13 @@ class AttentionCall:
         if self.parsed_mask is not None:
             return self.parsed_mask
         mask = self.mask
-        if cache is None or mask is None:
+        if cache is None:
             self.parsed_mask = parse_mask(mask, self.is_causal, self.shape)
+            return self.parsed_mask
+        if mask is None:
+            if (plain := (self.is_causal, self.shape)) not in cache:
+                cache[plain] = None, 0, parse_mask(None, self.is_causal, self.shape)
+            self.parsed_mask = cache[plain][2]
             return self.parsed_mask
         key = (mask.data_ptr(), mask.shape, mask.stride(), mask.dtype, self.is_causal, self.shape)
         if key in cache and _unchanged(mask, cache[key][1]):
@@ -198,6 +203,8 @@ def _detached(x: Tensor | None) -> Tensor | None:
 
 def _saved_score(call: AttentionCall, device: str | None, grad: bool) -> Score:
     score = call.score()
+    if call.full_score is None and call.sink is None and call.parse_mask().bias is None:  # it has no tensors
+        return score
     if not grad:
         score = tree_map(score, lambda t: t.detach().clone() if t.is_inference() else t.detach())
     return score if device is None else tree_map(score, lambda t: t.to(device))

@@ -11,6 +11,7 @@ rows go with their keys.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -100,8 +101,9 @@ class CachedGeneration:
             raise CannotStitch("the batch changes between steps")
         m, n = saved.q.shape[2], saved.k.shape[2]
         seen = _intervals(saved.mask, m, n, saved.align, saved.q.device)
+        last = n if saved.mask is None else int(seen.hi.max())  # on a GPU to read a number waits for all before it
         bias = None if call.parsed_mask is None else call.parsed_mask.bias
-        shift = self._extend_keys(saved.k, saved.v, m, n, seen, biased=bias is not None)
+        shift = self._extend_keys(saved.k, saved.v, m, last, biased=bias is not None)
         self.queries.append(saved.q)
         if saved.mask is not None:
             filled = seen.hi > seen.lo
@@ -149,16 +151,24 @@ class CachedGeneration:
             self.seen.append(RowIntervals(seen.lo[:, :rows], seen.hi[:, :rows]))
             self.biases.append(bias if bias is None or bias.shape[-2] == 1 else bias[..., :rows, :])
 
-    def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, n: int, seen: RowIntervals, biased: bool) -> int:
-        """Append the new keys; returns the position of the first key of this step. An error leaves all as it was."""
+    def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, last: int, biased: bool) -> int:
+        """Append the new keys; returns the position of the first key of this step. An error leaves all as it was.
+
+        Args:
+            k: The keys of the step.
+            v: Its values, if they are recorded.
+            m: The number of its queries.
+            last: The end of the keys that it sees.
+            biased: Whether a bias is added to its scores.
+        """
         if self.cross:
             if k.shape != self.keys.shape or not (k.data_ptr() == self.keys.data_ptr() or torch.equal(k, self.keys)):
                 raise CannotStitch("the keys of its cross-attention change between steps")
             return 0
-        end = self.total + m
+        end, n = self.total + m, k.shape[2]
         if n >= end:  # all positions so far; a static cache has unused slots behind them
-            if int(seen.hi.max()) > end:
-                raise CannotStitch(f"a step sees {int(seen.hi.max())} keys where {end} positions have passed")
+            if last > end:
+                raise CannotStitch(f"a step sees {last} keys where {end} positions have passed")
             if not torch.equal(k[:, :, : self.total], self.keys):
                 raise CannotStitch("keys change between steps, as when beam search reorders the cache")
             # Only the filled slots of a static cache are saved, as a copy: the model writes over them.
@@ -247,8 +257,7 @@ def _filled_slots(w: Tensor) -> int:
 def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
     """The visible keys of each row of a step."""
     if mask is None:  # as in every step of one token
-        lo = torch.zeros(1, i, dtype=torch.int64, device=device)
-        return RowIntervals(lo, lo + j)
+        return _all_keys(i, j, device)
     layout = Geometry(i, j, j - i if align == "end" else 0, device)
     if mask.dense_parts():
         cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), layout.offset, device))
@@ -260,3 +269,10 @@ def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: t
     if not spans.exact or spans.lo.shape[1] != 1:
         raise CannotStitch("a row of its mask has gaps")
     return RowIntervals(spans.lo[:, 0], spans.hi[:, 0])
+
+
+@functools.lru_cache(maxsize=8)
+def _all_keys(i: int, j: int, device: torch.device) -> RowIntervals:
+    """Rows that see all keys: the same for every layer of a step."""
+    lo = torch.zeros(1, i, dtype=torch.int64, device=device)
+    return RowIntervals(lo, lo + j)

@@ -14,14 +14,15 @@ import weakref
 from collections.abc import Callable
 from importlib import import_module
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ..core.masks.kinds import Geometry
 from ..core.torch_state import in_backward
-from .calls import AttentionCall, save_call
+from ..core.weights import Weights
+from .calls import AttentionCall, MaskCache, save_call
 from .first_rank import is_first_rank
 from .hooks import seams, tap, transformers
 from .hooks.call_site import CAPTURED, CallSite, calling_module, original_module
@@ -231,7 +232,7 @@ class Watch:
             return
         tap.deactivate(look)
         with self._lock:
-            self.layers, self.fresh, self.refused = look.layers, True, look.refused
+            self.layers, self.fresh, self.refused = look.numbers_on_host(), True, look.refused
             if not look.layers and is_compiled(model):
                 look.refuse("", CAPTURED)
             for name, reason in look.refused:
@@ -285,7 +286,9 @@ class _PassListener:
 
     def __init__(self, names: dict[int, str], step: int, axes: tuple[int, int] | None) -> None:
         self.names, self.step, self.axes = names, step, axes
-        self.layers: dict[str, dict[str, Tensor]] = {}
+        self.layers: dict[str, dict[str, Tensor]] = {}  # on the model's device
+        self.masks: MaskCache = {}  # masks that were parsed
+        self.rows: dict[tuple[int, torch.device], _Rows] = {}  # by parsed mask: layers share it
         self.refused: list[tuple[str, str]] = []
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
 
@@ -319,25 +322,56 @@ class _PassListener:
         name = f"{site.name}.{submodule}" if submodule else site.name
         while name in self.layers:
             name += "'"
-        self.layers[name] = _measures(call)
+        call.parse_mask(self.masks)
+        self.layers[name] = self._measures(call)
+
+    def _measures(self, call: AttentionCall) -> dict[str, Tensor]:
+        """Entropy share and largest score of every head, (h,), without padding rows; no score where it is not known."""
+        weights = save_call(call, False, None).weights()
+        dense = call.w is not None
+        seen = weights.see("entropy") if dense else weights.see("entropy", "max_score")
+        rows = self._rows(call, weights)
+        share = torch.where(rows.choose, seen.entropy / rows.largest, 1.0)
+        measures = {"entropy_share": row_mean(share, rows.real if call.is_self is not False else None).float()}
+        if not dense:
+            measures["max_score"] = seen.max_score.amax((0, 2)).float()
+        elif call.s is not None:
+            measures["max_score"] = call.s.amax((0, 2, 3)).float()
+        return measures
+
+    def _rows(self, call: AttentionCall, weights: Weights) -> _Rows:
+        """The rows of a call; computed once for all layers that share a mask."""
+        key = id(call.parsed_mask), weights.device
+        rows = None if call.w is not None else self.rows.get(key)
+        if rows is None:
+            visible = _visible_keys(call).unsqueeze(-2)  # b|1 1 i
+            real = real_rows(weights, "self")
+            rows = _Rows(visible > 1, visible.clamp(min=2).log(), real, call.parsed_mask)
+            if call.w is None:  # else the weights say which keys are visible
+                self.rows[key] = rows
+        return rows
+
+    def numbers_on_host(self) -> dict[str, dict[str, Tensor]]:
+        """`layers`, by one copy for each device: every copy waits until a GPU has done all it was told."""
+        on_device = [x for measures in self.layers.values() for x in measures.values()]
+        copied: dict[int, Tensor] = {}
+        with tap.suspended():
+            for device in dict.fromkeys(x.device for x in on_device):
+                here = [x for x in on_device if x.device == device]
+                parts = torch.cat(here).cpu().split([len(x) for x in here])
+                copied |= {id(x): part for x, part in zip(here, parts, strict=True)}
+        return {
+            name: {measure: copied[id(x)] for measure, x in measures.items()} for name, measures in self.layers.items()
+        }
 
 
-def _measures(call: AttentionCall) -> dict[str, Tensor]:
-    """Entropy share and largest score of every head, (h,), without padding rows; no score where it is not known."""
-    weights = save_call(call, False, None).weights()
-    dense = call.w is not None
-    seen = weights.see("entropy") if dense else weights.see("entropy", "max_score")
-    visible = _visible_keys(call).unsqueeze(-2)  # b|1 1 i
-    largest = visible.clamp(min=2).log()
-    # A row with one visible key has entropy 0 by necessity: it counts as 1.
-    share = torch.where(visible > 1, seen.entropy / largest, 1.0)
-    rows = real_rows(weights, "self") if call.is_self is not False else None
-    measures = {"entropy_share": row_mean(share, rows).float().cpu()}
-    if not dense:
-        measures["max_score"] = seen.max_score.amax((0, 2)).float().cpu()
-    elif call.s is not None:
-        measures["max_score"] = call.s.amax((0, 2, 3)).float().cpu()
-    return measures
+class _Rows(NamedTuple):
+    """The rows of an attention matrix, by its mask."""
+
+    choose: Tensor  # b|1 1 i : whether they see several keys; with one the entropy is 0 by necessity, and counts as 1
+    largest: Tensor  # b|1 1 i : the largest entropy that they can have
+    real: Tensor | None  # b i : whether they are no padding
+    mask: Any  # the parsed mask itself, whose id would else be used again
 
 
 def _visible_keys(call: AttentionCall) -> Tensor:

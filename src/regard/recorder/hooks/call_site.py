@@ -19,6 +19,7 @@ __all__ = [
     "called_by",
     "calling_module",
     "has_parameter_axis",
+    "is_only_thread",
     "is_plain_layer",
     "looks_like_attention",
     "module_stack",
@@ -75,7 +76,8 @@ class CallSite:
             return True
         if _CROSS.search(self.name):
             return True
-        passed = [frame.f_locals.get(name) for frame in self.frames for name in _OTHER]
+        every = [frame.f_locals for frame in self.frames]  # each look at them copies all
+        passed = [variables.get(name) for variables in every for name in _OTHER]
         # Where both sequences are joined and attend to one another, there are more keys than the other sequence has.
         return any(x is not None and not (isinstance(x, Tensor) and keys not in x.shape[:-1]) for x in passed)
 
@@ -153,6 +155,11 @@ def runs_method(thread: int, names: dict[int, str] | None) -> bool:
         id(module) in names and getattr(getattr(type(module), at.f_code.co_name, None), "__code__", None) is at.f_code
         for at, module in _modules(frame)
     )
+
+
+def is_only_thread() -> bool:
+    """Whether no other thread runs Python now."""
+    return len(sys._current_frames()) == 1
 
 
 def _modules(frame: FrameType | None) -> Iterator[tuple[FrameType, nn.Module]]:

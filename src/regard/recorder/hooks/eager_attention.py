@@ -49,19 +49,19 @@ POINTWISE_FUNCTIONS = (
 
 
 def install() -> None:
-    """Intercept products and softmax; the operators between them only while a softmax is open."""
+    """Intercept products and softmax; the operators between them only while scores or weights are followed."""
     for name in ("softmax.int", "_softmax", "softmax.int_out", "_softmax.out"):
         tap.intercept(name, on_softmax, attends=True)
     tap.intercept("_sparse_softmax.int", on_sparse_softmax, attends=True)
     for name in ("log_softmax.int", "_log_softmax"):
         tap.intercept(name, on_log_softmax)
     for name in ("exp", "exp_", "exp2", "exp2_", "pow.Scalar"):
-        tap.intercept(name, on_exp)
+        tap.intercept(name, on_exp, tap.FOLLOW_KEY)
     for name in POINTWISE_FUNCTIONS:
-        tap.intercept(name, on_pointwise, skip=_is_far_from_weights)
+        tap.intercept(name, on_pointwise, tap.FOLLOW_KEY)
     for name in ("clamp", "clamp_", "clamp_min", "clamp_min_"):
-        tap.intercept(name, on_clamp, skip=_is_far_from_weights)
-    tap.intercept("topk", on_topk)
+        tap.intercept(name, on_clamp, tap.FOLLOW_KEY)
+    tap.intercept("topk", on_topk, tap.FOLLOW_KEY)
     for name in ("matmul", "mm", "mv", "matmul.out", "mm.out"):
         tap.intercept(name, on_product, skip=is_layer, multiplies=True)
     for name in ("addmm", "addmv", "addmm.out"):
@@ -118,11 +118,6 @@ def on_exp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
         eager.start(out, None, site, product, None, UNNORMALISED)
 
 
-def _is_activation(live: list[Any], args: tuple[Any, ...]) -> bool:
-    """Whether no listener has seen a product that this was made of: most such functions are of a feed-forward layer."""
-    return all(listener.eager.product_behind(args[0]) is None for listener in live)
-
-
 def on_pointwise(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """A function of each score alone: weights, perhaps. Activations and gates are such too."""
     eager = listener.eager
@@ -131,10 +126,6 @@ def on_pointwise(listener: tap.Listener, call: dict[str, Any], out: Tensor, fram
         weight_operators.changes_weights(listener, call, out, frame)
     elif out.ndim > 1 and (site := listener.call_site(frame)) is not None:
         eager.start(out, None, site, product, None, POINTWISE)
-
-
-def _is_far_from_weights(live: list[Any], args: tuple[Any, ...]) -> bool:
-    return _is_activation(live, args) and not any(listener.eager.open for listener in live)
 
 
 def on_clamp(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:

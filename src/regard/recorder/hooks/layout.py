@@ -30,11 +30,12 @@ def heads_come_first(x: Tensor, module: Any, batch: int | None, as_projected: bo
     Returns:
         None where something contradicts the usual order and nothing else says which it is.
     """
-    (first, second), heads = x.shape[:2], _heads_of(module)
-    if first != second and heads is not None and (batch is not None or second > 1):
-        return first == heads and batch in (None, second)
+    first, second = x.shape[:2]
     if first != second and first == batch:
         return False
+    heads = _heads_of(module)
+    if first != second and heads is not None and (batch is not None or second > 1):
+        return first == heads and batch in (None, second)
     steps = x.stride()
     if as_projected and first > 1 and steps[0] > 0 and (second == 1 or steps[0] < steps[1]):
         # Only heads lie inside the positions, next to each other: a projection gives (batch, length, heads · size).

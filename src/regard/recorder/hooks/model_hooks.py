@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .call_site import CAPTURED, is_plain_layer, looks_like_attention
+from .call_site import CAPTURED, is_only_thread, is_plain_layer, looks_like_attention
 
 __all__ = ["Hook", "ModelHooks", "batch_size", "first_axes", "is_compiled", "remove_all"]
 
@@ -47,6 +47,9 @@ _UNSEEN = (
 
 #: Modules in whose calls a compiler was once seen at work; the code it made runs without interception.
 _compiled_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+_lock = threading.Lock()
 
 
 class Hook:
@@ -125,6 +128,7 @@ class ModelHooks:
         self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
         self.ran_here = False  # whether the model ran as Python and not as compiled code
         self._handles: list[Any] = []
+        self._unhooked: list[nn.Module] = []  # modules that get hooks with the first other thread
         self._here: Callable[[], Any] = lambda: None  # a weak reference to the observer's method
         self._owner = 0  # the thread that attached: it listens all the time, in whatever module
         weakref.finalize(self, remove_all, self._handles)
@@ -156,17 +160,34 @@ class ModelHooks:
         for name, module in self.modules:
             if name and id(module) not in untouched and not is_plain_layer(module):
                 suspect = looks_like_attention(module, name) or module in _compiled_modules
-                self._handles += [
-                    module.register_forward_pre_hook(Hook(self._enter, name if suspect else None)),
-                    module.register_forward_hook(Hook(self._leave), always_call=True),
-                ]
+                if suspect:
+                    self._hook(module, name)
+                else:
+                    self._unhooked.append(module)
+        if not is_only_thread():
+            self._hook_all()
+
+    def _hook(self, module: nn.Module, suspect: str | None) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(Hook(self._enter, suspect)),
+            module.register_forward_hook(Hook(self._leave), always_call=True),
+        ]
+
+    def _hook_all(self) -> None:
+        """Hook the modules that do not look like attention: they tell of other threads alone, and each takes time."""
+        with _lock:
+            modules, self._unhooked = self._unhooked, []
+        for module in modules:
+            self._hook(module, None)
 
     def detach(self) -> None:
         """Remove every hook."""
         remove_all(self._handles)
-        self.model, self.modules, self.ran = None, [], {}
+        self.model, self.modules, self.ran, self._unhooked = None, [], {}, []
 
     def _thread(self) -> RunsHere | None:
+        if self._unhooked and threading.get_ident() != self._owner:
+            self._hook_all()
         here = self._here()
         return None if here is None else here()
 

@@ -30,34 +30,27 @@ def install(follow: dict[str, Callable[..., None]]) -> None:
             tap.intercept(name, _both(follow.get(name), begins, handler), skip=_unless(begins))
 
 
-def _unless(begins: Callable[..., bool]) -> tap.Skip:
-    """The rule that skips an operator while no softmax is open, unless it may give scores."""
-
-    def skip(live: list[Any], args: tuple[Any, ...]) -> bool:
-        for listener in live:  # no generator: a model calls these operators dozens of times a layer
-            if listener.eager.open:
-                return False
-        return not begins(live, args)
-
-    return skip
+def _unless(begins: Callable[[tuple[Any, ...]], bool]) -> tap.Skip:
+    return lambda args: not begins(args)
 
 
-def _both(follow: tap.Handler | None, begins: Callable[..., bool], handler: tap.Handler) -> tap.Handler:
+def _both(follow: tap.Handler | None, begins: Callable[[tuple[Any, ...]], bool], handler: tap.Handler) -> tap.Handler:
     def on_operator(listener: tap.Listener, call: dict[str, Any], out: Any, frame: FrameType) -> None:
         if follow is not None and listener.eager.open:
             follow(listener, call, out, frame)
-        if begins([listener], tuple(call.values())):
+        if begins(tuple(call.values())):
             handler(listener, call, out, frame)
 
     return on_operator
 
 
-def sums_features(live: list[Any], args: tuple[Any, ...]) -> bool:
+def sums_features(args: tuple[Any, ...]) -> bool:
     """Whether a sum, by its arguments, may give scores: over one axis of three or more, which it removes."""
-    x, keepdim = args[0], any(a is True for a in args)
-    if keepdim or x.ndim < 3 or not x.is_floating_point():
+    x, *how = args
+    keepdim = True in [a is True for a in how]  # 1 is the order of a norm
+    if keepdim or not tap.is_plain(x) or x.ndim < 3 or not x.is_floating_point():
         return False
-    dims = next((a for a in args[1:] if isinstance(a, list)), None)
+    dims = next((a for a in how if isinstance(a, list)), None)
     return dims is not None and len(dims) == 1
 
 
@@ -67,12 +60,12 @@ def on_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fra
         listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=tuple(out.shape))
 
 
-def pairs(live: list[Any], args: tuple[Any, ...]) -> bool:
+def pairs(args: tuple[Any, ...]) -> bool:
     """Whether two operands have an axis each that the other lacks, by which they are broadcast."""
-    x, y = args[:2]
-    if not isinstance(y, Tensor) or x.ndim != y.ndim or x.ndim < 2 or x.is_nested or y.is_nested:
+    x, y, *_ = args
+    if not (tap.is_plain(x) and tap.is_plain(y)) or x.ndim != y.ndim or x.ndim < 2 or x.is_nested or y.is_nested:
         return False
-    if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():  # nothing was expanded
+    if x.shape == y.shape and 0 not in x.stride() and 0 not in y.stride():  # nothing was expanded
         return False
     lacks = [(a == 1 < b) - (b == 1 < a) for a, b in zip(_own_shape(x), _own_shape(y), strict=True)]
     return 1 in lacks and -1 in lacks and x.is_floating_point() and y.is_floating_point()

@@ -92,9 +92,11 @@ def on_sdpa(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: Fr
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor) -> tuple[Any, ...]:
     """The operands with the axes of the output: any of them may lack a batch or heads that another has."""
-    q, k, v = (x.reshape(*[1] * (out.ndim - x.ndim), *x.shape) for x in (q, k, v))
-    q = q.expand(*out.shape[:-2], *q.shape[-2:])
-    k, v = (x.expand(out.shape[0], *x.shape[1:]) if out.ndim > 2 else x for x in (k, v))
+    lacks = not q.ndim == k.ndim == v.ndim == out.ndim
+    if lacks or q.shape[:-2] != out.shape[:-2] or not k.shape[0] == v.shape[0] == out.shape[0]:
+        q, k, v = (x.reshape(*[1] * (out.ndim - x.ndim), *x.shape) for x in (q, k, v))
+        q = q.expand(*out.shape[:-2], *q.shape[-2:])
+        k, v = (x.expand(out.shape[0], *x.shape[1:]) if out.ndim > 2 else x for x in (k, v))
     if mask is not None:
         mask = mask.reshape(*[1] * (out.ndim - mask.ndim), *mask.shape)
     return q, k, v, mask

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +39,7 @@ __all__ = [
     "intercept",
     "intercept_higher_order",
     "intercept_others",
+    "is_plain",
     "is_readable",
     "is_suspended",
     "listeners",
@@ -91,11 +92,18 @@ Handler = Callable[[Any, dict[str, Any], Any, FrameType], None]
 #: A handler of any other operator: (listener, operator, arguments, output, the caller's frame).
 OtherHandler = Callable[[Any, Any, tuple[Any, ...], Any, FrameType], None]
 
-#: Whether a call can be nothing to any listener, by its positional arguments: then it is not reported.
-Skip = Callable[[list[Any], tuple[Any, ...]], bool]
+#: Whether a call, by its positional arguments, is nothing to a listener without an open softmax: it is not reported.
+Skip = Callable[[tuple[Any, ...]], bool]
 
-#: Included while a thread records; FOLLOW_KEY only between a softmax and the product with its values.
-RECORD_KEY, FOLLOW_KEY = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
+#: A function that tells of a call: (arguments by position, by name, output, the caller's frame).
+CallReport = Callable[[tuple[Any, ...], dict[str, Any], Any, FrameType], None]
+
+#: Included while a thread records; FOLLOW_KEY, the first of the two, only while a listener follows scores or weights.
+RECORD_KEY, FOLLOW_KEY = "TESTING_ONLY_GenericWrapper", "TESTING_ONLY_GenericMode"
+
+
+#: The types of tensors that no subclass has made into something else.
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class _Thread(threading.local):
@@ -138,6 +146,8 @@ def activate(listener: Listener) -> None:
     """Report this thread's attention to the listener from now on."""
     _thread.listeners = [*_thread.listeners, weakref.ref(listener)]
     torch._C._dispatch_tls_set_dispatch_key_included(_key(RECORD_KEY), True)
+    if listener.eager.open or listener.eager.scores:  # it was paused
+        follow(True)
 
 
 def deactivate(listener: Listener) -> None:
@@ -153,7 +163,7 @@ def _retain(live: list[Any]) -> None:
 
 
 def follow(on: bool) -> None:
-    """Whether this thread also intercepts the operators between a softmax and the product with its values.
+    """Whether this thread also intercepts the operators between scores and the product of weights with values.
 
     Not inside torch.func.grad and its relatives: their backward divides by numbers that are wrapped tensors, which no
     kernel in Python can take.
@@ -189,8 +199,9 @@ def guarded(listener: Listener, frame: FrameType) -> Iterator[None]:
 
     Its errors never reach the model.
     """
+    grad = torch.is_grad_enabled() and not listener.wants_grad
     try:
-        with suspended(), torch.set_grad_enabled(torch.is_grad_enabled() and listener.wants_grad):
+        with torch._C._ExcludeDispatchKeyGuard(_both_keys()), torch.no_grad() if grad else nullcontext():
             yield
     except Exception as error:
         listener.refuse_at(frame, f"recording it failed: {type(error).__name__}: {error}")
@@ -218,7 +229,8 @@ def intercept(
         key: The key under which it is intercepted.
         namespace: The library of the operator.
         attends: Whether a compiler that traces it traces attention; that of a product is no sign of it.
-        skip: Which calls are not reported: for operators that a model calls far more often than attention.
+        skip: Which calls are not reported while no softmax is open: for operators that a model calls far more often
+            than attention.
         multiplies: Whether its result may be scores where it cannot be read, as inside `torch.vmap`.
     """
     if (key, f"{namespace}::{name}") in _registered:
@@ -230,7 +242,13 @@ def intercept(
         if (op := _operator(namespace, name)) is None:
             return
         library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, _kernel(op, op._schema, handler, (), attends, skip, multiplies), key)
+        report = _reporter(op._schema, handler, (), attends, skip, multiplies)
+        if skip is None:
+            library.impl(name, _kernel(op, report), key)
+        else:
+            _pass_through(FOLLOW_KEY)
+            library.impl(name, _kernel_at_rest(op, skip, report), RECORD_KEY)
+            library.impl(name, _kernel(op, report), FOLLOW_KEY)
         _libraries.append(library)
         _registered.add((key, f"{namespace}::{name}"))
 
@@ -242,7 +260,7 @@ def intercept_higher_order(op: Any, names: tuple[str, ...], handler: Handler) ->
     with _lock:
         if (RECORD_KEY, op.name()) not in _registered:
             _pass_through(RECORD_KEY)
-            op.py_impl(_key(RECORD_KEY))(_kernel(op, None, handler, names, attends=True))
+            op.py_impl(_key(RECORD_KEY))(_kernel(op, _reporter(None, handler, names, attends=True)))
             _registered.add((RECORD_KEY, op.name()))
 
 
@@ -263,7 +281,8 @@ def intercept_others(handler: OtherHandler, key: str) -> None:
         for full_name in sorted(every - _visited_operators):
             _visited_operators.add(full_name)
             namespace, _, name = full_name.partition("::")
-            op = None if (key, full_name) in _registered else _operator(namespace, name)
+            is_registered = any((own_key, full_name) in _registered for own_key in (RECORD_KEY, FOLLOW_KEY))
+            op = None if is_registered else _operator(namespace, name)
             if op is None or not _is_followed(op):
                 continue
             if namespace not in _other_libraries:
@@ -316,6 +335,11 @@ def is_readable(x: Tensor) -> bool:
     return _unreadable_kind([x]) is None
 
 
+def is_plain(x: Any) -> bool:
+    """The same, quickly: whether it is certainly a tensor that can be read; nested ones count as such."""
+    return type(x) in _PLAIN and x.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _pass_through(key: str) -> None:
     """Let every operator without a handler ignore the key."""
     if (key, "_") in _registered:
@@ -339,39 +363,68 @@ def _pass_through_higher_order(key: Any) -> None:
     _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
 
 
-def _kernel(
-    op: Any,
+def _kernel(op: Any, report: CallReport) -> Callable[..., Any]:
+    """The operator, and then a report of the call."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
+            out = op(*args, **kwargs)
+        report(args, kwargs, out, sys._getframe(1))
+        return out
+
+    return kernel
+
+
+def _kernel_at_rest(op: Any, skip: Skip, report: CallReport) -> Callable[..., Any]:
+    """The same for a thread that follows nothing, where most calls of an operator are nothing to a listener.
+
+    A model calls it a dozen times a layer: everything here counts.
+    """
+    run, include, key = getattr(op, "_op", op), torch._C._dispatch_tls_set_dispatch_key_included, _key(RECORD_KEY)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        include(key, False)  # a third of what a guard costs
+        try:
+            out = run(*args, **kwargs)
+        finally:
+            include(key, True)
+        if not skip(args):
+            report(args, kwargs, out, sys._getframe(1))
+        return out
+
+    return kernel
+
+
+def _reporter(
     schema: Any,
     handler: Handler,
     names: tuple[str, ...] = (),
     attends: bool = False,
     skip: Skip | None = None,
     multiplies: bool = False,
-) -> Callable[..., Any]:
+) -> CallReport:
+    """The part of a kernel that follows the operator: its call reaches the listeners of the thread."""
     names = tuple(argument.name for argument in schema.arguments) if schema else names
-    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} if schema else {}
+    # In the order of the schema, whichever of them a call gives.
+    blank = {a.name: a.default_value if a.has_default_value() else None for a in schema.arguments} if schema else {}
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_both_keys()):
-            out = op(*args, **kwargs)
+    def report(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, frame: FrameType) -> None:
         # Inside backward, activation checkpointing recomputes a forward: that is no new pass.
         if not (live := listeners()):
             _retain(live)  # a block that Ctrl-C ended left the key behind
         elif not in_backward() and (attends or not _leaves_off(live)):
             if not attends and any(listener.eager.scores for listener in live):
-                _carry(live, (*args, *kwargs.values()), out, sys._getframe(1), multiplies)
+                _carry(live, (*args, *kwargs.values()), out, frame, multiplies)
             unreadable = _unreadable_kind((*args, *kwargs.values(), out), nested=not attends)
-            if skip is not None and unreadable is None and skip(live, args):
-                return out
-            call = {**dict(zip(names, args, strict=False)), **kwargs}
-            call |= {name: value for name, value in defaults.items() if name not in call}
+            if skip is not None and unreadable is None and not any(one.eager.open for one in live) and skip(args):
+                return
+            call = {**blank, **dict(zip(names, args, strict=False)), **kwargs}
             if attends or (unreadable is None and not in_jit_trace()):
-                _report(live, handler, call, out, sys._getframe(1), unreadable)
+                _report(live, handler, call, out, frame, unreadable)
             else:
-                _pass_by(live, call, out, sys._getframe(1), unreadable, multiplies)
-        return out
+                _pass_by(live, call, out, frame, unreadable, multiplies)
 
-    return kernel
+    return report
 
 
 def _carry(live: list[Any], operands: tuple[Any, ...], out: Any, frame: FrameType, multiplies: bool) -> None:
@@ -437,7 +490,7 @@ def _unreadable_kind(values: Iterable[Any], nested: bool = True) -> str | None:
             if (kind := _unreadable_kind(value, nested)) is not None:
                 return kind
         elif isinstance(value, Tensor):
-            if type(value) not in (Tensor, nn.Parameter, nn.Buffer):
+            if type(value) not in _PLAIN:
                 name = type(value).__name__
                 return "FakeTensor" if name in ("FakeTensor", "FunctionalTensor", "ProxyTensor") else name
             if torch._C._functorch.is_functorch_wrapped_tensor(value):
