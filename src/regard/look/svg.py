@@ -17,6 +17,7 @@ from .compare import HeadChanges
 from .dot_head import max_map
 from .history import MEASURES, History, head_label, head_series, is_history
 from .layers import LayerView, Subject, visible_cells
+from .masked_tiles import forbidden_tiles
 from .options import ViewOptions, changed_options
 from .spotlight import Spotlight, overview, spotlight
 from .svg_compare import draw_changes
@@ -26,9 +27,11 @@ from .svg_elements import (
     LETTERS,
     MARGIN,
     PALE,
+    cell_places,
     document,
     frame_rect,
     inches,
+    marked_cells,
     note_lines,
     page_units,
     rect,
@@ -373,15 +376,13 @@ class _Square:
             x = left + (j + 0.5) * side + 3.5
             turned = f' transform="rotate(-90 {x:.1f} {y0 - 6:.1f})"'
             self.elements.append(text_element(x, y0 - 6, name, 11, INK, extra=turned))
-        hidden = _hidden(view, head, rows, cols) if exact else []
-        strokes = "".join(f"M{left + j * side:.1f} {y0 + (i + 1) * side:.1f}l{side:.1f} -{side:.1f}" for i, j in hidden)
-        if strokes:
-            self.elements.append(f'<path d="{strokes}" fill="none" stroke="{PALE}" stroke-width="0.5"/>')
+        hidden = _hidden(view, head, rows, cols) if exact else _hidden_tiles(view, head, (n, m))
+        broken = cell_places(torch.tensor(cells).isnan())
+        self.elements += [marked_cells(hidden, left, y0, side), marked_cells(broken, left, y0, side, crossed=True)]
         self.elements.append(frame_rect(left, y0, m * side, n * side, PALE, 0.75))
         self.right, self.bottom = left + m * side, y0 + n * side
-        self._scale(
-            left, "weight" if exact else "the largest weight in a tile", "; hatched: the mask hides it" * bool(strokes)
-        )
+        marks = "; hatched: the mask hides it" * bool(hidden) + "; crossed: not a number" * bool(broken)
+        self._scale(left, "weight" if exact else "the largest weight in a tile", marks)
         self.sentence = self._description(place, cells, exact, rows, cols)
 
     def _scale(self, left: float, what: str, more: str) -> None:
@@ -426,9 +427,13 @@ def _hidden(view: LayerView, head: int, rows: TokenGroups, cols: TokenGroups) ->
     if view.weights._factors.mask is None:
         return []
     visible = visible_cells(view.pick([head])._factors)[0]
-    return [
-        (i, j) for i, a in enumerate(rows.groups) for j, b in enumerate(cols.groups) if not bool(visible[a, b].any())
-    ]
+    return cell_places(torch.tensor([[not bool(visible[a, b].any()) for b in cols.groups] for a in rows.groups]))
+
+
+def _hidden_tiles(view: LayerView, head: int, tiles: tuple[int, int]) -> list[tuple[int, int]]:
+    """The tiles, by row and column, that the mask forbids entirely."""
+    hidden = forbidden_tiles(view.weights[[head]], *tiles)
+    return [] if hidden is None else cell_places(hidden[0])
 
 
 def _ticks(total: int, count: int) -> list[str]:

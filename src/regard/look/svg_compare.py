@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from .compare import HeadChanges, HeadPair
 from .layers import LONG
 from .options import ViewOptions
@@ -11,8 +14,10 @@ from .svg_elements import (
     LETTERS,
     MARGIN,
     PALE,
+    cell_places,
     document,
     frame_rect,
+    marked_cells,
     note_lines,
     page_units,
     rect,
@@ -63,11 +68,12 @@ def _sentence(changes: HeadChanges, pair: HeadPair, place: int) -> str:
     rows = [pair.weights(side, [place])[0] for side in (0, 1)]
     a, b = (row.nan_to_num(nan=0.0) for row in rows)
     key = int((b - a).abs().argmax())
-    lacking = f"no such {pair.cols.units[0]}"
-    shares = [
-        f"{format_number(float(row[key])) if row[key] == row[key] else lacking} in {printable(name)}"
-        for row, name in zip(rows, changes.names, strict=True)
-    ]
+    shares = []
+    for side, (row, name) in enumerate(zip(rows, changes.names, strict=True)):
+        number = format_number(float(row[key])) if row[key] == row[key] else "NaN"
+        masked = bool(pair.forbidden(side, [place])[0, key])
+        lacking = f"no such {pair.cols.units[0]}" if pair.lacks(side)[place, key] else "masked" if masked else ""
+        shares.append(f"{lacking or number} in {printable(name)}")
     word, other = (numbered_texts(axis.labels)[n] for axis, n in ((pair.rows, place), (pair.cols, key)))
     return f"{pair.name}: “{word}” → “{other}” {', '.join(shares)}."
 
@@ -78,6 +84,7 @@ class _Squares:
     def __init__(self, changes: HeadChanges, pair: HeadPair, lit: int, width: float) -> None:
         self.elements: list[str] = []
         a, b = (pair.weights(side, range(len(pair.rows))) for side in (0, 1))
+        self.marks = _marks(pair, a, b)
         in_both = [None not in place for place in pair.rows.places]
         change = (b.nan_to_num(nan=0.0) - a.nan_to_num(nan=0.0)).tolist()
         rows, cols = (numbered_texts(axis.labels, 14) for axis in (pair.rows, pair.cols))
@@ -94,7 +101,10 @@ class _Squares:
         ]
         titles = [first, second, f"{second} − {first}"]
         for n, (title, cells) in enumerate(zip(titles, fills, strict=True)):
-            self._square(title, cells, left + n * (len(cols) * self.side + _GAP), top, lit, first=n == 0)
+            x = left + n * (len(cols) * self.side + _GAP)
+            self._square(title, cells, x, top, lit, first=n == 0)
+            for marked, crossed in zip(self.marks[n], (False, True), strict=True):
+                self.elements.append(marked_cells(marked, x, top, self.side, crossed))
         self.right = left + 3 * len(cols) * self.side + 2 * _GAP
         self.bottom = top + len(rows) * self.side
         self._legend(left, first, second)
@@ -129,8 +139,24 @@ class _Squares:
                 x += 12
             self.elements.append(text_element(x, y + 8, text, 10.5, PALE))
             x += text_width(text) * 0.85 + 12
+        kinds = [any(square[kind] for square in self.marks) for kind in (0, 1)]
+        for text, used in zip(("hatched: masked", "crossed: not a number"), kinds, strict=True):
+            self.elements.append(text_element(x, y + 8, text * used, 10.5, PALE))
+            x += (text_width(text) * 0.85 + 12) * used
         self.right = max(self.right, x)
         self.bottom = y + 12
+
+
+def _marks(pair: HeadPair, a: Tensor, b: Tensor) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+    """Of the squares of both and of their difference, the cells that masks forbid, and those that are not numbers."""
+    places = range(len(pair.rows))
+    hidden = [pair.forbidden(side, places) for side in (0, 1)]
+    lacks = [pair.lacks(side) for side in (0, 1)]
+    broken = [w.isnan() & ~without for w, without in zip((a, b), lacks, strict=True)]
+    alone = torch.tensor([None in place for place in pair.rows.places]).unsqueeze(1)
+    hidden.append((hidden[0] | lacks[0]) & (hidden[1] | lacks[1]) & ~alone)
+    broken.append((broken[0] | broken[1]) & ~alone)
+    return [(cell_places(h), cell_places(n)) for h, n in zip(hidden, broken, strict=True)]
 
 
 def _weight_fill(weight: float) -> str:

@@ -1,7 +1,7 @@
 // Lab: change the rules of attention and see what the weights do. Axes are fixed, and ghosts show what was recorded.
 
 import { brief, clamp, dot, entropy, fixed, largest, mix, near, range, SIMILARITIES, softmax, sum } from "./numbers.js";
-import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
+import { behind, choice, el, heat, lane, lanes, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { legend } from "./square.js";
 import { labOf } from "./address.js";
@@ -31,7 +31,7 @@ export function play(page, box) {
     page.played = now.all;
     inSlices(page, function* () {
       for (let i = 0; i < t; i++) { now.w(i); now.y(i); now.straight(i); yield; }
-      map.replaceChildren(playMap(page, now.all.w));
+      map.replaceChildren(playMap(page, now));
       yield;
       values.replaceChildren(...(page.stack.same && now.all.y ? [outputs(page, now, own)] : []));
     });
@@ -233,8 +233,8 @@ function playBars(page, own, forbid) {
   return { node, draw };
 }
 
-function playMap(page, w) {
-  const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.tint(shade(w[r][c], 1)));
+function playMap(page, { scores, all: { w } }) {
+  const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.cell(scores(r)[c] === -Infinity ? -1 : w[r][c]));
   return el("figure", {}, el("figcaption", { text: `all ${page.stack.rows.units} at once` }), map, legend(page, 1));
 }
 

@@ -2,7 +2,7 @@
 // Every number comes from the recorded head, or from the model's own word vectors where the page has them.
 
 import { clamp, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
-import { shade, svg } from "./elements.js";
+import { svg } from "./elements.js";
 import { RIGHT_TO_LEFT } from "./book.js";
 
 export const SCENE_HEIGHT = 450;
@@ -96,6 +96,11 @@ function vectorColumn(data, vector, x, y, most, { width = 14, cell = 8, opacity 
   return svg("g", { opacity }, vector.map((value, n) => cellOf(x - width / 2, y + n * cell, width, cell, paint.css(paint.signed(most ? value / most : 0)))),
     svg("rect", { class: "cellframe", x: x - width / 2, y, width, height: cell * vector.length }));
 }
+// A weight as a cell of a matrix; hatched where the mask forbids it.
+function weightCell({ page: { paint } }, weight, ...place) {
+  const colour = paint.cell(weight);
+  return colour ? cellOf(...place, paint.css(colour)) : cellOf(...place, null, { class: "storyhatch", fill: "url(#story-hatch)" });
+}
 const sizeOf = (vectors) => Math.max(1e-9, ...vectors.flat().map(Math.abs));
 
 // Bars that stand on a line, one a word, with their numbers; `shares` says how much of a bar is there.
@@ -180,11 +185,11 @@ function mixing(data, t) {
 // 6 to 9: many heads, the mask, two sentences, long texts.
 
 function manyHeads(data, t) {
-  const { head, page } = data, { paint } = page, heads = head.stack.heads.filter((one) => one.place === head.place);
+  const { head } = data, heads = head.stack.heads.filter((one) => one.place === head.place);
   const tall = Math.min(26, 270 / heads.length), top = 330 - tall * heads.length, wide = stepOf(data), many = data.keys.length;
   return [wordsBelow(data), heads.map((one, h) => { const s = one === head ? 1 : turnOf(t, h, heads.length);
-    return svg("g", { opacity: s, transform: `translate(${(1 - s) * -60} 0)` }, data.keys.map((j, n) => cellOf(placeOfWord(data, n) - wide / 2 + 1, top + h * tall + 1, wide - 2, tall - 2,
-      paint.css(paint.tint(shade(one.at(data.i, j), 1))))), tinyText(data.left - 14, top + (h + 0.5) * tall + 4, String(one.head)),
+    return svg("g", { opacity: s, transform: `translate(${(1 - s) * -60} 0)` }, data.keys.map((j, n) => weightCell(data, one.shown(data.i, j),
+      placeOfWord(data, n) - wide / 2 + 1, top + h * tall + 1, wide - 2, tall - 2)), tinyText(data.left - 14, top + (h + 0.5) * tall + 4, String(one.head)),
     one === head ? svg("rect", { class: "marker", x: data.left, y: top + h * tall, width: many * wide, height: tall }) : []); })];
 }
 
@@ -216,8 +221,8 @@ function twoSentences(data, t) {
 
 function longTexts(data, t) {
   const { paint } = data.page, side = scene.width < 700 ? 190 : 300, right = 2 * 30 + side + 40, s = eased(t), scale = tween(1, 0.06, s), top = 40, n = data.keys.length, cell = (side * scale) / n, x0 = 30;
-  const cells = data.keys.map((i, r) => data.keys.map((j, c) => (data.same || r === 0 ? cellOf(x0 + c * cell, top + r * cell, cell, cell,
-    paint.css(paint.tint(shade(data.same ? data.head.at(i, j) : data.w[c], 1)))) : [])));
+  const cells = data.keys.map((i, r) => data.keys.map((j, c) => (data.same || r === 0 ? weightCell(data, data.head.shown(data.same ? i : data.i, j),
+    x0 + c * cell, top + r * cell, cell, cell) : [])));
   const total = Math.round(tween(n, 100_000, s ** 3)), count = (x) => Math.round(x).toLocaleString("en");
   return [svg("rect", { class: "storyhatch", x: x0, y: top, width: side, height: side, fill: "url(#story-hatch)", opacity: s }), cells,
     svg("rect", { class: "cellframe", x: x0, y: top, width: side, height: side }),
