@@ -53,7 +53,7 @@ export function table(caption, head, rows) {
 
 // A bar of a share of the width with its number, and several under one another.
 export const lane = (colour, share, text, props, before) => el("span",
-  { class: "lane", style: { "--colour": colour, "--w": `${100 * share}%`, "--was": `${100 * (before ?? 0)}%` } },
+  { class: "lane", style: { "--colour": colour, "--w": `${100 * (share || 0)}%`, "--was": `${100 * (before || 0)}%` } },
   el("i"), before !== undefined && el("span", { class: "ghost" }), el("b", { ...props, text }));
 export const lanes = (all) => el("span", { class: "lanes" }, all);
 

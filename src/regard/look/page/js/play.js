@@ -183,6 +183,10 @@ function saturation({ unit }, slide) {
     peakText.textContent = fixed(peak, 3);
     entropyText.textContent = fixed(h, 3);
     plot.setAttribute("aria-label", `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`);
+    if (seen < 2) {
+      caption.textContent = seen ? `it may look at one ${unit} alone, whatever the scale` : "it may look at nothing, whatever the scale";
+      return;
+    }
     const summary = peak > 0.95 ? `saturated: nearly all on one ${unit}` : h > 0.95 * most ? `nearly uniform: every ${unit} that it sees alike` : "in between";
     caption.textContent = `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${summary}`;
   };
@@ -201,7 +205,9 @@ function playBars(page, own, forbid) {
   const build = (now) => {
     const { same, rows, cols } = page.stack, { order } = own, token = (j) => (same ? order[j] : j), ghost = page.head.row(order[now.place]);
     const all = range(cols.length), barred = new Set(own.forbidden);
-    const chosen = all.length > 30 ? new Set([...all].sort((a, b) => ghost[token(b)] - ghost[token(a)]).slice(0, SHOWN)) : null;
+    // Of words that the recorded mask forbids, the nearest.
+    const far = (j) => (same ? Math.abs(j - now.place) : 0), most = (a, b) => ghost[token(b)] - ghost[token(a)] || far(a) - far(b);
+    const chosen = all.length > 30 ? new Set([...all].sort(most).slice(0, SHOWN)) : null;
     const shown = all.filter((j) => !chosen || chosen.has(j) || barred.has(token(j)));
     const toggle = (n) => forbid(barred.has(n) ? own.forbidden.filter((m) => m !== n) : [...own.forbidden, n]);
     lines = shown.map((j) => {

@@ -162,7 +162,7 @@ function normalise(data, t) {
   const l = 1 / Math.max(1e-30, Math.max(...data.w)), lowest = Math.min(...seen.filter(Number.isFinite), 0), range_ = Math.max(1e-9, m - lowest);
   const rise = eased(t * 2), shrink = eased(t * 2 - 1);
   const values = seen.map((s, n) => tween(tween((s - lowest) / range_, grown[n], rise), data.w[n], shrink));
-  const text = t < 0.05 ? `scores, from ${fixed(lowest, 2)} to ${fixed(m, 2)}` : t < 0.5 ? "exp(score − largest score): differences become ratios"
+  const text = m === -Infinity ? "every score is −∞: there is nothing to divide" : t < 0.05 ? `scores, from ${fixed(lowest, 2)} to ${fixed(m, 2)}` : t < 0.5 ? "exp(score − largest score): differences become ratios"
     : `divided by their sum ${fixed(l, 2)}: weights that sum to 1`;
   return [baseline(FLOOR), barsOf(data, values.map((x) => (Number.isFinite(x) ? x : 0)), { base: FLOOR, high: FLOOR - ROOF - 30, most: 1 }), wordsBelow(data), noteAt(EDGE, ROOF, text)];
 }
@@ -235,6 +235,11 @@ function longTexts(data, t) {
 // The chapters in the order of the documents: what each shows, says, and needs.
 const listed = ({ keys, same, word, units, page }) => (keys.length < page.stack.cols.length ? ` Shown are ${keys.length} of ${page.stack.cols.length} ${units}: `
   + `${same ? `“${word}”, up to two after it, and ` : ""}those with the largest weights.` : "");
+// To which word the lit one gives most.
+function mostOf({ w, word, names }, gives) {
+  const n = largest(w);
+  return w[n] > 0 ? `“${word}” ${gives(names[n], fixed(w[n], 3))}` : `“${word}” may look at nothing`;
+}
 const origin = ({ unit }) => (unit === "patch" ? "image" : "sentence");
 export const CHAPTERS = [
   { name: "Alike", draw: alike, seconds: 4, when: (d) => d.alike, say: (d) => `How alike are “${d.word}” and every ${d.same ? "other " : ""}${d.unit}? Two vectors are multiplied number by number, and the `
@@ -243,7 +248,7 @@ export const CHAPTERS = [
     + `${fixed(Math.sqrt(d.width), 1)} they do not: softmax would give one ${d.unit} up to ${fixed(Math.max(...softmax(d.everyAlike)), 3)} before, ${fixed(Math.max(...softmax(d.everyAlike.map((x) => x / Math.sqrt(d.width)))), 3)} after.` },
   { name: "Queries, keys, values", draw: projections, when: (d) => d.q && d.scores, say: (d) => `Vectors alone cannot tie ${d.units} that are not alike. Three learned matrices make of every ${d.unit} a query, what `
     + `it looks for, a key, what it offers, and a value, what it gives. These are the queries and keys of ${d.head.name}, as recorded.` },
-  { name: "Softmax", draw: normalise, when: (d) => d.scores, say: (d) => `Scores become weights: exp makes them positive, and the sum is divided out. “${d.word}” gives “${d.names[largest(d.w)]}” ${fixed(Math.max(...d.w), 3)}.` },
+  { name: "Softmax", draw: normalise, when: (d) => d.scores, say: (d) => `Scores become weights: exp makes them positive, and the sum is divided out. ${mostOf(d, (name, weight) => `gives “${name}” ${weight}`)}.` },
   { name: "Mix", draw: mixing, when: (d) => d.v, say: (d) => `Every value is taken as much as its weight says, and all are added: that is the output of “${d.word}”. What has a small weight drowns.` },
   { name: "Many heads", draw: manyHeads, when: (d) => d.head.stack.heads.filter((one) => one.place === d.head.place).length > 1, say: (d) => `A layer does this several times side by side, with matrices of their own: its heads look at different `
     + `${d.units}. The framed row is ${d.head.name}.` },
@@ -251,7 +256,7 @@ export const CHAPTERS = [
     + `${d.head.layer.mask_name ? `This head was recorded with ${d.head.layer.mask_name}.` : "This head looks in both directions; hidden here is what a causal mask would hide."}` },
   { name: "Two sentences", draw: twoSentences, when: () => true, say: (d) => (d.same ? "What is looked at may be another sentence: a translator’s queries come from the sentence it writes, keys and values "
     + `from the one it reads. The step is the same; the numbers are those of this ${origin(d)}.`
-    : `Queries come from the ${origin(d.page.stack.rows)} above, keys and values from the ${origin(d)} below: “${d.word}” looks at “${d.names[largest(d.w)]}” with ${fixed(Math.max(...d.w), 3)}.`) },
+    : `Queries come from the ${origin(d.page.stack.rows)} above, keys and values from the ${origin(d)} below: ${mostOf(d, (name, weight) => `looks at “${name}” with ${weight}`)}.`) },
   { name: "Long", draw: longTexts, when: () => true, say: (d) => `Every ${d.page.stack.rows.unit} looks at every ${d.unit}: ${d.page.stack.rows.length} × ${d.page.stack.cols.length} weights here, ten billion at 100,000 ${d.units}. Queries, keys and two numbers a row are enough to compute any of them when it is asked for. `
     + `And this was ${d.head.name}, which you were looking at.` },
 ];

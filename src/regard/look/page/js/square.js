@@ -21,12 +21,12 @@ export function square(page, box) {
     const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
     drawn.mark(i, j);
     const row = sheet.w[i] ?? [], key = j ?? largest(row);
-    const number = j !== null && row.length && sheet.masked(i, key)
-      ? el("span", { class: "who", "data-read": "cell", text: "the mask forbids it" })
+    const number = row.length && sheet.masked(i, key)
+      ? el("span", { class: "who", "data-read": "cell", text: j === null ? "looks at nothing" : "the mask forbids it" })
       : el("b", { "data-read": "cell", text: fixed(row[key], 4) });
-    message.replaceChildren(word(sheet.rows.names[i] ?? ""), el("span", { class: "arrow", text: " → " }),
-      word(sheet.cols.names[key] ?? ""),
-      number, el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
+    // Without a cell that is pointed at, the one where the row looks most, if it looks anywhere.
+    const where = j === null && sheet.named(i) === null ? [] : [el("span", { class: "arrow", text: " → " }), word(sheet.cols.names[key] ?? "")];
+    message.replaceChildren(word(sheet.rows.names[i] ?? ""), ...where, number, el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
   };
 }
 
