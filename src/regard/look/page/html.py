@@ -187,7 +187,12 @@ def _file(name: str) -> str:
     """A file of this folder, without indentation and without comments: those of lines, and those that end a line."""
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     lines = (re.sub(r" // [^\"'`]*$", "", line.strip()) for line in text.splitlines())
-    return "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
+    plain = "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
+    return (
+        re.sub(r"(?<=[a-z-]): |(?<=[{};,])[ \n]| (?=[{}])", lambda m: m[0].strip(), plain)
+        if name.endswith(".css")
+        else plain
+    )
 
 
 @functools.cache
@@ -198,7 +203,40 @@ def _script() -> str:
     """
     script = "\n".join(_file(f"js/{name}.js") for name in _MODULES)
     script = re.sub(r"^import \{[^}]*\} from [^\n]*\n|^export ", "", script, flags=re.M)
-    return script.replace(",\n", ", ")
+    return _without_spaces(script.replace(",\n", ", "))
+
+
+#: Parts of a script that are no code, or may end it: texts in quotes, patterns, and what begins or ends a template.
+_NO_CODE = re.compile(
+    r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
+    r"|(?:(?<=[(,=:!&|?{;\[])|(?<=return))\ ?/(?![/*])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n\[])+/|[`{}]"
+)
+#: The text of a template, up to its end or to the code inside it.
+_TEMPLATE = re.compile(r"(?:\\.|\$(?!\{)|[^`\\$])*(`|\$\{)")
+_SPACES = re.compile(r" ?(=>|[=!]==|[<>]=|&&|\|\||\?\?=?|[=<>*?:,]) ?")
+
+
+def _without_spaces(script: str) -> str:
+    """The script without the spaces around its signs; those in texts, patterns and templates stay."""
+    parts, at = [], 0
+    depths: list[int] = []  # of braces, in the code inside of every template around
+    while match := _NO_CODE.search(script, at):
+        sign = match[0]
+        parts.append(_SPACES.sub(r"\1", script[at : match.start()]))
+        at = match.end()
+        if sign == "{" and depths:
+            depths[-1] += 1
+        elif sign == "}" and depths and depths[-1]:
+            depths[-1] -= 1
+        elif sign == "`" or (sign == "}" and depths):
+            if sign == "}":
+                depths.pop()
+            text = _TEMPLATE.match(script, at)
+            assert text, "a template ends"
+            sign, at = sign + text[0], text.end()
+            depths += [0] if text[1] == "${" else []
+        parts.append(sign)
+    return "".join([*parts, _SPACES.sub(r"\1", script[at:])])
 
 
 def _hash(text: str) -> str:
