@@ -152,5 +152,5 @@ export function legend(page, most, sign = "") {
     swatches(page.book?.stacks[page.state.stack].heads.some(({ layer }) => layer.masked), page.header.nan > 0));
 }
 // What stands for no weight: hatched what the mask forbids, in a colour of its own what is not a number.
-export const swatches = (masked, broken) => [masked && [el("i", { class: "swatch" }), "masked"],
-  broken && [el("i", { class: "swatch", style: { background: "rgb(var(--broken))" } }), "not a number"]];
+export const swatches = (masked, broken) => [masked && el("span", {}, el("i", { class: "swatch" }), "masked"),
+  broken && el("span", {}, el("i", { class: "swatch", style: { background: "rgb(var(--broken))" } }), "not a number")];
