@@ -147,7 +147,7 @@ def served_policy(page: str) -> str:
 
 
 def _page(title: str, data: str = "", vectors: str = "", look: str = "") -> str:
-    script, style = _script(), _file("page.css")
+    script, style = _script(), _style()
     policy = _POLICY.format(_hash(_UNPACK), _hash(script), _hash(style), "connect-src 'self'; " if look else "")
     return _PAGE.format(
         policy=policy,
@@ -187,12 +187,13 @@ def _file(name: str) -> str:
     """A file of this folder, without indentation and without comments: those of lines, and those that end a line."""
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     lines = (re.sub(r" // [^\"'`]*$", "", line.strip()) for line in text.splitlines())
-    plain = "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
-    return (
-        re.sub(r"(?<=[a-z-]): |(?<=[{};,])[ \n]| (?=[{}])", lambda m: m[0].strip(), plain)
-        if name.endswith(".css")
-        else plain
-    )
+    return "\n".join(line for line in lines if line and not re.match(r"//|/\*.*\*/$", line))
+
+
+@functools.cache
+def _style() -> str:
+    """The style of a page, without the spaces and lines around its signs."""
+    return re.sub(r"(?<=[a-z-]): |(?<=[{};,])[ \n]| (?=[{}])", lambda m: m[0].strip(), _file("page.css"))
 
 
 @functools.cache
