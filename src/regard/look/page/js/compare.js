@@ -1,6 +1,6 @@
 // Compare: two recordings on the words of both, a pair of heads at a time, and what changed.
 
-import { brief, clamp, edge, fixed, largest, range } from "./numbers.js";
+import { brief, clamp, count, edge, fixed, largest, range } from "./numbers.js";
 import { behind, el, heat, lane, lanes, word } from "./elements.js";
 import { numbered, patchColumns, unitsOf } from "./book.js";
 import { apart, copyWords } from "./sentence.js";
@@ -70,7 +70,9 @@ export function compare(page, box) {
     const pair = page.pairs[page.state.pair], i = clamp(page.row, 0, pair.rows - 1);
     if (drawn?.pair !== pair || drawn.paint !== page.paint) {
       drawn = { pair, paint: page.paint, mark: threeMaps(page, pair, maps, own) };
-      words.replaceChildren(compareWords(page, pair));
+      const { labels, units } = pair.group.rows;
+      words.replaceChildren(compareWords(page, pair), pair.tiled ? el("p", { class: "hint", text: `Of ${count(labels.length)} ${units}, each that is written here `
+        + `stands for up to ${Math.ceil(labels.length / pair.rows)} from it on, with the largest weight or change among them.` }) : "");
     }
     headlineOf(page, pair, i, own, bar);
     lightWords(page, pair, i, words);
