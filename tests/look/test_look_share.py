@@ -409,7 +409,13 @@ def test_the_picture_of_an_image_shows_its_patches_above_it(show: Any, tmp_path:
 
 
 def test_a_picture_cuts_words_where_the_page_does(show: Any, tmp_path: Path) -> None:
-    words = ["a", "antidisestablishmentarianismically" * 2, "x" * 200, "😀", "end"]  # too long for a heading in any font
+    words = [
+        "a",
+        "antidisestablishmentarianismically" * 2,
+        "x" * 200,
+        "😀",
+        "end",
+    ]  # too long for a heading in any font
     shown = show(regard.weights(2 * torch.randn(5, 8)).label(words).show(1))
     written = texts(ElementTree.fromstring(saved(shown, "save-svg", tmp_path).read_text(encoding="utf-8")))
     for word in words[1:3]:
