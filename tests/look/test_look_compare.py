@@ -204,6 +204,7 @@ def test_a_long_text_is_compared_in_tiles(show: Any) -> None:
     changes = regard.compare(regard.weights(q), regard.weights(q, k))
     shown = show(changes.show())
     assert shown.ask("page.pairs[0].rows") == 192
+    assert "Of 400 words, each that is written here stands for up to 3 from it on" in shown.text(".stage .hint")
     tile = 50 * 192 // 400
     assert shown.ask(f"page.pairs[0].changes.some((x, n) => Math.abs(x) > 0.5 && n % 192 === {tile})")
 

@@ -563,3 +563,11 @@ def test_modules_of_the_page_import_what_they_use_and_share_no_name() -> None:
                 used = re.search(rf"(?<![\w.$]){one}\(", code)
                 own = re.search(rf"(?:const|let|\(|,|\{{) *{one} *(?:=|\)|,|\}}|:)|\n  {one}\(", code)
                 assert not used or own, f"{name} uses {one} of {module} without importing it"
+
+
+def test_a_script_loses_spaces_in_its_code_alone() -> None:
+    """Texts, patterns and templates stay as they are, also those inside of other templates."""
+    script = """const f = (a, b = "x = y, z") => { return /[", ] = /.test(a) ? `a, ${b ? `, in ${a + `= ${b}`} = ` : " , "} = c` : a && b; };"""
+    assert page_html._without_spaces(script) == (
+        """const f=(a,b="x = y, z")=>{ return /[", ] = /.test(a)?`a, ${b?`, in ${a + `= ${b}`} = `:" , "} = c`:a&&b; };"""
+    )

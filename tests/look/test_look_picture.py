@@ -12,7 +12,7 @@ import torch
 import regard
 from regard.look import token_text
 from regard.look.svg import svg
-from regard.look.svg_elements import HUES, tint_fill
+from regard.look.svg_elements import HUES, inches, tint_fill
 from support.look_subjects import HISTORY, TOKENS, WIDE, fake_recording
 from support.page_probe import HOSTILE, translation
 
@@ -247,3 +247,43 @@ def test_words_from_right_to_left_do_not_turn_the_legend():
     picture = svg(regard.weights(torch.eye(3)).label(["the", "שלום", "cat"]), word="שלום", part="lines")
     (legend,) = [text for text in texts(read(picture)) if "→" in text]
     assert legend.count("“\N{FIRST STRONG ISOLATE}שלום\N{POP DIRECTIONAL ISOLATE}”") >= 1
+
+
+def place_of(root, text):
+    """Where the middle of a word of the sentence stands."""
+    return next(float(one.get("x")) for one in root.iter(f"{NAME}text") if one.text == text and one.get("text-anchor") == "middle")  # fmt: skip
+
+
+def test_a_sentence_from_right_to_left_runs_from_the_right():
+    hebrew = ["[CLS]", "השועל", "החום", "המהיר", "קופץ", "מעל", "הכלב", "העצלן", "[SEP]"]
+    W = regard.weights(torch.randn(2, 9, 4)).label(hebrew)
+    root = read(svg(W, word="קופץ", part="lines"))
+    assert [place_of(root, word) for word in hebrew] == sorted((place_of(root, word) for word in hebrew), reverse=True)
+    two_lines = read(svg(W, word="קופץ", part="lines", width="2in"))
+    places = [place_of(two_lines, word) for word in hebrew]
+    assert places[:4] == sorted(places[:4], reverse=True)
+    assert places[4] > places[3], "the second line begins at the right as well"
+    arabic = ["القطة", "جلست", "على", "الحصيرة"]
+    joined = read(svg(regard.weights(torch.randn(1, 4, 4)).label(arabic), word=1, part="lines"))
+    assert not [one for one in joined.iter(f"{NAME}text") if one.get("textLength")], "letters that are joined stay so"
+
+
+@pytest.mark.parametrize("width", ["3.3in", "6.9in"])
+def test_a_comparison_has_names_at_the_width_of_a_column(width):
+    words = [*TOKENS, "and", "slow"]
+    matrices = (regard.weights(torch.randn(2, len(words), 4)).label(words) for _ in range(2))
+    changes = regard.compare(*matrices, names=("before the training", "after the training"))
+    root = read(svg(changes, width=width))
+    assert sum(text == "animal" for text in texts(root)) >= 3
+    across = float(root.get("viewBox").split()[2])
+    assert across <= inches(width) * 72 / 7.5 * 13 + 1, "nothing makes it wider, and its letters smaller"
+    boxes = [one for one in root.iter(f"{NAME}rect") if one.get("stroke-width") == "0.75"]
+    assert len(boxes) == 3
+    assert len({one.get("y") for one in boxes}) == (2 if width == "3.3in" else 1), "two in a line, or three"
+
+
+def test_a_long_legend_is_broken_and_makes_no_letter_smaller():
+    W = regard.weights(torch.randn(2, 3, 4)).label(["W" * 40, "M" * 40, "end"])
+    root = read(svg(W, word=0, target=1, part="lines", width="3.3in"))
+    across = float(root.get("viewBox").split()[2])
+    assert across <= 3.3 * 72 / 7.5 * 13 + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +225,86 @@ def test_the_sentence_above_is_read_in_full_on_a_phone(show: Any, it: View) -> N
     )
     share, theme = (shown.tab.locator(f'[data-key="{key}"]').bounding_box() for key in ("share", "theme"))
     assert share["x"] + share["width"] <= theme["x"] <= 390 - theme["width"]
+
+
+@pytest.mark.parametrize("width", [390, 1024])
+def test_the_output_of_a_walk_with_long_words_is_seen_beside_the_names_of_the_steps(show: Any, width: int) -> None:
+    W = regard.weights(randn(2, 6, 4), mask=regard.causal()).label(LONG)
+    shown = show(W.show(4, values=randn(2, 6, 4)), width=width).view("walk")
+    for share in (0, 1):
+        shown.tab.evaluate(
+            "(x) => { const s = document.querySelector('.walk .scroll'); s.scrollLeft = x * s.scrollWidth; }", share
+        )
+        name, strip = (
+            shown.tab.locator(f".steps tbody tr:last-child {where}").bounding_box() for where in ("th", "canvas")
+        )
+        assert name["x"] + name["width"] <= strip["x"] + 1
+
+
+def test_a_word_that_may_look_at_nothing_says_so_in_every_view(show: Any) -> None:
+    mask = torch.ones(6, 6).tril().bool()
+    mask[2], mask[4] = False, torch.eye(6)[1].bool()
+    W = regard.weights(randn(2, 6, 4), mask=mask).label(WORDS[:6])
+    shown = show(W.show(2, values=randn(2, 6, 4)), reduced_motion="reduce")
+    assert "looks at nothing" in shown.text(".hero")
+    shown.view("square")
+    assert shown.text('.readout [data-read="cell"]') == "looks at nothing"
+    assert "→" not in shown.text(".readout")
+    shown.view("play")
+    assert shown.text(".saturation figcaption") == "it may look at nothing, whatever the scale"
+    shown.choose("word", 4)
+    assert shown.text(".saturation figcaption") == "it may look at one word alone, whatever the scale"
+    shown.choose("word", 2)
+    shown.view("story")
+    for chapter in shown.tab.locator('[data-key^="chapter-"]').all():
+        chapter.click()
+        assert not re.search(r"gives “|looks at “|e\+\d\d", shown.text(".tale")), shown.text(".chapter")
+    shown.tab.locator(".chips .chip", has_text="Softmax").click()
+    assert "“saw” may look at nothing" in shown.text(".telling")
+
+
+def test_no_story_is_told_of_what_is_not_a_number(show: Any) -> None:
+    """Neither are there errors in the console, of which the fixture reads."""
+    x = randn(2, 6, 4)
+    x[0, 3, 0] = torch.nan
+    shown = show(regard.weights(x, mask=regard.causal()).label(WORDS[:6]).show(4, head=0, values=x)).view("story")
+    assert "not numbers (NaN)" in shown.text(".story .message")
+    assert not shown.tab.locator(".scene").is_visible()
+    shown.choose("head", 1)
+    assert shown.tab.locator(".scene").is_visible()
+    assert shown.text(".story .message") == ""
+    shown.choose("head", 0)
+    assert not shown.tab.locator(".scene").is_visible()
+
+
+def test_a_window_of_words_that_are_not_numbers_says_so(show: Any) -> None:
+    x = randn(1, 400, 4)
+    x[0, 100, 0] = torch.nan
+    shown = show(regard.weights(x, mask=regard.causal()).show(300))
+    shown.ask("page.vectors")
+    shown.view("spotlight")
+    assert "the weights of 300 are not numbers" in shown.text('[data-read="window"]')
+    shown.view("long")
+    assert "300 not numbers, mean" in shown.text(".profiles figcaption"), "of the rows from 100 on"
+
+
+def test_the_lab_of_a_long_sentence_lists_words_near_the_lit_one(show: Any) -> None:
+    W = regard.weights(randn(1, 60, 4), mask=regard.window(4, 0)).label([f"w{n}" for n in range(60)])
+    shown = show(W.show(40)).view("play")
+    listed = [int(word.removeprefix("w")) for word in shown.texts(".best .plain .token")]
+    assert len(listed) == 20
+    assert set(range(36, 41)) <= set(listed)
+    assert min(listed) > 25, "not the first words of the text, which the mask forbids"
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_every_control_can_be_hit(show: Any, width: int) -> None:
+    shown = show(
+        regard.weights(randn(2, 5, 4)).label(["a", "i", "", "'", "on"]).show(1, values=randn(2, 5, 4)), width=width
+    )
+    small = """[...document.querySelectorAll('main :is(button, select, input:not([type=checkbox]), summary), [role=tab], .tray button')].filter((x) =>
+        x.checkVisibility()).map((x) => [x.dataset.key ?? x.className, x.getBoundingClientRect()]).filter(([, b]) => Math.min(b.width, b.height) < 24)
+        .map(([key]) => key)"""
+    for view in shown.tab.locator("[role=tab]").all():
+        view.click()
+        assert shown.tab.evaluate(small) == [], view.inner_text()

@@ -280,6 +280,58 @@ def test_the_svg_is_the_view(show: Any, it: View, tmp_path: Path) -> None:
     assert ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot().get("width") == "3.3in"
 
 
+#: The sizes of a picture: its width in inches, and the least height of its letters, in points.
+SIZES = {"column": (3.3, 5), "page": (6.9, 5), "slide": (13.33, 9)}
+
+
+def letter_sizes(root: ElementTree.Element) -> list[float]:
+    """The size of every text as it is drawn, in units of the picture; a drawing inside may be magnified."""
+    sizes = [float(node.get("font-size")) for node in root.findall(f"{SVG}text")]
+    for drawing in root.findall(f"{SVG}svg"):
+        box = (drawing.get("viewBox") or "").split()
+        scale = float(drawing.get("width")) / float(box[2]) if box else 1
+        sizes += [scale * float(node.get("font-size").removesuffix("px")) for node in drawing.iter(f"{SVG}text")]
+    return sizes
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("view", ["spotlight", "square", "overview", "play"])
+def test_letters_of_a_picture_can_be_read_at_its_width(
+    show: Any, it: View, tmp_path: Path, width: int, view: str
+) -> None:
+    shown = show(it, width=width).view(view)
+    before = shown.tab.locator("section.view").bounding_box()
+    shown.click("share")
+    for size, (inches, least) in SIZES.items():
+        shown.tab.select_option('[data-key="share-size"]', size)
+        root = ElementTree.parse(saved(shown, "save-svg", tmp_path)).getroot()
+        _, _, across, _ = map(float, root.get("viewBox").split())
+        letters = sorted(size * inches * 72 / across for size in letter_sizes(root))
+        assert letters[0] >= least, size
+        assert root.get("width") == f"{inches}in"
+    assert shown.tab.locator("section.view").bounding_box() == before, "the page is as it was"
+    assert shown.tab.evaluate("document.body.style.width") == ""
+
+
+def test_a_png_for_paper_has_300_dots_an_inch(show: Any, it: View, tmp_path: Path) -> None:
+    shown = show(it)
+    shown.click("share")
+    shown.tab.select_option('[data-key="share-size"]', "column")
+    data = saved(shown, "save-png", tmp_path).read_bytes()
+    assert abs(int.from_bytes(data[16:20], "big") - 3.3 * 300) <= 3
+
+
+def test_slides_saved_on_a_phone_are_those_of_a_desktop(show: Any, it: View, tmp_path: Path) -> None:
+    decks = []
+    for width in (390, 1440):
+        shown = show(it, width=width, reduced_motion="reduce").view("story")
+        with shown.tab.expect_download() as info:
+            shown.click("story-slides")
+        decks.append(re.findall(r"<text[^>]*>([^<]*)</text>", Path(info.value.path()).read_text()))
+    assert decks[0] == decks[1]
+    assert decks[0].count("[SEP]") >= 5
+
+
 @pytest.mark.parametrize("view", ["square", "overview", "walk", "play"])
 def test_every_view_is_saved_as_a_picture(show: Any, it: View, tmp_path: Path, view: str) -> None:
     shown = show(it).view(view)
@@ -317,7 +369,7 @@ def test_hatches_frames_and_strengths_are_in_the_picture(show: Any, it: View, tm
     shown = show(masked)
     assert hatched(drawn(shown)) == shown.tab.locator(".word.unseen").count() == 3
     root = drawn(shown.view("play"))
-    assert hatched(root) == 3
+    assert hatched(root) == 3 + 1 + 1, "words, the map of all words below its colours, and the legend"
     frames = [node for node in root.iter(f"{SVG}path") if node.get("stroke-opacity") == "0.6"]
     assert len(frames) == shown.tab.locator(".lane .ghost").count() == 6
     lines = [node for node in drawn(shown.view("walk")).iter(f"{SVG}path") if node.get("stroke-opacity") == "1"]
@@ -357,7 +409,13 @@ def test_the_picture_of_an_image_shows_its_patches_above_it(show: Any, tmp_path:
 
 
 def test_a_picture_cuts_words_where_the_page_does(show: Any, tmp_path: Path) -> None:
-    words = ["a", "antidisestablishmentarianismically", "x" * 200, "😀", "end"]
+    words = [
+        "a",
+        "antidisestablishmentarianismically" * 2,
+        "x" * 200,
+        "😀",
+        "end",
+    ]  # too long for a heading in any font
     shown = show(regard.weights(2 * torch.randn(5, 8)).label(words).show(1))
     written = texts(ElementTree.fromstring(saved(shown, "save-svg", tmp_path).read_text(encoding="utf-8")))
     for word in words[1:3]:

@@ -84,14 +84,14 @@ def _dot_band(weights: Weights, dots: list[DotHead], band: slice, tiles: Tensor)
     columns = [head.columns(band, seen.lse[n] + head.lse[band]) for n, head in enumerate(dots)]
     sums, maxima = (torch.stack(one) for one in zip(*columns, strict=True))
     zeros = sums.new_zeros(len(dots), int(tiles[0, -1]) + 1)
-    most = zeros.scatter_reduce(1, tiles, maxima.nan_to_num(), "amax")
+    most = zeros.scatter_reduce(1, tiles, maxima, "amax")
     return _Band(seen, zeros.scatter_add(1, tiles, sums), most, sums)
 
 
 @torch.no_grad()
 def _any_band(part: Weights, cols: int) -> _Band:
     seen = part.see("entropy", "peak", "lse", "received", pool=(1, cols))
-    return _Band(seen, seen.pool[:, 0], part.pool(1, cols, by="max")[:, 0].nan_to_num(), seen.received)
+    return _Band(seen, seen.pool[:, 0], part.pool(1, cols, by="max")[:, 0], seen.received)
 
 
 def _in_order(work: Callable[[int], X], count: int, threads: int) -> Generator[X, None, None]:

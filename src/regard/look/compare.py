@@ -19,7 +19,7 @@ from ..core.rows.comparison import MEASURES
 from ..core.shared import called_by_all_ranks
 from ..recorder.head_metrics import Table
 from .alignment import Alignment, align_tokens
-from .layers import LayerView, Subject, layers_of
+from .layers import LayerView, Subject, layers_of, visible_cells
 from .token_text import name_of
 
 if TYPE_CHECKING:
@@ -90,6 +90,25 @@ class HeadPair:
             at = {place: n for n, place in enumerate(places)}
             w[[at[place] for place in inside]] = self.cols.spread(rows, side, torch.nan)
         return w
+
+    def lacks(self, side: int) -> Tensor:
+        """Where one side has no such word, of the row or of the column, (rows of both, columns of both)."""
+        rows, cols = (torch.tensor([place[side] is None for place in axis.places]) for axis in (self.rows, self.cols))
+        return rows.unsqueeze(1) | cols
+
+    @torch.no_grad()
+    def forbidden(self, side: int, places: Sequence[int]) -> Tensor:
+        """Where the mask of one side forbids all tokens of both words, not where it lacks one, (places, columns)."""
+        factors, words = self.views[side].pick([self.heads[side]])._factors, self.rows.sides[side]
+        hidden = torch.zeros(len(places), len(self.cols), dtype=torch.bool)
+        if factors.mask is None:
+            return hidden
+        for n, place in enumerate(places):
+            if (word := self.rows.places[place][side]) is not None:
+                tokens = torch.arange(words.groups[word].start, words.groups[word].stop, device=factors.q.device)
+                seen = visible_cells(factors, tokens)[0].any(0).float().cpu()
+                hidden[n] = self.cols.spread(self.cols.sides[side].sum_columns(seen), side, 1.0) == 0
+        return hidden
 
 
 class HeadChanges(Table[HeadChange]):

@@ -68,7 +68,7 @@ section.head dd { margin: 0; text-align: end; }
 .ties .who { font-family: var(--sans); }
 .best { list-style: none; padding: 0; margin: 0 0 .8rem; font-size: .875rem; }
 .best a, section.head a { color: var(--accent); }
-@media (max-width: 760px) { .columns > .peek { order: 0; } }
+@container (max-width: 760px) { .columns > .peek { order: 0; } }
 @media print { section.head { display: block; } }
 """
 

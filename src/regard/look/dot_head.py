@@ -138,13 +138,15 @@ class DotHead:
         for r in range(rows):
             band = slice(r * i // rows, (r + 1) * i // rows)
             maxima = self.columns(band, self.lse[band])[1]
-            most[r].scatter_reduce_(-1, tiles, maxima.nan_to_num(), "amax")
+            most[r].scatter_reduce_(-1, tiles, maxima, "amax")
         return most
 
 
 @torch.no_grad()
 def max_map(weights: Weights, rows: int, cols: int, lse: Tensor | None = None) -> Tensor:
     """The largest weight in each of rows × cols tiles, (h, rows, cols): a mean hides a weight of 1 among many of 0.
+
+    A tile with a weight that is not a number is NaN.
 
     Args:
         weights: Weights (h, i, j), with at least as many rows and keys as there are tiles.
@@ -155,7 +157,7 @@ def max_map(weights: Weights, rows: int, cols: int, lse: Tensor | None = None) -
     if why_not_exact(weights) is None:
         lse = weights.lse() if lse is None else lse
         return torch.stack([DotHead.of(weights, h, lse[h]).max_map(rows, cols) for h in range(weights.shape[0])])
-    return weights.pool(rows, cols, by="max").float().cpu().nan_to_num()
+    return weights.pool(rows, cols, by="max").float().cpu()
 
 
 def tile_of_key(keys: int, tiles: int) -> Tensor:

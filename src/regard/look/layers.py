@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from ..recorder import Recording
 from ..recorder.slicing import span_of
 from .bands import Report, summarise
 from .dot_head import max_map
+from .masked_tiles import forbidden_tiles
 from .ranking import peaks_beyond_received
 from .token_text import is_special, printable, unknown_text
 
@@ -149,9 +150,14 @@ class LayerView:
         return summary
 
     def max_map(self, heads: list[int]) -> Tensor:
-        """The largest weight in every tile of a long input, of some heads: what the sums of the map hide."""
+        """The largest weight in every tile of a long input, of some heads: what the sums of the map hide.
+
+        It is −1 where the mask forbids all of a tile, and NaN where a weight is not a number.
+        """
         lse = self.summary.lse[heads]
-        return max_map(self.pick(heads), *self.tiles, lse) if self._maxima is None else self._maxima[heads]
+        most = max_map(self.pick(heads), *self.tiles, lse) if self._maxima is None else self._maxima[heads]
+        forbidden = forbidden_tiles(self.pick(heads), *self.tiles)
+        return most if forbidden is None else most.masked_fill(forbidden, -1.0)
 
     @functools.cached_property
     def first_settled_row(self) -> int:
@@ -248,12 +254,13 @@ def all_cells(factors: Factors) -> MatrixBlock:
     return MatrixBlock(slice(0, q.shape[-2]), slice(0, k.shape[-2]), factors.problem().offset, q.device)
 
 
-def visible_cells(factors: Factors) -> Tensor:
-    """Which cells the mask lets rows see, (heads or 1, i, j)."""
-    i, j = factors.q.shape[-2], factors.k.shape[-2]
+def visible_cells(factors: Factors, rows: Tensor | None = None) -> Tensor:
+    """Which cells the mask lets rows see, all or some of them: (heads or 1, i, j)."""
+    block = all_cells(factors)
+    i, j = factors.q.shape[-2] if rows is None else len(rows), factors.k.shape[-2]
     if factors.mask is None:
         return torch.ones(1, i, j, dtype=torch.bool)
-    visible = factors.mask.visible(all_cells(factors))
+    visible = factors.mask.visible(block if rows is None else replace(block, rows=rows))
     return visible.expand(*visible.shape[:-2], i, j).reshape(-1, i, j)
 
 

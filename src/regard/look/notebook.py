@@ -20,6 +20,7 @@ from ..core.masks.kinds import Mask
 from ..core.weights import Weights
 from .dot_head import max_map
 from .layers import all_layers
+from .masked_tiles import forbidden_tiles
 from .token_text import printable
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ HEADS, CELLS, WEIGHTS = 12, 48, 2**24
 #: Rows of a table.
 ROWS = 24
 _BLUE = (33, 104, 172)
+_MASKED, _BROKEN = (torch.tensor(pixel, dtype=torch.uint8) for pixel in ((128, 128, 128, 70), (176, 64, 148, 255)))
 _PADDING = "padding:2px 8px"  # of a cell: some notebooks give none
 
 
@@ -45,10 +47,15 @@ def weights_html(weights: Weights) -> str:
     view = all_layers(weights)[0]
     heads = list(range(min(HEADS, view.heads)))
     rows, cols = (min(CELLS, n) for n in view.sizes)
-    maps = max_map(view.pick(heads), rows, cols).clamp(0, 1)
+    maps = max_map(view.pick(heads), rows, cols)
+    if (forbidden := forbidden_tiles(view.pick(heads), rows, cols)) is not None:
+        maps = maps.masked_fill(forbidden, -1.0)
     more = [f"the first {HEADS} of {view.heads} heads"] if view.heads > HEADS else []
     more += ["the first sequence"] if weights.shape[:-3].numel() > 1 else []
-    note = _line(", ".join([*more, "rows look at columns; show() opens the page"]))
+    more += ["rows look at columns"]
+    more += ["grey is masked"] if bool((maps < 0).any()) else []
+    more += ["purple is not a number"] if bool(maps.isnan().any()) else []
+    note = _line(f"{', '.join(more)}; show() opens the page")
     return text + _flow(_picture(maps[h], f"head {h}") for h in heads) + note
 
 
@@ -120,11 +127,13 @@ def _picture(weights: Tensor, name: str) -> str:
 
 
 def _png(weights: Tensor) -> bytes:
-    """A PNG in one blue, the opacity a root of the weight, as the page shades weights."""
-    alpha = (255 * weights.float().cpu().nan_to_num().clamp(0, 1) ** 0.6).round().to(torch.uint8)
+    """A PNG in one blue, the opacity a root of the weight, as the page shades weights; −1 is grey, NaN purple."""
+    weights = weights.float().cpu()
+    alpha = (255 * weights.nan_to_num().clamp(0, 1) ** 0.6).round().to(torch.uint8)
     height, width = alpha.shape
     pixels = torch.tensor([*_BLUE, 0], dtype=torch.uint8).repeat(height, width, 1)
     pixels[..., 3] = alpha
+    pixels[weights < 0], pixels[weights.isnan()] = _MASKED, _BROKEN
     raw = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in pixels)
 
     def chunk(kind: bytes, data: bytes) -> bytes:

@@ -8,7 +8,6 @@ and its matrix as the largest weights of tiles, never as i × j weights. Cells t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from .compare import HeadChanges
 from .dot_head import max_map
 from .history import MEASURES, History, head_label, head_series, is_history
 from .layers import LayerView, Subject, visible_cells
+from .masked_tiles import forbidden_tiles
 from .options import ViewOptions, changed_options
 from .spotlight import Spotlight, overview, spotlight
 from .svg_compare import draw_changes
@@ -26,9 +26,11 @@ from .svg_elements import (
     LETTERS,
     MARGIN,
     PALE,
+    cell_places,
     document,
     frame_rect,
     inches,
+    marked_cells,
     note_lines,
     page_units,
     rect,
@@ -38,6 +40,7 @@ from .svg_elements import (
     text_width,
     tint_fill,
 )
+from .svg_words import WordBox, flow_words, one_line
 from .text_layout import format_number, quoted_label
 from .token_groups import TokenGroups
 from .token_text import clip, numbered_texts, printable
@@ -47,7 +50,6 @@ __all__ = ["PicturePart", "svg"]
 #: The parts of a picture: the sentence with its lines, or the matrix.
 PicturePart = Literal["lines", "square"]
 
-_GAP = 10.0
 _LINE = 640.0  # how wide a line of words may get
 #: Positions up to which the square shows every cell; beyond, the largest weights of so many tiles.
 _CELLS = 48
@@ -148,19 +150,6 @@ class _Picture:
 # The sentence, a word lit.
 
 
-@dataclass(frozen=True)
-class _Box:
-    """The place of a word."""
-
-    x: float
-    y: float  # of the line's middle
-    width: float
-
-    @property
-    def middle(self) -> float:
-        return self.x + self.width / 2
-
-
 class _Arcs:
     """The sentence with arcs from the lit word, the first head's above the words and the second's below.
 
@@ -173,18 +162,17 @@ class _Arcs:
         self.sentences: list[str] = []
         self.right = 0.0
         keys = {place: _label(lit.cols.labels[place]) for place in _in_sight(lit)}
-        self._legend(top)
-        top += 18 * len(lit.heads) + 10
-        self.reach = 74.0 if sum(map(text_width, keys.values())) + _GAP * len(keys) <= line else 46.0
+        top = self._legend(top, line) + 10
+        self.reach = 74.0 if one_line(keys, line) else 46.0
         over = self.reach * len(lit.heads) + LETTERS + 14
-        rows: dict[int, _Box] = {}
+        rows: dict[int, WordBox] = {}
         if not lit.same:
             looking = range(len(lit.rows.labels)) if len(lit.rows.labels) <= _WORDS else [lit.position]
             names = {place: _label(lit.rows.labels[place]) for place in looking}
-            rows = _flow_words(names, top + LETTERS, 24, line)
+            rows = flow_words(names, top + LETTERS, 24, line)
             self._words(names, rows, lit.position)
             top, over = max(box.y for box in rows.values()) + 12, 46
-        boxes = _flow_words(keys, top + self.reach, over, line)
+        boxes = flow_words(keys, top + self.reach, over, line)
         start = boxes.get(lit.position) if lit.same else rows[lit.position]
         self.margin = max([box.x + box.width for box in boxes.values()], default=MARGIN) + 12
         for n in range(len(lit.heads)):
@@ -195,7 +183,8 @@ class _Arcs:
         below = self.reach if lit.same and len(lit.heads) > 1 else 24
         self.bottom = max([box.y for box in boxes.values()], default=top) + below
 
-    def _legend(self, top: float) -> None:
+    def _legend(self, top: float, line: float) -> float:
+        """The tie of every head, in lines of this width; returns where they end."""
         for n, (tie, hidden) in enumerate(zip(self.lit.heads, self.lit.hidden, strict=True)):
             place = self.lit.layers[tie.layer].head_name(tie.head)
             text = f"{place}{': ' if place else ''}{quoted_label(self.lit.rows.labels, self.lit.position)}"
@@ -207,15 +196,17 @@ class _Arcs:
                 text += f" → {quoted_label(self.lit.cols.labels, key)} {format_number(self.lit.weights[n][key])}"
             if self.lit.cols.hidden:
                 text += f" (special tokens hidden; they had {hidden:.3f})"
-            y = top + 18 * n + 9
             self.sentences.append(text + ".")
             if len(self.lit.heads) > 1:
                 text += ", " + (("above", "below")[n] if self.lit.same else ("solid", "dashed")[n])
-            self.elements.append(rect(MARGIN, y - 9, 10, 10, f'fill="{HUES[n]}"'))
-            self.elements.append(text_element(MARGIN + 16, y, text, size=12))
-            self.right = max(self.right, MARGIN + 16 + text_width(text))
+            self.elements.append(rect(MARGIN, top, 10, 10, f'fill="{HUES[n]}"'))
+            for part in note_lines(text, line - 16):
+                self.elements.append(text_element(MARGIN + 16, top + 9, part, size=12))
+                self.right = max(self.right, MARGIN + 16 + text_width(part) * 12 / LETTERS)
+                top += 18
+        return top
 
-    def _head(self, n: int, boxes: dict[int, _Box], start: _Box | None) -> None:
+    def _head(self, n: int, boxes: dict[int, WordBox], start: WordBox | None) -> None:
         """Lines and shades of one head, the weak ones first, and its numbers on top."""
         weights, up, hue = self.lit.weights[n], n == 0, HUES[n]
         numbers = []
@@ -241,31 +232,18 @@ class _Arcs:
                 numbers.append(number_of(start, box, y - 9 if up else y + 16, weight, hue))
         self.elements += numbers
 
-    def _words(self, names: dict[int, str], boxes: dict[int, _Box], lit: int | None) -> None:
+    def _words(self, names: dict[int, str], boxes: dict[int, WordBox], lit: int | None) -> None:
         before = None
         for place, text in names.items():
             box = boxes[place]
             self.elements.append(_word(box, text, place == lit))
             if before is not None and place != before + 1:
-                self.elements.append(text_element(box.x - _GAP / 2, box.y, "…", 11, PALE, "middle"))
+                self.elements.append(text_element(box.gap, box.y, "…", 11, PALE, "middle"))
             before = place
 
 
 def _label(token: str) -> str:
     return clip(printable(token), 24)
-
-
-def _flow_words(names: dict[int, str], first: float, step: float, line: float) -> dict[int, _Box]:
-    """Words from left to right, in as many lines as it takes."""
-    boxes: dict[int, _Box] = {}
-    x, y = MARGIN, first
-    for place, text in names.items():
-        size = text_width(text)
-        if x + size > MARGIN + line and x > MARGIN:
-            x, y = MARGIN, y + step
-        boxes[place] = _Box(x, y, size)
-        x += size + _GAP
-    return boxes
 
 
 def _in_sight(lit: Spotlight) -> list[int]:
@@ -278,7 +256,7 @@ def _in_sight(lit: Spotlight) -> list[int]:
     return sorted({j for c in centres for j in range(max(0, c - 2), min(total, c + 3))})
 
 
-def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float) -> str:
+def _arc(start: WordBox, end: WordBox, up: bool, weight: float, hue: str, reach: float) -> str:
     """A line from the lit word to another one of its line, thick by weight, over the words between them."""
     y = start.y + (-LETTERS - 7 if up else 12)
     bow = (-1.25 if up else 1.25) * min(reach - 12, 14 + abs(end.middle - start.middle) * 0.16)
@@ -287,7 +265,7 @@ def _arc(start: _Box, end: _Box, up: bool, weight: float, hue: str, reach: float
     return f'<path d="{curve}" stroke-linecap="round" {_stroke(hue, weight)}/>'
 
 
-def _beside(start: _Box, end: _Box, y: float, weight: float, hue: str) -> str:
+def _beside(start: WordBox, end: WordBox, y: float, weight: float, hue: str) -> str:
     """The number of a line, at its end: to the left where an arc bends to the right, unless the page ends there."""
     left = start.y == end.y and MARGIN + 8 < end.middle < start.middle
     gap = 3 + _thickness(weight) / 2
@@ -295,12 +273,12 @@ def _beside(start: _Box, end: _Box, y: float, weight: float, hue: str) -> str:
     return text_element(x, y, f"{weight:.2f}", 9.5, hue, anchor, halo=True)
 
 
-def _over(_: _Box, end: _Box, y: float, weight: float, hue: str) -> str:
+def _over(_: WordBox, end: WordBox, y: float, weight: float, hue: str) -> str:
     """The number of a line between two sentences: over the word, or under it, where no line of either head passes."""
     return text_element(end.middle, y, f"{weight:.2f}", 9.5, hue, "middle", halo=True)
 
 
-def _around(start: _Box, end: _Box, up: bool, weight: float, hue: str, right: float) -> str:
+def _around(start: WordBox, end: WordBox, up: bool, weight: float, hue: str, right: float) -> str:
     """A line to another line of words: beside its own line, along the margin, and beside the other; through no word."""
     y0, y1 = (box.y + (-LETTERS - 7 if up else 12) for box in (start, end))
     g0, g1 = (y + (-14 if up else 15) for y in (y0, y1))
@@ -313,7 +291,7 @@ def _around(start: _Box, end: _Box, up: bool, weight: float, hue: str, right: fl
     return f'<path d="{path}" stroke-linejoin="round" {_stroke(hue, 0.6 * weight)}/>'
 
 
-def _drop(start: _Box, end: _Box, n: int, weight: float) -> str:
+def _drop(start: WordBox, end: WordBox, n: int, weight: float) -> str:
     """A line down from the lit word to a word of the other sentence; the lines of the second head are dashed."""
     y0, y1 = start.y + 7, end.y - LETTERS - 18  # the numbers of the first head stand below
     x0, x1, half = start.middle, end.middle + 6 * n - 3, (y0 + y1) / 2
@@ -373,15 +351,13 @@ class _Square:
             x = left + (j + 0.5) * side + 3.5
             turned = f' transform="rotate(-90 {x:.1f} {y0 - 6:.1f})"'
             self.elements.append(text_element(x, y0 - 6, name, 11, INK, extra=turned))
-        hidden = _hidden(view, head, rows, cols) if exact else []
-        strokes = "".join(f"M{left + j * side:.1f} {y0 + (i + 1) * side:.1f}l{side:.1f} -{side:.1f}" for i, j in hidden)
-        if strokes:
-            self.elements.append(f'<path d="{strokes}" fill="none" stroke="{PALE}" stroke-width="0.5"/>')
+        hidden = _hidden(view, head, rows, cols) if exact else _hidden_tiles(view, head, (n, m))
+        broken = cell_places(torch.tensor(cells).isnan())
+        self.elements += [marked_cells(hidden, left, y0, side), marked_cells(broken, left, y0, side, crossed=True)]
         self.elements.append(frame_rect(left, y0, m * side, n * side, PALE, 0.75))
         self.right, self.bottom = left + m * side, y0 + n * side
-        self._scale(
-            left, "weight" if exact else "the largest weight in a tile", "; hatched: the mask hides it" * bool(strokes)
-        )
+        marks = "; hatched: the mask hides it" * bool(hidden) + "; crossed: not a number" * bool(broken)
+        self._scale(left, "weight" if exact else "the largest weight in a tile", marks)
         self.sentence = self._description(place, cells, exact, rows, cols)
 
     def _scale(self, left: float, what: str, more: str) -> None:
@@ -426,9 +402,13 @@ def _hidden(view: LayerView, head: int, rows: TokenGroups, cols: TokenGroups) ->
     if view.weights._factors.mask is None:
         return []
     visible = visible_cells(view.pick([head])._factors)[0]
-    return [
-        (i, j) for i, a in enumerate(rows.groups) for j, b in enumerate(cols.groups) if not bool(visible[a, b].any())
-    ]
+    return cell_places(torch.tensor([[not bool(visible[a, b].any()) for b in cols.groups] for a in rows.groups]))
+
+
+def _hidden_tiles(view: LayerView, head: int, tiles: tuple[int, int]) -> list[tuple[int, int]]:
+    """The tiles, by row and column, that the mask forbids entirely."""
+    hidden = forbidden_tiles(view.weights[[head]], *tiles)
+    return [] if hidden is None else cell_places(hidden[0])
 
 
 def _ticks(total: int, count: int) -> list[str]:
@@ -436,11 +416,16 @@ def _ticks(total: int, count: int) -> list[str]:
     return [f"{n * total // count:,}" if n % 6 == 0 else "" for n in range(count)]
 
 
-def _word(box: _Box, text: str, bold: bool) -> str:
-    """A word in the middle of its box; a long one is stretched to the box, whatever font the reader has."""
+def _word(box: WordBox, text: str, bold: bool) -> str:
+    """A word in the middle of its box; a long one is stretched to the box, whatever font the reader has.
+
+    Words from right to left are not: Arabic letters are joined, and would come apart.
+    """
     style = ' font-weight="700"' if bold else ""
-    style += f' textLength="{box.width:.1f}" lengthAdjust="spacing"' if len(text) > 3 else ""
-    style += ' direction="rtl" unicode-bidi="isolate"' if right_to_left(text) else ""
+    if right_to_left(text):
+        style += ' direction="rtl" unicode-bidi="isolate"'
+    elif len(text) > 3:
+        style += f' textLength="{box.width:.1f}" lengthAdjust="spacing"'
     frame = frame_rect(box.x - 3, box.y - LETTERS, box.width + 6, LETTERS + 5, INK, 1.0) if bold else ""
     place = f'x="{box.middle:.1f}" y="{box.y:.1f}" text-anchor="middle"'
     return f'{frame}<text {place} font-size="{LETTERS}" fill="{INK}"{style}>{safe_xml(text)}</text>'

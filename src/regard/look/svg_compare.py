@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from .compare import HeadChanges, HeadPair
 from .layers import LONG
 from .options import ViewOptions
@@ -11,8 +14,10 @@ from .svg_elements import (
     LETTERS,
     MARGIN,
     PALE,
+    cell_places,
     document,
     frame_rect,
+    marked_cells,
     note_lines,
     page_units,
     rect,
@@ -27,6 +32,8 @@ from .token_text import clip, numbered_texts, printable
 __all__ = ["draw_changes"]
 
 _GAP = 18.0
+#: Size of cells from which they have names.
+_READABLE = 7.0
 #: The fill of cells of a word that a text does not have.
 _MISSING = 'fill="#dcdfe4"'
 
@@ -63,29 +70,37 @@ def _sentence(changes: HeadChanges, pair: HeadPair, place: int) -> str:
     rows = [pair.weights(side, [place])[0] for side in (0, 1)]
     a, b = (row.nan_to_num(nan=0.0) for row in rows)
     key = int((b - a).abs().argmax())
-    lacking = f"no such {pair.cols.units[0]}"
-    shares = [
-        f"{format_number(float(row[key])) if row[key] == row[key] else lacking} in {printable(name)}"
-        for row, name in zip(rows, changes.names, strict=True)
-    ]
+    shares = []
+    for side, (row, name) in enumerate(zip(rows, changes.names, strict=True)):
+        number = format_number(float(row[key])) if row[key] == row[key] else "NaN"
+        masked = bool(pair.forbidden(side, [place])[0, key])
+        lacking = f"no such {pair.cols.units[0]}" if pair.lacks(side)[place, key] else "masked" if masked else ""
+        shares.append(f"{lacking or number} in {printable(name)}")
     word, other = (numbered_texts(axis.labels)[n] for axis, n in ((pair.rows, place), (pair.cols, key)))
     return f"{pair.name}: “{word}” → “{other}” {', '.join(shares)}."
 
 
 class _Squares:
-    """Three squares with the words of both texts; the lit row is framed."""
+    """Three squares with the words of both texts, side by side where names can be read; the lit row is framed."""
 
     def __init__(self, changes: HeadChanges, pair: HeadPair, lit: int, width: float) -> None:
         self.elements: list[str] = []
         a, b = (pair.weights(side, range(len(pair.rows))) for side in (0, 1))
+        self.marks = _marks(pair, a, b)
         in_both = [None not in place for place in pair.rows.places]
         change = (b.nan_to_num(nan=0.0) - a.nan_to_num(nan=0.0)).tolist()
         rows, cols = (numbered_texts(axis.labels, 14) for axis in (pair.rows, pair.cols))
         self.names = [_only(name, pair.rows.places[n]) for n, name in enumerate(rows)]
         self.across = [_only(name, pair.cols.places[n]) for n, name in enumerate(cols)]
         left = MARGIN + max(map(text_width, self.names)) * 0.85 + 8
-        top = MARGIN + 22 + max(map(text_width, self.across)) * 0.85
-        self.side = max(2.0, min(28.0, (width - MARGIN - left - 2 * _GAP) / (3 * len(cols))))
+        self.head = 22 + max(map(text_width, self.across)) * 0.85  # title and names above a square
+
+        def side(squares: int) -> float:
+            """How large cells are with so many squares side by side."""
+            return max(2.0, min(28.0, (width - MARGIN - left - (squares - 1) * _GAP) / (squares * len(cols))))
+
+        abreast = next((n for n in (3, 2, 1) if side(n) >= _READABLE), 3)
+        self.side = side(abreast)
         first, second = (printable(name, 40) for name in changes.names)
         fills = [
             [[_weight_fill(x) for x in row] for row in a.tolist()],
@@ -94,43 +109,67 @@ class _Squares:
         ]
         titles = [first, second, f"{second} − {first}"]
         for n, (title, cells) in enumerate(zip(titles, fills, strict=True)):
-            self._square(title, cells, left + n * (len(cols) * self.side + _GAP), top, lit, first=n == 0)
-        self.right = left + 3 * len(cols) * self.side + 2 * _GAP
-        self.bottom = top + len(rows) * self.side
-        self._legend(left, first, second)
+            down, across = divmod(n, abreast)
+            x = left + across * (len(cols) * self.side + _GAP)
+            y = MARGIN + self.head + down * (len(rows) * self.side + self.head + _GAP)
+            self._square(title, cells, x, y, lit, first=across == 0)
+            for marked, crossed in zip(self.marks[n], (False, True), strict=True):
+                self.elements.append(marked_cells(marked, x, y, self.side, crossed))
+            self.bottom = y + len(rows) * self.side
+        self.right = left + abreast * (len(cols) * self.side + _GAP) - _GAP
+        self._legend(left, max(self.right, width - MARGIN), first, second)
 
     def _square(self, title: str, cells: list[list[str]], left: float, top: float, lit: int, *, first: bool) -> None:
         side, (n, m) = self.side, (len(cells), len(cells[0]))
         limit = max(4, int(m * side / (0.56 * LETTERS)))
-        self.elements.append(text_element(left, MARGIN + 8, clip(title, limit), 12, bold=True))
+        self.elements.append(text_element(left, top - self.head + 8, clip(title, limit), 12, bold=True))
         for i, row in enumerate(cells):
             y = top + i * side
-            if first and side >= 7:
+            if first and side >= _READABLE:
                 name = text_element(
                     left - 6, y + side * 0.72, self.names[i], min(11.0, side), INK, "end", bold=i == lit
                 )
                 self.elements.append(name)
             self.elements += [rect(left + j * side, y, side, side, fill) for j, fill in enumerate(row) if fill]
-        for j, name in enumerate(self.across if side >= 7 else []):
+        for j, name in enumerate(self.across if side >= _READABLE else []):
             x = left + (j + 0.5) * side + 3.5
             turned = f' transform="rotate(-90 {x:.1f} {top - 6:.1f})"'
             self.elements.append(text_element(x, top - 6, name, min(11.0, side), INK, extra=turned))
         self.elements.append(frame_rect(left, top, m * side, n * side, PALE, 0.75))
         self.elements.append(frame_rect(left, top + lit * side, m * side, side, HUES[0], 1.5))
 
-    def _legend(self, left: float, first: str, second: str) -> None:
+    def _legend(self, left: float, end: float, first: str, second: str) -> None:
+        """The scale and what colours and lines mean, in as many lines as it takes."""
         y = self.bottom + 14
         for n in range(10):
             self.elements.append(rect(left + n * 8, y, 8, 8, tint_fill(((n + 1) / 10) ** 0.6)))
+        parts: list[tuple[float | None, str]] = [(None, "0 to 1")]
+        parts += [(-0.6, f"{first} gives more"), (0.6, f"{second} gives more")]
+        for kind, text in enumerate(("hatched: masked", "crossed: not a number")):
+            parts += [(None, text)] if any(square[kind] for square in self.marks) else []
         x = left + 86
-        for fill, text in ((None, "0 to 1"), (-0.6, f"{first} gives more"), (0.6, f"{second} gives more")):
+        for fill, text in parts:
+            size = text_width(text) * 0.85 + 12 * (fill is not None)
+            if x + size > end and x > left:
+                x, y = left, y + 16
             if fill is not None:
                 self.elements.append(rect(x, y, 8, 8, signed_fill(fill)))
-                x += 12
-            self.elements.append(text_element(x, y + 8, text, 10.5, PALE))
-            x += text_width(text) * 0.85 + 12
-        self.right = max(self.right, x)
+            self.elements.append(text_element(x + 12 * (fill is not None), y + 8, text, 10.5, PALE))
+            x += size + 12
+            self.right = max(self.right, x - 12)
         self.bottom = y + 12
+
+
+def _marks(pair: HeadPair, a: Tensor, b: Tensor) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+    """Of the squares of both and of their difference, the cells that masks forbid, and those that are not numbers."""
+    places = range(len(pair.rows))
+    hidden = [pair.forbidden(side, places) for side in (0, 1)]
+    lacks = [pair.lacks(side) for side in (0, 1)]
+    broken = [w.isnan() & ~without for w, without in zip((a, b), lacks, strict=True)]
+    alone = torch.tensor([None in place for place in pair.rows.places]).unsqueeze(1)
+    hidden.append((hidden[0] | lacks[0]) & (hidden[1] | lacks[1]) & ~alone)
+    broken.append((broken[0] | broken[1]) & ~alone)
+    return [(cell_places(h), cell_places(n)) for h, n in zip(hidden, broken, strict=True)]
 
 
 def _weight_fill(weight: float) -> str:

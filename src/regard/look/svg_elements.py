@@ -10,12 +10,14 @@ import unicodedata
 from collections.abc import Iterable
 from xml.sax.saxutils import escape, quoteattr
 
+from torch import Tensor
+
 from .token_text import cell_width, printable
 
 __all__ = [
-    "FONT", "GROUND", "HUES", "INK", "LETTERS", "MARGIN", "PALE", "SIGNED", "TINTS", "document", "frame_rect", "inches",
-    "note_lines", "page_units", "rect", "right_to_left", "safe_xml", "signed_fill", "text_element", "text_width",
-    "tint_fill",
+    "FONT", "GROUND", "HUES", "INK", "LETTERS", "MARGIN", "PALE", "SIGNED", "TINTS", "cell_places", "document",
+    "frame_rect", "inches", "marked_cells", "note_lines", "page_units", "rect", "right_to_left", "safe_xml",
+    "signed_fill", "text_element", "text_width", "tint_fill",
 ]  # fmt: skip
 
 INK, PALE, GROUND = "#1c2024", "#5d646c", "#ffffff"
@@ -69,6 +71,19 @@ def tint_fill(shade: float) -> str:
     return 'fill="#{:02x}{:02x}{:02x}"'.format(
         *(round(a + (b - a) * (at - n)) for a, b in zip(TINTS[n], TINTS[n + 1], strict=True))
     )
+
+
+def cell_places(marked: Tensor) -> list[tuple[int, int]]:
+    """Row and column of the cells of a matrix that are true."""
+    return [(i, j) for i, j in marked.nonzero().tolist()]
+
+
+def marked_cells(cells: Iterable[tuple[int, int]], left: float, top: float, side: float, crossed: bool = False) -> str:
+    """Cells of a square, (row, column), under a slanted line, or under a cross; empty without cells."""
+    up = "M{x:.1f} {end:.1f}l{side:.1f} -{side:.1f}"
+    stroke = up + "m0 {side:.1f}l-{side:.1f} -{side:.1f}" if crossed else up
+    lines = [stroke.format(x=left + j * side, end=top + (i + 1) * side, side=side) for i, j in cells]
+    return f'<path d="{"".join(lines)}" fill="none" stroke="{PALE}" stroke-width="0.5"/>' if lines else ""
 
 
 def frame_rect(x: float, y: float, width: float, height: float, stroke: str, thick: float) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...core.problem import Factors
 from ..dot_head import max_map, why_not_exact
 from ..layers import LayerView, all_cells, visible_cells
+from ..masked_tiles import forbidden_tiles
 from ..token_text import printable
 from .content import PageContent, Start
 from .format import Packer
@@ -46,6 +47,7 @@ def _layer_header(
         "held": held,
         "with_vectors": content.with_vectors[n],
         "stack": content.stack_of[n],
+        "masked": view.weights._factors.mask is not None,
     }
     if held and view.long:
         word = start.word if start.stack == content.stack_of[n] else None
@@ -66,8 +68,9 @@ THUMBNAIL, MAX_CELLS = 48, 2**31
 def thumbnails(content: PageContent, view: LayerView, held: list[int]) -> int | None:
     """The pattern of every head of a layer, (h, rows, cols), if the page does not hold all of them; else None.
 
-    A number is the root of the largest weight of a cell, in 255 steps. Where a layer has too many weights for one more
-    pass over them, it is the root of the share of a row.
+    A number is the root of the largest weight of a cell, in 253 steps; 254 stands for what is not a number, and 255 for
+    what the mask forbids. Where a layer has too many weights for one more pass over them, it is the root of the share
+    of a row.
     """
     if len(held) == view.heads:
         return None
@@ -76,7 +79,9 @@ def thumbnails(content: PageContent, view: LayerView, held: list[int]) -> int | 
         tiles = max_map(view.weights, rows, cols, view.summary.lse if view.long else None)
     else:
         tiles = view.weights.pool(rows, cols) * rows / view.sizes[0]
-    return content.packer.add((255 * tiles.clamp(0, 1).sqrt()).round(), "u1")
+    steps = (253 * tiles.clamp(0, 1).sqrt()).round().nan_to_num(nan=254.0).cpu()
+    forbidden = forbidden_tiles(view.weights, rows, cols)
+    return content.packer.add(steps if forbidden is None else steps.masked_fill(forbidden, 255.0), "u1")
 
 
 # Short inputs.

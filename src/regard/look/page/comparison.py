@@ -88,13 +88,16 @@ def _head(packer: Packer, pair: HeadPair, group: int, long: bool) -> dict[str, A
 
 
 def _cells(pair: HeadPair) -> Tensor:
-    """Both patterns, (2, rows, columns); NaN where a text has no such word."""
+    """Both patterns, (2, rows, columns); −1 where the mask forbids a weight, NaN where a text has no such word."""
     places = range(len(pair.rows))
-    return torch.stack([pair.weights(side, places) for side in (0, 1)])
+    return torch.stack([pair.weights(side, places).masked_fill(pair.forbidden(side, places), -1.0) for side in (0, 1)])
 
 
 def _tiles(pair: HeadPair) -> Tensor:
-    """Largest weights of either pattern and the largest change, (3, tiles, tiles), a few rows at a time."""
+    """Largest weights of either pattern and the largest change, (3, tiles, tiles), a few rows at a time.
+
+    A weight is −1 where the mask forbids all of a tile.
+    """
     rows, cols = (min(len(axis), TILES) for axis in (pair.rows, pair.cols))
     tile_of = (torch.arange(len(pair.cols)) * cols // len(pair.cols)).expand(3, -1)
     tiles = torch.zeros(3, rows, cols)
@@ -107,4 +110,8 @@ def _tiles(pair: HeadPair) -> Tensor:
             for extreme, how in ((w.amax(1), "amax"), (w.amin(1), "amin"))
         )
         tiles[:, r] = torch.where(most >= -least, most, least)  # the change keeps its sign
+        for side in (0, 1):
+            seen = ~pair.forbidden(side, part).all(0)
+            any_seen = torch.zeros(cols, dtype=torch.bool).index_fill_(0, tile_of[0, seen], True)
+            tiles[side, r].masked_fill_(~any_seen, -1.0)
     return tiles

@@ -147,7 +147,7 @@ def served_policy(page: str) -> str:
 
 
 def _page(title: str, data: str = "", vectors: str = "", look: str = "") -> str:
-    script, style = _script(), _file("page.css")
+    script, style = _script(), _style()
     policy = _POLICY.format(_hash(_UNPACK), _hash(script), _hash(style), "connect-src 'self'; " if look else "")
     return _PAGE.format(
         policy=policy,
@@ -191,6 +191,12 @@ def _file(name: str) -> str:
 
 
 @functools.cache
+def _style() -> str:
+    """The style of a page, without the spaces and lines around its signs."""
+    return re.sub(r"(?<=[a-z-]): |(?<=[{};,])[ \n]| (?=[{}])", lambda m: m[0].strip(), _file("page.css"))
+
+
+@functools.cache
 def _script() -> str:
     """The modules as one: without imports and exports, since the names of all modules differ.
 
@@ -198,7 +204,40 @@ def _script() -> str:
     """
     script = "\n".join(_file(f"js/{name}.js") for name in _MODULES)
     script = re.sub(r"^import \{[^}]*\} from [^\n]*\n|^export ", "", script, flags=re.M)
-    return script.replace(",\n", ", ")
+    return _without_spaces(script.replace(",\n", ", "))
+
+
+#: Parts of a script that are no code, or may end it: texts in quotes, patterns, and what begins or ends a template.
+_NO_CODE = re.compile(
+    r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'"""
+    r"|(?:(?<=[(,=:!&|?{;\[])|(?<=return))\ ?/(?![/*])(?:\\.|\[(?:\\.|[^\]\\])*\]|[^/\\\n\[])+/|[`{}]"
+)
+#: The text of a template, up to its end or to the code inside it.
+_TEMPLATE = re.compile(r"(?:\\.|\$(?!\{)|[^`\\$])*(`|\$\{)")
+_SPACES = re.compile(r" ?(=>|[=!]==|[<>]=|&&|\|\||\?\?=?|[=<>*?:,]) ?")
+
+
+def _without_spaces(script: str) -> str:
+    """The script without the spaces around its signs; those in texts, patterns and templates stay."""
+    parts, at = [], 0
+    depths: list[int] = []  # of braces, in the code inside of every template around
+    while match := _NO_CODE.search(script, at):
+        sign = match[0]
+        parts.append(_SPACES.sub(r"\1", script[at : match.start()]))
+        at = match.end()
+        if sign == "{" and depths:
+            depths[-1] += 1
+        elif sign == "}" and depths and depths[-1]:
+            depths[-1] -= 1
+        elif sign == "`" or (sign == "}" and depths):
+            if sign == "}":
+                depths.pop()
+            text = _TEMPLATE.match(script, at)
+            assert text, "a template ends"
+            sign, at = sign + text[0], text.end()
+            depths += [0] if text[1] == "${" else []
+        parts.append(sign)
+    return "".join([*parts, _SPACES.sub(r"\1", script[at:])])
 
 
 def _hash(text: str) -> str:

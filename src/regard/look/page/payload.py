@@ -99,7 +99,7 @@ def pack(
         "refused": [[name or "(model)", reason] for name, reason in _refused(subject)],
     }
     content.notes += nan_note(content.nan_heads, sum(map(len, content.held)))
-    return content.packer.pack({**header, "notes": content.notes}, b"".join(vectors.parts))
+    return content.packer.pack({**header, "nan": content.nan_heads, "notes": content.notes}, b"".join(vectors.parts))
 
 
 def _refused(subject: Subject) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 // The atlas: a thumbnail of every head, by layer or sorted, as a pattern or as the row of the lit word.
 
 import { edge, fixed, range } from "./numbers.js";
-import { el, heat, shade } from "./elements.js";
+import { el, heat } from "./elements.js";
 import { ARROWS } from "./square.js";
 import { LETTERS } from "./sentence.js";
 
@@ -16,26 +16,28 @@ export function everyHead(page) {
   })));
 }
 
-// The pattern of a head in at most so many cells a side. A cell is the largest weight in it: none is lost.
+// The pattern of a head in at most so many cells a side. A cell is the largest weight in it: none is lost; hatched is one
+// whose weights the mask forbids.
 const THUMBNAIL = 48;
 export function pattern(page, one) {
   const { paint } = page, { held } = one;
-  if (held && !held.stack.long) return thumbnail(held.i, held.j, (i, j) => held.at(i, j), paint);
-  if (held) return thumbnail(...held.stored.tiles, (i, j) => held.stored.most(i, j), paint);
+  if (held && !held.stack.long) return thumbnail(held.i, held.j, (i, j) => held.shown(i, j), paint);
+  if (held) return thumbnail(...held.stored.tiles, (i, j) => held.stored.shown(i, j), paint);
   if (one.thumb === null || one.thumb === undefined) return null;
-  // Stored as the root of the weight, in 255 steps.
+  // Stored as the root of the weight, in 253 steps; 254 is not a number, and 255 forbidden.
   const [, r, c] = page.header.shape(one.thumb), numbers = page.header.array(one.thumb), from = one.head * r * c;
-  return thumbnail(r, c, (i, j) => (numbers[from + i * c + j] / 255) ** 2, paint);
+  const weight = (x) => (x > 253 ? (x > 254 ? -1 : NaN) : (x / 253) ** 2);
+  return thumbnail(r, c, (i, j) => weight(numbers[from + i * c + j]), paint);
 }
 
 function thumbnail(m, n, at, paint) {
   const [rows, cols] = [Math.min(m, THUMBNAIL), Math.min(n, THUMBNAIL)];
   return heat(rows, cols, (r, c) => {
-    let best = 0;
+    let best = -1;
     for (let i = edge(r, rows, m); i < edge(r + 1, rows, m); i++) {
       for (let j = edge(c, cols, n); j < edge(c + 1, cols, n); j++) best = Math.max(best, at(i, j));
     }
-    return paint.tint(shade(best, 1));
+    return paint.cell(best);
   });
 }
 
@@ -43,15 +45,16 @@ function thumbnail(m, n, at, paint) {
 export function rowStrip(page, one) {
   const { held } = one, { paint } = page, tall = 24;
   if (!held || held.stack !== page.stack || held.stack.long) return null;
-  const { patches, special, length } = held.stack.cols, row = held.row(page.state.word);
+  const { patches, special, length } = held.stack.cols, row = Float32Array.from({ length: held.j }, (_, j) => held.shown(page.state.word, j));
   if (patches) {
     const own = row.filter((_, j) => !special.has(j)), most = Math.max(...own), tall_ = (length - special.size) / patches;
-    return heat(tall_, patches, (r, c) => paint.tint(shade(own[r * patches + c], most)));
+    return heat(tall_, patches, (r, c) => paint.cell(own[r * patches + c], most));
   }
   const n = Math.min(row.length, 2 * THUMBNAIL);
   const most = range(n).map((c) => Math.max(...row.subarray(edge(c, n, row.length), edge(c + 1, n, row.length))));
   const [ground, bar] = [paint.tint(0), paint.tint(0.75)];
-  return heat(tall, n, (r, c) => (tall - r <= Math.round(tall * Math.sqrt(most[c])) ? bar : ground));
+  const colour = (w, left) => (w < 0 ? null : Number.isNaN(w) ? paint.broken : left <= Math.round(tall * Math.sqrt(w)) ? bar : ground);
+  return heat(tall, n, (r, c) => colour(most[c], tall - r));
 }
 
 // The picture of a cell, drawn once for a theme and, of rows, for a word.

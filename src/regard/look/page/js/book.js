@@ -81,6 +81,8 @@ export class Head {
     if (this._visible === undefined) this._visible = this.part("visible");
     return !this._visible || this._visible[i * this.j + j] > 0;
   }
+  // What a picture shows of a weight: −1 where the mask forbids it.
+  shown(i, j) { return this.visible(i, j) ? this.at(i, j) : -1; }
 
   // The weights of words: what a word is given is the sum over its tokens, how it looks the mean over them.
   // Hidden tokens leave their share to the others, so that a row keeps its sum.

@@ -1,10 +1,10 @@
 // Compare: two recordings on the words of both, a pair of heads at a time, and what changed.
 
-import { clamp, edge, fixed, largest, range, weightText } from "./numbers.js";
-import { behind, el, heat, lane, lanes, shade, word } from "./elements.js";
+import { brief, clamp, count, edge, fixed, largest, range } from "./numbers.js";
+import { behind, el, heat, lane, lanes, word } from "./elements.js";
 import { numbered, patchColumns, unitsOf } from "./book.js";
 import { apart, copyWords } from "./sentence.js";
-import { ARROWS, legend } from "./square.js";
+import { ARROWS, legend, swatches } from "./square.js";
 
 const HEADS = 36; // pairs of heads that are drawn before all of them are asked for
 const signed = (x) => Math.sign(x) * Math.abs(x) ** 0.6;
@@ -25,13 +25,23 @@ class Pair {
     this.sides = [flat.subarray(0, size), flat.subarray(size, 2 * size)];
     this.changes = spec.tiled ? flat.subarray(2 * size) : null;
   }
-  at(side, i, j) { return this.sides[side][i * this.cols + j]; }
+  // What a picture shows of a weight: −1 where the mask forbids it.
+  shown(side, i, j) { return this.sides[side][i * this.cols + j]; }
+  at(side, i, j) { return Math.max(0, this.shown(side, i, j)); }
+  // Whether a text lacks the word of the row or of the column: then the other one has it alone.
+  lacks(side, i, j) { return !this.tiled && ["rows", "cols"].some((axis, n) => this.group[axis].side[n ? j : i] === 2 - side); }
+  masked(i, j) { return [0, 1].every((side) => this.shown(side, i, j) < 0 || this.lacks(side, i, j)); }
+  lonely(i) { return !this.tiled && this.group.rows.side[i] > 0; }
   // What the second gives more; to a word that a text lacks it gives nothing. NaN in a row that only one text has.
   change(i, j) {
     if (this.changes) return this.changes[i * this.cols + j];
-    if (this.group.rows.side[i]) return NaN;
-    const { side } = this.group.cols;
-    return (side[j] === 1 ? 0 : this.at(1, i, j)) - (side[j] === 2 ? 0 : this.at(0, i, j));
+    if (this.lonely(i)) return NaN;
+    const [a, b] = [0, 1].map((side) => (this.lacks(side, i, j) ? 0 : this.at(side, i, j)));
+    return b - a;
+  }
+  // A weight in words, where it is no number.
+  text(side, i, j, write) {
+    return this.lacks(side, i, j) ? lacking(this) : this.shown(side, i, j) < 0 ? "masked" : write(this.at(side, i, j));
   }
   // The word at a row or column, or the first word of a tile: as it is written, and with its number where it occurs
   // several times.
@@ -60,7 +70,9 @@ export function compare(page, box) {
     const pair = page.pairs[page.state.pair], i = clamp(page.row, 0, pair.rows - 1);
     if (drawn?.pair !== pair || drawn.paint !== page.paint) {
       drawn = { pair, paint: page.paint, mark: threeMaps(page, pair, maps, own) };
-      words.replaceChildren(compareWords(page, pair));
+      const { labels, units } = pair.group.rows;
+      words.replaceChildren(compareWords(page, pair), pair.tiled ? el("p", { class: "hint", text: `Of ${count(labels.length)} ${units}, each that is written here `
+        + `stands for up to ${Math.ceil(labels.length / pair.rows)} from it on, with the largest weight or change among them.` }) : "");
     }
     headlineOf(page, pair, i, own, bar);
     lightWords(page, pair, i, words);
@@ -75,7 +87,7 @@ function headlineOf(page, pair, i, own, bar) {
   const { names } = page.header, size = (j) => { const x = Math.abs(pair.change(i, j)); return Number.isNaN(x) ? -1 : x; };
   const [row, j] = own.cell ?? [i, largest(range(pair.cols).map(size))], by = pair.change(row, j);
   const part = (side) => el("span", { class: "side-of" }, el("i", { class: "dot", style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: names[side] }), " ",
-    el("b", { text: Number.isNaN(pair.at(side, row, j)) ? `has ${lacking(pair)}` : fixed(pair.at(side, row, j), 2) }));
+    el("b", { text: `${pair.lacks(side, row, j) ? "has " : ""}${pair.text(side, row, j, (w) => fixed(w, 2))}` }));
   bar.replaceChildren(el("i"), el("span", { class: "tie" }, word(pair.numbered("rows", row)), el("span", { class: "arrow", text: " → " }),
     word(pair.numbered("cols", j)), " ", el("b", { class: "weight", "data-read": "change",
       text: Number.isNaN(by) ? "–" : `${by > 0 ? "+" : ""}${fixed(by, 2)}` })),
@@ -115,6 +127,7 @@ function lightWords(page, pair, i, box) {
     const by = same ? pair.change(i, n) : NaN, share = Math.round(wash * Math.abs(signed(by)) || 0);
     node.classList.toggle("lit", n === i);
     node.classList.toggle("shaded", share > 15);
+    node.classList.toggle("unseen", same && pair.masked(i, n));
     node.setAttribute("aria-selected", String(n === i));
     node.setAttribute("tabindex", n === i ? "0" : "-1");
     const colour = page.colour(by < 0 ? 0 : 1);
@@ -128,9 +141,8 @@ function lightWords(page, pair, i, box) {
 
 function compareBars(page, pair, i) {
   const { names } = page.header, size = (j) => Math.abs(pair.change(i, j)) || 0;
-  const order = range(pair.cols).sort((a, b) => size(b) - size(a)).slice(0, 8);
-  const bars = (j) => [0, 1].map((side) => { const w = pair.at(side, i, j);
-    return lane(page.colour(side), Number.isNaN(w) ? 0 : w, Number.isNaN(w) ? lacking(pair) : weightText(w)); });
+  const order = range(pair.cols).filter((j) => !pair.masked(i, j)).sort((a, b) => size(b) - size(a)).slice(0, 8);
+  const bars = (j) => [0, 1].map((side) => lane(page.colour(side), pair.lacks(side, i, j) ? 0 : pair.at(side, i, j) || 0, pair.text(side, i, j, brief)));
   return el("div", {}, el("p", { class: "keys" }, names.map((name, side) => el("span", {}, el("i", { class: "dot", text: "ab"[side],
     style: { "--colour": page.colour(side) } }), " ", el("bdi", { text: name })))),
   el("ol", { class: "best tall", "aria-label": `${pair.group.cols.units} whose weights changed most` },
@@ -165,14 +177,14 @@ function threeMaps(page, pair, box, own) {
     const [i, j] = own.cell ?? [clamp(page.row, 0, pair.rows - 1), -1];
     go([clamp(i + move[0], 0, pair.rows - 1), clamp(j + move[1], 0, pair.cols - 1)]);
   };
-  const missing = paint.blend(paint.tint(0), paint.tint(2), 0.12);
-  const weight = (side) => (i, j) => (Number.isNaN(pair.at(side, i, j)) ? missing : paint.tint(shade(pair.at(side, i, j), 1)));
+  const missing = missingColour(paint), weight = (side) => (i, j) => (pair.lacks(side, i, j) ? missing : paint.cell(pair.shown(side, i, j)));
   box.replaceChildren(map(names[0], weight(0)), map(names[1], weight(1)),
-    map(`${names[1]} minus ${names[0]}`, (i, j) => (Number.isNaN(pair.change(i, j)) ? missing : paint.signed(signed(pair.change(i, j))))),
+    map(`${names[1]} minus ${names[0]}`, (i, j) => changeColour(paint, pair, i, j)),
     el("div", { class: "keys" }, legend(page, 1), el("span", {}, el("i", { class: "dot", style: { "--colour": "rgb(var(--minus))" } }),
       " ", el("bdi", { text: names[0] }), " gives more"), el("span", {}, el("i", { class: "dot", style: { "--colour": "rgb(var(--plus))" } }),
       " ", el("bdi", { text: names[1] }), " gives more"),
     missingWords(pair) ? el("span", {}, el("i", { class: "dot", style: { "--colour": paint.css(missing) } }), ` one ${pair.group.cols.patches ? "image" : "text"} has ${lacking(pair)}`) : "",
+    el("span", { class: "legend" }, swatches(pair.sides.some((side) => side.includes(-1)), pair.js === null)),
     pair.tiled ? el("span", { text: "a cell is the largest weight, or change, in it" }) : ""));
   return (i, at) => marks.forEach(([mark, cell]) => {
     mark.style.setProperty("top", `${(100 * i) / pair.rows}%`);
@@ -185,6 +197,11 @@ function threeMaps(page, pair, box, own) {
   });
 }
 
+// Words that one text lacks, and what the masks of both forbid, have no change.
+const missingColour = (paint) => paint.blend(paint.tint(0), paint.tint(2), 0.12);
+function changeColour(paint, pair, i, j) {
+  return pair.lonely(i) ? missingColour(paint) : pair.masked(i, j) ? null : paint.signed(signed(pair.change(i, j)));
+}
 const lacking = (pair) => `no such ${pair.group.cols.unit}`;
 const missingWords = (pair) => !pair.tiled && ["rows", "cols"].some((axis) => pair.group[axis].side.some(Boolean));
 
@@ -193,7 +210,7 @@ function pairCells(page, own) {
   const { pairs, paint } = page, shown = own.all ? pairs : pairs.slice(0, HEADS), chosen = page.state.pair;
   if (own.paint !== paint) Object.assign(own, { paint, pictures: new Map() });
   const picture = (pair) => {
-    if (!own.pictures.has(pair.n)) own.pictures.set(pair.n, heat(pair.rows, pair.cols, (i, j) => paint.signed(signed(pair.change(i, j) || 0))));
+    if (!own.pictures.has(pair.n)) own.pictures.set(pair.n, heat(pair.rows, pair.cols, (i, j) => changeColour(paint, pair, i, j)));
     return own.pictures.get(pair.n);
   };
   const choose = (n) => {
@@ -219,7 +236,6 @@ function pairCells(page, own) {
 
 function compareTable(page) {
   const pair = page.pairs[page.state.pair], i = clamp(page.state.word, 0, pair.rows - 1), { names } = page.header;
-  const number = (x) => (Number.isNaN(x) ? lacking(pair) : x);
-  return [[pair.group.cols.unit, ...names, "change"], range(pair.cols).map((j) => [word(pair.numbered("cols", j)), number(pair.at(0, i, j)),
-    number(pair.at(1, i, j)), Number.isNaN(pair.change(i, j)) ? "–" : fixed(pair.change(i, j), 3)])];
+  const number = (side, j) => pair.text(side, i, j, (w) => w);
+  return [[pair.group.cols.unit, ...names, "change"], range(pair.cols).map((j) => [word(pair.numbered("cols", j)), number(0, j), number(1, j), pair.masked(i, j) || Number.isNaN(pair.change(i, j)) ? "–" : fixed(pair.change(i, j), 3)])];
 }

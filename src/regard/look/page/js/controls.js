@@ -22,9 +22,10 @@ export const fitChoice = (page) => tick("fit the colours to the largest weight",
 
 // A window shows a part of every row; how much of the chosen one lies outside, in the first head that is shown, is said.
 export function windowNote({ stack: { window: [i0, i1, j0, j1], rows, base, same, heads }, state, head }) {
-  const span = (a, b) => `${count(a)}–${count(b - 1)}`;
+  const span = (a, b) => `${count(a)}–${count(b - 1)}`, share = Math.round(100 * (1 - sum(head.row(state.word))));
+  const outside = Number.isNaN(share) ? "the weights of " : `${share} % of the weight of `, verb = Number.isNaN(share) ? "are not numbers" : "is outside";
   return [`${rows.unit === "patch" ? "Patches" : "Words"} ${span(i0, i1)}${same ? "" : ` looking at ${span(j0, j1)}`} of ${count(base.rows.length)}; `
-    + `${Math.round(100 * (1 - sum(head.row(state.word))))} % of the weight of `, word(rows.name(state.word)), `${heads.length > 1 ? ` in ${head.name}` : ""} is outside.`];
+    + outside, word(rows.name(state.word)), `${heads.length > 1 ? ` in ${head.name}` : ""} ${verb}.`];
 }
 
 export function stackChoice(page) {

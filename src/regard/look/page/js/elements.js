@@ -53,7 +53,7 @@ export function table(caption, head, rows) {
 
 // A bar of a share of the width with its number, and several under one another.
 export const lane = (colour, share, text, props, before) => el("span",
-  { class: "lane", style: { "--colour": colour, "--w": `${100 * share}%`, "--was": `${100 * (before ?? 0)}%` } },
+  { class: "lane", style: { "--colour": colour, "--w": `${100 * (share || 0)}%`, "--was": `${100 * (before || 0)}%` } },
   el("i"), before !== undefined && el("span", { class: "ghost" }), el("b", { ...props, text }));
 export const lanes = (all) => el("span", { class: "lanes" }, all);
 
@@ -67,9 +67,12 @@ export function palette(root) {
     const at = m / 256, n = Math.min(3, Math.floor(at));
     return blend(stops[n], stops[n + 1], at - n);
   });
-  const tint = (x) => shades[Math.round(clamp(Number.isFinite(x) ? x : 0, 0, 1) * 1024)];
-  const signed = (x) => blend(stops[0], x < 0 ? minus : plus, Math.min(1, Math.abs(x)));
-  return { tint, signed, blend, wash: read("--wash")[0], css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
+  const broken = read("--broken"); // of what is not a number
+  const tint = (x) => (Number.isNaN(x) ? broken : shades[Math.round(clamp(x, 0, 1) * 1024)]);
+  const signed = (x) => (Number.isNaN(x) ? broken : blend(stops[0], x < 0 ? minus : plus, Math.min(1, Math.abs(x))));
+  // A weight up to the largest one; below 0, which stands for what the mask forbids, there is no colour.
+  const cell = (w, most = 1) => (w < 0 ? null : tint(shade(w, most)));
+  return { tint, signed, cell, blend, broken, wash: read("--wash")[0], css: ([r, g, b]) => `rgb(${r} ${g} ${b})`,
     ink: (rgb) => (luminance(rgb) > 0.179 ? "#000" : "#fff") };
 }
 
@@ -82,14 +85,16 @@ function luminance(rgb) {
 // Small weights must be seen beside large ones: colour goes with a root of the weight.
 export const shade = (w, most) => (most > 0 ? (w / most) ** 0.6 : 0);
 
-// A heat map of rows × cols numbers, one pixel each; the style sheet makes the pixels large.
+// A heat map of rows × cols numbers, one pixel each; the style sheet makes the pixels large, and hatches those without a
+// colour.
 export function heat(rows, cols, colour) {
   const canvas = el("canvas", { class: "heat", width: cols, height: rows, "aria-hidden": "true" });
   const ctx = canvas.getContext("2d");
   const image = ctx.createImageData(Math.max(1, cols), Math.max(1, rows));
   for (let r = 0, at = 0; r < rows; r++) for (let c = 0; c < cols; c++, at += 4) {
-    const [red, green, blue] = colour(r, c);
-    image.data[at] = red; image.data[at + 1] = green; image.data[at + 2] = blue; image.data[at + 3] = 255;
+    const rgb = colour(r, c);
+    if (!rgb) { canvas.classList.add("hatched"); continue; }
+    image.data[at] = rgb[0]; image.data[at + 1] = rgb[1]; image.data[at + 2] = rgb[2]; image.data[at + 3] = 255;
   }
   ctx.putImageData(image, 0, 0);
   return canvas;

@@ -114,17 +114,17 @@ export function tileUnder(canvas, event, rows, cols) {
 
 // A number for every word of a window as a strip: the mean and the largest of what falls on a pixel.
 function profile(title, every, sequence, span = [0, every.length]) {
-  const [from, to] = span, numbers = every.subarray(from, to);
+  const [from, to] = span, part = every.subarray(from, to), broken = part.filter(Number.isNaN).length, numbers = part.map((x) => x || 0);
   const [width, height] = [640, 54], n = numbers.length, bins = Math.min(n, width), high = [], mean = [];
   for (let b = 0; b < bins; b++) {
-    const part = numbers.subarray(edge(b, bins, n), edge(b + 1, bins, n));
-    high.push(part[largest(part)]);
-    mean.push(sum(part) / part.length);
+    const bin = numbers.subarray(edge(b, bins, n), edge(b + 1, bins, n));
+    high.push(bin[largest(bin)]);
+    mean.push(sum(bin) / bin.length);
   }
   const most = Math.max(...high) || 1, best = largest(numbers), x = (b) => (b * width) / bins,
-    average = sum(numbers) / n;
+    average = sum(numbers) / (n - broken || 1);
   const area = (y) => `M0 ${height}${y.map((v, b) => `L${x(b)} ${height - (v / most) * height}H${x(b + 1)}`).join("")}L${width} ${height}Z`;
-  const message = `mean ${weightText(average)}, largest ${weightText(numbers[best])}`;
+  const message = `${broken ? `${count(broken)} not numbers, ` : ""}mean ${weightText(average)}, largest ${weightText(numbers[best])}`;
   const where = to - from < every.length ? `, ${sequence.units} ${count(from)}–${count(to - 1)}` : "";
   return el("figure", { class: "profile" }, el("figcaption", {}, title + where, el("span", { class: "who" },
     ` ${message} at `,

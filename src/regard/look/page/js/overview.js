@@ -1,7 +1,7 @@
 // All heads: the atlas of thumbnails, a closer look at one head or the difference of two, and two numbers as a scatter plot.
 
 import { fixed, near, range } from "./numbers.js";
-import { behind, choice, el, heat, shade, svg, word } from "./elements.js";
+import { behind, choice, el, heat, svg, word } from "./elements.js";
 import { everyHead, grid, pattern, sorted } from "./atlas.js";
 import { wordChoice } from "./controls.js";
 import { legend } from "./square.js";
@@ -131,7 +131,7 @@ function peekAt(page, own, pointed, have, act) {
 
 function picture(page, one) {
   const { paint } = page, { held } = one;
-  if (held && !held.stack.long) return heat(held.i, held.j, (i, j) => paint.tint(shade(held.at(i, j), 1)));
+  if (held && !held.stack.long) return heat(held.i, held.j, (i, j) => paint.cell(held.shown(i, j)));
   return pattern(page, one) ?? "";
 }
 
@@ -141,7 +141,10 @@ function difference(page, one, other) {
   if (!a || !b || a.stack !== b.stack) return el("p", { class: "hint",
     text: `Only heads of the same ${page.stack.rows.units} can be compared.` });
   const long = a.stack.long, [m, n] = long ? a.stored.tiles : [a.i, a.j];
-  const at = (head, i, j) => (long ? head.stored.most(i, j) : head.at(i, j));
+  const at = (head, i, j) => (long ? head.stored.most(i, j) : head.at(i, j)), shown = (head, i, j) => (long ? head.stored : head).shown(i, j);
+  // Hatched is what the masks of both forbid.
+  const colour = (i, j) => { const [x, y] = [shown(a, i, j), shown(b, i, j)], by = Math.max(0, x) - Math.max(0, y);
+    return x < 0 && y < 0 ? null : paint.signed(signed(by)); };
   let most = { by: 0 };
   for (let i = 0; i < m; i++) for (let j = 0; j < n; j++) {
     const by = at(a, i, j) - at(b, i, j);
@@ -153,7 +156,7 @@ function difference(page, one, other) {
     word(rows.name(most.i)), " → ", word(cols.name(most.j)),
       ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
   return el("div", { class: "versus" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
-    el("figure", {}, heat(m, n, (i, j) => paint.signed(signed(at(a, i, j) - at(b, i, j)))),
+    el("figure", {}, heat(m, n, colour),
       el("figcaption", { text: "the first minus the second: blue where the first gives more, orange where the second does" }), differences));
 }
 

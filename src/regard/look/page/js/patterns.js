@@ -1,7 +1,7 @@
 // Patterns while training: what a head gives, over one piece of text, at every look of a run.
 
 import { clamp, count, fixed, range } from "./numbers.js";
-import { choice, el, heat, shade, word } from "./elements.js";
+import { choice, el, heat, word } from "./elements.js";
 
 export function trainingPatterns(page) {
   const { patterns } = page.header;
@@ -15,7 +15,7 @@ export function trainingPatterns(page) {
   const at = ({ layer, head }, look, i, j) => { const [, h, m, n] = page.header.shape(layer.w);
     return page.header.array(layer.w)[((look * h + head) * m + i) * n + j] / 255; };
   const picture = (one, look) => { const [, , m, n] = page.header.shape(one.layer.w);
-    return heat(m, n, (i, j) => page.paint.tint(shade(at(one, look, i, j), 1))); };
+    return heat(m, n, (i, j) => page.paint.cell(at(one, look, i, j))); };
   const read = (one) => {
     const { rows, cols } = one.layer, [i, j] = own.cell ?? strongest(one);
     message.replaceChildren(`step ${count(steps[own.look])} `, word(rows[i]), el("span", { class: "arrow", text: " → " }), word(cols[j]),

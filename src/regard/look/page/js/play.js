@@ -1,7 +1,7 @@
 // Lab: change the rules of attention and see what the weights do. Axes are fixed, and ghosts show what was recorded.
 
 import { brief, clamp, dot, entropy, fixed, largest, mix, near, range, SIMILARITIES, softmax, sum } from "./numbers.js";
-import { behind, choice, el, heat, lane, lanes, shade, strip, svg, tick, word } from "./elements.js";
+import { behind, choice, el, heat, lane, lanes, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { legend } from "./square.js";
 import { labOf } from "./address.js";
@@ -31,7 +31,7 @@ export function play(page, box) {
     page.played = now.all;
     inSlices(page, function* () {
       for (let i = 0; i < t; i++) { now.w(i); now.y(i); now.straight(i); yield; }
-      map.replaceChildren(playMap(page, now.all.w));
+      map.replaceChildren(playMap(page, now));
       yield;
       values.replaceChildren(...(page.stack.same && now.all.y ? [outputs(page, now, own)] : []));
     });
@@ -183,6 +183,10 @@ function saturation({ unit }, slide) {
     peakText.textContent = fixed(peak, 3);
     entropyText.textContent = fixed(h, 3);
     plot.setAttribute("aria-label", `peak ${fixed(peak, 3)}, entropy ${fixed(h, 3)}`);
+    if (seen < 2) {
+      caption.textContent = seen ? `it may look at one ${unit} alone, whatever the scale` : "it may look at nothing, whatever the scale";
+      return;
+    }
     const summary = peak > 0.95 ? `saturated: nearly all on one ${unit}` : h > 0.95 * most ? `nearly uniform: every ${unit} that it sees alike` : "in between";
     caption.textContent = `peak, and entropy as a share of ${fixed(most, 2)}, at every scale; now ${summary}`;
   };
@@ -201,7 +205,9 @@ function playBars(page, own, forbid) {
   const build = (now) => {
     const { same, rows, cols } = page.stack, { order } = own, token = (j) => (same ? order[j] : j), ghost = page.head.row(order[now.place]);
     const all = range(cols.length), barred = new Set(own.forbidden);
-    const chosen = all.length > 30 ? new Set([...all].sort((a, b) => ghost[token(b)] - ghost[token(a)]).slice(0, SHOWN)) : null;
+    // Of words that the recorded mask forbids, the nearest.
+    const far = (j) => (same ? Math.abs(j - now.place) : 0), most = (a, b) => ghost[token(b)] - ghost[token(a)] || far(a) - far(b);
+    const chosen = all.length > 30 ? new Set([...all].sort(most).slice(0, SHOWN)) : null;
     const shown = all.filter((j) => !chosen || chosen.has(j) || barred.has(token(j)));
     const toggle = (n) => forbid(barred.has(n) ? own.forbidden.filter((m) => m !== n) : [...own.forbidden, n]);
     lines = shown.map((j) => {
@@ -233,8 +239,8 @@ function playBars(page, own, forbid) {
   return { node, draw };
 }
 
-function playMap(page, w) {
-  const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.tint(shade(w[r][c], 1)));
+function playMap(page, { scores, all: { w } }) {
+  const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.cell(scores(r)[c] === -Infinity ? -1 : w[r][c]));
   return el("figure", {}, el("figcaption", { text: `all ${page.stack.rows.units} at once` }), map, legend(page, 1));
 }
 

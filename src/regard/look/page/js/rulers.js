@@ -43,7 +43,7 @@ export function marks({ i0, i1, j0, j1 }, links, width, height) {
 // The window within the complete matrix.
 export function minimap(view, plane, { i, j }) {
   const size = 92, tall = clamp((size * i) / j, 24, size);
-  const canvas = el("canvas", { class: "heat", width: plane.width, height: plane.height, "aria-hidden": "true" });
+  const canvas = el("canvas", { class: "heat hatched", width: plane.width, height: plane.height, "aria-hidden": "true" });
   canvas.getContext("2d").drawImage(plane, 0, 0);
   const part = (from, to, length, pixels) => [(from / length) * pixels, Math.max(3, ((to - from) / length) * pixels)];
   const [[x, width], [y, height]] = [part(view.j0, view.j1, j, size), part(view.i0, view.i1, i, tall)];

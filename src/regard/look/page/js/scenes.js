@@ -2,7 +2,7 @@
 // Every number comes from the recorded head, or from the model's own word vectors where the page has them.
 
 import { clamp, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
-import { shade, svg } from "./elements.js";
+import { svg } from "./elements.js";
 import { RIGHT_TO_LEFT } from "./book.js";
 
 export const SCENE_HEIGHT = 450;
@@ -96,6 +96,11 @@ function vectorColumn(data, vector, x, y, most, { width = 14, cell = 8, opacity 
   return svg("g", { opacity }, vector.map((value, n) => cellOf(x - width / 2, y + n * cell, width, cell, paint.css(paint.signed(most ? value / most : 0)))),
     svg("rect", { class: "cellframe", x: x - width / 2, y, width, height: cell * vector.length }));
 }
+// A weight as a cell of a matrix; hatched where the mask forbids it.
+function weightCell({ page: { paint } }, weight, ...place) {
+  const colour = paint.cell(weight);
+  return colour ? cellOf(...place, paint.css(colour)) : cellOf(...place, null, { class: "storyhatch", fill: "url(#story-hatch)" });
+}
 const sizeOf = (vectors) => Math.max(1e-9, ...vectors.flat().map(Math.abs));
 
 // Bars that stand on a line, one a word, with their numbers; `shares` says how much of a bar is there.
@@ -157,7 +162,7 @@ function normalise(data, t) {
   const l = 1 / Math.max(1e-30, Math.max(...data.w)), lowest = Math.min(...seen.filter(Number.isFinite), 0), range_ = Math.max(1e-9, m - lowest);
   const rise = eased(t * 2), shrink = eased(t * 2 - 1);
   const values = seen.map((s, n) => tween(tween((s - lowest) / range_, grown[n], rise), data.w[n], shrink));
-  const text = t < 0.05 ? `scores, from ${fixed(lowest, 2)} to ${fixed(m, 2)}` : t < 0.5 ? "exp(score − largest score): differences become ratios"
+  const text = m === -Infinity ? "every score is −∞: there is nothing to divide" : t < 0.05 ? `scores, from ${fixed(lowest, 2)} to ${fixed(m, 2)}` : t < 0.5 ? "exp(score − largest score): differences become ratios"
     : `divided by their sum ${fixed(l, 2)}: weights that sum to 1`;
   return [baseline(FLOOR), barsOf(data, values.map((x) => (Number.isFinite(x) ? x : 0)), { base: FLOOR, high: FLOOR - ROOF - 30, most: 1 }), wordsBelow(data), noteAt(EDGE, ROOF, text)];
 }
@@ -180,11 +185,11 @@ function mixing(data, t) {
 // 6 to 9: many heads, the mask, two sentences, long texts.
 
 function manyHeads(data, t) {
-  const { head, page } = data, { paint } = page, heads = head.stack.heads.filter((one) => one.place === head.place);
+  const { head } = data, heads = head.stack.heads.filter((one) => one.place === head.place);
   const tall = Math.min(26, 270 / heads.length), top = 330 - tall * heads.length, wide = stepOf(data), many = data.keys.length;
   return [wordsBelow(data), heads.map((one, h) => { const s = one === head ? 1 : turnOf(t, h, heads.length);
-    return svg("g", { opacity: s, transform: `translate(${(1 - s) * -60} 0)` }, data.keys.map((j, n) => cellOf(placeOfWord(data, n) - wide / 2 + 1, top + h * tall + 1, wide - 2, tall - 2,
-      paint.css(paint.tint(shade(one.at(data.i, j), 1))))), tinyText(data.left - 14, top + (h + 0.5) * tall + 4, String(one.head)),
+    return svg("g", { opacity: s, transform: `translate(${(1 - s) * -60} 0)` }, data.keys.map((j, n) => weightCell(data, one.shown(data.i, j),
+      placeOfWord(data, n) - wide / 2 + 1, top + h * tall + 1, wide - 2, tall - 2)), tinyText(data.left - 14, top + (h + 0.5) * tall + 4, String(one.head)),
     one === head ? svg("rect", { class: "marker", x: data.left, y: top + h * tall, width: many * wide, height: tall }) : []); })];
 }
 
@@ -216,8 +221,8 @@ function twoSentences(data, t) {
 
 function longTexts(data, t) {
   const { paint } = data.page, side = scene.width < 700 ? 190 : 300, right = 2 * 30 + side + 40, s = eased(t), scale = tween(1, 0.06, s), top = 40, n = data.keys.length, cell = (side * scale) / n, x0 = 30;
-  const cells = data.keys.map((i, r) => data.keys.map((j, c) => (data.same || r === 0 ? cellOf(x0 + c * cell, top + r * cell, cell, cell,
-    paint.css(paint.tint(shade(data.same ? data.head.at(i, j) : data.w[c], 1)))) : [])));
+  const cells = data.keys.map((i, r) => data.keys.map((j, c) => (data.same || r === 0 ? weightCell(data, data.head.shown(data.same ? i : data.i, j),
+    x0 + c * cell, top + r * cell, cell, cell) : [])));
   const total = Math.round(tween(n, 100_000, s ** 3)), count = (x) => Math.round(x).toLocaleString("en");
   return [svg("rect", { class: "storyhatch", x: x0, y: top, width: side, height: side, fill: "url(#story-hatch)", opacity: s }), cells,
     svg("rect", { class: "cellframe", x: x0, y: top, width: side, height: side }),
@@ -230,6 +235,11 @@ function longTexts(data, t) {
 // The chapters in the order of the documents: what each shows, says, and needs.
 const listed = ({ keys, same, word, units, page }) => (keys.length < page.stack.cols.length ? ` Shown are ${keys.length} of ${page.stack.cols.length} ${units}: `
   + `${same ? `“${word}”, up to two after it, and ` : ""}those with the largest weights.` : "");
+// To which word the lit one gives most.
+function mostOf({ w, word, names }, gives) {
+  const n = largest(w);
+  return w[n] > 0 ? `“${word}” ${gives(names[n], fixed(w[n], 3))}` : `“${word}” may look at nothing`;
+}
 const origin = ({ unit }) => (unit === "patch" ? "image" : "sentence");
 export const CHAPTERS = [
   { name: "Alike", draw: alike, seconds: 4, when: (d) => d.alike, say: (d) => `How alike are “${d.word}” and every ${d.same ? "other " : ""}${d.unit}? Two vectors are multiplied number by number, and the `
@@ -238,7 +248,7 @@ export const CHAPTERS = [
     + `${fixed(Math.sqrt(d.width), 1)} they do not: softmax would give one ${d.unit} up to ${fixed(Math.max(...softmax(d.everyAlike)), 3)} before, ${fixed(Math.max(...softmax(d.everyAlike.map((x) => x / Math.sqrt(d.width)))), 3)} after.` },
   { name: "Queries, keys, values", draw: projections, when: (d) => d.q && d.scores, say: (d) => `Vectors alone cannot tie ${d.units} that are not alike. Three learned matrices make of every ${d.unit} a query, what `
     + `it looks for, a key, what it offers, and a value, what it gives. These are the queries and keys of ${d.head.name}, as recorded.` },
-  { name: "Softmax", draw: normalise, when: (d) => d.scores, say: (d) => `Scores become weights: exp makes them positive, and the sum is divided out. “${d.word}” gives “${d.names[largest(d.w)]}” ${fixed(Math.max(...d.w), 3)}.` },
+  { name: "Softmax", draw: normalise, when: (d) => d.scores, say: (d) => `Scores become weights: exp makes them positive, and the sum is divided out. ${mostOf(d, (name, weight) => `gives “${name}” ${weight}`)}.` },
   { name: "Mix", draw: mixing, when: (d) => d.v, say: (d) => `Every value is taken as much as its weight says, and all are added: that is the output of “${d.word}”. What has a small weight drowns.` },
   { name: "Many heads", draw: manyHeads, when: (d) => d.head.stack.heads.filter((one) => one.place === d.head.place).length > 1, say: (d) => `A layer does this several times side by side, with matrices of their own: its heads look at different `
     + `${d.units}. The framed row is ${d.head.name}.` },
@@ -246,7 +256,7 @@ export const CHAPTERS = [
     + `${d.head.layer.mask_name ? `This head was recorded with ${d.head.layer.mask_name}.` : "This head looks in both directions; hidden here is what a causal mask would hide."}` },
   { name: "Two sentences", draw: twoSentences, when: () => true, say: (d) => (d.same ? "What is looked at may be another sentence: a translator’s queries come from the sentence it writes, keys and values "
     + `from the one it reads. The step is the same; the numbers are those of this ${origin(d)}.`
-    : `Queries come from the ${origin(d.page.stack.rows)} above, keys and values from the ${origin(d)} below: “${d.word}” looks at “${d.names[largest(d.w)]}” with ${fixed(Math.max(...d.w), 3)}.`) },
+    : `Queries come from the ${origin(d.page.stack.rows)} above, keys and values from the ${origin(d)} below: ${mostOf(d, (name, weight) => `looks at “${name}” with ${weight}`)}.`) },
   { name: "Long", draw: longTexts, when: () => true, say: (d) => `Every ${d.page.stack.rows.unit} looks at every ${d.unit}: ${d.page.stack.rows.length} × ${d.page.stack.cols.length} weights here, ten billion at 100,000 ${d.units}. Queries, keys and two numbers a row are enough to compute any of them when it is asked for. `
     + `And this was ${d.head.name}, which you were looking at.` },
 ];

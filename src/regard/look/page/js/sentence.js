@@ -80,7 +80,7 @@ export function light(page, queries, keys, sheets, i) {
   });
   [...keys.children].filter((node) => node.matches(".word")).forEach((node, n) => {
     const weights = sheets.map(({ w }) => w[i]?.[n] ?? 0), part = 100 / weights.length;
-    const share = (w) => (w / most < 0.02 ? 0 : Math.round(Math.min(1, w / most) ** 0.7 * wash * (patches && keys.querySelector(".image") ? 0.8 : 1)));
+    const share = (w) => (!(w / most >= 0.02) ? 0 : Math.round(Math.min(1, w / most) ** 0.7 * wash * (patches && keys.querySelector(".image") ? 0.8 : 1)));
     const band = (w, h) => `color-mix(in srgb, ${page.colour(h)} ${share(w)}%, transparent) ${part * h}% ${part * (h + 1)}%`;
     node.classList.toggle("shaded", weights.some((w) => share(w) > 15)); // paler text can be read up to there
     node.classList.toggle("unseen", sheets.length > 0 && sheets.every((sheet) => sheet.masked(i, n)));

@@ -1,7 +1,7 @@
 // Tiles of a long matrix from the server, z.x.y of 256 × 256 cells: what is there is drawn, what is missing is asked for.
 
 import { clamp } from "./numbers.js";
-import { heat, shade } from "./elements.js";
+import { heat } from "./elements.js";
 
 export const SIDE = 256; // cells a side of a tile
 const SENT = 200, BATCH = 12; // tiles that are remembered, and those of one question
@@ -32,8 +32,9 @@ export class ServedTiles {
         const one = [z - up, b >> up, a >> up], key = `${this.by(one[0], mode)} ${one.join(".")}`;
         if (!this.cells.has(key)) continue;
         const size = SIDE / 2 ** up, from = [((b % 2 ** up) * SIDE) / 2 ** up, ((a % 2 ** up) * SIDE) / 2 ** up];
-        ctx.drawImage(this.picture(key, one, scale, mode === "beyond"), ...from, size, size, (b * side - view.j0) * x, (a * side - view.i0) * y,
-          side * x, side * y);
+        const to = [(b * side - view.j0) * x, (a * side - view.i0) * y, side * x, side * y];
+        ctx.clearRect(...to); // what the mask forbids has no colour
+        ctx.drawImage(this.picture(key, one, scale, mode === "beyond"), ...from, size, size, ...to);
         break;
       }
     }
@@ -51,8 +52,11 @@ export class ServedTiles {
     this.cells.set(key, cells);
     if (this.pictures.size > 2 * SENT || this.painted !== paint) { this.pictures.clear(); this.painted = paint; }
     if (!this.pictures.has(name)) {
-      this.pictures.set(name, heat(SIDE, SIDE, (a, b) => paint.tint(shade(Math.max(0,
-        cells[a * SIDE + b] - expected(a, b)), scale))));
+      // At the last level −1 is a weight that the mask forbids; above, a cell is forbidden where a stored tile is.
+      const [r, c] = this.source.tiles, tile = (n, length, tiles) => Math.min(tiles - 1, Math.floor((n * tiles) / length));
+      const hidden = (a, b) => this.source.shown(tile(middle(y, a), this.i, r), tile(middle(x, b), this.j, c)) < 0;
+      const shown = (w, a, b) => (w < 0 || (!w && hidden(a, b)) ? -1 : Math.max(0, w - expected(a, b)));
+      this.pictures.set(name, heat(SIDE, SIDE, (a, b) => paint.cell(shown(cells[a * SIDE + b], a, b), scale)));
     }
     return this.pictures.get(name);
   }

@@ -3,9 +3,11 @@
 import { el } from "./elements.js";
 import { snapshot } from "./snapshot.js";
 
-// Widths of a picture: the name, and the width in inches; a slide is as wide as most of them.
-const SIZES = { screen: ["as on the screen", null], column: ["a column, 3.3 in", 3.3], page: ["a page, 6.9 in", 6.9],
-  slide: ["a slide, 13.3 in", 13.33] };
+// Widths of a picture: the name, the width in inches, and in pixels the width at which the view is laid out for it, so that
+// its letters are 5 to 8 points high on paper and 9 to 17 on a slide, whatever the window is.
+const SIZES = { screen: ["as on the screen", null, null], column: ["a column, 3.3 in", 3.3, 455], page: ["a page, 6.9 in", 6.9, 950],
+  slide: ["a slide, 13.3 in", 13.33, 1020] };
+const DOTS = 300; // of a PNG with a width, in an inch
 
 export function shareMenu(page) {
   const own = (page.share ??= { size: "screen" }), message = el("p", { class: "hint", "aria-live": "polite" });
@@ -22,8 +24,8 @@ export function shareMenu(page) {
       ? copyText(page.link, "The link is copied.") : "A frame has no address: save the page as a file, and its links can be copied.")),
       act("copy-caption", "copy caption", () => copyText(caption(page), "The caption is copied."))),
     el("div", { class: "acts" }, size, act("save-svg", "SVG", async () => download(page, "svg",
-      new Blob([svgText(page)], { type: "image/svg+xml" }))),
-      act("save-png", "PNG, 2×", async () => download(page, "png", await pngOf(svgText(page)))),
+      new Blob([await svgText(page)], { type: "image/svg+xml" }))),
+      act("save-png", "PNG", async () => download(page, "png", await pngOf(await svgText(page), SIZES[own.size][1] ? DOTS / 96 : 2))),
       act("save-pdf", "PDF", async () => printView(page)),
       act("save-csv", "CSV", async () => download(page, "csv", new Blob([`\uFEFF${csvOf(page)}`],
         { type: "text/csv" })))),
@@ -56,10 +58,26 @@ export function download(page, suffix, blob) {
   return `Saved as ${name}.`;
 }
 
-function svgText(page) {
+// The view laid out at another width for a moment: a picture is drawn there, whatever the window is.
+export async function laidOut(page, pixels, draw) {
+  const set = (width) => { document.body.style.width = width; page.width = page.root.clientWidth; page.keepingFocus(() => page.refresh?.(true)); };
+  if (!pixels) return draw();
+  set(`${pixels}px`);
+  try {
+    while (page.slices) await new Promise(requestAnimationFrame); // the Lab computes in slices
+    return draw();
+  } finally { set(""); }
+}
+export const forSlide = (page, draw) => laidOut(page, SIZES.slide[2], draw);
+
+async function svgText(page) {
+  const [, inches, pixels] = SIZES[page.share.size];
+  return laidOut(page, pixels, () => drawnSvg(page, inches));
+}
+
+function drawnSvg(page, inches) {
   const paper = getComputedStyle(document.body).backgroundColor, picture = snapshot(page.main.querySelector(".view"),
     caption(page), paper);
-  const inches = SIZES[page.share.size][1];
   if (inches) {
     const [, , width, height] = picture.getAttribute("viewBox").split(" ").map(Number);
     picture.setAttribute("width", `${inches}in`);
@@ -69,8 +87,8 @@ function svgText(page) {
 }
 
 // The browser prints the view alone, on paper of its size: its printer is the one that writes vectors into a PDF.
-function printView(page) {
-  const sheet = el("div", { class: "print" }), picture = document.importNode(new DOMParser().parseFromString(svgText(page),
+async function printView(page) {
+  const sheet = el("div", { class: "print" }), picture = document.importNode(new DOMParser().parseFromString(await svgText(page),
     "image/svg+xml").documentElement, true);
   sheet.append(picture);
   const [, , width, height] = picture.getAttribute("viewBox").split(" ").map(Number), inches = SIZES[page.share.size][1] ?? width / 96;
@@ -84,11 +102,11 @@ function printView(page) {
   return "Choose “Save as PDF” in the window of the printer.";
 }
 
-// The SVG drawn twice as large.
-async function pngOf(text) {
+// The SVG drawn larger by a factor.
+async function pngOf(text, factor) {
   const url = URL.createObjectURL(new Blob([text], { type: "image/svg+xml" })), image = new Image();
   await new Promise((done, failed) => { image.onload = done; image.onerror = () => failed(new Error("the picture could not be drawn")); image.src = url; });
-  const canvas = el("canvas", { width: 2 * image.width, height: 2 * image.height });
+  const canvas = el("canvas", { width: Math.round(factor * image.width), height: Math.round(factor * image.height) });
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
   URL.revokeObjectURL(url);
   return new Promise((done) => { canvas.toBlob(done, "image/png"); });

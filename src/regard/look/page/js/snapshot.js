@@ -66,7 +66,7 @@ function drawNode(node, pen) {
   if (node.nodeType !== Node.ELEMENT_NODE || node.matches(LEFT_OUT)) return;
   const style = getComputedStyle(node), box = node.getBoundingClientRect();
   if (style.display === "none" || style.visibility === "hidden" || (!box.width && !box.height)) return;
-  if (node instanceof HTMLCanvasElement) { drawCanvas(node, style, box, pen); drawFrame(style, box, pen); return; }
+  if (node instanceof HTMLCanvasElement) { drawGround(style, box, pen); drawCanvas(node, style, box, pen); drawFrame(style, box, pen); return; }
   if (node instanceof SVGSVGElement) { drawSvg(node, box, pen); drawFrame(style, box, pen); return; }
   drawGround(style, box, pen);
   drawFrame(style, box, pen);

@@ -1,7 +1,7 @@
 // Square: all weights of a head.
 
 import { clamp, fixed, largest, sum, weightText } from "./numbers.js";
-import { behind, el, hatching, heat, shade, svg, word } from "./elements.js";
+import { behind, el, hatching, heat, svg, word } from "./elements.js";
 import { fitChoice, headChoice, readingControls } from "./controls.js";
 
 export function square(page, box) {
@@ -21,12 +21,12 @@ export function square(page, box) {
     const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
     drawn.mark(i, j);
     const row = sheet.w[i] ?? [], key = j ?? largest(row);
-    const number = j !== null && row.length && sheet.masked(i, key)
-      ? el("span", { class: "who", "data-read": "cell", text: "the mask forbids it" })
+    const number = row.length && sheet.masked(i, key)
+      ? el("span", { class: "who", "data-read": "cell", text: j === null ? "looks at nothing" : "the mask forbids it" })
       : el("b", { "data-read": "cell", text: fixed(row[key], 4) });
-    message.replaceChildren(word(sheet.rows.names[i] ?? ""), el("span", { class: "arrow", text: " → " }),
-      word(sheet.cols.names[key] ?? ""),
-      number, el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
+    // Without a cell that is pointed at, the one where the row looks most, if it looks anywhere.
+    const where = j === null && sheet.named(i) === null ? [] : [el("span", { class: "arrow", text: " → " }), word(sheet.cols.names[key] ?? "")];
+    message.replaceChildren(word(sheet.rows.names[i] ?? ""), ...where, number, el("span", { class: "who", text: `row sum ${fixed(sum(row), 3)}` }));
   };
 }
 
@@ -40,7 +40,7 @@ function matrix(page, stage, sheet) {
   const cell = clamp(Math.min(stage.clientWidth - left - right, Math.max(tall, 24 * m)) / n, 1, 56);
   // Of few rows and many columns, the rows are as high as their names.
   const rise = m < n ? Math.max(cell, Math.min(20, tall / m)) : cell, [width, height] = [cell * n, rise * m];
-  const canvas = heat(m, n, (i, j) => paint.tint(shade(w[i][j], most)));
+  const canvas = heat(m, n, (i, j) => paint.cell(w[i][j], most));
   for (const [name, size] of Object.entries({ left, top, width, height })) canvas.style.setProperty(name, `${size}px`);
   const place = { left, top, cell, rise, width, height };
   const [rowNames, colNames] = [names(rows.names, place, rise, false), names(cols.names, place, cell, true)];
@@ -147,6 +147,10 @@ function pointAt(page, over, { rows, cols }, { left, top, cell, rise }) {
 
 export function legend(page, most, sign = "") {
   const { paint } = page;
-  return el("p", { class: "legend", "aria-hidden": "true" }, "0", heat(1, 64, (_, c) => paint.tint(shade(c / 63, 1))),
-    `${sign}${sign || most !== 1 ? weightText(most) : "1"}`);
+  return el("p", { class: "legend", "aria-hidden": "true" }, "0", heat(1, 64, (_, c) => paint.cell(c / 63)),
+    `${sign}${sign || most !== 1 ? weightText(most) : "1"}`,
+    swatches(page.book?.stacks[page.state.stack].heads.some(({ layer }) => layer.masked), page.header.nan > 0));
 }
+// What stands for no weight: hatched what the mask forbids, in a colour of its own what is not a number.
+export const swatches = (masked, broken) => [masked && el("span", {}, el("i", { class: "swatch" }), "masked"),
+  broken && el("span", {}, el("i", { class: "swatch", style: { background: "rgb(var(--broken))" } }), "not a number")];

@@ -19,8 +19,9 @@ export class Stored {
     const [r, c] = this.tiles, { i } = this.head;
     return this.map[a * c + b] / Math.max(1, edge(a + 1, r, i) - edge(a, r, i));
   }
-  // The largest weight in a tile.
-  most(a, b) { return this.largest[a * this.tiles[1] + b]; }
+  // The largest weight in a tile; −1 where the mask forbids them all, NaN where one is not a number.
+  shown(a, b) { return this.largest[a * this.tiles[1] + b]; }
+  most(a, b) { return Math.max(0, this.shown(a, b)) || 0; }
   // What a weight is expected to be for its place alone: an equal share of the keys that its row sees, the mean of its
   // key over the rows that see it or, of one sequence, the mean at its distance, whichever is most. What is seen, and how
   // far it is, is known by tiles.

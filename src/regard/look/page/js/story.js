@@ -6,7 +6,7 @@ import { behind, el, hatching, svg, word } from "./elements.js";
 import { snapshot } from "./snapshot.js";
 import { CHAPTERS, SCENE_HEIGHT, scene, storyData } from "./scenes.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
-import { caption, download } from "./share.js";
+import { caption, download, forSlide } from "./share.js";
 
 const SECONDS = 2.4; // of a chapter
 const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
@@ -20,9 +20,10 @@ export function story(page, box) {
     oninput: (e) => { stop(); go(Number(e.target.value)); } });
   const button = (key, label, name, act) => el("button", { class: "act", "data-key": key, "aria-label": name, text: label, onclick: act });
   const playButton = button("story-play", "play", "Play the story", () => (own.playing ? stop() : play()));
-  const end = el("div", { class: "chips" });
-  box.append(picks, telling, el("div", { class: "player" }, button("story-back", "◀", "The chapter before", () => move(-1)), playButton,
-    button("story-next", "▶", "The next chapter", () => move(1)), scrubber), steps, end, behind("The numbers of the story", () => storyTable(data)));
+  const end = el("div", { class: "chips" }), message = el("p", { class: "message" });
+  const scenes = el("div", {}, telling, el("div", { class: "player" }, button("story-back", "◀", "The chapter before", () => move(-1)), playButton,
+    button("story-next", "▶", "The next chapter", () => move(1)), scrubber), steps, end);
+  box.append(picks, message, scenes, behind("The numbers of the story", () => storyTable(data)));
   let data = null, chapters = [];
 
   const chapterAt = (at) => clamp(Math.ceil(at - 1e-9) - 1, 0, chapters.length - 1);
@@ -67,11 +68,11 @@ export function story(page, box) {
   const slides = async () => {
     const back = own.at, pages = [];
     stop();
-    for (const n of range(chapters.length)) {
+    await forSlide(page, () => range(chapters.length).forEach((n) => {
       own.at = n + 1;
       draw();
       pages.push(snapshot(telling, `${chapters[n].name}. ${caption(page)}`, getComputedStyle(document.body).backgroundColor));
-    }
+    }));
     go(back);
     download(page, "html", new Blob([deck(page, pages)], { type: "text/html" }));
   };
@@ -84,12 +85,16 @@ export function story(page, box) {
     scene.width = page.narrow ? 480 : 960;
     stage.setAttribute("viewBox", `0 0 ${scene.width} ${SCENE_HEIGHT}`);
     data = storyData(page);
+    const { head, word: lit } = data, numbers = [data.w, data.alike, data.scores, data.x, data.v].flat(2);
+    scenes.hidden = numbers.some(Number.isNaN);
+    message.textContent = scenes.hidden ? `“${lit}” or what it looks at has numbers in ${head.name} that are not numbers (NaN): of these there is no story. Choose another ${head.stack.rows.unit} or head.` : "";
     chapters = CHAPTERS.filter((chapter) => chapter.when(data));
     scrubber.max = chapters.length;
     own.sentence = null;
     picks.replaceChildren(...[stackChoice(page), wordChoice(page), headChoice(page)].filter(Boolean));
     steps.replaceChildren(...chapters.map((chapter, n) => el("button", { class: "chip", "data-key": `chapter-${n}`, text: `${n + 1} ${chapter.name}`,
       onclick: () => glide(n + 1) })));
+    if (scenes.hidden) { stop(); return; }
     draw();
     if (own.at === 0 && !own.playing) glide(1);
   };

@@ -1,7 +1,7 @@
 // The picture of a window of a long matrix: stored tiles, magnified, and exact ones of 256 × 256 words as they are made.
 
 import { clamp, edge } from "./numbers.js";
-import { heat, shade } from "./elements.js";
+import { heat } from "./elements.js";
 import { SIDE, ServedTiles } from "./served_tiles.js";
 
 const CACHED = 160;
@@ -33,6 +33,9 @@ export class Tiles {
   draw(canvas, view, mode, fit) {
     const ctx = canvas.getContext("2d"), scale = this.scale(view, mode, fit), exact = this.isExact(view);
     ctx.imageSmoothingEnabled = false;
+    ctx.clearRect(0, 0, canvas.width, canvas.height); // what is hatched has no colour
+    // Where the intervals of the mask are known they are hatched to the word.
+    canvas.classList.toggle("hatched", !this.source.exact);
     const { i, j } = this.source.head, [r, c] = this.source.tiles;
     const plane = this.plane(mode, exact ? this.scale(view, mode, fit) : scale);
     ctx.drawImage(plane, (view.j0 / j) * c, (view.i0 / i) * r, ((view.j1 - view.j0) / j) * c,
@@ -51,7 +54,7 @@ export class Tiles {
       if (this.planes.size > 8) this.planes.clear();
       const { source } = this, at = { mean: (a, b) => source.share(a, b), max: (a, b) => source.most(a, b),
         beyond: (a, b) => source.beyond(a, b) }[mode];
-      this.planes.set(key, heat(r, c, (a, b) => paint.tint(shade(at(a, b), scale))));
+      this.planes.set(key, heat(r, c, (a, b) => paint.cell(source.shown(a, b) >= 0 ? at(a, b) : source.shown(a, b), scale)));
     }
     return this.planes.get(key);
   }
@@ -90,9 +93,9 @@ export class Tiles {
         for (let i = a * pool; i < last; i++) for (let j = b * pool; j < end; j++) {
           const w = beyond(weights[i * cols + j], i, j);
           total += w;
-          if (w > most) most = w;
+          if (w > most || Number.isNaN(w)) most = w; // nothing is more than NaN
         }
-        return paint.tint(shade(mode === "mean" ? total / (last - a * pool) : most, scale));
+        return paint.cell(mode === "mean" ? total / (last - a * pool) : most, scale);
       }));
     }
     return this.painted.get(name);

@@ -32,8 +32,10 @@ function trainingStrip(page, { what, heads, values }) {
   // One pass: a long run has more numbers than a call takes arguments.
   let [low, high] = [0, what === "entropy_share" ? 1 : 0];
   for (const x of numbers) if (Number.isFinite(x)) [low, high] = [Math.min(low, x), Math.max(high, x)];
-  const part = (x) => (Number.isFinite(x) ? (x - low) / (high - low || 1) : x > 0 ? 1 : 0);
-  const canvas = heat(heads.length, n, (h, c) => paint.tint(part(numbers[h * n + c])));
+  const part = (x) => (Number.isFinite(x) ? (x - low) / (high - low || 1) : Number.isNaN(x) ? x : x > 0 ? 1 : 0);
+  // Hatched is what was not measured yet.
+  const starts = heads.map((_, h) => numbers.subarray(h * n, (h + 1) * n).findIndex((x) => !Number.isNaN(x)));
+  const canvas = heat(heads.length, n, (h, c) => (c < starts[h] ? null : paint.tint(part(numbers[h * n + c]))));
   const height = clamp(heads.length * 14, 60, 420);
   canvas.style.setProperty("height", `${height}px`);
   const message = el("p", { class: "readout", "aria-live": "polite" }), curve = el("div", {});

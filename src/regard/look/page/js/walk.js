@@ -1,7 +1,7 @@
 // Walk: the six steps of attention for one word.
 
 import { brief, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
-import { behind, el, shade, strip, tick, word } from "./elements.js";
+import { behind, el, strip, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { walkOf } from "./address.js";
 
@@ -148,8 +148,8 @@ function stepsToWeights(page, steps, t, picked, onpick) {
     title: "the dot product, cell by cell", onclick: () => onpick(j),
   }), mark(x, largestProduct));
   const weight = (w, j) => {
-    const colour = paint.tint(shade(w, 1));
-    return el("td", { class: "w", "data-j": j, style: { background: paint.css(colour), color: paint.ink(colour) },
+    const colour = paint.cell(w);
+    return el("td", { class: steps.masked?.[j] === -Infinity ? "w masked" : "w", "data-j": j, style: { background: paint.css(colour), color: paint.ink(colour) },
       text: brief(w) });
   };
   const total = sum(steps.w), lines = [];
