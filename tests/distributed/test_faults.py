@@ -117,6 +117,17 @@ def test_checksums_of_equal_functions_are_equal() -> None:
     assert describe(scaled(1.0, 2)) == describe(scaled(1.0, 2))
 
 
+def test_groups_are_served_whose_backends_are_named_by_device(ranks) -> None:
+    for far in ranks.run(ranks.size, "support.rank_cases.named_backends"):
+        assert max(far) < 1e-6, far
+
+
+def test_ranks_that_share_a_gpu_are_told_to_use_gloo(ranks) -> None:
+    errors = ranks.run(2, "support.rank_cases.shared_gpu")
+    assert len(set(errors)) == 1, errors
+    assert "NCCL needs a GPU for each rank, and two ranks use the same one; call torch.cuda.set_device" in errors[0]
+
+
 def test_a_mesh_needs_a_process_group() -> None:
     import regard
 

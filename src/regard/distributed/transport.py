@@ -97,6 +97,8 @@ class Ranks:
     def __init__(self, group: Any, timeout: float) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # Of each kind of device: its name alone is "undefined" where the group was made without one, as meshes are.
+        self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self.bytes_sent = self.bytes_received = 0
         self._report_time = min(LONGEST_REPORT, REPORT_SHARE * timeout)
         health = _HEALTH.get(group.group_name)
@@ -160,6 +162,11 @@ class Ranks:
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
+            if "Duplicate GPU" in str(error):
+                raise ValueError(
+                    "NCCL needs a GPU for each rank, and two ranks use the same one; call torch.cuda.set_device with "
+                    'the local rank, or init_process_group("gloo") where ranks share a GPU.'
+                ) from error
             raise _LostPeerError(peers[0], closed=True) from error
         self.bytes_sent += sum(t.numel() * t.element_size() for _, t in staged_out)
         self.bytes_received += sum(t.numel() * t.element_size() for _, t in staged_in)
@@ -181,16 +188,25 @@ class Ranks:
                 t.copy_(arrived)
         pending.works, pending.sends, pending.receives, pending.staged = [], [], [], []
 
+    def check_reaches(self, t: Tensor) -> None:
+        """Raise ValueError where no backend of the group sends such a tensor, not from host memory either."""
+        if not self._reaches(t) and "cpu" not in self._backends:
+            raise ValueError(
+                f"tensors must be on {' or '.join(self._backends)}, which the process group reaches; got one on "
+                f'{t.device}. Move them there, or use init_process_group("cpu:gloo,cuda:nccl").'
+            )
+
     def _reaches(self, t: Tensor) -> bool:
-        return t.device.type == "cpu" or dist.get_backend(self.group) != "gloo"
+        kind = t.device.type
+        return kind in self._backends and (kind == "cpu" or self._backends[kind] != "gloo")
 
     def _reachable(self, t: Tensor) -> Tensor:
-        """The tensor where the backend reaches it: gloo sends from host memory."""
+        """The tensor where a backend reaches it: gloo sends from host memory."""
         return t if self._reaches(t) else t.cpu()
 
     def gather_text(self, text: str) -> list[str]:
         """One text of every rank, in the order of the ranks."""
-        device = "cpu" if dist.get_backend(self.group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        device = "cpu" if "cpu" in self._backends else torch.device("cuda", torch.cuda.current_device())
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
         sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.size)]
         own_size = torch.tensor([own.numel()], device=device)
