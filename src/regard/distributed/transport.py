@@ -26,6 +26,9 @@ __all__ = ["Message", "Pending", "RankError", "Ranks"]
 
 log = logging.getLogger("regard")
 
+#: The key of the store with what the first rank raised: of several that raise at once, all name this one.
+FIRST = "regard/failure/first"
+
 #: The part of a timeout that is left for reading the other ranks' causes, and the longest that is useful, in seconds.
 REPORT_SHARE, LONGEST_REPORT = 0.25, 5.0
 
@@ -233,8 +236,13 @@ class Ranks:
     # Failures.
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Around everything that ranks do together: whatever fails in it fails on every rank, with one error."""
+    def together(self, what: str, cause: Exception | None = None) -> Iterator[None]:
+        """Around everything that ranks do together: whatever fails in it fails on every rank, with one error.
+
+        Args:
+            what: Its name in errors.
+            cause: What this rank is about to tell the others: its own error, where they are not there to hear it.
+        """
         if self._health.error is not None:
             raise RankError(
                 f"an exchange in this process group failed before, and its ranks are out of step: {self._health.error} "
@@ -246,10 +254,10 @@ class Ranks:
         except RankError:  # every rank has come to it by itself
             raise
         except BaseException as error:
-            diagnosis = self._diagnose(error, what)
+            diagnosis = self._diagnose(error if cause is None else cause, what)
             self._health.error = diagnosis
             if isinstance(error, Exception):
-                raise diagnosis from error
+                raise diagnosis from (error if cause is None else cause)
             raise  # an interrupt stays one
 
     def store(self) -> Any:
@@ -274,34 +282,38 @@ class Ranks:
     def _diagnose(self, error: BaseException, what: str) -> RankError:
         """Which rank failed, and why: from this rank's error and those of the others in the store."""
         if isinstance(error, _LostPeerError):
-            own: dict[str, Any] = {"lost": error.peer, "closed": error.closed}
+            own: dict[str, Any] = {"rank": self.rank, "lost": error.peer, "closed": error.closed}
         else:
-            own = {"raised": f"{type(error).__name__}: {_first_line(error)}"}
-        reports: dict[int, dict[str, Any]] = {self.rank: own}
+            own = {"rank": self.rank, "raised": f"{type(error).__name__}: {_first_line(error)}", "in": what}
+        reports: dict[int | str, dict[str, Any]] = {self.rank: own}
         _run_for(self._report_time + 0.5, lambda: self._collect(reports))
         return self._conclude(dict(reports), what)
 
-    def _collect(self, reports: dict[int, dict[str, Any]]) -> None:
+    def _collect(self, reports: dict[int | str, dict[str, Any]]) -> None:
         try:
             if (store := self.store()) is None:
                 return
-            store.set(f"regard/failure/{self.rank}", json.dumps(reports[self.rank]))
+            own = json.dumps(reports[self.rank])
+            if "raised" in reports[self.rank]:
+                store.compare_set(FIRST, "", own)
+            store.set(f"regard/failure/{self.rank}", own)
             deadline = time.monotonic() + self._report_time
             while time.monotonic() < deadline and len(reports) < self.size:
                 for rank in self.others:
                     if rank not in reports and store.check([f"regard/failure/{rank}"]):
                         reports[rank] = json.loads(store.get(f"regard/failure/{rank}"))
-                if any("raised" in report for report in reports.values()):
+                if store.check([FIRST]):
+                    reports[FIRST] = json.loads(store.get(FIRST))
                     return
                 time.sleep(0.02)
         except Exception:  # a closed store: this rank's own knowledge has to do
             return
 
-    def _conclude(self, reports: dict[int, dict[str, Any]], what: str) -> RankError:
-        raised = sorted(rank for rank, report in reports.items() if "raised" in report)
-        if raised:
-            rank = raised[0]
-            return RankError(f"rank {rank} of {self.size} failed in {what}: {reports[rank]['raised']}", (rank,))
+    def _conclude(self, reports: dict[int | str, dict[str, Any]], what: str) -> RankError:
+        first = [reports.pop(FIRST)] if FIRST in reports else []
+        if raised := [report for report in (*first, *reports.values()) if "raised" in report]:
+            rank, call, text = raised[0]["rank"], raised[0]["in"], raised[0]["raised"]
+            return RankError(f"rank {rank} of {self.size} failed in {call}: {text}", (rank,))
         lost = {report["lost"] for report in reports.values()}
         silent = sorted(set(range(self.size)) - set(reports)) or sorted(lost)
         late = {report["lost"] for report in reports.values() if not report["closed"]}
