@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import regard
 from regard.distributed.handshake import describe
 from support import rank_faults
 from support.rank_faults import CULPRIT, TIMEOUT, WORLD
@@ -138,8 +142,15 @@ def test_ranks_that_share_a_gpu_are_told_to_use_gloo(ranks) -> None:
     assert "NCCL needs a GPU for each rank, and two ranks use the same one; call torch.cuda.set_device" in errors[0]
 
 
-def test_a_mesh_needs_a_process_group() -> None:
-    import regard
+def test_a_group_that_is_destroyed_is_freed() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = weakref.ref(dist.group.WORLD)
+    assert regard.weights(torch.randn(3, 2), mesh=group()).lse().shape == (3,)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None, "its threads would end while Python does"
 
+
+def test_a_mesh_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="mesh= needs a process group"):
         regard.weights(torch.eye(2), mesh=object())

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,6 @@ class Pending:
 class _GroupHealth:
     """The first failure of a process group: after a failed exchange nothing in it can be matched any more."""
 
-    group: Any
     error: RankError | None = None
     matrices: int = 0
     nodes: int = 0
@@ -86,7 +86,8 @@ class _GroupHealth:
     inside: bool = False
 
 
-_HEALTH: dict[str, _GroupHealth] = {}
+#: A group that is destroyed is not kept until the process exits: its threads would end while Python does, and abort.
+_HEALTH: WeakKeyDictionary[Any, _GroupHealth] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -104,10 +105,7 @@ class Ranks:
         self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self.bytes_sent = self.bytes_received = 0
         self._report_time = min(LONGEST_REPORT, REPORT_SHARE * timeout)
-        health = _HEALTH.get(group.group_name)
-        # A name may be used again after `destroy_process_group`.
-        self._health = health if health is not None and health.group is group else _GroupHealth(group)
-        _HEALTH[group.group_name] = self._health
+        self._health = _HEALTH.setdefault(group, _GroupHealth())
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # processes are not copied: a copy of a matrix uses the same ones
