@@ -29,7 +29,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 #: Dicts of modules that are filled at import, and numberings: they hold no results.
-REGISTRIES = {"_MASK_FUNCTIONS", "_KINDS", "_NODES", "STORABLE", "_HEALTH", "forced", "_numbers", "_sequence_numbers"}
+REGISTRIES = {"_MASK_FUNCTIONS", "_KINDS", "_NODES", "STORABLE", "forced", "_numbers", "_sequence_numbers"}
 
 
 def module(path: Path) -> str:

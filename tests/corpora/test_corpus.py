@@ -469,7 +469,7 @@ def test_mistakes_in_files_are_named(model, tmp_path, name, content, message):
 
 def test_a_pipe_is_no_file_of_documents(model, tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(FileNotFoundError, match="it is none of them, and documents are read twice"):
+    with pytest.raises(FileNotFoundError, match="documents are read twice, which a pipe cannot be: save them first"):
         regard.corpus(model, tmp_path / "pipe.txt", tokenizer=letters)
 
 
@@ -561,6 +561,38 @@ def test_the_command_line_runs_and_look_shows_the_folder(model, tmp_path, monkey
     assert cli.main(["look", str(out), "--word", "it"]) == 2
     assert "is a corpus run: leave out --word" in capsys.readouterr().err
     assert cli.main(["corpus", "tiny", str(tmp_path / "none.txt"), "--out", str(out)]) == 2
+
+
+def test_numbers_of_a_run_are_printed_for_machines(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loading, "as_loaded", lambda name: Letters(model))
+    (tmp_path / "a.txt").write_text("abcd\n")
+    out = str(tmp_path / "run")
+    assert cli.main(["corpus", "tiny", str(tmp_path / "a.txt"), "--out", out, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    seen = regard.load_corpus(out)
+    assert printed["settings"]["length"] == 8
+    assert printed["tokens"] == seen.tokens == 4
+    assert printed["heads"][3]["entropy"] == seen.heads[3].entropy
+    assert printed["heads"][0]["induction"] is None, "no letter occurs twice"
+    for name in ("distances", "received", "examples"):
+        assert [list(row.values()) for row in printed[name]] == [list(row) for row in getattr(seen, name)], name
+    assert cli.main(["look", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == printed
+    assert cli.main(["look", out, "--json", "--out", str(tmp_path / "atlas.html")]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99", ""])
+def test_a_device_that_is_not_here_is_named(model, name):
+    with pytest.raises(ValueError, match=f"must be one that is here, such as cpu, cuda or cuda:1; got '{name}'"):
+        regard.corpus(model, [[1, 2]], device=name)
+
+
+def test_ranks_take_the_gpus_of_a_machine_in_turn(model, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "97")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 50)  # more than there are, so that the number is seen
+    with pytest.raises(ValueError, match="got 'cuda:47'"):
+        regard.corpus(model, [[1, 2]], device="cuda")
 
 
 def test_a_redacted_run_stores_no_text(model, tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +15,9 @@ import torch
 import regard
 from regard import cost
 from regard.distributed import MACHINES, Machine, Mesh, ring_trace, zigzag
-from regard.distributed.cost import _cells
+from regard.distributed.cost import _cells, _ring_seconds
+from regard.distributed.cost_split import EvenSplit, Share
+from regard.distributed.shards import contiguous
 
 MASKS = {"full": None, "causal": regard.causal(), "window": regard.window(70, 0), "both sides": regard.window(9, 30)}
 
@@ -87,6 +91,72 @@ def test_a_trace_waits_for_keys_and_for_the_piece_before() -> None:
     assert late.seconds == 11.0
     assert late.steps[2] == (9.0, 9.0, 11.0)
     assert ring_trace([1.0], [0.0]).seconds == 1.0
+
+
+def counted_shares(split: EvenSplit) -> list[Share]:
+    """The shares of all ranks, position by position."""
+    n, (before, after) = split.length, split.band
+    cuts = [rank * n // split.ranks for rank in range(split.ranks + 1)]
+    runs = zigzag(n, split.ranks) if split.zigzag else contiguous([b - a for a, b in pairwise(cuts)])
+    own = [{place for run in of_rank for place in run} for of_rank in runs]
+    seen = [
+        {
+            key
+            for row in rows
+            for key in range(0 if before is None else row - before, n if after is None else row + after + 1)
+        }
+        for rows in own
+    ]
+    return [
+        Share(len(rows), len(keys & {*range(n)} - rows), sum(len(rows & other) for other in seen if other is not keys))
+        for rows, keys in zip(own, seen, strict=True)
+    ]
+
+
+def test_shares_of_an_even_split_are_those_that_are_counted() -> None:
+    chance = random.Random(0)
+    for _ in range(300):
+        zig, n = chance.random() < 0.5, chance.randrange(1, 60)
+        before = None if zig or chance.random() < 0.3 else chance.randrange(30)
+        after = chance.choice([0, 3, 20]) if zig else chance.choice([None, 0, 4, 25])
+        split = EvenSplit(
+            n, chance.randrange(1, max(2, n // (2 if zig else 1)) + 1) if n > 1 else 1, (before, after), zig
+        )
+        if not (zig and n < 2 * split.ranks):
+            assert split.shares() == counted_shares(split), split
+
+
+@pytest.mark.parametrize("band", [(None, None), (None, 0), (None, 9000), (4096, 0), (70_000, 30_000), (300_000, 0)])
+def test_of_many_ranks_the_largest_shares_are_found_without_looking_at_all(band) -> None:
+    split = EvenSplit(1_000_003, 1111, band, band[0] is None and band[1] is not None)
+    looked_at, every = split.shares(), [split.share(rank) for rank in range(split.ranks)]
+    assert len(looked_at) < 120
+    # A part may be a position longer than the next one, and each position goes to all ranks at most.
+    for number, abs_ in (
+        (lambda s: s.rows, 2),
+        (lambda s: s.incoming, 2),
+        (lambda s: s.incoming + s.outgoing, 2 * 1111),
+    ):
+        assert max(map(number, every)) - max(map(number, looked_at)) <= abs_
+
+
+def test_any_number_of_ranks_is_answered_at_once() -> None:
+    began = time.process_time()
+    for ranks in (10**6, 10**9):
+        for mask in (None, regard.causal(), regard.window(4096, 0)):
+            assert regard.cost((8, 32, 8, 2**20, 128), ranks, mask=mask, backward=True).fits
+    assert regard.cost((1, 1, 1, 10**12, 128), 10**6, mask=regard.causal()).received > 10**12
+    assert time.process_time() - began < 5
+
+
+def test_equal_pieces_take_what_the_ring_takes_piece_by_piece() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        own, work, travel, less, sooner = (chance.choice([0.0, 1.0, chance.uniform(0, 9)]) for _ in range(5))
+        pieces, last = chance.randrange(6), chance.choice([None, (less, sooner)])
+        parts = [(own, 0.0)] + [(work, travel)] * pieces + ([last] if last else [])
+        want = ring_trace([part[0] for part in parts], [part[1] for part in parts]).seconds
+        assert _ring_seconds(own, pieces, (work, travel), last) == pytest.approx(want)
 
 
 def test_the_mesh_that_exchanges_least_is_chosen_among_equals() -> None:

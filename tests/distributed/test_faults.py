@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import regard
 from regard.distributed.handshake import describe
 from support import rank_faults
 from support.rank_faults import CULPRIT, TIMEOUT, WORLD
@@ -38,6 +42,16 @@ def test_a_fault_in_the_middle_ends_on_every_rank(fault, cause, own) -> None:
     assert all(code == 0 for rank, code in enumerate(exits) if rank != CULPRIT), exits
 
 
+def test_a_mistake_is_told_where_it_was_made_and_to_ranks_that_come_too_late_to_hear_of_it() -> None:
+    outcomes, exits = rank_faults.outcomes("takes a head that is not there")
+    assert len({outcome and (outcome.error, outcome.text) for outcome in outcomes}) == 1, outcomes
+    assert outcomes[0].error == "RankError", outcomes
+    assert outcomes[0].text.startswith(f"rank {CULPRIT} of {WORLD} failed in this request: IndexError: index 9"), (
+        outcomes
+    )
+    assert exits == [0] * WORLD
+
+
 def test_a_closed_store_is_said_on_every_rank() -> None:
     outcomes, exits = rank_faults.outcomes("has a closed store")
     assert len({outcome and outcome.text for outcome in outcomes}) == 1, outcomes
@@ -53,7 +67,7 @@ DISAGREEMENTS = [
     ("nan in values", "rank 1 of 3 cannot take part in this request: ValueError: v is nan at position 5"),
     ("another seed", "all ranks must have the same score in weights(); rank 1 of 3 has"),
     ("another version", "all ranks must have the same version in weights(); rank 1 of 3 has '0.0.9'"),
-    ("another mask", "all ranks must have the same mask in weights(); rank 1 of 3 has 'window(2, 0)' and rank 0 'causal()'"),
+    ("another mask", "all ranks must have the same mask in weights(); rank 1 of 3 has 'window(2, 0)' and rank 0 'causal()'. Pass that of all rows and keys, alike on every rank."),
     ("another function", "all ranks must have the same mask in weights(); rank 1 of 3 has"),
     ("a wrong dtype", "all ranks must have the same dtype in weights(); rank 1 of 3 has 'torch.float64'"),
     ("fewer heads", "all ranks must have the same shape of q without its length in weights(); rank 1 of 3 has [1, 4]"),
@@ -117,8 +131,26 @@ def test_checksums_of_equal_functions_are_equal() -> None:
     assert describe(scaled(1.0, 2)) == describe(scaled(1.0, 2))
 
 
-def test_a_mesh_needs_a_process_group() -> None:
-    import regard
+def test_groups_are_served_whose_backends_are_named_by_device(ranks) -> None:
+    for far in ranks.run(ranks.size, "support.rank_cases.named_backends"):
+        assert max(far) < 1e-6, far
 
+
+def test_ranks_that_share_a_gpu_are_told_to_use_gloo(ranks) -> None:
+    errors = ranks.run(ranks.size, "support.rank_cases.shared_gpu")
+    assert len(set(errors)) == 1, errors
+    assert "NCCL needs a GPU for each rank, and two ranks use the same one; call torch.cuda.set_device" in errors[0]
+
+
+def test_a_group_that_is_destroyed_is_freed() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = weakref.ref(dist.group.WORLD)
+    assert regard.weights(torch.randn(3, 2), mesh=group()).lse().shape == (3,)
+    dist.destroy_process_group()
+    gc.collect()
+    assert group() is None, "its threads would end while Python does"
+
+
+def test_a_mesh_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="mesh= needs a process group"):
         regard.weights(torch.eye(2), mesh=object())

@@ -114,6 +114,8 @@ def test_regard_look_opens_a_run(run: Path, tmp_path: Path, capsys: pytest.Captu
     assert header["patterns"]["steps"] == [2, 4, 6]
     assert main(["look", str(run), "--word", "cat"]) == 2
     assert "is a training run: leave out --word" in capsys.readouterr().err
+    assert main(["look", str(run), "--json"]) == 2
+    assert "leave out --json; its numbers are JSON in" in capsys.readouterr().err
 
 
 def test_the_page_shows_the_pattern_of_a_head_at_every_look(run: Path, show: Any) -> None:

@@ -114,8 +114,10 @@ BUGS = [
     Bug("every process takes the first parts", "learn/parallel.py", "own = parts[self.rank * count : (self.rank + 1) * count]", "own = parts[:count]", ("data-parallel",)),
     # distributed/cost.py.
     Bug("a window is counted on one side", "distributed/cost.py", "return n + side(band[0]) + side(band[1])", "return n + side(band[0])", ("cost",)),
-    Bug("sums come with the keys that came", "distributed/cost.py", "come * p.key_bytes + go * p.sum_bytes", "come * (p.key_bytes + p.sum_bytes)", ("cost",)),
+    Bug("sums come with the keys that came", "distributed/cost.py", "share.incoming * p.key_bytes + share.outgoing * p.sum_bytes", "share.incoming * (p.key_bytes + p.sum_bytes)", ("cost",)),
     Bug("the next piece sets out when this one is done", "distributed/cost.py", "sent = 0.0 if n == 0 else began", "sent = 0.0 if n == 0 else done", ("cost",)),
+    Bug("the last piece travels while the one before arrives", "distributed/cost.py", "max(done or own, began + last[1]) + last[0]", "max(done or own, last[1]) + last[0]", ("cost",)),
+    Bug("a key is seen by its own rank alone", "distributed/cost_split.py", "return cuts + (full - above) * shift + (len(parts) - full) * most", "return cuts + (full - above) * shift", ("cost",)),
     # corpora: sums over documents.
     Bug("a carry is lost", "corpora/exact.py", "total[..., n + 1] += total[..., n] >> BITS", "total[..., n + 1] += 0", ("corpus",)),
     Bug("diagonals are read one place off", "corpora/profile.py", "[..., 1 : r + n].flip(-1)", "[..., 0 : r + n - 1].flip(-1)", ("corpus",)),

@@ -10,11 +10,12 @@ from itertools import islice, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import regard
 from regard import Gaussian
-from regard.distributed import RankError, Shards, sharded, shards, zigzag
+from regard.distributed import RankError, Shards, sharded, shards, transport, zigzag
 from regard.distributed.transport import Ranks
 from support.configurations import Configuration, ConfigurationCase, configurations
 from support.judge import SMOOTH, Truth, library_answers_at_once
@@ -449,3 +450,32 @@ def distance_gradients(group: Any, rank: int, world: int, seed: int) -> dict[str
             parts = (ours - exact, plain - exact, exact)
             errors[f"{name} of {what}"] = tuple(x.double().square().sum().item() for x in parts)
     return errors
+
+
+def named_backends(group: Any, rank: int, world: int) -> list[float]:
+    """How far the entropy is from that of one process over groups whose backends are named for each kind of device."""
+    x = torch.randn(2, 3 * world, 4)
+    want = regard.weights(x).entropy()[:, 3 * rank : 3 * rank + 3]
+    far = []
+    for names in ("cpu:gloo", "cpu:gloo,cuda:gloo"):
+        mesh = dist.new_group(list(range(world)), backend=names)
+        far.append(float((regard.weights(x[:, 3 * rank : 3 * rank + 3], mesh=mesh).entropy() - want).abs().max()))
+    return far
+
+
+def shared_gpu(group: Any, rank: int, world: int) -> str:
+    """The error where NCCL refuses ranks on one GPU: its text, here from a message that is not sent."""
+
+    def refuse(messages: Any) -> None:
+        raise dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, invalid usage.\nDuplicate GPU detected : rank 0")
+
+    ranks = Ranks(dist.new_group(list(range(world))), 20)
+    send, transport.dist.batch_isend_irecv = dist.batch_isend_irecv, refuse
+    try:
+        with ranks.together("weights()"):
+            ranks.gather_text("a")
+    except RankError as error:
+        return str(error)
+    finally:
+        transport.dist.batch_isend_irecv = send
+    return "nothing"

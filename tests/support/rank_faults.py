@@ -79,6 +79,12 @@ def live(rank: int, store: Any, fault: str, pipe: Any) -> None:
             regard.weights(q, mesh=shards)
         elif fault == "has too little memory":
             W.pool(6000, 6000)
+        elif fault == "takes a head that is not there" and rank == CULPRIT:
+            W[9]  # others, which take one that is there, say nothing to each other
+        elif fault == "takes a head that is not there":
+            W = W[0]
+            time.sleep(1.5 * TIMEOUT)
+            W.entropy()
         else:
             W.entropy()
         outcome = Outcome("nothing", "", 0.0)

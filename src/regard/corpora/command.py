@@ -38,7 +38,9 @@ def add(verbs: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("model", metavar="MODEL", help="a folder, a name of the Hugging Face hub, or one of regard learn")
+    verb.add_argument(
+        "model", metavar="MODEL", help="regard-small, a name of the Hugging Face hub, or a folder, also of regard learn"
+    )
     verb.add_argument(
         "data", metavar="DATA", help="a text file (one document a line), a .jsonl file, or a folder of .txt"
     )
@@ -54,6 +56,7 @@ def add(verbs: Any) -> None:
     verb.add_argument("--examples", type=int, default=8, metavar="N", help="examples stored of every head (default 8)")
     verb.add_argument("--redact", action="store_true", help="store positions alone, no text of the documents")
     verb.add_argument("--device", metavar="NAME", help="where the model runs (default: a GPU, if there is one)")
+    verb.add_argument("--json", action="store_true", help="print all numbers for machines")
     verb.set_defaults(run=run_corpus)
 
 
@@ -73,6 +76,9 @@ def run_corpus(args: argparse.Namespace) -> int:
     if first:
         if sys.stderr.isatty():
             print(file=sys.stderr)
+        if args.json:
+            print(result.json())
+            return 0
         print(result)
         print(f"\nNext, the atlas: regard look {args.out} --out atlas.html")
     return 0

@@ -106,7 +106,8 @@ def open_documents(
             raise ValueError(f"{path} must hold .txt files, one document each; got none.")
         return DocumentReader(path.name, lambda: ((str(f.relative_to(path)), decode(f.read_bytes(), f)) for f in files))
     if not path.is_file():
-        state = "it is none of them, and documents are read twice" if path.exists() else "it does not exist"
+        piped = path.exists() or str(path) == "-"
+        state = "documents are read twice, which a pipe cannot be: save them first" if piped else "it does not exist"
         raise FileNotFoundError(f"{path} must be a text file, a .jsonl file or a folder of .txt files; {state}.")
     if path.suffix.lower() in _OTHER_FORMATS:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -68,6 +69,7 @@ class CorpusModel:
 
 def as_corpus_model(model: Any, tokenizer: Any, device: str | torch.device | None) -> CorpusModel:
     """A model of `regard look` by name or folder, or any module with a tokenizer."""
+    device = None if device is None else _here(device)
     if isinstance(model, nn.Module):
         encode, tokens = _of_tokenizer(tokenizer)
         corpus_model = CorpusModel(type(model).__name__, model, None, encode, tokens)
@@ -76,10 +78,25 @@ def as_corpus_model(model: Any, tokenizer: Any, device: str | torch.device | Non
             raise ValueError("a model by name brings its own tokenizer: leave out tokenizer=.")
         corpus_model = _loaded(model)
         if device is None and torch.cuda.is_available():
-            device = "cuda"
+            device = _here("cuda")
     if device is not None:
         corpus_model.module.to(device)
     return corpus_model
+
+
+def _here(name: str | torch.device) -> torch.device:
+    """A device by name; processes of torchrun take the GPUs of their machine in turn."""
+    try:
+        name = torch.device(name)
+        if name.type == "cuda" and name.index is None and "LOCAL_RANK" in os.environ:
+            name = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count()))
+        torch.empty(0, device=name)
+        if name.type != "meta":
+            return name
+        why = "it holds no numbers"
+    except (RuntimeError, AssertionError, TypeError) as error:  # no such name; no such device in this PyTorch, or here
+        why = str(error).partition("\n")[0]
+    raise ValueError(f"device must be one that is here, such as cpu, cuda or cuda:1; got {str(name)!r} ({why:.100}).")
 
 
 def _loaded(model: str | Path | None) -> CorpusModel:

@@ -234,6 +234,26 @@ class Corpus:
         """
         return str(import_module("regard.look.corpus_page").corpus_page(self))
 
+    def json(self) -> str:
+        """All tables for other programs.
+
+        Returns:
+            One JSON object: `settings`, `documents`, `sequences`, `tokens`, `refused`, and the rows of `heads`,
+            `distances`, `received` and `examples` as objects. A number that is nan is null.
+
+        Example:
+            >>> import json
+            >>> model = regard.nn.LanguageModel(9, dim=8, layers=1, heads=2)
+            >>> seen = json.loads(regard.corpus(model, [[1, 2, 3, 4]]).json())
+            >>> seen["tokens"], seen["heads"][1]["head"], seen["heads"][1]["induction"]
+            (4, 1, None)
+        """
+        names = ("heads", "distances", "received", "examples")
+        counts = {"documents": self.documents, "sequences": self.sequences, "tokens": self.tokens}
+        rows = {name: [row._asdict() for row in getattr(self, name)] for name in names}
+        fields = {"settings": dict(self.settings), **counts, "refused": self.refused, **rows}
+        return str(import_module("regard.look.command").to_json(fields))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the atlas of heads.
 

@@ -59,6 +59,7 @@ def shard_weights(
         error: Exception | None = None
         try:
             record, q, k = _record(q, k, score, mask, align, engine, shards)
+            ranks.check_reaches(q)
             if (fault := ranks.check_store()) is not None:
                 raise RuntimeError(fault)
         except Exception as raised:

@@ -6,14 +6,12 @@ piece while the next one travels, and holds two pieces beside its own keys. Rate
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..core.masks.kinds import Mask
-from .shards import PIECES, SHORTEST_PIECE, contiguous, zigzag
+from .cost_split import EvenSplit
+from .shards import PIECES, SHORTEST_PIECE
 
 __all__ = ["MACHINES", "Cost", "Machine", "Mesh", "Trace", "cost", "ring_trace"]
 
@@ -242,8 +240,8 @@ def _meshes(shape: tuple[int, int, int, int, int], ranks: int) -> list[Mesh]:
     b, _, g, _, _ = shape
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"cost(mesh=) must be ranks >= 1; got {ranks!r}.")
-    pairs = [(x, y) for x in range(1, min(b, ranks) + 1) for y in range(1, min(g, ranks) + 1) if b % x == g % y == 0]
-    return [Mesh(x, y, ranks // (x * y)) for x, y in pairs if ranks % (x * y) == 0]
+    of_batch, of_heads = ([x for x in range(1, min(n, ranks) + 1) if n % x == ranks % x == 0] for n in (b, g))
+    return [Mesh(x, y, ranks // (x * y)) for x in of_batch for y in of_heads if ranks % (x * y) == 0]
 
 
 @dataclass(frozen=True)
@@ -266,33 +264,28 @@ class _Work:
                 f"a mesh must divide batch and key heads, and key heads the query heads; got {mesh} for {self.shape}."
             )
         b, h, g = b // mesh.batch, h // mesh.heads, g // mesh.heads
-        split = self._split(n, mesh.sequence)
-        incoming, outgoing = _travelling_keys(split, self.band, n)
-        keys = max(incoming)
+        # Zig-zag where earlier rows see less than later ones, else adjacent positions.
+        split = EvenSplit(n, mesh.sequence, self.band, zigzag=self.band[0] is None and self.band[1] is not None)
+        shares = split.shares()
+        keys, rows = max(share.incoming for share in shares), max(share.rows for share in shares)
         cells = b * h * _cells(n, self.band) / mesh.sequence
-        rows = max(sum(map(len, runs)) for runs in split)
         passes = self._passes(b, h, g, d)
-        traces = [self._trace(cells * p.operations, p, keys, rows) for p in passes]
+        computing = [cells * one.operations / one.rate for one in passes]
+        seconds = [self._seconds(ideal, one, keys, rows) for ideal, one in zip(computing, passes, strict=True)]
         memory = self._memory(b, h, g, d, rows, keys)
         return Cost(
             mesh,
             sum(cells * p.operations for p in passes),
             max(
-                sum(come * p.key_bytes + go * p.sum_bytes for p in passes)  # sums return to the rank whose keys went
-                for come, go in zip(incoming, outgoing, strict=True)
+                # Sums return to the rank whose keys went.
+                sum(share.incoming * p.key_bytes + share.outgoing * p.sum_bytes for p in passes)
+                for share in shares
             ),
             memory,
-            sum(trace.computing for trace in traces),
-            sum(trace.seconds for trace in traces),
+            sum(computing),
+            sum(seconds),
             memory <= USABLE * self.machine.memory,
         )
-
-    def _split(self, n: int, ranks: int) -> list[list[range]]:
-        """Zig-zag where earlier rows see less than later ones, else adjacent positions."""
-        if self.band[0] is None and self.band[1] is not None:
-            return zigzag(n, ranks)
-        cuts = [rank * n // ranks for rank in range(ranks + 1)]
-        return contiguous([stop - start for start, stop in pairwise(cuts)])
 
     def _passes(self, b: int, h: int, g: int, d: int) -> list[_PassCost]:
         """For each pass: operations of a cell, bytes of a key that travels, of its returning sums, of a merged row."""
@@ -308,19 +301,18 @@ class _Work:
             passes.append(_PassCost(operations, key * of_keys, wide * of_keys, row * d, self.machine.backward))
         return passes
 
-    def _trace(self, operations: float, one: _PassCost, keys: int, rows: int) -> Trace:
-        """The own keys, then the pieces of others: what is computed with each, and what travels for it."""
-        seconds = operations / one.rate
+    def _seconds(self, computing: float, one: _PassCost, keys: int, rows: int) -> float:
+        """Of a pass that computes so long: the own keys, then the pieces of others, which travel and are merged."""
         piece = max(SHORTEST_PIECE, -(-rows // PIECES))
-        pieces = [piece] * (keys // piece) + ([keys % piece] if keys % piece else [])
-        own = rows / (rows + keys) if keys else 1.0
-        computing = [own * seconds] + [(1 - own) * seconds * count / keys for count in pieces]
-        link = self.machine
-        travel = [0.0] + [link.latency + n * (one.key_bytes + one.sum_bytes) / link.bandwidth for n in pieces]
-        merging = rows * one.row_bytes / link.memory_bandwidth if keys else 0.0
-        own_pieces = -(-rows // piece)
-        trace = ring_trace([computing[0] + own_pieces * merging, *(c + merging for c in computing[1:])], travel)
-        return trace._replace(computing=seconds)
+        merging = rows * one.row_bytes / self.machine.memory_bandwidth if keys else 0.0
+        of_key = computing / max(rows + keys, 1)
+        travel_of_key = (one.key_bytes + one.sum_bytes) / self.machine.bandwidth
+
+        def step(n: int) -> tuple[float, float]:
+            return n * of_key + merging, self.machine.latency + n * travel_of_key
+
+        last = step(keys % piece) if keys % piece else None
+        return _ring_seconds(rows * of_key + -(-rows // piece) * merging, keys // piece, step(piece), last)
 
     def _memory(self, b: int, h: int, g: int, d: int, rows: int, keys: int) -> int:
         """Inputs, results, and the most of what the passes hold beside them."""
@@ -381,6 +373,17 @@ def ring_trace(computing: list[float], travel: list[float]) -> Trace:
     return Trace(done, sum(computing), steps)
 
 
+def _ring_seconds(own: float, pieces: int, step: tuple[float, float], last: tuple[float, float] | None) -> float:
+    """Seconds by `ring_trace` of so many equal pieces and a shorter last one, each (computing, travel), at once."""
+    began = done = 0.0
+    if pieces:
+        began = max(own, step[1]) + (pieces - 1) * max(step)
+        done = began + step[0]
+    if last is None:
+        return done if pieces else own
+    return max(done or own, began + last[1]) + last[0]
+
+
 def _cells(n: int, band: tuple[int | None, int | None]) -> float:
     """Visible cells of n rows."""
 
@@ -389,47 +392,6 @@ def _cells(n: int, band: tuple[int | None, int | None]) -> float:
         return reach * n - reach * (reach + 1) / 2
 
     return n + side(band[0]) + side(band[1])
-
-
-def _travelling_keys(
-    split: list[list[range]], band: tuple[int | None, int | None], n: int
-) -> tuple[list[int], list[int]]:
-    """For each rank the keys that its rows see and it does not have, and the keys of its own that others see."""
-    before, after = band
-    seen: list[list[tuple[int, int]]] = []
-    for runs in split:
-        merged: list[tuple[int, int]] = []
-        for run in sorted(runs, key=lambda run: run.start):
-            first = 0 if before is None else max(0, run.start - before)
-            end = n if after is None else min(n, run.stop + after)
-            if merged and first <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(end, merged[-1][1])
-            else:
-                merged.append((first, end))
-        seen.append(merged)
-    own = [sum(map(len, runs)) for runs in split]
-    incoming = [sum(end - first for first, end in spans) - count for spans, count in zip(seen, own, strict=True)]
-    views = _views(seen)
-    outgoing = [
-        sum(views(run.stop) - views(run.start) for run in runs) - count for runs, count in zip(split, own, strict=True)
-    ]
-    return incoming, outgoing
-
-
-def _views(seen: list[list[tuple[int, int]]]) -> Callable[[int], int]:
-    """For a position how often all keys before it are seen, over all ranks."""
-    steps = sorted((at, step) for spans in seen for first, end in spans for at, step in ((first, 1), (end, -1)))
-    places, totals, counts = [0], [0], [0]
-    for at, step in steps:
-        totals.append(totals[-1] + counts[-1] * (at - places[-1]))
-        places.append(at)
-        counts.append(counts[-1] + step)
-
-    def total(position: int) -> int:
-        at = bisect_right(places, position) - 1
-        return totals[at] + counts[at] * (position - places[at])
-
-    return total
 
 
 def _bytes(n: float) -> str:

@@ -57,7 +57,7 @@ def checked_together(ranks: Ranks, what: str, check: Callable[[], X], call: str 
             raise
         except Exception as error:
             if outermost:
-                with ranks.together(what):
+                with ranks.together(what, cause=error):
                     records = _records(ranks, what, {}, error)
                     if any(record != records[0] for record in records):
                         _compare(ranks, what, records)
@@ -93,9 +93,10 @@ def _compare(ranks: Ranks, what: str, records: list[dict[str, Any]]) -> None:
             f"rank {other} at {two}.",
             (rank,),
         )
+    hint = " Pass that of all rows and keys, alike on every rank." if name in ("score", "mask") else ""
     raise RankError(
         f"all ranks must have the same {name} in {what}; rank {rank} of {ranks.size} has {one!r} and rank {other} "
-        f"{two!r}.",
+        f"{two!r}.{hint}",
         (rank,),
     )
 

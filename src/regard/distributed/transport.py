@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from torch import Tensor
 __all__ = ["Message", "Pending", "RankError", "Ranks"]
 
 log = logging.getLogger("regard")
+
+#: The key of the store with what the first rank raised: of several that raise at once, all name this one.
+FIRST = "regard/failure/first"
 
 #: The part of a timeout that is left for reading the other ranks' causes, and the longest that is useful, in seconds.
 REPORT_SHARE, LONGEST_REPORT = 0.25, 5.0
@@ -74,7 +78,6 @@ class Pending:
 class _GroupHealth:
     """The first failure of a process group: after a failed exchange nothing in it can be matched any more."""
 
-    group: Any
     error: RankError | None = None
     matrices: int = 0
     nodes: int = 0
@@ -83,7 +86,8 @@ class _GroupHealth:
     inside: bool = False
 
 
-_HEALTH: dict[str, _GroupHealth] = {}
+#: A group that is destroyed is not kept until the process exits: its threads would end while Python does, and abort.
+_HEALTH: WeakKeyDictionary[Any, _GroupHealth] = WeakKeyDictionary()
 
 
 class Ranks:
@@ -97,12 +101,11 @@ class Ranks:
     def __init__(self, group: Any, timeout: float) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        # Of each kind of device: its name alone is "undefined" where the group was made without one, as meshes are.
+        self._backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         self.bytes_sent = self.bytes_received = 0
         self._report_time = min(LONGEST_REPORT, REPORT_SHARE * timeout)
-        health = _HEALTH.get(group.group_name)
-        # A name may be used again after `destroy_process_group`.
-        self._health = health if health is not None and health.group is group else _GroupHealth(group)
-        _HEALTH[group.group_name] = self._health
+        self._health = _HEALTH.setdefault(group, _GroupHealth())
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self  # processes are not copied: a copy of a matrix uses the same ones
@@ -160,6 +163,11 @@ class Ranks:
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
+            if "Duplicate GPU" in str(error):
+                raise ValueError(
+                    "NCCL needs a GPU for each rank, and two ranks use the same one; call torch.cuda.set_device with "
+                    'the local rank, or init_process_group("gloo") where ranks share a GPU.'
+                ) from error
             raise _LostPeerError(peers[0], closed=True) from error
         self.bytes_sent += sum(t.numel() * t.element_size() for _, t in staged_out)
         self.bytes_received += sum(t.numel() * t.element_size() for _, t in staged_in)
@@ -181,16 +189,25 @@ class Ranks:
                 t.copy_(arrived)
         pending.works, pending.sends, pending.receives, pending.staged = [], [], [], []
 
+    def check_reaches(self, t: Tensor) -> None:
+        """Raise ValueError where no backend of the group sends such a tensor, not from host memory either."""
+        if not self._reaches(t) and "cpu" not in self._backends:
+            raise ValueError(
+                f"tensors must be on {' or '.join(self._backends)}, which the process group reaches; got one on "
+                f'{t.device}. Move them there, or use init_process_group("cpu:gloo,cuda:nccl").'
+            )
+
     def _reaches(self, t: Tensor) -> bool:
-        return t.device.type == "cpu" or dist.get_backend(self.group) != "gloo"
+        kind = t.device.type
+        return kind in self._backends and (kind == "cpu" or self._backends[kind] != "gloo")
 
     def _reachable(self, t: Tensor) -> Tensor:
-        """The tensor where the backend reaches it: gloo sends from host memory."""
+        """The tensor where a backend reaches it: gloo sends from host memory."""
         return t if self._reaches(t) else t.cpu()
 
     def gather_text(self, text: str) -> list[str]:
         """One text of every rank, in the order of the ranks."""
-        device = "cpu" if dist.get_backend(self.group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        device = "cpu" if "cpu" in self._backends else torch.device("cuda", torch.cuda.current_device())
         own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
         sizes = [torch.empty(1, dtype=torch.int64, device=device) for _ in range(self.size)]
         own_size = torch.tensor([own.numel()], device=device)
@@ -217,8 +234,13 @@ class Ranks:
     # Failures.
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Around everything that ranks do together: whatever fails in it fails on every rank, with one error."""
+    def together(self, what: str, cause: Exception | None = None) -> Iterator[None]:
+        """Around everything that ranks do together: whatever fails in it fails on every rank, with one error.
+
+        Args:
+            what: Its name in errors.
+            cause: What this rank is about to tell the others: its own error, where they are not there to hear it.
+        """
         if self._health.error is not None:
             raise RankError(
                 f"an exchange in this process group failed before, and its ranks are out of step: {self._health.error} "
@@ -230,10 +252,10 @@ class Ranks:
         except RankError:  # every rank has come to it by itself
             raise
         except BaseException as error:
-            diagnosis = self._diagnose(error, what)
+            diagnosis = self._diagnose(error if cause is None else cause, what)
             self._health.error = diagnosis
             if isinstance(error, Exception):
-                raise diagnosis from error
+                raise diagnosis from (error if cause is None else cause)
             raise  # an interrupt stays one
 
     def store(self) -> Any:
@@ -258,34 +280,38 @@ class Ranks:
     def _diagnose(self, error: BaseException, what: str) -> RankError:
         """Which rank failed, and why: from this rank's error and those of the others in the store."""
         if isinstance(error, _LostPeerError):
-            own: dict[str, Any] = {"lost": error.peer, "closed": error.closed}
+            own: dict[str, Any] = {"rank": self.rank, "lost": error.peer, "closed": error.closed}
         else:
-            own = {"raised": f"{type(error).__name__}: {_first_line(error)}"}
-        reports: dict[int, dict[str, Any]] = {self.rank: own}
+            own = {"rank": self.rank, "raised": f"{type(error).__name__}: {_first_line(error)}", "in": what}
+        reports: dict[int | str, dict[str, Any]] = {self.rank: own}
         _run_for(self._report_time + 0.5, lambda: self._collect(reports))
         return self._conclude(dict(reports), what)
 
-    def _collect(self, reports: dict[int, dict[str, Any]]) -> None:
+    def _collect(self, reports: dict[int | str, dict[str, Any]]) -> None:
         try:
             if (store := self.store()) is None:
                 return
-            store.set(f"regard/failure/{self.rank}", json.dumps(reports[self.rank]))
+            own = json.dumps(reports[self.rank])
+            if "raised" in reports[self.rank]:
+                store.compare_set(FIRST, "", own)
+            store.set(f"regard/failure/{self.rank}", own)
             deadline = time.monotonic() + self._report_time
             while time.monotonic() < deadline and len(reports) < self.size:
                 for rank in self.others:
                     if rank not in reports and store.check([f"regard/failure/{rank}"]):
                         reports[rank] = json.loads(store.get(f"regard/failure/{rank}"))
-                if any("raised" in report for report in reports.values()):
+                if store.check([FIRST]):
+                    reports[FIRST] = json.loads(store.get(FIRST))
                     return
                 time.sleep(0.02)
         except Exception:  # a closed store: this rank's own knowledge has to do
             return
 
-    def _conclude(self, reports: dict[int, dict[str, Any]], what: str) -> RankError:
-        raised = sorted(rank for rank, report in reports.items() if "raised" in report)
-        if raised:
-            rank = raised[0]
-            return RankError(f"rank {rank} of {self.size} failed in {what}: {reports[rank]['raised']}", (rank,))
+    def _conclude(self, reports: dict[int | str, dict[str, Any]], what: str) -> RankError:
+        first = [reports.pop(FIRST)] if FIRST in reports else []
+        if raised := [report for report in (*first, *reports.values()) if "raised" in report]:
+            rank, call, text = raised[0]["rank"], raised[0]["in"], raised[0]["raised"]
+            return RankError(f"rank {rank} of {self.size} failed in {call}: {text}", (rank,))
         lost = {report["lost"] for report in reports.values()}
         silent = sorted(set(range(self.size)) - set(reports)) or sorted(lost)
         late = {report["lost"] for report in reports.values() if not report["closed"]}

@@ -41,9 +41,11 @@ def _show_corpus(args: argparse.Namespace, path: Path) -> int:
             raise ValueError(f"{printable(args.text)} is a corpus run: leave out --{option}; --out writes its atlas.")
     if args.out is not None and Path(args.out).suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"the atlas of a corpus is a page: --out must end in .html; got {printable(args.out)!r}.")
+    if args.out is not None and args.json:
+        raise ValueError("--json prints the numbers of a corpus run and --out writes its atlas: leave one of them out.")
     corpus = load_corpus(path)
     if args.out is None:
-        print_result(repr(corpus))
+        print_result(corpus.json() if args.json else repr(corpus))
         return 0
     with progress(f"writing {printable(args.out)}"), file_errors(args.out):
         corpus.save(args.out)
@@ -73,6 +75,9 @@ def _show_run(args: argparse.Namespace, path: Path) -> int:
                 f"{name} is a training run: leave out --{option}. To look at a text with its model: regard look TEXT "
                 f"--model {name}"
             )
+    if args.json:
+        name, history = printable(args.text), printable(str(path / checkpoint.HISTORY))
+        raise ValueError(f"{name} is a training run: leave out --json; its numbers are JSON in {history}.")
     numbers = run_numbers(checkpoint.read_history(path))
     if args.out is None:
         print_result(draw(numbers, width=terminal_width(), colour=colours(args.color)))
