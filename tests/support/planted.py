@@ -205,8 +205,9 @@ BUGS = [
     Bug("cells: complete rows take the norm of the tiles", "core/evaluation.py", "w = without_autocast(problem.q, lambda: softmax(exact.scores(block), exact.sink)[0].to(self.dtype))", 'w = weights_from_norm(problem.scores(block), compute_with_autograd(problem, Request(("norm",)), engine, {}, False)["norm"][:, :, as_index(rows, self.device)], False)[0]', ("row weights",)),
     Bug("cells: complete rows leave the sink out", "core/evaluation.py", "softmax(exact.scores(block), exact.sink)[0]", "softmax(exact.scores(block), None)[0]", ("row weights",)),
     Bug("cells: the cached norm is that of other rows", "core/evaluation.py", 'results["norm"][:, :, request.rows]', 'results["norm"][:, :, : len(rows)]', ("row weights",)),
-    Bug("cells: a row of −inf is nan in its gradient", "core/stats.py", "p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1)", "p = every.softmax(-1)", ("edges",)),
-    Bug("cells: hidden ones are nan in a row that is nan", "core/stats.py", "p = every.softmax(-1).masked_fill_(hidden, 0)", "p = every.softmax(-1)", ("edges",)),
+    Bug("cells: a row of −inf is nan in its gradient", "core/stats.py", "every.masked_fill(hidden.all(-1, keepdim=True), 0)).softmax(-1)", "every).softmax(-1)", ("edges",)),
+    Bug("cells: hidden ones are nan in a row that is nan", "core/stats.py", "p = p.masked_fill_(hidden, 0) if in_place else", "p = p if in_place else", ("edges",)),
+    Bug("cells: a long row is added up in one running sum a lane", "core/stats.py", "p = p.div_(total) if in_place else p / total", "pass", ("row weights",)),
     Bug("cells: their scores get no gradient", "core/autograd.py", 'more.append(cell_grads(problem, request, results["cells"], grad_outputs["cells"]))', "pass", ("gradients of cells",)),
     Bug("cells: hidden ones get a gradient", "core/autograd.py", "bare_scores(block), g.masked_fill(hidden, 0)", "bare_scores(block), torch.ones_like(g)", ("gradients of cells",)),
     # core/autograd.py: the one backward.

@@ -143,11 +143,15 @@ def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
     every, j = with_sink(s, logits), s.shape[-1]
     # softmax of a row of −inf is nan. A hidden key weighs 0, also in a row that is nan.
     hidden = every == -torch.inf
-    if every.requires_grad or in_functorch():
-        # The gradient of a row of −inf is nan as well: such a row is set to 0 before.
-        p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1).masked_fill(hidden, 0)
-    else:
-        p = every.softmax(-1).masked_fill_(hidden, 0)
+    in_place = not every.requires_grad and not in_functorch()
+    # The gradient of a row of −inf is nan as well: such a row is set to 0 before.
+    p = (every if in_place else every.masked_fill(hidden.all(-1, keepdim=True), 0)).softmax(-1)
+    if p.device.type == "cpu":
+        # softmax adds up a row in one running sum a lane there, and a row of 65,536 keys misses 1 by 54 ulp; `sum` adds
+        # in a tree, as both do on a GPU.
+        total = p.detach().sum(-1, keepdim=True)
+        p = p.div_(total) if in_place else p / total
+    p = p.masked_fill_(hidden, 0) if in_place else p.masked_fill(hidden, 0)
     return (p, None) if logits is None else (p[..., :j].contiguous(), p[..., j])
 
 
