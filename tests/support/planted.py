@@ -187,6 +187,7 @@ BUGS = [
     Bug("a chosen head looks at the keys of another", "core/problem.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
     Bug("a narrowed problem forgets its offset", "core/problem.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),
     Bug("poison in keys is let through", "core/problem.py", "k=zero_keys(self.k, seen, -2), modifiers=modifiers)", "modifiers=modifiers)", ("edges",)),
+    Bug("poison in keys is let through that another head sees", "core/problem.py", "seen = seen | cells.any(2)  # not", "seen = seen | cells.any(2).any(1, keepdim=True)  # not", ("edges",)),
     Bug("poison in values is let through", "core/problem.py", "v = None if request.v is None else zero_keys(request.v, seen, -2)", "v = request.v", ("edges",)),
     Bug("a group's gradients are averaged", "core/problem.py", "x.unflatten(1, (heads, -1)).sum(2)", "x.unflatten(1, (heads, -1)).mean(2)", ("gradients",)),
     # engines/blockwise.py and engines/score_grad.py: plain tiles.

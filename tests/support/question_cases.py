@@ -371,7 +371,7 @@ class Side:
             q, k = q.mT.contiguous().mT, k.transpose(1, 2).contiguous().transpose(1, 2)
         if self.poison:
             seen = self._visible().expand(self.n.b, self.n.h, -1, -1)
-            nobody = ~seen.any((1, 2))[:, None]  # a key that one head sees is not blanked in the others
+            nobody = ~seen.unflatten(1, (self.n.g, -1)).any((2, 3))
             k = torch.where(nobody.unsqueeze(-1), math.nan, k)
         return regard.weights(self._axes(q), self._axes(k), score=score, mask=mask, align=self.align, engine=engine)
 
