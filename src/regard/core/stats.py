@@ -177,8 +177,10 @@ def pooled(w: Tensor, tiling: Tiling) -> Tensor:
     part = w[..., tiling.i0 : tiling.i1, tiling.j0 : tiling.j1]
     row = tiling.row_of(torch.arange(tiling.i0, tiling.i1, device=w.device))
     col = tiling.col_of(torch.arange(tiling.j0, tiling.j1, device=w.device))
-    by_row = w.new_zeros(*w.shape[:2], tiling.rows, part.shape[-1]).index_add(2, row, part)
-    return w.new_zeros(*w.shape[:2], tiling.rows, tiling.cols).index_add(3, col, by_row)
+    # In float64: index_add has one running sum for each tile.
+    part = part.double()
+    by_row = part.new_zeros(*w.shape[:2], tiling.rows, part.shape[-1]).index_add(2, row, part)
+    return part.new_zeros(*w.shape[:2], tiling.rows, tiling.cols).index_add(3, col, by_row).to(w.dtype)
 
 
 def lse_of(norm: Tensor) -> Tensor:
