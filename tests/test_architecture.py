@@ -102,7 +102,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "core.rows.key_choice": {"core.rows.questions", "core.rows.sources", "core.rows.strips"},
     "core.rows.relations": {
-        "core.evaluation", "core.rows.head_reduction", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources", "core.stats", "engines",
+        "core.evaluation", "core.rows.head_reduction", "core.indexing", "core.problem", "core.rows.questions", "core.rows.sources", "core.rows.strips",
+        "core.stats", "engines",
     },
     "core.rows.head_profile": {
         "core.evaluation", "core.problem", "core.rows.relations", "core.rows.sources", "core.stats", "core.torch_state", "engines",

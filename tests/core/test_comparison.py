@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import regard
-from regard.core.rows.comparison import MEASURES
+from regard.core.rows.key_choice import KeyChoice
 from support.judge import MASKS, SCORES, Sizes, Truth, draw, named
 
 N = Sizes(b=2, h=4, g=2, i=5, j=7, d=3, c=3, e=3)
@@ -134,11 +134,11 @@ def test_the_sink_of_one_alone_is_an_outcome_that_the_other_forbids() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1000.0])
-def test_large_scores_lose_no_digits(scale: float) -> None:
+def test_large_scores_lose_no_digits(scale: float, row_engine: str) -> None:
     def matrices(dtype: torch.dtype) -> list[regard.Weights]:
         torch.manual_seed(3)
         x = [torch.randn(2, 33, 16) for _ in range(3)]
-        return [regard.weights((scale * y).to(dtype), x[2].to(dtype)) for y in x[:2]]
+        return [regard.weights((scale * y).to(dtype), x[2].to(dtype), engine=row_engine) for y in x[:2]]
 
     (p, q), (exact_p, exact_q) = matrices(torch.float32), matrices(torch.float64)
     assert p.kl(p).abs().max() <= 1e-6
@@ -150,10 +150,26 @@ def test_large_scores_lose_no_digits(scale: float) -> None:
     assert (p.kl(q) - want).abs().max() <= 2 * (plain - want).abs().max() + 1e-6 * want.max()
 
 
-def test_the_textbook_takes_the_logarithm_of_the_smallest_numbers() -> None:
-    p, q = torch.tensor([[0.5, 0.5]]).double(), torch.tensor([[1.0, 2.0**-1070]], dtype=torch.float64)
-    got = MEASURES["cross_entropy"][1](p, q)
-    torch.testing.assert_close(got, torch.tensor([0.5 * 1070 * math.log(2)], dtype=torch.float64))
+def test_logarithms_of_weights_that_underflow_are_those_of_scores(row_engine: str) -> None:
+    q = torch.tensor([[[1.0]], [[2.0]]]).double().requires_grad_()  # two heads of a row
+    k = torch.tensor([[0.0], [-3000.0], [-4000.0]]).double()
+    W = regard.weights(q, k.expand(2, 3, 1), score="dot", engine=row_engine)
+    p = regard.weights(torch.zeros(1, 1).double(), k, engine=row_engine)
+    far = torch.tensor([[[[1, 2]]]])
+    answers = {
+        "log_mass": (W.log_mass(torch.tensor([[False, False, True]])), [[-4000.0], [-8000.0]]),
+        "cross_entropy": (p.cross_entropy(W), [[7000.0 / 3], [14000.0 / 3]]),
+        "kl": (p.kl(W), [[7000.0 / 3 - math.log(3)], [14000.0 / 3 - math.log(3)]]),
+        "kl to heads together": (p.kl(W.reduce_heads("max")), [7000.0 / 3 - math.log(3)]),
+        "kl of chosen keys": (KeyChoice(p, far).kl(KeyChoice(W, far)), [[500 - math.log(2)], [1000 - math.log(2)]]),
+        "overlap of chosen keys": (KeyChoice(p, far).overlap(KeyChoice(W, far)), [[0.5], [0.5]]),
+    }
+    for name, (got, exact) in answers.items():
+        torch.testing.assert_close(got, torch.tensor(exact).double(), msg=name)
+        if name != "overlap of chosen keys":  # of which W's weights, 1 and 0, have no slope
+            (g,) = torch.autograd.grad(got.sum(), q, retain_graph=True)
+            assert g.isfinite().all()
+            assert g.any()
 
 
 def test_hidden_poison_never_reaches_a_comparison() -> None:

@@ -17,7 +17,18 @@ from torch import Tensor
 
 import regard
 from regard.engines import numba
-from support.judge import MASKS, SCORES, SMOOTH, MaskCase, Truth, draw, library_answers, library_answers_at_once, named
+from support.judge import (
+    MASKS,
+    SCORES,
+    SMOOTH,
+    MaskCase,
+    Sizes,
+    Truth,
+    draw,
+    library_answers,
+    library_answers_at_once,
+    named,
+)
 
 Tensors = dict[str, Tensor]
 NAN, INF = math.nan, math.inf
@@ -48,6 +59,13 @@ def put(name: str, keys: slice | int, value: float) -> Callable[[Tensors], None]
     return change
 
 
+def in_heads(heads: slice, change: Callable[[Tensors], None]) -> Callable[[Tensors], None]:
+    """A change to some heads alone: of k and v the group that has two query heads, of a bias these two."""
+    return lambda t: change(
+        {name: x if x.ndim < 4 else x[:, heads] if name[0] == "p" else x[:, 1:2] for name, x in t.items()}
+    )
+
+
 def both(*changes: Callable[[Tensors], None]) -> Callable[[Tensors], None]:
     return lambda t: [change(t) for change in changes] and None
 
@@ -62,6 +80,11 @@ def scores_become(value: Callable[[Tensors], float]) -> Callable[[Tensors], None
     return change
 
 
+def _hidden_from_group(n: Sizes, j: Tensor) -> Tensor:
+    """Key 4 is hidden from the query heads 2 and 3, which share keys."""
+    return (j != 4) | (torch.arange(n.h) // 2 != 1)[:, None, None]
+
+
 SHORT = mask_of(lambda n: regard.padding([n.j - 3]), lambda n, i, j: (j < n.j - 3) & (i > -99))
 NONE = mask_of(lambda n: regard.padding([0]), lambda n, i, j: (j < 0) & (i > -99))
 EARLY = mask_of(lambda n: regard.causal(), lambda n, i, j: j <= i)  # with align="start" the last keys are unseen
@@ -69,6 +92,10 @@ COLUMN = mask_of(lambda n: torch.arange(n.j) != 4 + torch.zeros(n.i, 1), lambda 
 CALLED = mask_of(lambda n: lambda i, j: (j != 4) & (i > -99), lambda n, i, j: (j != 4) & (i > -99))
 ROW = mask_of(
     lambda n: torch.arange(n.i)[:, None].expand(n.i, n.j) != 2, lambda n, i, j: (i != 2 + n.j - n.i) & (j > -1)
+)
+GROUP = mask_of(
+    lambda n: _hidden_from_group(n, torch.arange(n.j)).expand(n.h, n.i, n.j),
+    lambda n, i, j: _hidden_from_group(n, j) & (i > -99),
 )
 HEAD = mask_of(
     lambda n: (torch.arange(n.h) != 1)[:, None, None].expand(n.h, n.i, n.j),
@@ -112,6 +139,10 @@ EDGES = [
     Edge("NaN before what a window shows", mask=named(MASKS, "window"), sizes=MANY, poison=both(put("k", slice(0, 6), NAN), put("v", slice(0, 6), NAN))),
     Edge("NaN in a column a tensor hides", mask=COLUMN, poison=both(put("k", 4, NAN), put("v", 4, NAN))),
     Edge("NaN in a column a function hides", mask=CALLED, poison=both(put("k", 4, NAN), put("v", 4, NAN))),
+    *[
+        Edge(f"NaN at a key that other heads see, {s}", score=s, mask=GROUP, poison=in_heads(slice(2, 4), both(*(put(x, 4, NAN) for x in ("k", "v", *biases)))))
+        for s, biases in (("scaled_dot", ()), ("cosine", ()), ("gaussian", ()), ("bilinear a head", ()), ("additive", ()), ("function", ()), ("bias", ("p0",)), ("bias then softcap", ()))
+    ],
     Edge("NaN in documents nobody is in", mask=STRANGER, poison=both(put("k", LAST, NAN), put("v", LAST, NAN))),
     Edge("NaN everywhere and nothing visible", mask=NONE, poison=both(put("k", slice(None), NAN), put("v", slice(None), NAN)), nothing=True),
     *[Edge(f"NaN in k and v under {s}", score=s, mask=SHORT, poison=both(put("k", LAST, NAN), put("v", LAST, NAN))) for s in ("dot", "cosine", "gaussian", "bilinear", "additive", "additive a head", "function", "alibi", "softcap", "modify", "sink", "all modifiers and a sink")],

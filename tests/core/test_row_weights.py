@@ -225,3 +225,18 @@ def test_weights_in_gradients_belong_to_their_rows_too(how: str, times: int, wal
     alone = w == 1
     assert alone.any() or times == 1
     assert (g[alone].abs() <= 4 * U).all()
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("keys", [14, 130, 4096, 65536])
+@pytest.mark.parametrize("engine", ["blockwise", "reference"])
+def test_rows_asked_whole_sum_to_one_at_any_length(engine: str, keys: int, sink: bool) -> None:
+    """Scores of size 3: nearly all of a row is in one of the few running sums that vectors of a CPU take."""
+    q, k = 3 * torch.randn(2, 60, 4), torch.randn(2, keys, 4)
+    score = regard.ScaledDot().sink(torch.full((2,), -1e4)) if sink else None
+    W = regard.weights(q, k, score=score or "scaled_dot", engine=engine)
+    for grad in (False, True):
+        q.requires_grad_(grad)
+        for rows in (W.dense(), W.row(3), W[..., 5:20, :]):
+            assert ((rows.double().sum(-1) - 1).abs() <= 4 * 2 * U).all()
+            assert (rows <= 1).all()

@@ -66,6 +66,22 @@ def test_a_zero_vector_is_alike_to_nothing() -> None:
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("power", [-100, -50, 70, 100])
+def test_a_cosine_knows_no_lengths(power: int, dtype: torch.dtype, engine: str) -> None:
+    """Squares of 2⁷⁰ are inf in float32, and those of 2⁻¹⁰⁰ are 0."""
+    q, k, u = draw(2, 7, 5, dtype=dtype), draw(2, 11, 5, dtype=dtype), draw(2, 7, 11, dtype=dtype)
+    power = power if dtype == torch.float32 else 8 * power
+    answers = []
+    for size in (1.0, 2.0**power):
+        x = (size * q).requires_grad_()
+        w = regard.weights(x, k / size, score=Cosine(3.0), engine=engine).dense()
+        (g,) = torch.autograd.grad((w * u).sum(), x)
+        answers.append((w.detach(), g * size))
+    for one, other in zip(*answers, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_gaussian_is_minus_half_the_squared_distance_in_units_of_sigma() -> None:
     q, k = torch.tensor([[1.0, 2.0]]).double(), torch.tensor([[4.0, 6.0], [1.0, 2.0]]).double()
     W = regard.weights(q, k, score=Gaussian(2.5))

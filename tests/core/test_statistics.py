@@ -379,3 +379,16 @@ def test_statistics_of_long_rows_in_float32_agree_with_float64_tile_by_tile() ->
         torch.testing.assert_close(
             single[name].double(), exact[name].double(), rtol=3e-5, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(40000, 3), (3, 40000)])
+@pytest.mark.parametrize("how", ["reference", "blockwise", "plain"])
+def test_tiles_of_a_long_matrix_are_added_up_as_exactly_as_by_plain_pytorch(
+    how: str, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba, "enabled", how != "plain")
+    q, k = draw(1, rows, 8, dtype=torch.float32), draw(1, keys, 8, dtype=torch.float32)
+    W = regard.weights(q, k, engine="reference" if how == "reference" else "blockwise")
+    want = regard.Weights.from_dense(W.dense().double()).pool(2, 3)
+    # One running sum would be off by the root of the number of its terms: 100 to 200 units here.
+    assert ((W.pool(2, 3) / want - 1).abs() <= 16 * 2**-24).all()

@@ -236,7 +236,7 @@ class Problem:
         visible = self.mask.visible(block)
         visible = visible.reshape(*[1] * (4 - visible.ndim), *visible.shape)
         # A key that no row of the block sees must not reach it, not even in a gradient as the nan of 0 · nan.
-        local = local.blanked(visible.any(2).any(1).expand(-1, local.k.shape[2]))
+        local = local.blanked(visible.any(2).expand(-1, -1, local.k.shape[2]))
         return local.bare_scores(block).masked_fill(~visible, -torch.inf)
 
     def bare_scores(self, block: MatrixBlock) -> Tensor:
@@ -270,17 +270,18 @@ class Problem:
         return s
 
     def visible_keys(self) -> Tensor | None:
-        """Which keys at least one row sees, (b|1, j); None where that is all of them."""
+        """Which keys at least one row of a head sees, (b|1, h|1, j); None where that is all of them."""
         if self.mask is None or self.mask.sees_all_keys(self.layout()):
             return None
         # The operator has no batching rule. To Dynamo all code is inside a transform, which says nothing there.
         in_graph = is_tracing() and (torch.compiler.is_compiling() or not in_functorch())
         if in_graph and (seen := self._visible_keys_in_graph()) is not None:
             return seen
-        exact, seen = True, self.mask.visible_keys(self.layout())
-        if seen is None:
+        exact, of_any_head = True, self.mask.visible_keys(self.layout())
+        if of_any_head is None:
             intervals = self._intervals() if is_tracing() else self.intervals
-            exact, seen = intervals.exact, intervals.visible_keys(self.shape[3])
+            exact, of_any_head = intervals.exact, intervals.visible_keys(self.shape[3])
+        seen = of_any_head.unsqueeze(1)
         # Where all keys are seen, or none, work is saved; but reading that syncs with a GPU.
         may_sync = self.q.device.type == "cpu" and not in_functorch()
         if not exact and not (may_sync and not bool(seen.any())):
@@ -298,16 +299,16 @@ class Problem:
         """Visible keys block by block, for a mask with inexact intervals; `outer` holds them all."""
         b, _, rows, keys = self.shape
         assert self.mask is not None
-        seen = torch.zeros(b, keys, dtype=torch.bool, device=self.q.device)
+        seen = torch.zeros(b, 1, keys, dtype=torch.bool, device=self.q.device)
         step = max(1, 2**22 // max(1, keys))
         for start in range(0, rows, step):
             cells = self.mask.visible(self.block(slice(start, min(rows, start + step)), slice(0, keys)))
             cells = cells.reshape(*[1] * (4 - cells.ndim), *cells.shape)
-            seen = seen | cells.any(2).any(1)  # not in place: inside torch.vmap the cells may have a batch
+            seen = seen | cells.any(2)  # not in place: inside torch.vmap the cells may have a batch
         return seen & outer
 
     def zero_invisible_keys(self, request: Any) -> tuple[Problem, Any]:
-        """Zeros for keys and values that no row sees: nan or inf there must not matter."""
+        """Zeros for keys and values that no row of their heads sees: nan or inf there must not matter."""
         if self.mask is None or self.mask.sees_all_keys(self.layout()):
             return self, request
         may_sync = self.q.device.type == "cpu" and not in_functorch() and not is_tracing()
@@ -320,7 +321,7 @@ class Problem:
         return self.blanked(seen), replace_fields(request, v=v)
 
     def blanked(self, seen: Tensor) -> Problem:
-        """The same with zeros for keys that are not `seen` (b|1, j)."""
+        """The same with zeros for keys that are not `seen` (b|1, h|1, j)."""
         modifiers = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
         return self._with_intervals(replace_fields(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers))
 
@@ -341,17 +342,20 @@ class Problem:
     "regard::visible_keys", mutates_args=(), schema="(Tensor[] tensors, SymInt[] ints, str spec) -> Tensor"
 )
 def _visible_keys_op(tensors: list[Tensor], ints: list[int], spec: str) -> Tensor:
-    """Which keys at least one row sees, (b, j), as an operator that torch.compile can put into a graph."""
+    """Which keys at least one row of a head sees, (b, h, j), as an operator that torch.compile can put into a graph."""
     problem = unflatten(ast.literal_eval(spec), tensors, ints)
-    b, _, _, j = problem.shape
+    b, h, _, j = problem.shape
     seen = problem.visible_keys()
-    return torch.ones(b, j, dtype=torch.bool, device=problem.q.device) if seen is None else seen.expand(b, j).clone()
+    if seen is None:
+        return torch.ones(b, h, j, dtype=torch.bool, device=problem.q.device)
+    return seen.expand(b, h, j).clone()
 
 
 @_visible_keys_op.register_fake
 def _(tensors: list[Tensor], ints: list[int], spec: str) -> Tensor:
     problem = unflatten(ast.literal_eval(spec), tensors, ints)
-    return problem.q.new_empty(problem.shape[0], problem.shape[3], dtype=torch.bool)
+    b, h, _, j = problem.shape
+    return problem.q.new_empty(b, h, j, dtype=torch.bool)
 
 
 def to_float64(x: Tensor) -> Tensor:
@@ -360,10 +364,12 @@ def to_float64(x: Tensor) -> Tensor:
 
 
 def zero_keys(x: Tensor, seen: Tensor, axis: int) -> Tensor:
-    """Zero where no row sees the key; `axis` is that of the keys."""
-    if x.ndim != 4 or x.shape[axis] != seen.shape[1]:
+    """Zero where no row of a head that x (b|1, g|1, ...) serves sees the key; `axis` is that of the keys."""
+    if x.ndim != 4 or x.shape[axis] != seen.shape[-1]:
         return x
-    return torch.where(seen[:, None, :, None] if axis == -2 else seen[:, None, None, :], x, 0)
+    if seen.shape[1] not in (1, x.shape[1]):
+        seen = seen.unflatten(1, (x.shape[1], -1)).any(2)
+    return torch.where(seen.unsqueeze(-1) if axis == -2 else seen.unsqueeze(-2), x, 0)
 
 
 def mask_scores(s: Tensor, mask: Mask | None, block: MatrixBlock) -> Tensor:

@@ -143,11 +143,15 @@ def softmax(s: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
     every, j = with_sink(s, logits), s.shape[-1]
     # softmax of a row of −inf is nan. A hidden key weighs 0, also in a row that is nan.
     hidden = every == -torch.inf
-    if every.requires_grad or in_functorch():
-        # The gradient of a row of −inf is nan as well: such a row is set to 0 before.
-        p = every.masked_fill(hidden.all(-1, keepdim=True), 0).softmax(-1).masked_fill(hidden, 0)
-    else:
-        p = every.softmax(-1).masked_fill_(hidden, 0)
+    in_place = not every.requires_grad and not in_functorch()
+    # The gradient of a row of −inf is nan as well: such a row is set to 0 before.
+    p = (every if in_place else every.masked_fill(hidden.all(-1, keepdim=True), 0)).softmax(-1)
+    if p.device.type == "cpu":
+        # softmax adds up a row in one running sum a lane there, and a row of 65,536 keys misses 1 by 54 ulp; `sum` adds
+        # in a tree, as both do on a GPU.
+        total = p.detach().sum(-1, keepdim=True)
+        p = p.div_(total) if in_place else p / total
+    p = p.masked_fill_(hidden, 0) if in_place else p.masked_fill(hidden, 0)
     return (p, None) if logits is None else (p[..., :j].contiguous(), p[..., j])
 
 
@@ -173,8 +177,10 @@ def pooled(w: Tensor, tiling: Tiling) -> Tensor:
     part = w[..., tiling.i0 : tiling.i1, tiling.j0 : tiling.j1]
     row = tiling.row_of(torch.arange(tiling.i0, tiling.i1, device=w.device))
     col = tiling.col_of(torch.arange(tiling.j0, tiling.j1, device=w.device))
-    by_row = w.new_zeros(*w.shape[:2], tiling.rows, part.shape[-1]).index_add(2, row, part)
-    return w.new_zeros(*w.shape[:2], tiling.rows, tiling.cols).index_add(3, col, by_row)
+    # In float64: index_add has one running sum for each tile.
+    part = part.double()
+    by_row = part.new_zeros(*w.shape[:2], tiling.rows, part.shape[-1]).index_add(2, row, part)
+    return part.new_zeros(*w.shape[:2], tiling.rows, tiling.cols).index_add(3, col, by_row).to(w.dtype)
 
 
 def lse_of(norm: Tensor) -> Tensor:

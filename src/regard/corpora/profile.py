@@ -17,7 +17,7 @@ from ..core.pytree import register_node
 from ..core.rows.head_profile import head_profile
 from ..core.rows.sources import Part, Strip
 from ..core.rows.stats import ChosenKeys, RowEntropy, induction_targets
-from ..core.rows.strips import Merge, OfParts
+from ..core.rows.strips import DenseForm, Merge, OfParts
 from ..core.stats import Results, entropy
 from ..core.weights import Weights
 
@@ -47,7 +47,7 @@ class HeadProfile:
     row_fields: ClassVar[tuple[str, ...]] = ("targets",)
     merges: ClassVar[tuple[Merge, ...]] = ("sum",) * 8
     counts_sink: ClassVar[bool] = True
-    of_scores: ClassVar[bool] = False
+    dense_form: ClassVar[DenseForm] = "weights"
     of_parts: ClassVar[OfParts] = None
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:

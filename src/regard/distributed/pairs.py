@@ -82,7 +82,7 @@ def hidden_from_all(factors: Factors, rows: int, keys: range) -> Tensor | None:
     offset = factors.query_offset
     mask = factors.mask.crop(slice(0, rows), slice(keys.start, keys.stop))
     seen = Problem(q, k, Product(1.0), (), None, mask, offset - keys.start).visible_keys()
-    return None if seen is None else ~seen
+    return None if seen is None else ~seen.any(1)
 
 
 def state_of(results: Results, key_start: int) -> State:

@@ -107,7 +107,7 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
         total["z"] = norm.new_zeros(b, h, j, request.u.shape[-1], dtype=problem.compute_dtype)
     if request.wants("pool"):
         assert request.tiling is not None
-        total["pool"] = norm.new_zeros(b, h, request.tiling.rows, request.tiling.cols, dtype=problem.compute_dtype)
+        total["pool"] = norm.new_zeros(b, h, request.tiling.rows, request.tiling.cols, dtype=torch.float64)
     window = request.window
     for rows, tiles in tiled(problem):
         if window is not None and not _overlap(rows, window.i0, window.i1):
@@ -122,7 +122,7 @@ def column_pass(problem: Problem, request: Request, norm: Tensor) -> Results:
                 total["z"][:, :, cols] += w.mT @ required(request.u)[:, :, rows].to(w.dtype)
             if "pool" in total:
                 _add_to_pool(total["pool"], w, rows, cols, required(request.tiling))
-    return total
+    return {name: x.to(problem.compute_dtype) for name, x in total.items()}
 
 
 def cells(problem: Problem, request: Request) -> Tensor:
@@ -241,10 +241,11 @@ def _add_to_pool(pool: Tensor, w: Tensor, rows: slice, cols: slice, tiling: Tili
     j0, j1 = max(cols.start, tiling.j0), min(cols.stop, tiling.j1)
     if i0 >= i1 or j0 >= j1:
         return
-    part = w[:, :, i0 - rows.start : i1 - rows.start, j0 - cols.start : j1 - cols.start]
+    # In float64: index_add has one running sum for each tile.
+    part = w[:, :, i0 - rows.start : i1 - rows.start, j0 - cols.start : j1 - cols.start].double()
     row = tiling.row_of(torch.arange(i0, i1, device=w.device))
     col = tiling.col_of(torch.arange(j0, j1, device=w.device))
-    by_col = w.new_zeros(*part.shape[:3], tiling.cols).index_add_(3, col, part)
+    by_col = part.new_zeros(*part.shape[:3], tiling.cols).index_add_(3, col, part)
     pool.index_add_(2, row, by_col)
 
 

@@ -16,8 +16,9 @@ from ..core.problem import Factors, mask_scores, repeat_kv, zero_keys
 from ..core.pytree import tree_map
 from ..core.scores.kinds import upcast
 from ..core.stats import Request, Results, lse_of, of_dense, required, softmax, with_sink
+from .score_grad import weights_from_norm
 
-__all__ = ["ENGINE", "Reference", "dense"]
+__all__ = ["ENGINE", "Reference", "dense", "log_weights"]
 
 
 class Reference:
@@ -66,6 +67,18 @@ def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     s = mask_scores(s, factors.mask, block)
     w, share = softmax(s, score.sink_logits)
     return s, w, _norm(with_sink(s, score.sink_logits)), share
+
+
+def log_weights(factors: Factors) -> tuple[Tensor, Tensor | None]:
+    """Logarithms of the weights (b, h, i, j), −inf where hidden, and of the share (b, h, i) of the sink, if any."""
+    if (w := factors.score.precomputed) is not None:
+        w = upcast(w)  # log 0 is −inf with the slope inf: a weight of 0 stays out of the graph
+        return torch.where(w > 0, w, 1).log().masked_fill(w <= 0, -torch.inf), None
+    s, _, norm, _ = dense(factors)
+    _, log_w = weights_from_norm(s, norm, False)
+    if (sink := factors.score.sink_logits) is None:
+        return log_w, None
+    return log_w, weights_from_norm(upcast(sink).expand(*s.shape[:3], 1), norm, True)[1].squeeze(-1)
 
 
 def _visible_keys(factors: Factors) -> Tensor | None:

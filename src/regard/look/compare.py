@@ -356,7 +356,8 @@ def _distances(pairs: list[HeadPair]) -> Iterator[tuple[list[int], dict[str, Ten
             _outcomes(_word_rows(view, rows, cols, side, block).cpu()[heads[side]], cols, side)
             for side, view in enumerate((a, b))
         )
-        yield block, {"p": p, "q": q, **{name: MEASURES[name][1](p, q) for name in ("js", "total_variation")}}
+        js = MEASURES["js"][1](p.log(), q.log())
+        yield block, {"p": p, "q": q, "js": js, "total_variation": MEASURES["total_variation"][1](p, q)}
 
 
 def _word_rows(view: LayerView, rows: Alignment, cols: Alignment, side: int, places: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ def span_of(weights: Weights, item: int) -> slice:
         return slice(0, keys)
     else:
         one = factors.pick(0, range(item, item + 1)).problem().visible_keys()
-        seen = None if one is None else one[0]
+        seen = None if one is None else one[0].any(0)
     if seen is None or not bool(seen.any()):
         return slice(0, keys)
     places = seen.nonzero().flatten()
@@ -35,7 +35,7 @@ def visible_keys(weights: Weights) -> Tensor | None:
     if (w := factors.score.precomputed) is not None:
         return w.ne(0).any(-2).any(1)
     seen = None if factors.mask is None else factors.problem().visible_keys()
-    return None if seen is None else seen.expand(weights.shape[0], -1)
+    return None if seen is None else seen.any(1).expand(weights.shape[0], -1)
 
 
 def real_rows(weights: Weights, kind: str) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Two matrices row by row: cross-entropy, Kullback–Leibler, Jensen–Shannon, overlap and total variation.
 
-Each measure has two forms: of log-weights, centred on the maxima of both rows, as strips compute it; and the
-textbook's, of dense weights, which defines what is right.
+Each measure has two forms: of two strips, centred on the maxima of both rows; and the textbook's, of dense matrices,
+which defines what is right. Weights that underflow have no logarithm: where the textbook has one, it takes
+log-weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..pytree import register_node
 from ..torch_state import as_size, in_functorch
 from .sources import Part, Strip
-from .strips import Merge, OfParts
+from .strips import DenseForm, Merge, OfParts
 
 __all__ = ["MEASURES", "Comparison", "joint_batch"]
 
@@ -85,22 +86,29 @@ def _total_variation(x: _Pair) -> Tensor:
     return (x.p - x.q).abs().sum(-1) / 2
 
 
-def _dense_cross_entropy(p: Tensor, q: Tensor) -> Tensor:
-    terms = p * torch.where((p > 0) & (q > 0), q, 1).log()
-    return -torch.where((p > 0) & (q == 0), -torch.inf, terms).sum(-1)
+def _dense_cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return _expected(-log_q, log_p, log_q)
 
 
-def _dense_kl(p: Tensor, q: Tensor) -> Tensor:
-    terms = p * (torch.where(p > 0, p, 1) / torch.where((p > 0) & (q > 0), q, 1)).log()
-    return torch.where((p > 0) & (q == 0), torch.inf, terms).sum(-1)
+def _dense_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    return _expected(log_p - log_q, log_p, log_q)
 
 
-def _dense_js(p: Tensor, q: Tensor) -> Tensor:
-    middle = (p + q) / 2
-    return (_dense_kl(p, middle) + _dense_kl(q, middle)) / 2
+def _expected(x: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ p x over the keys that p sees; inf where q forbids one of them."""
+    in_p, in_q = log_p > -torch.inf, log_q > -torch.inf
+    rows = (log_p.exp() * torch.where(in_p & in_q, x, 0)).sum(-1)
+    return rows.masked_fill((in_p & ~in_q).any(-1), torch.inf)
 
 
-#: Name: form of log-weights, form of dense weights.
+def _dense_js(log_p: Tensor, log_q: Tensor) -> Tensor:
+    seen = (log_p > -torch.inf) | (log_q > -torch.inf)
+    log_middle = torch.logaddexp(*(torch.where(seen, x, 0) for x in (log_p, log_q))) - math.log(2)
+    of_p, of_q = (_expected(x - log_middle, x, log_middle) for x in (log_p, log_q))
+    return (of_p + of_q) / 2
+
+
+#: Name: form of two strips, form of dense matrices (`_DENSE_FORMS`).
 MEASURES: dict[str, tuple[Callable[[_Pair], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "cross_entropy": (_cross_entropy, _dense_cross_entropy),
     "kl": (_kl, _dense_kl),
@@ -108,6 +116,10 @@ MEASURES: dict[str, tuple[Callable[[_Pair], Tensor], Callable[[Tensor, Tensor], 
     "overlap": (_overlap, lambda p, q: torch.minimum(p, q).sum(-1)),
     "total_variation": (_total_variation, lambda p, q: (p - q).abs().sum(-1) / 2),
 }
+
+
+#: The matrices that the dense form of a measure takes, if not weights.
+_DENSE_FORMS: dict[str, DenseForm] = dict.fromkeys(("cross_entropy", "kl", "js"), "log-weights")
 
 
 @register_node
@@ -118,23 +130,26 @@ class Comparison:
     row_fields: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = True
-    of_scores: ClassVar[bool] = False
     of_parts: ClassVar[OfParts] = "rows"
 
     @property
     def name(self) -> str:
         return self.measure
 
+    @property
+    def dense_form(self) -> DenseForm:
+        return _DENSE_FORMS.get(self.measure, "weights")
+
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         return [like.new_zeros(shape[:3])]
 
     def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
-        of_logs, _ = MEASURES[self.measure]
-        return [(of_logs(_Pair(*strips)), part.index(part.rows))]
+        of_strips, _ = MEASURES[self.measure]
+        return [(of_strips(_Pair(*strips)), part.index(part.rows))]
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
-        _, of_weights = MEASURES[self.measure]
-        return [of_weights(*torch.broadcast_tensors(*matrices))]
+        _, of_matrices = MEASURES[self.measure]
+        return [of_matrices(*torch.broadcast_tensors(*matrices))]
 
 
 def joint_batch(batches: list[torch.Size]) -> torch.Size:

@@ -17,10 +17,10 @@ from ..scores.kinds import upcast
 from ..torch_state import as_size, is_tracing
 from ..types import KeyLike, KeysLike
 from .questions import RowQuestions
-from .sources import HeadRows, RowSource
+from .sources import HeadRows, RowSource, log_of_heads
 from .spans import PoolBy
 from .stats import ColumnSum, LargestWeights, RowEntropy, RowProduct
-from .strips import Question
+from .strips import DenseForm, Question
 
 if TYPE_CHECKING:
     from .relations import Relations
@@ -96,13 +96,19 @@ class HeadReduction(RowQuestions):
     def _over_ranks(self, own: Tensor, what: str, by: Literal["sum", "max"] = "sum") -> Tensor:
         return self._weights._over_ranks(own, what, by)
 
-    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
-        if scores:
+    def _dense_rows(self, batch: torch.Size, form: DenseForm) -> tuple[Tensor, Tensor | None]:
+        if form == "scores":
             raise ValueError("by='lse' needs scores, and heads taken together have none.")
-        w, sink = self._weights._dense_rows(batch, False)
-        return self._reduced(w, 1), None if sink is None else self._reduced(sink, 1)
+        x, sink = self._weights._dense_rows(batch, form)
+        reduced = self._log_reduced if form == "log-weights" else self._reduced
+        return reduced(x), None if sink is None else reduced(sink)
 
-    def _reduced(self, x: Tensor, axis: int) -> Tensor:
+    def _log_reduced(self, x: Tensor) -> Tensor:
+        x = x.unflatten(1, (-1, self._size))
+        shares = None if self._shares is None else self._shares.reshape(-1, self._size, *[1] * (x.ndim - 3))
+        return log_of_heads(x, shares)
+
+    def _reduced(self, x: Tensor, axis: int = 1) -> Tensor:
         """Heads of a tensor along one axis reduced to groups."""
         x = x.unflatten(axis, (-1, self._size))
         if self._shares is None:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .questions import RowQuestions
-from .sources import ChosenRows, RowSource
-from .strips import Question
+from .sources import ChosenRows, RowSource, safe_lse
+from .strips import DenseForm, Question
 
 __all__ = ["KeyChoice"]
 
@@ -43,11 +43,14 @@ class KeyChoice(RowQuestions):
     def _answer_rows(self, sources: list[RowSource], question: Question, plain: bool) -> list[Tensor]:
         return self._matrix._answer_rows(sources, question, plain)
 
-    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
-        w, _ = self._matrix._dense_rows(batch, scores)
+    def _dense_rows(self, batch: torch.Size, form: DenseForm) -> tuple[Tensor, Tensor | None]:
+        # By logarithms: all that is chosen of a row may underflow.
+        log_w, _ = self._matrix._dense_rows(batch, "log-weights")
         if self._keys is not None:
-            n = w.shape[-1]
-            cells = torch.zeros(*self._keys.shape[:3], n + 1, dtype=torch.bool, device=w.device)
-            w = w * cells.scatter(-1, torch.where(self._keys < 0, n, self._keys), True)[..., :n]
-        total = w.sum(-1, keepdim=True)
-        return w / torch.where(total == 0, 1, total), None
+            n = log_w.shape[-1]
+            cells = torch.zeros(*self._keys.shape[:3], n + 1, dtype=torch.bool, device=log_w.device)
+            chosen = cells.scatter(-1, torch.where(self._keys < 0, n, self._keys), True)[..., :n]
+            log_w = log_w.masked_fill(~chosen, -torch.inf)
+        total = safe_lse(log_w, -1, keepdim=True)
+        log_w = log_w - torch.where(total == -torch.inf, 0, total)
+        return (log_w if form == "log-weights" else log_w.exp()), None

@@ -25,7 +25,7 @@ from .comparison import Comparison, joint_batch
 from .sources import RowSource
 from .spans import BlockMask, CellMass, PoolBy, TilePool, block_edges, smallest_cover, tile_edges
 from .stats import ChosenKeys, DistanceBins, DistanceVariance, induction_targets
-from .strips import Question, walk_strips
+from .strips import DenseForm, Question, walk_strips
 from .traced import answer, traced
 
 __all__ = ["RowQuestions"]
@@ -60,8 +60,8 @@ class RowQuestions(NotElementwise, Shareable):
         """This matrix over a batch that its own broadcasts to."""
         raise NotImplementedError
 
-    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
-        """By the textbook: weights or scores (b, h, i, j), and the share (b, h, i) of a sink, if there is one."""
+    def _dense_rows(self, batch: torch.Size, form: DenseForm) -> tuple[Tensor, Tensor | None]:
+        """By the textbook: a matrix (b, h, i, j), and of weights the share (b, h, i) of a sink, if there is one."""
         raise NotImplementedError
 
     def _ask_rows(self, question: Question, *others: RowQuestions) -> list[Tensor]:
@@ -490,10 +490,10 @@ def _is_precomputed(matrix: RowQuestions) -> bool:
 
 
 def _dense_matrices(matrices: list[RowQuestions], batch: torch.Size, question: Question) -> list[Tensor]:
-    """Dense weights of all matrices; where one of them has a sink that counts, its share is the last column."""
-    pairs = [matrix._dense_rows(batch, question.of_scores) for matrix in matrices]
+    """Dense matrices, as the question takes them; where one has a sink that counts, its share is the last column."""
+    pairs = [matrix._dense_rows(batch, question.dense_form) for matrix in matrices]
     if not question.counts_sink or all(sink is None for _, sink in pairs):
-        return [w for w, _ in pairs]
-    return [
-        torch.cat([w, (w.new_zeros(w.shape[:-1]) if sink is None else sink).unsqueeze(-1)], -1) for w, sink in pairs
-    ]
+        return [x for x, _ in pairs]
+    none = -math.inf if question.dense_form == "log-weights" else 0.0
+    shares = [x.new_full(x.shape[:-1], none) if sink is None else sink for x, sink in pairs]
+    return [torch.cat([x, share.unsqueeze(-1)], -1) for (x, _), share in zip(pairs, shares, strict=True)]

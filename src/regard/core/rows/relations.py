@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from ...engines.reference import dense
+from ...engines.reference import dense, log_weights
 from ..evaluation import LazyMatrix
 from ..indexing import Tokens, as_int, slice_bounds
 from ..problem import Factors
@@ -17,6 +17,7 @@ from ..stats import Request
 from .head_reduction import HeadReduction, head_shares
 from .questions import RowQuestions
 from .sources import DenseRows, RowSource, ScoreRows
+from .strips import DenseForm
 
 __all__ = ["Relations", "row_range"]
 
@@ -35,9 +36,12 @@ class Relations(LazyMatrix, RowQuestions):
         cached = self._cache.get(self._leaves, Request(("norm",))) if batch == self._factors.batch else {}
         return ScoreRows(problem, cached.get("norm"))
 
-    def _dense_rows(self, batch: torch.Size, scores: bool) -> tuple[Tensor, Tensor | None]:
-        s, w, _, sink = dense(self._local_factors().expanded(batch).folded())
-        return (s if scores else w), sink
+    def _dense_rows(self, batch: torch.Size, form: DenseForm) -> tuple[Tensor, Tensor | None]:
+        factors = self._local_factors().expanded(batch).folded()
+        if form == "log-weights":
+            return log_weights(factors)
+        s, w, _, sink = dense(factors)
+        return (s if form == "scores" else w), sink
 
     def _local_factors(self) -> Factors:
         """The factors, if they are those of the entire matrix: other ranks may hold the rest."""

@@ -28,6 +28,7 @@ __all__ = [
     "RowSource",
     "ScoreRows",
     "Strip",
+    "log_of_heads",
     "safe_lse",
 ]
 
@@ -172,12 +173,7 @@ class _HeadStrip(Strip):
         return None if self._heads.sink is None else self._joined(self._heads.sink)
 
     def _log(self, log_w: Tensor) -> Tensor:
-        x = self._groups(log_w)
-        if self._shares is None:
-            return x.amax(2)
-        shares = self._groups(self._shares)
-        counts = shares > 0
-        return safe_lse(x.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log(), 2)
+        return log_of_heads(self._groups(log_w), None if self._shares is None else self._groups(self._shares))
 
     @cached_property
     def log_w(self) -> Tensor:  # type: ignore[override]
@@ -199,6 +195,14 @@ class _ChosenStrip(Strip):
     @cached_property
     def w(self) -> Tensor:  # type: ignore[override]
         return self.log_w.exp()
+
+
+def log_of_heads(log_w: Tensor, shares: Tensor | None) -> Tensor:
+    """The logarithm of a sum of n heads' weights, each times its share, or of the largest, from (b, g, n, ...)."""
+    if shares is None:
+        return log_w.amax(2)
+    counts = shares > 0  # log 0 is −inf with the slope inf
+    return safe_lse(log_w.masked_fill(~counts, -torch.inf) + torch.where(counts, shares, 1).log(), 2)
 
 
 def safe_lse(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:

@@ -15,7 +15,7 @@ from ..masks.algebra import Mask
 from ..pytree import register_node
 from ..torch_state import is_tracing
 from .sources import Part, Strip, safe_lse
-from .strips import Merge, OfParts
+from .strips import DenseForm, Merge, OfParts
 
 __all__ = ["BlockMask", "CellMass", "PoolBy", "TilePool", "block_edges", "smallest_cover", "tile_edges"]
 
@@ -47,12 +47,15 @@ class CellMass:
     offset: int
     row_fields: ClassVar[tuple[str, ...]] = ()
     counts_sink: ClassVar[bool] = False
-    of_scores: ClassVar[bool] = False
     of_parts: ClassVar[OfParts] = "rows"
 
     @property
     def name(self) -> str:
         return "log_mass" if self.log else "recall"
+
+    @property
+    def dense_form(self) -> DenseForm:
+        return "log-weights" if self.log else "weights"
 
     @property
     def merges(self) -> tuple[Merge, ...]:
@@ -65,15 +68,16 @@ class CellMass:
         (strip,) = strips
         cells = self._cells(part.block)
         cells = take(take(cells, 0, part.batch), 1, part.heads)
-        # The logarithm of a sum that underflows is −inf: log-weights are added up instead.
-        mass = safe_lse(strip.log_w.masked_fill(~cells, -torch.inf), -1) if self.log else (strip.w * cells).sum(-1)
-        return [(mass, part.index(part.rows))]
+        return [(self._mass(strip.log_w if self.log else strip.w, cells), part.index(part.rows))]
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
-        (w,) = matrices
-        block = MatrixBlock(slice(0, w.shape[-2]), slice(0, w.shape[-1]), self.offset, w.device)
-        mass = (w * self._cells(block)).sum(-1)
-        return [torch.where(mass > 0, mass, 1).log().masked_fill(mass == 0, -torch.inf) if self.log else mass]
+        (x,) = matrices
+        block = MatrixBlock(slice(0, x.shape[-2]), slice(0, x.shape[-1]), self.offset, x.device)
+        return [self._mass(x, self._cells(block))]
+
+    def _mass(self, x: Tensor, cells: Tensor) -> Tensor:
+        """From weights, or from their logarithms: that of a sum that underflows is −inf."""
+        return safe_lse(x.masked_fill(~cells, -torch.inf), -1) if self.log else (x * cells).sum(-1)
 
     def _cells(self, block: MatrixBlock) -> Tensor:
         cells = self.mask.visible(block)
@@ -104,8 +108,8 @@ class TilePool:
         return (self.by,)
 
     @property
-    def of_scores(self) -> bool:
-        return self.by == "lse"
+    def dense_form(self) -> DenseForm:
+        return "scores" if self.by == "lse" else "weights"
 
     def totals(self, shape: tuple[int, int, int, int], like: Tensor) -> list[Tensor]:
         tiles = (*shape[:2], len(self.row_edges) - 1, len(self.col_edges) - 1)
@@ -113,7 +117,7 @@ class TilePool:
 
     def of_strip(self, strips: list[Strip], part: Part) -> list[tuple[Tensor, tuple[Any, ...]]]:
         (strip,) = strips
-        x = strip.scores if self.of_scores else strip.w
+        x = strip.scores if self.by == "lse" else strip.w
         by_col, cols = self._reduced(x, -1, self.col_edges, part.cols)
         assert isinstance(part.block.rows, slice)
         tiles, rows = self._reduced(by_col, -2, self.row_edges, part.block.rows)

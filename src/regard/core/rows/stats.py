@@ -16,7 +16,7 @@ from ..pytree import register_node
 from ..stats import distance, entropy, stable_topk
 from ..torch_state import is_tracing
 from .sources import Part, Strip
-from .strips import Merge, OfParts
+from .strips import DenseForm, Merge, OfParts
 
 __all__ = [
     "ChosenKeys",
@@ -41,7 +41,7 @@ class CompleteRowStatistic:
     row_fields: ClassVar[tuple[str, ...]] = ()
     merges: ClassVar[tuple[Merge, ...]] = ("sum",)
     counts_sink: ClassVar[bool] = False
-    of_scores: ClassVar[bool] = False
+    dense_form: ClassVar[DenseForm] = "weights"
     of_parts: ClassVar[OfParts] = None
 
     @property

@@ -21,6 +21,7 @@ from ..torch_state import in_functorch, without_autocast
 from .sources import Part, RowSource, Strip
 
 __all__ = [
+    "DenseForm",
     "Merge",
     "OfParts",
     "Question",
@@ -42,6 +43,8 @@ Merge = Literal["sum", "max", "lse"]
 #: Whether outputs are of rows or tiles, where they are the merge of those of parts of each row's keys, weighed by all
 #: keys; None where they take complete rows.
 OfParts = Literal["rows", "tiles"] | None
+#: Logarithms are those of scores, and hold where a weight underflows.
+DenseForm = Literal["weights", "log-weights", "scores"]
 
 
 class Question(Protocol):
@@ -64,8 +67,8 @@ class Question(Protocol):
         """Whether a sink's share is one more column of the dense weights."""
 
     @property
-    def of_scores(self) -> bool:
-        """Whether dense scores are asked for in the place of weights."""
+    def dense_form(self) -> DenseForm:
+        """The form of the matrices that `of_dense` takes."""
 
     @property
     def of_parts(self) -> OfParts:
@@ -78,7 +81,7 @@ class Question(Protocol):
         """For each output the value of a strip, and the index of the total that it belongs to."""
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
-        """The textbook: outputs from dense weights (b, h, i, j), with a sink's share as last column where it counts."""
+        """The textbook: outputs from dense matrices (b, h, i, j); where a sink counts, its share is the last column."""
 
 
 def walk_strips(sources: Sequence[RowSource], question: Question) -> tuple[Tensor, ...]:

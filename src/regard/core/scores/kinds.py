@@ -151,15 +151,23 @@ class Cosine(Score):
         check_finite(self.scale, "the scale")
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        return nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).mT * self.scale
+        return _unit(q) @ _unit(k).mT * self.scale
 
     def formula_steps(self, q: Tensor, k: Tensor) -> FormulaSteps:
         product = Cosine().similarity(q, k)
         return FormulaSteps(product, "cos(q, k)", product * self.scale, f"× {self.scale:.4g}")
 
     def lower(self, q: Tensor, k: Tensor) -> Lowered:
-        q, k = (nn.functional.normalize(upcast(x), dim=-1).to(_product_dtype(x)) for x in (q, k))
+        q, k = (_unit(upcast(x)).to(_product_dtype(x)) for x in (q, k))
         return Lowered(q, k, Product(float(self.scale)), self.modifiers)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x|; 0 for a zero vector. Its largest number divides it first: 1e20 squared is inf, and 1e-25 is 0."""
+    if x.shape[-1]:
+        largest = x.detach().abs().amax(-1, keepdim=True)
+        x = x / torch.where(largest > 0, largest, 1)
+    return nn.functional.normalize(x, dim=-1)
 
 
 @register_node(storable=True)
