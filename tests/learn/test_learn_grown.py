@@ -518,6 +518,23 @@ def test_gradients_that_are_replayed_are_those_of_the_batch_whatever_its_shape(t
     assert len(captures) == len(often), "one graph for each shape that comes often"
 
 
+def test_steps_that_cannot_be_captured_run_as_they_are_and_the_log_says_so_once(tmp_path, caplog):
+    task = pairs_task(tmp_path, dropout=0.0)
+    model = tasks.build("translate", task.settings, task.tokenizer.get_vocab_size())
+
+    def fail(run):
+        raise RuntimeError("operation failed due to a previous error during capture\nSearch for it elsewhere.")
+
+    gradients = captured.CapturedGradients(lambda batch: task.loss(model, batch), model.parameters(), fail)
+    batch = task.batch(0)
+    with caplog.at_level("WARNING", "regard"):
+        losses = [gradients(batch).item() for _ in range(6)]
+    assert losses == [task.loss(model, batch).item()] * 6
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
+        "operation failed due to a previous error during capture"
+    ]
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_steps_that_are_replayed_learn_the_same_and_drop_by_the_seed(tmp_path):
     task = pairs_task(tmp_path, "cuda", dropout=0.3)

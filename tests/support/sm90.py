@@ -76,7 +76,7 @@ REQUESTS: dict[str, Callable[[], None]] = {
     "columns, d 64": lambda: columns(64),
     "columns, d 128": lambda: columns(128),
     "gradients, d 64, causal": lambda: gradients(64),
-    "gradients, d 128, causal": lambda: gradients(128),
+    "gradients, d 128, causal": lambda: gradients(128, 8192),
     "gradients of few keys or odd lengths, d 64, causal": lambda: gradients(64, 448),
     "gradients of few keys or odd lengths, d 128, causal": lambda: gradients(128, 256),
 }

@@ -359,7 +359,7 @@ class Scores(ArrayProtocol):
     They are indexed as weights are, computed where they are asked for, and differentiable.
 
     >>> W = regard.weights(torch.eye(3), mask=regard.causal())
-    >>> torch.equal(W.scores.row(2).softmax(-1), W.row(2))
+    >>> torch.allclose(W.scores.row(2).softmax(-1), W.row(2))
     True
     """
 

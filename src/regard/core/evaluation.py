@@ -31,7 +31,7 @@ from .tensor_kinds import is_plain, refuse_transforms
 from .torch_state import as_size, in_forward_ad, in_plain_eager, is_tracing, without_autocast
 from .types import EngineName
 
-__all__ = ["Alias", "LazyMatrix", "Transposed", "torch_function", "weights_of_scores"]
+__all__ = ["LazyMatrix", "SeeKey", "Transposed", "torch_function", "weights_of_scores"]
 
 #: Which of the engines' results a statistic is computed from; any other from the result of its own name.
 _RAW_OUTPUTS = {
@@ -43,7 +43,7 @@ _RAW_OUTPUTS = {
 
 
 #: A key of a question, made of the arguments of `see`, and the tensors it is about.
-Alias = tuple[Hashable, list[Tensor]]
+SeeKey = tuple[Hashable, list[Tensor]]
 
 #: Products of two matrices, by the names of PyTorch's functions.
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm", "mv")
@@ -170,7 +170,7 @@ class LazyMatrix(NotElementwise, Shareable):
             raw.update(_RAW_OUTPUTS.get(statistic, {statistic: None}))
         return Request(tuple(raw), **inputs)
 
-    def _question_key(self, names: tuple[str, ...], topk: Any, pool: Any, values: Any) -> Alias | None:
+    def _question_key(self, names: tuple[str, ...], topk: Any, pool: Any, values: Any) -> SeeKey | None:
         """The key and the tensors of a question, if nothing else decides its answer; else None."""
         plain = pool is None and (topk is None or type(topk) is int) and (values is None or type(values) is Tensor)
         if not (plain and self._replays_questions) or self._shared or self._one_head or len(self._factors.batch) != 1:
@@ -185,20 +185,20 @@ class LazyMatrix(NotElementwise, Shareable):
         key = "see", names, topk, self._spec, self._engine, self._remembers, numba.enabled, torch.get_num_threads()
         return key, tensors
 
-    def _replayed_answer(self, names: tuple[str, ...], topk: int | None, alias: Alias) -> Statistics | None:
+    def _replayed_answer(self, names: tuple[str, ...], topk: int | None, question: SeeKey) -> Statistics | None:
         """The answer to a question that was asked before of such tensors, replayed; None where it was not."""
-        results = replay_alias(*alias)
+        results = replay_alias(*question)
         if results is None:
             return None
         if self._remembers:
             self._cache.put(self._leaves, Request((), topk=topk or 0), results)
         more = ("topk",) if topk is not None else ()
-        return self._fields((*names, *more, *(("values",) if len(alias[1]) > len(self._leaves) else ())), results)
+        return self._fields((*names, *more, *(("values",) if len(question[1]) > len(self._leaves) else ())), results)
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any], alias: Alias | None = None) -> Statistics:
-        """The named statistics. `alias`: that of its replay."""
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any], question: SeeKey | None = None) -> Statistics:
+        """The named statistics. `question`: its key, if it is replayed when it comes again."""
         vector = isinstance(inputs.get("v"), Tensor) and inputs["v"].ndim == 1
-        return self._fields(statistics, self._ask(self._request(statistics, inputs), alias), vector)
+        return self._fields(statistics, self._ask(self._request(statistics, inputs), question), vector)
 
     def _fields(self, statistics: Iterable[str], results: Results, vector: bool = False) -> Statistics:
         """The named statistics from an engine's results."""
@@ -218,7 +218,7 @@ class LazyMatrix(NotElementwise, Shareable):
                 fields[statistic] = result if result.dtype is dtype else result.to(dtype)
         return Statistics(**fields)
 
-    def _ask(self, request: Request, alias: Alias | None = None) -> Results:
+    def _ask(self, request: Request, question: SeeKey | None = None) -> Results:
         """The engine's results, with this matrix's batch and head axes; perhaps more than were requested."""
         batch, own = self._batch_with(request), self._factors.batch
         factors = self._factors if batch == own else self._factors.expanded(batch)
@@ -228,7 +228,7 @@ class LazyMatrix(NotElementwise, Shareable):
         folded = request
         if len(batch) != 1 or names is not request.names or batch != own:
             folded = replace_fields(request, names=names, v=_fold(request.v, batch), u=_fold(request.u, batch))
-        results = self._compute(factors, folded, requires_grad, self._remembers and batch == own, alias)
+        results = self._compute(factors, folded, requires_grad, self._remembers and batch == own, question)
         if len(batch) == 1 and not self._one_head:
             return results
         named = [name for name in (*request.names, *OPTIONAL_OUTPUTS) if name in results]
@@ -241,7 +241,7 @@ class LazyMatrix(NotElementwise, Shareable):
         return explain(engines.get_engine(self._engine), self._factors.expanded(batch), folded)
 
     def _compute(
-        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, alias: Alias | None = None
+        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, question: SeeKey | None = None
     ) -> Results:
         engine = engines.get_engine(self._engine)
         use_cache = use_cache and not engine.plain  # the results of a transform must not outlive it
@@ -263,7 +263,7 @@ class LazyMatrix(NotElementwise, Shareable):
             spec, tensors = flatten(request)
             key = "question", self._spec, spec, engine.name, use_cache, numba.enabled, torch.get_num_threads(), *cached
             read = [*self._leaves, *tensors, *cached.values()]
-            other = alias[0] if alias is not None and [*map(id, alias[1])] == [*map(id, read)] else None
+            other = question[0] if question is not None and [*map(id, question[1])] == [*map(id, read)] else None
             results = replay_or_record(key, read, evaluate, not is_replayed_device(factors.q), other)
         if use_cache:
             self._cache.put(self._leaves, request, results)

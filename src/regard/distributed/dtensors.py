@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.api import check_tensors
 from ..core.array_protocol import Scores
-from ..core.evaluation import Alias, Transposed
+from ..core.evaluation import SeeKey, Transposed
 from ..core.indexing import Pick
 from ..core.problem import Factors
 from ..core.pytree import flatten, unflatten
@@ -231,7 +231,7 @@ class DTensorWeights(Weights):
         batch, heads = tuple(local._factors.batch), None if local._one_head else local._factors.heads
         return type(self)(local, MeshLayout(self._layout.mesh, self._layout.roles, batch, heads))
 
-    def _statistics(self, statistics: list[str], inputs: dict[str, Any], alias: Alias | None = None) -> Statistics:
+    def _statistics(self, statistics: list[str], inputs: dict[str, Any], question: SeeKey | None = None) -> Statistics:
         if (v := inputs.get("v")) is not None:
             inputs = {**inputs, "v": self._checked(lambda: self._layout.unwrap(v, "values"))}
         local = self._local._statistics(statistics, inputs)

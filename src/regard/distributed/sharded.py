@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.array_protocol import Scores
-from ..core.evaluation import Alias
+from ..core.evaluation import SeeKey
 from ..core.indexing import Pick, Tokens
 from ..core.problem import Factors
 from ..core.pytree import flatten, replace_fields, unflatten
@@ -176,7 +176,7 @@ class ShardedWeights(Weights):
             raise TypeError(f"u @ W takes a tensor of vectors; got {type(u).__name__}.")
         return super().__rmatmul__(u)
 
-    def _ask(self, request: Request, alias: Alias | None = None) -> Results:
+    def _ask(self, request: Request, question: SeeKey | None = None) -> Results:
         self._checked(lambda: self._batch_with(request))
         return super()._ask(request)
 
@@ -193,7 +193,7 @@ class ShardedWeights(Weights):
         return matrix._checked(lambda: super(ShardedWeights, cls).__torch_function__(func, types, args, kwargs))
 
     def _compute(
-        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, alias: Alias | None = None
+        self, factors: Factors, request: Request, requires_grad: bool, use_cache: bool, question: SeeKey | None = None
     ) -> Results:
         cached = self._cache.get(self._leaves, request) if use_cache else {}
         if not requires_grad and all(name in cached for name in request.names):

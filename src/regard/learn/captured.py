@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 __all__ = ["CapturedGradients", "CudaGraphs"]
+
+log = logging.getLogger("regard")
 
 Batch: TypeAlias = tuple[Tensor, ...]
 LossAndGradients: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
@@ -19,16 +23,31 @@ RUNS_BEFORE = 2
 
 
 class CudaGraphs:
-    """Captures functions, in memory that all of their graphs share."""
+    """Captures functions, in memory that all of their graphs share, on a stream of its own."""
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self.stream = torch.cuda.Stream()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Work on the stream of the graphs.
+
+        Steps before a capture must be on it too: autograd remembers on which stream the gradients of a parameter
+        arrive, and another stream cannot wait for one that is captured.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self.stream)
 
     def __call__(self, run: Callable[[], LossAndGradients]) -> tuple[Callable[[], None], LossAndGradients]:
         """A replay of the function on the same memory, and its outputs there, which the first replay sets."""
         graph = torch.cuda.CUDAGraph()
         # Relaxed: a kernel that is first compiled here may be loaded.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="relaxed"):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="relaxed"):
             outputs = run()
         self.pool = graph.pool()
         return graph.replay, outputs
@@ -40,13 +59,14 @@ class CapturedGradients:
     Args:
         loss: The loss of a batch.
         parameters: All that it depends on.
-        capture: As `CudaGraphs`.
+        capture: As `CudaGraphs`. Where it fails, all batches run as they are, and one line of the log says why.
     """
 
     def __init__(
         self, loss: Callable[[Batch], Tensor], parameters: Iterable[Tensor], capture: Callable[..., Any]
     ) -> None:
-        self.loss, self.parameters, self.capture = loss, list(parameters), capture
+        self.loss, self.parameters = loss, list(parameters)
+        self.capture: Callable[..., Any] | None = capture
         self.seen: Counter[Any] = Counter()
         self.graphs: dict[Any, tuple[Batch, Callable[[], None], LossAndGradients]] = {}
 
@@ -54,7 +74,8 @@ class CapturedGradients:
         """The loss, in memory that the next batch may overwrite, as it may the gradients."""
         shape = tuple(tensor.shape for tensor in batch)
         self.seen[shape] += 1
-        loss, gradients = self._run(batch) if self.seen[shape] <= RUNS_BEFORE else self._replayed(shape, batch)
+        replays = self.seen[shape] > RUNS_BEFORE and self._is_captured(shape, batch)
+        loss, gradients = self._replayed(shape, batch) if replays else self._run(batch)
         for p, gradient in zip(self.parameters, gradients, strict=True):
             p.grad = gradient
         return loss
@@ -63,10 +84,21 @@ class CapturedGradients:
         loss = self.loss(batch)
         return loss.detach(), torch.autograd.grad(loss, self.parameters)
 
-    def _replayed(self, shape: Any, batch: Batch) -> LossAndGradients:
+    def _is_captured(self, shape: Any, batch: Batch) -> bool:
+        """Whether a graph of this shape exists, now at the latest."""
         if shape not in self.graphs:
+            if self.capture is None:
+                return False
             inputs = tuple(tensor.clone() for tensor in batch)
-            self.graphs[shape] = (inputs, *self.capture(lambda: self._run(inputs)))
+            try:
+                self.graphs[shape] = (inputs, *self.capture(lambda: self._run(inputs)))
+            except RuntimeError as error:
+                self.capture, why = None, str(error).split("\n")[0]
+                log.warning("Training steps run without CUDA graphs, which takes longer: %s", why)
+                return False
+        return True
+
+    def _replayed(self, shape: Any, batch: Batch) -> LossAndGradients:
         inputs, replay, outputs = self.graphs[shape]
         for held, tensor in zip(inputs, batch, strict=True):
             held.copy_(tensor)

@@ -61,8 +61,8 @@ class SentencePairs:
         device: torch.device,
     ) -> None:  # fmt: skip
         self.pad, start, end = marks
-        self.source = _Rows(([*row, end] for row in source), self.pad, device)
-        self.target = _Rows(([start, *row, end] for row in target), self.pad, device)
+        self.source = _Sentences(([*row, end] for row in source), self.pad, device)
+        self.target = _Sentences(([start, *row, end] for row in target), self.pad, device)
         self.batch, self.seed = batch, seed
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
@@ -105,7 +105,7 @@ class SentencePairs:
         return self.source.padded(chosen, numbers), before, self.target.padded(chosen, numbers, drop_first=True)
 
 
-class _Rows:
+class _Sentences:
     """Rows of token ids of different lengths, one after the other on the device: a batch of them is a few launches."""
 
     def __init__(self, rows: Iterable[list[int]], pad: int, device: torch.device) -> None:

@@ -244,7 +244,9 @@ class _Training:
             self._load(start.weights)
         self.optimizer = make_optimizer(self.settings, self.weights)
         self.ema = {name: p.detach().clone() for name, p in self.weights.items()} if self.settings.ema else {}
-        self.captured = self._captured() if self.settings.compile else None
+        self.graphs = CudaGraphs() if self.settings.compile and self._captures() else None
+        capture = self.graphs
+        self.captured = CapturedGradients(self._eager_loss, self.weights.values(), capture) if capture else None
         self.compiled_loss: Any = self._compiled() if self.settings.compile and not self.captured else task.loss
         self.step, self.best, self.val_loss, self.saved = 0, math.inf, math.inf, -1
         self.stale = 0  # validations since the best one
@@ -254,12 +256,10 @@ class _Training:
             self._restore()
         self.replica = replicas.wrap(self.model)
 
-    def _captured(self) -> CapturedGradients | None:
-        """Steps as CUDA graphs where batches have several shapes, each of which the compiler would take long for."""
+    def _captures(self) -> bool:
+        """Whether steps become CUDA graphs: where batches have several shapes, and the compiler takes long for each."""
         in_parts = self.settings.accumulate > 1 or self.replicas.size > 1
-        if self.device.type != "cuda" or self.task.static_shapes or in_parts:
-            return None
-        return CapturedGradients(self._eager_loss, self.weights.values(), CudaGraphs())
+        return self.device.type == "cuda" and not self.task.static_shapes and not in_parts
 
     def _compiled(self) -> Any:
         """The compiled loss, as CUDA graphs where shapes allow: a small model's launches cost more than its kernels."""
@@ -274,7 +274,8 @@ class _Training:
         began = time.perf_counter()
         self.progress.begin(self.step, self.settings.steps)
         try:
-            self._steps()
+            with self.graphs.on_stream() if self.graphs else contextlib.nullcontext():
+                self._steps()
         finally:
             self.progress.close()
         seconds = time.perf_counter() - began

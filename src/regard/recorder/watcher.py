@@ -288,7 +288,7 @@ class _PassListener:
         self.names, self.step, self.axes = names, step, axes
         self.layers: dict[str, dict[str, Tensor]] = {}  # on the model's device
         self.masks: MaskCache = {}  # masks that were parsed
-        self.rows: dict[tuple[int, torch.device], _Rows] = {}  # by parsed mask: layers share it
+        self.rows: dict[tuple[int, torch.device], _RealRows] = {}  # by parsed mask: layers share it
         self.refused: list[tuple[str, str]] = []
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
 
@@ -339,14 +339,14 @@ class _PassListener:
             measures["max_score"] = call.s.amax((0, 2, 3)).float()
         return measures
 
-    def _rows(self, call: AttentionCall, weights: Weights) -> _Rows:
+    def _rows(self, call: AttentionCall, weights: Weights) -> _RealRows:
         """The rows of a call; computed once for all layers that share a mask."""
         key = id(call.parsed_mask), weights.device
         rows = None if call.w is not None else self.rows.get(key)
         if rows is None:
             visible = _visible_keys(call).unsqueeze(-2)  # b|1 1 i
             real = real_rows(weights, "self")
-            rows = _Rows(visible > 1, visible.clamp(min=2).log(), real, call.parsed_mask)
+            rows = _RealRows(visible > 1, visible.clamp(min=2).log(), real, call.parsed_mask)
             if call.w is None:  # else the weights say which keys are visible
                 self.rows[key] = rows
         return rows
@@ -365,7 +365,7 @@ class _PassListener:
         }
 
 
-class _Rows(NamedTuple):
+class _RealRows(NamedTuple):
     """The rows of an attention matrix, by its mask."""
 
     choose: Tensor  # b|1 1 i : whether they see several keys; with one the entropy is 0 by necessity, and counts as 1

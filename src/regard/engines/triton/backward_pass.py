@@ -14,6 +14,7 @@ from ...core.pytree import flatten
 from ...core.stats import required
 from ..score_grad import ScoreGrad
 from .kernel_inputs import (
+    CACHE,
     KernelInputs,
     LaunchArgs,
     empty,
@@ -26,7 +27,7 @@ from .kernel_inputs import (
 from .kernels.backward import ScoreGradArg, dkdv_kernel, dq_kernel, modifier_grad_kernel, reorder_kernel, row_dot_kernel
 from .kernels.tile_ops import row_arg, tensor_arg, tma_fits, tma_fits_heads
 from .launcher import launch
-from .tile_config import Config, choose_config, gluon_config, is_short
+from .tile_config import Config, choose_config, forced, gluon_config, is_short
 
 __all__ = ["BackwardInputs", "backward", "backward_inputs", "dkdv_pass", "dq_pass", "modifier_grad", "row_dot"]
 
@@ -113,6 +114,9 @@ def _fused_config(f: BackwardInputs) -> Config | None:
         own_heads = v is not None and v.shape[1] == p.k.shape[1]
         return own_heads and p.d == f.e and p.j > 256 and p.i > 64 and _dkdv_fits(f, config, p.k.shape[1])
 
+    # Under a mask, programs of few wide tiles wait for each other: two kernels are as fast or faster (`bench/LOG.md`).
+    if p.mask_format.kind != "none" and p.d > 64 and p.i < 8192 and "backward" not in forced:
+        return None
     return gluon_config("backward", p, f.e, fits, instead_of=("dkdv", "dq"))
 
 
@@ -136,7 +140,7 @@ def _fused_pass(f: BackwardInputs, config: Config) -> tuple[list[Tensor], Tensor
         common = {name: p.common_args[name] for name in ("mask", "sizes", "scale", "scale2", "D", "MASK")}
         return min(p.j // config.block_j * p.b * heads, num_sms(p.q.device)), {
             "dq_desc": float32_descriptor(dq_sum, 128), "counters": counters, "grad": f.grad, "heads": heads, "group": p.h // heads, "batch": p.b,
-            "heads_per_group": min(p.b * heads, num_sms(p.q.device) // 2), "D_ENTROPY": f.constants["D_ENTROPY"], "D_DISTANCE": f.constants["D_DISTANCE"],
+            "heads_per_group": _heads_together(p), "D_ENTROPY": f.constants["D_ENTROPY"], "D_DISTANCE": f.constants["D_DISTANCE"],
             "STAGES": config.stages, **descriptors, **common, **config.launch,
         }  # fmt: skip
 
@@ -145,6 +149,18 @@ def _fused_pass(f: BackwardInputs, config: Config) -> tuple[list[Tensor], Tensor
     reorder = {"parts": dq_sum, "out": tensor_arg(dq), "scale": p.scale, "heads": p.h, "I": p.i, "D": p.d}
     launch(reorder_kernel, f.key and (f.key, config), [dq_sum, dq], lambda: (dq_sum.shape[0], reorder))
     return [dq, dk], dv
+
+
+def _heads_together(p: KernelInputs) -> int:
+    """Number of key heads whose tiles are scheduled side by side.
+
+    Wide heads that fit the L2 cache a few at a time are taken so: what their programs read and add to stays there. Else many
+    heads, so that few programs share one and have to wait for each other's parts of dq.
+    """
+    heads = p.b * p.k.shape[1]
+    one = p.h // p.k.shape[1] * p.i * p.d * (2 * p.q.element_size() + 4)  # rows, their gradients, and sums in float32
+    fit = CACHE // one
+    return min(heads, fit if p.d > 64 and fit >= 4 else num_sms(p.q.device) // 2)
 
 
 def dkdv_pass(f: BackwardInputs) -> tuple[Tensor, Tensor | None]:

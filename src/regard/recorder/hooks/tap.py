@@ -165,11 +165,9 @@ def _retain(live: list[Any]) -> None:
 def follow(on: bool) -> None:
     """Whether this thread also intercepts the operators between scores and the product of weights with values.
 
-    Not inside torch.func.grad and its relatives: their backward divides by numbers that are wrapped tensors, which no
-    kernel in Python can take.
+    Not inside torch.func.grad and its relatives, whose backward divides by wrapped tensors: no Python kernel takes.
     """
-    on = on and not in_gradient_transform()
-    torch._C._dispatch_tls_set_dispatch_key_included(_key(FOLLOW_KEY), on)
+    torch._C._dispatch_tls_set_dispatch_key_included(_key(FOLLOW_KEY), on and not in_gradient_transform())
 
 
 def _leaves_off(live: list[Any]) -> bool:
