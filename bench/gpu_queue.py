@@ -63,12 +63,12 @@ def jobs(state: Path) -> list[Job]:
     ]
     return [
         Job("tests", tests, 60),
-        bench("speed", 240, "gpu"),
-        bench("shapes", 200, "gpu_shapes"),
+        bench("relations", 240, "relations", "--device", "cuda"),
         bench("record", 120, "record", "--device", "cuda"),
         bench("corpus", 120, "corpus"),
         random[0],
-        bench("relations", 240, "relations", "--device", "cuda"),
+        bench("speed", 240, "gpu"),
+        bench("shapes", 200, "gpu_shapes"),
         bench("serve", 90, "page", "--only", "serve", "--device", "cuda", "--length", "1000000"),
         checked("checked memory", "memcheck"),
         checked("checked races", "racecheck", "plain"),
