@@ -14,6 +14,7 @@
 # make bench  speed and memory on this CPU, into bench/results/cpu.json; python -m bench.tables renews the docs
 # make bench-page  the page of 100,000 tokens: saving, opening, zooming, tiles of the server (needs Chromium; minutes)
 # make test-gpu, make bench-gpu  the same for the triton engine, on a machine with an NVIDIA GPU
+# make gpu    all that needs a GPU, what matters most first; SECONDS=560 ends it in time, and the next call goes on from there
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -26,7 +27,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 SENTENCE = The animal didn't cross the street because it was too tired
 
-.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-notebooks test-planted test-sm90 test-gpu test-gpu-checked lint lint-pyright pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
+.PHONY: setup look pictures test test-slow test-numerics test-everywhere test-versions test-configurations test-libraries test-loggers test-hostile-files test-ranks test-notebooks test-planted test-sm90 test-gpu test-gpu-checked gpu lint lint-pyright pyright lint-page typescript docs bench bench-gpu bench-learn bench-page small-model clean
 
 setup: $(READY)
 
@@ -167,7 +168,7 @@ clean:
 
 # Kernels on a real GPU, with the machine's own PyTorch and Triton.
 test-gpu:
-	PYTHONPATH=src:tests $(PYTHON) -m pytest tests/gpu -c /dev/null --rootdir . --confcutdir tests/gpu -p no:cacheprovider -q
+	$(PYTHON) tests/gpu/side_by_side.py
 	PYTHONPATH=src:tests $(PYTHON) tests/gpu/configurations.py 0 320
 
 # The same kernels under CUDA's memory and race checkers, every allocation on its own.
@@ -175,6 +176,10 @@ test-gpu-checked: export PYTORCH_NO_CUDA_MEMORY_CACHING = 1
 test-gpu-checked:
 	seq 0 9 | PYTHONPATH=src:tests xargs -P 10 -I{} compute-sanitizer --tool memcheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py {} 10
 	seq 0 9 | PYTHONPATH=src:tests xargs -P 10 -I{} compute-sanitizer --tool racecheck --error-exitcode 1 $(PYTHON) tests/gpu/small.py {} 10 plain
+
+SECONDS = 7200
+gpu:
+	$(PYTHON) -m bench.gpu_queue --seconds $(SECONDS)
 
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m bench.gpu

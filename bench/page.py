@@ -115,12 +115,14 @@ def opening(path: Path, shape: list[int], name: str) -> list[Row]:
 
 def serving(weights: regard.Weights, device: str, name: str, must: float) -> list[Row]:
     """Tiles below the first levels, at the server and in the process."""
-    shape = list(weights.shape)
+    shape, machine = list(weights.shape), torch.cuda.get_device_name() if device != "cpu" else ""
     pyramid = Pyramid(weights.to(device), 0)
     wall = time.perf_counter()
     pyramid.compute_first(lambda done: None)
     first = time.perf_counter() - wall
-    figures = [row(f"{name}, levels 0–{pyramid.first_level}: seconds", shape, load(), [first], None, None)]
+    figures = [
+        row(f"{name}, levels 0–{pyramid.first_level}: seconds", shape, load(), [first], None, None, device=machine)
+    ]
     for z in range(pyramid.first_level + 1, pyramid.last + 1):
         across, times = pyramid._tiles(z, pyramid.i), []
         for n in range(5):
@@ -128,7 +130,9 @@ def serving(weights: regard.Weights, device: str, name: str, must: float) -> lis
             pyramid.tile(z, n * across // 8, across - 1 - n * across // 8, "max")
             spent = time.perf_counter() - wall
             times.append(spent if device != "cpu" else min(spent, time.process_time() - before))
-        figures.append(row(f"{name}, a tile of level {z}: seconds", shape, load(), times[1:], must, None))
+        figures.append(
+            row(f"{name}, a tile of level {z}: seconds", shape, load(), times[1:], must, None, device=machine)
+        )
     return figures
 
 

@@ -1,12 +1,13 @@
 """Two matrices, many heads, many spans: `python -m bench.relations` writes bench/results/relations.json, on a GPU with --device cuda.
 
-Ratios to PyTorch's fused attention of the first matrix, to the pooled map, or to how a published library computes the same. The
-figures of the other device stay in the file. On the CPU seconds are those of one thread at work: what runs beside it does not count.
+Ratios to PyTorch's fused attention of the first matrix (on a GPU by cuDNN, on Hopper the fastest of its backends), to the pooled map,
+or to how a published library computes the same. The figures of the other device stay in the file. On the CPU seconds are those of one thread at work: what runs beside it does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import re
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import regard
 from regard import chains, kv, losses
@@ -29,6 +31,7 @@ from regard.engines import numba
 
 from .rows import RESULTS, Row, ratios, read, row
 
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ROLLOUT = "rollout, 12 layers of 12 heads, one row (causal)"
 
 
@@ -42,6 +45,10 @@ class Bench:
 
     def draw(self, *shape: int, grad: bool = False) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=self.dtype).requires_grad_(grad)
+
+    def fastest_peer(self) -> contextlib.AbstractContextManager[None]:
+        """Within, PyTorch's attention on a GPU runs on the backend that is the fastest on Hopper."""
+        return sdpa_kernel(BACKENDS, set_priority=True) if self.device == "cuda" else contextlib.nullcontext()
 
     def clock(self) -> float:
         if self.device == "cpu":
@@ -292,10 +299,13 @@ def main() -> None:
     path = RESULTS / "relations.json"
     stored = read("relations") if path.exists() else []
     for name in options.parts or PARTS:
-        for result in PARTS[name](bench):
-            stored = [r for r in stored if (r.what, r.shape, _kind(r)) != (result.what, result.shape, _kind(result))]
-            stored.append(result)
-            path.write_text(json.dumps([asdict(r) for r in stored], indent=1, ensure_ascii=False) + "\n")
+        with bench.fastest_peer():
+            for result in PARTS[name](bench):
+                stored = [
+                    r for r in stored if (r.what, r.shape, _kind(r)) != (result.what, result.shape, _kind(result))
+                ]
+                stored.append(result)
+                path.write_text(json.dumps([asdict(r) for r in stored], indent=1, ensure_ascii=False) + "\n")
 
 
 def _kind(r: Row) -> str:

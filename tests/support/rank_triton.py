@@ -1,6 +1,7 @@
-"""The triton engine over two ranks, in Triton's interpreter: python tests/support/rank_triton.py. Raises where it differs.
+"""The triton engine over two ranks: `rank_triton.py` in Triton's interpreter, `rank_triton.py cuda` on one GPU. Raises where it differs.
 
-A process of its own, since Triton asks once, when it is imported, whether it is to interpret.
+A process of its own, since Triton asks once, when it is imported, whether it is to interpret. Two ranks on one GPU talk through gloo,
+by way of the host's memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TRITON_INTERPRET"] = "0" if "cuda" in sys.argv[1:] else "1"
 
 import numpy as np
 import torch
@@ -23,7 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import regard
 from regard.distributed import Shards, sharded, shards, zigzag
 
-N, WORLD = 75, 2
+DEVICE = "cuda" if "cuda" in sys.argv[1:] else "cpu"
+#: Length, size, the shortest piece of keys that travels, and the rows of a strip: on a GPU, too, there are several of each.
+N, D, PIECE, ROWS = (75, 16, 16, 32) if DEVICE == "cpu" else (3001, 64, 256, 512)
+WORLD = 2
 np.seterr(all="ignore")
 
 
@@ -38,14 +42,14 @@ def gradients(results: dict[str, Tensor], inputs: list[Tensor]) -> dict[str, Ten
     return {f"gradient of {name}": t.grad for name, t in zip("qkvu", inputs, strict=True)}
 
 
-def rank_of_two(rank: int, store: str) -> None:
+def rank_of_two(rank: int, store: str, device: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    shards.SHORTEST_PIECE, sharded.ROWS = 16, 32
+    shards.SHORTEST_PIECE, sharded.ROWS = PIECE, ROWS
     torch.manual_seed(0)
-    inputs = [torch.randn(1, h, N, 16, requires_grad=True) for h in (2, 1, 1, 2)]
+    inputs = [torch.randn(1, h, N, D).to(device).requires_grad_() for h in (2, 1, 1, 2)]
     rows = zigzag(N, WORLD)[rank]
-    index = torch.tensor([n for run in rows for n in run])
+    index = torch.tensor([n for run in rows for n in run], device=device)
     local = [t.detach()[:, :, index].requires_grad_() for t in inputs]
     mesh = Shards(dist.group.WORLD, rows, exchange="ring", timeout=500)
     got = answers(regard.weights(*local[:2], mask=regard.causal(), mesh=mesh, engine="triton"), *local[2:])
@@ -62,4 +66,4 @@ def rank_of_two(rank: int, store: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_of_two, (str(Path(folder) / "store"),), nprocs=WORLD)
+        mp.spawn(rank_of_two, (str(Path(folder) / "store"), DEVICE), nprocs=WORLD)
