@@ -81,6 +81,57 @@ def test_a_click_adds_a_head_and_the_tray_goes_through_all_views(show: Any, it: 
     assert shown.ask("page.state.view") == "spotlight"
 
 
+def test_heads_of_the_tray_are_marked_before_any_is_chosen(show: Any, it: View) -> None:
+    shown = show(it).view("overview")
+    marked = shown.tab.locator(".headcell.on")
+    assert marked.evaluate_all("(x) => x.map((y) => [y.dataset.key, y.querySelector('b').textContent.trim()])") == [
+        ["head-2-1", "A"],
+        ["head-3-1", "B"],
+    ]
+    assert shown.tab.locator('.headcell[aria-pressed="true"]').count() == 0, "none was chosen"
+    assert marked.first.get_attribute("aria-label").endswith("; shown as A")
+
+
+PER_PIXEL = "(canvas) => canvas.width / canvas.getBoundingClientRect().width"
+DARK = """(canvas) => canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data
+    .filter((x, n) => n % 4 === 0 && x < 60).length"""
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_no_weight_is_lost_where_a_pattern_has_fewer_pixels_than_words(show: Any, width: int) -> None:
+    """A canvas with more cells than pixels shows every third row or so, and not the others."""
+    t, at = 300, torch.arange(300)
+    w = torch.zeros(2, t, t)
+    w[0, at, (7 * at + 3) % t] = 1.0
+    w[1] = 1 / t
+    single = torch.zeros(2, t, t)
+    single[:, at, at] = 1.0
+    single[0, 150], single[0, 150, 203] = 0.0, 1.0
+    shown = show(regard.Weights.from_dense(w).show(5), width=width).view("overview")
+    shown.tab.hover('[data-key="head-0-0"]')
+    closer = shown.tab.locator(".peek canvas")
+    assert closer.evaluate(PER_PIXEL) <= 1
+    assert closer.evaluate(DARK) > 150, "of 300 weights, some in one cell"
+    shown.tab.locator('[data-key="head-0-1"]').click(modifiers=["Shift"])
+    for canvas in shown.tab.locator(".versus canvas").all():
+        assert canvas.evaluate(PER_PIXEL) <= 1
+    q = 30 * torch.nn.functional.one_hot((7 * at + 3) % t, t).float()
+    lab = show(regard.weights(q, torch.eye(t), score="dot").show(5), width=width, name="lab.html").view("play")
+    lab.tab.wait_for_selector(".map canvas")
+    all_words = lab.tab.locator(".map canvas").first
+    assert all_words.evaluate(PER_PIXEL) <= 1
+    assert all_words.evaluate(DARK) > 150
+    both = [regard.Weights.from_dense(one[0]) for one in (torch.eye(t).expand(2, t, t), single)]
+    compared = show(regard.compare(*both).show(), width=width, name="compared.html")
+    for canvas in compared.tab.locator(".triple .three canvas, .flow canvas").all():
+        assert canvas.evaluate(PER_PIXEL) <= 1
+    orange = """(c) => { const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+        return d.filter((x, n) => n % 4 === 0 && Math.abs(x - d[n + 2]) > 60).length; }"""
+    assert compared.tab.locator(".flow canvas").first.evaluate(orange) == 2, (
+        "what one row gives less, and what it gives more"
+    )
+
+
 def middle_of(shown: Shown, key: str) -> tuple[float, float]:
     shown.tab.locator(f'[data-key="{key}"]').scroll_into_view_if_needed()
     box = shown.tab.locator(f'[data-key="{key}"]').bounding_box()
@@ -137,6 +188,10 @@ def test_keys_and_fingers_compare_two_heads(show: Any, it: View) -> None:
 def test_the_hint_names_what_a_hand_can_do(show: Any, it: View, touch: bool) -> None:
     shown = show(it, width=390 if touch else 1440, has_touch=touch, is_mobile=touch).view("overview")
     hint = shown.tab.locator(".peek .hint").last.inner_text()
+    assert ("A click adds" in shown.text(".look"), "A tap adds" in shown.text(".look")) == (not touch, touch)
+    shown.view("spotlight")
+    assert ("or click" in shown.text(".look"), "Tap another word" in shown.text(".look")) == (not touch, touch)
+    shown.view("overview")
     assert ("shift-click" in hint, "A tap adds" in hint) == (not touch, touch)
     boxes = [button.bounding_box() for button in shown.tab.locator(".peek .chip").all()]
     assert touch or max(box["height"] for box in boxes) < 40, "a line each"
@@ -163,6 +218,13 @@ def test_keys_reach_every_head_and_enter_opens_it(show: Any, it: View) -> None:
     assert shown.tab.locator(f'[data-key="{key}"]').get_attribute("aria-pressed") == "true"
     shown.tab.keyboard.press("Enter")
     assert shown.ask("page.state.view") == "spotlight"
+
+
+def test_a_grid_of_32_heads_is_seen_whole(show: Any) -> None:
+    shown = show(regard.weights(torch.randn(32, 6, 4)).show(), width=1440).view("overview")
+    assert shown.tab.evaluate(
+        "(() => { const x = document.querySelector('.columns .scroll'); return x.scrollWidth <= x.clientWidth; })()"
+    )
 
 
 def test_the_grid_fits_a_phone(show: Any, it: View) -> None:

@@ -283,7 +283,17 @@ def _double(score: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["words with values", "heads", "shared keys", "a causal mask", "a recording", "another sentence"]
+    "name",
+    [
+        "words with values",
+        "heads",
+        "shared keys",
+        "a causal mask",
+        "a recording",
+        "another sentence",
+        "cosine",
+        "additive",
+    ],
 )
 def test_before_anything_is_changed_the_page_computes_the_weights_that_were_recorded(show: Any, name: str) -> None:
     subject, options = SUBJECTS[name]()
@@ -296,6 +306,25 @@ def test_before_anything_is_changed_the_page_computes_the_weights_that_were_reco
         want = W.dense().reshape(-1, *W.shape[-2:])[head]
         torch.testing.assert_close(torch.tensor(shown.ask("page.played.w")), want, atol=1e-5, rtol=1e-4)
         assert torch.equal(torch.tensor(shown.ask("[...page.head.w]")), want.flatten())
+
+
+def test_the_lab_begins_with_the_scores_that_were_recorded(show: Any) -> None:
+    x = torch.randn(5, 4)
+    shown = show(View(regard.weights(x, score="dot"))).view("play")
+    chosen = "document.querySelector('[data-key=similarity]').selectedOptions[0].textContent"
+    assert shown.tab.evaluate(chosen) == "as recorded: q·k"
+    torch.testing.assert_close(torch.tensor(shown.ask("page.played.w")), regard.weights(x, score="dot").dense())
+    assert "sim=" not in shown.tab.evaluate("location.hash")
+    shown.choose("similarity", "scaled")
+    want = regard.weights(x).dense()
+    torch.testing.assert_close(torch.tensor(shown.ask("page.played.w")), want)
+    shown.tab.wait_for_timeout(300)
+    assert "sim=scaled" in shown.tab.evaluate("location.hash")
+    shown.tab.reload()
+    shown.tab.wait_for_selector(".saturation")
+    assert shown.tab.evaluate(chosen) == "scaled dot: q·k / √d"
+    biased = show(View(regard.weights(x, score=regard.ScaledDot().bias(torch.randn(5, 5)))), name="biased.html")
+    assert "scores are not those of ScaledDot().bias(" in biased.view("play").text(".bars figcaption")
 
 
 def test_heads_that_share_values_find_them_where_only_some_are_held(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,8 @@ def test_words_look_at_an_image_and_patches_at_words(show: Any) -> None:
     assert shown.tab.locator(".lines path").count() == 0
     nodes = "[...document.querySelectorAll('.sentence')].map((x) => x.childNodes.length)"
     assert shown.tab.evaluate(nodes) == [3, 7], "words, and patches with their image; nothing else"
+    box = shown.tab.locator(".stage .image").bounding_box()
+    assert box["width"] / box["height"] == pytest.approx(60 / 40, rel=0.02), "not stretched"
     back = show(regard.weights(k, q).label(None, words, grid=(2, 3), image=picture()).show("1,2"), width=390)
     assert back.tab.locator(".patches .lit").count() == 1
     assert back.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")

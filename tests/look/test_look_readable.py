@@ -263,6 +263,42 @@ def test_a_word_that_may_look_at_nothing_says_so_in_every_view(show: Any) -> Non
     assert "“saw” may look at nothing" in shown.text(".telling")
 
 
+def test_a_word_that_looks_outside_of_the_window_says_where(show: Any) -> None:
+    q, k = torch.zeros(600, 4), torch.zeros(600, 4)
+    q[500, 0] = k[20, 0] = 40.0
+    words = [f"w{n}" for n in range(600)]
+    W = regard.weights(q, k, mask=regard.causal()).label(words)
+    shown = show(W.show(500, values=torch.randn(600, 4)), reduced_motion="reduce")
+    shown.ask("page.vectors")
+    rows = shown.tab.locator("ol.best li")
+    rows.first.wait_for()
+    assert rows.all_inner_texts() == ["20 w20\n1.000"], "words without weight are not listed"
+    shown.view("spotlight")
+    assert shown.text(".hero .tie").split() == ["w500", "looks", "elsewhere"]
+    assert "most goes to 20 w20 1.00" in shown.text(".hero .who")
+    assert shown.texts(".view ol.best li") == []
+    assert "looks elsewhere" in shown.view("square").text(".readout")
+    shown.view("story").tab.locator(".chips .chip", has_text="Softmax").click()
+    assert "“w500” looks elsewhere" in shown.text(".telling")
+    near = shown.view("spotlight").tab.locator('[data-key="word-5"]')
+    near.hover()
+    assert "→" in shown.text(".hero"), "another row looks at words of the window"
+
+
+def test_outputs_of_a_long_sentence_are_those_around_the_lit_word(show: Any) -> None:
+    words = [f"w{n}" for n in range(200)]
+    shown = show(regard.weights(randn(1, 200, 4)).label(words).show(150, values=randn(1, 200, 4))).view("play")
+    shown.tab.wait_for_selector(".outputs li")
+    assert shown.text(".outputs figcaption") == "outputs y, words 120–179 of 200"
+    assert shown.texts(".outputs li .token") == words[120:180]
+    table = shown.opened_table()
+    assert [row[0] for row in table] == words[120:180]
+    assert shown.text("details.behind th") == "words 120–179 of 200"
+    short = show(regard.weights(randn(1, 6, 4)).label(WORDS[:6]).show(2, values=randn(1, 6, 4)), name="short.html")
+    short.view("play").tab.wait_for_selector(".outputs li")
+    assert short.text(".outputs figcaption") == "outputs y"
+
+
 def test_no_story_is_told_of_what_is_not_a_number(show: Any) -> None:
     """Neither are there errors in the console, of which the fixture reads."""
     x = randn(2, 6, 4)

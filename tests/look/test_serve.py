@@ -9,6 +9,8 @@ import re
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -540,6 +542,32 @@ def test_ctrl_c_ends_the_command_also_with_clients_that_wait(
     shown = capsys.readouterr()
     assert re.match(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}\n", shown.out)
     assert shown.err.strip() == "stopped"
+
+
+#: A server whose first view is never ready: its thread is in and out of matrix products.
+BUSY = """
+import signal, sys, torch
+from regard.cli import main
+from regard.look.serve import command
+
+def never():
+    x = torch.randn(200, 200)
+    while True:
+        x = (x @ x).clamp(-1, 1)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+command._open_source = lambda args: (never, None)
+sys.exit(main(["serve"]))
+"""
+
+
+def test_ctrl_c_ends_a_server_that_computes() -> None:
+    server = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    assert server.stdout.readline().startswith("http://127.0.0.1:")
+    server.send_signal(signal.SIGINT)
+    _, errors = server.communicate(timeout=120)
+    assert (server.returncode, errors.strip()) == (0, "stopped")
 
 
 def test_a_saved_page_is_served_as_it_is(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import regard
 from regard.look import View
+from regard.look.serve.looks import Progress
 from regard.look.serve.server import PageServer
 from support.opened_page import Shown, number, running
 
@@ -65,6 +67,29 @@ def opened(browser: Any) -> Iterator[Callable[..., Shown]]:
         assert shown.wrong == []
         assert all(url.startswith(origin) for url in shown.requests), "it asks its own server alone"
         shown.tab.context.close()
+
+
+def test_a_page_that_is_not_ready_says_how_far_it_is(browser: Any) -> None:
+    ready = threading.Event()
+
+    def late() -> View:
+        ready.wait(120)
+        return View(regard.weights(torch.eye(3)))
+
+    with running(PageServer(late)) as slow:
+        tab = browser.new_page()
+        try:
+            tab.goto(slow.guard.link)
+            shown = tab.locator("[data-read=progress]")
+            shown.wait_for()
+            assert slow.first is not None
+            assert shown.inner_text() == "running the model …"
+            slow.first.progress = Progress("summing up every row", 0.068)
+            tab.get_by_text("summing up every row … 6 %").wait_for()
+        finally:
+            ready.set()
+            tab.wait_for_selector("main section.view")
+            tab.close()
 
 
 def settled(shown: Shown, text: str) -> str:

@@ -134,6 +134,7 @@ def _score_arrays(packer: Packer, factors: Factors) -> dict[str, Any]:
         block = all_cells(factors)
         header["s"] = packer.add(factors.problem().at(block).bare_scores(block)[0])  # before the mask
         header["score_name"] = printable(repr(score), 80)
+        header["by_place"] = bool(score.modifiers)  # words that are shuffled do not keep these scores
     return header
 
 

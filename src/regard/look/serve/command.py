@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +69,11 @@ def run_serve(args: argparse.Namespace) -> int:
             server.serve_forever()
         except KeyboardInterrupt:
             print_status("\nstopped")
+    if server.is_computing():
+        # A thread that comes back from PyTorch while Python exits is ended inside C++, which aborts the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return 0
 
 

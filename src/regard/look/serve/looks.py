@@ -181,7 +181,11 @@ class Looks:
         self._stop.set()
         with contextlib.suppress(queue.Full):
             self._work.put_nowait(lambda: None)
-        self._worker.join(timeout=2)
+        self._worker.join(timeout=1)
+
+    def is_working(self) -> bool:
+        """Whether the worker goes on; after `close` it does so where its step is a long one."""
+        return self._worker.is_alive()
 
     def _put(self, work: Callable[[], None]) -> None:
         try:

@@ -127,6 +127,10 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(error, OSError):
             print(f"regard: the server failed on a request ({type(error).__name__})", file=sys.stderr)
 
+    def is_computing(self) -> bool:
+        """Whether a thread is inside a model or a matrix product, from where none can be called back."""
+        return self.computing.locked() or self.looks.is_working()
+
     def server_close(self) -> None:
         super().server_close()
         self.looks.close()

@@ -24,7 +24,7 @@ export function addressOf(page) {
 // What was chosen within one view; what is as it was at first is left out.
 const OWN = {
   play: ({ similarity, power, causal, window, width, recorded, forbidden, order }) => ({
-    sim: similarity === "scaled" ? null : similarity, x: Math.round(10 * power) || null, causal: causal ? 1 : null,
+    sim: similarity === "recorded" ? null : similarity, x: Math.round(10 * power) || null, causal: causal ? 1 : null,
     near: window ? width : null, mask: recorded ? null : 0, out: forbidden.join(".") || null,
     order: order.some((n, at) => n !== at) ? order.join(".") : null,
   }),
@@ -67,7 +67,7 @@ export function labOf({ same, rows, cols }, fields = new URLSearchParams()) {
   const sim = fields.get("sim") ?? "", power = Number(fields.get("x") ?? 0) / 10, near = naturals(fields.get("near"))[0];
   const order = naturals(fields.get("order")), all = range(rows.length);
   return {
-    similarity: Object.hasOwn(SIMILARITIES, sim) ? sim : "scaled", power: Math.abs(power) <= 5 ? power : 0,
+    similarity: Object.hasOwn(SIMILARITIES, sim) ? sim : "recorded", power: Math.abs(power) <= 5 ? power : 0,
     causal: same && fields.has("causal"), window: same && near !== undefined, width: near ?? 2,
     recorded: fields.get("mask") !== "0",
     forbidden: [...new Set(naturals(fields.get("out")))].filter((j) => j < cols.length),

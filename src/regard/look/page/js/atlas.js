@@ -18,7 +18,7 @@ export function everyHead(page) {
 
 // The pattern of a head in at most so many cells a side. A cell is the largest weight in it: none is lost; hatched is one
 // whose weights the mask forbids.
-const THUMBNAIL = 48;
+export const THUMBNAIL = 48;
 export function pattern(page, one) {
   const { paint } = page, { held } = one;
   if (held && !held.stack.long) return thumbnail(held.i, held.j, (i, j) => held.shown(i, j), paint);
@@ -106,14 +106,13 @@ export function grid(page, own, heads, act) {
   const tray = page.heads.map((head) => head.id), reached = order.includes(own.at) ? own.at : order[0];
   const cell = (one) => {
     const x = rank(one), entropy = own.sort !== "given" && own.sort !== "tie" && own.by === "entropy";
-    const strength = entropy ? 1 - part(x) : part(x), n = one.held && page.state.chosen ? tray.indexOf(one.held.id)
-      : -1;
+    const strength = entropy ? 1 - part(x) : part(x), n = one.held ? tray.indexOf(one.held.id) : -1;
     return el("button", {
       class: `headcell${n >= 0 ? " on" : ""}`, "data-key": `head-${one.row}-${one.head}`, tabindex: one === reached ? 0
         : -1,
       style: { "--strength": x === null ? 0 : strength, ...(n >= 0 && { "--colour": page.colour(n) }) },
-      "aria-pressed": one.held ? String(n >= 0) : undefined,
-      "aria-label": `${one.name}: ${x === null ? "unknown" : fixed(x, 2)}`,
+      "aria-pressed": one.held ? String(n >= 0 && page.state.chosen !== null) : undefined,
+      "aria-label": `${one.name}: ${x === null ? "unknown" : fixed(x, 2)}${n >= 0 ? `; shown as ${LETTERS[n]}` : ""}`,
       onmouseenter: () => act.look(one), onfocus: () => act.look(one), onkeydown: (e) => key(e, one),
       onclick: (e) => (e.shiftKey ? act.compare(one) : act.add(one)),
     }, cellPicture(page, own, one) ?? el("i", { class: "heat" }),
@@ -127,7 +126,7 @@ export function grid(page, own, heads, act) {
 function byLayer(page, own, heads, cell) {
   const { all } = page.header, widest = Math.max(...all.map(([, , count]) => count)), rows = all.map(() => []);
   for (const one of heads) rows[one.row].push(one);
-  return el("table", { class: "grid", style: { "--heads": widest } },
+  return el("table", { class: widest > 24 ? "grid dense" : "grid", style: { "--heads": widest } },
     el("caption", { class: "hidden", text: `${own.by} of every head` }),
     el("thead", {}, el("tr", {}, el("th", { scope: "col", text: all[0][1] ? "layer" : "" }),
       range(widest).map((h) => el("th", { scope: "col", text: String(h) })))),

@@ -1,7 +1,8 @@
 // Compare: two recordings on the words of both, a pair of heads at a time, and what changed.
 
 import { brief, clamp, count, edge, fixed, largest, range } from "./numbers.js";
-import { behind, el, heat, lane, lanes, word } from "./elements.js";
+import { behind, el, lane, lanes, pooledHeat, word } from "./elements.js";
+import { THUMBNAIL } from "./atlas.js";
 import { numbered, patchColumns, unitsOf } from "./book.js";
 import { apart, copyWords } from "./sentence.js";
 import { ARROWS, legend, swatches } from "./square.js";
@@ -68,8 +69,8 @@ export function compare(page, box) {
   let drawn = null;
   return () => {
     const pair = page.pairs[page.state.pair], i = clamp(page.row, 0, pair.rows - 1);
-    if (drawn?.pair !== pair || drawn.paint !== page.paint) {
-      drawn = { pair, paint: page.paint, mark: threeMaps(page, pair, maps, own) };
+    if (drawn?.pair !== pair || drawn.paint !== page.paint || drawn.width !== page.width) {
+      drawn = { pair, paint: page.paint, width: page.width, mark: threeMaps(page, pair, maps, own) };
       const { labels, units } = pair.group.rows;
       words.replaceChildren(compareWords(page, pair), pair.tiled ? el("p", { class: "hint", text: `Of ${count(labels.length)} ${units}, each that is written here `
         + `stands for up to ${Math.ceil(labels.length / pair.rows)} from it on, with the largest weight or change among them.` }) : "");
@@ -152,9 +153,10 @@ function compareBars(page, pair, i) {
 // Both patterns and the change, with one marked row; pointing at a cell reads it in all three.
 function threeMaps(page, pair, box, own) {
   const { paint } = page, { names } = page.header, marks = [];
+  const pixels = Math.floor(box.clientWidth / (page.narrow ? 2 : 3)) - 20; // of a pattern
   const map = (title, colour) => {
     const mark = el("span", { class: "rowmark", "aria-hidden": "true" }), cell = el("span", { class: "cellmark", "aria-hidden": "true" });
-    const canvas = heat(pair.rows, pair.cols, colour);
+    const canvas = pooledHeat(pair.rows, pair.cols, pixels, paint, colour);
     const stage = el("div", { class: "three", tabindex: "0", role: "img", "data-key": `map-${marks.length}`,
       "aria-label": `${title}. Arrow keys move from cell to cell.`,
       onpointermove: (event) => point(event), onpointerleave: () => go(null), onclick: () => { if (own.cell) page.set({ word: own.cell[0],
@@ -210,7 +212,7 @@ function pairCells(page, own) {
   const { pairs, paint } = page, shown = own.all ? pairs : pairs.slice(0, HEADS), chosen = page.state.pair;
   if (own.paint !== paint) Object.assign(own, { paint, pictures: new Map() });
   const picture = (pair) => {
-    if (!own.pictures.has(pair.n)) own.pictures.set(pair.n, heat(pair.rows, pair.cols, (i, j) => changeColour(paint, pair, i, j)));
+    if (!own.pictures.has(pair.n)) own.pictures.set(pair.n, pooledHeat(pair.rows, pair.cols, THUMBNAIL, paint, (i, j) => changeColour(paint, pair, i, j)));
     return own.pictures.get(pair.n);
   };
   const choose = (n) => {

@@ -1,6 +1,6 @@
 // Elements of the document: tables, bars, heat maps and colours. Text of the subject becomes textContent alone.
 
-import { clamp, range, weightText } from "./numbers.js";
+import { clamp, edge, range, weightText } from "./numbers.js";
 
 function make(node, props, children) {
   for (const [key, value] of Object.entries(props ?? {})) {
@@ -51,6 +51,9 @@ export function table(caption, head, rows) {
       row.map((x, n) => (n ? el("td", {}, cell(x)) : el("th", { scope: "row" }, cell(x))))))));
 }
 
+// A sentence for a mouse, and the one for a finger.
+export const hands = (mouse, touch) => [el("span", { class: "by-mouse", text: mouse }), el("span", { class: "by-touch", text: touch })];
+
 // A bar of a share of the width with its number, and several under one another.
 export const lane = (colour, share, text, props, before) => el("span",
   { class: "lane", style: { "--colour": colour, "--w": `${100 * (share || 0)}%`, "--was": `${100 * (before || 0)}%` } },
@@ -98,6 +101,21 @@ export function heat(rows, cols, colour) {
   }
   ctx.putImageData(image, 0, 0);
   return canvas;
+}
+
+// The same in at most so many cells a side, where a picture has fewer pixels than numbers: a cell has that of its colours
+// which is farthest from the ground, or that of what is not a number, so that none is lost; it is hatched where all are.
+export function pooledHeat(rows, cols, most, paint, colour) {
+  const [m, n] = [Math.min(rows, most), Math.min(cols, most)], ground = paint.tint(0);
+  const far = (rgb) => (rgb === paint.broken ? 999 : rgb ? Math.abs(rgb[0] - ground[0]) + Math.abs(rgb[1] - ground[1]) + Math.abs(rgb[2] - ground[2]) : -1);
+  return heat(m, n, (r, c) => {
+    let best = null;
+    for (let i = edge(r, m, rows); i < edge(r + 1, m, rows); i++) for (let j = edge(c, n, cols); j < edge(c + 1, n, cols); j++) {
+      const rgb = colour(i, j);
+      if (far(rgb) > far(best)) best = rgb;
+    }
+    return best;
+  });
 }
 
 // The pattern of an id: slanted lines, of "crosses" in both directions.

@@ -142,7 +142,7 @@ async function exactRow(page, source, box, own, map) {
     return;
   }
   if (requested !== own.row || !map.box.isConnected) return; // another row was asked for since
-  const best = topOf(row, 12);
+  const best = topOf(row, 12).filter((j) => row[j] !== 0);
   const some = [...new Set([own.row, ...spread(source.rows, 11)])];
   const chip = (i) => el("button", {
     class: "chip", "data-key": `row-${i}`, "aria-pressed": String(i === own.row), text: named(rows, i),

@@ -1,7 +1,7 @@
 // All heads: the atlas of thumbnails, a closer look at one head or the difference of two, and two numbers as a scatter plot.
 
 import { fixed, near, range } from "./numbers.js";
-import { behind, choice, el, heat, svg, word } from "./elements.js";
+import { behind, choice, el, hands, pooledHeat, svg, word } from "./elements.js";
 import { everyHead, grid, pattern, sorted } from "./atlas.js";
 import { wordChoice } from "./controls.js";
 import { legend } from "./square.js";
@@ -118,8 +118,8 @@ function peekAt(page, own, pointed, have, act) {
   const number = (by) => [el("dt", { text: by }), el("dd", { text: [one, other].filter(Boolean).map((x) =>
     (x.value(by) === null ? "–" : fixed(x.value(by), 2))).join(" and ") })];
   const hint = !one.held ? "This page does not hold its weights." : [
-    el("span", { class: "by-mouse", text: `Click adds it to the heads that are shown, shift-click compares it with ${head.name}, Enter opens it.` }),
-    el("span", { class: "by-touch", text: "A tap adds it to the heads that are shown, a second one soon after opens it." })];
+    hands(`Click adds it to the heads that are shown, shift-click compares it with ${head.name}, Enter opens it.`,
+      "A tap adds it to the heads that are shown, a second one soon after opens it.")];
   return [el("p", {}, el("b", { text: one.name }), other && [" and ", el("b", { text: other.name })]),
     el("dl", {}, have.map(number)), other ? difference(page, one, other) : picture(page, one),
     el("p", { class: "hint" }, hint),
@@ -129,9 +129,10 @@ function peekAt(page, own, pointed, have, act) {
     other && el("button", { class: "chip quiet", "data-key": "compare", text: "do not compare", onclick: () => act.compare(null) }))];
 }
 
-function picture(page, one) {
+const PEEK = 170; // cells a side of a pattern that is looked at closer, and of each of two
+function picture(page, one, most = PEEK) {
   const { paint } = page, { held } = one;
-  if (held && !held.stack.long) return heat(held.i, held.j, (i, j) => paint.cell(held.shown(i, j)));
+  if (held && !held.stack.long) return pooledHeat(held.i, held.j, most, paint, (i, j) => paint.cell(held.shown(i, j)));
   return pattern(page, one) ?? "";
 }
 
@@ -155,8 +156,8 @@ function difference(page, one, other) {
     "most: ",
     word(rows.name(most.i)), " → ", word(cols.name(most.j)),
       ` ${fixed(at(a, most.i, most.j), 2)} and ${fixed(at(b, most.i, most.j), 2)}`)] : [];
-  return el("div", { class: "versus" }, el("div", {}, picture(page, one)), el("div", {}, picture(page, other)),
-    el("figure", {}, heat(m, n, colour),
+  return el("div", { class: "versus" }, el("div", {}, picture(page, one, PEEK / 2)), el("div", {}, picture(page, other, PEEK / 2)),
+    el("figure", {}, pooledHeat(m, n, PEEK, paint, colour),
       el("figcaption", { text: "the first minus the second: blue where the first gives more, orange where the second does" }), differences));
 }
 

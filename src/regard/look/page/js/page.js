@@ -275,7 +275,7 @@ export class Page {
   draw() {
     const view = VIEWS[this.state.view], part = view.stack && this.stack.window, note = el("p", { class: "hint", "data-read": "window" });
     const box = el("section", { class: `view ${this.state.view}` });
-    this.main.replaceChildren(el("p", { class: "look", text: typeof view.look === "function" ? view.look(this) : view.look }), part ? note : "", box);
+    this.main.replaceChildren(el("p", { class: "look" }, typeof view.look === "function" ? view.look(this) : view.look), part ? note : "", box);
     const update = view.build(this, box) ?? null, frame = () => { if (this.book) this.showTray(); if (part) note.replaceChildren(...windowNote(this)); };
     this.refresh = update && ((...how) => { frame(); update(...how); });
     frame();

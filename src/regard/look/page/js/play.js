@@ -1,7 +1,7 @@
 // Lab: change the rules of attention and see what the weights do. Axes are fixed, and ghosts show what was recorded.
 
 import { brief, clamp, dot, entropy, fixed, largest, mix, near, range, SIMILARITIES, softmax, sum } from "./numbers.js";
-import { behind, choice, el, heat, lane, lanes, strip, svg, tick, word } from "./elements.js";
+import { behind, choice, el, lane, lanes, pooledHeat, strip, svg, tick, word } from "./elements.js";
 import { headChoice, stackChoice, wordChoice } from "./controls.js";
 import { legend } from "./square.js";
 import { labOf } from "./address.js";
@@ -24,7 +24,7 @@ export function play(page, box) {
       return;
     }
     if (!bars.node.isConnected) result.replaceChildren(curves.node, bars.node, map, values,
-      behind("Weights as computed in this page", () => playTable(page, page.played.w, own.order)));
+      behind("Weights as computed in this page", () => playTable(page, page.played.w, own)));
     // The row of the lit word at once, all others in slices of time: the slider must not wait for them.
     curves.draw(now, own);
     bars.draw(now);
@@ -39,7 +39,7 @@ export function play(page, box) {
   const slider = playControls(page, box, own, picks, scale, again);
   box.append(result);
   return () => {
-    picks.replaceChildren(...[stackChoice(page), wordChoice(page), headChoice(page)].filter(Boolean));
+    picks.replaceChildren(...[stackChoice(page), wordChoice(page), headChoice(page), similarityChoice(page, own, again)].filter(Boolean));
     update();
   };
 }
@@ -66,7 +66,6 @@ function playControls(page, box, own, picks, scale, again) {
       "aria-label": `${rows.units} to either side`,
     oninput: (e) => again({ width: Math.max(0, Math.floor(Number(e.target.value)) || 0) }),
   });
-  const similarities = Object.entries(SIMILARITIES).map(([id, s]) => [id, `${s.name}: ${s.formula}`]);
   const button = (key, text, cls, order) => el("button", { class: cls, "data-key": key, text,
     onclick: () => again({ order: order() }) });
   const places = same ? [
@@ -74,14 +73,28 @@ function playControls(page, box, own, picks, scale, again) {
     el("span", { class: "pair" }, tick("window of", "window", own.window, (window) => again({ window })), width),
   ] : [];
   box.append(
-    el("div", { class: "controls" }, picks,
-      choice("similarity", "similarity", similarities, own.similarity, (similarity) => again({ similarity }))),
+    el("div", { class: "controls" }, picks),
     el("div", { class: "controls" }, el("label", { class: "field wide" }, el("span", { text: "scale" }), slider, scale),
       places,
       masked && tick("the recorded mask", "recorded", own.recorded, (recorded) => again({ recorded })),
       same && [button("shuffle", `shuffle the ${rows.units}`, "chip", () => shuffled(rows.length)),
         button("unshuffle", "put them back", "chip quiet", () => range(rows.length))]));
   return slider;
+}
+
+// A head whose scores are not q·k / √d: how they were recorded. Null of others, and where places change the scores.
+function recordedAs(head) {
+  const { d, scale, s, by_place: byPlace, score_name: name } = head.layer;
+  if (byPlace || (s === undefined && Math.abs(scale * Math.sqrt(d) - 1) < 1e-6)) return null;
+  const scores = head.part("s");
+  return { name: name ?? (scale === 1 ? "q·k" : `${near(scale)} q·k`), of: (q, k, i, j) => (scores ? scores[i * head.j + j] : scale * dot(q, k)) };
+}
+
+const similarityOf = (page, own) => (own.similarity === "recorded" && !recordedAs(page.head) ? "scaled" : own.similarity);
+function similarityChoice(page, own, again) {
+  const recorded = recordedAs(page.head), all = Object.entries(SIMILARITIES).map(([id, { name, formula }]) => [id, `${name}: ${formula}`]);
+  return choice("similarity", "similarity", [...(recorded ? [["recorded", `as recorded: ${recorded.name}`]] : []), ...all], similarityOf(page, own),
+    (similarity) => again({ similarity }));
 }
 
 // Attention by the rules that were chosen, with the words in the order they stand in; a row is computed when it is asked
@@ -92,17 +105,17 @@ function played(page, own) {
   const barred = new Set(own.forbidden);
   const visible = (i, j) => (!own.causal || j <= i) && (!own.window || Math.abs(i - j) <= own.width)
     && (!own.recorded || head.visible(i, j)) && !barred.has(keys[j]);
-  const { similarity, causal, window, width, recorded, order } = own, keys = same ? order : range(k.length);
+  const { causal, window, width, recorded, order } = own, similarity = similarityOf(page, own), keys = same ? order : range(k.length);
   const key = JSON.stringify([head.id, similarity, causal, window && width, recorded, own.forbidden]);
   if (own.scores?.key !== key || own.scores.orders.size > 8) own.scores = { key, orders: new Map() };
   const sink = (own.sinks ??= new Map()).get(head.id) ?? sinkScore(head, q, k);
   own.sinks.set(head.id, sink);
   // A sink is one more score, which no scale changes; its weight goes to no word.
   const share = (scores, by) => softmax([...scores.map((s) => s * by), sink]).slice(0, -1);
-  const factor = 2 ** own.power, like = SIMILARITIES[similarity].of, straight = range(q.length);
+  const factor = 2 ** own.power, like = (SIMILARITIES[similarity] ?? recordedAs(head)).of, straight = range(q.length);
   const scoresOf = (rows, cols) => {
     const name = String(rows), { orders } = own.scores;
-    if (!orders.has(name)) orders.set(name, once((i) => cols.map((j, m) => (visible(i, m) ? like(q[rows[i]], k[j])
+    if (!orders.has(name)) orders.set(name, once((i) => cols.map((j, m) => (visible(i, m) ? like(q[rows[i]], k[j], rows[i], j)
       : -Infinity))));
     return orders.get(name);
   };
@@ -219,7 +232,7 @@ function playBars(page, own, forbid) {
     });
     list.replaceChildren(...lines.map(({ item }) => item), axis);
     caption.replaceChildren(word(rows.name(order[now.place])), ` looks at; the frame is the recorded weight. Click a ${cols.unit} to forbid it`,
-      page.head.layer.sink ? "; the rest goes to the sink" : "", page.stack.window ? `; here the ${cols.units} of the window share the whole row` : "",
+      page.head.layer.sink ? "; the rest goes to the sink" : "", page.head.layer.by_place ? `; scores are not those of ${page.head.layer.score_name}` : "", page.stack.window ? `; here the ${cols.units} of the window share the whole row` : "",
       shown.length < all.length ? `; the ${shown.length} ${cols.units} with the largest recorded weights` : "");
     const lost = own.forbidden.reduce((sum, n) => sum + ghost[n], 0), count = own.forbidden.length;
     note.replaceChildren(count ? `${count} ${count > 1 ? page.stack.cols.units : page.stack.cols.unit} forbidden: ${fixed(lost, 3)} of the recorded row is shared by the others. ` : "",
@@ -240,9 +253,17 @@ function playBars(page, own, forbid) {
 }
 
 function playMap(page, { scores, all: { w } }) {
-  const { paint } = page, map = heat(w.length, w[0].length, (r, c) => paint.cell(scores(r)[c] === -Infinity ? -1 : w[r][c]));
+  const { paint } = page, map = pooledHeat(w.length, w[0].length, 220, paint, (r, c) => paint.cell(scores(r)[c] === -Infinity ? -1 : w[r][c]));
   return el("figure", {}, el("figcaption", { text: `all ${page.stack.rows.units} at once` }), map, legend(page, 1));
 }
+
+// Of a long sentence, sixty places around the lit word; which ones is said.
+const SOME = 60;
+function nearby(page, own) {
+  const t = page.stack.rows.length, from = clamp(own.order.indexOf(page.state.word) - SOME / 2, 0, Math.max(0, t - SOME));
+  return range(Math.min(t, SOME)).map((n) => from + n);
+}
+const partOf = (places, t, units) => (places.length < t ? `, ${units} ${places[0]}–${places.at(-1)} of ${t}` : "");
 
 // Shuffle the words and the outputs are shuffled the same way, unless a mask tells places apart.
 function outputs(page, { all: { y }, straight, moved }, own) {
@@ -254,15 +275,16 @@ function outputs(page, { all: { y }, straight, moved }, own) {
   const summary = !moved ? `Shuffle the ${units}: does each keep its output?`
     : exact ? `Shuffled ${units}, outputs shuffled the same way: every ${unit} keeps its output. Attention sees a set.`
       : `Now places matter: with this mask outputs change by up to ${fixed(gap, 2)}.`;
-  const line = (row, n) => el("li", {}, word(page.stack.rows.name(own.order[n])), strip(row.slice(0, few), most,
+  const places = nearby(page, own), line = (n) => el("li", {}, word(page.stack.rows.name(own.order[n])), strip(y[n].slice(0, few), most,
     page.paint, "output"));
-  return el("figure", {}, el("figcaption", { text: "outputs y" }),
-    el("ol", {}, y.slice(0, 60).map(line)),
+  return el("figure", {}, el("figcaption", { text: `outputs y${partOf(places, y.length, units)}` }),
+    el("ol", {}, places.map(line)),
     el("p", { class: "hint", "data-read": "equivariant", text: summary }));
 }
 
-function playTable(page, w, order) {
-  const { same, rows, cols } = page.stack, few = 60, name = (j) => cols.name(same ? order[j] : j);
-  const body = w.slice(0, few).map((row, n) => [word(rows.name(order[n])), ...Array.from(row.slice(0, few))]);
-  return [["", ...w[0].slice(0, few).map((_, j) => word(name(j)))], body];
+function playTable(page, w, own) {
+  const { same, rows, cols } = page.stack, { order } = own, name = (j) => cols.name(same ? order[j] : j);
+  const places = nearby(page, own), keys = same ? places : range(Math.min(SOME, cols.length));
+  return [[`${partOf(places, w.length, rows.units)}${same ? "" : partOf(keys, cols.length, cols.units)}`.slice(2), ...keys.map((j) => word(name(j)))],
+    places.map((n) => [word(rows.name(order[n])), ...keys.map((j) => w[n][j])])];
 }

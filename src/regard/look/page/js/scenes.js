@@ -4,6 +4,7 @@
 import { clamp, dot, fixed, largest, mix, range, softmax, sum } from "./numbers.js";
 import { svg } from "./elements.js";
 import { RIGHT_TO_LEFT } from "./book.js";
+import { outside } from "./window.js";
 
 export const SCENE_HEIGHT = 450;
 // How wide the scene is drawn, and how many words fit: fewer on a small screen, so that they can be read.
@@ -236,9 +237,9 @@ function longTexts(data, t) {
 const listed = ({ keys, same, word, units, page }) => (keys.length < page.stack.cols.length ? ` Shown are ${keys.length} of ${page.stack.cols.length} ${units}: `
   + `${same ? `“${word}”, up to two after it, and ` : ""}those with the largest weights.` : "");
 // To which word the lit one gives most.
-function mostOf({ w, word, names }, gives) {
+function mostOf({ w, word, names, head, i }, gives) {
   const n = largest(w);
-  return w[n] > 0 ? `“${word}” ${gives(names[n], fixed(w[n], 3))}` : `“${word}” may look at nothing`;
+  return w[n] > 0 ? `“${word}” ${gives(names[n], fixed(w[n], 3))}` : `“${word}” ${outside(head, i) ? "looks elsewhere" : "may look at nothing"}`;
 }
 const origin = ({ unit }) => (unit === "patch" ? "image" : "sentence");
 export const CHAPTERS = [

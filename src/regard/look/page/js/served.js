@@ -125,5 +125,5 @@ export function waiting(root, { step, done }) {
   const bar = el("progress", done === null ? {} : { value: done, max: 1 });
   root.className = "regard";
   root.replaceChildren(el("p", { class: "mark", text: "regard" }), el("p", { class: "hint", "data-read": "progress",
-    text: `${step} …` }), bar);
+    text: `${step} …${done === null ? "" : ` ${Math.floor(100 * done)} %`}` }), bar);
 }

@@ -1,6 +1,7 @@
 // Spotlight: one sentence, or two, and lines from the lit word.
 
 import { brief, fixed, largest, range } from "./numbers.js";
+import { outside } from "./window.js";
 import { behind, el, lane, lanes, svg, word } from "./elements.js";
 import { bestOf, ranked } from "./book.js";
 import { LETTERS, light, sentence } from "./sentence.js";
@@ -49,12 +50,12 @@ function headline(page, hero, sheets, i) {
     const aimed = hover === null && target !== null ? cols.at[target] : -1;
     const key = aimed >= 0 ? aimed : sheet.named(i);
     const who = page.book.total > 1 ? [page.heads[n].name] : [];
-    const rest = key === null || most === key ? [] : [who.length ? "; " : "", "most goes to ", word(cols.names[most]),
-      ` ${fixed(w[i][most], 2)}`];
+    const far = outside(page.heads[n], rows.groups[i][0]), strongest = far ?? (key === null || most === key ? null : { name: cols.names[most], weight: w[i][most] });
+    const rest = strongest ? [who.length ? "; " : "", "most goes to ", word(strongest.name), ` ${fixed(strongest.weight, 2)}`] : [];
     // The row of a decoder chooses the word after it: that is the word which its weights explain.
     const next = page.stack.writes ? rows.names[i + 1] : undefined;
     if (next !== undefined) who.unshift("writing ", word(next), who.length ? "; " : "");
-    const tie = key === null ? [word(rows.names[i]), el("span", { class: "nothing", text: " looks at nothing" })]
+    const tie = key === null ? [word(rows.names[i]), el("span", { class: "nothing", text: far ? " looks elsewhere" : " looks at nothing" })]
       : [word(rows.names[i]), el("span", { class: "arrow", text: " → " }), word(cols.names[key]), " ",
         el("b", { class: "weight", text: fixed(w[i][key], 2) })];
     return el("p", { style: { "--colour": page.colour(n) } }, el("i", { class: "dot", text: sheets.length > 2
@@ -97,7 +98,7 @@ function toggle(page, id) {
 function bars(page, sheets, i) {
   if (!sheets.length) return el("span");
   const { cols } = sheets[0], most = (j) => Math.max(...sheets.map(({ w }) => w[i][j]));
-  const seen = range(cols.labels.length).filter((j) => !sheets.every((sheet) => sheet.masked(i, j)));
+  const seen = range(cols.labels.length).filter((j) => most(j) !== 0 && !sheets.every((sheet) => sheet.masked(i, j)));
   const order = seen.sort((a, b) => most(b) - most(a)).slice(0, 6);
   const line = (j) => el("li", {}, word(cols.names[j]),
     lanes(sheets.map(({ w }, h) => lane(page.colour(h), w[i][j], brief(w[i][j])))));

@@ -3,6 +3,7 @@
 import { clamp, fixed, largest, sum, weightText } from "./numbers.js";
 import { behind, el, hatching, heat, svg, word } from "./elements.js";
 import { fitChoice, headChoice, readingControls } from "./controls.js";
+import { outside } from "./window.js";
 
 export function square(page, box) {
   const bar = el("div", { class: "controls" }), stage = el("div", { class: "matrix" });
@@ -21,8 +22,8 @@ export function square(page, box) {
     const [i, j] = page.state.cell ?? [Math.max(0, sheet.rows.at[page.state.word]), null];
     drawn.mark(i, j);
     const row = sheet.w[i] ?? [], key = j ?? largest(row);
-    const number = row.length && sheet.masked(i, key)
-      ? el("span", { class: "who", "data-read": "cell", text: j === null ? "looks at nothing" : "the mask forbids it" })
+    const number = row.length && (sheet.masked(i, key) || (j === null && !(row[key] !== 0)))
+      ? el("span", { class: "who", "data-read": "cell", text: j === null ? outside(page.head, i) ? "looks elsewhere" : "looks at nothing" : "the mask forbids it" })
       : el("b", { "data-read": "cell", text: fixed(row[key], 4) });
     // Without a cell that is pointed at, the one where the row looks most, if it looks anywhere.
     const where = j === null && sheet.named(i) === null ? [] : [el("span", { class: "arrow", text: " → " }), word(sheet.cols.names[key] ?? "")];

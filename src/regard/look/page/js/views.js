@@ -3,6 +3,7 @@
 import { inflate, inflateBytes, unpack } from "./data.js";
 import { Kernel, Server, waiting } from "./served.js";
 import { Page } from "./page.js";
+import { hands } from "./elements.js";
 import { spotlight } from "./spotlight.js";
 import { story } from "./story.js";
 import { walk } from "./walk.js";
@@ -21,13 +22,15 @@ const withVectors = (stack) => short(stack) && stack.heads.some((head) => head.l
 export const VIEWS = {
   spotlight: {
     name: "Spotlight", build: spotlight, stack: (s) => short(s) && s.same,
-    look: (page) => (hasPatches(page) ? "Point at a patch, or click to keep it: the stronger the colour of another patch, the more it looks there."
-      : (({ unit }) => `Follow the lines from the lit ${unit}: the thicker, the more of it is made of that other ${unit}. `
-        + `Point at another ${unit}, or click to keep it lit.`)(page.stack.rows)),
+    look: (page) => (hasPatches(page) ? [hands("Point at a patch, or click to keep it", "Tap a patch"), ": the stronger the colour of another patch, the more it looks there. "
+      + "A patch is named by its row and column."]
+      : (({ unit }) => [`Follow the lines from the lit ${unit}: the thicker, the more of it is made of that other ${unit}. `,
+        hands(`Point at another ${unit}, or click to keep it lit.`, `Tap another ${unit} to light it.`)])(page.stack.rows)),
   },
   cross: {
     name: "Two sentences", build: spotlight, stack: (s) => short(s) && !s.same,
-    look: (page) => (hasPatches(page) ? "What is lit above looks at what stands below: the stronger the colour, the more it draws on it."
+    look: (page) => (hasPatches(page) ? "What is lit above looks at what stands below: the stronger the colour, the more it draws on it. "
+      + "A patch is named by its row and column."
       : "The lit word above looks into the sentence below: which of its words does it draw on?"),
   },
   long: {
@@ -55,8 +58,8 @@ export const VIEWS = {
   },
   overview: {
     name: "Atlas", build: overview, when: (page) => page.book?.total > 1,
-    look: "The pattern of every head, rows looking at columns: find the odd one out. A click adds a head to those that "
-      + "are shown, a double click opens it.",
+    look: () => ["The pattern of every head, rows looking at columns: find the odd one out. ",
+      hands("A click adds a head to those that are shown, a double click opens it.", "A tap adds a head to those that are shown, a double tap opens it.")],
   },
   compare: {
     name: "Compare", build: compare, when: (page) => page.header.kind === "comparison",

@@ -2,6 +2,7 @@
 
 import { Head, namesOf } from "./book.js";
 import { range } from "./numbers.js";
+import { named } from "./map.js";
 
 // What computes the weights of a window: queries and keys in the page, or a window that the server has sent.
 const exactOf = (head) => head.stored.exact ?? head.stored.window;
@@ -26,6 +27,13 @@ class WindowHead extends Head {
     if (!flat) return null;
     return range(name === "q" ? this.i : this.j).map((n) => flat.subarray((from + n) * d, (from + n + 1) * d));
   }
+}
+
+// What a row of a window looks at most in the long text, where that is no word of the window; else null.
+export function outside({ base, from, j, stack }, row) {
+  if (!base) return null;
+  const { peak, peakAt } = base.stored, i = from[0] + row, key = peakAt[i], inside = key >= from[1] && key < from[1] + j;
+  return inside || !(peak[i] > 0) ? null : { name: named(stack.base.cols, key), weight: peak[i] };
 }
 
 // A stack of some rows and keys of a long one, with its heads that are exact. Equal rows and keys are one sentence.
