@@ -16,7 +16,7 @@ import torch
 import regard
 from regard import cli
 from regard.learn import is_checkpoint, lm, open_model, translate
-from regard.learn.generate import Beam, beam_search, bleu, sample
+from regard.learn.generate import Beam, beam_search, bleu, sample, text_pieces
 from regard.learn.progress import PlainProgress, RichProgress, _table, open_progress
 from regard.learn.tokenizer import bpe, byte_level, characters, encode, load, pairs_bpe
 from regard.nn import LanguageModel, Learned, Translator
@@ -120,6 +120,24 @@ def test_what_is_printed_token_by_token_is_what_all_of_it_decodes_to(bard, capsy
     wanted = trained.tokenizer.decode([*ids[0].tolist(), *sample(trained.model, ids, 40, temperature=0.0)])
     assert cli.main(["generate", str(bard), "--prompt", prompt, "--count", "40", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_a_character_of_several_tokens_is_printed_when_it_is_complete(tmp_path, capsys):
+    text = "größer 日本 😀 ist schön\n"
+    (tmp_path / "text").write_text(text * 40)
+    settings = {"dim": 32, "heads": 2, "layers": 1, "context": 32, "lr": 1e-2, "tokens": "bytes", "device": "cpu"}
+    lm(tmp_path / "text", tmp_path / "run", steps=120, batch=8, **settings)
+    count = len(text.encode())
+    assert cli.main(["generate", str(tmp_path / "run"), "--count", str(count), "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == "\n" + text + "\n", "it begins with a new line, which is byte 10"
+
+
+def test_bytes_that_are_no_characters_are_all_shown_in_the_end():
+    tokenizer = byte_level()
+    for written in (b"\xff\xff", b"a\xe6\x97b\xe6\x97", "日".encode()[1:] + b"c" * 40 + "ß".encode()):
+        for cut in range(len(written) + 1):
+            pieces = list(text_pieces(tokenizer, list(written[:cut]), written[cut:]))
+            assert "".join(pieces) == tokenizer.decode(list(written))
 
 
 def test_what_it_never_saw_is_said(bard, capsys):

@@ -138,7 +138,7 @@ def _train(args: argparse.Namespace, train: Any) -> int:
         progress.note(
             f"{'stopped early' if result.stopped_early else 'done'} at step {result.step:,}: validation loss "
             f"{result.best:.4f}, {result.seconds:.0f} s. "
-            f"Try: regard {next_verb} {result.folder} {rest}"
+            f"Try: regard {next_verb} {shlex.quote(str(result.folder))} {rest}"
         )
         return 0
     no_model = "" if math.isfinite(result.best) else " (no model to use yet: the first validation saves one)"
@@ -160,7 +160,7 @@ def _add_generate(verbs: Any) -> None:
     generate = verbs.add_parser(
         "generate", help="write text with a language model", description="Write text with a trained language model."
     )
-    generate.add_argument("model", metavar="DIR", help="a folder made by `regard learn lm`")
+    generate.add_argument("model", type=_path, metavar="DIR", help="a folder made by `regard learn lm`")
     generate.add_argument("--prompt", help="the beginning of the text (default: a new line)")
     generate.add_argument("--count", type=int, default=300, metavar="N", help="number of tokens (default 300)")
     generate.add_argument(
@@ -181,7 +181,7 @@ def _add_generate(verbs: Any) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from .generate import sample
+    from .generate import sample, text_pieces
     from .trained import open_model
     from .training import choose_device
 
@@ -192,23 +192,12 @@ def _generate(args: argparse.Namespace) -> int:
     trained = open_model(args.model, choose_device(args.device))
     trained.require("lm")
     ids = trained.default_prompt() if args.prompt is None else trained.ids(args.prompt)
-    recent = ids[0].tolist()
-    sys.stdout.write(trained.tokenizer.decode(recent))
     tokens = sample(
-        trained.model,
-        ids,
-        args.count,
-        temperature=args.temperature,
-        top=args.top,
-        seed=args.seed,
-    )
-    for number in tokens:
-        # The text of a token depends on its neighbours: decode the last 32 with and without it.
-        recent = recent[-32:]
-        before, text = (trained.tokenizer.decode(part) for part in (recent, [*recent, number]))
-        sys.stdout.write(text[len(before) :])
+        trained.model, ids, args.count, temperature=args.temperature, top=args.top, seed=args.seed
+    )  # fmt: skip
+    for text in text_pieces(trained.tokenizer, ids[0].tolist(), tokens):
+        sys.stdout.write(text)
         sys.stdout.flush()
-        recent.append(number)
     sys.stdout.write("\n")
     return 0
 
@@ -224,7 +213,7 @@ def _add_translation(verbs: Any) -> None:
         help="translate with a trained model",
         description="Translate sentences, or the lines of stdin, with a trained model.",
     )
-    translate.add_argument("model", metavar="DIR", help="a folder made by `regard learn translate`")
+    translate.add_argument("model", type=_path, metavar="DIR", help="a folder made by `regard learn translate`")
     translate.add_argument(
         "text", nargs="*", metavar="TEXT", help="sentences (default: the lines of --file, or of stdin)"
     )

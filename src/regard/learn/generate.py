@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Beam", "beam_search", "bleu", "sample"]
+__all__ = ["Beam", "beam_search", "bleu", "sample", "text_pieces"]
+
+#: What the decoder writes for bytes that are no character (yet).
+INCOMPLETE = "\ufffd"
+#: Tokens before a token that its text may depend on.
+CONTEXT_TOKENS = 32
 
 
 @torch.no_grad()
@@ -64,6 +69,36 @@ def _sample_token(logits: Tensor, temperature: float, top: int | None, generator
     # Relative to the maximum: dividing by a tiny temperature cannot overflow to +inf.
     relative = (logits - logits.max()).double() / temperature
     return int(torch.multinomial(relative.softmax(-1), 1, generator=generator))
+
+
+def text_pieces(tokenizer: Any, prompt: list[int], numbers: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as they are written one by one, after that of the prompt.
+
+    A token may be a part of a character, as a byte is: its text waits until the character is complete.
+
+    Args:
+        tokenizer: A tokenizer of the `tokenizers` library.
+        prompt: Token ids that are written already.
+        numbers: The ids that follow.
+
+    Yields:
+        Pieces that together are the text of all ids.
+
+    Example:
+        >>> from regard.learn.tokenizer import byte_level
+        >>> list(text_pieces(byte_level(), list(b"a"), "ß!".encode()))
+        ['a', 'ß', '!', '']
+    """
+    context: list[int] = []
+    waiting: list[int] = []
+    text = ""
+    for new in itertools.chain([prompt], ([number] for number in numbers)):
+        waiting += new
+        text = tokenizer.decode(context + waiting)[len(tokenizer.decode(context)) :]
+        if not text.endswith(INCOMPLETE):
+            yield text
+            context, waiting, text = (context + waiting)[-CONTEXT_TOKENS:], [], ""
+    yield text
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,10 @@ class Trained:
         return torch.tensor([numbers], device=self.device)
 
     def default_prompt(self) -> Tensor:
-        """The prompt where there is none: a new line, or the first token of the vocabulary.
+        """The prompt where there is none: a new line, or the first token of a vocabulary that cannot write one.
 
         Returns:
-            Its id ``(1, 1)``.
+            Its ids ``(1, t)``.
 
         Example:
             >>> from regard.learn import LMSettings
@@ -116,7 +116,10 @@ class Trained:
             >>> trained.default_prompt()
             tensor([[0]])
         """
-        return torch.tensor([[self.tokenizer.token_to_id("\n") or 0]], device=self.device)
+        try:
+            return self.ids("\n")
+        except ValueError:  # the text that it was trained on is one line
+            return torch.tensor([[0]], device=self.device)
 
     def tokens(self, text: str) -> list[str]:
         """The tokens of a text as strings.
