@@ -58,8 +58,9 @@ def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         w = upcast(score.precomputed)
         return w.log(), w, w.new_tensor([0.0, 1.0]).expand(*w.shape[:3], 2), None
     k, modifiers = factors.k, score.modifiers
-    if (seen := _visible_keys(factors)) is not None:  # a key that no row sees may hold nan
-        k, modifiers = zero_keys(k, seen, -2), tree_map(modifiers, lambda t: zero_keys(t, seen, -1))
+    problem = None if factors.mask is None else factors.problem()
+    if problem is not None and (seen := problem.visible_keys()) is not None:  # a key that no row sees may hold nan
+        k, modifiers = problem.blank(k, seen, -2), tree_map(modifiers, lambda t: problem.blank(t, seen, -1))
     block = MatrixBlock(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.query_offset, k.device)
     s = score.similarity(upcast(factors.q), repeat_kv(upcast(k), factors.heads))
     for modifier in modifiers:
