@@ -23,7 +23,7 @@ from .masks.lowering import lower_cells, lower_to_intervals
 from .masks.selection import follow_selection
 from .pytree import flatten, has_text, register_node, replace_fields, split_ints, tree_map, unflatten
 from .scores.kinds import Bias, Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
-from .torch_state import in_functorch, is_tracing
+from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = [
     "Factors",
@@ -118,7 +118,9 @@ class Factors:
         if self.mask is not None and folded.mask is not None:
             layout = Geometry(self.q.shape[-2], self.k.shape[-2], self.query_offset, self.q.device)
             folded = replace_fields(folded, mask=lower_to_intervals(self.mask, self.batch, folded.mask, layout))
-        low = folded.score.lower(folded.q, folded._keys_to_lower())
+        keys = folded._keys_to_lower()
+        # A projection is in the type that the score says, else cells of one pass would not belong to rows of another.
+        low = without_autocast(folded.q, lambda: folded.score.lower(folded.q, keys))
         return Problem(
             low.q, low.k, low.similarity_kernel, low.modifiers, folded.score.sink_logits, folded.mask, self.query_offset
         )

@@ -16,6 +16,7 @@ from ..core.problem import Factors, mask_scores, repeat_kv, zero_keys
 from ..core.pytree import tree_map
 from ..core.scores.kinds import upcast
 from ..core.stats import Request, Results, lse_of, of_dense, required, softmax, with_sink
+from ..core.torch_state import without_autocast
 from .score_grad import weights_from_norm
 
 __all__ = ["ENGINE", "Reference", "dense", "log_weights"]
@@ -36,6 +37,9 @@ class Reference:
 
     def compute(self, factors: Factors, request: Request, names: tuple[str, ...], cached: Results) -> Results:
         """The named results of factors with one batch axis. Beside the statistics, `weights` are those of a block."""
+        return without_autocast(factors.q, lambda: self._compute(factors, request, names))
+
+    def _compute(self, factors: Factors, request: Request, names: tuple[str, ...]) -> Results:
         s, w, norm, sink = dense(factors)
         if request.v is not None and (seen := _visible_keys(factors)) is not None:
             request = dataclasses.replace(request, v=zero_keys(request.v, seen, -2))
