@@ -456,3 +456,41 @@ def test_attend_keeps_a_hidden_infinity_out_of_gradients_too() -> None:
     torch.testing.assert_close(y, want)
     for g, w in zip(grads, torch.autograd.grad(want.square().sum(), leaves), strict=True):
         torch.testing.assert_close(g, w)
+
+
+#: Scores by functions that have no slope at a key of zeros, which no key here is.
+NO_SLOPE_AT_ZERO = {
+    "k / |k|": (
+        lambda: regard.Similarity(lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT),
+        lambda q, k: q @ (k / k.norm(dim=-1, keepdim=True)).mT,
+    ),
+    "√|s|": (lambda: regard.Dot().modify(lambda s, i, j: s.abs().sqrt()), lambda q, k: (q @ k.mT).abs().sqrt()),
+}
+
+
+@pytest.mark.parametrize("hidden", [0.5, NAN], ids=["finite", "nan"])
+@pytest.mark.parametrize("name", NO_SLOPE_AT_ZERO)
+def test_a_function_is_not_called_with_keys_of_zeros_for_those_that_nobody_sees(
+    engine: str, name: str, hidden: float
+) -> None:
+    """0 · nan would reach the queries, as the slope of a hidden score."""
+    make, formula = NO_SLOPE_AT_ZERO[name]
+    q, k = draw(2, 5, 3, grad=True), draw(2, 7, 3)
+    k[:, 4:] = hidden
+    k.requires_grad_()
+    causal = torch.ones(5, 4, dtype=torch.bool).tril()
+    want = formula(q, k[:, :4]).masked_fill(~causal, -INF).softmax(-1)
+    W = regard.weights(q, k, score=make(), mask=regard.causal() & regard.padding(4), align="start", engine=engine)
+    seed = draw(2, 5, 4)
+    right = torch.autograd.grad((want * seed).sum(), (q, k), retain_graph=True)
+    first = torch.autograd.grad((want[:, 1] * seed[:, 1]).sum(), (q, k))
+    answers = {
+        "dense": (W.dense()[..., :4], seed, right),
+        "tiles": (torch.cat([W[..., :, :2], W[..., :, 2:4]], -1), seed, right),
+        "W @ v": (W @ torch.eye(7)[:, :4].double(), seed, right),
+        "row": (W.row(1)[..., :4], seed[:, 1], first),
+        "heads": (torch.stack([W.reduce_heads("sum", heads=[h]).row(1)[:4] for h in (0, 1)]), seed[:, 1], first),
+    }
+    for way, (got, seeds, grads) in answers.items():
+        for g, w in zip(torch.autograd.grad((got * seeds).sum(), (q, k)), grads, strict=True):
+            torch.testing.assert_close(g, w, msg=lambda text, way=way: f"{way}: {text}")

@@ -497,13 +497,34 @@ def test_computed_again_for_the_backward_it_gives_the_same(compiled: bool) -> No
         torch.testing.assert_close(a, b, **TIGHT)
 
 
-def test_autocast_takes_nothing_from_the_exactness_of_answers() -> None:
+SCORES_UNDER_AUTOCAST = {
+    "scaled_dot": lambda M, A: regard.ScaledDot(),
+    "gaussian": lambda M, A: regard.Gaussian(2.0),
+    "bilinear": lambda M, A: regard.Bilinear(M),
+    "additive": lambda M, A: regard.Additive(A, -A, A[0]),
+    "function": lambda M, A: regard.Similarity(lambda q, k, M: q @ M @ k.mT, (M,)),
+}
+
+
+@pytest.mark.parametrize("score", SCORES_UNDER_AUTOCAST)
+@pytest.mark.parametrize("engine", ["blockwise", "reference"])
+def test_autocast_takes_nothing_from_the_exactness_of_answers(engine: str, score: str) -> None:
     q, k = (draw(1, 2, 33, 16, dtype=torch.float32) for _ in range(2))
-    W = regard.weights(q, k)
+    other = regard.weights(k, q, engine=engine)
+    M, A = draw(16, 16, dtype=torch.float32), draw(16, 3, dtype=torch.float32)
+    cells = torch.rand(33, 33) < 0.5
+
+    def answers() -> tuple[Tensor, ...]:
+        W = regard.weights(q.bfloat16(), k.bfloat16(), score=SCORES_UNDER_AUTOCAST[score](M, A), engine=engine)
+        heads = W.reduce_heads()
+        return (
+            W.lse(), W.entropy(), W.max_score(), W.received(), W.topk(3).values, W.dense(), W[0, 1, 3:9, ::2], W.scores.dense(),
+            W.mT @ torch.ones(33), W.recall(cells), W.kl(other.bfloat16()), heads.dense(), heads.recall(cells), heads.entropy(),
+        )  # fmt: skip
+
     with torch.autocast("cpu", torch.bfloat16):
-        answers = W.lse(), W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]
-    W = regard.weights(q, k)
-    for a, b in zip(answers, (W.lse(), W.entropy(), W.max_score(), W.dense(), W[0, 1, 3:9, ::2]), strict=True):
+        under_autocast = answers()
+    for a, b in zip(under_autocast, answers(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 

@@ -23,7 +23,7 @@ from .masks.lowering import lower_cells, lower_to_intervals
 from .masks.selection import follow_selection
 from .pytree import flatten, has_text, register_node, replace_fields, split_ints, tree_map, unflatten
 from .scores.kinds import Bias, Modifier, Precomputed, Product, Score, SimilarityKernel, repeat_kv, upcast
-from .torch_state import in_functorch, is_tracing
+from .torch_state import in_functorch, is_tracing, without_autocast
 
 __all__ = [
     "Factors",
@@ -118,7 +118,9 @@ class Factors:
         if self.mask is not None and folded.mask is not None:
             layout = Geometry(self.q.shape[-2], self.k.shape[-2], self.query_offset, self.q.device)
             folded = replace_fields(folded, mask=lower_to_intervals(self.mask, self.batch, folded.mask, layout))
-        low = folded.score.lower(folded.q, folded._keys_to_lower())
+        keys = folded._keys_to_lower()
+        # A projection is in the type that the score says, else cells of one pass would not belong to rows of another.
+        low = without_autocast(folded.q, lambda: folded.score.lower(folded.q, keys))
         return Problem(
             low.q, low.k, low.similarity_kernel, low.modifiers, folded.score.sink_logits, folded.mask, self.query_offset
         )
@@ -321,9 +323,20 @@ class Problem:
         return self.blanked(seen), replace_fields(request, v=v)
 
     def blanked(self, seen: Tensor) -> Problem:
-        """The same with zeros for keys that are not `seen` (b|1, h|1, j)."""
-        modifiers = tree_map(self.modifiers, lambda t: zero_keys(t, seen, -1))
-        return self._with_intervals(replace_fields(self, k=zero_keys(self.k, seen, -2), modifiers=modifiers))
+        """The same with blanks for keys that are not `seen` (b|1, h|1, j)."""
+        modifiers = tree_map(self.modifiers, lambda t: self.blank(t, seen, -1))
+        return self._with_intervals(replace_fields(self, k=self.blank(self.k, seen, -2), modifiers=modifiers))
+
+    def blank(self, x: Tensor, seen: Tensor, axis: int) -> Tensor:
+        """A tensor with zeros at keys that are not `seen`; if a function reads it, ones for what is not finite there.
+
+        A user's function may have no slope at zero: that of k / |k| is nan, and 0 · nan would reach the queries.
+        """
+        functions = self.similarity_kernel.kernel_op is None or any(m.kernel_op is None for m in self.modifiers)
+        visible = _seen_in(x, seen, axis)
+        if visible is None:
+            return x
+        return torch.where(visible | x.isfinite(), x, 1) if functions else torch.where(visible, x, 0)
 
     def _with_intervals(self, other: Problem) -> Problem:
         """Another problem with the same mask, which need not compute the intervals again."""
@@ -365,11 +378,17 @@ def to_float64(x: Tensor) -> Tensor:
 
 def zero_keys(x: Tensor, seen: Tensor, axis: int) -> Tensor:
     """Zero where no row of a head that x (b|1, g|1, ...) serves sees the key; `axis` is that of the keys."""
+    visible = _seen_in(x, seen, axis)
+    return x if visible is None else torch.where(visible, x, 0)
+
+
+def _seen_in(x: Tensor, seen: Tensor, axis: int) -> Tensor | None:
+    """Which keys of x are seen, (b|1, g|1, j, 1) or (b|1, g|1, 1, j); None where x has no axis of keys."""
     if x.ndim != 4 or x.shape[axis] != seen.shape[-1]:
-        return x
+        return None
     if seen.shape[1] not in (1, x.shape[1]):
         seen = seen.unflatten(1, (x.shape[1], -1)).any(2)
-    return torch.where(seen.unsqueeze(-1) if axis == -2 else seen.unsqueeze(-2), x, 0)
+    return seen.unsqueeze(-1) if axis == -2 else seen.unsqueeze(-2)
 
 
 def mask_scores(s: Tensor, mask: Mask | None, block: MatrixBlock) -> Tensor:

@@ -16,6 +16,7 @@ from ..core.problem import Factors, mask_scores, repeat_kv, zero_keys
 from ..core.pytree import tree_map
 from ..core.scores.kinds import upcast
 from ..core.stats import Request, Results, lse_of, of_dense, required, softmax, with_sink
+from ..core.torch_state import without_autocast
 from .score_grad import weights_from_norm
 
 __all__ = ["ENGINE", "Reference", "dense", "log_weights"]
@@ -36,6 +37,9 @@ class Reference:
 
     def compute(self, factors: Factors, request: Request, names: tuple[str, ...], cached: Results) -> Results:
         """The named results of factors with one batch axis. Beside the statistics, `weights` are those of a block."""
+        return without_autocast(factors.q, lambda: self._compute(factors, request, names))
+
+    def _compute(self, factors: Factors, request: Request, names: tuple[str, ...]) -> Results:
         s, w, norm, sink = dense(factors)
         if request.v is not None and (seen := _visible_keys(factors)) is not None:
             request = dataclasses.replace(request, v=zero_keys(request.v, seen, -2))
@@ -58,8 +62,9 @@ def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         w = upcast(score.precomputed)
         return w.log(), w, w.new_tensor([0.0, 1.0]).expand(*w.shape[:3], 2), None
     k, modifiers = factors.k, score.modifiers
-    if (seen := _visible_keys(factors)) is not None:  # a key that no row sees may hold nan
-        k, modifiers = zero_keys(k, seen, -2), tree_map(modifiers, lambda t: zero_keys(t, seen, -1))
+    problem = None if factors.mask is None else factors.problem()
+    if problem is not None and (seen := problem.visible_keys()) is not None:  # a key that no row sees may hold nan
+        k, modifiers = problem.blank(k, seen, -2), tree_map(modifiers, lambda t: problem.blank(t, seen, -1))
     block = MatrixBlock(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.query_offset, k.device)
     s = score.similarity(upcast(factors.q), repeat_kv(upcast(k), factors.heads))
     for modifier in modifiers:

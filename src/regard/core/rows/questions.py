@@ -70,7 +70,8 @@ class RowQuestions(NotElementwise, Shareable):
         batch = joint_batch([matrix._factors.batch for matrix in matrices])
         used = [get_engine(matrix._engine) for matrix in matrices]
         if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(used, matrices, strict=True)):
-            outputs = question.of_dense(_dense_matrices(matrices, batch, question))
+            q = self._factors.q
+            outputs = without_autocast(q, lambda: question.of_dense(_dense_matrices(matrices, batch, question)))
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
             plain = any(e.avoids_gpu_kernels and m._factors.q.is_cuda for e, m in zip(used, matrices, strict=True))
