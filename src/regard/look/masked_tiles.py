@@ -31,6 +31,6 @@ def forbidden_tiles(weights: Weights, rows: int, cols: int) -> Tensor | None:
         problem = weights[[head]]._factors.problem()
         for r in range(rows):
             keys = problem.narrow(r * i // rows, (r + 1) * i // rows).visible_keys()
-            any_key = torch.ones(j, dtype=torch.int8) if keys is None else keys[0].to("cpu", torch.int8)
+            any_key = torch.ones(j, dtype=torch.int8) if keys is None else keys[0, 0].to("cpu", torch.int8)
             seen[head, r].scatter_reduce_(0, tile_of_key(j, cols), any_key, "amax")
     return seen == 0
