@@ -324,8 +324,8 @@ def summary(layers: list[Any]) -> Table[HeadSummary]:
             entropies, received = layer.statistics["entropy"], layer.statistics["received"]
             peaks = torch.full_like(entropies, torch.nan)
         else:
-            seen = layer.weights.see("entropy", "received", "peak")
-            entropies, received, peaks = seen.entropy, seen.received, seen.peak.values
+            statistics = layer.weights.see("entropy", "received", "peak")
+            entropies, received, peaks = statistics.entropy, statistics.received, statistics.peak.values
         entropy, peak = row_mean(entropies, rows_of_layer), row_mean(peaks, rows_of_layer)
         share = (received / received.sum(-1, keepdim=True).clamp(min=1e-30)).amax(-1).mean(0)
         for h, numbers in enumerate(zip(entropy.tolist(), peak.tolist(), share.tolist(), strict=True)):

@@ -46,7 +46,7 @@ class SharedRecording:
     only: list[int | str] | None
     grad: bool
     ids: bool
-    seen: Recording = field(default_factory=Recording)
+    recording: Recording = field(default_factory=Recording)
     done: list[OpenPass] = field(default_factory=list)
     most_calls: int = 0  # attention calls of a pass, those that were not requested included
     closed: bool = False  # the block has ended; a thread that still runs adds nothing
@@ -55,8 +55,8 @@ class SharedRecording:
     def refuse(self, name: str, reason: str) -> None:
         """Name attention that is not recorded, once."""
         with self.lock:
-            if not self.closed and (name, reason) not in self.seen.refused:
-                self.seen.refused.append((name, reason))
+            if not self.closed and (name, reason) not in self.recording.refused:
+                self.recording.refused.append((name, reason))
 
     def wants(self, name: str, number: int) -> bool:
         """Whether the call of that number in its pass, by the module of that name, was requested."""

@@ -329,12 +329,12 @@ class _PassListener:
         """Entropy share and largest score of every head, (h,), without padding rows; no score where it is not known."""
         weights = save_call(call, False, None).weights()
         dense = call.w is not None
-        seen = weights.see("entropy") if dense else weights.see("entropy", "max_score")
+        statistics = weights.see("entropy") if dense else weights.see("entropy", "max_score")
         rows = self._rows(call, weights)
-        share = torch.where(rows.choose, seen.entropy / rows.largest, 1.0)
+        share = torch.where(rows.choose, statistics.entropy / rows.largest, 1.0)
         measures = {"entropy_share": row_mean(share, rows.real if call.is_self is not False else None).float()}
         if not dense:
-            measures["max_score"] = seen.max_score.amax((0, 2)).float()
+            measures["max_score"] = statistics.max_score.amax((0, 2)).float()
         elif call.s is not None:
             measures["max_score"] = call.s.amax((0, 2, 3)).float()
         return measures
@@ -383,8 +383,8 @@ def _visible_keys(call: AttentionCall) -> Tensor:
         return (call.w > 0).sum(-1).amax(1).float()
     if parsed.mask is None:
         return torch.full((1, i), float(j), device=device)
-    spans = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
-    return (spans.hi - spans.lo).clamp(min=0).sum(1).float()
+    intervals = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
+    return (intervals.hi - intervals.lo).clamp(min=0).sum(1).float()
 
 
 @torch.no_grad()
