@@ -396,7 +396,7 @@ BUGS = [
     Bug("served: every host is ours", "look/serve/guard.py", "if hosts[0] not in self.hosts:", "if not hosts[0]:", ("hostile requests",)),
     Bug("served: a link works for ever", "look/serve/guard.py", "        self._token = secrets.token_urlsafe(32)\n        return True", "        return True", ("hostile requests",)),
     # recorder: attention that is written out, its graph, and its hooks.
-    Bug("values on the left: weights not transposed", "recorder/hooks/eager_attention.py", "used, v = right if one_row else right.mT,", "used, v = right,", ("unannounced attention",)),
+    Bug("values on the left: weights not transposed", "recorder/hooks/eager_attention.py", "weights, v = right if one_row else right.mT,", "weights, v = right,", ("unannounced attention",)),
     Bug("weights before dropout in the order of softmax", "recorder/hooks/softmax_trail.py", "clean.as_strided(x.shape, x.stride(), clean.storage_offset() + x.storage_offset())", "clean.reshape(x.shape)", ("unannounced attention",)),
     Bug("rows that sum to more than 1 are weights", "recorder/hooks/meeting.py", "bool((w.sum(-1) > 1.01).any())", "bool((w.sum(-1) > 1000).any())", ("unannounced attention",)),
     Bug("exp that is not divided is weights", "recorder/hooks/meeting.py", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and sums_to_one(w)", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED)", ("unannounced attention",)),

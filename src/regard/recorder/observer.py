@@ -236,7 +236,7 @@ class Observer:
             self._label(finished, one.embedded)
             if finished.layers:
                 self.recording.passes.append(finished)
-        for name, reason in self.hooks.unheard_modules(recorded):
+        for name, reason in self.hooks.missed_modules(recorded):
             if self.only is None or any(isinstance(w, str) and fnmatch.fnmatchcase(name, w) for w in self.only):
                 self.shared.refuse(name, reason)
         self._drop_needless_refusals()

@@ -257,7 +257,7 @@ class Watch:
                 )
             if high > self.explode:
                 head = int(measures["max_score"].argmax())
-                advice = "regard.recorder.qk_clip bounds it"
+                advice = "regard.losses.qk_clip bounds it"
                 self._warn(
                     step,
                     name,
