@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.recorder import AttentionWarning, qk_clip
+from regard.losses import qk_clip
+from regard.recorder import AttentionWarning
 
 
 class Attention(nn.Module):

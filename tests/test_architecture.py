@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import importlib
 import io
 import re
 import subprocess
@@ -571,6 +573,46 @@ def test_a_comment_names_what_is_there(path: Path) -> None:
 
 def test_stale_names_are_found() -> None:
     assert stale("`score_base` has what all share, `KeyIntervals.intersect` too") == {"score_base"}
+
+
+#: A name that a user can type: `regard.losses.qk_clip` in a warning, an error, an example or a page of the docs.
+DOTTED = re.compile(r"(?<![\w./-])regard((?:\.[A-Za-z_]\w*)+)")
+PAGES = [
+    *sorted((PROJECT / "docs").rglob("*.md")),
+    PROJECT / "README.md",
+    PROJECT / "DESIGN.md",
+    PROJECT / "CONTRIBUTING.md",
+]
+
+
+def unresolved(text: str) -> set[str]:
+    """Dotted names of the package that nothing has."""
+    return {name for name in DOTTED.findall(text) if not is_there(name.split(".")[1:])}
+
+
+def is_there(parts: list[str]) -> bool:
+    value, path = regard, "regard"
+    for part in parts:
+        path += f".{part}"
+        if not hasattr(value, part):
+            with contextlib.suppress(ModuleNotFoundError):
+                importlib.import_module(path)  # a module is an attribute of its package once it is imported
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
+
+
+@pytest.mark.parametrize("path", [*sorted(ROOT.rglob("*.py")), *PAGES], ids=lambda path: str(path.relative_to(PROJECT)))
+def test_a_text_names_what_a_user_can_type(path: Path) -> None:
+    assert not unresolved(path.read_text())
+
+
+def test_names_that_moved_are_found() -> None:
+    assert unresolved("regard.losses.qk_clip, run.regard, regard.recorder.qk_clip, regard.weights.x") == {
+        ".recorder.qk_clip",
+        ".weights.x",
+    }
 
 
 @pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)

@@ -70,8 +70,8 @@ class Prefix(Mask):
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.j < self.n
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        return layout.interval(0, self.n)
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
+        return geometry.interval(0, self.n)
 
     def crop(self, rows: slice, cols: slice) -> Mask:
         return Prefix(max(0, self.n - cols.start))

@@ -138,9 +138,11 @@ def update(scores: Tensor, step: Weights) -> Tensor:
     Returns:
         ``(..., kv_heads, j + new)``.
 
-    >>> W = regard.weights(torch.randn(2, 9, 4), mask=regard.causal())
-    >>> before = regard.kv.h2o(regard.weights(W._factors.q[:, :8], mask=regard.causal()), mean=False)
-    >>> torch.allclose(regard.kv.update(before, W.rows(slice(8, 9))), regard.kv.h2o(W, mean=False), atol=1e-6)
+    >>> x = torch.randn(2, 9, 4)
+    >>> prompt, entire = (regard.weights(x[:, :n], mask=regard.causal()) for n in (8, 9))
+    >>> step = regard.weights(x[:, 8:], x)  # the query of token 8, over all nine keys
+    >>> scores = regard.kv.update(regard.kv.h2o(prompt, mean=False), step)
+    >>> torch.allclose(scores, regard.kv.h2o(entire, mean=False), atol=1e-6)
     True
     """
     need_weights(step, "update(scores, step)", heads=True)

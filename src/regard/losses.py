@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .core import api
 from .core.broadcast import check_broadcast
@@ -25,7 +25,7 @@ from .core.shared import called_by_all_ranks
 from .core.types import MaskLike
 from .core.weights import Weights, need_weights
 
-__all__ = ["alignment", "clip_factors", "distillation", "entropy_floor", "index_weights", "indexer"]
+__all__ = ["alignment", "clip_factors", "distillation", "entropy_floor", "index_weights", "indexer", "qk_clip"]
 
 
 #: Two of queries, keys and values, whose products are compared.
@@ -57,7 +57,7 @@ def entropy_floor(weights: Weights | HeadReduction, floor: float) -> Tensor:
 def clip_factors(weights: Weights, threshold: float) -> Tensor:
     """The factor for every head that brings its largest score down to a threshold (QK-clip).
 
-    Multiply the head's query and key projections by its square root after an optimizer step.
+    Multiply the head's query and key projections by its square root after an optimizer step, as `qk_clip` does.
 
     Args:
         weights: Attention weights whose score is bilinear in queries and keys.
@@ -71,10 +71,58 @@ def clip_factors(weights: Weights, threshold: float) -> Tensor:
     tensor(0.5000)
     """
     need_weights(weights, "clip_factors(weights)")
-    _need_positive(threshold)
+    _need_positive(threshold, "clip_factors(threshold)")
     rows = weights.max_score().detach()
     largest = rows.amax(-1) if rows.shape[-1] else rows.new_full(rows.shape[:-1], -torch.inf)
     largest = weights._over_ranks(largest, "clip_factors", "max")
+    return _factors_of(largest, threshold)
+
+
+@torch.no_grad()
+def qk_clip(query: nn.Linear, key: nn.Linear, max_score: Tensor, threshold: float = 100.0) -> Tensor:
+    """Shrink, in place, the rows of W_q and W_k of every head whose largest score exceeds a threshold (QK-clip).
+
+    Both projections are multiplied by the square root of threshold / score; heads that share a key head share its
+    factor. `clip_factors` are the same factors, of a matrix.
+
+    Args:
+        query: The query projection, ``h · d`` rows.
+        key: The key projection, ``g · d`` rows, ``h`` a multiple of ``g``.
+        max_score: The largest score of every head ``(h,)``, as in `Watch.layers[name]["max_score"]`.
+        threshold: The largest score allowed, > 0.
+
+    Returns:
+        The factor of every head's scores, ``(h,)``.
+
+    >>> query, key = torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+    >>> regard.losses.qk_clip(query, key, torch.tensor([50.0, 200.0]))
+    tensor([1.0000, 0.5000])
+    """
+    _need_positive(threshold, "qk_clip(threshold)")
+    heads = len(max_score)
+    if query.out_features % heads:
+        raise ValueError(
+            f"qk_clip needs one score a head; got {heads} scores for a query projection of {query.out_features} rows."
+        )
+    size = query.out_features // heads
+    groups = key.out_features // size
+    if groups == 0 or heads % groups:
+        raise ValueError(
+            f"qk_clip needs key heads of the {size} rows of a query head, and a number of them that divides {heads}; "
+            f"got a key projection of {key.out_features} rows."
+        )
+    factors = _factors_of(max_score, threshold).to(query.weight)
+    shared = factors.unflatten(0, (groups, -1)).amin(1)  # a key head serves its worst query head
+    for layer, roots in ((query, shared.repeat_interleave(heads // groups).sqrt()), (key, shared.sqrt())):
+        rows = roots.repeat_interleave(size)
+        layer.weight.mul_(rows.unsqueeze(1))
+        if layer.bias is not None:
+            layer.bias.mul_(rows)
+    return factors
+
+
+def _factors_of(largest: Tensor, threshold: float) -> Tensor:
+    """The factors that bring largest scores down to a threshold; 1 where these do not exceed it, or are not a number."""
     return torch.where(largest > threshold, threshold / largest.clamp(min=threshold), 1.0)
 
 
@@ -83,14 +131,14 @@ def _need_number(x: Any, what: str) -> None:
         raise ValueError(f"{what} needs a number; got {x!r}.")
 
 
-def _need_positive(threshold: float) -> None:
-    _need_number(threshold, "clip_factors(threshold)")
-    if not threshold > 0:
-        raise ValueError(f"clip_factors(threshold) needs a number > 0; got {threshold}.")
+def _need_positive(x: float, what: str) -> None:
+    _need_number(x, what)
+    if not x > 0:
+        raise ValueError(f"{what} needs a number > 0; got {x}.")
 
 
 @called_by_all_ranks
-def alignment(weights: RowQuestions, cells: MaskLike) -> Tensor:
+def alignment(weights: Weights | HeadReduction, cells: MaskLike) -> Tensor:
     """-log of the weight on given cells, averaged over the rows that see one: guided alignment.
 
     Args:
@@ -231,7 +279,7 @@ def indexer(teacher: Weights, index: Weights, topk: int | None = None) -> Tensor
         .expand(*batch, 1, *keys.shape[-2:])
         .reshape(math.prod(batch), 1, *keys.shape[-2:])
     )
-    return _mean(KeyChoice(summed, keys).kl(KeyChoice(index, keys)))
+    return _mean(KeyChoice(summed, keys).kl(KeyChoice(index, keys)))  # type: ignore[arg-type]  # of no public kind
 
 
 def _mean(rows: Tensor) -> Tensor:

@@ -57,6 +57,41 @@ def test_clip_factors_bring_the_largest_score_to_the_threshold() -> None:
         losses.clip_factors(W, 0)
 
 
+def largest_scores(query: torch.nn.Linear, key: torch.nn.Linear, x: Tensor) -> Tensor:
+    """Of every query head of size 4, by hand."""
+    q, k = (f(x).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (query, key))
+    return (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / 2).amax((0, 2, 3)).detach()
+
+
+def test_qk_clip_brings_the_largest_score_to_the_threshold() -> None:
+    torch.manual_seed(0)
+    query, key, x = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), torch.randn(2, 6, 8) * 20
+    with torch.no_grad():
+        query.bias.zero_()
+        key.bias.zero_()
+    before = largest_scores(query, key, x)
+    assert (before > 10).all()
+    factors = losses.qk_clip(query, key, before, threshold=10.0)
+    torch.testing.assert_close(largest_scores(query, key, x), torch.full((2,), 10.0))
+    torch.testing.assert_close(factors, 10 / before)
+    unclipped = query.weight.clone()
+    losses.qk_clip(query, key, torch.tensor([3.0, torch.nan]), threshold=10.0)
+    assert torch.equal(query.weight, unclipped)
+    with pytest.raises(ValueError, match="one score a head; got 3"):
+        losses.qk_clip(query, key, torch.ones(3))
+    with pytest.raises(ValueError, match="the 4 rows of a query head, and a number of them that divides 2; got a key"):
+        losses.qk_clip(query, torch.nn.Linear(8, 12), torch.ones(2))
+    with pytest.raises(ValueError, match=r"qk_clip\(threshold\) needs a number > 0; got 0"):
+        losses.qk_clip(query, key, torch.ones(2), threshold=0)
+
+
+def test_qk_clip_with_shared_keys_serves_the_worst_head() -> None:
+    query, key = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(8, 8, bias=False)
+    x = torch.randn(1, 5, 8) * 10
+    losses.qk_clip(query, key, largest_scores(query, key, x), threshold=5.0)
+    assert (largest_scores(query, key, x) <= 5.0 + 1e-4).all()
+
+
 def test_no_rows_lose_nothing() -> None:
     q = torch.zeros(2, 0, 3, requires_grad=True)
     nothing = regard.weights(q)

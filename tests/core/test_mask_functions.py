@@ -34,9 +34,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def cells(mask: Mask, layout: Geometry) -> Tensor:
-    shown = mask.visible(MatrixBlock(slice(0, layout.rows), slice(0, layout.keys), layout.offset, CPU))
-    return shown.expand(*[1] * (4 - shown.ndim), *shown.shape[:-2], layout.rows, layout.keys)
+def cells(mask: Mask, geometry: Geometry) -> Tensor:
+    shown = mask.visible(MatrixBlock(slice(0, geometry.rows), slice(0, geometry.keys), geometry.offset, CPU))
+    return shown.expand(*[1] * (4 - shown.ndim), *shown.shape[:-2], geometry.rows, geometry.keys)
 
 
 @pytest.mark.parametrize("strip_cells", [1, 40, 2**20])
@@ -46,7 +46,7 @@ def cells(mask: Mask, layout: Geometry) -> Tensor:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_same_cells_are_shown(monkeypatch, name: str, rows: int, keys: int, offset: int, strip_cells: int) -> None:
     monkeypatch.setattr(lowering, "STRIP_CELLS", strip_cells)
-    layout = Geometry(rows, keys, offset, CPU)
+    geometry = Geometry(rows, keys, offset, CPU)
     for mask in (
         as_mask(FUNCTIONS[name]),
         ~as_mask(FUNCTIONS[name]),
@@ -54,11 +54,11 @@ def test_the_same_cells_are_shown(monkeypatch, name: str, rows: int, keys: int, 
         regard.causal() | FUNCTIONS[name],
         regard.padding(torch.tensor([3, 0]).clamp(max=keys)) & FUNCTIONS[name],
     ):
-        lowered = lower_cells(mask, layout)
-        want = cells(mask, layout)
-        assert torch.equal(cells(lowered, layout).expand(want.shape), want), mask
+        lowered = lower_cells(mask, geometry)
+        want = cells(mask, geometry)
+        assert torch.equal(cells(lowered, geometry).expand(want.shape), want), mask
         if isinstance(lowered, IntervalMask):
-            intervals = lowered.intervals(layout)
+            intervals = lowered.intervals(geometry)
             within = [(j >= intervals.lo) & (j < intervals.hi) for j in range(keys)]
             counted = torch.stack(within, -1).sum(1) if keys else want[:, 0].int()  # disjoint: no cell counts twice
             assert torch.equal(counted.expand(len(want), rows, keys), want[:, 0].int().expand(-1, rows, keys))
@@ -66,14 +66,14 @@ def test_the_same_cells_are_shown(monkeypatch, name: str, rows: int, keys: int, 
 
 
 def test_few_intervals_or_few_cells_are_what_kernels_read() -> None:
-    layout = Geometry(64, 64, 0, CPU)
+    geometry = Geometry(64, 64, 0, CPU)
     few, many = as_mask(FUNCTIONS["window and sink"]), as_mask(FUNCTIONS["stripes"])
-    assert isinstance(lower_cells(few, layout), IntervalMask)
-    assert isinstance(lower_cells(many, layout), Dense)
+    assert isinstance(lower_cells(few, geometry), IntervalMask)
+    assert isinstance(lower_cells(many, geometry), Dense)
     large = Geometry(5000, 5000, 0, CPU)
     assert lower_cells(many, large) is many  # 25 million flags
     structured = regard.causal() & regard.padding([3])
-    assert lower_cells(structured, layout) is structured
+    assert lower_cells(structured, geometry) is structured
 
 
 def test_a_window_beside_a_function_bounds_what_is_evaluated() -> None:

@@ -56,7 +56,7 @@ def cells(of: Problem) -> Tensor:
 
 
 def intervals(of: Problem) -> KeyIntervals:
-    return of.mask.intervals(of.layout())
+    return of.mask.intervals(of.geometry())
 
 
 def inside(spans: KeyIntervals, b: int, keys: int) -> Tensor:
@@ -352,7 +352,7 @@ def test_cutting_tiles_does_not_change_what_a_window_says(where: str) -> None:
         torch.testing.assert_close(got.double(), want, rtol=64 * 2**-24, atol=64 * 2**-24)
 
 
-def test_a_layout_cuts_intervals_to_the_keys_there_are() -> None:
+def test_a_geometry_cuts_intervals_to_the_keys_there_are() -> None:
     spans = Geometry(3, 4, 0, CPU).interval(torch.tensor([-2, 1, 9]), torch.tensor([2, 9, 12]))
     assert spans.lo[0, 0].tolist() == [0, 1, 4]
     assert spans.hi[0, 0].tolist() == [2, 4, 4]
@@ -376,9 +376,9 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Geometry]:
     queries: list[Geometry] = []
     spans = Documents.intervals
 
-    def counted(self: Documents, layout: Geometry) -> KeyIntervals:
-        queries.append(layout)
-        return spans(self, layout)
+    def counted(self: Documents, geometry: Geometry) -> KeyIntervals:
+        queries.append(geometry)
+        return spans(self, geometry)
 
     monkeypatch.setattr(Documents, "intervals", counted)
     return queries

@@ -57,6 +57,7 @@ OF_HEADS: dict[str, tuple[Callable[[regard.HeadReduction], Tensor], Formula]] = 
     "cells": (lambda R: R[1:4, 2], lambda w: w[..., 1:4, 2]),
     "largest": (lambda R: R.topk(3).values, lambda w: w.sort(dim=-1, descending=True, stable=True)[0][..., :3]),
     "received": (lambda R: R.received(), lambda w: w.sum(-2)),
+    "distance": (lambda R: R.mean_distance(), lambda w: (w * FAR).sum(-1)),
     "mass": (lambda R: R.mass([0, 5]), lambda w: w[..., [0, 5]].sum(-1)),
     "values": (lambda R: R @ V, lambda w: w @ V),
     "pool": (lambda R: R.pool(1, 7, by="max"), lambda w: w.amax(-2, keepdim=True)),

@@ -208,6 +208,8 @@ def test_errors_say_what_must_hold() -> None:
         W.segment_mass(torch.zeros(5, dtype=torch.int64))
     with pytest.raises(TypeError, match="list of segments; got str"):
         W.segment_mass("word")
+    with pytest.raises(TypeError, match=r"two readings; got \[0, 0, 1, 1, 1, 1, 1\]\. Pass torch\.tensor"):
+        W.segment_mass([0, 0, 1, 1, 1, 1, 1])
 
 
 def test_a_cover_in_strips_is_the_cover(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,13 +344,13 @@ def test_the_cache_of_tapes_is_bounded(monkeypatch):
 
 @pytest.mark.parametrize("contiguous", [True, None])
 def test_documents_are_replayed_only_if_known_to_be_contiguous(contiguous: bool | None):
-    """Else the host has to replayed whether intervals are the whole truth."""
-    layout = Geometry(5, 5, 0, torch.device("cpu"))
+    """Else the host has to read whether intervals are exact."""
+    geometry = Geometry(5, 5, 0, torch.device("cpu"))
 
     def how(ids):
         mask = Documents(ids[:, None, :, None], ids[:, None, None, :], contiguous, True)
-        spans = (mask & causal()).intervals(layout)
-        return [spans.lo, spans.hi]
+        intervals = (mask & causal()).intervals(geometry)
+        return [intervals.lo, intervals.hi]
 
     replayed = Replayed(how)
     for n in range(4):

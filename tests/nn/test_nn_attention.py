@@ -375,7 +375,7 @@ def test_nothing_can_be_told_of_a_pass_that_was_not():
     probe = Probe("entropy")
     with pytest.raises(ValueError, match="call the model with probe=… first"):
         probe.heads("entropy")
-    with pytest.raises(ValueError, match="'max_score' was not asked"):
+    with pytest.raises(ValueError, match="'max_score' was not requested"):
         probe.heads("max_score")
 
 

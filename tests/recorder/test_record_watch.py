@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import regard
-from regard.recorder import AttentionWarning, calls, qk_clip
+from regard.recorder import AttentionWarning, calls
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -117,37 +117,6 @@ def test_a_causal_row_is_judged_by_the_keys_it_can_see():
     with regard.watch(net, every=1) as watching:
         net(torch.randn(1, 6, 8))
     torch.testing.assert_close(watching.layers[""]["entropy_share"], torch.ones(2))
-
-
-def test_qk_clip_brings_the_largest_score_to_the_limit():
-    torch.manual_seed(0)
-    layer, x = Attention(), torch.randn(2, 6, 8) * 20
-    with torch.no_grad():
-        layer.query.bias.zero_()
-        layer.key.bias.zero_()
-    before = by_hand(layer, x)[1]
-    assert (before > 10).all()
-    factor = qk_clip(layer.query, layer.key, before, limit=10.0)
-    torch.testing.assert_close(by_hand(layer, x)[1], torch.full((2,), 10.0))
-    torch.testing.assert_close(factor, 10 / before)
-    unclipped = layer.query.weight.clone()
-    qk_clip(layer.query, layer.key, torch.tensor([3.0, 9.0]), limit=10.0)
-    assert torch.equal(layer.query.weight, unclipped)
-    with pytest.raises(ValueError, match="one score a head"):
-        qk_clip(layer.query, layer.key, torch.ones(3))
-
-
-def test_qk_clip_with_shared_keys_serves_the_worst_head():
-    query, key = nn.Linear(8, 16, bias=False), nn.Linear(8, 8, bias=False)
-    x = torch.randn(1, 5, 8) * 10
-
-    def scores():
-        q, k = query(x).unflatten(-1, (4, 4)).transpose(1, 2), key(x).unflatten(-1, (2, 4)).transpose(1, 2)
-        return (q @ k.repeat_interleave(2, 1).mT / 2).amax((0, 2, 3))
-
-    with torch.no_grad():
-        qk_clip(query, key, scores(), limit=5.0)
-        assert (scores() <= 5.0 + 1e-4).all()
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,8 @@ BUGS = [
     Bug("pooled map ignores where its part begins", "core/stats.py", "return _tile_of(j - self.j0, self.cols, self.j1 - self.j0)", "return _tile_of(j, self.cols, self.j1)", ("identities",)),
     Bug("the reference counts a sink's share twice", "core/stats.py", "entropy(w) + entropy(sink.unsqueeze(-1))", "entropy(w) + 2 * entropy(sink.unsqueeze(-1))", ("scores and sinks",)),
     # core/masks/kinds.py, core/masks/algebra.py, core/masks/intervals.py and core/masks/lowering.py.
-    Bug("causal hides the query itself", "core/masks/kinds.py", "return band(layout, None, 0)", "return band(layout, None, -1)", ("masks",)),
-    Bug("a window ends one early", "core/masks/kinds.py", "return band(layout, self.before, self.after)", "return band(layout, self.before, self.after - 1)", ("masks",)),
+    Bug("causal hides the query itself", "core/masks/kinds.py", "return band(geometry, None, 0)", "return band(geometry, None, -1)", ("masks",)),
+    Bug("a window ends one early", "core/masks/kinds.py", "return band(geometry, self.before, self.after)", "return band(geometry, self.before, self.after - 1)", ("masks",)),
     Bug("the complement forgets what is before the first interval", "core/masks/intervals.py", "torch.cat([edge, self.hi], 1)", "torch.cat([self.hi[:, :1], self.hi], 1)", ("masks",)),
     Bug("documents out of order are called exact", "core/masks/kinds.py", "exact = trusted or bool((hi - lo == end - begin).all())", "exact = True", ("masks",)),
     Bug("a mask's cache outlives a change of its tensors", "core/masks/intervals.py", "    if cached_state != state:\n", "    if cached_state is None:\n", ("masks",)),
@@ -166,7 +166,7 @@ BUGS = [
     Bug("an empty interval stands before the others", "core/masks/lowering.py", "edges.cummax(-1).values.mT", "edges.mT", ("mask functions",)),
     Bug("a subclass inherits which cells its parent shows", "core/masks/algebra.py", "if name not in vars(cls):", "if False:", ("mask functions",)),
     Bug("a cell of a function has the norm of other tiles", "engines/__init__.py", "    if problem.mask is not None and problem.mask.dense_parts() is None:\n        return False\n", "", ("mask functions",)),
-    Bug("inexact intervals are complemented", "core/masks/algebra.py", "return intervals.complement(layout.keys) if intervals.exact else layout.interval(0, layout.keys, exact=False)", "return intervals.complement(layout.keys)", ("masks",)),
+    Bug("inexact intervals are complemented", "core/masks/algebra.py", "return intervals.complement(geometry.keys) if intervals.exact else super().intervals(geometry)", "return intervals.complement(geometry.keys)", ("masks",)),
     # core/api.py.
     Bug("align end counts from the wrong corner", "core/api.py", "        return j - i\n", "        return i - j\n", ("scores and sinks", "masks")),
     Bug("two bands show the wider one", "core/masks/algebra.py", "else min(a, b)", "else max(a, b)", ("nodes",)),
@@ -188,9 +188,9 @@ BUGS = [
     # core/problem.py.
     Bug("a chosen head looks at the keys of another", "core/problem.py", "[head // per_key_head for head in chosen]", "[head % k.shape[-3] for head in chosen]", ("indexing",)),
     Bug("a narrowed problem forgets its offset", "core/problem.py", "            offset=self.offset + start,\n", "            offset=self.offset,\n", ("indexing",)),
-    Bug("poison in keys is let through", "core/problem.py", "k=zero_keys(self.k, seen, -2), modifiers=modifiers)", "modifiers=modifiers)", ("edges",)),
-    Bug("poison in keys is let through that another head sees", "core/problem.py", "seen = seen | cells.any(2)  # not", "seen = seen | cells.any(2).any(1, keepdim=True)  # not", ("edges",)),
-    Bug("poison in values is let through", "core/problem.py", "v = None if request.v is None else zero_keys(request.v, seen, -2)", "v = request.v", ("edges",)),
+    Bug("poison in keys is let through", "core/problem.py", "k=zero_keys(self.k, visible, -2), modifiers=modifiers)", "modifiers=modifiers)", ("edges",)),
+    Bug("poison in keys is let through that another head sees", "core/problem.py", "visible = visible | cells.any(2)  # not", "visible = visible | cells.any(2).any(1, keepdim=True)  # not", ("edges",)),
+    Bug("poison in values is let through", "core/problem.py", "v = None if request.v is None else zero_keys(request.v, visible, -2)", "v = request.v", ("edges",)),
     Bug("a group's gradients are averaged", "core/problem.py", "x.unflatten(1, (heads, -1)).sum(2)", "x.unflatten(1, (heads, -1)).mean(2)", ("gradients",)),
     # engines/blockwise.py and engines/score_grad.py: plain tiles.
     Bug("a tile at the edge counts as all visible", "engines/blockwise.py", "full_from <= j and stop <= full_to", "full_from <= j", ("masks",)),
@@ -359,7 +359,7 @@ BUGS = [
     Bug("from_pretrained: RoBERTa's positions begin at its padding", "nn/pretrained.py", "0 if start is None else start + 1 :", "0 if start is None else start :", ("from_pretrained",)),
     Bug("from_pretrained: the norms have PyTorch's own ε", "nn/pretrained.py", "            module.eps = eps\n", "            pass\n", ("from_pretrained",)),
     # core/dropout.py
-    Bug("attention dropout: rows are normalised again", "core/dropout.py", "    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)\n", "    return seen.y / (1 - p)\n", ("attention dropout",)),
+    Bug("attention dropout: rows are normalised again", "core/dropout.py", "    return statistics.y * share.unsqueeze(-1).to(statistics.y.dtype)\n", "    return statistics.y / (1 - p)\n", ("attention dropout",)),
     Bug("attention dropout: heads drop the same weights", "core/dropout.py", "(q.shape[:-3].numel(), q.shape[-3], 1, 1)", "(q.shape[:-3].numel(), 1, 1, 1)", ("attention dropout",)),
     # distributed: pieces of other ranks' keys, and the way back.
     Bug("ranks: a piece's offset forgets where its keys begin", "distributed/pairs.py", "rows.start + factors.query_offset - keys.start)", "rows.start + factors.query_offset)", ("ranks",)),
@@ -396,7 +396,7 @@ BUGS = [
     Bug("served: every host is ours", "look/serve/guard.py", "if hosts[0] not in self.hosts:", "if not hosts[0]:", ("hostile requests",)),
     Bug("served: a link works for ever", "look/serve/guard.py", "        self._token = secrets.token_urlsafe(32)\n        return True", "        return True", ("hostile requests",)),
     # recorder: attention that is written out, its graph, and its hooks.
-    Bug("values on the left: weights not transposed", "recorder/hooks/eager_attention.py", "used, v = right if one_row else right.mT,", "used, v = right,", ("unannounced attention",)),
+    Bug("values on the left: weights not transposed", "recorder/hooks/eager_attention.py", "weights, v = right if one_row else right.mT,", "weights, v = right,", ("unannounced attention",)),
     Bug("weights before dropout in the order of softmax", "recorder/hooks/softmax_trail.py", "clean.as_strided(x.shape, x.stride(), clean.storage_offset() + x.storage_offset())", "clean.reshape(x.shape)", ("unannounced attention",)),
     Bug("rows that sum to more than 1 are weights", "recorder/hooks/meeting.py", "bool((w.sum(-1) > 1.01).any())", "bool((w.sum(-1) > 1000).any())", ("unannounced attention",)),
     Bug("exp that is not divided is weights", "recorder/hooks/meeting.py", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and sums_to_one(w)", "divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED)", ("unannounced attention",)),

@@ -52,7 +52,6 @@ COMMON: dict[str, Method] = {
 _ARRAY: dict[str, Method] = {
     "at": (lambda m, o, rows: m.at("a", 2), ALL),
     "cuda": (lambda m, o, rows: "needs a GPU", ALL),
-    "multiplies": (lambda m, o, rows: m.multiplies, ALL),
     "ndim": (lambda m, o, rows: m.ndim, ALL),
     "numpy": (lambda m, o, rows: torch.tensor(m.numpy()), ALL),
     "size": (lambda m, o, rows: (m.size(), m.size(-1)), ALL),
@@ -70,7 +69,6 @@ OF_WEIGHTS: dict[str, Method] = {
     "mT": (lambda m, o, rows: m.mT @ (1.0 + rows[:, None].double()).expand(4, -1, 1), KEYS),
     "explain": (lambda m, o, rows: "passes over the keys: 1" in m.explain("entropy"), ALL),
     "from_dense": (lambda m, o, rows: "of the class", ALL),
-    "keys_are_values": (lambda m, o, rows: m.keys_are_values, ALL),
     "label": (lambda m, o, rows: m.label([f"w{n}" for n in range(LENGTH)])["w3", "w1"], ALL),
     "lse": (lambda m, o, rows: m.lse(), ROWS),
     "max_score": (lambda m, o, rows: m.max_score(), ROWS),
@@ -81,7 +79,7 @@ OF_WEIGHTS: dict[str, Method] = {
     "see": (lambda m, o, rows: m.see("entropy", topk=2).topk.indices, ROWS),
     "show": (lambda m, o, rows: str(m.show()), REFUSED),
 }  # fmt: skip
-OF_HEADS = {**COMMON}
+OF_HEADS = {**COMMON, "mean_distance": OF_WEIGHTS["mean_distance"]}
 for _name in ("distance_variance", "mass", "segment_mass", "topk"):
     OF_HEADS[_name] = COMMON[_name][0], REFUSED
 

@@ -36,6 +36,8 @@ def matrix(q: Tensor, k: Tensor, v: Tensor) -> None:
     assert_type(W.topk(5).indices, Tensor)
     assert_type(W.peak(), Peak)
     assert_type(W.shape, torch.Size)
+    assert_type(W.size(), torch.Size)
+    assert_type(W.size(-1), int)
     assert_type(W.to("cuda", torch.bfloat16), Weights)
     assert_type(W.row("it"), Tensor)
     assert_type(W[0], Weights)
@@ -124,6 +126,8 @@ def recording(model: torch.nn.Module, x: Tensor) -> None:
         assert_type(row.entropy, float)
     assert_type(seen.layer(0).kind, Literal["self", "cross"])
     assert_type(seen.heads(by="previous")[0].value, float)
+    assert_type(seen.find("cat", "a")[0].weight, float)
+    assert_type(seen.find("cat")[0].key, str | int)
     seen.heads(by="entropi")  # type: ignore[arg-type]  # pyright: ignore
     assert_type(seen.show("cat", layer=1, head=0), View)
     with regard.record(model, tokens=str), regard.record(model, tokens=(["ein"], ["a", "cat"])):
@@ -154,10 +158,14 @@ def questions(W: Weights, S: Weights) -> None:
     assert_type(heads, regard.HeadReduction)
     assert_type(heads.topk(3), TopK)
     assert_type(heads.entropy(), Tensor)
+    assert_type(heads.mean_distance(), Tensor)
+    for number in (W.kl(heads), heads.kl(W), regard.losses.alignment(heads, regard.causal())):
+        assert_type(number, Tensor)
+    W.kl(number)  # type: ignore[arg-type]  # pyright: ignore
     assert_type(W.pool_blocks(8, 8), Tensor)
     assert_type(W.cover(0.9, 8, 8), Tensor)
     assert_type(W.recall(regard.causal()), Tensor)
-    assert_type(W.segment_mass([0, 0, 1]), Tensor)
+    assert_type(W.segment_mass([slice(0, 2), [2]]), Tensor)
     assert_type(W.gather(torch.zeros(3, 2, dtype=torch.int64)), Tensor)
     assert_type(W.distance_histogram([1, 2, 4]), Tensor)
 
@@ -168,6 +176,7 @@ def uses(W: Weights, x: Tensor) -> None:
     assert_type(regard.kv.keep(scores, 3), Tensor)
     assert_type(regard.kv.update(scores, W), Tensor)
     assert_type(regard.losses.entropy_floor(W, 1.0), Tensor)
+    assert_type(regard.losses.qk_clip(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), x, threshold=50.0), Tensor)
     assert_type(regard.losses.indexer(W, regard.losses.index_weights(x, x, x), topk=4), Tensor)
     assert_type(regard.chains.rollout([W], x), Tensor)
     assert_type(regard.patterns.classify(W, [1, 2, 3]).share(0, 0), float)

@@ -111,4 +111,9 @@ def segment_flags(segments: Any, n: int, tokens: Tokens | None, q: Tensor, what:
             f"segment_mass({what}) takes an int tensor with the segment of each position, or a list of segments; "
             f"got {type(segments).__name__}."
         )
+    if all(as_int(segment) is not None for segment in segments):
+        raise TypeError(
+            f"segment_mass({what}): a list of numbers has two readings; got {list(segments)!r:.60}. Pass "
+            "torch.tensor(list) for the segment of each position, or [[3], [5]] for segments of one position each."
+        )
     return torch.stack([chosen_keys(segment, n, tokens, q) for segment in segments])

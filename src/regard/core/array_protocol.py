@@ -59,6 +59,10 @@ class ArrayProtocol(LazyMatrix):
         """
         return len(self.shape)
 
+    @overload
+    def size(self, dim: None = None) -> torch.Size: ...
+    @overload
+    def size(self, dim: int) -> int: ...
     def size(self, dim: int | None = None) -> torch.Size | int:
         """The shape, or the length of one axis, as `torch.Tensor.size` returns it.
 
@@ -231,14 +235,14 @@ class ArrayProtocol(LazyMatrix):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return torch_function(func, args, kwargs, _INSTEAD if cls.multiplies else {})
+        return torch_function(func, args, kwargs, _INSTEAD if cls._multiplies else {})
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{kind!r} object has no attribute {name!r}")
         # The hints are of weights; the scores before softmax have no statistics.
-        matrix, hints = ("W", _INSTEAD) if self.multiplies else ("W.scores", {})
+        matrix, hints = ("W", _INSTEAD) if self._multiplies else ("W.scores", {})
         instead = hints.get(name, f"{matrix}.dense().{name}, in quadratic memory")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}, which is one of tensors: use {instead}.")
 

@@ -165,9 +165,9 @@ def cell_grads(problem: Problem, request: Request, cells: Tensor, g: Tensor) -> 
     """The same, from scores at chosen rows and keys."""
     block, hidden = problem.block(required(request.rows), required(request.cols)), cells == -torch.inf
     # A key that none of the rows sees must not reach them as the nan of 0 · nan.
-    seen = (~hidden).any(2)
+    visible = (~hidden).any(2)
     return _grads_of_scores(
-        problem, lambda unmasked: unmasked.at(block).blanked(seen).bare_scores(block), g.masked_fill(hidden, 0)
+        problem, lambda unmasked: unmasked.at(block).blanked(visible).bare_scores(block), g.masked_fill(hidden, 0)
     )
 
 

@@ -54,10 +54,10 @@ def attend_with_dropout(
     # `_drop` numbers cells by their positions, for which either alignment serves.
     align = align or ("start" if q.shape[-2] != k.shape[-2] else None)
     dropped = score.modify(functools.partial(_drop, seeds=seeds, p=p))
-    seen = weights(q, k, score=dropped, mask=mask, align=align).see("lse", values=v)
+    statistics = weights(q, k, score=dropped, mask=mask, align=align).see("lse", values=v)
     # A row with no visible key has lse = -inf, and -inf - -inf is nan.
-    share = (seen.lse - lse.masked_fill(lse == -torch.inf, 0)).exp() / (1 - p)
-    return seen.y * share.unsqueeze(-1).to(seen.y.dtype)
+    share = (statistics.lse - lse.masked_fill(lse == -torch.inf, 0)).exp() / (1 - p)
+    return statistics.y * share.unsqueeze(-1).to(statistics.y.dtype)
 
 
 def _drop(s: Tensor, i: Tensor, j: Tensor, seeds: Tensor, p: float) -> Tensor:

@@ -60,7 +60,7 @@ class LazyMatrix(NotElementwise, Shareable):
     #: Whether a question that was asked before of tensors of the same shapes is replayed without being looked at again.
     _replays_questions: ClassVar[bool] = True
     #: Whether the matrix takes part in products with `@`.
-    multiplies: ClassVar[bool] = False
+    _multiplies: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -391,7 +391,7 @@ class LazyMatrix(NotElementwise, Shareable):
 class Transposed:
     """Wᵀ, for ``W.mT @ u``: what every key collects from the rows that look at it."""
 
-    multiplies: ClassVar[bool] = True
+    _multiplies: ClassVar[bool] = True
 
     def __init__(self, weights: LazyMatrix) -> None:
         self.mT = self.T = weights
@@ -430,9 +430,9 @@ def torch_function(func: Any, args: tuple[Any, ...], kwargs: Any, instead: Mappi
     if name in _PRODUCTS and len(operands) == 2:
         left, right = operands
         # Methods, not `@`: torch.compile would come back here.
-        if isinstance(left, (LazyMatrix, Transposed)) and left.multiplies:
+        if isinstance(left, (LazyMatrix, Transposed)) and left._multiplies:
             return left.__matmul__(right)  # type: ignore[operator]
-        if isinstance(right, LazyMatrix) and right.multiplies:
+        if isinstance(right, LazyMatrix) and right._multiplies:
             return right.__rmatmul__(left)  # type: ignore[attr-defined]
     way = (instead or {}).get(name, ".dense(), in quadratic memory")
     raise TypeError(

@@ -116,8 +116,8 @@ class Factors:
         """Fold the batch axes into one, lower the mask and the score."""
         folded = self.folded()
         if self.mask is not None and folded.mask is not None:
-            layout = Geometry(self.q.shape[-2], self.k.shape[-2], self.query_offset, self.q.device)
-            folded = replace_fields(folded, mask=lower_to_intervals(self.mask, self.batch, folded.mask, layout))
+            geometry = Geometry(self.q.shape[-2], self.k.shape[-2], self.query_offset, self.q.device)
+            folded = replace_fields(folded, mask=lower_to_intervals(self.mask, self.batch, folded.mask, geometry))
         keys = folded._keys_to_lower()
         # A projection is in the type that the score says, else cells of one pass would not belong to rows of another.
         low = without_autocast(folded.q, lambda: folded.score.lower(folded.q, keys))
@@ -132,8 +132,8 @@ class Factors:
         """
         if self.mask is None or not self.score.transforms_keys:
             return self.k
-        seen = Problem(self.q, self.k, Product(1.0), (), None, self.mask, self.query_offset).visible_keys()
-        return self.k if seen is None else zero_keys(self.k, seen, -2)
+        visible = Problem(self.q, self.k, Product(1.0), (), None, self.mask, self.query_offset).visible_keys()
+        return self.k if visible is None else zero_keys(self.k, visible, -2)
 
 
 @register_node
@@ -164,7 +164,7 @@ class Problem:
         squared = bool(self.similarity_kernel.distance_scale)
         return squared and self.q.device.type == "cpu" and self.compute_dtype == torch.float32
 
-    def layout(self) -> Geometry:
+    def geometry(self) -> Geometry:
         return Geometry(self.shape[2], self.shape[3], self.offset, self.q.device)
 
     @functools.cached_property
@@ -174,12 +174,12 @@ class Problem:
 
     def _intervals(self) -> KeyIntervals:
         """Those of `intervals`, which Dynamo cannot read: Python 3.11 locks cached properties."""
-        layout = self.layout()
-        return layout.everything() if self.mask is None else self.mask.intervals(layout)
+        geometry = self.geometry()
+        return geometry.everything() if self.mask is None else self.mask.intervals(geometry)
 
     def with_lowered_mask(self) -> Problem:
         """The same, with intervals of a mask whose cells have to be evaluated, where few make a row."""
-        mask = None if self.mask is None else lower_cells(self.mask, self.layout())
+        mask = None if self.mask is None else lower_cells(self.mask, self.geometry())
         return self if mask is self.mask else replace_fields(self, mask=mask)
 
     def block(self, rows: slice | Tensor, cols: slice | Tensor) -> MatrixBlock:
@@ -273,22 +273,22 @@ class Problem:
 
     def visible_keys(self) -> Tensor | None:
         """Which keys at least one row of a head sees, (b|1, h|1, j); None where that is all of them."""
-        if self.mask is None or self.mask.sees_all_keys(self.layout()):
+        if self.mask is None or self.mask.sees_all_keys(self.geometry()):
             return None
         # The operator has no batching rule. To Dynamo all code is inside a transform, which says nothing there.
         in_graph = is_tracing() and (torch.compiler.is_compiling() or not in_functorch())
-        if in_graph and (seen := self._visible_keys_in_graph()) is not None:
-            return seen
-        exact, of_any_head = True, self.mask.visible_keys(self.layout())
+        if in_graph and (visible := self._visible_keys_in_graph()) is not None:
+            return visible
+        exact, of_any_head = True, self.mask.visible_keys(self.geometry())
         if of_any_head is None:
             intervals = self._intervals() if is_tracing() else self.intervals
             exact, of_any_head = intervals.exact, intervals.visible_keys(self.shape[3])
-        seen = of_any_head.unsqueeze(1)
+        visible = of_any_head.unsqueeze(1)
         # Where all keys are seen, or none, work is saved; but reading that syncs with a GPU.
         may_sync = self.q.device.type == "cpu" and not in_functorch()
-        if not exact and not (may_sync and not bool(seen.any())):
-            seen = self._scan_visible_keys(seen)
-        return None if may_sync and bool(seen.all()) else seen
+        if not exact and not (may_sync and not bool(visible.any())):
+            visible = self._scan_visible_keys(visible)
+        return None if may_sync and bool(visible.all()) else visible
 
     def _visible_keys_in_graph(self) -> Tensor | None:
         """The same as an operator, since the host cannot branch on numbers of a graph; None of a user's function."""
@@ -301,42 +301,42 @@ class Problem:
         """Visible keys block by block, for a mask with inexact intervals; `outer` holds them all."""
         b, _, rows, keys = self.shape
         assert self.mask is not None
-        seen = torch.zeros(b, 1, keys, dtype=torch.bool, device=self.q.device)
+        visible = torch.zeros(b, 1, keys, dtype=torch.bool, device=self.q.device)
         step = max(1, 2**22 // max(1, keys))
         for start in range(0, rows, step):
             cells = self.mask.visible(self.block(slice(start, min(rows, start + step)), slice(0, keys)))
             cells = cells.reshape(*[1] * (4 - cells.ndim), *cells.shape)
-            seen = seen | cells.any(2)  # not in place: inside torch.vmap the cells may have a batch
-        return seen & outer
+            visible = visible | cells.any(2)  # not in place: inside torch.vmap the cells may have a batch
+        return visible & outer
 
     def zero_invisible_keys(self, request: Any) -> tuple[Problem, Any]:
         """Zeros for keys and values that no row of their heads sees: nan or inf there must not matter."""
-        if self.mask is None or self.mask.sees_all_keys(self.layout()):
+        if self.mask is None or self.mask.sees_all_keys(self.geometry()):
             return self, request
         may_sync = self.q.device.type == "cpu" and not in_functorch() and not is_tracing()
         if may_sync and self._all_finite(request.v):
             return self, request
-        seen = self.visible_keys()
-        if seen is None:
+        visible = self.visible_keys()
+        if visible is None:
             return self, request
-        v = None if request.v is None else zero_keys(request.v, seen, -2)
-        return self.blanked(seen), replace_fields(request, v=v)
+        v = None if request.v is None else zero_keys(request.v, visible, -2)
+        return self.blanked(visible), replace_fields(request, v=v)
 
-    def blanked(self, seen: Tensor) -> Problem:
-        """The same with blanks for keys that are not `seen` (b|1, h|1, j)."""
-        modifiers = tree_map(self.modifiers, lambda t: self.blank(t, seen, -1))
-        return self._with_intervals(replace_fields(self, k=self.blank(self.k, seen, -2), modifiers=modifiers))
+    def blanked(self, visible: Tensor) -> Problem:
+        """The same with blanks for keys that are not `visible` (b|1, h|1, j)."""
+        modifiers = tree_map(self.modifiers, lambda t: self.blank(t, visible, -1))
+        return self._with_intervals(replace_fields(self, k=self.blank(self.k, visible, -2), modifiers=modifiers))
 
-    def blank(self, x: Tensor, seen: Tensor, axis: int) -> Tensor:
-        """A tensor with zeros at keys that are not `seen`; if a function reads it, ones for what is not finite there.
+    def blank(self, x: Tensor, visible: Tensor, axis: int) -> Tensor:
+        """A tensor with zeros at keys that are not `visible`; if a function reads it, ones for what is not finite there.
 
         A user's function may have no slope at zero: that of k / |k| is nan, and 0 · nan would reach the queries.
         """
         functions = self.similarity_kernel.kernel_op is None or any(m.kernel_op is None for m in self.modifiers)
-        visible = _seen_in(x, seen, axis)
-        if visible is None:
+        at_keys = _visible_in(x, visible, axis)
+        if at_keys is None:
             return x
-        return torch.where(visible | x.isfinite(), x, 1) if functions else torch.where(visible, x, 0)
+        return torch.where(at_keys | x.isfinite(), x, 1) if functions else torch.where(at_keys, x, 0)
 
     def _with_intervals(self, other: Problem) -> Problem:
         """Another problem with the same mask, which need not compute the intervals again."""
@@ -358,10 +358,10 @@ def _visible_keys_op(tensors: list[Tensor], ints: list[int], spec: str) -> Tenso
     """Which keys at least one row of a head sees, (b, h, j), as an operator that torch.compile can put into a graph."""
     problem = unflatten(ast.literal_eval(spec), tensors, ints)
     b, h, _, j = problem.shape
-    seen = problem.visible_keys()
-    if seen is None:
+    visible = problem.visible_keys()
+    if visible is None:
         return torch.ones(b, h, j, dtype=torch.bool, device=problem.q.device)
-    return seen.expand(b, h, j).clone()
+    return visible.expand(b, h, j).clone()
 
 
 @_visible_keys_op.register_fake
@@ -376,19 +376,19 @@ def to_float64(x: Tensor) -> Tensor:
     return x.double() if x.is_floating_point() else x
 
 
-def zero_keys(x: Tensor, seen: Tensor, axis: int) -> Tensor:
+def zero_keys(x: Tensor, visible: Tensor, axis: int) -> Tensor:
     """Zero where no row of a head that x (b|1, g|1, ...) serves sees the key; `axis` is that of the keys."""
-    visible = _seen_in(x, seen, axis)
-    return x if visible is None else torch.where(visible, x, 0)
+    at_keys = _visible_in(x, visible, axis)
+    return x if at_keys is None else torch.where(at_keys, x, 0)
 
 
-def _seen_in(x: Tensor, seen: Tensor, axis: int) -> Tensor | None:
-    """Which keys of x are seen, (b|1, g|1, j, 1) or (b|1, g|1, 1, j); None where x has no axis of keys."""
-    if x.ndim != 4 or x.shape[axis] != seen.shape[-1]:
+def _visible_in(x: Tensor, visible: Tensor, axis: int) -> Tensor | None:
+    """Which keys of x are visible, (b|1, g|1, j, 1) or (b|1, g|1, 1, j); None where x has no axis of keys."""
+    if x.ndim != 4 or x.shape[axis] != visible.shape[-1]:
         return None
-    if seen.shape[1] not in (1, x.shape[1]):
-        seen = seen.unflatten(1, (x.shape[1], -1)).any(2)
-    return seen.unsqueeze(-1) if axis == -2 else seen.unsqueeze(-2)
+    if visible.shape[1] not in (1, x.shape[1]):
+        visible = visible.unflatten(1, (x.shape[1], -1)).any(2)
+    return visible.unsqueeze(-1) if axis == -2 else visible.unsqueeze(-2)
 
 
 def mask_scores(s: Tensor, mask: Mask | None, block: MatrixBlock) -> Tensor:

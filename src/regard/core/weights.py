@@ -52,9 +52,9 @@ class Weights(ArrayProtocol, Relations):
     tensor([1., 0., 0.])
     """
 
-    multiplies = True
+    _multiplies = True
     #: Whether keys may stand for values that were not passed. Those of a recorded model are other vectors.
-    keys_are_values: ClassVar[bool] = True
+    _keys_are_values: ClassVar[bool] = True
 
     @staticmethod
     def from_dense(w: Tensor) -> Weights:
@@ -346,8 +346,8 @@ class Weights(ArrayProtocol, Relations):
         (torch.Size([8, 5]), torch.Size([8, 5, 2]), torch.Size([8, 5, 4]))
         """
         alias = None if mass is not None else self._question_key(names, topk, pool, values)
-        if alias is not None and (seen := self._replayed_answer(names, topk, alias)) is not None:
-            return seen
+        if alias is not None and (statistics := self._replayed_answer(names, topk, alias)) is not None:
+            return statistics
         return self._statistics(*self._checked(lambda: self._requested(names, topk, pool, mass, values)), alias)
 
     def explain(

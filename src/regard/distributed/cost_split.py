@@ -60,7 +60,9 @@ class EvenSplit:
         rows = sum(stop - start for start, stop in runs)
         first = 0 if before is None else max(0, runs[0][0] - before)
         end = n if after is None else min(n, runs[-1][1] + after)
-        return Share(rows, end - first - rows, sum(self._seen(stop) - self._seen(start) for start, stop in runs) - rows)
+        return Share(
+            rows, end - first - rows, sum(self._views(stop) - self._views(start) for start, stop in runs) - rows
+        )
 
     def cut(self, part: int) -> int:
         """The first position of a part."""
@@ -78,7 +80,7 @@ class EvenSplit:
                 ranks |= {near for at in (part, self.parts - 1 - part) for near in range(at - 2, at + 3)}
         return sorted(rank for rank in ranks if 0 <= rank < count)
 
-    def _seen(self, position: int) -> int:
+    def _views(self, position: int) -> int:
         """How often all keys before a position are seen, over all ranks."""
         before, after = self.band
         ends = range(self.parts - self.used + 1, self.parts + 1)

@@ -43,8 +43,8 @@ def visible_span(factors: Factors, rows: range, start: int, stop: int) -> tuple[
     if factors.mask is None or not rows:
         return (start, stop) if rows else (start, start)
     keys = range(start, stop)
-    layout = Geometry(len(rows), len(keys), rows.start + factors.query_offset - start, factors.q.device)
-    intervals = factors.mask.crop(slice(rows.start, rows.stop), slice(start, stop)).intervals(layout)
+    geometry = Geometry(len(rows), len(keys), rows.start + factors.query_offset - start, factors.q.device)
+    intervals = factors.mask.crop(slice(rows.start, rows.stop), slice(start, stop)).intervals(geometry)
     some = intervals.lo < intervals.hi
     if not bool(some.any()):
         return start, start
@@ -81,8 +81,8 @@ def hidden_from_all(factors: Factors, rows: int, keys: range) -> Tensor | None:
     q, k = empty.expand(b, 1, rows, 1), empty.expand(b, 1, len(keys), 1)
     offset = factors.query_offset
     mask = factors.mask.crop(slice(0, rows), slice(keys.start, keys.stop))
-    seen = Problem(q, k, Product(1.0), (), None, mask, offset - keys.start).visible_keys()
-    return None if seen is None else ~seen.any(1)
+    visible = Problem(q, k, Product(1.0), (), None, mask, offset - keys.start).visible_keys()
+    return None if visible is None else ~visible.any(1)
 
 
 def state_of(results: Results, key_start: int) -> State:

@@ -92,17 +92,17 @@ def _row_pass(job: Job, request: Request) -> Results:
         cells = like.new_full((b, h, count, len(required(request.cols))), -torch.inf)
 
     def visit(keys: range, blocks: list[Tensor]) -> list[Tensor]:
-        for n, rows, at, seen, where in _seen_rectangles(job, keys):
-            problem = cut(factors, rows, seen, factors.q[:, :, at], blocks[0][:, :, where]).problem()
+        for n, rows, at, visible, where in _visible_rectangles(job, keys):
+            problem = cut(factors, rows, visible, factors.q[:, :, at], blocks[0][:, :, where]).problem()
             v = blocks[1][:, :, where] if request.wants("y") else None
-            part = dataclasses.replace(_of_keys(request, seen), names=names, v=v)
+            part = dataclasses.replace(_of_keys(request, visible), names=names, v=v)
             if cells is not None:
                 part = dataclasses.replace(part, rows=torch.arange(len(rows), device=like.device))
             problem, part = problem.zero_invisible_keys(part)
             results = job.engine.compute(problem, part, names, {})
-            states[n] = states[n].merge(state_of(results, seen.start))
+            states[n] = states[n].merge(state_of(results, visible.start))
             if cells is not None:
-                cells[:, :, at, _inside(required(request.cols), seen)] = results["cells"]
+                cells[:, :, at, _inside(required(request.cols), visible)] = results["cells"]
         return []
 
     own = [factors.k, required(request.v)] if request.wants("y") else [factors.k]
@@ -116,7 +116,7 @@ def _row_pass(job: Job, request: Request) -> Results:
     return results if cells is None else {**results, "cells": cells}
 
 
-def _seen_rectangles(job: Job, keys: range) -> Iterator[tuple[int, range, slice, range, slice]]:
+def _visible_rectangles(job: Job, keys: range) -> Iterator[tuple[int, range, slice, range, slice]]:
     """For each block of rows that sees some of these keys: its number, its rows, their place, these keys, theirs."""
     for n, (rows, at) in enumerate(job.spans):
         first, end = visible_span(job.factors, rows, keys.start, keys.stop)
@@ -150,14 +150,14 @@ def _column_pass(job: Job, request: Request, norm: Tensor) -> Results:
 
     def visit(keys: range, blocks: list[Tensor]) -> list[Tensor]:
         sums = {n: t.new_zeros(*t.shape[:2], len(keys), *t.shape[3:]) for n, t in totals.items()}
-        for _, rows, at, seen, where in _seen_rectangles(job, keys):
-            tiling = local_tiling(request, rows, seen)
+        for _, rows, at, visible, where in _visible_rectangles(job, keys):
+            tiling = local_tiling(request, rows, visible)
             names = (*totals, *(("pool",) if tiling is not None else ()))
             if not names:
                 continue
-            problem = cut(factors, rows, seen, factors.q[:, :, at], blocks[0][:, :, where]).problem()
+            problem = cut(factors, rows, visible, factors.q[:, :, at], blocks[0][:, :, where]).problem()
             u = None if "z" not in totals else required(request.u)[:, :, at]
-            part = dataclasses.replace(_of_keys(request, seen), names=names, tiling=tiling, u=u)
+            part = dataclasses.replace(_of_keys(request, visible), names=names, tiling=tiling, u=u)
             problem, part = problem.zero_invisible_keys(part)
             results = job.engine.compute(problem, part, names, {"norm": norm[:, :, at]})
             for name, total in sums.items():
@@ -190,17 +190,17 @@ def vjp(job: Job, results: Results, grad_outputs: Results, needs: list[bool]) ->
         v = others.pop(0) if gradient.dy is not None else None
         key_columns = _key_columns(job, grads, keys, v, others)
         sums = [_zeros(t, job.compute_dtype) for t in (k, v) if t is not None]
-        for _, rows, at, seen, where in _seen_rectangles(job, keys):
+        for _, rows, at, visible, where in _visible_rectangles(job, keys):
             leaves = [t.detach().requires_grad_() for t in (job.factors.q[:, :, at], k[:, :, where])]
             leaves += [
                 t.detach().requires_grad_() if learn else t for t, learn in zip(score_tensors, learned, strict=True)
             ]
             with torch.enable_grad():
                 score = unflatten(score_spec, leaves[2:])
-                problem = cut(dataclasses.replace(job.factors, score=score), rows, seen, *leaves[:2]).problem()
+                problem = cut(dataclasses.replace(job.factors, score=score), rows, visible, *leaves[:2]).problem()
             local = _rows_of(gradient, at, key_columns[:, :, where])
             values = None if v is None else v[:, :, where]
-            of_problem, of_values = _piece_grads(job, problem, seen, at, values, local, results, grads)
+            of_problem, of_values = _piece_grads(job, problem, visible, at, values, local, results, grads)
             pulled = pull_back(flatten(problem)[1], of_problem, leaves)
             for total, g in zip([dq[:, :, at], sums[0][:, :, where], *of_score], pulled, strict=True):
                 if g is not None:

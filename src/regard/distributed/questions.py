@@ -236,8 +236,8 @@ def _forward(job: _RowsJob, factors: list[Factors], norms: list[Tensor]) -> tupl
         number = add_strips(sources, question, totals, owners, place, number)
 
     def visit(keys: range, blocks: list[Tensor]) -> list[Tensor]:
-        for rows, at, seen, where in _rectangles(job, factors, keys):
-            visit_rectangle(rows, at, seen, [k[:, :, where] for k in blocks])
+        for rows, at, visible, where in _rectangles(job, factors, keys):
+            visit_rectangle(rows, at, visible, [k[:, :, where] for k in blocks])
         return []
 
     own = [f.k for f in factors]
@@ -340,8 +340,8 @@ def _backward(
 
     def visit(keys: range, blocks: list[Tensor]) -> list[Tensor]:
         sums = [_zeros(k) for k in blocks]
-        for rows, at, seen, where in _rectangles(job, list(factors), keys):
-            visit_rectangle(rows, at, seen, [k[:, :, where] for k in blocks], [s[:, :, where] for s in sums])
+        for rows, at, visible, where in _rectangles(job, list(factors), keys):
+            visit_rectangle(rows, at, visible, [k[:, :, where] for k in blocks], [s[:, :, where] for s in sums])
         return sums
 
     own = [f.k for f in factors]

@@ -41,8 +41,8 @@ class Reference:
 
     def _compute(self, factors: Factors, request: Request, names: tuple[str, ...]) -> Results:
         s, w, norm, sink = dense(factors)
-        if request.v is not None and (seen := _visible_keys(factors)) is not None:
-            request = dataclasses.replace(request, v=zero_keys(request.v, seen, -2))
+        if request.v is not None and (visible := _visible_keys(factors)) is not None:
+            request = dataclasses.replace(request, v=zero_keys(request.v, visible, -2))
         results = of_dense(w, s, request, factors.query_offset, sink)
         results |= {"norm": norm, "lse": lse_of(norm)}
         if request.v is not None:
@@ -63,8 +63,8 @@ def dense(factors: Factors) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         return w.log(), w, w.new_tensor([0.0, 1.0]).expand(*w.shape[:3], 2), None
     k, modifiers = factors.k, score.modifiers
     problem = None if factors.mask is None else factors.problem()
-    if problem is not None and (seen := problem.visible_keys()) is not None:  # a key that no row sees may hold nan
-        k, modifiers = problem.blank(k, seen, -2), tree_map(modifiers, lambda t: problem.blank(t, seen, -1))
+    if problem is not None and (visible := problem.visible_keys()) is not None:  # a key that no row sees may hold nan
+        k, modifiers = problem.blank(k, visible, -2), tree_map(modifiers, lambda t: problem.blank(t, visible, -1))
     block = MatrixBlock(slice(0, factors.q.shape[2]), slice(0, k.shape[2]), factors.query_offset, k.device)
     s = score.similarity(upcast(factors.q), repeat_kv(upcast(k), factors.heads))
     for modifier in modifiers:

@@ -129,15 +129,15 @@ def _attended(
     w = weights(query, key, score=score, mask=parsed.mask, align=parsed.align)
     names, by_layer = _open_block(module)
     if dropout:
-        seen = w.see(*dict.fromkeys((*names, "lse")))
-        y = attend_with_dropout(query, key, value, score, parsed.mask, parsed.align, seen.lse, dropout)
-        seen = Statistics(**{**vars(seen), "y": y})
+        results = w.see(*dict.fromkeys((*names, "lse")))
+        y = attend_with_dropout(query, key, value, score, parsed.mask, parsed.align, results.lse, dropout)
+        results = Statistics(**{**vars(results), "y": y})
     else:
-        seen = w.see(*names, values=value)
+        results = w.see(*names, values=value)
     if by_layer is not None:
-        by_layer[f"{len(by_layer)}"] = seen  # layers in the order they are called
+        by_layer[f"{len(by_layer)}"] = results  # layers in the order they are called
     call.matrix = w
-    return (seen.y.transpose(1, 2).contiguous(), None), call
+    return (results.y.transpose(1, 2).contiguous(), None), call
 
 
 attention.with_call = _attended  # type: ignore[attr-defined]  # for the recorder, see its hooks

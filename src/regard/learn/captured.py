@@ -67,14 +67,14 @@ class CapturedGradients:
     ) -> None:
         self.loss, self.parameters = loss, list(parameters)
         self.capture: Callable[..., Any] | None = capture
-        self.seen: Counter[Any] = Counter()
+        self.runs: Counter[Any] = Counter()
         self.graphs: dict[Any, tuple[Batch, Callable[[], None], LossAndGradients]] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
         """The loss, in memory that the next batch may overwrite, as it may the gradients."""
         shape = tuple(tensor.shape for tensor in batch)
-        self.seen[shape] += 1
-        replays = self.seen[shape] > RUNS_BEFORE and self._is_captured(shape, batch)
+        self.runs[shape] += 1
+        replays = self.runs[shape] > RUNS_BEFORE and self._is_captured(shape, batch)
         loss, gradients = self._replayed(shape, batch) if replays else self._run(batch)
         for p, gradient in zip(self.parameters, gradients, strict=True):
             p.grad = gradient

@@ -62,15 +62,15 @@ def summarise(
             received += band.received
             parts.append(band[:3])
             report("summing up every row", (r + 1) / rows)
-    seen, pools, maxima = zip(*parts, strict=True)
-    joined = {name: torch.cat([getattr(part, name) for part in seen], -1) for name in ("entropy", "lse")}
-    peak = Peak(*(torch.cat([part.peak[n] for part in seen], -1) for n in range(2)))
+    statistics, pools, maxima = zip(*parts, strict=True)
+    joined = {name: torch.cat([getattr(part, name) for part in statistics], -1) for name in ("entropy", "lse")}
+    peak = Peak(*(torch.cat([part.peak[n] for part in statistics], -1) for n in range(2)))
     pool, most = torch.stack(pools, 1), torch.stack(maxima, 1)
     return Statistics(**joined, peak=peak, received=received.to(pool.dtype), pool=pool), most.cpu()
 
 
 class _Band(NamedTuple):
-    seen: Statistics  # entropy, peak and lse of its rows
+    statistics: Statistics  # entropy, peak and lse of its rows
     pool: Tensor  # h cols
     most: Tensor  # h cols
     received: Tensor  # h j, long: added up, and not stored
@@ -79,19 +79,19 @@ class _Band(NamedTuple):
 @torch.no_grad()
 def _dot_band(weights: Weights, dots: list[DotHead], band: slice, tiles: Tensor) -> _Band:
     """A band of heads whose weights follow from dot products alone."""
-    seen = weights.rows(band).see("entropy", "peak", "lse")
+    statistics = weights.rows(band).see("entropy", "peak", "lse")
     # `head.lse` is 0 less the bias of the rows, if they have one.
-    columns = [head.columns(band, seen.lse[n] + head.lse[band]) for n, head in enumerate(dots)]
+    columns = [head.columns(band, statistics.lse[n] + head.lse[band]) for n, head in enumerate(dots)]
     sums, maxima = (torch.stack(one) for one in zip(*columns, strict=True))
     zeros = sums.new_zeros(len(dots), int(tiles[0, -1]) + 1)
     most = zeros.scatter_reduce(1, tiles, maxima, "amax")
-    return _Band(seen, zeros.scatter_add(1, tiles, sums), most, sums)
+    return _Band(statistics, zeros.scatter_add(1, tiles, sums), most, sums)
 
 
 @torch.no_grad()
 def _any_band(part: Weights, cols: int) -> _Band:
-    seen = part.see("entropy", "peak", "lse", "received", pool=(1, cols))
-    return _Band(seen, seen.pool[:, 0], part.pool(1, cols, by="max")[:, 0], seen.received)
+    statistics = part.see("entropy", "peak", "lse", "received", pool=(1, cols))
+    return _Band(statistics, statistics.pool[:, 0], part.pool(1, cols, by="max")[:, 0], statistics.received)
 
 
 def _in_order(work: Callable[[int], X], count: int, threads: int) -> Generator[X, None, None]:

@@ -106,8 +106,8 @@ class HeadPair:
         for n, place in enumerate(places):
             if (word := self.rows.places[place][side]) is not None:
                 tokens = torch.arange(words.groups[word].start, words.groups[word].stop, device=factors.q.device)
-                seen = visible_cells(factors, tokens)[0].any(0).float().cpu()
-                hidden[n] = self.cols.spread(self.cols.sides[side].sum_columns(seen), side, 1.0) == 0
+                visible = visible_cells(factors, tokens)[0].any(0).float().cpu()
+                hidden[n] = self.cols.spread(self.cols.sides[side].sum_columns(visible), side, 1.0) == 0
         return hidden
 
 

@@ -26,11 +26,11 @@ def forbidden_tiles(weights: Weights, rows: int, cols: int) -> Tensor | None:
         return None
     cell = MatrixBlock(slice(0, 1), slice(0, 1), 0, weights._factors.q.device)
     heads = range(1 if mask.visible(cell).numel() == 1 else h)  # a mask may serve all heads
-    seen = torch.zeros(len(heads), rows, cols, dtype=torch.int8)
+    visible = torch.zeros(len(heads), rows, cols, dtype=torch.int8)
     for head in heads:
         problem = weights[[head]]._factors.problem()
         for r in range(rows):
             keys = problem.narrow(r * i // rows, (r + 1) * i // rows).visible_keys()
             any_key = torch.ones(j, dtype=torch.int8) if keys is None else keys[0, 0].to("cpu", torch.int8)
-            seen[head, r].scatter_reduce_(0, tile_of_key(j, cols), any_key, "amax")
-    return seen == 0
+            visible[head, r].scatter_reduce_(0, tile_of_key(j, cols), any_key, "amax")
+    return visible == 0

@@ -171,8 +171,7 @@ def _first_heads(ranking: list[HeadTie], count: int, varied: bool) -> list[HeadT
 def _word_row(view: LayerView, rows: TokenGroups, position: int) -> Tensor:
     """The row of a word in every head, (h, j): the mean over its tokens."""
     group = rows.groups[position]
-    # A list, not a slice: a slice of all rows would be a Weights.
-    return view.weights[..., list(range(group.start, group.stop)), :].mean(-2)
+    return view.weights[..., group, :].mean(-2)
 
 
 def _ties_of_word(

@@ -92,7 +92,7 @@ def frame_rect(x: float, y: float, width: float, height: float, stroke: str, thi
 
 
 def safe_xml(text: str) -> str:
-    """Text that XML can hold: `shown` leaves no control characters, and two that are not letters are left."""
+    """A text that `printable` made, as XML can hold it: U+FFFE and U+FFFF are no characters of XML."""
     return escape(text.replace("\ufffe", "\N{REPLACEMENT CHARACTER}").replace("\uffff", "\N{REPLACEMENT CHARACTER}"))
 
 

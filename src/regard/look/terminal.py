@@ -165,9 +165,9 @@ def _missing_weight(lit: Spotlight, n: int, width: int) -> list[Line]:
             f"special tokens are hidden: they had {lit.hidden[n]:.3f}, the others are scaled up to the whole"
         )
     if 1 - sum(lit.weights[n]) > 0.001:
-        looking, seen = lit.rows.units[0], lit.cols.units[0]
+        row_unit, key_unit = lit.rows.units[0], lit.cols.units[0]
         remarks.append(
-            f"{1 - sum(lit.weights[n]):.3f} goes to no {seen}: a sink takes it, or the {looking} sees nothing"
+            f"{1 - sum(lit.weights[n]):.3f} goes to no {key_unit}: a sink takes it, or the {row_unit} sees nothing"
         )
     return [line for remark in remarks for line in paragraph(f"({remark})", width, "dim", "  ")]
 

@@ -39,9 +39,8 @@ class View:
         >>> view.save("cat.svg")                    # doctest: +SKIP
     """
 
-    _report: Report = staticmethod(
-        lambda step, done: None
-    )  # called with the progress of a file; while `save` writes, the terminal
+    #: Called with the progress of a file; while `save` writes, that of the terminal.
+    _report: Report = staticmethod(lambda step, done: None)
 
     def __init__(
         self,

@@ -189,7 +189,7 @@ def _values(weights: Weights, v: Tensor | None) -> Tensor:
     if v is None:
         if weights._factors.score.precomputed is not None:
             raise ValueError("these weights have no keys to use as values: pass the values, walk(W, v, word).")
-        if not weights.keys_are_values:
+        if not weights._keys_are_values:
             raise ValueError(
                 "the values of a recorded head are other vectors than its keys: record(model, values=True), and pass "
                 "seen.layer(n).values[0, h], those of the head: walk(seen[n, h], v, word)."

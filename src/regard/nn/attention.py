@@ -70,12 +70,12 @@ class _Attention(nn.Module):
         """Attention of all heads, (..., h, i, e). `regard.record` hooks this method."""
         if probe is None and not self._active_dropout():
             return attend(q, k, v, score=self.score(), mask=mask, align=align)
-        seen = self._seen(q, k, v, mask, align, () if probe is None else probe.names)
+        statistics = self._statistics(q, k, v, mask, align, () if probe is None else probe.names)
         if probe is not None:
-            probe._append(seen)
-        return seen.y
+            probe._append(statistics)
+        return statistics.y
 
-    def _seen(
+    def _statistics(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, align: Align | None, names: Iterable[StatisticName],
         **more: Unpack[SeeOptions],
     ) -> Statistics:  # fmt: skip
@@ -84,8 +84,10 @@ class _Attention(nn.Module):
         w = weights(q, k, score=score, mask=mask, align=align)
         if not p:
             return w.see(*names, values=v, **more)
-        seen = w.see(*dict.fromkeys((*names, "lse")), **more)
-        return Statistics(**{**vars(seen), "y": attend_with_dropout(q, k, v, score, mask, align, seen.lse, p)})
+        statistics = w.see(*dict.fromkeys((*names, "lse")), **more)
+        return Statistics(
+            **{**vars(statistics), "y": attend_with_dropout(q, k, v, score, mask, align, statistics.lse, p)}
+        )
 
     def _active_dropout(self) -> float:
         return self.attention_dropout if self.training else 0.0
@@ -222,10 +224,10 @@ class SelfAttention(_Attention):
         check_see_options(more)
         q, k, v = self._qkv(x, cache)
         visible, align = self._visible(mask, q, k)
-        seen = self._seen(q, k, v, visible, align, names, **more)
+        statistics = self._statistics(q, k, v, visible, align, names, **more)
         if cache is not None:
             cache.k, cache.v = k, v
-        return Statistics(**{**vars(seen), "y": self._merge_heads(seen.y)})
+        return Statistics(**{**vars(statistics), "y": self._merge_heads(statistics.y)})
 
     def _qkv(self, x: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of x; keys and values of the cache followed by those of x."""
@@ -398,9 +400,9 @@ class CrossAttention(_Attention):
         """
         check_see_options(more)
         q, k, v = self._qkv(x, memory, cache)
-        seen = self._seen(q, k, v, None if mask is None else as_mask(mask), None, names, **more)
+        statistics = self._statistics(q, k, v, None if mask is None else as_mask(mask), None, names, **more)
         _fill(cache, k, v, memory)
-        return Statistics(**{**vars(seen), "y": self._merge_heads(seen.y)})
+        return Statistics(**{**vars(statistics), "y": self._merge_heads(statistics.y)})
 
     def _qkv(self, x: Tensor, memory: Tensor | None, cache: Cache | None) -> tuple[Tensor, Tensor, Tensor]:
         _check_input(x, self.dim, "x")

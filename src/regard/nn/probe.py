@@ -71,18 +71,21 @@ class Probe:
             torch.Size([1, 4])
         """
         if name not in self.names:
-            raise ValueError(f"{name!r} was not asked; this probe has {', '.join(map(repr, self.names))}.")
+            raise ValueError(
+                f"{name!r} was not requested; this probe has {', '.join(map(repr, self.names))}. "
+                f"Request it: Probe({name!r})."
+            )
         self._require_results()
         with torch.no_grad():  # detach alone is not enough: some compilers still send zero gradients through it
-            rows = [getattr(seen, name).detach() for seen in self.statistics]  # layers × (..., h, i)
+            rows = [getattr(of_layer, name).detach() for of_layer in self.statistics]  # layers × (..., h, i)
             if len({row.shape for row in rows}) == 1:  # one reduction for all layers
                 return _reduce_rows(torch.stack(rows), name)
             return torch.stack([_reduce_rows(row.unsqueeze(0), name).squeeze(0) for row in rows])
 
-    def _append(self, seen: Statistics) -> None:
+    def _append(self, statistics: Statistics) -> None:
         # In a backward an activation checkpoint recomputes its layers: their statistics are there already.
         if torch.compiler.is_compiling() or not in_backward():
-            self.statistics.append(seen)
+            self.statistics.append(statistics)
 
     def _require_results(self) -> None:
         if not self.statistics:

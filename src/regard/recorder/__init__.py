@@ -10,7 +10,7 @@ from .file import RegardFileError
 from .file_reader import load
 from .observer import RefusedWarning, record
 from .recording import Layer, Recording
-from .watcher import AttentionWarning, Watch, qk_clip, watch
+from .watcher import AttentionWarning, Watch, watch
 
 __all__ = [
     "AttentionWarning",
@@ -20,7 +20,6 @@ __all__ = [
     "RegardFileError",
     "Watch",
     "load",
-    "qk_clip",
     "record",
     "watch",
 ]

@@ -61,7 +61,7 @@ class DetachedTensor(ConstantTensor):
 class RecordedWeights(Weights):
     """Weights of a recorded call; its values, if they were recorded, are in `Layer.values`."""
 
-    keys_are_values = False
+    _keys_are_values = False
 
 
 class ConstantWeights(RecordedWeights):

@@ -14,7 +14,7 @@ from ..core.problem import Factors
 from ..core.scores.kinds import Score
 from ..core.stored import check_floats, require
 
-__all__ = ["check_factors", "check_values", "require"]
+__all__ = ["check_factors", "check_values"]
 
 #: The longest axis of a tensor without elements: its size is not bounded by the bytes of the file.
 MAX_EMPTY = 2**16

@@ -69,7 +69,7 @@ class RegardFileError(ValueError):
     """
 
 
-def save(seen: Recording, path: Any) -> None:
+def save(recording: Recording, path: Any) -> None:
     """Write a recording; see `Recording.save`."""
     path = as_path(path, "seen.save(path)")
     check_target(path)
@@ -79,9 +79,9 @@ def save(seen: Recording, path: Any) -> None:
         "version": VERSION,
         "passes": [
             {"steps": one.steps, "layers": [_described(layer, n, tensors) for n, layer in enumerate(one.layers)]}
-            for one in seen.passes
+            for one in recording.passes
         ],
-        "refused": [list(pair) for pair in seen.refused],
+        "refused": [list(pair) for pair in recording.refused],
         "checksums": {name: entry.checksum for name, entry in tensors.entries.items()},
     }
     atomic_write(path, _chunks(description, tensors.entries))

@@ -22,11 +22,12 @@ from torch import Tensor
 from .._io import as_path
 from ..core.problem import Factors
 from ..core.pytree import unflatten
+from ..core.stored import require
 from ..core.types import EngineName
 from ..core.weights import Weights
 from .calls import SavedCall
 from .detached import RecordedWeights
-from .factor_check import check_factors, check_values, require
+from .factor_check import check_factors, check_values
 from .file import BLANK, FORMAT, MAX_HEADER, NODES, TYPES, VERSION, RegardFileError, digest
 from .recording import STORED_STATISTICS, Layer, Pass, Recording
 

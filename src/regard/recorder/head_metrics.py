@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..chains import rollout_rows
-from ..core.indexing import At, as_int
+from ..core.indexing import At, as_int, parse
 from ..core.rows.stats import induction_targets
 from ..core.weights import Weights
 from .calls import LayerKind
@@ -277,10 +277,10 @@ def _at(weights: Weights) -> Tensor:
     return torch.arange(i, device=weights.device) + (j - i)
 
 
-#: Measures of `Recording.heads`: each takes the weights (h, i, j) of one sequence and returns (h,).
-#: Measures of `Recording.heads`.
+#: Names of the measures of `Recording.heads`.
 HeadMeasure: TypeAlias = Literal["entropy", "entropy_without_sink", "mean_distance", "sink", "previous", "induction"]
 
+#: Each measure takes the weights (h, i, j) of one sequence and returns (h,).
 BY: dict[HeadMeasure, Callable[[Weights], Tensor]] = {
     "entropy": _entropy,
     "mean_distance": _mean_distance,
@@ -324,8 +324,8 @@ def summary(layers: list[Any]) -> Table[HeadSummary]:
             entropies, received = layer.statistics["entropy"], layer.statistics["received"]
             peaks = torch.full_like(entropies, torch.nan)
         else:
-            seen = layer.weights.see("entropy", "received", "peak")
-            entropies, received, peaks = seen.entropy, seen.received, seen.peak.values
+            statistics = layer.weights.see("entropy", "received", "peak")
+            entropies, received, peaks = statistics.entropy, statistics.received, statistics.peak.values
         entropy, peak = row_mean(entropies, rows_of_layer), row_mean(peaks, rows_of_layer)
         share = (received / received.sum(-1, keepdim=True).clamp(min=1e-30)).amax(-1).mean(0)
         for h, numbers in enumerate(zip(entropy.tolist(), peak.tolist(), share.tolist(), strict=True)):
@@ -344,8 +344,6 @@ def rollout(layers: list[Any], token: Any, item: int | None) -> Tensor:
 
 
 def _row_number(weights: Weights, token: Any) -> int:
-    from ..core.indexing import parse
-
     pick = parse(
         (token,) if not isinstance(token, int) else (Ellipsis, token, slice(None)), weights.shape, weights._tokens
     )[-2]

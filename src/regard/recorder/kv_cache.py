@@ -66,13 +66,13 @@ class CachedGeneration:
         assert first.k is not None
         assert first.score is not None
         self.queries = [first.q]
-        seen = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
-        end = first.k.shape[2] if cross else int(seen.hi.max())
+        visible = _intervals(first.mask, first.q.shape[2], first.k.shape[2], first.align, first.q.device)
+        end = first.k.shape[2] if cross else int(visible.hi.max())
         self.keys = first.k[:, :, :end]
         self.values = None if first.v is None else first.v[:, :, :end]
-        self.seen = [seen]
+        self.row_intervals = [visible]
         self.start, self.total = end - first.q.shape[2], end
-        bias = next((step.tensor for step in first.score.modifiers if hasattr(step, "tensor")), None)
+        bias = next((modifier.tensor for modifier in first.score.modifiers if hasattr(modifier, "tensor")), None)
         self.biases = [bias]
 
     @property
@@ -100,17 +100,17 @@ class CachedGeneration:
         if saved.q.shape[:2] != self.queries[0].shape[:2] or saved.k.shape[:2] != self.keys.shape[:2]:
             raise CannotStitch("the batch changes between steps")
         m, n = saved.q.shape[2], saved.k.shape[2]
-        seen = _intervals(saved.mask, m, n, saved.align, saved.q.device)
-        last = n if saved.mask is None else int(seen.hi.max())  # on a GPU to read a number waits for all before it
+        visible = _intervals(saved.mask, m, n, saved.align, saved.q.device)
+        last = n if saved.mask is None else int(visible.hi.max())  # on a GPU to read a number waits for all before it
         bias = None if call.parsed_mask is None else call.parsed_mask.bias
         shift = self._extend_keys(saved.k, saved.v, m, last, biased=bias is not None)
         self.queries.append(saved.q)
         if saved.mask is not None:
-            filled = seen.hi > seen.lo
-            seen = RowIntervals(*(torch.where(filled, end + shift, 0) for end in (seen.lo, seen.hi)))
+            filled = visible.hi > visible.lo
+            visible = RowIntervals(*(torch.where(filled, end + shift, 0) for end in (visible.lo, visible.hi)))
         elif shift:
-            seen = RowIntervals(seen.lo + shift, seen.hi + shift)
-        self.seen.append(seen)
+            visible = RowIntervals(visible.lo + shift, visible.hi + shift)
+        self.row_intervals.append(visible)
         self.biases.append(None if bias is None else bias[..., : self.total])
 
     def _cut_back(self, positions: int, saved: SavedCall) -> None:
@@ -145,10 +145,10 @@ class CachedGeneration:
         if self.first.w is not None:
             self.rows_of_w[-1:] = [self.rows_of_w[-1][:, :, :rows]] if rows else []
             return
-        q, seen, bias = self.queries.pop(), self.seen.pop(), self.biases.pop()
+        q, visible, bias = self.queries.pop(), self.row_intervals.pop(), self.biases.pop()
         if rows:
             self.queries.append(q[:, :, :rows])
-            self.seen.append(RowIntervals(seen.lo[:, :rows], seen.hi[:, :rows]))
+            self.row_intervals.append(RowIntervals(visible.lo[:, :rows], visible.hi[:, :rows]))
             self.biases.append(bias if bias is None or bias.shape[-2] == 1 else bias[..., :rows, :])
 
     def _extend_keys(self, k: Tensor, v: Tensor | None, m: int, last: int, biased: bool) -> int:
@@ -214,9 +214,9 @@ class CachedGeneration:
         return SavedCall(q, self.keys, self.values, None, self._score(q), mask, align)
 
     def _mask(self, q: Tensor) -> tuple[Mask | None, Align | None]:
-        b = max(part.lo.shape[0] for part in self.seen)
-        lo = torch.cat([part.lo.expand(b, -1) for part in self.seen], 1)
-        hi = torch.cat([part.hi.expand(b, -1) for part in self.seen], 1)
+        b = max(part.lo.shape[0] for part in self.row_intervals)
+        lo = torch.cat([part.lo.expand(b, -1) for part in self.row_intervals], 1)
+        hi = torch.cat([part.hi.expand(b, -1) for part in self.row_intervals], 1)
         rows = RowIntervals(lo, hi)
         structured = recognise(rows, self.total)
         if structured is not None:
@@ -244,31 +244,31 @@ class CachedGeneration:
             if bias is not None:
                 stitched[:, :, row : row + part.shape[2], : bias.shape[-1]] = bias
             row += part.shape[2]
-        steps = tuple(step for step in score.modifiers if not hasattr(step, "tensor"))
-        return dataclasses.replace(score, modifiers=steps).bias(stitched)
+        others = tuple(modifier for modifier in score.modifiers if not hasattr(modifier, "tensor"))
+        return dataclasses.replace(score, modifiers=others).bias(stitched)
 
 
 def _filled_slots(w: Tensor) -> int:
     """The number of keys up to the last one with a weight in the last row, which sees its own position."""
-    seen = (w[:, :, -1] != 0).flatten(0, -2).any(0).nonzero()
-    return int(seen[-1]) + 1 if len(seen) else w.shape[-1]
+    visible = (w[:, :, -1] != 0).flatten(0, -2).any(0).nonzero()
+    return int(visible[-1]) + 1 if len(visible) else w.shape[-1]
 
 
 def _intervals(mask: Mask | None, i: int, j: int, align: Align | None, device: torch.device) -> RowIntervals:
     """The visible keys of each row of a step."""
     if mask is None:  # as in every step of one token
         return _all_keys(i, j, device)
-    layout = Geometry(i, j, j - i if align == "end" else 0, device)
+    geometry = Geometry(i, j, j - i if align == "end" else 0, device)
     if mask.dense_parts():
-        cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), layout.offset, device))
+        cells = mask.visible(MatrixBlock(slice(0, i), slice(0, j), geometry.offset, device))
         rows = intervals(cells.expand(*cells.shape[:2], i, j))
         if rows is None:
             raise CannotStitch("a row of its mask has gaps")
         return rows
-    spans = mask.intervals(layout)
-    if not spans.exact or spans.lo.shape[1] != 1:
+    key_intervals = mask.intervals(geometry)
+    if not key_intervals.exact or key_intervals.lo.shape[1] != 1:
         raise CannotStitch("a row of its mask has gaps")
-    return RowIntervals(spans.lo[:, 0], spans.hi[:, 0])
+    return RowIntervals(key_intervals.lo[:, 0], key_intervals.hi[:, 0])
 
 
 @functools.lru_cache(maxsize=8)

@@ -258,5 +258,5 @@ def row_statistics(weights: Weights) -> dict[str, Tensor]:
     """The statistics that keep="statistics" saves of a layer."""
     plain = get_engine(weights._engine).plain
     names = [name for name in STORED_STATISTICS if not (plain and name in ("max_score", "lse"))]
-    seen: Statistics = weights.see(*names)
-    return {name: getattr(seen, name).clone() for name in names}
+    statistics: Statistics = weights.see(*names)
+    return {name: getattr(statistics, name).clone() for name in names}

@@ -100,11 +100,11 @@ def _all(parts: list[Mask | None]) -> Mask | None:
 
 
 def _same(guess: Mask | None, rows: RowIntervals, keys: int, offset: int) -> bool:
-    layout = Geometry(rows.lo.shape[1], keys, offset, rows.lo.device)
-    spans = layout.interval(0, keys) if guess is None else guess.intervals(layout)
-    if not spans.exact or spans.lo.shape[1] != 1:
+    geometry = Geometry(rows.lo.shape[1], keys, offset, rows.lo.device)
+    key_intervals = geometry.interval(0, keys) if guess is None else guess.intervals(geometry)
+    if not key_intervals.exact or key_intervals.lo.shape[1] != 1:
         return False
-    lo, hi = spans.lo[:, 0], spans.hi[:, 0]
+    lo, hi = key_intervals.lo[:, 0], key_intervals.hi[:, 0]
     empty = lo >= hi
     lo, hi = torch.where(empty, 0, lo), torch.where(empty, 0, hi)
     return bool((lo == rows.lo).all()) and bool((hi == rows.hi).all())

@@ -142,7 +142,7 @@ class Observer:
         wants_ids = tokens is not None and not isinstance(tokens, list | tuple)
         spill = None if path is None else Spill(path)
         self.shared = SharedRecording(self.hooks, names, keep, values, device, spill, only, grad, wants_ids)
-        self.seen = self.shared.seen
+        self.recording = self.shared.recording
         self._threads: dict[int, ThreadRecorder] = {}  # by the id of the thread
         self._thread = 0  # the one that opened the block
         self._started = False
@@ -168,7 +168,7 @@ class Observer:
             tap.activate(own)
             if self.shared.names is not None:
                 other_threads.install(self.hooks)
-        return self.seen
+        return self.recording
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -189,7 +189,7 @@ class Observer:
         if kind is None and self._reports:
             self._warn()
             if self.path is not None:
-                self.seen.save(self.path)
+                self.recording.save(self.path)
 
     def _recorder_here(self) -> ThreadRecorder | None:
         """The listener of this thread; None where what runs is not to be recorded."""
@@ -223,7 +223,7 @@ class Observer:
 
     def _finish(self) -> None:
         """Make layers of calls, join and label passes, and name the attention that was not intercepted."""
-        recorded = {name for name, _ in self.seen.refused}
+        recorded = {name for name, _ in self.recording.refused}
         counts = [self.shared.most_calls]
         for one in with_encoders(self.shared.done):
             finished = Pass([], one.steps)
@@ -235,8 +235,8 @@ class Observer:
                     finished.layers.append(layer)
             self._label(finished, one.embedded)
             if finished.layers:
-                self.seen.passes.append(finished)
-        for name, reason in self.hooks.unheard_modules(recorded):
+                self.recording.passes.append(finished)
+        for name, reason in self.hooks.missed_modules(recorded):
             if self.only is None or any(isinstance(w, str) and fnmatch.fnmatchcase(name, w) for w in self.only):
                 self.shared.refuse(name, reason)
         self._drop_needless_refusals()
@@ -261,18 +261,20 @@ class Observer:
 
     def _drop_needless_refusals(self) -> None:
         """A compiled module that still called PyTorch's kernels is recorded, not refused."""
-        names = {layer.name for one in self.seen.passes for layer in one.layers}
-        self.seen.refused[:] = [(name, why) for name, why in self.seen.refused if why != CAPTURED or name not in names]
+        names = {layer.name for one in self.recording.passes for layer in one.layers}
+        self.recording.refused[:] = [
+            (name, why) for name, why in self.recording.refused if why != CAPTURED or name not in names
+        ]
 
     def _check_request(self, calls: int) -> None:
         """Name layers that were requested and never called, and tokens that fit no layer."""
         missing = [w for w in self.only or () if isinstance(w, int) and w >= calls]
         if missing and calls:
             self.shared.refuse("layers", f"layers {missing} were requested, and a pass has {calls} attention calls")
-        layers = [layer for one in self.seen.passes for layer in one.layers]
+        layers = [layer for one in self.recording.passes for layer in one.layers]
         if self.source is None or not layers or any(x.tokens != (None, None) for x in layers):
             return
-        if any(name == "tokens" for name, _ in self.seen.refused):
+        if any(name == "tokens" for name, _ in self.recording.refused):
             return
         if not isinstance(self.source, list | tuple):
             self.shared.refuse("tokens", "no embedding looked up ids of these lengths; pass the list of tokens instead")
@@ -286,7 +288,7 @@ class Observer:
             )
 
     def _warn(self) -> None:
-        if refused := self.seen.refused:
+        if refused := self.recording.refused:
             named = "; ".join(f"{name or '(the model)'}: {reason}" for name, reason in refused[:4])
             more = f"; and {len(refused) - 4} more" if len(refused) > 4 else ""
             warnings.warn(f"not recorded (all in seen.refused): {named}{more}.", RefusedWarning, stacklevel=3)

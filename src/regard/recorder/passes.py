@@ -56,11 +56,11 @@ class Call:
 
     def _sees_last_value(self, call: AttentionCall, total: int) -> bool:
         """Whether weights over a cache that grows meet the value that was last in it; True where nothing says."""
-        seen, v = self._last_value, call.v
-        if seen is None or v is None or v.ndim != 4 or v.shape[2] != total + call.shape[2]:
+        last, v = self._last_value, call.v
+        if last is None or v is None or v.ndim != 4 or v.shape[2] != total + call.shape[2]:
             return True
         before = v[:, :, total - 1]
-        return before.shape == seen.shape and torch.equal(before.to(seen.device), seen)
+        return before.shape == last.shape and torch.equal(before.to(last.device), last)
 
     def finished(self) -> SavedCall | None:
         """The saved call, stitched; raises `CannotStitch` or `Overwritten`."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 
 from torch import Tensor
 
@@ -119,6 +119,10 @@ class LayerStack:
 
     # Questions to all layers at once.
 
+    @overload
+    def find(self, a: KeyLike, b: None = None, item: int | None = None) -> Table[HeadKey]: ...
+    @overload
+    def find(self, a: KeyLike, b: KeyLike, item: int | None = None) -> Table[HeadWeight]: ...
     def find(self, a: KeyLike, b: KeyLike | None = None, item: int | None = None) -> Table[HeadWeight] | Table[HeadKey]:
         """The heads that tie token a to token b.
 

@@ -15,17 +15,17 @@ def span_of(weights: Weights, item: int) -> slice:
     """The keys of a sequence that at least one row may see; the others are padding."""
     factors = weights._factors
     keys = factors.k.shape[-2]
-    seen: Tensor | None
+    visible: Tensor | None
     if (w := factors.score.precomputed) is not None:
-        seen = w[item].ne(0).any(-2).any(0)
+        visible = w[item].ne(0).any(-2).any(0)
     elif factors.mask is None:
         return slice(0, keys)
     else:
         one = factors.pick(0, range(item, item + 1)).problem().visible_keys()
-        seen = None if one is None else one[0].any(0)
-    if seen is None or not bool(seen.any()):
+        visible = None if one is None else one[0].any(0)
+    if visible is None or not bool(visible.any()):
         return slice(0, keys)
-    places = seen.nonzero().flatten()
+    places = visible.nonzero().flatten()
     return slice(int(places[0]), int(places[-1]) + 1)
 
 
@@ -34,8 +34,8 @@ def visible_keys(weights: Weights) -> Tensor | None:
     factors = weights._factors
     if (w := factors.score.precomputed) is not None:
         return w.ne(0).any(-2).any(1)
-    seen = None if factors.mask is None else factors.problem().visible_keys()
-    return None if seen is None else seen.any(1).expand(weights.shape[0], -1)
+    visible = None if factors.mask is None else factors.problem().visible_keys()
+    return None if visible is None else visible.any(1).expand(weights.shape[0], -1)
 
 
 def real_rows(weights: Weights, kind: str) -> Tensor | None:

@@ -46,7 +46,7 @@ class SharedRecording:
     only: list[int | str] | None
     grad: bool
     ids: bool
-    seen: Recording = field(default_factory=Recording)
+    recording: Recording = field(default_factory=Recording)
     done: list[OpenPass] = field(default_factory=list)
     most_calls: int = 0  # attention calls of a pass, those that were not requested included
     closed: bool = False  # the block has ended; a thread that still runs adds nothing
@@ -55,8 +55,8 @@ class SharedRecording:
     def refuse(self, name: str, reason: str) -> None:
         """Name attention that is not recorded, once."""
         with self.lock:
-            if not self.closed and (name, reason) not in self.seen.refused:
-                self.seen.refused.append((name, reason))
+            if not self.closed and (name, reason) not in self.recording.refused:
+                self.recording.refused.append((name, reason))
 
     def wants(self, name: str, number: int) -> bool:
         """Whether the call of that number in its pass, by the module of that name, was requested."""
@@ -76,7 +76,7 @@ class ThreadRecorder:
         self.eager = EagerTracker(weakref.WeakMethod(self.refuse))
         self.masks: MaskCache = {}  # masks of the running pass that were parsed
         self.inside = 0  # nesting of the model's modules, in a guest
-        self.requests = 0  # in a guest: how many functions ask that it is active outside of modules too
+        self.requests = 0  # in a guest: functions that run and are recorded outside of modules too
         self.depth = 0  # nesting of the model's own forward
         self.axes: tuple[int, int] | None = None  # the first two axes of the running pass's input
         self._thread = threading.get_ident()
@@ -119,14 +119,14 @@ class ThreadRecorder:
         self.inside = self.requests = self.depth = 0
         self._last = None
 
-    def keep(self, on: bool) -> None:
-        """Be active outside of modules too; or, once for each time that was asked, no longer."""
+    def request(self, on: bool) -> None:
+        """A function begins that is recorded outside of modules too; or it has ended."""
         if self.guest:
             self.requests = max(0, self.requests + (1 if on else -1))
             self._switch()
 
     def _switch(self) -> None:
-        """Be active while a module runs or a function asks for it."""
+        """Be active while a module or such a function runs."""
         wanted = self.inside + self.requests > 0
         if wanted == any(listener is self for listener in tap.listeners()):
             return
@@ -291,7 +291,7 @@ def _kind(site: CallSite, call: AttentionCall) -> LayerKind:
     if call.is_self is not None:
         return "self" if call.is_self else "cross"
     *_, i, j = call.shape
-    if site.other_sequence(j):
+    if site.has_other_sequence(j):
         return "cross"
     cached = any(hasattr(site.module, mark) for mark in ("layer_idx", "is_causal")) or "self" in site.name
     return "self" if i == j or cached else "cross"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..look.options import ViewChoices
     from ..look.view import View
 
-__all__ = ["AttentionWarning", "Watch", "qk_clip", "watch"]
+__all__ = ["AttentionWarning", "Watch", "watch"]
 
 
 class AttentionWarning(UserWarning):
@@ -257,7 +257,7 @@ class Watch:
                 )
             if high > self.explode:
                 head = int(measures["max_score"].argmax())
-                advice = "regard.recorder.qk_clip bounds it"
+                advice = "regard.losses.qk_clip bounds it"
                 self._warn(
                     step,
                     name,
@@ -329,12 +329,12 @@ class _PassListener:
         """Entropy share and largest score of every head, (h,), without padding rows; no score where it is not known."""
         weights = save_call(call, False, None).weights()
         dense = call.w is not None
-        seen = weights.see("entropy") if dense else weights.see("entropy", "max_score")
+        statistics = weights.see("entropy") if dense else weights.see("entropy", "max_score")
         rows = self._rows(call, weights)
-        share = torch.where(rows.choose, seen.entropy / rows.largest, 1.0)
+        share = torch.where(rows.choose, statistics.entropy / rows.largest, 1.0)
         measures = {"entropy_share": row_mean(share, rows.real if call.is_self is not False else None).float()}
         if not dense:
-            measures["max_score"] = seen.max_score.amax((0, 2)).float()
+            measures["max_score"] = statistics.max_score.amax((0, 2)).float()
         elif call.s is not None:
             measures["max_score"] = call.s.amax((0, 2, 3)).float()
         return measures
@@ -383,46 +383,5 @@ def _visible_keys(call: AttentionCall) -> Tensor:
         return (call.w > 0).sum(-1).amax(1).float()
     if parsed.mask is None:
         return torch.full((1, i), float(j), device=device)
-    spans = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
-    return (spans.hi - spans.lo).clamp(min=0).sum(1).float()
-
-
-@torch.no_grad()
-def qk_clip(query: nn.Linear, key: nn.Linear, max_score: Tensor, limit: float = 100.0) -> Tensor:
-    """QK-clip: shrink the rows of W_q and W_k of every head whose largest score exceeds the limit.
-
-    Both projections are multiplied by the square root of limit / score; heads that share a key head share its factor.
-
-    Args:
-        query: The query projection, ``h · d`` rows.
-        key: The key projection, ``g · d`` rows, ``h`` a multiple of ``g``.
-        max_score: The largest score of every head ``(h,)``, as in `Watch.layers[name]["max_score"]`.
-        limit: The largest score allowed.
-
-    Returns:
-        The factor of every head's scores, ``(h,)``.
-
-    Example:
-        >>> query, key = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-        >>> qk_clip(query, key, torch.tensor([50.0, 200.0]))
-        tensor([1.0000, 0.5000])
-    """
-    heads = len(max_score)
-    if query.out_features % heads:
-        raise ValueError(
-            f"qk_clip needs one score a head; got {heads} scores for a query projection of {query.out_features} rows."
-        )
-    size = query.out_features // heads
-    groups = key.out_features // size
-    if groups == 0 or heads % groups:
-        raise ValueError(
-            f"a key projection of {key.out_features} rows does not make heads of {size} for {heads} query heads."
-        )
-    factor = (limit / max_score.clamp(min=limit)).to(query.weight)
-    shared = factor.unflatten(0, (groups, -1)).amin(1)  # a key head serves its worst query head
-    for layer, root in ((query, shared.repeat_interleave(heads // groups).sqrt()), (key, shared.sqrt())):
-        rows = root.repeat_interleave(size)
-        layer.weight.mul_(rows.unsqueeze(1))
-        if layer.bias is not None:
-            layer.bias.mul_(rows)
-    return factor
+    intervals = parsed.mask.intervals(Geometry(i, j, j - i if parsed.align == "end" else 0, device))
+    return (intervals.hi - intervals.lo).clamp(min=0).sum(1).float()

@@ -77,11 +77,11 @@ class Mask:
         """
         raise NotImplementedError
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
         """Intervals of keys that hold all that is visible.
 
         Args:
-            layout: Lengths and positions of the matrix.
+            geometry: Lengths and positions of the matrix.
 
         Returns:
             A few intervals for every row. Default: one of all keys, inexact.
@@ -89,13 +89,13 @@ class Mask:
         >>> regard.causal().intervals(Geometry(2, 3, 0, torch.device("cpu"))).hi
         tensor([[[1, 2]]])
         """
-        return layout.interval(0, layout.keys, exact=False)
+        return geometry.interval(0, geometry.keys, exact=False)
 
-    def visible_keys(self, layout: Geometry) -> Tensor | None:
+    def visible_keys(self, geometry: Geometry) -> Tensor | None:
         """Which keys at least one row sees.
 
         Args:
-            layout: Lengths and positions of the matrix.
+            geometry: Lengths and positions of the matrix.
 
         Returns:
             bool ``(b|1, j)``; None where the mask cannot say it at once.
@@ -225,11 +225,11 @@ class Mask:
         sizes = [size for mask in self.masks() if (size := mask.size())]
         return (min(i for i, _ in sizes), min(j for _, j in sizes)) if sizes else None
 
-    def sees_all_keys(self, layout: Geometry) -> bool:
+    def sees_all_keys(self, geometry: Geometry) -> bool:
         """Whether every key is seen by some row, as far as is certain without reading tensors.
 
         Args:
-            layout: Lengths and positions of the matrix.
+            geometry: Lengths and positions of the matrix.
 
         Returns:
             False where a tensor would have to be read.
@@ -237,7 +237,7 @@ class Mask:
         >>> regard.causal().sees_all_keys(Geometry(3, 3, 0, torch.device("cpu")))
         True
         """
-        return self.sees_itself and layout.offset <= 0 and layout.rows + layout.offset >= layout.keys
+        return self.sees_itself and geometry.offset <= 0 and geometry.rows + geometry.offset >= geometry.keys
 
     def __and__(self, other: Mask | Tensor | Callable[[Tensor, Tensor], Tensor]) -> Mask:
         return And(self, as_mask(other))
@@ -403,8 +403,8 @@ class And(Mask):
     def visible(self, block: MatrixBlock) -> Tensor:
         return self.left.visible(block) & self.right.visible(block)
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        return self.left.intervals(layout).intersect(self.right.intervals(layout))
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
+        return self.left.intervals(geometry).intersect(self.right.intervals(geometry))
 
 
 def _narrower(a: int | None, b: int | None) -> int | None:
@@ -426,10 +426,10 @@ class Or(And):
     def visible(self, block: MatrixBlock) -> Tensor:
         return self.left.visible(block) | self.right.visible(block)
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        left, right = self.left.intervals(layout), self.right.intervals(layout)
-        neither = left.complement(layout.keys).intersect(right.complement(layout.keys))
-        return neither.complement(layout.keys)
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
+        left, right = self.left.intervals(geometry), self.right.intervals(geometry)
+        neither = left.complement(geometry.keys).intersect(right.complement(geometry.keys))
+        return neither.complement(geometry.keys)
 
 
 @register_node(storable=True)
@@ -461,10 +461,10 @@ class Not(Mask):
     def visible(self, block: MatrixBlock) -> Tensor:
         return ~self.of.visible(block)
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        intervals = self.of.intervals(layout)
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
+        intervals = self.of.intervals(geometry)
         # Inexact intervals over-approximate; their complement does not.
-        return intervals.complement(layout.keys) if intervals.exact else layout.interval(0, layout.keys, exact=False)
+        return intervals.complement(geometry.keys) if intervals.exact else super().intervals(geometry)
 
 
 def as_mask(mask: Any) -> Mask:

@@ -91,22 +91,22 @@ class Geometry:
         return torch.arange(self.rows, device=self.device) + self.offset
 
 
-def band(layout: Geometry, before: int | None, after: int | None) -> KeyIntervals:
+def band(geometry: Geometry, before: int | None, after: int | None) -> KeyIntervals:
     """From `before` keys before each position to `after` keys after it; None for no limit."""
     recorder = replay_state.recorder
-    if recorder is not None and layout.device.type == "cpu":  # of short questions; kernels on a GPU take the numbers
-        intervals = _cached_band(layout, before, after)
+    if recorder is not None and geometry.device.type == "cpu":  # of short questions; kernels on a GPU take the numbers
+        intervals = _cached_band(geometry, before, after)
         recorder.hold(intervals.lo)
         recorder.hold(intervals.hi)
         return intervals
-    uncached = is_tracing() or host_sync_forbidden(layout.device)
-    return _band(layout, before, after) if uncached else _cached_band(layout, before, after)
+    uncached = is_tracing() or host_sync_forbidden(geometry.device)
+    return _band(geometry, before, after) if uncached else _cached_band(geometry, before, after)
 
 
-def _band(layout: Geometry, before: int | None, after: int | None) -> KeyIntervals:
-    lo = 0 if before is None else layout.positions - before
-    hi = layout.keys if after is None else layout.positions + after + 1
-    return layout.interval(lo, hi)
+def _band(geometry: Geometry, before: int | None, after: int | None) -> KeyIntervals:
+    lo = 0 if before is None else geometry.positions - before
+    hi = geometry.keys if after is None else geometry.positions + after + 1
+    return geometry.interval(lo, hi)
 
 
 #: All layers of a model have the same few bands.

@@ -65,14 +65,14 @@ class Causal(Mask):
     def visible(self, block: MatrixBlock) -> Tensor:
         return block.j <= block.i
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        return band(layout, None, 0)
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
+        return band(geometry, None, 0)
 
     def band(self) -> tuple[int | None, int | None] | None:
         return None, 0
 
-    def sees_all_keys(self, layout: Geometry) -> bool:
-        return layout.rows + layout.offset >= layout.keys  # the last row sees all
+    def sees_all_keys(self, geometry: Geometry) -> bool:
+        return geometry.rows + geometry.offset >= geometry.keys  # the last row sees all
 
 
 @register_node(storable=True)
@@ -96,8 +96,8 @@ class Window(Mask):
         distance = block.j - block.i
         return (distance >= -self.before) & (distance <= self.after)
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        return band(layout, self.before, self.after)
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
+        return band(geometry, self.before, self.after)
 
     def band(self) -> tuple[int | None, int | None] | None:
         return self.before, self.after
@@ -160,12 +160,14 @@ class Padding(Mask):
         lengths = self.lengths if self.lengths.ndim >= 4 else self.lengths.reshape(-1, 1, 1, 1)
         return block.j < lengths
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
-        hi = self.lengths.reshape(-1, 1, 1).clamp(0, layout.keys).expand(-1, -1, layout.rows)
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
+        hi = self.lengths.reshape(-1, 1, 1).clamp(0, geometry.keys).expand(-1, -1, geometry.rows)
         return KeyIntervals(torch.zeros_like(hi), hi, exact=True)
 
-    def visible_keys(self, layout: Geometry) -> Tensor | None:
-        return torch.arange(layout.keys, device=layout.device) < self.lengths.reshape(-1, 1) if layout.rows else None
+    def visible_keys(self, geometry: Geometry) -> Tensor | None:
+        return (
+            torch.arange(geometry.keys, device=geometry.device) < self.lengths.reshape(-1, 1) if geometry.rows else None
+        )
 
     def size(self) -> tuple[int, int] | None:
         longest = self.ends[1] + 1 if self.lengths.numel() else 1
@@ -261,14 +263,14 @@ class Documents(Mask):
             return block.take(ids.mT) == block.take(key_ids)
         return block.take(self.ids) == block.take(self.key_ids)
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
         assert self.key_ids is not None, "broadcast to a matrix"
         keys = self.key_ids.flatten(-3).flatten(0, -2)  # b|1 j
         ids = self.ids.flatten(-3).flatten(0, -2)  # b|1 i
         (batch,) = torch.broadcast_shapes(keys.shape[:1], ids.shape[:1])
         keys, ids = keys.expand(batch, -1).contiguous(), ids.expand(batch, -1).contiguous()
         if keys.shape[1] == 0:
-            return layout.interval(0, 0)
+            return geometry.interval(0, 0)
         ordered, order = keys.sort(dim=1, stable=True)
         begin, end = torch.searchsorted(ordered, ids), torch.searchsorted(ordered, ids, right=True)
         # Within an id the order is that of the keys: first and last occurrence bound the document.
@@ -278,7 +280,7 @@ class Documents(Mask):
         some = end > begin
         lo, hi = torch.where(some, lo, 0), torch.where(some, hi, 0)
         # Checked again, since ids may have been changed in place, unless a sync is forbidden.
-        trusted = self.contiguous is True and (is_tracing() or host_sync_forbidden(layout.device))
+        trusted = self.contiguous is True and (is_tracing() or host_sync_forbidden(geometry.device))
         exact = trusted or bool((hi - lo == end - begin).all())
         return KeyIntervals(lo[:, None], hi[:, None], exact)
 

@@ -44,13 +44,13 @@ class IntervalMask(Mask):
         inside = [(block.j >= lo[..., r, None]) & (block.j < hi[..., r, None]) for r in range(lo.shape[-1])]
         return functools.reduce(torch.logical_or, inside)
 
-    def intervals(self, layout: Geometry) -> KeyIntervals:
+    def intervals(self, geometry: Geometry) -> KeyIntervals:
         return KeyIntervals(self.lo[:, 0].mT, self.hi[:, 0].mT, exact=True)
 
-    def visible_keys(self, layout: Geometry) -> Tensor | None:
+    def visible_keys(self, geometry: Geometry) -> Tensor | None:
         return None if self.keys_seen is None else self.keys_seen[:, 0, 0]
 
-    def sees_all_keys(self, layout: Geometry) -> bool:
+    def sees_all_keys(self, geometry: Geometry) -> bool:
         return self.keys_seen is None
 
     def narrow(self, rows: slice) -> Mask:
@@ -60,16 +60,16 @@ class IntervalMask(Mask):
         return IntervalMask(lo, hi, keys_seen, self.keys)
 
 
-def lower_to_intervals(mask: Mask, batch: torch.Size, folded: Mask, layout: Geometry) -> Mask:
+def lower_to_intervals(mask: Mask, batch: torch.Size, folded: Mask, geometry: Geometry) -> Mask:
     """An `IntervalMask`, where intervals come from tensors and are exact; else `folded` as it is.
 
     Args:
         mask: A mask broadcast to a matrix. Its first leaf with tensors holds the cache.
         batch: Batch axes of the matrix.
         folded: The same mask with its batch axes as one, as engines take it.
-        layout: Lengths and positions of the matrix.
+        geometry: Lengths and positions of the matrix.
     """
-    if not caches_on(layout.device):
+    if not caches_on(geometry.device):
         return folded
     leaves = mask.leaves()
     with_tensors = [leaf for leaf in leaves if leaf.interval_source == "tensors"]
@@ -77,53 +77,53 @@ def lower_to_intervals(mask: Mask, batch: torch.Size, folded: Mask, layout: Geom
     if not structured or not with_tensors:
         return folded
     if is_tracing():  # all layers compute the same, and the compiler shares it
-        lowered = _lower(folded, layout) if mask.is_one_interval else None
+        lowered = _lower(folded, geometry) if mask.is_one_interval else None
     else:
         spec, tensors = flatten(mask)
-        if not cache_allowed(tensors, layout.device):
+        if not cache_allowed(tensors, geometry.device):
             return folded
-        key = spec, batch, layout
-        lowered = cached_on_mask(with_tensors[0], key, tensors, layout.device, lambda: _lower(folded, layout))
+        key = spec, batch, geometry
+        lowered = cached_on_mask(with_tensors[0], key, tensors, geometry.device, lambda: _lower(folded, geometry))
     return folded if lowered is None else lowered
 
 
-def lower_cells(mask: Mask, layout: Geometry) -> Mask:
+def lower_cells(mask: Mask, geometry: Geometry) -> Mask:
     """The cells that a mask shows, as intervals or, of few cells, as flags; else the mask as it is.
 
     Args:
         mask: A mask broadcast to a matrix of one batch axis. What kernels can read is left as it is.
-        layout: Lengths and positions of the matrix.
+        geometry: Lengths and positions of the matrix.
     """
-    readable = mask.dense_parts() is not None or layout.rows == 0
-    if readable or layout.device.type != "cpu" or is_tracing() or in_functorch():
+    readable = mask.dense_parts() is not None or geometry.rows == 0
+    if readable or geometry.device.type != "cpu" or is_tracing() or in_functorch():
         return mask
-    intervals = _intervals_of_cells(mask, layout)
+    intervals = _intervals_of_cells(mask, geometry)
     if intervals is not None:
-        return _interval_mask(intervals, intervals.visible_keys(layout.keys), layout)
-    flags = _flags_of_cells(mask, layout)
+        return _interval_mask(intervals, intervals.visible_keys(geometry.keys), geometry)
+    flags = _flags_of_cells(mask, geometry)
     return mask if flags is None else flags
 
 
-def _flags_of_cells(mask: Mask, layout: Geometry) -> Mask | None:
+def _flags_of_cells(mask: Mask, geometry: Geometry) -> Mask | None:
     """A bool tensor of all cells; None where these are too many."""
-    rows, keys = range(layout.rows), range(layout.keys)
-    if _cells(mask, layout, rows[:1], keys).shape[:2].numel() * len(rows) * len(keys) > MAX_FLAGS:
+    rows, keys = range(geometry.rows), range(geometry.keys)
+    if _cells(mask, geometry, rows[:1], keys).shape[:2].numel() * len(rows) * len(keys) > MAX_FLAGS:
         return None
-    return Dense(_cells(mask, layout, rows, keys).expand(-1, -1, len(rows), len(keys)).contiguous())
+    return Dense(_cells(mask, geometry, rows, keys).expand(-1, -1, len(rows), len(keys)).contiguous())
 
 
-def _cells(mask: Mask, layout: Geometry, rows: range, keys: range) -> Tensor:
+def _cells(mask: Mask, geometry: Geometry, rows: range, keys: range) -> Tensor:
     """Whether each cell is visible, (b|1, h|1, i|1, j|1)."""
     row_slice, key_slice = (slice(part.start, part.stop) for part in (rows, keys))
-    cells = mask.visible(MatrixBlock(row_slice, key_slice, layout.offset, layout.device))
+    cells = mask.visible(MatrixBlock(row_slice, key_slice, geometry.offset, geometry.device))
     return cells.reshape(*[1] * (4 - cells.ndim), *cells.shape)
 
 
-def _intervals_of_cells(mask: Mask, layout: Geometry) -> KeyIntervals | None:
+def _intervals_of_cells(mask: Mask, geometry: Geometry) -> KeyIntervals | None:
     """Exact intervals, from cells evaluated strip by strip; None where heads differ or a row sees too many."""
     strips = []
-    for rows, keys in _strips(mask.intervals(layout), layout):
-        cells = _cells(mask, layout, rows, keys)
+    for rows, keys in _strips(mask.intervals(geometry), geometry):
+        cells = _cells(mask, geometry, rows, keys)
         if cells.shape[1] > 1:
             return None
         framed = pad(cells[:, 0].expand(-1, len(rows), len(keys)), (1, 1))
@@ -134,7 +134,7 @@ def _intervals_of_cells(mask: Mask, layout: Geometry) -> KeyIntervals | None:
         if used > 2 * MAX_INTERVALS:
             return None
         place = count.new_zeros(*count.shape, used)  # b i 2r
-        place[torch.arange(used, device=layout.device) < count[..., None]] = changes.nonzero()[:, -1] + keys.start
+        place[torch.arange(used, device=geometry.device) < count[..., None]] = changes.nonzero()[:, -1] + keys.start
         strips.append(place)
     most = max((strip.shape[-1] for strip in strips), default=0)
     batch = max((len(strip) for strip in strips), default=1)
@@ -144,31 +144,31 @@ def _intervals_of_cells(mask: Mask, layout: Geometry) -> KeyIntervals | None:
     return KeyIntervals(lo, hi, exact=True)
 
 
-def _strips(bounds: KeyIntervals, layout: Geometry) -> Iterator[tuple[range, range]]:
+def _strips(bounds: KeyIntervals, geometry: Geometry) -> Iterator[tuple[range, range]]:
     """Adjacent rows with the keys between the first and the last one that their intervals hold."""
     lo, hi = bounds.lo, bounds.hi
-    lo = torch.where(lo < hi, lo, layout.keys).amin((0, 1))
+    lo = torch.where(lo < hi, lo, geometry.keys).amin((0, 1))
     hi = hi.amax((0, 1))
-    widest = int((hi - lo).clamp(min=0).max()) if layout.rows else 0
+    widest = int((hi - lo).clamp(min=0).max()) if geometry.rows else 0
     height = max(1, min(256, STRIP_CELLS // max(1, widest)))
-    for start in range(0, layout.rows, height):
-        stop = min(layout.rows, start + height)
+    for start in range(0, geometry.rows, height):
+        stop = min(geometry.rows, start + height)
         first, last = int(lo[start:stop].min()), int(hi[start:stop].max())
         yield range(start, stop), range(first, max(first, last))
 
 
-def _lower(mask: Mask, layout: Geometry) -> IntervalMask | None:
-    intervals, seen = mask.intervals(layout), mask.visible_keys(layout)
+def _lower(mask: Mask, geometry: Geometry) -> IntervalMask | None:
+    intervals, visible = mask.intervals(geometry), mask.visible_keys(geometry)
     if not intervals.exact:
         return None
-    if mask.sees_all_keys(layout):
-        return _interval_mask(intervals, None, layout)
-    return _interval_mask(intervals, intervals.visible_keys(layout.keys) if seen is None else seen, layout)
+    if mask.sees_all_keys(geometry):
+        return _interval_mask(intervals, None, geometry)
+    return _interval_mask(intervals, intervals.visible_keys(geometry.keys) if visible is None else visible, geometry)
 
 
-def _interval_mask(intervals: KeyIntervals, seen: Tensor | None, layout: Geometry) -> IntervalMask:
-    if seen is not None:
+def _interval_mask(intervals: KeyIntervals, visible: Tensor | None, geometry: Geometry) -> IntervalMask:
+    if visible is not None:
         # One sync for all layers of a model: where all keys are seen, none has to be zeroed.
-        seen = None if not is_tracing() and bool(seen.all()) else seen[:, None, None]
+        visible = None if not is_tracing() and bool(visible.all()) else visible[:, None, None]
     lo, hi = (x.int().contiguous().mT[:, None] for x in (intervals.lo, intervals.hi))
-    return IntervalMask(lo, hi, seen, layout.keys)
+    return IntervalMask(lo, hi, visible, geometry.keys)

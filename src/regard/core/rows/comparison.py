@@ -102,8 +102,8 @@ def _expected(x: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def _dense_js(log_p: Tensor, log_q: Tensor) -> Tensor:
-    seen = (log_p > -torch.inf) | (log_q > -torch.inf)
-    log_middle = torch.logaddexp(*(torch.where(seen, x, 0) for x in (log_p, log_q))) - math.log(2)
+    visible = (log_p > -torch.inf) | (log_q > -torch.inf)
+    log_middle = torch.logaddexp(*(torch.where(visible, x, 0) for x in (log_p, log_q))) - math.log(2)
     of_p, of_q = (_expected(x - log_middle, x, log_middle) for x in (log_p, log_q))
     return (of_p + of_q) / 2
 

@@ -19,7 +19,7 @@ from ..types import KeyLike, KeysLike
 from .questions import RowQuestions
 from .sources import HeadRows, RowSource, log_of_heads
 from .spans import PoolBy
-from .stats import ColumnSum, LargestWeights, RowEntropy, RowProduct
+from .stats import ColumnSum, DistanceSum, LargestWeights, RowEntropy, RowProduct
 from .strips import DenseForm, Question
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class HeadReduction(RowQuestions):
     """Heads reduced to one matrix ``(..., i, j)``, or to one a group; made by `Weights.reduce_heads`.
 
     It answers what a `Weights` answers about rows, columns and blocks, and compares with other matrices. No weight is
-    stored: at most one strip of rows of every head exists at a time.
+    stored: at most one strip of rows of every head exists at a time. Rows of a mean are distributions; those of a sum
+    or a maximum are not, and every statistic is its formula over them.
 
     >>> W = regard.weights(torch.randn(4, 6, 8), mask=regard.causal())
     >>> teacher, student = W.reduce_heads("mean"), regard.weights(torch.randn(6, 2), mask=regard.causal())
@@ -210,6 +211,23 @@ class HeadReduction(RowQuestions):
         tensor([0.6931, 0.6931])
         """
         return self._ask_rows(RowEntropy())[0]
+
+    def mean_distance(self) -> Tensor:
+        """The mean distance Σ_j w_ij |i - j| of every row of the reduced matrix, in positions.
+
+        Returns:
+            ``(..., i)``.
+
+        Raises:
+            ValueError: Lengths differ and `align` was not passed to `regard.weights`.
+
+        >>> regard.weights(torch.zeros(4, 3, 2), mask=regard.causal()).reduce_heads("mean").mean_distance()
+        tensor([0.0000, 0.5000, 1.0000])
+        """
+        self._positions("mean_distance")
+        if self._shares is not None:  # a sum over keys and one over heads change places: the engine's pass serves
+            return self._grouped(self._weights.see("mean_distance").mean_distance)  # type: ignore[attr-defined]
+        return self._ask_rows(DistanceSum(self._factors.query_offset))[0]
 
     def topk(self, k: int) -> TopK:
         """The k largest cells of every row, largest first, ties to the lower index.

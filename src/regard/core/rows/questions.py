@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,12 +28,14 @@ from .stats import ChosenKeys, DistanceBins, DistanceVariance, induction_targets
 from .strips import DenseForm, Question, walk_strips
 from .traced import answer, traced
 
-__all__ = ["RowQuestions"]
+if TYPE_CHECKING:
+    from ..weights import Weights
+    from .head_reduction import HeadReduction
 
+__all__ = ["RowQuestions"]
 
 #: Tiles up to which free memory is not looked up.
 _ASSUMED_TO_FIT = 2**26
-
 #: No key stands so far from a query; positions minus this are an int64.
 FARTHEST = 2**62
 
@@ -52,8 +54,7 @@ class RowQuestions(NotElementwise, Shareable):
         raise NotImplementedError
 
     @property
-    def _row_heads(self) -> int:
-        """Heads of the result."""
+    def _row_heads(self) -> int:  # of the result
         return self._factors.heads
 
     def _row_source(self, batch: torch.Size) -> RowSource:
@@ -68,13 +69,13 @@ class RowQuestions(NotElementwise, Shareable):
         """The outputs of a question to this matrix and others, with batch and head axes."""
         matrices = [self, *others]
         batch = joint_batch([matrix._factors.batch for matrix in matrices])
-        used = [get_engine(matrix._engine) for matrix in matrices]
-        if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(used, matrices, strict=True)):
+        engines = [get_engine(matrix._engine) for matrix in matrices]
+        if any(engine.plain and not _is_precomputed(matrix) for engine, matrix in zip(engines, matrices, strict=True)):
             q = self._factors.q
             outputs = without_autocast(q, lambda: question.of_dense(_dense_matrices(matrices, batch, question)))
         else:
             sources = [matrix._row_source(batch) for matrix in matrices]
-            plain = any(e.avoids_gpu_kernels and m._factors.q.is_cuda for e, m in zip(used, matrices, strict=True))
+            plain = any(e.avoids_gpu_kernels and m._factors.q.is_cuda for e, m in zip(engines, matrices, strict=True))
             outputs = self._answer_rows(sources, question, plain)
         one_head = all(matrix._one_head for matrix in matrices)
         unfolded = [x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:]) for x in outputs]
@@ -105,7 +106,7 @@ class RowQuestions(NotElementwise, Shareable):
         """The same matrix for adjacent rows alone."""
         raise NotImplementedError
 
-    def _compare(self, measure: str, other: RowQuestions) -> Tensor:
+    def _compare(self, measure: str, other: Weights | HeadReduction) -> Tensor:
         if not isinstance(other, RowQuestions):
             raise TypeError(
                 f"{measure}(other) compares with another Weights; got {type(other).__name__}. "
@@ -128,7 +129,7 @@ class RowQuestions(NotElementwise, Shareable):
                 raise ValueError(f"{measure}(other): one matrix is {a} and the other {b}; move one with .to().")
         return self._ask_rows(Comparison(measure), other)[0]
 
-    def cross_entropy(self, other: RowQuestions) -> Tensor:
+    def cross_entropy(self, other: Weights | HeadReduction) -> Tensor:
         """Cross-entropy -Σ_j p_ij log q_ij of every row of another matrix q under this one, p, in nats.
 
         Args:
@@ -144,7 +145,7 @@ class RowQuestions(NotElementwise, Shareable):
         """
         return self._compare("cross_entropy", other)
 
-    def kl(self, other: RowQuestions) -> Tensor:
+    def kl(self, other: Weights | HeadReduction) -> Tensor:
         """Kullback-Leibler divergence Σ_j p_ij (log p_ij - log q_ij) of every row from another matrix q, in nats.
 
         Computed from log-weights that are centred on the maxima of both rows: large scores cancel nothing.
@@ -164,7 +165,7 @@ class RowQuestions(NotElementwise, Shareable):
         """
         return self._compare("kl", other)
 
-    def js(self, other: RowQuestions) -> Tensor:
+    def js(self, other: Weights | HeadReduction) -> Tensor:
         """Jensen-Shannon divergence of every row, ½ KL(p ‖ m) + ½ KL(q ‖ m) with m = (p + q) / 2, in nats.
 
         Args:
@@ -179,7 +180,7 @@ class RowQuestions(NotElementwise, Shareable):
         """
         return self._compare("js", other)
 
-    def overlap(self, other: RowQuestions) -> Tensor:
+    def overlap(self, other: Weights | HeadReduction) -> Tensor:
         """The weight Σ_j min(p_ij, q_ij) that every row has in common with another matrix q.
 
         Args:
@@ -194,7 +195,7 @@ class RowQuestions(NotElementwise, Shareable):
         """
         return self._compare("overlap", other)
 
-    def total_variation(self, other: RowQuestions) -> Tensor:
+    def total_variation(self, other: Weights | HeadReduction) -> Tensor:
         """Total variation ½ Σ_j |p_ij - q_ij| between every row and that of another matrix q.
 
         Args:
@@ -250,9 +251,9 @@ class RowQuestions(NotElementwise, Shareable):
             raise ValueError(f"by must be {', '.join(map(repr, get_args(PoolBy)))}; got {by!r}.")
         if by == "lse" and _is_precomputed(self):
             raise ValueError("by='lse' needs scores, and weights that were passed to from_dense have none.")
-        cells = math.prod(self.shape[:-2]) * (len(row_edges) - 1) * (len(col_edges) - 1)
+        cells, q = math.prod(self.shape[:-2]) * (len(row_edges) - 1) * (len(col_edges) - 1), self._factors.q
         if not is_tracing() and cells > _ASSUMED_TO_FIT:
-            check_fits(cells * self._factors.q.dtype.itemsize, self._factors.q.device)
+            check_fits(cells * q.dtype.itemsize, q.device)
         merge: Any = "sum" if by == "mean" else by
         (tiles,) = self._ask_rows(TilePool(row_edges, col_edges, merge))
         if by != "mean":

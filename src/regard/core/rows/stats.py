@@ -22,6 +22,7 @@ __all__ = [
     "ChosenKeys",
     "ColumnSum",
     "DistanceBins",
+    "DistanceSum",
     "DistanceVariance",
     "GradientProduct",
     "LargestWeights",
@@ -201,6 +202,22 @@ class ColumnSum(CompleteRowStatistic):
 
     def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
         return [matrices[0].sum(-2)]
+
+
+@register_node
+class DistanceSum(CompleteRowStatistic):
+    """Σ_j w_ij |i − j|, (b, h, i)."""
+
+    name: ClassVar[str] = "mean_distance of a maximum of heads"
+    offset: int
+    of_parts: ClassVar[OfParts] = "rows"
+
+    def of_rows(self, strip: Strip, part: Part) -> Tensor:
+        return (strip.w * _distance(part.block)).sum(-1)
+
+    def of_dense(self, matrices: list[Tensor]) -> list[Tensor]:
+        (w,) = matrices
+        return [(w * distance(w.shape[-2], w.shape[-1], self.offset, w)).sum(-1)]
 
 
 @register_node

@@ -298,8 +298,8 @@ def _hull(intervals: list[KeyIntervals | None], keys: int) -> tuple[Tensor, Tens
     for x in intervals:
         if x is None:
             return None
-        seen = x.lo < x.hi
-        hulls.append((torch.where(seen, x.lo, keys).amin((0, 1)), torch.where(seen, x.hi, 0).amax((0, 1))))
+        filled = x.lo < x.hi
+        hulls.append((torch.where(filled, x.lo, keys).amin((0, 1)), torch.where(filled, x.hi, 0).amax((0, 1))))
     lo, hi = torch.stack([a for a, _ in hulls]).amin(0), torch.stack([z for _, z in hulls]).amax(0)
     return lo.cpu(), hi.cpu()
 

@@ -111,7 +111,7 @@ def _tiles(pair: HeadPair) -> Tensor:
         )
         tiles[:, r] = torch.where(most >= -least, most, least)  # the change keeps its sign
         for side in (0, 1):
-            seen = ~pair.forbidden(side, part).all(0)
-            any_seen = torch.zeros(cols, dtype=torch.bool).index_fill_(0, tile_of[0, seen], True)
-            tiles[side, r].masked_fill_(~any_seen, -1.0)
+            visible = ~pair.forbidden(side, part).all(0)
+            any_visible = torch.zeros(cols, dtype=torch.bool).index_fill_(0, tile_of[0, visible], True)
+            tiles[side, r].masked_fill_(~any_visible, -1.0)
     return tiles

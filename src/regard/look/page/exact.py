@@ -93,7 +93,7 @@ class VectorBlock:
 
 def _error(head: DotHead, rows: list[int], expected: Tensor) -> float:
     """The largest relative error of a weight in some rows; of weights that are no numbers, infinity."""
-    seen = expected > 1e-30
-    off = (head.rows(rows) / expected - 1).abs()[seen]
+    is_positive = expected > 1e-30
+    off = (head.rows(rows) / expected - 1).abs()[is_positive]
     worst = float(off.max()) if off.numel() else 0.0
     return worst if worst == worst and worst < 1e30 else 1e30

@@ -70,7 +70,7 @@ class CallSite:
             return self.compiled
         return any(part is not self.module and not is_plain_layer(part) for part in self.module.modules())
 
-    def other_sequence(self, keys: int) -> bool:
+    def has_other_sequence(self, keys: int) -> bool:
         """Whether the module's name, flags or arguments say that its keys come from another sequence."""
         if getattr(self.module, "is_cross_attention", False):
             return True

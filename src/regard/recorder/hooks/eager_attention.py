@@ -180,8 +180,8 @@ def on_product(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame:
         met = meet(listener, softmax, left, right, right_way=-1 in axes, direct=True)
     elif (softmax := eager.softmax_of(right)) is not None and not _is_of_layer(listener, left, frame):
         axes, one_row = axes_of_keys(right, softmax.aliases[storage_of(right)]), right.ndim == 1
-        used, v = right if one_row else right.mT, left.mT if left.ndim > 1 else left
-        met = meet(listener, softmax, used, v, right_way=(-1 if one_row else -2) in axes, direct=False)
+        weights, v = right if one_row else right.mT, left.mT if left.ndim > 1 else left
+        met = meet(listener, softmax, weights, v, right_way=(-1 if one_row else -2) in axes, direct=False)
     learned = has_learned_queries(left, right)
     computed = is_computed(left) and is_computed(right) and (left.ndim > 2) == (right.ndim > 2)
     if met or not (learned or computed) or (site := listener.call_site(frame)) is None or _is_cast_layer(right, site):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from . import tap
 from .einsum_equation import may_be_scores, own_axes, sorted_axes, spell_out
-from .meeting import collapsed, finish, is_attention
+from .layout import collapsed, own_shape
+from .meeting import finish, is_attention
 from .moved_weights import on_two_weights
 from .product_factors import has_learned_queries, is_computed, is_parameter
 from .softmax_trail import OpenSoftmax, axes_of_keys, storage_of
@@ -97,10 +98,10 @@ def _finish_in_order(
     order = sorted_axes(mine, others, result, keys, w.shape)
     if order is None:
         return False
-    used = w.permute([mine.index(letter) for letter in order.axes])
-    used = used if order.has_rows else used.unsqueeze(-2)
+    weights = w.permute([mine.index(letter) for letter in order.axes])
+    weights = weights if order.has_rows else weights.unsqueeze(-2)
     values = v.permute([others.index(letter) for letter in order.of_values])
-    finish(listener, softmax, used, values if values.ndim == used.ndim else None, factor, values)
+    finish(listener, softmax, weights, values if values.ndim == weights.ndim else None, factor, values)
     return True
 
 
@@ -122,7 +123,7 @@ def on_weighted(listener: tap.Listener, softmax: OpenSoftmax, x: Tensor, summed:
     alias, axis = softmax.aliases[storage_of(w)], summed[0]
     if layout != [x.shape, x.stride()] or len(summed) > 1:
         return False
-    w_shape, v_shape = (_own_shape(operand, x.ndim) for operand in (w, v))
+    w_shape, v_shape = (own_shape(operand, x.ndim) for operand in (w, v))
     along = axes_of_keys(w, alias)
     if not alias.lost_keys and len(along) == 1 and axis not in along and v_shape[along[0]] > 1:
         return True  # a gate: what softmax ran over is no axis that the sum removes, nor one that only w has
@@ -141,11 +142,6 @@ def on_weighted(listener: tap.Listener, softmax: OpenSoftmax, x: Tensor, summed:
     if not is_attention(listener, softmax, alias, own_w, own_v, direct=False):
         return True
     return _finish_in_order(listener, softmax, own_w, own_v, (mine, others, letters.replace(keys, "")), keys, w)
-
-
-def _own_shape(x: Tensor, ndim: int) -> list[int]:
-    """The shape of an operand that is broadcast to so many axes, before any was expanded."""
-    return [1] * (ndim - x.ndim) + list(collapsed(x).shape)
 
 
 def _only(x: Tensor, side: str, letters: str) -> Tensor:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from .call_site import CAPTURED, CallSite
 
-__all__ = ["heads_come_first", "may_be_heads_of_one", "shared_axis_reason", "split_heads"]
+__all__ = [
+    "collapsed", "heads_come_first", "may_be_heads_of_one", "own_shape", "shared_axis_reason", "split_heads",
+]  # fmt: skip
 
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
 
@@ -80,6 +82,17 @@ def may_be_heads_of_one(*operands: Tensor) -> bool:
     So do the sequences of a batch where the model has its sequence axis first.
     """
     return all(x.ndim == 3 and min(x.shape[:2]) > 1 and 0 < x.stride(0) < x.stride(1) for x in operands)
+
+
+def collapsed(x: Tensor) -> Tensor:
+    """x with one number along each of its expanded axes."""
+    return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride())]
+
+
+def own_shape(x: Tensor, ndim: int = 0) -> list[int]:
+    """The shape of x before axes were expanded; of an operand that is broadcast to `ndim` axes with all of them."""
+    own = [min(size, 1) if step == 0 else size for size, step in zip(x.shape, x.stride(), strict=True)]
+    return [1] * (ndim - x.ndim) + own
 
 
 def split_heads(x: Tensor, module: Any, batch: int | None) -> Tensor | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..calls import AttentionCall
 from . import tap
 from .call_site import has_parameter_axis, looks_like_attention
-from .layout import heads_come_first, shared_axis_reason, split_heads
+from .layout import collapsed, heads_come_first, shared_axis_reason, split_heads
 from .softmax_trail import (
     CHOSEN,
     DIVIDED,
@@ -22,41 +22,36 @@ from .softmax_trail import (
     storage_of,
 )
 
-__all__ = ["collapsed", "finish", "is_attention", "meet", "sums_to_one"]
+__all__ = ["finish", "is_attention", "meet", "sums_to_one"]
 
 
 OTHER_AXIS = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
 NO_AXIS = "its weights meet the values in a view in which nothing says which axis is that of their keys"
 
 
-def collapsed(x: Tensor) -> Tensor:
-    """x with one number along each of its expanded axes."""
-    return x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
-
-
 def meet(
-    listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, v: Tensor, *, right_way: bool, direct: bool
+    listener: tap.Listener, softmax: OpenSoftmax, weights: Tensor, v: Tensor, *, right_way: bool, direct: bool
 ) -> bool:
-    """Weights meet something in a product: used (…, i, j) and v (…, j, e) if the sum runs over the axis of softmax.
+    """Weights (…, i, j) meet v in a product, (…, j, e) if the sum runs over the axis of softmax.
 
     Returns:
         Whether this is attention, recorded or refused.
     """
-    alias = softmax.aliases[storage_of(used)]
-    if not is_attention(listener, softmax, alias, used, v, direct):
+    alias = softmax.aliases[storage_of(weights)]
+    if not is_attention(listener, softmax, alias, weights, v, direct):
         return False
-    if used.ndim > 1:  # weights without an axis for the batch stand for all of it
-        used = used[(None,) * (v.ndim - used.ndim)]
+    if weights.ndim > 1:  # weights without an axis for the batch stand for all of it
+        weights = weights[(None,) * (v.ndim - weights.ndim)]
     if right_way:
-        finish(listener, softmax, used, v if v.ndim > 1 else None, used, v)
+        finish(listener, softmax, weights, v if v.ndim > 1 else None, weights, v)
     elif softmax.product is not None and alias.altered not in (CHOSEN, DIVIDED, UNNORMALISED):
         listener.eager.close(softmax)
-        listener.refuse(softmax.site.name, alias.altered or (OTHER_AXIS if axes_of_keys(used, alias) else NO_AXIS))
+        listener.refuse(softmax.site.name, alias.altered or (OTHER_AXIS if axes_of_keys(weights, alias) else NO_AXIS))
     return True
 
 
 def is_attention(
-    listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, used: Tensor, v: Tensor, direct: bool
+    listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, weights: Tensor, v: Tensor, direct: bool
 ) -> bool:
     """Whether a softmax that meets something is one over keys, or linear attention, which is refused later on.
 
@@ -64,19 +59,19 @@ def is_attention(
         listener: The listener.
         softmax: The softmax.
         alias: The tensor on its trail that meets the values.
-        used: The same.
+        weights: That tensor, a view of it, or its axes in another order.
         v: The values.
         direct: Whether the weights are the left factor of a product, as attention is mostly written.
     """
     if alias.altered is LOGARITHM or (alias.altered is UNNORMALISED and softmax.product is None):
         return False
-    if softmax.product is not None and not (softmax.is_flat and max(_axes(used), _axes(v)) > 2):
+    if softmax.product is not None and not (softmax.is_flat and max(_axes(weights), _axes(v)) > 2):
         return True
     module = softmax.site.module
-    usual = direct and softmax.axis == -1 and used.ndim > 2 and v.ndim > 2
+    usual = direct and softmax.axis == -1 and weights.ndim > 2 and v.ndim > 2
     if usual and ((module is not None and looks_like_attention(module)) or listener.eager.is_product(v)):
         return True
-    return _pools_a_sequence(listener, softmax, alias, used, v)
+    return _pools_a_sequence(listener, softmax, alias, weights, v)
 
 
 def _axes(x: Tensor) -> int:
@@ -84,33 +79,35 @@ def _axes(x: Tensor) -> int:
     return sum(size > 1 for size in x.shape)
 
 
-def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, used: Tensor, v: Tensor) -> bool:
+def _pools_a_sequence(listener: tap.Listener, softmax: OpenSoftmax, alias: Alias, weights: Tensor, v: Tensor) -> bool:
     """Whether a softmax without a product of queries and keys weighs the positions of each sequence.
 
     Additive attention scores positions by a small network. A router's softmax, and that of a mixture, runs over the
     outputs of a layer instead: a parameter has an axis of that size, and it is the last axis.
     """
-    if used.ndim == 2 and v.ndim == 3:  # (b, j) in an einsum
-        used = used.unsqueeze(1)
-    axis = axis_of_keys(used, alias)
-    if axis is None or not 2 < used.ndim <= 4 or v.ndim < 3 or v.shape[-1] < 2 or used.shape[0] != v.shape[0]:
+    if weights.ndim == 2 and v.ndim == 3:  # (b, j) in an einsum
+        weights = weights.unsqueeze(1)
+    axis = axis_of_keys(weights, alias)
+    if axis is None or not 2 < weights.ndim <= 4 or v.ndim < 3 or v.shape[-1] < 2 or weights.shape[0] != v.shape[0]:
         return False
-    if used.shape[0] != listener.batch_size(used.shape[-2]) or softmax.site.module is None:
+    if weights.shape[0] != listener.batch_size(weights.shape[-2]) or softmax.site.module is None:
         return False
-    if used.numel() != used.shape[0] * used.shape[axis]:  # several rows, as linear attention sums keys by feature
+    if (
+        weights.numel() != weights.shape[0] * weights.shape[axis]
+    ):  # several rows, as linear attention sums keys by feature
         return False
-    return softmax.axis != -1 or not has_parameter_axis(softmax.site, used.shape[axis])
+    return softmax.axis != -1 or not has_parameter_axis(softmax.site, weights.shape[axis])
 
 
 def finish(
-    listener: tap.Listener, softmax: OpenSoftmax, used: Tensor, values: Tensor | None, factor: Tensor, v: Tensor
+    listener: tap.Listener, softmax: OpenSoftmax, weights: Tensor, values: Tensor | None, factor: Tensor, v: Tensor
 ) -> None:
-    """Record `used` (…, i, j), or refuse the layer where these are no weights over keys.
+    """Record `weights` (…, i, j), or refuse the layer where these are no weights over keys.
 
     Args:
         listener: The listener.
         softmax: The softmax that they come from.
-        used: The weights, their axes in order.
+        weights: Their axes in order.
         values: The values (…, j, e); None where the model does not say which axis is which.
         factor: The operand of the product that held the weights.
         v: Its other operand.
@@ -124,7 +121,7 @@ def finish(
             eager.close(other)
     if not is_new:
         return
-    w = before_dropout(used, alias)
+    w = before_dropout(weights, alias)
     divided = alias.altered in (DIVIDED, POINTWISE, UNNORMALISED) and sums_to_one(w)
     altered = None if divided else alias.altered
     reason = altered or _no_weights(softmax, v_is_product, w, alias)

@@ -94,8 +94,8 @@ def remove_all(handles: list[Any]) -> None:
         handles.pop().remove()
 
 
-class RunsHere(Protocol):
-    """The part of a recording that follows one thread."""
+class ThreadEvents(Protocol):
+    """The part of a recording that follows one thread, by what happens in it."""
 
     def begin(self, axes: tuple[int, int] | None) -> None:
         """The model's own forward begins, with an input of these first axes."""
@@ -115,8 +115,8 @@ class RunsHere(Protocol):
     def start_over(self) -> None:
         """Another thread begins, perhaps with the id of one that ended."""
 
-    def keep(self, on: bool) -> None:
-        """Hear the thread outside of modules too; or, once for each time that was asked, no longer."""
+    def request(self, on: bool) -> None:
+        """A function begins that is recorded outside of modules too; or it has ended."""
 
 
 class ModelHooks:
@@ -133,7 +133,7 @@ class ModelHooks:
         self._owner = 0  # the thread that attached: it listens all the time, in whatever module
         weakref.finalize(self, remove_all, self._handles)
 
-    def attach(self, here: Callable[[], RunsHere | None]) -> None:
+    def attach(self, here: Callable[[], ThreadEvents | None]) -> None:
         """Report to what `here()` answers in the thread of a hook: its part of the recording, or None."""
         self._here, self._owner = weakref.WeakMethod(here), threading.get_ident()
         model = self.model
@@ -185,7 +185,7 @@ class ModelHooks:
         remove_all(self._handles)
         self.model, self.modules, self.ran, self._unhooked = None, [], {}, []
 
-    def _thread(self) -> RunsHere | None:
+    def _thread(self) -> ThreadEvents | None:
         if self._unhooked and threading.get_ident() != self._owner:
             self._hook_all()
         here = self._here()
@@ -229,15 +229,15 @@ class ModelHooks:
     def thread_begins(self) -> None:
         if (thread := self._thread()) is not None:
             thread.start_over()
-            thread.keep(True)
+            thread.request(True)
 
     def work_begins(self) -> None:
         if threading.get_ident() != self._owner and (thread := self._thread()) is not None:
-            thread.keep(True)
+            thread.request(True)
 
     def work_ends(self) -> None:
         if threading.get_ident() != self._owner and (thread := self._thread()) is not None:
-            thread.keep(False)
+            thread.request(False)
 
     # Attention that is not intercepted.
 
@@ -261,7 +261,7 @@ class ModelHooks:
         _compiled_modules.add(module)
         self.ran[name] = module
 
-    def unheard_modules(self, recorded: set[str]) -> Iterator[tuple[str, str]]:
+    def missed_modules(self, recorded: set[str]) -> Iterator[tuple[str, str]]:
         """Modules that look like attention, ran, and were not intercepted: (name, reason)."""
         for name, module in list(self.ran.items()):  # a thread may still run
             is_recorded = any(_within(other, name) or _within(name, other) for other in recorded)

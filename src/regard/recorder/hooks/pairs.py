@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from . import tap
+from .layout import own_shape
 
 __all__ = ["SUMS", "install", "on_outer_sum", "on_sum", "pairs", "sums_features"]
 
@@ -67,19 +68,14 @@ def pairs(args: tuple[Any, ...]) -> bool:
         return False
     if x.shape == y.shape and 0 not in x.stride() and 0 not in y.stride():  # nothing was expanded
         return False
-    lacks = [(a == 1 < b) - (b == 1 < a) for a, b in zip(_own_shape(x), _own_shape(y), strict=True)]
+    lacks = [(a == 1 < b) - (b == 1 < a) for a, b in zip(own_shape(x), own_shape(y), strict=True)]
     return 1 in lacks and -1 in lacks and x.is_floating_point() and y.is_floating_point()
-
-
-def _own_shape(x: Tensor) -> tuple[int, ...]:
-    """The shape before axes were expanded."""
-    return tuple(1 if step == 0 else size for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def on_outer_sum(listener: tap.Listener, call: dict[str, Any], out: Tensor, frame: FrameType) -> None:
     """The sum of two sequences, which is scores itself or gives them when a layer weighs its features."""
     if (site := listener.call_site(frame)) is None:
         return
-    own = zip(_own_shape(call["self"]), _own_shape(call["other"]), strict=True)
+    own = zip(own_shape(call["self"]), own_shape(call["other"]), strict=True)
     ends = tuple(max(a, b) for a, b in own if a != b and 1 in (a, b))
     listener.eager.add_product(out, site.name, flat=out.ndim <= 2, ends=ends)

@@ -8,7 +8,8 @@ from typing import Any, cast
 from torch import Tensor
 
 from . import tap
-from .meeting import collapsed, sums_to_one
+from .layout import collapsed
+from .meeting import sums_to_one
 from .moved_weights import mark_as_unknown
 from .softmax_trail import (
     COMBINED,
