@@ -328,7 +328,7 @@ class Problem:
         return self._with_intervals(replace_fields(self, k=self.blank(self.k, visible, -2), modifiers=modifiers))
 
     def blank(self, x: Tensor, visible: Tensor, axis: int) -> Tensor:
-        """A tensor with zeros at keys that are not `visible`; if a function reads it, ones for what is not finite there.
+        """A tensor with zeros at keys that are not `visible`; if a function reads it, ones where it is not finite.
 
         A user's function may have no slope at zero: that of k / |k| is nan, and 0 · nan would reach the queries.
         """
