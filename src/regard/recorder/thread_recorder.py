@@ -163,6 +163,13 @@ class ThreadRecorder:
     def refuse(self, name: str, reason: str) -> None:
         self.shared.refuse(name, reason)
 
+    def retract(self, site: CallSite, reason: str) -> None:
+        calls = [] if self._pass is None else self._pass.calls
+        last = next((call for call in reversed(calls) if call.name == site.name), None)
+        if last is not None:
+            calls.remove(last)
+            self.refuse(site.name, reason)
+
     def refuse_at(self, frame: FrameType, reason: str) -> None:
         if (site := self.call_site(frame)) is not None:
             self.refuse(site.name, reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..calls import AttentionCall
@@ -22,10 +24,11 @@ from .softmax_trail import (
     storage_of,
 )
 
-__all__ = ["collapsed", "finish", "is_attention", "meet", "sums_to_one"]
+__all__ = ["collapsed", "finish", "is_attention", "is_linear_attention", "meet", "sums_to_one"]
 
 
 OTHER_AXIS = "its weights are summed over another axis than the one softmax ran over, as in slot attention"
+LINEAR = "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
 NO_AXIS = "its weights meet the values in a view in which nothing says which axis is that of their keys"
 
 
@@ -53,6 +56,22 @@ def meet(
         listener.eager.close(softmax)
         listener.refuse(softmax.site.name, alias.altered or (OTHER_AXIS if axes_of_keys(used, alias) else NO_AXIS))
     return True
+
+
+def is_linear_attention(listener: tap.Listener, factors: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether a product sums a softmax's mixture of values over its rows: softmax(k)ᵀ v before the queries come.
+
+    Each of those rows is a feature of the keys, and what was recorded as weights is taken back.
+
+    Args:
+        listener: The listener.
+        factors: The factors of the product, each with the size of the axis that is summed over.
+    """
+    for x, summed in factors:
+        if (site := listener.eager.site_of_mixture(x, summed)) is not None:
+            listener.retract(site, LINEAR)
+            return True
+    return False
 
 
 def is_attention(
@@ -162,7 +181,7 @@ def sums_to_one(w: Tensor, axis: int = -1) -> bool:
 def _no_weights(softmax: OpenSoftmax, v_is_product: bool, w: Tensor, alias: Alias) -> str | None:
     """The reason why a softmax gives no weights over keys; None if it does."""
     if softmax.product is None and v_is_product:
-        return "it multiplies a softmax with a product, as in linear attention: no weights over keys are to be had"
+        return LINEAR
     if not w.is_floating_point():
         return f"its weights are of type {w.dtype}; floating-point numbers are read"
     if w.ndim > 4:

@@ -125,6 +125,7 @@ class ModelHooks:
     def __init__(self, model: nn.Module | None) -> None:
         self.model = model
         self.modules = [] if model is None else list(model.named_modules())
+        self._is_suspect = model is not None and looks_like_attention(model)
         self.ran: dict[str, nn.Module] = {}  # modules that look like attention and were called
         self.ran_here = False  # whether the model ran as Python and not as compiled code
         self._handles: list[Any] = []
@@ -198,6 +199,8 @@ class ModelHooks:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (thread := self._thread()) is not None:
             self.ran_here = True
+            if self._is_suspect:
+                self.ran[""] = model
             thread.begin(first_axes(args, kwargs))
 
     def _begin_among_all(self, module: nn.Module, args: tuple[Any, ...]) -> None:
