@@ -162,6 +162,52 @@ def test_weights_that_enter_another_einsum_first_are_recorded(x):
     torch.testing.assert_close(weights(seen)[0][:, 0], scores(x).softmax(-1))
 
 
+# Weights over positions that no product of queries and keys made.
+
+
+def average_of_the_past(x):
+    s = torch.zeros(len(x), 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    return s.softmax(-1) @ x
+
+
+def test_an_average_of_the_past_is_recorded(x):
+    seen = recorded(Calls(average_of_the_past), x)
+    assert seen.refused == []
+    torch.testing.assert_close(weights(seen)[0][0, 0], torch.ones(6, 6).tril() / torch.arange(1, 7)[:, None])
+
+
+class Synthesizer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, x):
+        return self.scores.softmax(-1) @ x.unsqueeze(1)
+
+
+def test_learned_weights_of_positions_are_recorded(x):
+    model = Synthesizer()
+    torch.testing.assert_close(weights(recorded(model, x))[0][0], model.scores.softmax(-1))
+
+
+class SquareMixture(nn.Module):
+    """As many experts as tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 6), nn.Linear(8, 48)
+
+    def forward(self, x):
+        outputs = self.experts(x.mean(1)).unflatten(-1, (6, 8))
+        return self.gate(x).softmax(-1) @ outputs
+
+
+def test_as_many_experts_as_tokens_are_no_attention(x):
+    seen = recorded(SquareMixture(), x)
+    assert not seen.passes
+    assert seen.refused == []
+
+
 # Linear attention whose keys alone pass a softmax.
 
 

@@ -95,6 +95,8 @@ def is_attention(
     usual = direct and softmax.axis == -1 and used.ndim > 2 and v.ndim > 2
     if usual and ((module is not None and looks_like_attention(module)) or listener.eager.is_product(v)):
         return True
+    if usual and v.shape[-2] == used.shape[-1] == used.shape[-2] > 1:  # a row and a column for each position
+        return not has_parameter_axis(softmax.site, used.shape[-1])
     return _pools_a_sequence(listener, softmax, alias, used, v)
 
 
